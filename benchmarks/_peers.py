@@ -23,7 +23,7 @@ from torch import nn
 from transformers import GPT2LMHeadModel
 
 from l2l_core import Relay, RelayConfig
-from workbench.lessons.in_core import StorageMeter
+from workbench.lessons.plain_training import StorageMeter
 
 Batch = dict[str, torch.Tensor]
 MAX_NORM = 1.0

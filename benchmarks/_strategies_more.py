@@ -15,9 +15,9 @@ from transformers.activations import GELUActivation, NewGELUActivation
 
 from l2l_core import EmulatedDevice, find_layers
 from l2l_core.strategies import Lab, Plain, activation_map, few_bit, randomized_linear
-from l2l_core.strategies.few_bits import SMOOTH
-from l2l_core.strategies.oracle import least_seconds
-from l2l_core.strategies.rotor import Chain, Solution
+from l2l_core.strategies.exhaustive_search import find_fastest
+from l2l_core.strategies.few_bits import SMOOTH_ACTIVATIONS
+from l2l_core.strategies.rotor import Chain, RotorSolution
 
 Made = tuple[nn.Module, Any, dict[str, Any]]
 CHAINS, ROWS, LENGTHS = 300, (1, 2, 4, 8, 16, 32), (64, 128, 256, 384, 512, 768, 1024, 2048)
@@ -30,7 +30,7 @@ def approximate(make: Callable[[], Made], micro_batches: int) -> list[dict[str, 
         "as it is": lambda model: None,
         **{
             f"activations of {k} bits": lambda model, k=k: few_bit(
-                model, k, (*SMOOTH, GELUActivation, NewGELUActivation)
+                model, k, (*SMOOTH_ACTIVATIONS, GELUActivation, NewGELUActivation)
             )
             for k in (1, 3)
         },
@@ -53,7 +53,9 @@ def approximate(make: Callable[[], Made], micro_batches: int) -> list[dict[str, 
             {
                 "model": name,
                 "device_bytes": lab.plan(Plain()).peak_device_bytes,
-                "record_bytes": sum(lab.prices.costs[0].record.get((i, True), 0) for i in range(lab.prices.stages - 1)),
+                "record_bytes": sum(
+                    lab.cost_model.costs[0].record_bytes.get((i, True), 0) for i in range(lab.cost_model.stages - 1)
+                ),
                 "cosine": float(nn.functional.cosine_similarity(exact.double(), grads.double(), dim=0)),
             }
         )
@@ -61,10 +63,10 @@ def approximate(make: Callable[[], Made], micro_batches: int) -> list[dict[str, 
 
 
 def _gradients(lab: Lab) -> torch.Tensor:
-    model = lab._twins()[0]
-    course = lab._course(model)
+    model = lab._copy_model()[0]
+    course = lab._make_runner(model)
     with course.metered() as meter:
-        course.run(lab.plan(Plain()).operations, lab._work, meter)
+        course.run(lab.plan(Plain()).operations, lab._own_inputs, meter)
     return torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
 
 
@@ -85,16 +87,16 @@ def gap(measured: Chain) -> dict[str, Any]:
             Chain(tuple(sizes), records, *times, numbers(0, 6), numbers(0, 2), numbers(0, 4)),
             rng.randint(6, 30),
         )
-        kept, free = Solution(chain, budget).seconds(budget), least_seconds(chain, budget).seconds
+        kept, free = RotorSolution(chain, budget).seconds(budget), find_fastest(chain, budget).seconds
         if free < float("inf"):
             only += kept == float("inf")
             gains += [kept / free - 1] if kept < float("inf") else []
     faster = [gain for gain in gains if gain > 1e-9]
-    solution = Solution(measured, 1000)
+    solution = RotorSolution(measured, 1000)
     least = next(m for m in range(1001) if solution.seconds(m) < float("inf"))
     most = next(m for m in range(1001) if solution.seconds(m) == solution.seconds(1000))
     budgets = [least + (most - least) * i // 4 for i in range(5)]
-    of_model = [solution.seconds(m) / least_seconds(measured, m).seconds - 1 for m in budgets]
+    of_model = [solution.seconds(m) / find_fastest(measured, m).seconds - 1 for m in budgets]
     return {
         "chains": len(gains) + only,
         "faster": len(faster),

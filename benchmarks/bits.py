@@ -40,7 +40,7 @@ from torch.optim import AdamW, Optimizer
 
 from l2l_core import Compress, EmulatedDevice, Relay, RelayConfig, in_bf16
 from workbench.lessons.corpus import Corpus, load_corpus
-from workbench.lessons.demo import draw_batch, make_model, make_schedule, one_thread
+from workbench.lessons.demo import draw_batch, make_model, make_schedule, single_thread
 from workbench.lessons.demo_values import Settings
 
 Params = Iterable[nn.Parameter]
@@ -116,7 +116,7 @@ def main() -> None:
         print(json.dumps(measure_bytes(args.bytes_of, args.layers, args.width)))
         return
     if args.wire:
-        with one_thread():
+        with single_thread():
             pushed = {name: bytes_pushed(compress, args) for name, compress in WIRES.items()}
             make = KINDS["float32"]
             losses = quality({name: partial(train, make, compress=compress) for name, compress in WIRES.items()}, args)
@@ -128,7 +128,7 @@ def main() -> None:
         print('bitsandbytes is not installed: no rows of 8 bits. pip install -c constraints.txt -e ".[bits]"\n')
         del kinds["8-bit"]
     results: dict[str, Any] = {"arguments": vars(args)}
-    with one_thread():
+    with single_thread():
         results["bytes"] = bytes_per_parameter(kinds, args)
         results["time"] = times(kinds, args.width, args.rounds)
         runs = {kind: partial(train, make) for kind, make in (kinds | NOT_DONE).items()}

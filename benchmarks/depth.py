@@ -5,7 +5,7 @@
 
 GPT-2 blocks, fused AdamW. Peak device bytes of the relay are its ledger's, of a metered step and of one that replays
 the profile (the larger counts). In core: plain gradient accumulation, every storage counted from the operation that
-makes it (`workbench.lessons.in_core.StorageMeter`); at the smallest depth torch's own MemTracker counts as well (it takes
+makes it (`workbench.lessons.plain_training.StorageMeter`); at the smallest depth torch's own MemTracker counts as well (it takes
 minutes at large ones). Seconds per layer are of steps in turn.
 
 Host bytes per parameter, in a fresh process with a model of 60 million parameters: what the ledger says, and what the
@@ -31,7 +31,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
 from l2l_core.trace import format_bytes
-from workbench.lessons.in_core import StorageMeter
+from workbench.lessons.plain_training import StorageMeter
 
 make_optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 

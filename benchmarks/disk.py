@@ -39,8 +39,8 @@ from _common import make_gpt2, report, show
 from _disk_forecast import Foreteller, said
 
 from l2l_core import EmulatedDevice, FileShelf, Relay, RelayConfig, Trace, empty_weights
-from l2l_core.config import bytes_in
-from l2l_core.trace import DISK, LANES, format_bytes
+from l2l_core.config import parse_bytes
+from l2l_core.trace import DISK_LANES, LANES, format_bytes
 from workbench.lessons.corpus import load_corpus
 
 DISK_BYTES_PER_PARAM = 24  # weights and two moments in float32, and as much again for the other half
@@ -124,7 +124,7 @@ def measured(trace: Trace, seconds: float) -> dict[str, Any]:
             "exposed_s": trace.exposed_s(lane),
             "bytes": sum(event.nbytes for event in trace.lanes[lane]),
         }
-        for lane in (*LANES, *DISK)
+        for lane in (*LANES, *DISK_LANES)
     }
     busiest = max(lanes, key=lambda lane: lanes[lane]["busy_s"])
     return {"seconds": seconds, "lanes": lanes, "binds": busiest, "over_roofline": seconds / lanes[busiest]["busy_s"]}
@@ -213,7 +213,7 @@ def main() -> None:
     params = min(args.params, fits)
     if params < args.params:
         print(f"{args.params:,.0f} parameters do not fit on the disk: {params:,.0f} do, and are taken")
-    cap = bytes_in(args.cap, "--cap")
+    cap = parse_bytes(args.cap, "--cap")
     folder = Path(tempfile.mkdtemp(prefix="shelf-", dir=args.folder))
     try:
         config = RelayConfig(micro_batches=args.micro_batches, stash="host")

@@ -118,7 +118,7 @@ def sitting_out_s(relay: Relay, layers: range) -> float:
     """Seconds for layers to leave and to return."""
 
     def call() -> None:
-        with relay._sitting_out(layers, trust=False):
+        with relay._skipping(layers, force=False):
             pass
 
     return seconds_of(call)

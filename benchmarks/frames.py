@@ -18,7 +18,7 @@ from _common import report, show
 
 from l2l_core.trace import Event, MemorySample, Trace
 from workbench.pictures import draw_memory, draw_relay, draw_timeline
-from workbench.readings import Columns, Moments
+from workbench.readings import Columns, StateTimeline
 
 TURN_S = 1e-3
 SHARE = 0.75  # of a step that is under way
@@ -40,18 +40,18 @@ def main() -> None:
     events, samples = (int(SHARE * count) for count in running.counts)
     part = Columns.of(running, events, samples)
     now_s = part.end_s
-    step = Moments.of(last, keys)
+    step = StateTimeline.of(last, keys)
     sweep: dict[str, Any] = {"before": whole, "now_s": now_s, "span_s": whole.end_s, "keys": keys}
     settings = last.settings
 
     def live() -> str:
-        moments = Moments(part, keys, **settings, before=step, live=True)
-        return draw_relay(moments.when(now_s), keys)
+        moments = StateTimeline(part, keys, **settings, previous=step, live=True)
+        return draw_relay(moments.at_time(now_s), keys)
 
     frames: dict[str, Callable[[], str]] = {
         "timeline, whole": lambda: draw_timeline(whole, keys=keys),
         "memory, whole": lambda: draw_memory(whole, keys=keys, in_core_bytes=10**11),
-        "relay, one event": lambda: draw_relay(step.at(step.count // 2), keys),
+        "relay, one event": lambda: draw_relay(step.at_event(step.count // 2), keys),
         "timeline, under way": lambda: draw_timeline(part, **sweep),
         "memory, under way": lambda: draw_memory(part, **sweep, in_core_bytes=10**11),
         "relay, under way": live,

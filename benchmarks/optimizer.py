@@ -30,7 +30,7 @@ from torch import nn
 from l2l_core import EmulatedDevice, Event, Relay, RelayConfig, StepResult, Trace
 from l2l_core.devices import Copy
 from l2l_core.eps import store as eps_store
-from l2l_core.eps.blocks import Block, GradientPiece, Unit
+from l2l_core.eps.blocks import Block, BlockGradient, Unit
 
 BYTES_PER_PARAM = 28  # float32: read w, m, v, g; write w, m, v
 PER_WEIGHT_BYTE = BYTES_PER_PARAM // 4
@@ -59,7 +59,7 @@ class Done:
 def clocked(relay: Relay) -> Iterator[Clock]:
     """Measure the EPS's thread during the block; the store is as it was afterwards."""
     store, clock = relay.store, Clock(layers={unit.key for unit in relay.stack})
-    update, check = store._update, eps_store.checked
+    update, check = store._update, eps_store.check_finite
 
     def timed_update(block: Block) -> None:
         began_s = time.thread_time()
@@ -68,18 +68,18 @@ def clocked(relay: Relay) -> Iterator[Clock]:
             clock.seconds += time.thread_time() - began_s
             clock.calls += 1
 
-    def timed_check(unit: Unit, block: Block, piece: GradientPiece) -> float:
+    def timed_check(unit: Unit, block: Block, gradient: BlockGradient) -> float:
         began_s = time.perf_counter()
-        norm = check(unit, block, piece)
+        norm = check(unit, block, gradient)
         clock.check_s += time.perf_counter() - began_s
         return norm
 
-    store._update, eps_store.checked = timed_update, timed_check  # type: ignore[method-assign]
+    store._update, eps_store.check_finite = timed_update, timed_check  # type: ignore[method-assign]
     try:
         yield clock
     finally:
         del store._update  # the method of the class again
-        eps_store.checked = check
+        eps_store.check_finite = check
 
 
 def main() -> None:
@@ -189,7 +189,7 @@ def time_eps_alone(relay: Relay) -> dict[str, float]:
             for block in unit.blocks:
                 trained = block.trained
                 flat = torch.full((trained.numel,), 1e-3)
-                store.take(unit, block, GradientPiece(flat, trained, (True,) * len(trained.indices)), send)
+                store.push_gradient(unit, block, BlockGradient(flat, trained, (True,) * len(trained.indices)), send)
         store.finish()
     return describe([e for e in trace.events if e.kind == "update"], clock)
 

@@ -30,7 +30,7 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
 from l2l_core import Relay, RelayConfig
-from workbench.lessons.in_core import StorageMeter
+from workbench.lessons.plain_training import StorageMeter
 
 Batch = dict[str, torch.Tensor]
 make_optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)

@@ -44,7 +44,7 @@ from _peers import WAYS, Peer, Shape
 from _ranks import Ranks, most_resident, resident_bytes, timed
 
 BASE = "in core"
-LOADED_ONCE = ["transformers.models.gpt2.modeling_gpt2", "workbench.lessons.in_core"]
+LOADED_ONCE = ["transformers.models.gpt2.modeling_gpt2", "workbench.lessons.plain_training"]
 STEPS = 3  # whose losses are compared; the first makes the optimizer's state, and the last is weighed
 
 _running: dict[str, Any] = {}  # what this process trains with
@@ -143,12 +143,12 @@ def ask(ranks: Ranks, what: Callable[..., Any], *args: Any) -> dict[str, Any]:
         return {"reason": reason_of(error)}
 
 
-def measure(names: list[str], shape: Shape, crew: Crew, rounds: int) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+def measure(names: list[str], shape: Shape, group: Crew, rounds: int) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Every way on its own, then all that run in turn."""
     with ExitStack() as stack:
         found, running = {}, {}
         for name in names:
-            ranks = stack.enter_context(crew.one())
+            ranks = stack.enter_context(group.one())
             found[name] = ask(ranks, begin, name, shape)
             print(f"{name}: {'does not run' if 'reason' in found[name] else 'runs'}", flush=True)
             if "reason" not in found[name]:
@@ -162,9 +162,9 @@ def measure(names: list[str], shape: Shape, crew: Crew, rounds: int) -> tuple[di
     return found, seconds
 
 
-def weigh_at(layers: int, name: str, shape: Shape, crew: Crew) -> dict[str, float]:
+def weigh_at(layers: int, name: str, shape: Shape, group: Crew) -> dict[str, float]:
     """Bytes of a way at another depth, in a fresh process; endless where it ran out of memory."""
-    with crew.one() as ranks:
+    with group.one() as ranks:
         found = ask(ranks, begin, name, replace(shape, layers=layers))
         if "reason" not in found:
             ranks.run(end)
@@ -174,13 +174,13 @@ def weigh_at(layers: int, name: str, shape: Shape, crew: Crew) -> dict[str, floa
     return {"device": math.inf, "process": math.inf}
 
 
-def depths(name: str, found: dict[str, Any], args: argparse.Namespace, shape: Shape, crew: Crew) -> dict[str, int]:
+def depths(name: str, found: dict[str, Any], args: argparse.Namespace, shape: Shape, group: Crew) -> dict[str, int]:
     """The most layers within each budget."""
     at = {shape.layers: found}  # both searches use what one has tried
 
     def bytes_of(what: str, layers: int) -> float:
         if layers not in at:
-            at[layers] = weigh_at(layers, name, shape, crew)
+            at[layers] = weigh_at(layers, name, shape, group)
         return at[layers][what]
 
     budgets = {"device": args.device_mb, "process": args.process_mb}

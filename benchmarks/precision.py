@@ -22,7 +22,7 @@ from _common import report, show
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
 from workbench.lessons.corpus import load_corpus
-from workbench.lessons.demo import draw_batch, make_model, make_optimizer, make_schedule, one_thread
+from workbench.lessons.demo import draw_batch, make_model, make_optimizer, make_schedule, single_thread
 from workbench.lessons.demo_values import Settings
 
 WINDOW = 20  # steps of the moving average
@@ -41,7 +41,7 @@ def main() -> None:
     args = parser.parse_args()
     settings = Settings(**vars(args))
 
-    with one_thread():
+    with single_thread():
         losses, held_out, seconds = train(settings)
     rows = {name: compare(losses["fp32"], losses[name], held_out["fp32"], held_out[name]) for name in RUNS}
     agree = max(abs(rows["bf16"]["held_out_gap"]), abs(rows["bf16"]["last_gap"])) <= AGREED

@@ -47,7 +47,7 @@ def measure(rank: int, count: int, args: argparse.Namespace) -> dict[str, Any]:
         first = alone.step(batch)  # metered
         # By its processor time: seconds hold what others on the machine do
         compute_s = min(timed(partial(alone.step, batch))["core_s"] for _ in range(3))
-        sent = alone.forecast(batch, workers=2).worker.sent
+        sent = alone.forecast(batch, workers=2).worker.traffic
         told = torch.tensor([compute_s, sum(each.sent for each in sent.values())], dtype=torch.float64)
         dist.broadcast(told, 0)  # one network for all
         compute_s, sent_bytes = told.tolist()
@@ -98,15 +98,17 @@ def plan(
     forecast: Forecast = relay.forecast(batch, workers=workers, network=network, stragglers=stragglers)
     worker, gone = forecast.worker, 0
     if worker is not None:
-        gone = sum(each.sent for each in worker.sent.values())
+        gone = sum(each.sent for each in worker.traffic.values())
     held = (
-        dict(worker.held) if worker else {n: v for n, v in forecast.host_bytes.items() if n in ("weights", "optimizer")}
+        dict(worker.held_bytes)
+        if worker
+        else {n: v for n, v in forecast.host_bytes.items() if n in ("weights", "optimizer")}
     )
     return {
         "workers": workers,
         "seconds": forecast.seconds,
         "held_bytes": sum(held.values()),
-        "gathered_bytes": worker.gathered_bytes if worker else 0,
+        "gathered_bytes": worker.gather_buffer_bytes if worker else 0,
         "sent_bytes": gone,
         "bound": str(forecast.bound),
         "stragglers": dict(stragglers or {}),

@@ -33,12 +33,12 @@ from l2l_core.strategies import (
     Karma,
     Lab,
     Offload,
+    PartitionSwap,
     Periodic,
     Plain,
     RelayPolicy,
     Rotor,
     SelectiveCheckpoint,
-    Swap,
 )
 
 ROWS, LENGTH, MICRO_BATCHES = 8, 64, 2
@@ -80,7 +80,7 @@ class UNet(nn.Module):
         super().__init__()
         widths = [width * 2**i for i in range(4)]
         pairs = list(zip(widths, widths[1:], strict=False))
-        self.enter, self.leave = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 3, 1)
+        self.begin_event, self.leave = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 3, 1)
         self.down = nn.ModuleList(self._block(a, b, nn.MaxPool2d(2)) for a, b in pairs)
         self.up = nn.ModuleList(self._block(2 * b, a, nn.Upsample(scale_factor=2)) for a, b in reversed(pairs))
 
@@ -90,7 +90,7 @@ class UNet(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Images to images: (rows, 3, height, width)."""
-        x, skips = self.enter(x), []
+        x, skips = self.begin_event(x), []
         for block in self.down:
             x = block(x)
             skips.append(x)
@@ -123,7 +123,7 @@ def measure(name: str, links: list[float]) -> list[dict[str, Any]]:
         device = EmulatedDevice(h2d_bytes_per_s=speed, d2h_bytes_per_s=speed)
         lab = Lab(model, batch, device=device, micro_batches=MICRO_BATCHES, **options)
         budget = lab.plan(Periodic()).peak_device_bytes - 1
-        combined = {"combined, the same": Combined(budget)} if lab.prices.stages <= 9 else {}
+        combined = {"combined, the same": Combined(budget)} if lab.cost_model.stages <= 9 else {}
         ways = {
             "plain": Plain(),
             "full": Full(),
@@ -131,7 +131,7 @@ def measure(name: str, links: list[float]) -> list[dict[str, Any]]:
             "rotor, less than periodic": Rotor(budget),
             "karma, the same": Karma(budget),
             **combined,
-            "partition and swap, the same": Swap(budget),
+            "partition and swap, the same": PartitionSwap(budget),
             "torch's selective checkpoint": SelectiveCheckpoint(),
             "offload": Offload(ahead=1),
             "offload, synchronous": Offload(ahead=0),
@@ -185,7 +185,7 @@ def main() -> None:
         )
     torch.manual_seed(0)
     model, batch, options = resnet((2, 2, 1))
-    gains = gap(Lab(model, batch, micro_batches=MICRO_BATCHES, **options).prices.rotor.chain)
+    gains = gap(Lab(model, batch, micro_batches=MICRO_BATCHES, **options).cost_model.rotor_solution.chain)
     print(f"plans that drop what they keep: {gains}")
     results = {"ways": results, "changed": changed, "gap": gains, "activations": activations()}
     report("strategies", {"settings": vars(args), "results": results})

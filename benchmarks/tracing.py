@@ -25,9 +25,9 @@ from _common import alternate, make_batch, make_gpt2, medians, ratio, report, sh
 
 from l2l_core import EmulatedDevice, Event, Relay, RelayConfig, Trace
 from l2l_core.devices import Ledger
-from l2l_core.step import Parts, stage
-from l2l_core.step.micro_batch import Pass
-from l2l_core.step.traffic import Clock, Meter, Metered
+from l2l_core.step import RelayParts, breadth_first
+from l2l_core.step.micro_batch import StepContext
+from l2l_core.step.traffic import ComputeClock, MemoryMeter, MeterRecord
 
 make_optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
@@ -45,8 +45,10 @@ class SilentTrace(Trace):
 class SilentMeter:
     """Samples nothing and books no activations; hands on what was metered, so that the next step need not meter."""
 
-    def __init__(self, device: Ledger, host: Ledger, trace: Trace, replay: Metered | None, keeps: bool = False) -> None:
-        self.latest, self.learns = replay, replay is None
+    def __init__(
+        self, device: Ledger, host: Ledger, trace: Trace, replay: MeterRecord | None, keeps: bool = False
+    ) -> None:
+        self.latest, self.is_metering = replay, replay is None
 
     def sample(self) -> None:
         """Nothing."""
@@ -55,7 +57,7 @@ class SilentMeter:
         """Nothing."""
 
 
-class NosyMeter(Meter):
+class NosyMeter(MemoryMeter):
     """Keeps a copy of each ledger's books at their fullest."""
 
     fullest: dict[str, Counter[tuple[str, str]]]
@@ -68,7 +70,7 @@ class NosyMeter(Meter):
                 self.fullest[ledger.place] = ledger._owned.copy()
 
 
-def _untimed(self: Pass, kind: str, layer: str, k: int, visit: int = -1) -> Callable[[], None]:
+def _untimed(self: StepContext, kind: str, layer: str, k: int, visit: int = -1) -> Callable[[], None]:
     return _nothing
 
 
@@ -90,9 +92,9 @@ def replaced(owner: Any, name: str, double: Any) -> Iterator[None]:
 def step_silently(relay: Relay, batch: Any) -> None:
     """A step without tracing."""
     with (
-        replaced(Pass, "timed", _untimed),
-        replaced(stage, "Meter", SilentMeter),
-        replaced(Parts, "new_trace", lambda self, config, step=0: SilentTrace()),
+        replaced(StepContext, "timed", _untimed),
+        replaced(breadth_first, "Meter", SilentMeter),
+        replaced(RelayParts, "new_trace", lambda self, config, step=0: SilentTrace()),
     ):
         relay.step(batch)
 
@@ -152,7 +154,7 @@ def measure(width: int, args: argparse.Namespace) -> dict[str, Any]:
 def count_calls(relay: Relay, batch: Any) -> dict[str, tuple[int, float]]:
     """How often a step does what, and the seconds of doing it once."""
     NosyMeter.fullest = {}
-    with replaced(stage, "Meter", NosyMeter):
+    with replaced(breadth_first, "Meter", NosyMeter):
         trace = relay.step(batch).trace
     compute = len(trace.lanes["compute"])
     return {
@@ -168,10 +170,10 @@ def time_compute_event(relay: Relay, times: int = 2000) -> float:
         for (category, owner), nbytes in NosyMeter.fullest[ledger.place].items():
             ledger.book(category, owner, nbytes)
     trace = Trace()
-    known = Metered([("forward L000", 1000 + i % 7, i % 5) for i in range(times)])  # changes: every sample is kept
-    meter, clock = Meter(*ledgers, trace, known), Clock(relay.device, trace)
+    known = MeterRecord([("forward L000", 1000 + i % 7, i % 5) for i in range(times)])  # changes: every sample is kept
+    meter, clock = MemoryMeter(*ledgers, trace, known), ComputeClock(relay.device, trace)
     run = SimpleNamespace(meter=meter, clock=clock)  # what `timed` asks of a pass
-    return time_call(lambda: Pass.timed(run, "forward", "L000", 0, 0)(), times)  # type: ignore[arg-type]
+    return time_call(lambda: StepContext.time_event(run, "forward", "L000", 0, 0)(), times)  # type: ignore[arg-type]
 
 
 def time_event(times: int = 20_000) -> float:

@@ -38,7 +38,7 @@ from workbench.app import Workbench
 from workbench.lessons.corpus import load_corpus
 from workbench.lessons.demo import draw_batch, make_model, make_optimizer
 from workbench.lessons.demo_values import Settings
-from workbench.panels.pump import Pump
+from workbench.panels.refresh_loop import RefreshLoop
 from workbench.session import Session
 
 LINK_BYTES_PER_S = 100e6
@@ -178,7 +178,7 @@ def looking(relay: Relay, batch: Any, drawing: Drawing) -> Iterator[Session]:
         panel.show = drawing.timed(type(panel).__name__, panel.show)  # type: ignore[method-assign]
     with redirect_stdout(StringIO()):  # where there is no page, the text view is printed
         bench._ipython_display_()
-    pump, began_s = Pump.of(bench.session), time.perf_counter()
+    pump, began_s = RefreshLoop.for_session(bench.session), time.perf_counter()
     try:
         yield bench.session
     finally:

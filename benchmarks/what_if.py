@@ -18,8 +18,16 @@ import torch
 from _common import make_batch, make_gpt2, report, show, spread
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig, Trace
-from workbench.panels.what_if_view import words_html
-from workbench.what_if import MeasuredStep, Question, answer, draw_what_if, measured, row_of, what_if_table
+from workbench.panels.what_if_view import differences_html
+from workbench.what_if import (
+    MeasuredStep,
+    Question,
+    answer_question,
+    comparison_table,
+    draw_what_if,
+    measured_answer,
+    pictured_step,
+)
 
 
 def main() -> None:
@@ -32,7 +40,7 @@ def main() -> None:
     torch.set_num_threads(1)
 
     base = MeasuredStep.of(make_step(args.layers, args.width))
-    asked, was = Question.of(base), measured(base)
+    asked, was = Question.of(base), measured_answer(base)
     questions = {
         "nothing changed": asked,
         "ahead 2": replace(asked, ahead=2),
@@ -49,10 +57,10 @@ def main() -> None:
         seconds = []
         for _ in range(args.rounds):
             began_s = time.perf_counter()
-            found = answer(base, question)
-            drawn = draw_what_if(row_of(was), row_of(found))
-            words_html(was, found)
-            what_if_table(was, found).to_html()
+            found = answer_question(base, question)
+            drawn = draw_what_if(pictured_step(was), pictured_step(found))
+            differences_html(was, found)
+            comparison_table(was, found).to_html()
             seconds.append(time.perf_counter() - began_s)
         figures = spread(1e3 * one for one in seconds)
         rows.append({"question": name, **figures, "kB": len(drawn) / 1e3})

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-StashPlace = Literal["device", "host", "disk"]
-IN_MEMORY: tuple[StashPlace, ...] = ("device", "host")  # what any relay has, and what a search tries
+StashLocation = Literal["device", "host", "disk"]
+MEMORY_STASHES: tuple[StashLocation, ...] = ("device", "host")  # what any relay has, and what a search tries
 UpdateMode = Literal["eager", "deferred"]
 Precision = Literal["fp32", "bf16"]
 MeterMode = Literal["on_change", "always"]
@@ -63,11 +63,11 @@ class Compress:
             raise ValueError(f"feedback={self.feedback!r}: must be True or False")
 
     @staticmethod
-    def of(said: Compress | Mapping[str, Any] | str | None) -> Compress | None:
+    def of(value: Compress | Mapping[str, Any] | str | None) -> Compress | None:
         """Read what settings say: all of it, a mapping of its fields as saves have it, or a format alone."""
-        if said is None or isinstance(said, Compress):
-            return said
-        return Compress(**said) if isinstance(said, Mapping) else Compress(said)  # type: ignore[arg-type]
+        if value is None or isinstance(value, Compress):
+            return value
+        return Compress(**value) if isinstance(value, Mapping) else Compress(value)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class RelayConfig:
     ahead: int = 1
     resident: int = 0
     keep: int | str = 0
-    stash: StashPlace = "device"
+    stash: StashLocation = "device"
     schedule: Schedule = "breadth_first"
     update: UpdateMode = "eager"
     precision: Precision = "fp32"
@@ -129,11 +129,11 @@ class RelayConfig:
         _check_int("ahead", self.ahead, least=0)
         _check_int("resident", self.resident, least=0)
         if isinstance(self.keep, str):
-            bytes_in(self.keep, "keep", "layers, as 4, or of ")
+            parse_bytes(self.keep, "keep", "layers, as 4, or of ")
         else:
             _check_int("keep", self.keep, least=0)
         _check_int("seed", self.seed, least=0)
-        _check_choice("stash", self.stash, StashPlace)
+        _check_choice("stash", self.stash, StashLocation)
         _check_choice("schedule", self.schedule, Schedule)
         _check_choice("update", self.update, UpdateMode)
         _check_choice("precision", self.precision, Precision)
@@ -165,7 +165,7 @@ class RelayConfig:
         """How gradients are compressed, in whole; None where they are not."""
         return Compress.of(self.compress)
 
-    def over(self, layers: int) -> RelayConfig:
+    def for_layers(self, layers: int) -> RelayConfig:
         """Return the settings of a step over so many layers: depth first, all of them stay."""
         if self.schedule == "breadth_first":
             return self
@@ -179,7 +179,7 @@ class RelayConfig:
         return zlib.crc32(f"{self.seed}/{step}/{k}".encode())  # `hash` of text differs from process to process
 
 
-def bytes_in(text: str, name: str, or_of: str = "") -> int:
+def parse_bytes(text: str, name: str, alternative: str = "") -> int:
     """Return the bytes that a setting says in words, as "500 MB" or "1.5 GiB".
 
     Args:
@@ -193,7 +193,7 @@ def bytes_in(text: str, name: str, or_of: str = "") -> int:
     found = _BYTES.fullmatch(text.strip())
     if found is None:
         raise ValueError(
-            f"{name}={text!r}: must be a number of {or_of}bytes with a unit ({', '.join(_UNITS)}), as '500 MB'"
+            f"{name}={text!r}: must be a number of {alternative}bytes with a unit ({', '.join(_UNITS)}), as '500 MB'"
         )
     return int(float(found[1]) * _UNITS[found[2]])
 

@@ -25,18 +25,18 @@ from torch.optim import Optimizer
 from l2l_core import saves
 from l2l_core.batches import (
     Batch,
+    BatchRows,
     ModelCall,
     Objective,
-    RowsOf,
     Weight,
-    join,
+    join_outputs,
     structure_of,
 )
 from l2l_core.config import RelayConfig, checked_config
-from l2l_core.devices import Device, Ledger, Process, free_bytes, resolve_device
-from l2l_core.edits import Branch, Branches, Edit, Editor, Entry, History
-from l2l_core.edits import State as BranchState
-from l2l_core.eps import Gradients, LayerStore, Masters, Residuals
+from l2l_core.devices import Device, ForkGuard, Ledger, free_bytes, resolve_device
+from l2l_core.edits import Branch, Branches, Edit, Editor, History, JournalEntry
+from l2l_core.edits import BranchState as BranchState
+from l2l_core.eps import GradientBuffers, LayerStore, Masters, Residuals
 from l2l_core.eps.blocks import (
     Unit,
     build_units,
@@ -45,30 +45,46 @@ from l2l_core.eps.blocks import (
     refuse_checkpointing,
     refuse_scripted,
 )
-from l2l_core.eps.optimizers import OptimizerFactory, make_optimizer, rounds_weights, settings_of, silent
-from l2l_core.model import Caches, RandomState, Where, keep_attributes, keep_without, refuse_whole, resolve_layers
-from l2l_core.runner import Runner
-from l2l_core.saves import Edited, Restorer, Resumption, keep, parts_of, parts_of_values
-from l2l_core.shelf import Disk, FileShelf, FromSave, OnFiles, check_in_core, on_files, refuse_past
-from l2l_core.step import (
-    InCore,
-    Parts,
-    Stage,
-    Task,
-    VerifyReport,
-    interrupts_wait,
+from l2l_core.eps.optimizers import OptimizerFactory, make_optimizer, rounds_weights, settings_of, without_step_hooks
+from l2l_core.model import (
+    KVCaches,
+    LayerRef,
+    RandomState,
+    refuse_compiled_whole,
+    resolve_layers,
+    snapshot_attributes,
+    snapshot_except,
 )
-from l2l_core.surgery import same_random_numbers
+from l2l_core.runner import Runner
+from l2l_core.saves import EditedStacks, HistoryRestorer, Resumption, history_parts, register_restore, snapshot_parts
+from l2l_core.shelf import (
+    Disk,
+    DiskBackend,
+    FileShelf,
+    SaveImportBackend,
+    check_in_core_fits,
+    make_disk_backend,
+    refuse_edited_save,
+)
+from l2l_core.step import (
+    BreadthFirstRuntime,
+    InCoreStep,
+    PassTask,
+    RelayParts,
+    VerifyReport,
+    defer_interrupts,
+)
+from l2l_core.surgery import preserve_random_state
 from l2l_core.trace import StepResult, Trace
-from l2l_core.workers import Network, Workers, company
+from l2l_core.workers import Network, Workers, make_backend
 
 if TYPE_CHECKING:  # of verbs that plan, analyse or look inside; these import the rooms when they are called
     from l2l_core.analysis import Traces
-    from l2l_core.forecast import Costs, Fit, Forecast
-    from l2l_core.inside import Inside, Observer
-    from l2l_core.simulator import Fleet
+    from l2l_core.forecast import Fit, Forecast, ForecastCosts
+    from l2l_core.inside import Inside, LayerObserver
+    from l2l_core.simulator import Cluster
 
-_FIT_S = 30.0  # a search for settings ends after so many seconds, once it has found some
+_FIT_SECONDS = 30.0  # a search for settings ends after so many seconds, once it has found some
 _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
 
@@ -87,7 +103,7 @@ class Relay:
         loss: ``loss(outputs, batch) -> scalar``; default ``outputs.loss``.
         objective: ``objective(model, micro_batch) -> scalar``, in place of both.
         weight: what a micro-batch counts for; default what the model's loss is found to be a mean over: targets that are not
-            -100, shifted or not, or rows. See `mean.py`. Where all count alike nothing is looked for, so a mean over weighed
+            -100, shifted or not, or rows. See `loss_normaliser.py`. Where all count alike nothing is looked for, so a mean over weighed
             targets (``cross_entropy(weight=...)``) has to say so: the sum of their weights.
         config: how to run; may be exchanged between steps (``relay.config = ...``). With "auto", the first step begins by
             looking for the fastest settings that fit, as `fit` does.
@@ -120,46 +136,50 @@ class Relay:
         refuse_scripted(model)
         keys, layers = (check_keys(layers), layers.values()) if isinstance(layers, Mapping) else (None, layers)
         found = resolve_layers(model, layers)
-        refuse_whole(model, found)
+        refuse_compiled_whole(model, found)
         self.model = model
-        self._fits_itself = config == "auto"
+        self._auto_fit = config == "auto"
         asked, config = (
             config,
             RelayConfig() if config == "auto" else checked_config(config, has_disk=shelf is not None),
         )
-        self._call = ModelCall(model, loss, objective)
-        self._caches = Caches(model)
-        self._company = company(workers, model) if shelf is None else on_files(shelf, workers, model, asked)
+        self._model_call = ModelCall(model, loss, objective)
+        self._kv_caches = KVCaches(model)
+        self._backend = (
+            make_backend(workers, model) if shelf is None else make_disk_backend(shelf, workers, model, asked)
+        )
         self._check_config(config, {})
         if any(param.dtype == torch.bfloat16 for param in model.parameters()):
-            self._company.refuse("a model in bfloat16", "call model.float()")
+            self._backend.refuse("a model in bfloat16", "call model.float()")
         self.device = resolve_device(device)
         self.host = Ledger("host", "Host memory")
         # Before parameters move into masters: an optimizer that is refused leaves the model as it was.
         made, findings = make_optimizer(optimizer, model)
-        modules = dict(zip(keys or self._company.keys([*found]), found.values(), strict=True))
-        settle = self._company.keep_by(self.device.host_empty)
+        modules = dict(zip(keys or self._backend.layer_keys([*found]), found.values(), strict=True))
+        settle = self._backend.master_init(self.device.host_empty)
         shell, units = build_units(model, modules, settle, rounds_weights(made))
-        place = self._company.place(self.device, self.host)
-        scratch = self._company.scratch(self.device, self.host)
-        parts = Parts(model, self.device, self.host, shell, units, place, scratch)
+        place = self._backend.make_weight_source(self.device, self.host)
+        scratch = self._backend.make_disk_stash(self.device, self.host)
+        parts = RelayParts(model, self.device, self.host, shell, units, place, scratch)
         # Where layers compute on these cores too, updates behind them take one.
         cores = 1 if self.device.in_host_memory else max(1, torch.get_num_threads() * 3 // 4)
         masters = Masters(parts.units, made, model.parameters, self.host, findings)
-        gradients = Gradients(self.host, self.device.host_empty)
-        self._store = LayerStore.over(masters, gradients, Residuals(self.device), cores)
-        self._store.reducer = self._company.reducer()
-        self._runner = Runner(parts, self._store, self._call, weight, self._company, self._caches, config)
+        gradients = GradientBuffers(self.host, self.device.host_empty)
+        self._store = LayerStore.create(masters, gradients, Residuals(self.device), cores)
+        self._store.reducer = self._backend.make_reducer()
+        self._runner = Runner(parts, self._store, self._model_call, weight, self._backend, self._kv_caches, config)
         self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, config.seed)
         self._history = History(self._editor)
         self._branches = Branches(self._editor, self.host, self.device.host_empty)
-        self._process, self._busy = Process(), threading.Lock()
+        self._process, self._busy = ForkGuard(), threading.Lock()
         self._closed = False
         try:
-            self._runner.steps = self._company.take_over(parts.units, self._store, self.host, self.device, self._facts)
-            self._editor.recall()
+            self._runner.steps = self._backend.adopt_blocks(
+                parts.units, self._store, self.host, self.device, self._shared_facts
+            )
+            self._editor.restore_notes()
         except BaseException:
-            self._let_go()
+            self._shut_down()
             raise
 
     # -- what a relay is -----------------------------------------------------------------------------------------------
@@ -175,7 +195,7 @@ class Relay:
 
         A layer that stands in several places of a container is there several times.
         """
-        return {stack.name: tuple(self._editor.lineup.units_of(stack)) for stack in self._editor.lineup.stacks}
+        return {stack.name: tuple(self._editor.registry.units_of(stack)) for stack in self._editor.registry.stacks}
 
     @property
     def shell(self) -> Unit:
@@ -188,9 +208,9 @@ class Relay:
         return self._store
 
     @property
-    def shelf(self) -> OnFiles | None:
+    def shelf(self) -> DiskBackend | None:
         """The files that weights and optimizer state are in; None where they are in memory."""
-        return self._company if isinstance(self._company, OnFiles) else None
+        return self._backend if isinstance(self._backend, DiskBackend) else None
 
     @property
     def optimizer(self) -> Optimizer:
@@ -206,12 +226,12 @@ class Relay:
     def config(self, config: RelayConfig) -> None:
         config = checked_config(config, has_disk=self.shelf is not None)
         self._check_config(config, self._branches.others)
-        self._runner.config, self._fits_itself = config, False
+        self._runner.config, self._auto_fit = config, False
 
     @property
     def fits_itself(self) -> bool:
         """Whether it will look for settings at its first step: made with "auto", and not told any since."""
-        return self._fits_itself
+        return self._auto_fit
 
     @property
     def steps(self) -> int:
@@ -221,16 +241,16 @@ class Relay:
     @property
     def workers(self) -> int:
         """Number of workers that train together; 1 for a relay that trains alone."""
-        return self._company.count
+        return self._backend.count
 
     @property
     def rank(self) -> int:
         """Number of this worker among them, from 0."""
-        return self._company.rank
+        return self._backend.rank
 
     @property
     def trace(self) -> Trace | None:
-        """The trace of the step under way, or of the last one; None before the first. `Trace.since` follows it live.
+        """The trace of the step under way, or of the last one; None before the first. `Trace.events_since` follows it live.
 
         Of a step that failed it holds what happened until then, and `Trace.failed` says so.
         """
@@ -244,10 +264,10 @@ class Relay:
         """
         from l2l_core.analysis import Traces
 
-        with self._exclusive(), self._company.together("put traces together", self._facts):
+        with self._exclusive(), self._backend.synchronized("put traces together", self._shared_facts):
             if self.trace is None:
                 raise ValueError("no step was made yet, so there is no trace: make one with `relay.step(batch)`")
-            return Traces(self._company.every([self.trace]))
+            return Traces(self._backend.gather_items([self.trace]))
 
     def __enter__(self) -> Relay:
         return self
@@ -262,21 +282,21 @@ class Relay:
         within half a minute, or was lost, leaves the others with the parts that they have. In a process that was forked
         nothing happens: threads and files are not its own.
         """
-        if self._closed or not self._process.is_this:
+        if self._closed or not self._process.is_current:
             return
-        self._company.leave()
-        self._let_go()
+        self._backend.leave()
+        self._shut_down()
 
-    def _let_go(self) -> None:
+    def _shut_down(self) -> None:
         self._closed = True
-        self._runner.parts.place.close()
+        self._runner.parts.weight_source.close()
         self._store.close()
-        self._editor.parking.close()
+        self._editor.detached.close()
         self.device.close()  # after the EPS, whose work may wait for copies
-        self._company.close()
+        self._backend.close()
 
     @property
-    def journal(self) -> tuple[Entry, ...]:
+    def journal(self) -> tuple[JournalEntry, ...]:
         """What was edited so far, oldest first."""
         return self._history.journal
 
@@ -288,21 +308,21 @@ class Relay:
     @property
     def branches(self) -> tuple[Branch, ...]:
         """All branches, by name."""
-        return self._branches.rows(self.steps, self._history)
+        return self._branches.list_branches(self.steps, self._history)
 
     @property
     def can_undo(self) -> bool:
         """Whether there is an edit that `undo` would undo."""
-        return bool(self._history.done)
+        return bool(self._history.undo_stack)
 
     @property
     def can_redo(self) -> bool:
         """Whether there is an edit that `redo` would do again."""
-        return bool(self._history.undone)
+        return bool(self._history.redo_stack)
 
     # -- what a relay does ---------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch, skip: Iterable[Where] = (), trust: bool = False) -> StepResult:
+    def step(self, batch: Batch, skip: Iterable[LayerRef] = (), force: bool = False) -> StepResult:
         """Train on one batch; each of several workers on its own rows of one, whose loss all return.
 
         Args:
@@ -311,7 +331,7 @@ class Relay:
             skip: layers that sit this one step out, as edits name layers. The model runs as if they had been dropped; they
                 are neither loaded nor updated. LayerDrop (Fan et al., arXiv 1909.11556), stochastic depth (Huang et al.,
                 arXiv 1603.09382).
-            trust: let layers sit out even where that is refused on evidence alone; see `apply`.
+            force: let layers sit out even where that is refused on evidence alone; see `apply`.
 
         Raises:
             ValueError, TypeError: `skip` names no layer, or all of a stack; or the batch cannot be cut, or not be weighed.
@@ -325,20 +345,20 @@ class Relay:
             KeyboardInterrupt: after the step has finished; a second interrupt ends it at once.
         """
         with (
-            interrupts_wait(),  # outermost: it raises when the others have put everything back
+            defer_interrupts(),  # outermost: it raises when the others have put everything back
             self._exclusive(),
             torch.enable_grad(),
-            self._caches.off(),
+            self._kv_caches.disabled(),
         ):
-            if self._fits_itself:
-                self._fit(batch, None, None, (), _FIT_S)
-            skip = _kept(skip)
-            with self._company.together("make a step", partial(self._facts, batch, skip)):
+            if self._auto_fit:
+                self._fit(batch, None, None, (), _FIT_SECONDS)
+            skip = _reusable(skip)
+            with self._backend.synchronized("make a step", partial(self._shared_facts, batch, skip)):
                 if self._store.has_hooks:  # in here: where one worker alone has any, the others are told at once
                     why = "hooks would see parts of parameters; do it between steps, in `with relay.gathered()`"
-                    self._company.refuse("a hook around the optimizer's step", why)
-                config = self._runner.settled(self.config, batch)
-                with self._sitting_out(skip, trust):
+                    self._backend.refuse("a hook around the optimizer's step", why)
+                config = self._runner.resolve_config(self.config, batch)
+                with self._skipping(skip, force):
                     return self._step(batch, config)
 
     def forward(self, batch: Batch) -> Any:
@@ -346,12 +366,18 @@ class Relay:
 
         Several workers do it together, each for its own rows.
         """
-        with interrupts_wait(), self._exclusive(), self._company.together("run forward", partial(self._facts, batch)):
+        with (
+            defer_interrupts(),
+            self._exclusive(),
+            self._backend.synchronized("run forward", partial(self._shared_facts, batch)),
+        ):
             rows, micro_batches = self._runner.split(batch)
-            outputs = self._runner.infer(micro_batches, self._call.outputs)
+            outputs = self._runner.infer(micro_batches, self._model_call.outputs)
             # Divisors may cost looks at the loss: asked for once at most, and only if an output is a scalar.
-            return join(
-                outputs, rows.sizes(len(micro_batches)), cache(partial(self._runner.mean.divisors, rows, micro_batches))
+            return join_outputs(
+                outputs,
+                rows.sizes(len(micro_batches)),
+                cache(partial(self._runner.normaliser.divisors, rows, micro_batches)),
             )
 
     def evaluate(self, batch: Batch) -> float:
@@ -359,10 +385,14 @@ class Relay:
 
         Several workers do it together, each with its own rows of the batch.
         """
-        with interrupts_wait(), self._exclusive(), self._company.together("evaluate", partial(self._facts, batch)):
-            return self._runner.evaluate(batch, self._runner.mean)
+        with (
+            defer_interrupts(),
+            self._exclusive(),
+            self._backend.synchronized("evaluate", partial(self._shared_facts, batch)),
+        ):
+            return self._runner.evaluate(batch, self._runner.normaliser)
 
-    def probe(self, batches: Iterable[Batch], *edits: Edit, trust: bool = False) -> list[float]:
+    def probe(self, batches: Iterable[Batch], *edits: Edit, force: bool = False) -> list[float]:
         """Losses of batches as `evaluate` gives them, as if nobody had looked.
 
         What a forward changes in evaluation mode too (buffers, plain attributes of modules, NumPy's random numbers) is put
@@ -375,20 +405,25 @@ class Relay:
             batches: as for `evaluate`.
             edits: are in force meanwhile, as one group, and taken back: weights, optimizer, journal, keys of layers and the
                 way to redo are as before.
-            trust: as of `apply`.
+            force: as of `apply`.
 
         Raises:
             ValueError, TypeError: an edit that cannot be carried out, or a batch that cannot be evaluated.
             DeviceOutOfMemory: as of `step`.
         """
         batches = list(batches)  # workers that try edits must know before how many there are
-        with interrupts_wait(), self._exclusive(), self._unseen(), self._trying(edits, trust, len(batches)):
+        with (
+            defer_interrupts(),
+            self._exclusive(),
+            self._restored_state(),
+            self._trial_edits(edits, force, len(batches)),
+        ):
             return [self._probe(batch) for batch in batches]
 
     def look(
         self,
         batch: Batch,
-        layers: Iterable[Where] | None = None,
+        layers: Iterable[LayerRef] | None = None,
         *,
         micro_batches: Sequence[int] = (0,),
         row: int = 0,
@@ -397,7 +432,7 @@ class Relay:
         lens: bool = False,
         generate: int = 0,
         top: int = 3,
-        leave_out: Iterable[Where] = (),
+        leave_out: Iterable[LayerRef] = (),
     ) -> Inside:
         """Look inside of the model in evaluation mode, as if nobody had looked: what `probe` puts back is put back here too.
 
@@ -426,32 +461,36 @@ class Relay:
             ValueError, TypeError: a layer or number that there is not, or a batch that cannot be evaluated.
             DeviceOutOfMemory: as of `step`.
         """
-        from l2l_core.inside import Asked, Passes, Rows, check_numbers, look
+        from l2l_core.inside import InspectionPasses, InspectionRequest, MicroBatchRows, check_arguments, run_inspection
 
         began_s = time.perf_counter()
-        layers, leave_out, micro_batches = map(_kept, (layers, leave_out, micro_batches))
+        layers, leave_out, micro_batches = map(_reusable, (layers, leave_out, micro_batches))
         numbers = micro_batches, row, positions, attention, lens, generate, top
 
         def facts() -> dict[str, str]:
-            seen = [unit.key for unit in self._units_to_look_at(layers)]
-            return {**self._facts(batch, leave_out), "what is looked at": repr((seen, numbers))}
+            seen = [unit.key for unit in self._observed_units(layers)]
+            return {**self._shared_facts(batch, leave_out), "what is looked at": repr((seen, numbers))}
 
         with (
-            interrupts_wait(),
+            defer_interrupts(),
             self._exclusive(),
-            self._company.together("look inside", facts),
-            self._unseen(),
-            self._sitting_out(leave_out, trust=False),
+            self._backend.synchronized("look inside", facts),
+            self._restored_state(),
+            self._skipping(leave_out, force=False),
         ):
-            [batch] = self._company.every([batch] if self.rank == 0 else [], "look at the rows of worker 0")
+            [batch] = self._backend.gather_items([batch] if self.rank == 0 else [], "look at the rows of worker 0")
             rows, parts = self._runner.split(batch)
             sizes = rows.sizes(len(parts))
-            chosen, row, positions, generate, top = check_numbers(sizes, micro_batches, row, positions, generate, top)
-            units = self._units_to_look_at(layers)
-            of_each = tuple(Rows.of(parts[k], sizes[k]) for k in chosen)
-            asked = Asked(frozenset(unit.key for unit in units), chosen, of_each, row, positions, attention)
-            passes = Passes(self._look_at_pass, self._left_out, tuple(self._runner.parts.layers), self._call.objective)
-            seen = look(passes, units, [parts[k] for k in chosen], asked, lens=lens, generate=generate, top=top)
+            chosen, row, positions, generate, top = check_arguments(sizes, micro_batches, row, positions, generate, top)
+            units = self._observed_units(layers)
+            of_each = tuple(MicroBatchRows.of(parts[k], sizes[k]) for k in chosen)
+            asked = InspectionRequest(frozenset(unit.key for unit in units), chosen, of_each, row, positions, attention)
+            passes = InspectionPasses(
+                self._run_observed, self._without_layers, tuple(self._runner.parts.layers), self._model_call.objective
+            )
+            seen = run_inspection(
+                passes, units, [parts[k] for k in chosen], asked, lens=lens, generate=generate, top=top
+            )
         return replace(seen, step=self.steps, branch=self.branch, seconds=time.perf_counter() - began_s)
 
     def verify(self, batch: Batch, host_bytes: int | None = None) -> VerifyReport:
@@ -482,35 +521,35 @@ class Relay:
             ValueError: they take more; says how much. Nothing was done.
         """
         with (
-            interrupts_wait(),
+            defer_interrupts(),
             self._exclusive(),
             self.device.current(),
-            self._company.together("verify", partial(self._facts, batch)),
+            self._backend.synchronized("verify", partial(self._shared_facts, batch)),
             self._preserved(),
             torch.enable_grad(),
-            self._caches.off(),  # in the copy as well
+            self._kv_caches.disabled(),  # in the copy as well
         ):
             check_model(self.model, self._runner.parts.units)  # the in-core side comes first
             if host_bytes is not None or self.shelf is not None:
-                check_in_core(self._store.masters, free_bytes(None) if host_bytes is None else host_bytes)
-            config, every = self._runner.settled(self.config, batch), self._company.every
+                check_in_core_fits(self._store.masters, free_bytes(None) if host_bytes is None else host_bytes)
+            config, every = self._runner.resolve_config(self.config, batch), self._backend.gather_items
             rows, own = self._runner.split(batch)
             micro_batches = every(own, "verify")
-            divisors = every(self._runner.mean.divisors(rows, own), "verify")
-            with self._company.seen_whole():
-                in_core = InCore(
+            divisors = every(self._runner.normaliser.divisors(rows, own), "verify")
+            with self._backend.storage_unsharded():
+                in_core = InCoreStep(
                     model=self.model,
                     store=self._store,
                     micro_batches=micro_batches,
-                    objective=self._call.objective,
+                    objective=self._model_call.objective,
                     divisors=divisors,
                     seeds=[self.config.micro_batch_seed(self.steps, k) for k in range(len(micro_batches))],
                     max_grad_norm=self.config.max_grad_norm,
                     torch_device=self.device.torch_device,
                 )
             result = self._step(batch, config)
-            with self._company.seen_whole():
-                alike = self._company.settings.buffers == "same"
+            with self._backend.storage_unsharded():
+                alike = self._backend.settings.buffers == "same"
                 return in_core.compare(result, self._runner.parts.units, with_buffers=alike)
 
     def expect(self, batch: Batch) -> AbstractContextManager[object]:
@@ -519,14 +558,14 @@ class Relay:
         In a ``with`` statement it holds until the block ends; then what was known before holds again, unless a step has
         succeeded meanwhile.
         """
-        new_layers = self._editor.new_layers
+        new_layers = self._editor.layer_factory
         with self._exclusive():
-            before, expected = new_layers.call, self._first_call(self._runner.split(batch)[0])
-            new_layers.call = expected
+            before, expected = new_layers.run_model, self._sample_call(self._runner.split(batch)[0])
+            new_layers.run_model = expected
 
         def put_back() -> None:
-            if new_layers.call is expected:
-                new_layers.call = before
+            if new_layers.run_model is expected:
+                new_layers.run_model = before
 
         until = ExitStack()
         until.callback(put_back)
@@ -580,25 +619,28 @@ class Relay:
         """
         from l2l_core.forecast import LastStep, forecast_step
 
-        fleet = self._runner.fleet(
+        fleet = self._runner.cluster(
             count=workers, network=network, stragglers=stragglers, wire=wire, reduce=reduce, rank=rank
         )
         with (
-            interrupts_wait(),
+            defer_interrupts(),
             self._exclusive(),
             torch.enable_grad(),
-            self._caches.off(),
-            self._company.together("forecast", partial(self._facts, batch)),
-            self._company.seen_whole(),
+            self._kv_caches.disabled(),
+            self._backend.synchronized("forecast", partial(self._shared_facts, batch)),
+            self._backend.storage_unsharded(),
             self._runner.rehearsing(fleet) as rehearsal,
         ):
             check_model(self.model, self._runner.parts.units)
             self._runner.rows_of(batch)
             last = LastStep(
-                self._runner.trace, self.steps - 1, self._runner.learned.last, self._runner.kind_of((), self.config)
+                self._runner.trace,
+                self.steps - 1,
+                self._runner.pass_cache.last_kind,
+                self._runner.kind_of((), self.config),
             )
-            asked = self._runner.settled(self.config if config is None else config, batch)
-            where = self._on_disk(asked, disk, fleet)
+            asked = self._runner.resolve_config(self.config if config is None else config, batch)
+            where = self._disk_costs(asked, disk, fleet)
             return forecast_step(
                 rehearsal,
                 batch,
@@ -617,7 +659,7 @@ class Relay:
         host_bytes: int | None = None,
         *,
         fixed: Iterable[str] = (),
-        most_s: float = _FIT_S,
+        most_s: float = _FIT_SECONDS,
     ) -> Fit:
         """Look for the fastest settings with which a step on this batch fits, and run with them from the next step on.
 
@@ -647,10 +689,10 @@ class Relay:
             ValueError, TypeError: an unknown name, or a number of bytes that there cannot be.
             Whatever the model itself raises on the batch.
         """
-        with interrupts_wait(), self._exclusive(), torch.enable_grad(), self._caches.off():
+        with defer_interrupts(), self._exclusive(), torch.enable_grad(), self._kv_caches.disabled():
             return self._fit(batch, device_bytes, host_bytes, fixed, most_s)
 
-    def apply(self, *edits: Edit, trust: bool = False) -> Edit:
+    def apply(self, *edits: Edit, force: bool = False) -> Edit:
         """Edit the stack of layers between two steps; several edits are one group: all of them, or none.
 
         Several workers make the same edits together, on whole layers, which all of them hold meanwhile; new layers are those that
@@ -660,7 +702,7 @@ class Relay:
 
         Args:
             edits: in order.
-            trust: do what is refused on evidence alone: layers of other kinds at a position, modules beside the stack with
+            force: do what is refused on evidence alone: layers of other kinds at a position, modules beside the stack with
                 one member per layer, a configuration that does not tell the depth.
 
         Returns:
@@ -670,26 +712,26 @@ class Relay:
             ValueError, TypeError: an edit that cannot be carried out; lists what would be valid. Nothing is changed then.
             OSError: a shelf's disk refuses, or has no room for new layers; the stack is as it was.
         """
-        with interrupts_wait(), self._exclusive(), self._all_changing("edit", edits), self._editing():
-            self._editor.trust = trust
+        with defer_interrupts(), self._exclusive(), self._editing_together("edit", edits), self._editing():
+            self._editor.force = force
             return self._history.apply(edits, self.steps)
 
-    def undo(self) -> Entry:
+    def undo(self) -> JournalEntry:
         """Undo the last edit: what it changed comes back to the bit, other layers keep what they have learned since.
 
         Raises:
             ValueError: there is none, or its layers were dropped for good.
         """
-        with interrupts_wait(), self._exclusive(), self._all_changing("undo"), self._editing():
+        with defer_interrupts(), self._exclusive(), self._editing_together("undo"), self._editing():
             return self._history.undo(self.steps)
 
-    def redo(self) -> Entry:
+    def redo(self) -> JournalEntry:
         """Do again what was undone last.
 
         Raises:
             ValueError: nothing was undone since the last edit.
         """
-        with interrupts_wait(), self._exclusive(), self._all_changing("redo"), self._editing():
+        with defer_interrupts(), self._exclusive(), self._editing_together("redo"), self._editing():
             return self._history.redo(self.steps)
 
     def fork(self, name: str) -> Branch:
@@ -700,11 +742,11 @@ class Relay:
         Raises:
             ValueError: no name, or one that there is; or `compress` has feedback.
         """
-        with interrupts_wait(), self._exclusive(), self._with_branch("make a branch", name):
+        with defer_interrupts(), self._exclusive(), self._together_on_branch("make a branch", name):
             self._check_config(self.config, [name])
             self._branches.fork(name, self._branch_state())
             self._history = self._history.copy()
-            return self._present_branch()
+            return self._current_branch()
 
     def switch(self, name: str) -> Branch:
         """Go on with the whole state of another branch: stack, weights, optimizer, journal, steps, settings, random state.
@@ -714,14 +756,14 @@ class Relay:
         Raises:
             ValueError: there is no such branch; lists those that there are.
         """
-        with interrupts_wait(), self._exclusive(), self._with_branch("switch", name):
-            agree = partial(self._company.every, [], "switch")
+        with defer_interrupts(), self._exclusive(), self._together_on_branch("switch", name):
+            agree = partial(self._backend.gather_items, [], "switch")
             with self._editing():
                 state = self._branches.switch(name, self._branch_state(), agree)
                 self.config, self._runner.steps, self._history = state.config, state.steps, state.history
-            self._company.settle(self._editor.parking.sides)
-            self._editor.parking.book_again()
-            return self._present_branch()
+            self._backend.reshard(self._editor.detached.entries)
+            self._editor.detached.rebook()
+            return self._current_branch()
 
     def discard(self, name: str) -> None:
         """Free a branch that is not the present one.
@@ -729,9 +771,9 @@ class Relay:
         Raises:
             ValueError: there is no such branch, or it is the present one.
         """
-        with interrupts_wait(), self._exclusive(), self._with_branch("discard a branch", name):
+        with defer_interrupts(), self._exclusive(), self._together_on_branch("discard a branch", name):
             self._branches.discard(name)
-            self._history.forget()
+            self._history.free_unreachable()
 
     def save(self, folder: str | Path) -> Path:
         """Save weights, optimizer, random state and step to `folder`, atomically; returns the folder.
@@ -749,10 +791,10 @@ class Relay:
         with (
             self._exclusive(),
             self.device.current(),
-            saves.NewGeneration(Path(folder), self._company) as new,
-            self._company.together("save", self._facts),
+            saves.GenerationWriter(Path(folder), self._backend) as new,
+            self._backend.synchronized("save", self._shared_facts),
         ):
-            saves.save(new, self._saved_state())
+            saves.write_save(new, self._saved_state())
         return Path(folder)
 
     @classmethod
@@ -786,38 +828,40 @@ class Relay:
         """
         shelf, workers = options.pop("shelf", None), options.get("workers")
         with ExitStack() as back:  # what fails leaves the caller's model and optimizer as they were
-            options["workers"] = who = company(workers, model)
+            options["workers"] = who = make_backend(workers, model)
             back.callback(who.close)
-            keep(model, optimizer, back)
-            with who.together("load a save", dict):
-                saved = saves.load_together(Path(folder), who)
+            register_restore(model, optimizer, back)
+            with who.synchronized("load a save", dict):
+                saved = saves.load_save_together(Path(folder), who)
                 options.setdefault("config", saved.config)
                 edited, parts = saved.edited, saved.past()
                 resumption = Resumption(saved, edited, parts, modules)
                 options.setdefault("layers", resumption.prepare(model, optimizer, back))
             if shelf is not None:
-                refuse_past(saved)
-                options["workers"] = who = on_files(shelf, workers, model, options["config"], FromSave)
+                refuse_edited_save(saved)
+                options["workers"] = who = make_disk_backend(
+                    shelf, workers, model, options["config"], SaveImportBackend
+                )
                 back.callback(who.close)
             relay = cls(model, optimizer, **options)
             back.callback(relay.close)
-            back.callback(keep_without(vars(relay.optimizer), {"state"}))
-            back.callback(relay._runner.parts.copy_buffers())
-            back.callback(RandomState.take().put)
-            with relay.device.current(), who.together("take a save over", dict):
-                with who.whole() if edited.is_edited else nullcontext():
+            back.callback(snapshot_except(vars(relay.optimizer), {"state"}))
+            back.callback(relay._runner.parts.snapshot_buffers())
+            back.callback(RandomState.capture().restore)
+            with relay.device.current(), who.synchronized("take a save over", dict):
+                with who.unsharded() if edited.is_edited else nullcontext():
                     with relay._editing():
                         resumption.restack(relay._editor, back)
                     edited.restore_into(relay._editor, relay._history)
-                    saves.check(saved, relay._saved_state())
-                    past = Restorer(
+                    saves.check_compatible(saved, relay._saved_state())
+                    past = HistoryRestorer(
                         relay._editor,
                         relay._history,
                         relay._branches,
                         resumption,
                         relay.device.host_empty,
-                        saved.values,
-                        who.room,
+                        saved.read_snapshot,
+                        who.shard_of,
                     )
                     fill = past.restore(parts)
                     relay._check_config(relay.config, relay._branches.others)
@@ -825,7 +869,7 @@ class Relay:
                 saved.restore_into(present)  # from here on the caller's model changes; in memory nothing can fail
                 fill()
             back.pop_all()
-        relay._history.forget()  # layers of the model that the save has no more
+        relay._history.free_unreachable()  # layers of the model that the save has no more
         relay._runner.steps = saved.steps
         return relay
 
@@ -839,47 +883,53 @@ class Relay:
         Raises:
             WorkerError: a worker does not enter it.
         """
-        with self._exclusive(), self._company.together("gather weights", self._facts), self._company.whole():
+        with (
+            self._exclusive(),
+            self._backend.synchronized("gather weights", self._shared_facts),
+            self._backend.unsharded(),
+        ):
             yield self.model
 
     def _step(self, batch: Batch, config: RelayConfig) -> StepResult:
         """Train on a batch, and let edits know of it."""
-        first_call = self._first_call(self._runner.rows_of(batch))
+        first_call = self._sample_call(self._runner.rows_of(batch))
         result = self._runner.step(batch, config)
-        self._editor.new_layers.call = first_call
-        self._history.note_loss(result.loss)
+        self._editor.layer_factory.run_model = first_call
+        self._history.record_loss(result.loss)
         return result
 
     def _fit(
         self, batch: Batch, device_bytes: int | None, host_bytes: int | None, fixed: Iterable[str], most_s: float
     ) -> Fit:
         """Look for settings, and run with them."""
-        fixed = _kept(fixed)
+        fixed = _reusable(fixed)
         asked = repr((device_bytes, host_bytes, sorted(fixed), most_s))  # sets have another order in every process
-        with self._company.together("fit", lambda: {**self._facts(batch), "what is to fit": asked}):
+        with self._backend.synchronized("fit", lambda: {**self._shared_facts(batch), "what is to fit": asked}):
             found = self._runner.fit(batch, device_bytes, host_bytes, fixed, most_s)
             self.config = found.config
             return found
 
     def _probe(self, batch: Batch) -> float:
         """Measure the loss of a batch, which steps must not learn from."""
-        with self._company.together("probe", partial(self._facts, batch)):
-            return self._runner.evaluate(batch, self._runner.mean_of_probes)
+        with self._backend.synchronized("probe", partial(self._shared_facts, batch)):
+            return self._runner.evaluate(batch, self._runner.probe_normaliser)
 
-    def _on_disk(self, config: RelayConfig, disk: Disk | None, fleet: Fleet) -> tuple[Callable[[Costs], Costs], ...]:
+    def _disk_costs(
+        self, config: RelayConfig, disk: Disk | None, cluster: Cluster
+    ) -> tuple[Callable[[ForecastCosts], ForecastCosts], ...]:
         """Give what puts this relay's files under the costs of a step, if it has any."""
-        from l2l_core.forecast import built_shelf, on_shelf
+        from l2l_core.forecast import add_shelf_costs, relay_shelf_costs
 
         checked_config(config, has_disk=self.shelf is not None)
         if (shelf := self.shelf) is None:
             if disk is not None:
                 raise ValueError("disk= is that of a shelf, and this relay has its weights in memory: leave it out")
             return ()
-        if fleet.count > 1:
-            self._company.refuse("a forecast of several workers", "")
+        if cluster.count > 1:
+            self._backend.refuse("a forecast of several workers", "")
         self._check_config(config, ())  # a step could not have it either
         figures = Disk.of(shelf.folder) if disk is None else disk
-        return (partial(on_shelf, built_shelf(shelf, config, figures)),)
+        return (partial(add_shelf_costs, relay_shelf_costs(shelf, config, figures)),)
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
@@ -887,123 +937,130 @@ class Relay:
         """Refuse what gradients would not stay whole in; `others` are the branches besides the present one."""
         if config.schedule == "depth_first":
             instead = "weights that are not all in this process's memory come and go: leave schedule out of RelayConfig"
-            self._company.refuse("schedule='depth_first'", instead)
+            self._backend.refuse("schedule='depth_first'", instead)
         if config.wire is None:
             return
         instead = "leave compress out of RelayConfig; workers send fewer bits to one another by Workers(wire='bf16')"
-        self._company.refuse(f"compress={config.compress!r}", instead)
+        self._backend.refuse(f"compress={config.compress!r}", instead)
         if config.wire.feedback and others:
             raise ValueError(
                 f"compress={config.compress!r} with branches ({', '.join(others)}): what the device keeps of gradients is there "
                 f"once, and not for each branch. Use Compress({config.wire.format!r}, feedback=False), or make no branches"
             )
 
-    def _units_to_look_at(self, layers: Iterable[Where] | None) -> list[Unit]:
+    def _observed_units(self, layers: Iterable[LayerRef] | None) -> list[Unit]:
         """Find the layers that are looked at, in order, each once."""
-        from l2l_core.inside import spaced
+        from l2l_core.inside import evenly_spaced
 
         if layers is None:
-            return [self._runner.parts.layers[i] for i in spaced(len(self._runner.parts.layers))]
+            return [self._runner.parts.layers[i] for i in evenly_spaced(len(self._runner.parts.layers))]
         if isinstance(layers, str | nn.Module) or not isinstance(layers, Iterable):
             raise TypeError(f"layers={layers!r} is one layer, or none: give a collection of layers, as [{layers!r}]")
-        wanted = {self._editor.lineup.unit_at(where) for where in layers}
+        wanted = {self._editor.registry.unit_at(where) for where in layers}
         if not wanted:
             raise ValueError("layers=[] names no layer: name one or more, or leave it out to look at up to 12")
         return [unit for unit in self._runner.parts.layers if unit in wanted]
 
-    def _look_at_pass(self, micro_batches: Sequence[Any], task: Task, observers: Sequence[Observer]) -> list[Any]:
-        def prepare(stage: Stage) -> None:
+    def _run_observed(
+        self, micro_batches: Sequence[Any], task: PassTask, observers: Sequence[LayerObserver]
+    ) -> list[Any]:
+        def prepare(stage: BreadthFirstRuntime) -> None:
             for observer in observers:
-                stage.show(observer)
+                stage.add_observer(observer)
 
         config = replace(self.config, micro_batches=len(micro_batches))
         return self._runner.infer(micro_batches, task, config, prepare)
 
-    def _left_out(self, keys: Sequence[str]) -> AbstractContextManager[None]:
-        return self._sitting_out(keys, trust=False)
+    def _without_layers(self, keys: Sequence[str]) -> AbstractContextManager[None]:
+        return self._skipping(keys, force=False)
 
-    def _facts(self, batch: Batch | None = None, skip: Sequence[Where] = ()) -> dict[str, str]:
+    def _shared_facts(self, batch: Batch | None = None, skip: Sequence[LayerRef] = ()) -> dict[str, str]:
         """Say what must be the same for all workers, by name."""
         units = self._runner.parts.units
         layers = [f"{u.key} {u.numel} {''.join('-+'[flag] for flag in u.trained)}" for u in units]
         return {
             "branch": self.branch,
             "number of the step": str(self.steps),
-            "settings": 'config="auto"' if self._fits_itself else repr(self.config),
+            "settings": 'config="auto"' if self._auto_fit else repr(self.config),
             "layers, sizes, what is trained": ", ".join(layers),
             "edits": str(len(self._history.journal)),
-            "skip": ", ".join(unit.key for unit in self._editor.lineup.units_at(skip)),
+            "skip": ", ".join(unit.key for unit in self._editor.registry.units_at(skip)),
             "training mode": "".join("-+"[module.training] for module in self.model.modules()),
             "optimizer": f"{type(self.optimizer).__name__} {settings_of(self.optimizer)}",
             "structure of the batch": "" if batch is None else str(structure_of(self._runner.rows_of(batch).batch)),
         }
 
-    def _with_branch(self, what: str, name: str) -> AbstractContextManager[None]:
+    def _together_on_branch(self, what: str, name: str) -> AbstractContextManager[None]:
         """Let all workers do something with one branch."""
-        return self._company.together(what, lambda: {**self._facts(), "branch to do it with": repr(name)})
+        return self._backend.synchronized(what, lambda: {**self._shared_facts(), "branch to do it with": repr(name)})
 
     @contextmanager
-    def _all_changing(self, what: str, edits: Sequence[Edit] = ()) -> Iterator[None]:
+    def _editing_together(self, what: str, edits: Sequence[Edit] = ()) -> Iterator[None]:
         """Let all workers change whole layers in a block; they have what worker 0 has afterwards."""
-        with self._company.together(what, lambda: {**self._facts(), **_told(edits)}), self._company.editing():
+        with (
+            self._backend.synchronized(what, lambda: {**self._shared_facts(), **_edit_facts(edits)}),
+            self._backend.editable(),
+        ):
             yield
-            self._company.agree_on(self._runner.parts.units)
+            self._backend.broadcast_state(self._runner.parts.units)
 
     @contextmanager
     def _editing(self) -> Iterator[None]:
         try:
             yield
         finally:
-            self._editor.trust = False
-            self._runner.restack(self._editor.lineup.layers)
+            self._editor.force = False
+            self._runner.set_layers(self._editor.registry.layers)
 
     @contextmanager
-    def _trying(self, edits: Sequence[Edit], trust: bool, probes: int) -> Iterator[None]:
+    def _trial_edits(self, edits: Sequence[Edit], force: bool, probes: int) -> Iterator[None]:
         """Edits are in force in a block, for so many probes; what they let the relay forget is put back by `_unseen`."""
         if not edits:
             yield
             return
-        self._editor.trust = trust
+        self._editor.force = force
         told = {"number of batches": str(probes)}
         try:
             with (
-                self._company.together("try edits", lambda: {**self._facts(), **_told(edits), **told}),
-                self._company.editing(),
+                self._backend.synchronized("try edits", lambda: {**self._shared_facts(), **_edit_facts(edits), **told}),
+                self._backend.editable(),
                 ExitStack() as way_back,
             ):
-                way_back.enter_context(self._history.trying(edits))
-                self._runner.restack(self._editor.lineup.layers)
-                self._company.agree_on(self._runner.parts.units)  # who comes past this knows that all have edited
+                way_back.enter_context(self._history.try_edits(edits))
+                self._runner.set_layers(self._editor.registry.layers)
+                self._backend.broadcast_state(
+                    self._runner.parts.units
+                )  # who comes past this knows that all have edited
                 trial = way_back.pop_all()
             try:
                 yield
             finally:  # what fails in the block has failed on all
-                with self._company.together("take edits back", self._facts), self._company.editing():
+                with self._backend.synchronized("take edits back", self._shared_facts), self._backend.editable():
                     trial.close()
         finally:
-            self._editor.trust = False
+            self._editor.force = False
 
     @contextmanager
-    def _sitting_out(self, skip: Iterable[Where], trust: bool) -> Iterator[None]:
+    def _skipping(self, skip: Iterable[LayerRef], force: bool) -> Iterator[None]:
         """Run a step without some layers; what is known of steps with all of them stays known."""
-        if not (units := self._editor.lineup.units_at(skip)):
+        if not (units := self._editor.registry.units_at(skip)):
             yield
             return
-        with self._editor.without(units, trust), self._runner.without(units, self._editor.lineup.layers):
+        with self._editor.without_layers(units, force), self._runner.without(units, self._editor.registry.layers):
             yield
         for unit in units:
             unit.stats.clear()
 
-    def _first_call(self, rows: RowsOf) -> Callable[[], Any]:
+    def _sample_call(self, rows: BatchRows) -> Callable[[], Any]:
         """Return what edits run that have to run the model."""
         few = min(2, rows.sizes(self.config.micro_batches)[0])
-        return partial(self._call_whole, rows.first(few))
+        return partial(self._call_model, rows.first(few))
 
-    def _call_whole(self, rows: Any) -> torch.Tensor:
+    def _call_model(self, rows: Any) -> torch.Tensor:
         """Run the model on a few rows, as edits do to see what layers are given."""
-        rows = self._company.every([rows])[0]  # workers that edit together see the same
-        with self._caches.off():
-            return self._call.objective(self.model, rows)
+        rows = self._backend.gather_items([rows])[0]  # workers that edit together see the same
+        with self._kv_caches.disabled():
+            return self._model_call.objective(self.model, rows)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -1023,15 +1080,15 @@ class Relay:
     def _preserved(self) -> Iterator[None]:
         """Undo whatever the block trains; no step hook of the optimizer is fired."""
         back = [
-            keep_attributes(self.model.modules()),
-            self._store.custody.snapshot(),
+            snapshot_attributes(self.model.modules()),
+            self._store.storage.snapshot(),
             self._store.residuals.snapshot(self._store.masters.blocks),
-            self._runner.parts.copy_buffers(),
-            self._keep_own(),
+            self._runner.parts.snapshot_buffers(),
+            self._snapshot_passes(),
             self._history.snapshot(),
             self._branches.snapshot(),
         ]
-        with same_random_numbers(), silent(self.optimizer):
+        with preserve_random_state(), without_step_hooks(self.optimizer):
             try:
                 yield
             finally:
@@ -1039,51 +1096,55 @@ class Relay:
                     put_back()
 
     @contextmanager
-    def _unseen(self) -> Iterator[None]:
+    def _restored_state(self) -> Iterator[None]:
         """What a forward may change in a block is as it was after it; weights are not looked at."""
-        back = [keep_attributes(self.model.modules()), self._runner.parts.copy_buffers(), self._keep_own()]
-        with same_random_numbers():
+        back = [
+            snapshot_attributes(self.model.modules()),
+            self._runner.parts.snapshot_buffers(),
+            self._snapshot_passes(),
+        ]
+        with preserve_random_state():
             try:
                 yield
             finally:
                 for put_back in back:
                     put_back()
 
-    def _keep_own(self) -> Callable[[], None]:
+    def _snapshot_passes(self) -> Callable[[], None]:
         """Keep what passes leave in this relay; the result puts it back."""
-        put_back, call = self._runner.snapshot(), self._editor.new_layers.call
+        put_back, call = self._runner.snapshot(), self._editor.layer_factory.run_model
 
         def put_back_all() -> None:
             put_back()
-            self._editor.new_layers.call = call
+            self._editor.layer_factory.run_model = call
 
         return put_back_all
 
     def _branch_state(self) -> BranchState:
-        return self._branches.take(self.config, self.steps, self._history)
+        return self._branches.capture(self.config, self.steps, self._history)
 
-    def _present_branch(self) -> Branch:
+    def _current_branch(self) -> Branch:
         return next(branch for branch in self.branches if branch.active)
 
-    def _saved_state(self) -> saves.State:
-        return saves.State(
+    def _saved_state(self) -> saves.RelayState:
+        return saves.RelayState(
             self.config,
             self.steps,
             tuple(self._runner.parts.units),
             self._store,
-            RandomState.take(),
-            Edited.from_(self._editor, self._history),
-            parts_of(self._editor, self._history, self._branches),
-            parts_of_values(self._branches),
-            {block.key: block for unit in self._editor.present for block in unit.blocks},
+            RandomState.capture(),
+            EditedStacks.from_editor(self._editor, self._history),
+            history_parts(self._editor, self._history, self._branches),
+            snapshot_parts(self._branches),
+            {block.key: block for unit in self._editor.units_with_values for block in unit.blocks},
         )
 
 
-def _told(edits: Sequence[Edit]) -> dict[str, str]:
+def _edit_facts(edits: Sequence[Edit]) -> dict[str, str]:
     """Say which edits are to be made, without addresses, which are other ones in every process."""
     return {"edits to make": re.sub(r" at 0x[0-9a-f]+", "", repr(edits))}
 
 
-def _kept(values: Any) -> Any:
+def _reusable(values: Any) -> Any:
     """Give values that can be gone through more than once."""
     return tuple(values) if isinstance(values, Iterator) else values

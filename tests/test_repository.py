@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from workbench.commands.lab import lab_command, start_page
+from workbench.commands.lab_launcher import lab_command, start_page
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "l2l_core"

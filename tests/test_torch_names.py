@@ -109,7 +109,7 @@ def test_private_attributes_are_listed() -> None:
 def test_the_reader_sees_every_form() -> None:
     text = (
         "import torch, torch._dynamo\nimport torch.nn as nn\nfrom torch import _C\nfrom torch.utils import _pytree as p, data\n"
-        "torch._C.x()\nnn.modules._m\ndata._utils\ntorch.ops.aten._to_copy\nself._mine\nx._version\ngetattr(x, '_cdata')\n"
+        "torch._C.x()\nnn.modules._m\ndata._utils\ntorch.ops.aten._to_copy\nself._block_optimizers\nx._version\ngetattr(x, '_cdata')\n"
     )
     tree = ast.parse(text)
     modules = {

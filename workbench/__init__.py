@@ -10,29 +10,29 @@ from workbench.extras import is_ours, missing
 if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr__`
     from workbench.app import Workbench as Workbench
     from workbench.lab_bench import LabBench as LabBench
-    from workbench.launched import launch as launch
     from workbench.panels.ways import Ways as Ways
     from workbench.pictures import text_view as text_view
-    from workbench.replayed import compare as compare
-    from workbench.replayed import replay as replay
+    from workbench.rank_bench import launch as launch
+    from workbench.replay_bench import compare as compare
+    from workbench.replay_bench import replay as replay
     from workbench.runs import Recorder as Recorder
     from workbench.runs import load_run as load_run
     from workbench.session import Session as Session
     from workbench.session import Snapshot as Snapshot
 
 # As text: an import here would bring torch and ipywidgets along, and `doctor` must run without them.
-_WHERE = {
+_MODULE_OF = {
     "Workbench": "workbench.app",
     "LabBench": "workbench.lab_bench",
-    "launch": "workbench.launched",
+    "launch": "workbench.rank_bench",
     "Ways": "workbench.panels.ways",
     "Session": "workbench.session",
     "Snapshot": "workbench.session",
     "Recorder": "workbench.runs",
     "load_run": "workbench.runs",
     "text_view": "workbench.pictures",
-    "replay": "workbench.replayed",
-    "compare": "workbench.replayed",
+    "replay": "workbench.replay_bench",
+    "compare": "workbench.replay_bench",
 }
 
 
@@ -42,10 +42,10 @@ def __getattr__(name: str) -> Any:
     Raises:
         ModuleNotFoundError: a package of the extra `workbench` is not installed; has the command that installs it.
     """
-    if name not in _WHERE:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'workbench' has no attribute {name!r}")
     try:
-        return getattr(import_module(_WHERE[name]), name)
+        return getattr(import_module(_MODULE_OF[name]), name)
     except ModuleNotFoundError as error:
         if is_ours(error):
             raise
@@ -53,4 +53,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_WHERE]  # for completion: what was not imported yet is in no globals
+    return [*globals(), *_MODULE_OF]  # for completion: what was not imported yet is in no globals

@@ -54,25 +54,25 @@ def run(args: argparse.Namespace) -> int | None:
 
         return demo.main(args)
     if args.command == "lab":
-        from workbench.commands import lab
+        from workbench.commands import lab_launcher
 
-        return lab.main(args.port, args.no_browser)
+        return lab_launcher.main(args.port, args.no_browser)
     if args.command == "report":
-        from workbench.runs import report
+        from workbench.runs import html_report
 
-        return report.main(args.runs, args.out)
+        return html_report.main(args.runs, args.out)
     if args.command == "replay":
         from workbench.commands import replay
 
-        return replay.main(args.runs, args.port, args.no_browser)
+        return replay.open_replay(args.runs, args.port, args.no_browser)
     if args.command == "notebooks" and args.to is not None:
         from workbench.commands import copy_notebooks
 
         return copy_notebooks.main(args.to)
     if args.command == "notebooks":
-        from workbench.commands import notebooks
+        from workbench.commands import notebook_runner
 
-        return notebooks.main(args.paths, args.check)
+        return notebook_runner.main(args.paths, args.check)
     if args.command == "calibrate":
         from workbench.commands import calibrate
 

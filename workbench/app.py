@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from l2l_core import Relay, Schedule
-from workbench.panels.board import Board, Kind, awaited, steered
-from workbench.panels.card import CardPanel
-from workbench.panels.edits import EditsPanel
-from workbench.panels.explore import ExplorePanel
-from workbench.panels.export import ExportPanel
-from workbench.panels.header import HeaderPanel
-from workbench.panels.heat import HeatPanel
-from workbench.panels.inside import InsidePanel
-from workbench.panels.layers import LayersPanel
-from workbench.panels.loss import LossPanel
-from workbench.panels.memory import MemoryPanel
-from workbench.panels.race import RacePanel
-from workbench.panels.relay import RelayPanel
-from workbench.panels.timeline import TimelinePanel
-from workbench.panels.verdict import VerdictPanel, WhyPanel
-from workbench.panels.views import check_view
-from workbench.panels.what_if import WhatIfPanel
-from workbench.session import BatchSource, Given, Logger, Scheduler, Session
+from workbench.panels.card_panel import CardPanel
+from workbench.panels.dashboard import Dashboard, PanelFactory, forward_and_refresh, forward_to_session
+from workbench.panels.edits_panel import EditsPanel
+from workbench.panels.explore_panel import ExplorePanel
+from workbench.panels.export_panel import ExportPanel
+from workbench.panels.header_panel import HeaderPanel
+from workbench.panels.heat_panel import HeatPanel
+from workbench.panels.inside_panel import InsidePanel
+from workbench.panels.layers_panel import LayersPanel
+from workbench.panels.loss_panel import LossPanel
+from workbench.panels.memory_panel import MemoryPanel
+from workbench.panels.race_panel import RacePanel
+from workbench.panels.relay_panel import RelayPanel
+from workbench.panels.timeline_panel import TimelinePanel
+from workbench.panels.verdict_panel import BoundsPanel, VerdictPanel
+from workbench.panels.view_tabs import check_view
+from workbench.panels.what_if_panel import WhatIfPanel
+from workbench.session import BatchSource, Logger, ProbeBatches, Scheduler, Session
 
-VIEWS: Mapping[str, Sequence[Kind]] = {
+VIEWS: Mapping[str, Sequence[PanelFactory]] = {
     "relay": (RelayPanel,),
-    "time": (TimelinePanel, WhyPanel, ExplorePanel, ExportPanel),
+    "time": (TimelinePanel, BoundsPanel, ExplorePanel, ExportPanel),
     "memory": (MemoryPanel, ExportPanel),
     "layers": (LayersPanel, CardPanel),
     "edits": (EditsPanel,),
@@ -38,7 +38,7 @@ VIEWS: Mapping[str, Sequence[Kind]] = {
 }
 
 
-class Workbench(Board):
+class Workbench(Dashboard):
     """See a relay train, and steer it.
 
     ``Workbench(relay, batches)`` at the end of a cell shows the buttons, a line on how the last step went, and one of these
@@ -66,7 +66,7 @@ class Workbench(Board):
         loggers: Sequence[Logger] = (),
         scheduler: Scheduler | None = None,
         schedule: Schedule = Schedule(),  # noqa: B008 - keeps no state; this one edits nothing
-        probe: Given = None,
+        probe: ProbeBatches = None,
         decode: Callable[[Sequence[int]], str] | None = None,
         view: str | Sequence[str] = "relay",
     ) -> None:
@@ -76,23 +76,23 @@ class Workbench(Board):
         )
         super().__init__(self.session, (HeaderPanel, VerdictPanel), VIEWS, view)
 
-    run = steered(Session.run)
-    step = steered(Session.step)
-    pause = steered(Session.pause)
-    stop = steered(Session.stop)
-    reconfigure = steered(Session.reconfigure)
-    edit = steered(Session.edit)
-    undo = steered(Session.undo)
-    redo = steered(Session.redo)
-    measure = steered(Session.measure)
-    inspect = steered(Session.inspect)
-    look = steered(Session.look)
-    race = steered(Session.race)
-    fork = steered(Session.fork)
-    switch = steered(Session.switch)
-    discard = steered(Session.discard)
-    script = steered(Session.script)
-    wait = awaited(Session.wait)
+    run = forward_to_session(Session.run)
+    step = forward_to_session(Session.step)
+    pause = forward_to_session(Session.pause)
+    stop = forward_to_session(Session.stop)
+    reconfigure = forward_to_session(Session.reconfigure)
+    edit = forward_to_session(Session.edit)
+    undo = forward_to_session(Session.undo)
+    redo = forward_to_session(Session.redo)
+    measure = forward_to_session(Session.measure)
+    inspect = forward_to_session(Session.inspect)
+    look = forward_to_session(Session.look)
+    race = forward_to_session(Session.race)
+    fork = forward_to_session(Session.fork)
+    switch = forward_to_session(Session.switch)
+    discard = forward_to_session(Session.discard)
+    script = forward_to_session(Session.script)
+    wait = forward_and_refresh(Session.wait)
 
     def close(self, wait: bool = True) -> None:
         """End the session when its step is over, and leave a still picture in the notebook. The relay stays open.

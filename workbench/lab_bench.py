@@ -4,37 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from l2l_core.strategies import Lab, Plan, Way
-from workbench.panels.board import Board, Kind, awaited, steered
-from workbench.panels.loss import LossPanel
-from workbench.panels.memory import MemoryPanel
-from workbench.panels.plan_header import PlanHeaderPanel
-from workbench.panels.timeline import TimelinePanel
-from workbench.panels.tour import Stop
-from workbench.panels.verdict import VerdictPanel, WhyPanel
-from workbench.panels.views import check_view
-from workbench.plans import WAYS, LabSession
+from l2l_core.strategies import Lab, Plan, Strategy
+from workbench.panels.dashboard import Dashboard, PanelFactory, forward_and_refresh, forward_to_session
+from workbench.panels.loss_panel import LossPanel
+from workbench.panels.memory_panel import MemoryPanel
+from workbench.panels.plan_header_panel import PlanHeaderPanel
+from workbench.panels.timeline_panel import TimelinePanel
+from workbench.panels.tour import TourStop
+from workbench.panels.verdict_panel import BoundsPanel, VerdictPanel
+from workbench.panels.view_tabs import check_view
+from workbench.plans import DEFAULT_STRATEGIES, LabSession
 from workbench.session import BatchSource
 
-VIEWS: Mapping[str, Sequence[Kind]] = {
-    "time": (TimelinePanel, WhyPanel),
+VIEWS: Mapping[str, Sequence[PanelFactory]] = {
+    "time": (TimelinePanel, BoundsPanel),
     "memory": (MemoryPanel,),
     "loss": (LossPanel,),
 }
-STOPS: Sequence[Stop] = (
-    Stop(
+LAB_TOUR_STOPS: Sequence[TourStop] = (
+    TourStop(
         "",
         "Train",
         "Run trains for the number of steps beside it; Step trains one. The plan that is pressed is followed from the next step "
         "on, also while it runs.",
     ),
-    Stop(
+    TourStop(
         "time",
         "See what runs and moves",
         "A plan that recomputes runs layers forward again among the backwards; one that offloads copies, and hatched copies "
         "are not hidden.",
     ),
-    Stop(
+    TourStop(
         "memory",
         "See what fits",
         "Device memory over the step by what fills it, with the budget and what plain training would need.",
@@ -42,7 +42,7 @@ STOPS: Sequence[Stop] = (
 )
 
 
-class LabBench(Board):
+class LabBench(Dashboard):
     """See the model of a lab train by plans, and choose the plan of the next step.
 
     ``LabBench(lab, batches)`` at the end of a cell shows the buttons, the plans, a line on how the last step went, and one of
@@ -65,21 +65,21 @@ class LabBench(Board):
         lab: Lab,
         batches: BatchSource,
         *,
-        ways: Sequence[Way | Plan] = WAYS,
+        ways: Sequence[Strategy | Plan] = DEFAULT_STRATEGIES,
         plan: str | None = None,
         view: str | Sequence[str] = "memory",
     ) -> None:
         check_view(view, VIEWS)  # first: making a session starts a thread
         self.session = LabSession(lab, batches, ways, plan)
-        super().__init__(self.session, (PlanHeaderPanel, VerdictPanel), VIEWS, view, stops=STOPS)
+        super().__init__(self.session, (PlanHeaderPanel, VerdictPanel), VIEWS, view, stops=LAB_TOUR_STOPS)
 
-    run = steered(LabSession.run)
-    step = steered(LabSession.step)
-    pause = steered(LabSession.pause)
-    stop = steered(LabSession.stop)
-    skip = steered(LabSession.skip)
-    follow = steered(LabSession.follow)
-    wait = awaited(LabSession.wait)
+    run = forward_to_session(LabSession.run)
+    step = forward_to_session(LabSession.step)
+    pause = forward_to_session(LabSession.pause)
+    stop = forward_to_session(LabSession.stop)
+    skip = forward_to_session(LabSession.skip)
+    follow = forward_to_session(LabSession.follow)
+    wait = forward_and_refresh(LabSession.wait)
 
     def close(self, wait: bool = True) -> None:
         """End the session when its step is over, and leave a still picture in the notebook. The lab can be used again.

@@ -68,8 +68,8 @@ def take_relay(bench: Bench, page: Page) -> None:
     bench.press("Relay")
     picture = bench.root.locator(".l2l-picks:visible")  # stays, while what is in it is drawn anew
     bench.press("Next event")
-    until(lambda: "event" in bench.moment, page, "the player")
-    found = re.search(r"event \d+ of (\d+)", bench.moment)
+    until(lambda: "event" in bench.version, page, "the player")
+    found = re.search(r"event \d+ of (\d+)", bench.version)
     assert found is not None
     count = int(found[1])
     frames = []

@@ -5,17 +5,17 @@ Begin reading at `roofline.py`, `phases.py`, `bounds.py`.
 """
 
 from l2l_core.analysis.bounds import Bound as Bound
-from l2l_core.analysis.bounds import bounds as bounds
+from l2l_core.analysis.bounds import find_bounds as find_bounds
 from l2l_core.analysis.bounds import micro_batches_to_hide as micro_batches_to_hide
-from l2l_core.analysis.plan_bounds import plan_bounds as plan_bounds
+from l2l_core.analysis.plan_bounds import find_plan_bounds as find_plan_bounds
 from l2l_core.analysis.roofline import ALL_PHASES as ALL_PHASES
 from l2l_core.analysis.roofline import MIDDLE as MIDDLE
 from l2l_core.analysis.roofline import OVERLAPPING as OVERLAPPING
 from l2l_core.analysis.roofline import PHASES as PHASES
 from l2l_core.analysis.roofline import Roofline as Roofline
-from l2l_core.analysis.roofline import Work as Work
+from l2l_core.analysis.roofline import VisitWork as VisitWork
 from l2l_core.analysis.roofline import roofline as roofline
-from l2l_core.analysis.together import Traces as Traces
-from l2l_core.analysis.waits import BEGIN as BEGIN
-from l2l_core.analysis.waits import Wait as Wait
-from l2l_core.analysis.waits import waits_of as waits_of
+from l2l_core.analysis.worker_traces import Traces as Traces
+from l2l_core.analysis.worker_waits import STEP_BEGIN as STEP_BEGIN
+from l2l_core.analysis.worker_waits import Wait as Wait
+from l2l_core.analysis.worker_waits import find_waits as find_waits

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from l2l_core.analysis.phases import IDLE, OTHERS, Phase, cuts_of
-from l2l_core.analysis.roofline import ALL_PHASES, Seconds, Work
-from l2l_core.rules import has_link
-from l2l_core.trace import DISK, NETWORK, Event, Recorded, format_bytes, time_words
+from l2l_core.analysis.phases import IDLE, OTHERS, Phase, split_phases
+from l2l_core.analysis.roofline import ALL_PHASES, SecondsByLane, VisitWork
+from l2l_core.schedule_rules import has_link
+from l2l_core.trace import DISK_LANES, NETWORK_LANES, Event, TraceLike, format_bytes, format_seconds
 
-SMALL = 0.05  # a share of a phase that is not worth a sentence
-_ONCE = (
+NEGLIGIBLE_SHARE = 0.05  # a share of a phase that is not worth a sentence
+_PER_VISIT_KINDS = (
     "load",
     "push",
     "reduce",
@@ -27,8 +27,8 @@ _ONCE = (
     "read",
     "write",
 )  # per visit, however many micro-batches, unless one is named
-_HERE = {"compute", "h2d", "d2h", "eps"}  # lanes of one machine, without files
-_FAR = 16  # so many times the micro-batches are no practical advice on their own
+_LOCAL_LANES = {"compute", "h2d", "d2h", "eps"}  # lanes of one machine, without files
+_MAX_GROWTH = 16  # so many times the micro-batches are no practical advice on their own
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Bound:
 
     phase: str
     span_s: float
-    busy_s: Seconds
+    busy_s: SecondsByLane
     lane: str
     exposed_s: float
     idle_s: float
@@ -62,26 +62,28 @@ class Bound:
 
     def __str__(self) -> str:
         if self.lane == "compute":
-            found = f"bound by compute, which works {time_words(self.busy_s['compute'])} of {time_words(self.span_s)}"
+            found = f"bound by compute, which works {format_seconds(self.busy_s['compute'])} of {format_seconds(self.span_s)}"
         elif self.lane == OTHERS:
-            found = f"compute waits {time_words(self.exposed_s)} of {time_words(self.span_s)} for other workers"
+            found = f"compute waits {format_seconds(self.exposed_s)} of {format_seconds(self.span_s)} for other workers"
         elif self.lane == IDLE:
-            found = f"compute waits {time_words(self.exposed_s)} of {time_words(self.span_s)} while no lane works"
+            found = (
+                f"compute waits {format_seconds(self.exposed_s)} of {format_seconds(self.span_s)} while no lane works"
+            )
         else:
-            found = f"{self.lane} exposes {time_words(self.exposed_s)} of {time_words(self.span_s)}"
+            found = f"{self.lane} exposes {format_seconds(self.exposed_s)} of {format_seconds(self.span_s)}"
         return f"{self.phase}: {found}; {self.advice}"
 
 
-def bounds(trace: Recorded) -> tuple[Bound, ...]:
+def find_bounds(trace: TraceLike) -> tuple[Bound, ...]:
     """Say what binds each phase of a step, in order of time; the spans add up to the trace's. Empty without events.
 
     Works on the trace of a step under way or that failed, and of a forward pass. Settings that the trace does not know
     (`Trace.settings`) are not advised on; the number of micro-batches is then read off the events.
     """
     lanes = trace.lanes
-    phases = {name: Phase(name, start_s, stop_s, lanes) for name, start_s, stop_s in cuts_of(lanes)}
-    adviser = _Adviser(phases, Work(lanes, trace.settings), trace.settings)
-    return tuple(adviser.bound(phase) for phase in phases.values())
+    phases = {name: Phase(name, start_s, stop_s, lanes) for name, start_s, stop_s in split_phases(lanes)}
+    adviser = _Adviser(phases, VisitWork(lanes, trace.settings), trace.settings)
+    return tuple(adviser.find_bound(phase) for phase in phases.values())
 
 
 def micro_batches_to_hide(compute_s: float, fixed_s: float, growing_s: float, micro_batches: int) -> int | None:
@@ -106,7 +108,7 @@ def micro_batches_to_hide(compute_s: float, fixed_s: float, growing_s: float, mi
 def binding_lane(phase: Phase) -> str:
     """Find what binds a phase, as `Bound.lane` has it."""
     lane = max(phase.exposed_s, key=lambda lane: (phase.exposed_s[lane], phase.busy_s.get(lane, 0.0)))
-    return lane if phase.exposed_s[lane] > SMALL * phase.span_s else "compute"
+    return lane if phase.exposed_s[lane] > NEGLIGIBLE_SHARE * phase.span_s else "compute"
 
 
 # ---- advice ----------------------------------------------------------------------------------------------------
@@ -117,13 +119,15 @@ Advice = tuple[str, dict[str, Any]]
 class _Adviser:
     """What would help a phase, given the other phases and the settings."""
 
-    def __init__(self, phases: Mapping[str, Phase], work: Work, settings: Mapping[str, Any]) -> None:
-        self.phases, self.work, self.settings = phases, work, settings
-        self._once = _ONCE if settings.get("reduce") == "ordered" else (*_ONCE, "exchange")
-        ks = [event.k for group in work.groups for events in group.values() for event in events]
+    def __init__(self, phases: Mapping[str, Phase], visit_work: VisitWork, settings: Mapping[str, Any]) -> None:
+        self.phases, self.visit_work, self.settings = phases, visit_work, settings
+        self._per_visit_kinds = (
+            _PER_VISIT_KINDS if settings.get("reduce") == "ordered" else (*_PER_VISIT_KINDS, "exchange")
+        )
+        ks = [event.k for group in visit_work.groups for events in group.values() for event in events]
         self.micro_batches: int = settings.get("micro_batches") or 1 + max((0, *ks))
 
-    def bound(self, phase: Phase) -> Bound:
+    def find_bound(self, phase: Phase) -> Bound:
         lane = binding_lane(phase)
         advice, settings = self._advise(phase, lane)
         return Bound(
@@ -134,11 +138,11 @@ class _Adviser:
             exposed_s=phase.exposed_s[lane],
             idle_s=phase.idle_s,
             floor_s=phase.floor_s,
-            advice=advice + self._half(lane),
+            advice=advice + self._suggest_bf16(lane),
             settings=settings,
         )
 
-    def _half(self, lane: str) -> str:
+    def _suggest_bf16(self, lane: str) -> str:
         """Say what would send half the bytes over the network, where that is not set yet."""
         name, said = {"gather": ("precision", "precision='bf16'"), "reduce": ("wire", "Workers(wire='bf16')")}.get(
             lane, ("", "")
@@ -147,7 +151,7 @@ class _Adviser:
 
     def _advise(self, phase: Phase, lane: str) -> Advice:
         if lane == OTHERS:
-            return _advise_others(phase.waited_s), {}
+            return _advise_stragglers(phase.waited_s), {}
         if lane == "reduce" and self.settings.get("reduce") == "ordered" and self.micro_batches > 1:
             return f"Workers(reduce='sum') would send 1/{self.micro_batches} of it, and not give one worker's bits", {}
         if lane == IDLE and phase.name in ALL_PHASES[1:-1]:
@@ -155,71 +159,69 @@ class _Adviser:
         if lane == IDLE:
             return "work that no lane records, such as waking a thread", {}
         if lane == "compute":
-            if phase.idle_s <= SMALL / 5 * phase.span_s:
+            if phase.idle_s <= NEGLIGIBLE_SHARE / 5 * phase.span_s:
                 return "nothing to gain from the link", {}
-            return f"at most {time_words(phase.idle_s)} to gain from anything else", {}
+            return f"at most {format_seconds(phase.idle_s)} to gain from anything else", {}
         if phase.name == "fill":
             return "no layer can compute before the first is loaded; a larger batch makes this count for less", {}
         return self._advise_tail(phase, lane) if phase.name == "tail" else self._advise_overlap(phase, lane)
 
     def _advise_tail(self, phase: Phase, lane: str) -> Advice:
-        late_s = phase.work_for_s(lane, self.work.early)
+        late_s = phase.layer_seconds(lane, self.visit_work.early_layers)
         backward = self.phases.get("backward")
         if lane == "eps" and backward is not None and self.settings.get("update") == "deferred":
             hidden_s = min(late_s, max(0.0, backward.span_s - backward.busy_s["eps"]))
             if self.settings.get("max_grad_norm") is not None:
                 return (
-                    f"clipping needs every gradient first; without it, update='eager' would hide {time_words(hidden_s)}",
+                    f"clipping needs every gradient first; without it, update='eager' would hide {format_seconds(hidden_s)}",
                     {},
                 )
-            return f"update='eager' would hide {time_words(hidden_s)} of it under backward", {"update": "eager"}
+            return f"update='eager' would hide {format_seconds(hidden_s)} of it under backward", {"update": "eager"}
         if late_s > 0.5 * phase.exposed_s[lane]:
-            return f"{time_words(late_s)} of it is left over from backward, and what helps there helps here", {}
+            return f"{format_seconds(late_s)} of it is left over from backward, and what helps there helps here", {}
         return "the first layer's gradient comes last, so nothing hides it; a larger batch makes it count for less", {}
 
     def _advise_overlap(self, phase: Phase, lane: str) -> Advice:
         saved_s = phase.span_s - phase.exposed_s[IDLE] - phase.floor_s
-        if self.settings.get("ahead") == 0 and not has_link(self.settings) and _HERE.issuperset(phase.busy_s):
+        if self.settings.get("ahead") == 0 and not has_link(self.settings) and _LOCAL_LANES.issuperset(phase.busy_s):
             return "there is no link, so it takes the cores of compute, and nothing would hide it", {}
-        if self.settings.get("ahead") == 0 and saved_s > SMALL * phase.span_s:
-            return f"ahead=1 would save up to {time_words(saved_s)}", {"ahead": 1}
-        load = self._load(phase, lane)
+        if self.settings.get("ahead") == 0 and saved_s > NEGLIGIBLE_SHARE * phase.span_s:
+            return f"ahead=1 would save up to {format_seconds(saved_s)}", {"ahead": 1}
+        load = self._lane_work(phase, lane)
         if load.fixed_s + load.growing_s <= load.compute_s * (1 + 1e-9):
             return self._advise_bursts(phase, lane, load)
         needed = micro_batches_to_hide(load.compute_s, load.fixed_s, load.growing_s, self.micro_batches)
         if needed is None:
             return self._advise_growing(lane, load)
-        faster = f", or {self._faster(lane, load)}," if needed > _FAR * self.micro_batches else ""
+        faster = f", or {self._required_speed(lane, load)}," if needed > _MAX_GROWTH * self.micro_batches else ""
         if self.settings.get("schedule") == "depth_first":  # further ones have the weights already, and push nothing
             times = f"{needed / self.micro_batches:.3g} times the rows"
             return f"micro-batches of {times}{faster} would hide it: one alone computes meanwhile", {}
-        more = f"{_count(needed)} of this size instead of {self.micro_batches}"
+        more = f"{_format_count(needed)} of this size instead of {self.micro_batches}"
         times = f"{needed / self.micro_batches:.3g} times the batch"
         return f"{more}{faster} would hide it ({times})", {"micro_batches": needed}
 
-    def _load(self, phase: Phase, lane: str) -> _Load:
+    def _lane_work(self, phase: Phase, lane: str) -> _LaneWork:
         """Add up the lane's work of a phase, and the compute under which it can hide."""
-        visits = self.work.in_phase(phase.name)
+        visits = self.visit_work.in_phase(phase.name)
         # the EPS has nothing to do before the turn has given the first gradient; copies hide under their own visits
         turned = (i for i, visit in enumerate(visits) if any(e.kind == "backward" for e in visit["compute"]))
         follows = lane in ("eps", "reduce")
         hosts = visits[1 + next(turned, 0) :] if follows else [visit for visit in visits if visit[lane]]
         events = [event for visit in hosts for event in visit[lane]]
-        return _Load(
+        return _LaneWork(
             compute_s=_sum_s(event for visit in hosts for event in visit["compute"]),
-            fixed_s=_sum_s(event for event in events if not self._grows(event)),
-            growing_s=_sum_s(event for event in events if self._grows(event)),
+            fixed_s=_sum_s(event for event in events if not self._scales_with_micro_batches(event)),
+            growing_s=_sum_s(event for event in events if self._scales_with_micro_batches(event)),
             nbytes=sum(event.nbytes for event in events),
             copies=len(events),
         )
 
-    def _advise_bursts(self, phase: Phase, lane: str, load: _Load) -> Advice:
+    def _advise_bursts(self, phase: Phase, lane: str, lane_work: _LaneWork) -> Advice:
         """Advise where the lane's work would fit under compute as a whole, but was exposed."""
-        fits = (
-            f"its {time_words(load.fixed_s + load.growing_s)} would fit under {time_words(load.compute_s)} of compute"
-        )
-        ahead, exposed = self.settings.get("ahead"), time_words(phase.exposed_s[lane])
-        if (nearer := self._nearer_stash(lane)) and load.growing_s:  # it also waits behind other copies
+        fits = f"its {format_seconds(lane_work.fixed_s + lane_work.growing_s)} would fit under {format_seconds(lane_work.compute_s)} of compute"
+        ahead, exposed = self.settings.get("ahead"), format_seconds(phase.exposed_s[lane])
+        if (nearer := self._closer_stash(lane)) and lane_work.growing_s:  # it also waits behind other copies
             return f"{fits}, but compute waits for the stash: stash={nearer!r} would save up to {exposed}", {
                 "stash": nearer
             }
@@ -227,53 +229,53 @@ class _Adviser:
             return f"{fits}, but it comes too late: ahead={ahead + 1} would start it sooner", {"ahead": ahead + 1}
         return f"{fits}, but not where it falls, and no setting moves it", {}
 
-    def _advise_growing(self, lane: str, load: _Load) -> Advice:
+    def _advise_growing(self, lane: str, lane_work: _LaneWork) -> Advice:
         """Advise where more micro-batches bring as much work for the lane as compute to hide it."""
-        why = f"{time_words(load.growing_s)} of its work grows with the micro-batches, as fast as compute or faster"
-        nearer = self._nearer_stash(lane)
+        why = f"{format_seconds(lane_work.growing_s)} of its work grows with the micro-batches, as fast as compute or faster"
+        nearer = self._closer_stash(lane)
         if nearer is None or lane == "eps":
-            return f"{why}: only {self._faster(lane, load)} would hide it", {}
+            return f"{why}: only {self._required_speed(lane, lane_work)} would hide it", {}
         settings: dict[str, Any] = {"stash": nearer}
-        needed = micro_batches_to_hide(load.compute_s, load.fixed_s, 0.0, self.micro_batches)
+        needed = micro_batches_to_hide(lane_work.compute_s, lane_work.fixed_s, 0.0, self.micro_batches)
         and_more = ""
         if needed is not None and needed > self.micro_batches:
             settings["micro_batches"] = needed
-            and_more = f" with {_count(needed)} of this size instead of {self.micro_batches}"
-        return f"{why}: stash={nearer!r}{and_more}, or {self._faster(lane, load)}, would hide it", settings
+            and_more = f" with {_format_count(needed)} of this size instead of {self.micro_batches}"
+        return f"{why}: stash={nearer!r}{and_more}, or {self._required_speed(lane, lane_work)}, would hide it", settings
 
-    def _nearer_stash(self, lane: str) -> str | None:
+    def _closer_stash(self, lane: str) -> str | None:
         """Say which place of the stash would keep it off a lane; None if it is not there."""
         stash = self.settings.get("stash")
-        if lane in DISK:
+        if lane in DISK_LANES:
             return "host" if stash == "disk" else None
         return "device" if stash in ("host", "disk") else None
 
-    def _faster(self, lane: str, load: _Load) -> str:
+    def _required_speed(self, lane: str, lane_work: _LaneWork) -> str:
         """Say how fast the lane would have to be."""
         if lane == "eps":
             return "a faster optimizer"
-        link = "network" if lane in NETWORK else "disk" if lane in DISK else "link"
+        link = "network" if lane in NETWORK_LANES else "disk" if lane in DISK_LANES else "link"
         latency_s = self.settings.get("latency_s") or 0.0 if link == "link" else 0.0
-        copying_s = load.compute_s - load.copies * latency_s
-        if copying_s <= 0 or not load.nbytes:
-            return f"a {link} of less latency than {time_words(latency_s)}" if latency_s else f"a faster {link}"
-        now = self.settings.get(f"{lane}_bytes_per_s") or load.nbytes / (load.fixed_s + load.growing_s)
-        return f"a {link} of {format_bytes(load.nbytes / copying_s)}/s instead of {format_bytes(now)}/s"
+        copying_s = lane_work.compute_s - lane_work.copies * latency_s
+        if copying_s <= 0 or not lane_work.nbytes:
+            return f"a {link} of less latency than {format_seconds(latency_s)}" if latency_s else f"a faster {link}"
+        now = self.settings.get(f"{lane}_bytes_per_s") or lane_work.nbytes / (lane_work.fixed_s + lane_work.growing_s)
+        return f"a {link} of {format_bytes(lane_work.nbytes / copying_s)}/s instead of {format_bytes(now)}/s"
 
-    def _grows(self, event: Event) -> bool:
-        return event.k >= 0 or event.kind not in self._once
+    def _scales_with_micro_batches(self, event: Event) -> bool:
+        return event.k >= 0 or event.kind not in self._per_visit_kinds
 
 
-def _advise_others(waited_s: Mapping[int, float]) -> str:
+def _advise_stragglers(waited_s: Mapping[int, float]) -> str:
     last = max(waited_s, key=lambda rank: waited_s[rank])
     return (
-        f"worker {last} comes last and is waited for {time_words(waited_s[last])}: give every worker as many rows and as fast a "
+        f"worker {last} comes last and is waited for {format_seconds(waited_s[last])}: give every worker as many rows and as fast a "
         "machine, or see in its trace what it does meanwhile"
     )
 
 
 @dataclass(frozen=True)
-class _Load:
+class _LaneWork:
     """Work of a lane, and the compute of the visits that can hide it."""
 
     compute_s: float
@@ -290,5 +292,5 @@ def _sum_s(events: Iterable[Event]) -> float:
 # ---- numbers for people ----------------------------------------------------------------------------------------
 
 
-def _count(micro_batches: int) -> str:
+def _format_count(micro_batches: int) -> str:
     return f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"

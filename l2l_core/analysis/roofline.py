@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from l2l_core.trace import Event, Recorded, last_turn_of, turn_of, visits_of
+from l2l_core.trace import Event, TraceLike, find_last_backward_start, group_by_visit, turn_of
 
 MIDDLE = "middle"
 PHASES = ("fill", "forward", "backward", "tail")  # of any step
@@ -40,10 +40,10 @@ ALL_PHASES = ("fill", "forward", MIDDLE, "backward", "tail")
 OVERLAPPING = ("forward", "backward")  # fill and tail are chains
 SHELL = "shell"
 
-Seconds = Mapping[str, float]  # by lane
+SecondsByLane = Mapping[str, float]  # by lane
 
 
-class Work:
+class VisitWork:
     """The work of a step by the visit where it belongs, whenever it was done.
 
     Groups are the fill, one per visit, the tail. One layer ahead, a load can hide under the visit before the one that it is
@@ -58,16 +58,16 @@ class Work:
     """
 
     def __init__(self, lanes: Mapping[str, Sequence[Event]], settings: Mapping[str, Any]) -> None:
-        visits = visits_of(lanes["compute"])
-        self.turn, self.last_turn = turn_of(visits), last_turn_of(visits)
-        self.deferred = settings.get("update") == "deferred"
-        self._starts = [visit[0].start_s for visit in visits[1:]]
-        self._starts_of = defaultdict(list)  # the same by layer
+        visits = group_by_visit(lanes["compute"])
+        self.backward_start, self.last_backward_start = turn_of(visits), find_last_backward_start(visits)
+        self.is_deferred = settings.get("update") == "deferred"
+        self._visit_starts = [visit[0].start_s for visit in visits[1:]]
+        self._starts_by_layer = defaultdict(list)  # the same by layer
         for visit in visits[1:]:
-            self._starts_of[visit[0].layer].append(visit[0].start_s)
-        self._stop_s = max((e.stop_s for e in lanes["compute"]), default=0.0)
+            self._starts_by_layer[visit[0].layer].append(visit[0].start_s)
+        self._compute_stop_s = max((e.stop_s for e in lanes["compute"]), default=0.0)
         visited = [visit[0].layer for visit in visits[1:]]
-        self.early = {*visited} - {*visited[-1:]}
+        self.early_layers = {*visited} - {*visited[-1:]}
         self.groups: list[dict[str, list[Event]]] = [{lane: [] for lane in lanes} for _ in range(len(visits) + 1)]
         for index, visit in enumerate(visits):
             self.groups[index]["compute"] += visit
@@ -76,29 +76,33 @@ class Work:
 
     def in_phase(self, name: str) -> list[dict[str, list[Event]]]:
         """Return the visits of "forward", the middle or "backward"."""
-        spans = {"forward": (1, self.turn), MIDDLE: (self.turn, self.last_turn), "backward": (self.last_turn, -1)}
+        spans = {
+            "forward": (1, self.backward_start),
+            MIDDLE: (self.backward_start, self.last_backward_start),
+            "backward": (self.last_backward_start, -1),
+        }
         return self.groups[slice(*spans[name])]
 
     def _group_of(self, event: Event) -> int:
-        last = len(self._starts)  # visit, from 1; the next group is the tail
+        last = len(self._visit_starts)  # visit, from 1; the next group is the tail
         if event.lane in ("eps", "reduce"):
-            hides = not self.deferred and (event.layer in self.early or event.start_s < self._stop_s)
+            hides = not self.is_deferred and (event.layer in self.early_layers or event.start_s < self._compute_stop_s)
             return last if hides else last + 1
         if event.kind in ("load", "gather"):
-            return self._visit_before(event)
-        if event.start_s >= self._stop_s:
-            return last if event.layer in self.early else last + 1
+            return self._group_before_visit(event)
+        if event.start_s >= self._compute_stop_s:
+            return last if event.layer in self.early_layers else last + 1
         if event.kind == "push":
-            return min(1 + bisect_left(self._starts, event.start_s), last)
-        return bisect_right(self._starts, event.start_s)
+            return min(1 + bisect_left(self._visit_starts, event.start_s), last)
+        return bisect_right(self._visit_starts, event.start_s)
 
-    def _visit_before(self, load: Event) -> int:
+    def _group_before_visit(self, load: Event) -> int:
         """Find the group before the visit that a load is for. The shell is for every visit, hence for the first."""
-        starts = self._starts_of[load.layer]
+        starts = self._starts_by_layer[load.layer]
         used = bisect_left(starts, load.start_s)
         if load.layer == SHELL or used == len(starts):  # or not used yet: its visit is the next
-            return 0 if load.layer == SHELL else bisect_right(self._starts, load.start_s)
-        return bisect_left(self._starts, starts[used])
+            return 0 if load.layer == SHELL else bisect_right(self._visit_starts, load.start_s)
+        return bisect_left(self._visit_starts, starts[used])
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class Roofline:
             the device has room for all gradients, as depth first, pushes may come later, and a step may be shorter.
     """
 
-    busy_s: Mapping[str, Seconds]
+    busy_s: Mapping[str, SecondsByLane]
     fill_s: float
     tail_s: float
     visits_s: Mapping[str, float]
@@ -151,7 +155,7 @@ class Roofline:
         return math.fsum(seconds for lanes in self.busy_s.values() for seconds in lanes.values())
 
 
-def roofline(trace: Recorded, figures: Mapping[str, Any] | None = None) -> Roofline:
+def roofline(trace: TraceLike, figures: Mapping[str, Any] | None = None) -> Roofline:
     """Say how short a step with this trace's work could be on a link with these figures.
 
     Compute and EPS take the seconds that their events took: for a forecast, record the trace without link limits, so that
@@ -166,27 +170,27 @@ def roofline(trace: Recorded, figures: Mapping[str, Any] | None = None) -> Roofl
         ValueError: the trace has no visit with a loss or backward, or its step failed.
     """
     trace.check_finished()
-    work = Work(trace.lanes, trace.settings)
-    price = _Price(trace.settings if figures is None else figures)
+    work = VisitWork(trace.lanes, trace.settings)
+    price = _EventCost(trace.settings if figures is None else figures)
     if not work.in_phase("backward"):
         raise ValueError(f"{trace!r} is not a whole training step: it has no layer's visit with a loss or backward")
     fill, *_, tail = work.groups
     whole = ALL_PHASES[1:-1]
-    visits = {phase: [_priced(group, price) for group in work.in_phase(phase)] for phase in whole}
+    visits = {phase: [_cost_by_lane(group, price) for group in work.in_phase(phase)] for phase in whole}
     busy_s = {
-        "fill": _priced(fill, price),
+        "fill": _cost_by_lane(fill, price),
         **{phase: {lane: math.fsum(v[lane] for v in visits[phase]) for lane in fill} for phase in whole},
-        "tail": _priced(tail, price),
+        "tail": _cost_by_lane(tail, price),
     }
     visits_s = {p: math.fsum(max(v["compute"], v["h2d"], v["d2h"]) for v in each) for p, each in visits.items()}
-    return Roofline(busy_s, _fill_s(fill, price), _tail_s(tail, price, work.deferred), visits_s)
+    return Roofline(busy_s, _fill_s(fill, price), _tail_s(tail, price, work.is_deferred), visits_s)
 
 
-def _priced(group: Mapping[str, list[Event]], price: _Price) -> dict[str, float]:
-    return {lane: math.fsum(map(price, events)) for lane, events in group.items()}
+def _cost_by_lane(group: Mapping[str, list[Event]], cost_s: _EventCost) -> dict[str, float]:
+    return {lane: math.fsum(map(cost_s, events)) for lane, events in group.items()}
 
 
-class _Price:
+class _EventCost:
     """Seconds of an event."""
 
     def __init__(self, figures: Mapping[str, Any]) -> None:
@@ -198,21 +202,21 @@ class _Price:
         return self._latency_s + event.nbytes / bytes_per_s if bytes_per_s else event.stop_s - event.start_s
 
 
-def _fill_s(fill: Mapping[str, list[Event]], price: _Price) -> float:
+def _fill_s(fill: Mapping[str, list[Event]], cost_s: _EventCost) -> float:
     """The shell must be there before its code can run; then the first layer may load beside that."""
-    shell_s = math.fsum(price(e) for e in fill["h2d"] if e.layer == SHELL)
-    h2d_s, d2h_s, compute_s = (math.fsum(map(price, fill[lane])) for lane in ("h2d", "d2h", "compute"))
+    shell_s = math.fsum(cost_s(e) for e in fill["h2d"] if e.layer == SHELL)
+    h2d_s, d2h_s, compute_s = (math.fsum(map(cost_s, fill[lane])) for lane in ("h2d", "d2h", "compute"))
     return shell_s + max(h2d_s - shell_s, d2h_s, compute_s)
 
 
-def _tail_s(tail: Mapping[str, list[Event]], price: _Price, deferred: bool) -> float:
+def _tail_s(tail: Mapping[str, list[Event]], cost_s: _EventCost, deferred: bool) -> float:
     """Pushes follow one another, and each update its push; deferred updates follow all pushes."""
     pushed_s, arrival_s = 0.0, {}
     for push in tail["d2h"]:
-        pushed_s += price(push)
+        pushed_s += cost_s(push)
         arrival_s[push.layer] = pushed_s
     updated_s = 0.0
     for update in tail["eps"]:
         ready_s = pushed_s if deferred else arrival_s.get(update.layer, pushed_s)
-        updated_s = max(updated_s, ready_s) + price(update)
+        updated_s = max(updated_s, ready_s) + cost_s(update)
     return max(pushed_s, updated_s)

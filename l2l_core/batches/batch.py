@@ -23,16 +23,16 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from l2l_core.batches.counting import BothReadingsError, NoRowsError, count_rows, has_rows, is_one_per_row
-from l2l_core.batches.nested import is_record, is_same, mapped, open_up, with_items
-from l2l_core.model import refuse_hidden
+from l2l_core.batches.containers import is_record, map_leaves, open_container, same_leaves, with_items
+from l2l_core.batches.row_count import AmbiguousRowsError, NoRowsError, count_rows, has_rows, is_one_per_row
+from l2l_core.model import refuse_hidden_tensors
 
 Batch = Mapping[str, Any] | Sequence[Any] | Any  # a dataclass too
-Rows = slice | list[int]  # a choice of rows
-Change = Callable[[str, Any, int], Any]
+RowChoice = slice | list[int]  # a choice of rows
+PartChange = Callable[[str, Any, int], Any]
 
 
-class RowsOf:
+class BatchRows:
     """The rows of a batch.
 
     Raises:
@@ -47,11 +47,11 @@ class RowsOf:
                 "ones, and with objective= a dataclass; wrap a single tensor as (tensor,)"
             )
         self.batch = batch
-        self._whole: NoRowsError | None = None  # why it cannot be cut
+        self._no_rows_error: NoRowsError | None = None  # why it cannot be cut
         try:
             self.count = count_rows(batch)
         except NoRowsError as error:
-            self.count, self._whole = 1, error
+            self.count, self._no_rows_error = 1, error
 
     def split(self, micro_batches: int) -> list[Any]:
         """Cut the batch into so many parts, of the sizes of `sizes`.
@@ -62,8 +62,8 @@ class RowsOf:
         """
         bounds = self._bounds(micro_batches)
         if micro_batches == 1:
-            return [mapped(self.batch, lambda leaf: leaf)]  # what cannot be cut need not be
-        return self.pick([slice(*each) for each in bounds])
+            return [map_leaves(self.batch, lambda leaf: leaf)]  # what cannot be cut need not be
+        return self.select([slice(*each) for each in bounds])
 
     def sizes(self, micro_batches: int) -> list[int]:
         """Count the rows of every micro-batch: equal, the last possibly smaller; or as nearly equal as that can be."""
@@ -72,26 +72,26 @@ class RowsOf:
     def first(self, count: int) -> Any:
         """Take the first `count` rows, or all of them if there are fewer or nothing can be cut."""
         try:
-            return self.batch if count >= self.count else self.pick([slice(0, count)])[0]
-        except (BothReadingsError, TypeError):
+            return self.batch if count >= self.count else self.select([slice(0, count)])[0]
+        except (AmbiguousRowsError, TypeError):
             return self.batch
 
-    def pick(self, choices: Sequence[Rows], change: Change | None = None) -> list[Any]:
+    def select(self, choices: Sequence[RowChoice], change: PartChange | None = None) -> list[Any]:
         """Make batches of choices of the rows, one for each; raises as `split` does.
 
         Args:
             choices: of rows.
             change: ``(name, part, index of the choice) -> part``: what to put in the place of a part of a tensor.
         """
-        return _Cut(self.count, choices, change).of(self.batch, "batch", is_root=True)
+        return _RowSelection(self.count, choices, change).select(self.batch, "batch", is_root=True)
 
     def columns(self) -> Iterator[tuple[str, Any]]:
         """Go through whatever has one entry per row, with its name: tensors, arrays and lists."""
         return _columns(self.batch, self.count, "batch", is_root=True)
 
     def _bounds(self, parts: int) -> list[tuple[int, int]]:
-        if self._whole is not None and parts > 1:
-            raise self._whole
+        if self._no_rows_error is not None and parts > 1:
+            raise self._no_rows_error
         if self.count < parts:
             raise ValueError(
                 f"the batch has {self.count} row(s) but micro_batches={parts}: give a larger batch, or use "
@@ -107,44 +107,44 @@ class RowsOf:
 
 def split(batch: Batch, micro_batches: int) -> list[Any]:
     """Cut a batch into micro-batches; see `RowsOf`."""
-    return RowsOf(batch).split(micro_batches)
+    return BatchRows(batch).split(micro_batches)
 
 
-def rows_of(batch: Batch) -> int:
+def num_rows(batch: Batch) -> int:
     """Count the rows (samples) of a batch."""
-    return RowsOf(batch).count
+    return BatchRows(batch).count
 
 
 # -- cutting -----------------------------------------------------------------------------------------------------------
 
 
-class _Cut:
+class _RowSelection:
     """Choices of rows out of a batch; `change` may exchange what was cut from a tensor, which it gets with name and choice."""
 
-    def __init__(self, rows: int, choices: Sequence[Rows], change: Change | None) -> None:
+    def __init__(self, rows: int, choices: Sequence[RowChoice], change: PartChange | None) -> None:
         self._rows, self._choices, self._change = rows, choices, change
 
-    def of(self, value: Any, where: str, is_root: bool = False) -> list[Any]:
+    def select(self, value: Any, where: str, is_root: bool = False) -> list[Any]:
         """Cut `value`, once for every choice."""
         if has_rows(value):
-            return self._tensor(value, where)
+            return self._select_tensor(value, where)
         if is_one_per_row(value, self._rows, where, is_root):
             return [with_items(value, _items(value, choice)) for choice in self._choices]
-        opened = open_up(value)
+        opened = open_container(value)
         if opened is None:
-            return self._leaf(value, where)
-        parts = [self.of(part, where + name) for part, name in zip(opened.parts, opened.names, strict=True)]
+            return self._select_leaf(value, where)
+        parts = [self.select(part, where + name) for part, name in zip(opened.parts, opened.names, strict=True)]
         # An object in which nothing was cut goes to all as it is: programs may rely on its identity.
-        if not opened.is_plain and is_same([cut[0] for cut in parts], opened.parts):
-            return self._whole(value)
+        if not opened.is_plain and same_leaves([cut[0] for cut in parts], opened.parts):
+            return self._replicate(value)
         return [opened.rebuild([part[k] for part in parts]) for k in range(len(self._choices))]
 
-    def _whole(self, value: Any) -> list[Any]:
+    def _replicate(self, value: Any) -> list[Any]:
         return [value] * len(self._choices)
 
-    def _tensor(self, value: Any, where: str) -> list[Any]:
+    def _select_tensor(self, value: Any, where: str) -> list[Any]:
         if len(value) == 1 != self._rows:
-            return self._whole(value)
+            return self._replicate(value)
         if len(value) != self._rows:
             raise ValueError(
                 f"tensors of the batch disagree on dim 0, the number of rows: {where} has {tuple(value.shape)}, others "
@@ -153,7 +153,7 @@ class _Cut:
         cut = [value[choice] for choice in self._choices]
         return cut if self._change is None else [self._change(where, part, k) for k, part in enumerate(cut)]
 
-    def _leaf(self, value: Any, where: str) -> list[Any]:
+    def _select_leaf(self, value: Any, where: str) -> list[Any]:
         """Give what is neither tensor nor container to every micro-batch whole, unless it has rows after all.
 
         Raises:
@@ -176,11 +176,11 @@ class _Cut:
                 )
             return [value[c] if isinstance(c, slice) else _items(value, c) for c in self._choices]
         if not isinstance(value, torch.Tensor):  # one without dimensions
-            refuse_hidden(value, where)
-        return self._whole(value)
+            refuse_hidden_tensors(value, where)
+        return self._replicate(value)
 
 
-def _items(value: Any, choice: Rows) -> list[Any]:
+def _items(value: Any, choice: RowChoice) -> list[Any]:
     return list(value)[choice] if isinstance(choice, slice) else [value[i] for i in choice]
 
 
@@ -202,6 +202,6 @@ def _columns(value: Any, rows: int, where: str, is_root: bool = False) -> Iterat
             yield where, value
     elif is_one_per_row(value, rows, where, is_root):
         yield where, value
-    elif (opened := open_up(value)) is not None:
+    elif (opened := open_container(value)) is not None:
         for part, name in zip(opened.parts, opened.names, strict=True):
             yield from _columns(part, rows, where + name)

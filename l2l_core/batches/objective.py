@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from l2l_core._torch import pytree
-from l2l_core.model import arguments_without, refuse_hidden
+from l2l_core.model import no_cache_arguments, refuse_hidden_tensors
 
 Objective = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -37,7 +37,7 @@ class ModelCall:
         parameters = inspect.signature(model.forward).parameters
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._names = frozenset(parameters)
-        self._fixed = arguments_without(model)
+        self._fixed = no_cache_arguments(model)
 
     def check(self, batch: Any) -> None:
         """Raise TypeError for a batch that says nothing of how the model is called."""
@@ -61,12 +61,12 @@ class ModelCall:
         """
         _check_arguments(micro_batch)
         if isinstance(micro_batch, Mapping):
-            taken = self._taken(micro_batch)
+            taken = self._model_arguments(micro_batch)
             return model(**{**self._fixed, **taken})  # what the batch says itself goes first
         has_target = self._loss is not None and len(micro_batch) > 1
         return model(*(micro_batch[:-1] if has_target else micro_batch), **self._fixed)
 
-    def _taken(self, micro_batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _model_arguments(self, micro_batch: Mapping[str, Any]) -> Mapping[str, Any]:
         if self._loss is None or self._takes_any:
             return micro_batch
         return {name: value for name, value in micro_batch.items() if name in self._names}
@@ -100,7 +100,7 @@ def _check_scalar(loss: Any, source: str) -> torch.Tensor:
     return loss
 
 
-def join(outputs: Sequence[Any], rows: Sequence[int], divisors: Callable[[], Sequence[float]]) -> Any:
+def join_outputs(outputs: Sequence[Any], rows: Sequence[int], divisors: Callable[[], Sequence[float]]) -> Any:
     """Concatenate the outputs of micro-batches along dim 0; scalars become their weighted mean.
 
     Tensors whose dim 0 is not the number of rows are returned as the first micro-batch gave them. `divisors` is asked where
@@ -113,7 +113,7 @@ def join(outputs: Sequence[Any], rows: Sequence[int], divisors: Callable[[], Seq
 
 def _join_leaf(parts: Sequence[Any], rows: Sequence[int], divisors: Callable[[], Sequence[float]]) -> Any:
     if not isinstance(parts[0], torch.Tensor):
-        refuse_hidden(parts[0], "the model's output")
+        refuse_hidden_tensors(parts[0], "the model's output")
         return parts[0]
     if parts[0].dim() == 0:
         return torch.stack([part / divisor for part, divisor in zip(parts, divisors(), strict=True)]).sum()

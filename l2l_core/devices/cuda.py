@@ -25,14 +25,14 @@ from typing import Any
 import torch
 
 from l2l_core._torch import no_dispatch
-from l2l_core.devices.device import Copy, Device, Record, Ticket
+from l2l_core.devices.device import Copy, Device, RecordFn, Ticket
 from l2l_core.devices.ledger import Ledger
-from l2l_core.devices.pinned import Pinned
+from l2l_core.devices.pinned_memory import PinnedMemory
 
-_LOOK_S = 2e-3  # how often finished events are looked for while a pass runs
+_POLL_S = 2e-3  # how often finished events are looked for while a pass runs
 
 
-class _Copying:
+class _CudaTicket:
     """Copies on a copy stream."""
 
     def __init__(self, device: CudaDevice, done: Any) -> None:
@@ -48,7 +48,7 @@ class _Copying:
 
 
 @dataclass(slots=True)
-class _Outstanding:
+class _PendingEvent:
     """An event of the trace whose end has not been seen yet.
 
     Invariant: what the host side of a copy is made of stays allocated until then. (The device side need not be held: the
@@ -57,11 +57,11 @@ class _Outstanding:
 
     begun: Any
     done: Any
-    record: Record
+    record: RecordFn
     host: list[torch.Tensor]
 
 
-class _Clock:
+class _CudaClock:
     """Places CUDA events on the axis of `time.perf_counter`."""
 
     def __init__(self, cuda: Any, stream: Any) -> None:
@@ -98,15 +98,15 @@ class CudaDevice(Device):
             raise ValueError(f"memory_bytes={memory_bytes!r}: must be positive, or None for no limit")
         self.memory_bytes = memory_bytes
         self._cuda: Any = self._runtime()
-        self.torch_device = self._find(device)
+        self.torch_device = self._resolve(device)
         self.name = self._describe()
         self.ledger = Ledger("device", self.name, memory_bytes)
         self._streams: dict[str, Any] = {}
-        self._outstanding: dict[str, deque[_Outstanding]] = {lane: deque() for lane in ("compute", "h2d", "d2h")}
+        self._pending: dict[str, deque[_PendingEvent]] = {lane: deque() for lane in ("compute", "h2d", "d2h")}
         self._delivering = threading.Lock()
-        self._look_at_s = 0.0
-        self._clock: _Clock | None = None
-        self._pinned = Pinned(self._cuda.cudart(), self._forget_error)
+        self._next_poll_s = 0.0
+        self._clock: _CudaClock | None = None
+        self._pinned = PinnedMemory(self._cuda.cudart(), self._clear_error)
 
     def __repr__(self) -> str:
         return f"CudaDevice({str(self.torch_device)!r}, memory_bytes={self.memory_bytes})"
@@ -116,7 +116,7 @@ class CudaDevice(Device):
     def _runtime(self) -> Any:
         return torch.cuda
 
-    def _find(self, device: str | int) -> torch.device:
+    def _resolve(self, device: str | int) -> torch.device:
         """Return the device with its index; CUDA is initialised: random states include its generator from now on."""
         try:
             found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -150,7 +150,7 @@ class CudaDevice(Device):
             if tensor.is_cuda:
                 tensor.record_stream(stream)
 
-    def _forget_error(self) -> None:
+    def _clear_error(self) -> None:
         try:
             torch.zeros(1, device=self.torch_device)
         except RuntimeError:
@@ -184,7 +184,7 @@ class CudaDevice(Device):
         self,
         lane: str,
         copies: Sequence[Copy],
-        record: Record,
+        record: RecordFn,
         after: Ticket | None = None,
         label: str = "",
         overlaps: bool = True,
@@ -205,11 +205,11 @@ class CudaDevice(Device):
             done.record(stream)  # [2]
         self._cuda.nvtx.range_end(shown)
         host = [tensor for pair in copies for tensor in pair if not tensor.is_cuda]
-        self._outstanding[lane].append(_Outstanding(begun, done, record, host))
-        self._deliver()
-        return _Copying(self, done)
+        self._pending[lane].append(_PendingEvent(begun, done, record, host))
+        self._deliver_events()
+        return _CudaTicket(self, done)
 
-    def start(self, record: Record, label: str = "") -> Callable[[], None]:
+    def start_timer(self, record: RecordFn, label: str = "") -> Callable[[], None]:
         self._start_clock()
         begun, shown = self._cuda.Event(enable_timing=True), self._cuda.nvtx.range_start(label)
         begun.record(self.compute_stream())
@@ -218,26 +218,26 @@ class CudaDevice(Device):
             done = self._cuda.Event(enable_timing=True)
             done.record(self.compute_stream())
             self._cuda.nvtx.range_end(shown)
-            self._outstanding["compute"].append(_Outstanding(begun, done, record, []))
-            self._deliver()
+            self._pending["compute"].append(_PendingEvent(begun, done, record, []))
+            self._deliver_events()
 
         return stop
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.compute_stream().synchronize()
         for stream in self._streams.values():
             stream.synchronize()
-        self._deliver(all_over=True)
+        self._deliver_events(all_over=True)
         self._clock = None  # a fresh one per pass: events are timed in float32, from its zero
         self._pinned.end_pass()
 
     def close(self) -> None:
         """Wait for everything and unpin host memory; masters stay valid as ordinary memory."""
         try:
-            self.settle()
+            self.synchronize()
         finally:
             self._streams.clear()
-            for outstanding in self._outstanding.values():
+            for outstanding in self._pending.values():
                 outstanding.clear()
             with self.current():
                 self._pinned.close()
@@ -253,20 +253,20 @@ class CudaDevice(Device):
     def _start_clock(self) -> None:
         if self._clock is None:
             with self.current():
-                self._clock = _Clock(self._cuda, self._stream("h2d"))
+                self._clock = _CudaClock(self._cuda, self._stream("h2d"))
 
-    def _deliver(self, all_over: bool = False) -> None:
+    def _deliver_events(self, all_over: bool = False) -> None:
         """Hand over the events that have ended, lane by lane in order; often called, and cheap when called often.
 
         Copies are issued by the relay's thread and, where backward touches the stash, by autograd's.
         """
         now_s = time.perf_counter()
         # Whoever finds another thread at it leaves the events to that one, which delivers them in order.
-        if (now_s < self._look_at_s and not all_over) or not self._delivering.acquire(blocking=all_over):
+        if (now_s < self._next_poll_s and not all_over) or not self._delivering.acquire(blocking=all_over):
             return
         try:
-            self._look_at_s = now_s + _LOOK_S
-            for outstanding in self._outstanding.values():
+            self._next_poll_s = now_s + _POLL_S
+            for outstanding in self._pending.values():
                 while outstanding and (all_over or outstanding[0].done.query()):
                     event = outstanding.popleft()
                     assert self._clock is not None

@@ -16,7 +16,7 @@ import torch
 from l2l_core.devices.ledger import Ledger
 
 Copy = tuple[torch.Tensor, torch.Tensor]  # destination, source; same number of elements
-Record = Callable[[float, float], None]  # start and stop in seconds of time.perf_counter
+RecordFn = Callable[[float, float], None]  # start and stop in seconds of time.perf_counter
 
 
 class Ticket(Protocol):
@@ -68,7 +68,7 @@ class Device(ABC):
         self,
         lane: str,
         copies: Sequence[Copy],
-        record: Record,
+        record: RecordFn,
         after: Ticket | None = None,
         label: str = "",
         overlaps: bool = True,
@@ -80,10 +80,10 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def start(self, record: Record, label: str = "") -> Callable[[], None]:
+    def start_timer(self, record: RecordFn, label: str = "") -> Callable[[], None]:
         """Begin to time compute; calling the result ends it, and `record` gets start and stop, now or in `settle`."""
 
-    def settle(self) -> None:  # noqa: B027 - a device whose clocks are exact at once has nothing to do
+    def synchronize(self) -> None:  # noqa: B027 - a device whose clocks are exact at once has nothing to do
         """Wait for all compute and deliver records that are still outstanding."""
 
     def figures(self) -> dict[str, Any]:

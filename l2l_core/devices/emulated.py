@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
-from l2l_core.devices.device import Copy, Device, Record, Ticket
+from l2l_core.devices.device import Copy, Device, RecordFn, Ticket
+from l2l_core.devices.executors import Executor, FutureLike, InlineExecutor, NoTorchModes, serial_executor, sleep_until
 from l2l_core.devices.ledger import Ledger
-from l2l_core.devices.threads import Hands, InTurn, Job, Unseen, serial_thread, sleep_until
 from l2l_core.trace import format_bytes
 
-_IN_TURN = InTurn(Unseen)
+_INLINE = InlineExecutor(NoTorchModes)
 
 
-class _Pending:
+class _CopyTicket:
     """A copy that somebody has been asked for."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: FutureLike) -> None:
         self._job = job
 
     def wait(self) -> None:
@@ -71,7 +71,7 @@ class EmulatedDevice(Device):
         self.torch_device = torch.device("cpu")
         self.ledger = Ledger("device", f"The {self.name}", memory_bytes)
         self._lanes: dict[str, ThreadPoolExecutor] = {}
-        self._arena: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)  # free buffers
+        self._free_buffers: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)  # free buffers
 
     def __repr__(self) -> str:
         return (
@@ -98,11 +98,11 @@ class EmulatedDevice(Device):
         self.bytes_per_s, self.latency_s = checked.bytes_per_s, latency_s
 
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        free = self._arena[numel, dtype]
+        free = self._free_buffers[numel, dtype]
         return free.pop() if free else torch.empty(numel, dtype=dtype)
 
     def recycle(self, flat: torch.Tensor) -> None:
-        self._arena[flat.numel(), flat.dtype].append(flat)
+        self._free_buffers[flat.numel(), flat.dtype].append(flat)
 
     def host_empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)
@@ -111,20 +111,20 @@ class EmulatedDevice(Device):
         self,
         lane: str,
         copies: Sequence[Copy],
-        record: Record,
+        record: RecordFn,
         after: Ticket | None = None,
         label: str = "",
         overlaps: bool = True,
     ) -> Ticket:
-        hands: Hands = self._thread(lane) if overlaps else _IN_TURN
-        return _Pending(hands.submit(self._run, lane, list(copies), record, after))
+        hands: Executor = self._thread(lane) if overlaps else _INLINE
+        return _CopyTicket(hands.submit(self._run, lane, list(copies), record, after))
 
     def _thread(self, lane: str) -> ThreadPoolExecutor:
         if lane not in self._lanes:
-            self._lanes[lane] = serial_thread(lane)
+            self._lanes[lane] = serial_executor(lane)
         return self._lanes[lane]
 
-    def _run(self, lane: str, copies: list[Copy], record: Record, after: Ticket | None) -> None:
+    def _run(self, lane: str, copies: list[Copy], record: RecordFn, after: Ticket | None) -> None:
         if after is not None:
             after.join()
         start_s = time.perf_counter()
@@ -135,7 +135,7 @@ class EmulatedDevice(Device):
         copies.clear()  # the thread holds on to them a while longer, and what waits for the copy may count the bytes
         record(start_s, time.perf_counter())
 
-    def start(self, record: Record, label: str = "") -> Callable[[], None]:
+    def start_timer(self, record: RecordFn, label: str = "") -> Callable[[], None]:
         start_s = time.perf_counter()
         return lambda: record(start_s, time.perf_counter())
 
@@ -143,4 +143,4 @@ class EmulatedDevice(Device):
         for thread in self._lanes.values():
             thread.shutdown(wait=True)
         self._lanes.clear()
-        self._arena.clear()
+        self._free_buffers.clear()

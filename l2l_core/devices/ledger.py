@@ -77,12 +77,15 @@ class Ledger:
         self.peak = 0
         self.changes = 0
         self.advise: Callable[[int], str] = lambda missing_bytes: ""
-        self.doing: Callable[[], str] = lambda: ""
+        self.activity: Callable[[], str] = lambda: ""
         self._owned: Counter[tuple[str, str]] = Counter()
         self._sums: Counter[str] = Counter()  # by category, kept along, so that a sample costs the same at any depth
-        self._last: tuple[int, dict[str, int]] = 0, {}  # what `by_category` said last, and after how many changes
-        self._high: dict[str, int] = {}
-        self._high_total = -1
+        self._cached_categories: tuple[int, dict[str, int]] = (
+            0,
+            {},
+        )  # what `by_category` said last, and after how many changes
+        self._high_water: dict[str, int] = {}
+        self._high_water_total = -1
         # Reentrant: the garbage collector may end a storage, which then releases, while this very thread books.
         self._lock = threading.RLock()
 
@@ -99,15 +102,15 @@ class Ledger:
             self._sums[category] += nbytes
             self.total += nbytes
             self.changes += 1
-            if self.total > self._high_total:
-                self._high_total, self._high = self.total, {}
+            if self.total > self._high_water_total:
+                self._high_water_total, self._high_water = self.total, {}
             self.peak = max(self.peak, self.total)
 
     def release(self, category: str, owner: str, nbytes: int) -> None:
         """Count `nbytes` less."""
         with self._lock:
-            if self.total == self._high_total and not self._high:
-                self._high = self.by_category()  # the categories of a peak are read only when it is left
+            if self.total == self._high_water_total and not self._high_water:
+                self._high_water = self.by_category()  # the categories of a peak are read only when it is left
             left = self._owned[category, owner] - nbytes
             assert left >= 0, f"{self.place}: {category} of {owner} released twice ({left} bytes)"
             self._owned[category, owner] = left
@@ -131,38 +134,41 @@ class Ledger:
     def by_category(self) -> dict[str, int]:
         """Return the bytes now, by category, without those that have none; not to be changed, since others are given the same."""
         with self._lock:
-            if self._last[0] != self.changes:
-                self._last = self.changes, {category: nbytes for category, nbytes in self._sums.items() if nbytes}
-            return self._last[1]
+            if self._cached_categories[0] != self.changes:
+                self._cached_categories = (
+                    self.changes,
+                    {category: nbytes for category, nbytes in self._sums.items() if nbytes},
+                )
+            return self._cached_categories[1]
 
     def by_owner(self, category: str) -> dict[str, int]:
         """Return the bytes of one category now, by owner."""
         with self._lock:
             return {owner: nbytes for (c, owner), nbytes in self._owned.items() if c == category}
 
-    def take_high(self) -> dict[str, int]:
+    def take_high_water(self) -> dict[str, int]:
         """Return the bytes by category at the highest total since the last call."""
         with self._lock:
-            high = self._high or self.by_category()
-            self.forget_high()
+            high = self._high_water or self.by_category()
+            self.reset_high_water()
             return high
 
-    def forget_high(self) -> None:
+    def reset_high_water(self) -> None:
         """Let the highest total from now on be the one of which `take_high` tells."""
         with self._lock:
-            self._high, self._high_total = {}, self.total
+            self._high_water, self._high_water_total = {}, self.total
 
     def reset_peak(self) -> None:
         """Start a new peak from what is in use now."""
         with self._lock:
             self.peak = self.total
-            self.forget_high()
+            self.reset_high_water()
 
-    def refused(self, error: BaseException) -> DeviceOutOfMemory:
+    def allocator_error(self, error: BaseException) -> DeviceOutOfMemory:
         """Tell that the device's own allocator had no memory left: its words, and what is booked at this moment."""
         found = _TRIED.search(str(error))
         nbytes = int(float(found[1]) * _BINARY_UNITS[found[2]]) if found else 0
-        doing = self.doing()
+        doing = self.activity()
         first = (
             f"{self.name} has no memory left"
             + (f" during {doing}" if doing else "")
@@ -174,7 +180,7 @@ class Ledger:
     def _out_of_memory(self, category: str, owner: str, nbytes: int) -> DeviceOutOfMemory:
         assert self.limit_bytes is not None
         missing = self.total + nbytes - self.limit_bytes
-        doing, what = self.doing(), f"{category} for {owner or 'micro-batches'}"
+        doing, what = self.activity(), f"{category} for {owner or 'micro-batches'}"
         during = f" during {doing}" if doing else ""
         first = (
             f"{self.name} is full: {format_bytes(nbytes)} of {what} were being allocated{during}"

@@ -4,19 +4,20 @@ May import `eps`, `surgery`, `devices`, `batches`, `model`, `trace`.
 Begin reading at `edit.py`, `editor.py`.
 """
 
-from l2l_core.edits.branches import FIRST as FIRST
+from l2l_core.edits.branches import MAIN_BRANCH as MAIN_BRANCH
+from l2l_core.edits.branches import BlockSnapshot as BlockSnapshot
 from l2l_core.edits.branches import Branch as Branch
 from l2l_core.edits.branches import Branches as Branches
-from l2l_core.edits.branches import State as State
-from l2l_core.edits.branches import Values as Values
-from l2l_core.edits.change import Barred as Barred
-from l2l_core.edits.change import Change as Change
+from l2l_core.edits.branches import BranchState as BranchState
+from l2l_core.edits.commands import EditCommand as EditCommand
+from l2l_core.edits.commands import ImpossibleCommand as ImpossibleCommand
 from l2l_core.edits.delink import Delink as Delink
 from l2l_core.edits.depth import Depth as Depth
 from l2l_core.edits.depth import dropping_by_influence as dropping_by_influence
 from l2l_core.edits.depth import gradual_stacking as gradual_stacking
 from l2l_core.edits.depth import growing_by_identity as growing_by_identity
 from l2l_core.edits.depth import stacking_by_doubling as stacking_by_doubling
+from l2l_core.edits.detached_layers import DetachedLayer as DetachedLayer
 from l2l_core.edits.edit import Drop as Drop
 from l2l_core.edits.edit import Duplicate as Duplicate
 from l2l_core.edits.edit import Edit as Edit
@@ -29,14 +30,13 @@ from l2l_core.edits.edit import Swap as Swap
 from l2l_core.edits.edit import Unfreeze as Unfreeze
 from l2l_core.edits.editor import Editor as Editor
 from l2l_core.edits.freezing import Freezing as Freezing
-from l2l_core.edits.history import Entry as Entry
 from l2l_core.edits.history import History as History
-from l2l_core.edits.history import Inverse as Inverse
-from l2l_core.edits.history import Turn as Turn
+from l2l_core.edits.history import InverseEdit as InverseEdit
+from l2l_core.edits.history import JournalEntry as JournalEntry
+from l2l_core.edits.history import UndoStep as UndoStep
 from l2l_core.edits.layer_drop import LayerDrop as LayerDrop
-from l2l_core.edits.lineup import Built as Built
-from l2l_core.edits.lineup import Lineup as Lineup
-from l2l_core.edits.optimizer_state import Held as Held
-from l2l_core.edits.parked import Parked as Parked
+from l2l_core.edits.layer_registry import LayerRegistry as LayerRegistry
+from l2l_core.edits.layer_registry import ModelStructure as ModelStructure
+from l2l_core.edits.optimizer_state import ParameterSnapshot as ParameterSnapshot
+from l2l_core.edits.schedules import SchedulableRelay as SchedulableRelay
 from l2l_core.edits.schedules import Schedule as Schedule
-from l2l_core.edits.schedules import Steerable as Steerable

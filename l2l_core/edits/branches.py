@@ -19,14 +19,14 @@ import torch
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Ledger
-from l2l_core.edits.change import Restack, all_or_nothing
+from l2l_core.edits.commands import RestackCommand, transaction
 from l2l_core.edits.editor import Editor
 from l2l_core.edits.history import History
-from l2l_core.eps.blocks import Block, Empty, Layout, Unit
-from l2l_core.eps.optimizers import Settings, clone_state, put, settings_of, state_bytes
+from l2l_core.eps.blocks import Block, EmptyFn, Layout, Unit
+from l2l_core.eps.optimizers import OptimizerSettings, clone_state, load_settings, settings_of, state_bytes
 from l2l_core.model import RandomState
 
-FIRST = "main"
+MAIN_BRANCH = "main"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Branch:
 
 
 @dataclass(eq=False)
-class Values:
+class BlockSnapshot:
     """Holds what a block has on a branch that is not trained now.
 
     Attributes:
@@ -65,7 +65,7 @@ class Values:
     master: torch.Tensor
     version: int
     states: list[dict[str, Any] | None]
-    part: Layout | None = None
+    local_layout: Layout | None = None
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +73,7 @@ class Values:
 
 
 @dataclass
-class State:
+class BranchState:
     """Holds a branch that is not trained now.
 
     Attributes:
@@ -92,10 +92,10 @@ class State:
     steps: int
     history: History
     stacks: dict[str, tuple[Unit, ...]]
-    values: dict[Block, Values | None]
+    snapshots: dict[Block, BlockSnapshot | None]
     trained: dict[Block, tuple[bool, ...]]
     buffers: dict[Unit, list[torch.Tensor | None]]
-    settings: Settings
+    settings: OptimizerSettings
     random: RandomState
     units: tuple[Unit, ...]
     stats: dict[Unit, dict[str, float]]
@@ -109,7 +109,7 @@ class State:
     def nbytes(self) -> int:
         """Host bytes beside what is live."""
         buffers = sum(b.nbytes for held in self.buffers.values() for b in held if b is not None)
-        return buffers + sum(values.nbytes for values in self.values.values() if values is not None)
+        return buffers + sum(values.nbytes for values in self.snapshots.values() if values is not None)
 
 
 class Branches:
@@ -128,23 +128,23 @@ class Branches:
         others: the other ones, by name.
     """
 
-    def __init__(self, editor: Editor, host: Ledger, empty: Empty) -> None:
+    def __init__(self, editor: Editor, host: Ledger, empty: EmptyFn) -> None:
         self._editor, self._host, self._empty = editor, host, empty
-        self.active = FIRST
-        self.others: dict[str, State] = {}
+        self.active = MAIN_BRANCH
+        self.others: dict[str, BranchState] = {}
         editor.store.masters.before_write = self._copy_on_write
-        editor.needed_elsewhere = lambda: {unit for state in self.others.values() for unit in state.units}
+        editor.units_in_branches = lambda: {unit for state in self.others.values() for unit in state.units}
 
-    def rows(self, steps: int, history: History) -> tuple[Branch, ...]:
+    def list_branches(self, steps: int, history: History) -> tuple[Branch, ...]:
         """List all branches by name; `steps` and `history` are those of the active one."""
         others = [
             Branch(name, False, state.steps, state.depth, state.history.loss, state.nbytes)
             for name, state in self.others.items()
         ]
-        active = Branch(self.active, True, steps, len(self._editor.lineup.layers), history.loss, 0)
+        active = Branch(self.active, True, steps, len(self._editor.registry.layers), history.loss, 0)
         return tuple(sorted([active, *others], key=lambda branch: branch.name))
 
-    def fork(self, name: str, now: State) -> None:
+    def fork(self, name: str, now: BranchState) -> None:
         """Leave the present state `now` as it is under its name, and go on under another one.
 
         Raises:
@@ -153,11 +153,11 @@ class Branches:
         if not isinstance(name, str) or not name.strip():
             raise ValueError(f"a branch needs a name, and {name!r} is none")
         if name in (self.active, *self.others):
-            raise ValueError(f"there is a branch {name!r} already: {self._listed()}")
+            raise ValueError(f"there is a branch {name!r} already: {self._list_names()}")
         self.others[self.active] = now
         self.active = name
 
-    def switch(self, name: str, now: State, agree: Callable[[], object] = lambda: None) -> State:
+    def switch(self, name: str, now: BranchState, agree: Callable[[], object] = lambda: None) -> BranchState:
         """Leave the present state `now`, and make another branch's the present one; returns what it was left in.
 
         Of several workers a block that comes back may be whole afterwards where the others are in parts, and one that is parked
@@ -174,32 +174,32 @@ class Branches:
         if name == self.active:
             return now
         target = self._find(name)
-        editor, lineup = self._editor, self._editor.lineup
-        with all_or_nothing(editor) as group:
+        editor, lineup = self._editor, self._editor.registry
+        with transaction(editor) as group:
             for stack in lineup.stacks:
-                before, after = lineup.units_of(stack), target.stacks[lineup.name_of(stack)]
+                before, after = lineup.units_of(stack), target.stacks[lineup.first_name(stack)]
                 if before != after:
-                    group.do(Restack(lineup.name_of(stack), before, after, proven=True))
+                    group.execute(RestackCommand(lineup.first_name(stack), before, after, proven=True))
             for unit in target.units:
-                if any(target.values[block] is not None for block in unit.blocks):
-                    editor.parking.fetch(unit)
+                if any(target.snapshots[block] is not None for block in unit.blocks):
+                    editor.detached.load(unit)
             agree()
         # Nothing can fail from here on.
         del self.others[name]
         self.others[self.active] = now  # before values are exchanged: this branch counts on the live ones
         self.active = name
-        for block, values in target.values.items():
+        for block, values in target.snapshots.items():
             if values is not None:
-                self._exchange(block, values)
+                self._swap_in(block, values)
         for block, flags in target.trained.items():
-            editor.train_only(block, flags)
+            editor.set_block_trained(block, flags)
         for unit, buffers in target.buffers.items():
             unit.buffers.restore(buffers)
-        put(editor.store.optimizer, target.settings)
+        load_settings(editor.store.optimizer, target.settings)
         for unit, stats in target.stats.items():
             unit.stats = dict(stats)
-        target.random.put()
-        editor.book_again()
+        target.random.restore()
+        editor.rebook()
         return target
 
     def discard(self, name: str) -> None:
@@ -215,47 +215,47 @@ class Branches:
 
     def snapshot(self) -> Callable[[], None]:
         """Keep what branches count on; the result forgets copies that were made since, for values that are back."""
-        kept = {name: dict(state.values) for name, state in self.others.items()}
+        kept = {name: dict(state.snapshots) for name, state in self.others.items()}
 
         def put_back() -> None:
             for name, values in kept.items():
-                self.others[name].values = values
+                self.others[name].snapshots = values
 
         return put_back
 
-    def take(self, config: RelayConfig, steps: int, history: History) -> State:
+    def capture(self, config: RelayConfig, steps: int, history: History) -> BranchState:
         """Take the present state; nothing is copied but buffers, settings and random generators."""
-        editor, lineup = self._editor, self._editor.lineup
-        present = editor.present
+        editor, lineup = self._editor, self._editor.registry
+        present = editor.units_with_values
         units = tuple(u for u in dict.fromkeys([*lineup.units, *history.units]) if u in present)
         blocks = list(dict.fromkeys(block for unit in units for block in unit.blocks))
-        return State(
+        return BranchState(
             config=config,
             steps=steps,
             history=history,
-            stacks={lineup.name_of(stack): lineup.units_of(stack) for stack in lineup.stacks},
-            values=dict.fromkeys(blocks),
+            stacks={lineup.first_name(stack): lineup.units_of(stack) for stack in lineup.stacks},
+            snapshots=dict.fromkeys(blocks),
             trained={block: tuple(param.requires_grad for param in block.params) for block in blocks},
             buffers={unit: unit.buffers.copy() for unit in units},
             settings=settings_of(editor.store.optimizer),
-            random=RandomState.take(),
+            random=RandomState.capture(),
             units=units,
             stats={unit: dict(unit.stats) for unit in units},
         )
 
-    def adopt(self, active: str, others: Mapping[str, State]) -> None:
+    def restore(self, active: str, others: Mapping[str, BranchState]) -> None:
         """Take over the branches of a saved relay."""
         self.active, self.others = active, dict(others)
 
-    def keep(
+    def make_snapshot(
         self,
         master: torch.Tensor,
         version: int,
         states: Sequence[dict[str, Any] | None],
-        part: Layout | None = None,
-    ) -> Values:
+        local_layout: Layout | None = None,
+    ) -> BlockSnapshot:
         """Keep values of a block, or of the part that `part` says, booked for as long as somebody has them."""
-        values = Values(master, version, list(states), part)
+        values = BlockSnapshot(master, version, list(states), local_layout)
         self._host.book("other", "branches", values.nbytes)
         # Several branches may hold it, so its bytes go with the last of them
         weakref.finalize(values, self._host.release, "other", "branches", values.nbytes)
@@ -264,37 +264,39 @@ class Branches:
     # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _copy_on_write(self, block: Block) -> None:
-        counting = [state for state in self.others.values() if state.values.get(block, _ABSENT) is None]
+        counting = [state for state in self.others.values() if state.snapshots.get(block, _ABSENT) is None]
         if counting:
-            masters, state = self._editor.optimizer_side(block)
+            masters, state = self._editor.optimizer_state_of(block)
             states = [clone_state(state[master]) if master in state else None for master in masters]
             # One copy for all of them, in memory that loads copy from: a switch makes it the master
             copied = self._empty(block.values.numel(), dtype=block.values.dtype).copy_(block.values)
-            values = self.keep(copied, block.version, states, block.part)
+            values = self.make_snapshot(copied, block.version, states, block.local_layout)
             for state in counting:
-                state.values[block] = values
+                state.snapshots[block] = values
 
-    def _exchange(self, block: Block, values: Values) -> None:
+    def _swap_in(self, block: Block, values: BlockSnapshot) -> None:
         """Make values of a block the live ones; branches that counted on the live ones keep these."""
-        masters, state = self._editor.optimizer_side(block)
+        masters, state = self._editor.optimizer_state_of(block)
         states = [state.pop(master, None) for master in masters]  # taken out, not copied: pointers change places
-        part = block.part
-        old = self.keep(self._editor.hold(block, values.part, values.master), block.version, states, part)
+        part = block.local_layout
+        old = self.make_snapshot(
+            self._editor.set_master(block, values.local_layout, values.master), block.version, states, part
+        )
         block.version = values.version
         state.update({m: known for m, known in zip(masters, values.states, strict=True) if known is not None})
         for other in self.others.values():
-            held = other.values.get(block, _ABSENT)
+            held = other.snapshots.get(block, _ABSENT)
             if held is None:
-                other.values[block] = old
+                other.snapshots[block] = old
             elif held is values:
-                other.values[block] = None
+                other.snapshots[block] = None
 
-    def _find(self, name: str) -> State:
+    def _find(self, name: str) -> BranchState:
         if name not in self.others:
-            raise ValueError(f"there is no branch {name!r}: {self._listed()}")
+            raise ValueError(f"there is no branch {name!r}: {self._list_names()}")
         return self.others[name]
 
-    def _listed(self) -> str:
+    def _list_names(self) -> str:
         return f"there are {', '.join(sorted([self.active, *self.others]))}"
 
 

@@ -12,10 +12,17 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from l2l_core.edits.change import Rewrite
-from l2l_core.edits.edit import Do, Edit, Span, restack
+from l2l_core.edits.commands import RewriteCommand
+from l2l_core.edits.edit import Edit, RunCommand, Span, restack_command
 from l2l_core.edits.editor import Editor
-from l2l_core.edits.optimizer_state import Held, Policy, check_new, in_words, inherit, states_of
+from l2l_core.edits.optimizer_state import (
+    ParameterSnapshot,
+    Policy,
+    check_policy,
+    describe_policy,
+    make_inherit,
+    states_of,
+)
 from l2l_core.eps.blocks import Unit
 from l2l_core.model import deep_copy
 
@@ -41,7 +48,7 @@ class Delink(Edit):
     warmup: int = 0
 
     def __post_init__(self) -> None:
-        check_new(self.optimizer, self.warmup)
+        check_policy(self.optimizer, self.warmup)
 
     @property
     def preserves_function(self) -> bool:
@@ -49,12 +56,12 @@ class Delink(Edit):
 
     @property
     def optimizer_policy(self) -> str:
-        return in_words(self.optimizer, self.warmup)
+        return describe_policy(self.optimizer, self.warmup)
 
-    def carry_out(self, editor: Editor, do: Do) -> None:
-        stack, span = editor.lineup.resolver.span(self.layers)
-        before = editor.lineup.units_of(stack)
-        outside = [unit for unit in editor.lineup.units if unit not in before]
+    def execute(self, editor: Editor, run: RunCommand) -> None:
+        stack, span = editor.registry.resolver.span(self.layers)
+        before = editor.registry.units_of(stack)
+        outside = [unit for unit in editor.registry.units if unit not in before]
         outside += [unit for i, unit in enumerate(before) if i not in span]
         taken = {param for unit in outside for param in unit.params}
         elsewhere, keepers, after, like = set(taken), list[Unit](), list(before), dict[Unit, Unit]()
@@ -64,9 +71,9 @@ class Delink(Edit):
                 taken.update(before[i].params)
             else:
                 # Not `copy_of`, which lets a frozen layer learn: these were in training as they are
-                with editor.at_hand([before[i]]):
-                    after[i] = editor.new_layers.make(
-                        deep_copy(before[i].module), before[i], inherit(self.optimizer), self.warmup
+                with editor.load_layers([before[i]]):
+                    after[i] = editor.layer_factory.make(
+                        deep_copy(before[i].module), before[i], make_inherit(self.optimizer), self.warmup
                     )
                 like[after[i]] = before[i]
         if not like:
@@ -75,15 +82,15 @@ class Delink(Edit):
                 "that the model's own code runs several times stands in one place, and stays one layer"
             )
         shared = {param for old in like.values() for param in old.params} - elsewhere
-        do(restack(editor, stack, after, like))
+        run(restack_command(editor, stack, after, like))
         for unit in keepers if self.optimizer != "copy" else ():
-            self._treat_alike(unit, [param for param in unit.params if param in shared], editor, do)
+            self._inherit_state(unit, [param for param in unit.params if param in shared], editor, run)
 
-    def _treat_alike(self, unit: Unit, params: Sequence[nn.Parameter], editor: Editor, do: Do) -> None:
+    def _inherit_state(self, unit: Unit, params: Sequence[nn.Parameter], editor: Editor, run: RunCommand) -> None:
         """Let the optimizer know of parameters that stayed what it knows of their copies."""
-        with editor.at_hand([unit]):
+        with editor.load_layers([unit]):
             states = states_of(unit, editor.store)
-            kept = {param: inherit(self.optimizer)(states[param]) for param in params if param in states}
-            values = {param: Held(param.detach().clone(), state) for param, state in kept.items()}
+            kept = {param: make_inherit(self.optimizer)(states[param]) for param in params if param in states}
+            values = {param: ParameterSnapshot(param.detach().clone(), state) for param, state in kept.items()}
         if values:
-            do(Rewrite(unit, values))
+            run(RewriteCommand(unit, values))

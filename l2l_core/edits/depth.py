@@ -8,11 +8,20 @@ from typing import Literal
 
 from l2l_core.edits.edit import Drop, Duplicate, Edit, Insert, check_choice
 from l2l_core.edits.optimizer_state import Policy
-from l2l_core.edits.schedules import PerStep, Schedule, Steerable, check_per_step, checked, stack_of, value_at, within
+from l2l_core.edits.schedules import (
+    PerStep,
+    SchedulableRelay,
+    Schedule,
+    check_int,
+    check_step_values,
+    in_stack,
+    stack_of,
+    value_at,
+)
 from l2l_core.eps.blocks import Unit
 
-Grow = Literal["top", "middle", "interleaved", "identity"]
-Shrink = Literal["influence", "top", "bottom"]
+GrowMode = Literal["top", "middle", "interleaved", "identity"]
+ShrinkMode = Literal["influence", "top", "bottom"]
 
 
 @dataclass(frozen=True)
@@ -35,81 +44,81 @@ class Depth(Schedule):
     """
 
     depth: PerStep
-    grow: Grow = "middle"
-    shrink: Shrink = "influence"
+    grow: GrowMode = "middle"
+    shrink: ShrinkMode = "influence"
     stack: str | None = None
     optimizer: Policy | None = None
     warmup: int = 0
     park: Literal["memory", "disk"] | None = "memory"
 
     def __post_init__(self) -> None:
-        check_per_step("depth", self.depth, least=1)
-        check_choice("grow", self.grow, Grow)
-        check_choice("shrink", self.shrink, Shrink)
+        check_step_values("depth", self.depth, least=1)
+        check_choice("grow", self.grow, GrowMode)
+        check_choice("shrink", self.shrink, ShrinkMode)
         # What is wrong is refused here, not at the step that comes to it.
         Insert(0, optimizer="copy" if self.optimizer is None else self.optimizer, warmup=self.warmup)
         Drop(0, park=self.park)
 
-    def edits(self, relay: Steerable) -> Sequence[Edit]:
+    def edits(self, relay: SchedulableRelay) -> Sequence[Edit]:
         layers = stack_of(relay, self.stack)
         wanted = value_at("depth", self.depth, relay.steps, least=1)
         if wanted is None or wanted == len(layers):
             return ()
         if wanted < len(layers):
-            return self._drops(layers, len(layers) - wanted)
+            return self._drop_edits(layers, len(layers) - wanted)
         edits, count = list[Edit](), len(layers)
         while count < wanted:
             more = min(count, wanted - count)
-            edits += self._additions(count, more)
+            edits += self._growth_edits(count, more)
             count += more
         return edits
 
-    def _additions(self, count: int, more: int) -> list[Edit]:
+    def _growth_edits(self, count: int, more: int) -> list[Edit]:
         """List edits that add `more` layers to `count`."""
         policy = "copy" if self.optimizer is None else self.optimizer
         if self.grow == "top":
-            return [Duplicate(within(self.stack, slice(count - more, count)), "top", policy, self.warmup)]
+            return [Duplicate(in_stack(self.stack, slice(count - more, count)), "top", policy, self.warmup)]
         if self.grow == "middle":
             first = more * ((count // more - 1) // 2) + count % more // 2
-            return [Duplicate(within(self.stack, slice(first, first + more)), "middle", policy, self.warmup)]
+            return [Duplicate(in_stack(self.stack, slice(first, first + more)), "middle", policy, self.warmup)]
         # From the last one on: what comes in moves none of the places that are still to come.
         spread = [(2 * i + 1) * count // (2 * more) for i in reversed(range(more))]
         if self.grow == "interleaved":
-            return [Duplicate(within(self.stack, i), "interleaved", policy, self.warmup) for i in spread]
+            return [Duplicate(in_stack(self.stack, i), "interleaved", policy, self.warmup) for i in spread]
         policy = "fresh" if self.optimizer is None else self.optimizer
-        return [Insert(within(self.stack, i + 1), optimizer=policy, warmup=self.warmup) for i in spread]
+        return [Insert(in_stack(self.stack, i + 1), optimizer=policy, warmup=self.warmup) for i in spread]
 
-    def _drops(self, layers: Sequence[Unit], fewer: int) -> list[Edit]:
+    def _drop_edits(self, layers: Sequence[Unit], fewer: int) -> list[Edit]:
         if self.shrink == "influence":
             known = [unit for unit in layers if "influence" in unit.stats]
             least = sorted(known, key=lambda unit: unit.stats["influence"])[:fewer]
             return [Drop(unit.key, self.park) for unit in layers if unit in least] if len(least) == fewer else []
         first = len(layers) - fewer if self.shrink == "top" else 0
-        return [Drop(within(self.stack, slice(first, first + fewer)), self.park)]
+        return [Drop(in_stack(self.stack, slice(first, first + fewer)), self.park)]
 
 
 # -- by name -----------------------------------------------------------------------------------------------------------
 
 
-def gradual_stacking(block: int, every: int, depth: int, grow: Grow = "middle", **options: object) -> Depth:
+def gradual_stacking(block: int, every: int, depth: int, grow: GrowMode = "middle", **options: object) -> Depth:
     """Add `block` layers `every` so many steps, from `block` up to `depth`: in the middle (MIDAS), or on the "top"."""
     _check_growth(block, depth, block)
-    return _growing([*range(block, depth, block), depth], every, grow, **options)
+    return _growth_schedule([*range(block, depth, block), depth], every, grow, **options)
 
 
-def stacking_by_doubling(first: int, every: int, depth: int, grow: Grow = "top", **options: object) -> Depth:
+def stacking_by_doubling(first: int, every: int, depth: int, grow: GrowMode = "top", **options: object) -> Depth:
     """Double the layers `every` so many steps, from `first` up to `depth` (StackBERT)."""
     _check_growth(first, depth, first)
     depths = [first]
     while depths[-1] < depth:
         depths.append(min(depth, 2 * depths[-1]))
-    return _growing(depths, every, grow, **options)
+    return _growth_schedule(depths, every, grow, **options)
 
 
 def growing_by_identity(first: int, every: int, depth: int, by: int = 1, **options: object) -> Depth:
     """Add `by` identity layers `every` so many steps, from `first` up to `depth`; the loss does not jump."""
     _check_growth(first, depth, by)
-    return _growing([*range(first, depth, by), depth], every, "identity", **options)
+    return _growth_schedule([*range(first, depth, by), depth], every, "identity", **options)
 
 
 def dropping_by_influence(depth: PerStep, **options: object) -> Depth:
@@ -117,14 +126,14 @@ def dropping_by_influence(depth: PerStep, **options: object) -> Depth:
     return Depth(depth, shrink="influence", **options)  # type: ignore[arg-type]
 
 
-def _growing(depths: Sequence[int], every: int, grow: Grow, **options: object) -> Depth:
-    checked("every", every, 1)
+def _growth_schedule(depths: Sequence[int], every: int, grow: GrowMode, **options: object) -> Depth:
+    check_int("every", every, 1)
     options.setdefault("shrink", "top")  # a model that has its full depth at first
     return Depth({i * every: depth for i, depth in enumerate(depths)}, grow, **options)  # type: ignore[arg-type]
 
 
 def _check_growth(first: int, depth: int, by: int) -> None:
     for name, value in (("the first depth", first), ("depth", depth), ("the number of layers at a time", by)):
-        checked(name, value, 1)
+        check_int(name, value, 1)
     if first > depth:
         raise ValueError(f"from {first} to {depth} layers is no growth: begin with at most {depth}")

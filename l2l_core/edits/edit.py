@@ -1,8 +1,8 @@
 """Edits of the architecture, as values: what to change between two steps.
 
 An edit names layers by position (where the model has one stack), by ``(stack, position)``, by permanent key ("L003") or by
-dotted name; see `Resolver` in `model/stacks.py`. It checks everything before it touches anything, and becomes a few changes
-(`change.py`) that an `Editor` carries out. What an edit does not name is not affected, to the bit.
+dotted name; see `Resolver` in `model/layer_stacks.py`. It checks everything before it touches anything, and becomes a few changes
+(`commands.py`) that an `Editor` carries out. What an edit does not name is not affected, to the bit.
 
 All edits but `Delink` (`delink.py`) are in this file, which is a long one for that.
 """
@@ -17,18 +17,34 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import nn
 
-from l2l_core.edits.change import Change, Lose, Restack, Retrain, Rewrite, Spill
+from l2l_core.edits.commands import (
+    EditCommand,
+    FreeCommand,
+    RestackCommand,
+    RewriteCommand,
+    SetTrainedCommand,
+    SpillCommand,
+)
 from l2l_core.edits.editor import Editor
-from l2l_core.edits.new_layers import copy_of, pairs, set_to_mean
-from l2l_core.edits.optimizer_state import Held, Policy, check_new, in_words, inherit, is_finite, mix, states_of
+from l2l_core.edits.layer_factory import copy_module, pair_parameters, set_to_mean
+from l2l_core.edits.optimizer_state import (
+    ParameterSnapshot,
+    Policy,
+    check_policy,
+    describe_policy,
+    is_finite,
+    make_inherit,
+    mix_states,
+    states_of,
+)
 from l2l_core.eps.blocks import Unit
-from l2l_core.model import Stack, Where
+from l2l_core.model import LayerRef, Stack
 
 Init = Literal["identity", "copy", "fresh", "interpolate"]
 Mode = Literal["top", "middle", "interleaved"]
-Span = Where | slice | range | tuple[str, slice | range] | tuple[str, str]  # the last: from one layer to another
+Span = LayerRef | slice | range | tuple[str, slice | range] | tuple[str, str]  # the last: from one layer to another
 
-Do = Callable[[Change], None]
+RunCommand = Callable[[EditCommand], None]
 
 
 class Edit(ABC):
@@ -45,7 +61,7 @@ class Edit(ABC):
         return "kept"
 
     @abstractmethod
-    def carry_out(self, editor: Editor, do: Do) -> None:
+    def execute(self, editor: Editor, run: RunCommand) -> None:
         """Check everything, then hand changes to `do` one by one.
 
         Raises:
@@ -70,16 +86,16 @@ class Insert(Edit):
         warmup: updates over which its learning rate rises to that of its group.
     """
 
-    at: Where
+    at: LayerRef
     module: nn.Module | None = None
-    like: Where | None = None
+    like: LayerRef | None = None
     init: Init = "identity"
     optimizer: Policy = "fresh"
     warmup: int = 0
 
     def __post_init__(self) -> None:
         check_choice("init", self.init, Init)
-        check_new(self.optimizer, self.warmup)
+        check_policy(self.optimizer, self.warmup)
 
     @property
     def preserves_function(self) -> bool:
@@ -87,43 +103,43 @@ class Insert(Edit):
 
     @property
     def optimizer_policy(self) -> str:
-        return in_words(self.optimizer, self.warmup)
+        return describe_policy(self.optimizer, self.warmup)
 
-    def carry_out(self, editor: Editor, do: Do) -> None:
-        stack, at = editor.lineup.resolver.place(self.at)
-        before = editor.lineup.units_of(stack)
-        like = before[max(0, at - 1)] if self.like is None else editor.lineup.unit_at(self.like)
-        with editor.at_hand(self._needed(editor, before, at, like)):
-            new = self._module(editor, before, at, like)
+    def execute(self, editor: Editor, run: RunCommand) -> None:
+        stack, at = editor.registry.resolver.insertion_point(self.at)
+        before = editor.registry.units_of(stack)
+        like = before[max(0, at - 1)] if self.like is None else editor.registry.unit_at(self.like)
+        with editor.load_layers(self._layers_needed(editor, before, at, like)):
+            new = self._make_module(editor, before, at, like)
             # May refuse, so before a key is given out and memory taken
-            plan = editor.new_layers.plan_identity(new, stack, at) if self.preserves_function else None
-            unit = editor.new_layers.make(new, like, inherit(self.optimizer), self.warmup)
+            plan = editor.layer_factory.plan_identity(new, stack, at) if self.preserves_function else None
+            unit = editor.layer_factory.make(new, like, make_inherit(self.optimizer), self.warmup)
             if self.module is not None:
-                editor.new_layers.untried.append(unit)
+                editor.layer_factory.unverified.append(unit)
             if plan is not None:
                 # Before the layer stands there: `preceding` still has the values that it hands over.
-                preceding = before[at - 1] if at else editor.lineup.shell
-                if left := editor.new_layers.make_identity(unit, plan, preceding):
-                    do(Rewrite(preceding, left))
-        do(restack(editor, stack, (*before[:at], unit, *before[at:]), {unit: like}))
+                preceding = before[at - 1] if at else editor.registry.shell
+                if left := editor.layer_factory.make_identity(unit, plan, preceding):
+                    run(RewriteCommand(preceding, left))
+        run(restack_command(editor, stack, (*before[:at], unit, *before[at:]), {unit: like}))
 
-    def _needed(self, editor: Editor, before: Sequence[Unit], at: int, like: Unit) -> list[Unit]:
+    def _layers_needed(self, editor: Editor, before: Sequence[Unit], at: int, like: Unit) -> list[Unit]:
         """List whose weights or state are looked at: for the identity, of what the model runs as far as the new layer."""
         beside = before[max(0, at - 1) : at + 1] if self.init in ("identity", "interpolate") else ()
-        return [like, *beside, *([editor.lineup.shell, before[0]] if self.preserves_function else ())]
+        return [like, *beside, *([editor.registry.shell, before[0]] if self.preserves_function else ())]
 
-    def _module(self, editor: Editor, before: Sequence[Unit], at: int, like: Unit) -> nn.Module:
+    def _make_module(self, editor: Editor, before: Sequence[Unit], at: int, like: Unit) -> nn.Module:
         if self.module is not None:
-            module = editor.new_layers.checked(self.module)
+            module = editor.layer_factory.check_module(self.module)
             if self.optimizer != "fresh" and _shapes(module) != _shapes(like.module):
                 raise ValueError(
                     f"optimizer={self.optimizer!r}: the parameters of this {type(module).__name__} are others than those of "
                     f"{like.name}, so there is no state that it could inherit: use optimizer='fresh'"
                 )
             return module
-        module = copy_of(like)
+        module = copy_module(like)
         if self.init == "fresh":
-            editor.new_layers.initialise(module)
+            editor.layer_factory.initialise(module)
         if self.init == "interpolate":
             if not 0 < at < len(before):
                 raise ValueError(
@@ -151,26 +167,26 @@ class Duplicate(Edit):
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, Mode)
-        check_new(self.optimizer, self.warmup)
+        check_policy(self.optimizer, self.warmup)
 
     @property
     def optimizer_policy(self) -> str:
-        return in_words(self.optimizer, self.warmup)
+        return describe_policy(self.optimizer, self.warmup)
 
-    def carry_out(self, editor: Editor, do: Do) -> None:
-        stack, span = editor.lineup.resolver.span(self.layers)
-        before = editor.lineup.units_of(stack)
+    def execute(self, editor: Editor, run: RunCommand) -> None:
+        stack, span = editor.registry.resolver.span(self.layers)
+        before = editor.registry.units_of(stack)
         twins = {}
         for old in (before[i] for i in span):
-            with editor.at_hand([old]):  # one at a time
-                twins[editor.new_layers.make(copy_of(old), old, inherit(self.optimizer), self.warmup)] = old
+            with editor.load_layers([old]):  # one at a time
+                twins[editor.layer_factory.make(copy_module(old), old, make_inherit(self.optimizer), self.warmup)] = old
         if self.mode == "interleaved":
             of = {old: new for new, old in twins.items()}
             after = tuple(one for old in before for one in (old, of.get(old)) if one is not None)
         else:
             end = len(before) if self.mode == "top" else span.stop
             after = (*before[:end], *twins, *before[end:])
-        do(restack(editor, stack, after, twins))
+        run(restack_command(editor, stack, after, twins))
 
 
 @dataclass(frozen=True)
@@ -195,49 +211,52 @@ class Drop(Edit):
     def optimizer_policy(self) -> str:
         return "freed" if self.park is None else f"parked ({self.park})"
 
-    def carry_out(self, editor: Editor, do: Do) -> None:
-        stack, span = editor.lineup.resolver.span(self.layers)
-        before = editor.lineup.units_of(stack)
+    def execute(self, editor: Editor, run: RunCommand) -> None:
+        stack, span = editor.registry.resolver.span(self.layers)
+        before = editor.registry.units_of(stack)
         gone = {before[i] for i in span}
         if len(gone) == len(before):
             raise ValueError(
                 f"{stack.title} has {len(before)} layer(s), and one must stay: drop fewer, or put another in its place (Replace)"
             )
-        do(restack(editor, stack, [unit for unit in before if unit not in gone]))
+        run(restack_command(editor, stack, [unit for unit in before if unit not in gone]))
         if self.park != "memory":
-            do((Spill if self.park == "disk" else Lose)(tuple(unit for unit in before if unit in gone)))
+            run((SpillCommand if self.park == "disk" else FreeCommand)(tuple(unit for unit in before if unit in gone)))
 
 
 @dataclass(frozen=True)
 class Swap(Edit):
     """Let two layers of one stack change places."""
 
-    a: Where
-    b: Where
+    a: LayerRef
+    b: LayerRef
 
-    def carry_out(self, editor: Editor, do: Do) -> None:
-        (stack, i), (other, j) = (editor.lineup.resolver.place_of(where) for where in (self.a, self.b))
+    def execute(self, editor: Editor, run: RunCommand) -> None:
+        (stack, i), (other, j) = (editor.registry.resolver.position_of(where) for where in (self.a, self.b))
         _check_same(stack, other, self.a, self.b)
-        before = editor.lineup.units_of(stack)
+        before = editor.registry.units_of(stack)
         after = list(before)
         after[i], after[j] = before[j], before[i]
-        do(restack(editor, stack, after))
+        run(restack_command(editor, stack, after))
 
 
 @dataclass(frozen=True)
 class Move(Edit):
     """Take a layer out and put it in at the position `to` of what is left."""
 
-    layer: Where
-    to: Where
+    layer: LayerRef
+    to: LayerRef
 
-    def carry_out(self, editor: Editor, do: Do) -> None:
-        (stack, i), (other, j) = editor.lineup.resolver.place_of(self.layer), editor.lineup.resolver.place_of(self.to)
+    def execute(self, editor: Editor, run: RunCommand) -> None:
+        (stack, i), (other, j) = (
+            editor.registry.resolver.position_of(self.layer),
+            editor.registry.resolver.position_of(self.to),
+        )
         _check_same(stack, other, self.layer, self.to)
-        before = editor.lineup.units_of(stack)
+        before = editor.registry.units_of(stack)
         after = [unit for unit in before if unit is not before[i]]
         after.insert(j, before[i])
-        do(restack(editor, stack, after))
+        run(restack_command(editor, stack, after))
 
 
 @dataclass(frozen=True)
@@ -250,25 +269,25 @@ class Replace(Edit):
         warmup: as of `Insert`.
     """
 
-    layer: Where
+    layer: LayerRef
     module: nn.Module
     warmup: int = 0
 
     def __post_init__(self) -> None:
-        check_new("fresh", self.warmup)
+        check_policy("fresh", self.warmup)
 
     @property
     def optimizer_policy(self) -> str:
-        return f"{in_words('fresh', self.warmup)}; of the old layer: parked (memory)"
+        return f"{describe_policy('fresh', self.warmup)}; of the old layer: parked (memory)"
 
-    def carry_out(self, editor: Editor, do: Do) -> None:
-        stack, i = editor.lineup.resolver.place_of(self.layer)
-        before = editor.lineup.units_of(stack)
-        module = editor.new_layers.checked(self.module)
-        with editor.at_hand(()):
-            unit = editor.new_layers.make(module, before[i], inherit("fresh"), self.warmup)
-        editor.new_layers.untried.append(unit)
-        do(restack(editor, stack, (*before[:i], unit, *before[i + 1 :]), {unit: before[i]}))
+    def execute(self, editor: Editor, run: RunCommand) -> None:
+        stack, i = editor.registry.resolver.position_of(self.layer)
+        before = editor.registry.units_of(stack)
+        module = editor.layer_factory.check_module(self.module)
+        with editor.load_layers(()):
+            unit = editor.layer_factory.make(module, before[i], make_inherit("fresh"), self.warmup)
+        editor.layer_factory.unverified.append(unit)
+        run(restack_command(editor, stack, (*before[:i], unit, *before[i + 1 :]), {unit: before[i]}))
 
 
 @dataclass(frozen=True)
@@ -281,8 +300,8 @@ class Interpolate(Edit):
         weight: 0 is no change, 1 is a copy.
     """
 
-    layer: Where
-    other: Where
+    layer: LayerRef
+    other: LayerRef
     weight: float = 0.5
 
     def __post_init__(self) -> None:
@@ -295,23 +314,23 @@ class Interpolate(Edit):
     def optimizer_policy(self) -> str:
         return "interpolated"
 
-    def carry_out(self, editor: Editor, do: Do) -> None:
-        a, b = (editor.lineup.unit_at(where) for where in (self.layer, self.other))
-        with editor.at_hand([a, b]):
+    def execute(self, editor: Editor, run: RunCommand) -> None:
+        a, b = (editor.registry.unit_at(where) for where in (self.layer, self.other))
+        with editor.load_layers([a, b]):
             states = [states_of(unit, editor.store) for unit in (a, b)]
             values = {
-                param: Held(
+                param: ParameterSnapshot(
                     torch.lerp(param.detach(), other.detach(), self.weight),
-                    mix(states[0].get(param), states[1].get(other), self.weight),
+                    mix_states(states[0].get(param), states[1].get(other), self.weight),
                 )
-                for param, other in pairs(a.module, b.module)
+                for param, other in pair_parameters(a.module, b.module)
                 if param is not other  # a weight that both share stays what it is, and undo leaves it alone
             }
-        do(Rewrite(a, values))
+        run(RewriteCommand(a, values))
 
 
 @dataclass(frozen=True)
-class _Train(Edit):
+class _SetTrainedEdit(Edit):
     layers: Span
     trained: ClassVar[bool]
 
@@ -319,17 +338,17 @@ class _Train(Edit):
     def preserves_function(self) -> bool:
         return True
 
-    def carry_out(self, editor: Editor, do: Do) -> None:
-        stack, span = editor.lineup.resolver.span(self.layers)
-        for unit in (editor.lineup.units_of(stack)[i] for i in span):
-            do(Retrain(unit, dict.fromkeys(self._params_of(unit, editor), self.trained)))
+    def execute(self, editor: Editor, run: RunCommand) -> None:
+        stack, span = editor.registry.resolver.span(self.layers)
+        for unit in (editor.registry.units_of(stack)[i] for i in span):
+            run(SetTrainedCommand(unit, dict.fromkeys(self._params_of(unit, editor), self.trained)))
 
     @abstractmethod
     def _params_of(self, unit: Unit, editor: Editor) -> Sequence[nn.Parameter]: ...
 
 
 @dataclass(frozen=True)
-class Freeze(_Train):
+class Freeze(_SetTrainedEdit):
     """Train layers no longer; their optimizer state is kept for when they thaw."""
 
     trained = False
@@ -339,13 +358,13 @@ class Freeze(_Train):
 
 
 @dataclass(frozen=True)
-class Unfreeze(_Train):
+class Unfreeze(_SetTrainedEdit):
     """Train layers again, as far as the optimizer has been given their parameters."""
 
     trained = True
 
     def _params_of(self, unit: Unit, editor: Editor) -> Sequence[nn.Parameter]:
-        sides = [(block, editor.store.masters.side_of(block)) for block in unit.blocks]
+        sides = [(block, editor.store.masters.entry_of(block)) for block in unit.blocks]
         params = [p for block, side in sides for p, group in zip(block.params, side.groups, strict=True) if group >= 0]
         if unit.params and not params:
             raise ValueError(
@@ -358,9 +377,11 @@ class Unfreeze(_Train):
 # -- helpers -----------------------------------------------------------------------------------------------------------
 
 
-def restack(editor: Editor, stack: Stack, after: Sequence[Unit], like: Mapping[Unit, Unit] | None = None) -> Restack:
+def restack_command(
+    editor: Editor, stack: Stack, after: Sequence[Unit], like: Mapping[Unit, Unit] | None = None
+) -> RestackCommand:
     """Make the change to another order of a stack that is as it is now; `like` as of `Restack`."""
-    return Restack(editor.lineup.name_of(stack), editor.lineup.units_of(stack), tuple(after), like or {})
+    return RestackCommand(editor.registry.first_name(stack), editor.registry.units_of(stack), tuple(after), like or {})
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
@@ -373,6 +394,6 @@ def check_choice(name: str, value: object, choices: object) -> None:
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, get_args(choices)))}")
 
 
-def _check_same(stack: Stack, other: Stack, a: Where, b: Where) -> None:
+def _check_same(stack: Stack, other: Stack, a: LayerRef, b: LayerRef) -> None:
     if stack is not other:
         raise ValueError(f"{a!r} is in {stack.title} and {b!r} in {other.title}: layers change places within one stack")

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from l2l_core.devices import Ledger
-from l2l_core.edits.lineup import Lineup
-from l2l_core.edits.new_layers import NewLayers
-from l2l_core.edits.optimizer_state import Held
-from l2l_core.edits.parked import Parked, Parking
-from l2l_core.eps import Contents, InOptimizer, LayerStore
-from l2l_core.eps.blocks import Block, Empty, Layout, Unit
-from l2l_core.eps.optimizers import GroupOrder, Places, clone_state
-from l2l_core.surgery import anatomy, rearrange
+from l2l_core.edits.detached_layers import DetachedLayer, DetachedLayers
+from l2l_core.edits.layer_factory import LayerFactory
+from l2l_core.edits.layer_registry import LayerRegistry
+from l2l_core.edits.optimizer_state import ParameterSnapshot
+from l2l_core.eps import BlockContents, LayerStore, StateView
+from l2l_core.eps.blocks import Block, EmptyFn, Layout, Unit
+from l2l_core.eps.optimizers import GroupOrder, ParameterIndex, clone_state
+from l2l_core.surgery import describe_layer, replace_layers
 
 
 class Editor:
@@ -40,7 +40,7 @@ class Editor:
         lineup: which layers stand where.
         parking: the layers that are in no stack.
         new_layers: makes those that edits bring in.
-        trust: whether layers may stand where the evidence says that they cannot; see `rearrange`.
+        force: whether layers may stand where the evidence says that they cannot; see `rearrange`.
         needed_elsewhere: gives the layers that other branches need.
         group_order: of the optimizer's groups.
     """
@@ -52,23 +52,23 @@ class Editor:
         layers: Sequence[Unit],
         store: LayerStore,
         host: Ledger,
-        empty: Empty,
+        empty: EmptyFn,
         seed: int,
     ) -> None:
         self.store, self._host = store, host
-        self.lineup = Lineup(model, shell, layers)
-        self.parking = Parking(host, empty)
-        self.new_layers = NewLayers(self.lineup, store, self.parking, empty, seed)
-        self.trust = False
-        self.needed_elsewhere: Callable[[], set[Unit]] = set
-        self.group_order = GroupOrder(store.masters.groups, Places(model, self.lineup.stacks))
+        self.registry = LayerRegistry(model, shell, layers)
+        self.detached = DetachedLayers(host, empty)
+        self.layer_factory = LayerFactory(self.registry, store, self.detached, empty, seed)
+        self.force = False
+        self.units_in_branches: Callable[[], set[Unit]] = set
+        self.group_order = GroupOrder(store.masters.groups, ParameterIndex(model, self.registry.stacks))
         for unit in layers:
-            anatomy(unit.module)  # now rather than when the first edit has to wait for it
+            describe_layer(unit.module)  # now rather than when the first edit has to wait for it
 
     # -- what is in memory ---------------------------------------------------------------------------------------------
 
     @contextmanager
-    def at_hand(self, units: Iterable[Unit], changes: bool = False) -> Iterator[None]:
+    def load_layers(self, units: Iterable[Unit], writable: bool = False) -> Iterator[None]:
         """Let weights and state of layers be in memory in a block; new layers are whole when it ends, and are put away.
 
         Args:
@@ -76,32 +76,34 @@ class Editor:
             changes: whether these change.
         """
         blocks = dict.fromkeys(block for unit in units for block in unit.blocks)
-        with self.store.at_hand.bring({block: InOptimizer(*self.optimizer_side(block)) for block in blocks}, changes):
+        with self.store.edit_storage.lease(
+            {block: StateView(*self.optimizer_state_of(block)) for block in blocks}, writable
+        ):
             try:
                 yield
-                for unit in self.new_layers.made:
-                    self.store.at_hand.put_away(unit, self.parking[unit].sides)
-                    self.parking.put(self.parking.take(unit))  # booked as it is now
+                for unit in self.layer_factory.unstored:
+                    self.store.edit_storage.store_unit(unit, self.detached[unit].entries)
+                    self.detached.add(self.detached.pop(unit))  # booked as it is now
             finally:
-                self.new_layers.made.clear()
+                self.layer_factory.unstored.clear()
 
-    def contents_of(self, parked: Parked) -> dict[Block, Contents]:
+    def contents_of(self, layer: DetachedLayer) -> dict[Block, BlockContents]:
         """Give weights and state of a parked layer, by block, to be read; what is on disk is mapped from there."""
-        if parked.path is not None:
-            return parked.contents()
-        held = {block: InOptimizer(side.masters, side.state) for block, side in parked.sides.items()}
-        return {block: self.store.at_hand.seen(block, known) for block, known in held.items()}
+        if layer.path is not None:
+            return layer.read_spilled()
+        held = {block: StateView(side.masters, side.state) for block, side in layer.entries.items()}
+        return {block: self.store.edit_storage.read(block, known) for block, known in held.items()}
 
     def commit(self) -> None:
         """Let what was edited count."""
-        order = self.group_order.to_plain(self.lineup.first_names)
-        self.store.at_hand.commit(self.lineup.units, {"made": self.lineup.made, "order": order})
+        order = self.group_order.to_plain(self.registry.first_names)
+        self.store.edit_storage.commit(self.registry.units, {"made": self.registry.key_count, "order": order})
 
-    def recall(self) -> None:
+    def restore_notes(self) -> None:
         """Take over what edits of a process before this one have left."""
-        if notes := self.store.at_hand.notes:
-            self.lineup.made = notes["made"]
-            self.group_order.recall(notes["order"], self.lineup.first_names)
+        if notes := self.store.edit_storage.notes:
+            self.registry.key_count = notes["made"]
+            self.group_order.load_plain(notes["order"], self.registry.first_names)
 
     # -- the order of layers -------------------------------------------------------------------------------------------
 
@@ -111,94 +113,96 @@ class Editor:
         before: Sequence[Unit],
         after: Sequence[Unit],
         like: Mapping[Unit, Unit],
-        trust: bool,
-        passing: bool = False,
+        force: bool,
+        temporary: bool = False,
     ) -> Callable[[], None]:
         """Put the layers `after` in place of `before` in a stack; parked ones come back, those that leave are parked.
 
         Args:
             name: that the stack had first.
-            before, after, like, trust: as of `Restack` and `rearrange`.
+            before, after, like, force: as of `Restack` and `rearrange`.
             passing: it will be taken back before anybody sees the optimizer's groups, whose order need not follow.
 
         Returns:
             What puts everything back, if nothing else was restacked since: to the same configuration objects, and to the same
             order of the optimizer's groups.
         """
-        stack = self.lineup.stack_called(name)
-        if self.lineup.units_of(stack) != tuple(before):
+        stack = self.registry.find_stack(name)
+        if self.registry.units_of(stack) != tuple(before):
             raise ValueError(f"the stack {stack.title} has changed since: undo the later edits first")
-        known = {*before, *(parked.unit for parked in self.parking)}
+        known = {*before, *(parked.unit for parked in self.detached)}
         if gone := [unit.key for unit in after if unit not in known]:
             raise ValueError(f"{', '.join(gone)} was dropped for good: its bytes are gone, it cannot come back")
         for unit in after:
-            self.parking.fetch(unit)  # the disk may fail, so before anything has changed
+            self.detached.load(unit)  # the disk may fail, so before anything has changed
         twins = {unit.module: like[unit].module for unit in after if unit in like}
-        brought = {unit.module for unit in before if unit.key not in self.lineup.first.layers}
+        brought = {unit.module for unit in before if unit.key not in self.registry.first_structure.layers}
         modules = [unit.module for unit in after]
-        trust = trust or self.trust
-        layers, stacks = self.lineup.layers, self.lineup.stacks
-        groups = list(map(_members, self.store.optimizer.param_groups))
+        force = force or self.force
+        layers, stacks = self.registry.layers, self.registry.stacks
+        groups = list(map(_group_members, self.store.optimizer.param_groups))
         # May refuse, and has changed nothing then: so it comes before the EPS and the books
-        put_model_back = rearrange(self.lineup.model, stack, modules, like=twins, trust=trust, without_role=brought)
-        self._take_over(name, before, after)
-        if not passing:
-            places = Places(self.lineup.model, self.lineup.stacks)
-            self.store.masters.arrange(self.group_order.sorted(self.store.masters.groups, places))
+        put_model_back = replace_layers(
+            self.registry.model, stack, modules, like=twins, force=force, without_role=brought
+        )
+        self._update_store(name, before, after)
+        if not temporary:
+            places = ParameterIndex(self.registry.model, self.registry.stacks)
+            self.store.masters.reorder_groups(self.group_order.sort(self.store.masters.groups, places))
 
         def put_back() -> None:
             put_model_back()
-            self._take_over(name, after, before)
+            self._update_store(name, after, before)
             # Exactly what was there: `follow` lets the layers of a stack stand side by side, `admit` appends to the groups,
             # and `arrange` would undo what somebody has done to their order by hand.
-            self.lineup.layers, self.lineup.stacks = layers, stacks
+            self.registry.layers, self.registry.stacks = layers, stacks
             for group, members in zip(self.store.optimizer.param_groups, groups, strict=True):
                 group.update(members)
 
         return put_back
 
-    def _take_over(self, name: str, before: Sequence[Unit], after: Sequence[Unit]) -> None:
+    def _update_store(self, name: str, before: Sequence[Unit], after: Sequence[Unit]) -> None:
         """Let the EPS and the books follow the model, which holds the layers `after` in place of `before`."""
         staying = set(after)
         # Dismissed first: that gives the groups new lists, and what was there is put back from the old ones
-        for unit, sides in self.store.masters.dismiss(
+        for unit, sides in self.store.masters.remove_units(
             dict.fromkeys(unit for unit in before if unit not in staying)
         ).items():
-            self.parking.put(Parked(unit, sides))
+            self.detached.add(DetachedLayer(unit, sides))
         for unit in after:
-            if unit in self.parking:
-                self.store.masters.admit(unit, self.parking.take(unit).sides)
-        shell_moves, shell = self.lineup.follow(name, after), self.lineup.shell
-        stale = [block for block in self.lineup.blocks if block.shared or (shell_moves and block in shell.blocks)]
+            if unit in self.detached:
+                self.store.masters.add_unit(unit, self.detached.pop(unit).entries)
+        shell_moves, shell = self.registry.update_stack(name, after), self.registry.shell
+        stale = [block for block in self.registry.blocks if block.shared or (shell_moves and block in shell.blocks)]
         if stale:  # a shared weight is called by its first place in the model, which may be another one now
-            now = {param: name for name, param in self.lineup.model.named_parameters()}
+            now = {param: name for name, param in self.registry.model.named_parameters()}
             for block in stale:
                 known = zip(block.params, block.names, strict=True)
                 self.store.masters.rename(block, [now.get(param, name) for param, name in known])
 
     @contextmanager
-    def without(self, units: Collection[Unit], trust: bool = False) -> Iterator[None]:
+    def without_layers(self, units: Collection[Unit], force: bool = False) -> Iterator[None]:
         """Let layers sit out in a block: parked where they are, as if dropped; afterwards everything is as it was.
 
         Args:
             units: the layers.
-            trust: let them sit out against the evidence too; see `rearrange`.
+            force: let them sit out against the evidence too; see `rearrange`.
 
         Raises:
             ValueError: a stack would be left without layers, or the model cannot be without one of these.
         """
-        lineup = self.lineup
+        lineup = self.registry
         with ExitStack() as way_back:
             for stack in lineup.stacks:
                 before = lineup.units_of(stack)
                 after = [unit for unit in before if unit not in units]
                 if not after:
                     raise ValueError(
-                        f"all of {stack.title} ({_listed(before)}) would sit out, and one layer must run: leave one of them in"
+                        f"all of {stack.title} ({_list_units(before)}) would sit out, and one layer must run: leave one of them in"
                     )
                 if len(after) < len(before):
-                    name = lineup.name_of(stack)
-                    way_back.callback(self.restack(name, before, after, {}, trust=trust, passing=True))
+                    name = lineup.first_name(stack)
+                    way_back.callback(self.restack(name, before, after, {}, force=force, temporary=True))
             self.check_shared()
             yield
 
@@ -208,11 +212,11 @@ class Editor:
         Raises:
             ValueError: they have; names them.
         """
-        held = set(self.lineup.blocks)
-        for parked in self.parking:
+        held = set(self.registry.blocks)
+        for parked in self.detached:
             for block in parked.unit.blocks:
                 if block.shared and block not in held:
-                    users = [each.unit.key for each in self.parking if block in each.unit.blocks]
+                    users = [each.unit.key for each in self.detached if block in each.unit.blocks]
                     raise ValueError(
                         f"layers {', '.join(users)} share the weights {', '.join(block.names)}, and would all leave: let one "
                         "of them stay, or untie them before the relay takes over"
@@ -220,7 +224,9 @@ class Editor:
 
     # -- values and flags ----------------------------------------------------------------------------------------------
 
-    def exchange(self, unit: Unit, values: Mapping[nn.Parameter, Held]) -> dict[nn.Parameter, Held]:
+    def swap_values(
+        self, unit: Unit, values: Mapping[nn.Parameter, ParameterSnapshot]
+    ) -> dict[nn.Parameter, ParameterSnapshot]:
         """Give parameters of a layer in a stack other values and state; returns what they had.
 
         Raises:
@@ -230,22 +236,24 @@ class Editor:
         for block in unit.blocks:
             if not values.keys().isdisjoint(block.params):
                 self.store.masters.before_write(block)  # before any value: branches copy the block now
-        with self.at_hand([unit], changes=True), torch.no_grad():
+        with self.load_layers([unit], writable=True), torch.no_grad():
             for param, (value, state) in values.items():
                 master = masters[param]
                 known = self.store.optimizer.state.pop(master, None)
-                old[param] = Held(param.detach().clone(), clone_state(known) if known is not None else None)
+                old[param] = ParameterSnapshot(
+                    param.detach().clone(), clone_state(known) if known is not None else None
+                )
                 param.copy_(value)
                 if state is not None:
                     self.store.optimizer.state[master] = clone_state(state)  # its change may be done again
         self.store.masters.book_state()
         return old
 
-    def book_kept(self, keeper: object, values: Iterable[Held]) -> None:
+    def book_snapshots(self, owner: object, values: Iterable[ParameterSnapshot]) -> None:
         """Book what somebody, a change, holds for as long as it is there itself."""
         nbytes = sum(held.nbytes for held in values)
         self._host.book("other", "ways back", nbytes)
-        weakref.finalize(keeper, self._host.release, "other", "ways back", nbytes)
+        weakref.finalize(owner, self._host.release, "other", "ways back", nbytes)
 
     def set_trained(self, unit: Unit, flags: Mapping[nn.Parameter, bool]) -> dict[nn.Parameter, bool]:
         """Let parameters of a layer in a stack be trained or not; returns what they were.
@@ -262,62 +270,64 @@ class Editor:
     def _masters_of(self, unit: Unit) -> dict[nn.Parameter, nn.Parameter]:
         if unit not in self.store.masters.units:
             raise ValueError(f"layer {unit.key} is in no stack now: bring it back first")
-        return self.store.masters.by_param(unit)
+        return self.store.masters.master_by_param(unit)
 
     # -- layers in stacks and parked ones ------------------------------------------------------------------------------
 
     @property
-    def present(self) -> set[Unit]:
+    def units_with_values(self) -> set[Unit]:
         """All units that have values: the shell, the layers, and the parked ones."""
-        return {*self.lineup.units, *(parked.unit for parked in self.parking)}
+        return {*self.registry.units, *(parked.unit for parked in self.detached)}
 
-    def optimizer_side(self, block: Block) -> tuple[list[nn.Parameter], MutableMapping[nn.Parameter, dict[str, Any]]]:
+    def optimizer_state_of(
+        self, block: Block
+    ) -> tuple[list[nn.Parameter], MutableMapping[nn.Parameter, dict[str, Any]]]:
         """Give the optimizer's parameters of a block, in a stack or parked, and the mapping with their state."""
-        if (side := self.parking.side_of(block)) is not None:
+        if (side := self.detached.entry_of(block)) is not None:
             return side.masters, side.state
         return self.store.masters.params_of(block), self.store.optimizer.state
 
-    def hold(self, block: Block, part: Layout | None, master: torch.Tensor) -> torch.Tensor:
-        """Let a block, in a stack or parked, hold another buffer, as `Block.hold_part`; returns the one that it held."""
-        before, held = block.nbytes, block.hold_part(part, master, self.optimizer_side(block)[0])
-        if self.parking.side_of(block) is None:  # those of parked ones are booked by layer, see `book_again`
+    def set_master(self, block: Block, local_layout: Layout | None, master: torch.Tensor) -> torch.Tensor:
+        """Let a block, in a stack or parked, hold another buffer, as `Block.set_local_master`; returns the one that it held."""
+        before, held = block.nbytes, block.set_local_master(local_layout, master, self.optimizer_state_of(block)[0])
+        if self.detached.entry_of(block) is None:  # those of parked ones are booked by layer, see `book_again`
             self._host.release("weights", block.key, before)
             self._host.book("weights", block.key, block.nbytes)
         return held
 
-    def train_only(self, block: Block, flags: Sequence[bool]) -> None:
+    def set_block_trained(self, block: Block, flags: Sequence[bool]) -> None:
         """Say which parameters of a block are trained."""
-        for param, master, trained in zip(block.params, self.optimizer_side(block)[0], flags, strict=True):
+        for param, master, trained in zip(block.params, self.optimizer_state_of(block)[0], flags, strict=True):
             param.requires_grad_(trained)
             master.requires_grad_(trained)
 
-    def book_again(self) -> None:
+    def rebook(self) -> None:
         """Book anew what layers hold, after values have been exchanged: it may have another size."""
-        self.parking.book_again()
+        self.detached.rebook()
         self.store.masters.book_state()
 
-    def lose(self, unit: Unit) -> None:
+    def free_detached(self, unit: Unit) -> None:
         """Free a parked layer, for good; one that another branch has stays parked, one that is in a stack stays there."""
-        if unit in self.parking and unit not in self.needed_elsewhere():
-            self._free(unit).empty()
+        if unit in self.detached and unit not in self.units_in_branches():
+            self._free_unit(unit).free()
 
-    def forget(self, needed: set[Unit]) -> None:
+    def free_unneeded(self, needed: set[Unit]) -> None:
         """Free parked layers that no change can bring back any more, and no other branch has."""
-        needed = needed | self.needed_elsewhere()
-        for unit in [parked.unit for parked in self.parking if parked.unit not in needed]:
-            self._free(unit)
+        needed = needed | self.units_in_branches()
+        for unit in [parked.unit for parked in self.detached if parked.unit not in needed]:
+            self._free_unit(unit)
 
-    def _free(self, unit: Unit) -> Parked:
-        parked = self.parking.take(unit)
-        self.lineup.forget(unit)
-        self.store.at_hand.free(parked.sides)
+    def _free_unit(self, unit: Unit) -> DetachedLayer:
+        parked = self.detached.pop(unit)
+        self.registry.remove(unit)
+        self.store.edit_storage.delete(parked.entries)
         return parked
 
 
-def _members(group: Mapping[str, Any]) -> dict[str, Any]:
+def _group_members(group: Mapping[str, Any]) -> dict[str, Any]:
     """Give what a group of the optimizer holds, and their names if it was told them."""
     return {name: group[name] for name in ("params", "param_names") if name in group}
 
 
-def _listed(units: Sequence[Unit]) -> str:
+def _list_units(units: Sequence[Unit]) -> str:
     return units[0].key if len(units) == 1 else f"{units[0].key} to {units[-1].key}, {len(units)} layers"

@@ -6,7 +6,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from l2l_core.edits.edit import Edit, Freeze, Unfreeze
-from l2l_core.edits.schedules import PerStep, Schedule, Steerable, check_per_step, stack_of, value_at, within
+from l2l_core.edits.schedules import (
+    PerStep,
+    SchedulableRelay,
+    Schedule,
+    check_step_values,
+    in_stack,
+    stack_of,
+    value_at,
+)
 
 
 @dataclass(frozen=True)
@@ -25,20 +33,20 @@ class Freezing(Schedule):
     stack: str | None = None
 
     def __post_init__(self) -> None:
-        check_per_step("frozen", self.frozen, least=0)
+        check_step_values("frozen", self.frozen, least=0)
 
-    def edits(self, relay: Steerable) -> Sequence[Edit]:
+    def edits(self, relay: SchedulableRelay) -> Sequence[Edit]:
         layers = stack_of(relay, self.stack)
         count = value_at("frozen", self.frozen, relay.steps, least=0)
         if count is None:
             return ()
         edits: list[Edit] = [
-            Freeze(within(self.stack, part))
+            Freeze(in_stack(self.stack, part))
             for part in _runs(i for i in range(min(count, len(layers))) if not layers[i].frozen)
         ]
         # A layer without parameters counts as frozen, and there is nothing to thaw in it
         thawing = (i for i in range(count, len(layers)) if layers[i].params and layers[i].frozen)
-        return edits + [Unfreeze(within(self.stack, part)) for part in _runs(thawing)]
+        return edits + [Unfreeze(in_stack(self.stack, part)) for part in _runs(thawing)]
 
 
 def _runs(positions: Iterable[int]) -> Iterator[slice]:

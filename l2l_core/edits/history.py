@@ -10,14 +10,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from l2l_core.edits.change import Change, Group, all_or_nothing
-from l2l_core.edits.edit import Do, Edit
+from l2l_core.edits.commands import EditCommand, Transaction, transaction
+from l2l_core.edits.edit import Edit, RunCommand
 from l2l_core.edits.editor import Editor
 from l2l_core.eps.blocks import Unit
 
 
 @dataclass(frozen=True)
-class Entry:
+class JournalEntry:
     """Is one line of the journal.
 
     Attributes:
@@ -49,7 +49,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Inverse(Edit):
+class InverseEdit(Edit):
     """Is the way back from an edit, as an edit.
 
     Attributes:
@@ -58,19 +58,19 @@ class Inverse(Edit):
     """
 
     what: str
-    changes: tuple[Change, ...] = field(repr=False)
+    commands: tuple[EditCommand, ...] = field(repr=False)
     preserved: bool
 
     @property
     def preserves_function(self) -> bool:
         return self.preserved
 
-    def carry_out(self, editor: Editor, do: Do) -> None:
-        for change in self.changes:
-            do(change)
+    def execute(self, editor: Editor, run: RunCommand) -> None:
+        for change in self.commands:
+            run(change)
 
 
-class Turn(NamedTuple):
+class UndoStep(NamedTuple):
     """Says how an edit is undone, or done again.
 
     Attributes:
@@ -79,7 +79,7 @@ class Turn(NamedTuple):
     """
 
     number: int
-    changes: tuple[Change, ...]
+    commands: tuple[EditCommand, ...]
 
 
 class History:
@@ -91,35 +91,39 @@ class History:
 
     def __init__(self, editor: Editor) -> None:
         self._editor = editor
-        self._entries: list[Entry] = []
-        self.done: list[Turn] = []
-        self.undone: list[Turn] = []
+        self._entries: list[JournalEntry] = []
+        self.undo_stack: list[UndoStep] = []
+        self.redo_stack: list[UndoStep] = []
         self.loss: float | None = None  # of the last step
 
     def copy(self) -> History:
         """Copy the past, for a branch that goes its own way."""
         twin = History(self._editor)
         # Lists of its own suffice: entries and turns are values, and changes never change themselves
-        twin._entries, twin.done, twin.undone = list(self._entries), list(self.done), list(self.undone)
+        twin._entries, twin.undo_stack, twin.redo_stack = (
+            list(self._entries),
+            list(self.undo_stack),
+            list(self.redo_stack),
+        )
         twin.loss = self.loss
         return twin
 
     @property
-    def journal(self) -> tuple[Entry, ...]:
+    def journal(self) -> tuple[JournalEntry, ...]:
         """What was edited so far, oldest first."""
         return tuple(self._entries)
 
     @property
     def units(self) -> tuple[Unit, ...]:
         """Layers that an undo or a redo may bring back or change, each once."""
-        turns = (*self.done, *self.undone)
-        return tuple(dict.fromkeys(unit for turn in turns for change in turn.changes for unit in change.units()))
+        turns = (*self.undo_stack, *self.redo_stack)
+        return tuple(dict.fromkeys(unit for turn in turns for change in turn.commands for unit in change.units()))
 
-    def continue_from(self, journal: Sequence[Entry], done: Sequence[Turn], undone: Sequence[Turn]) -> None:
+    def restore(self, journal: Sequence[JournalEntry], done: Sequence[UndoStep], undone: Sequence[UndoStep]) -> None:
         """Take over the past of a saved relay."""
-        self._entries, self.done, self.undone = list(journal), list(done), list(undone)
+        self._entries, self.undo_stack, self.redo_stack = list(journal), list(done), list(undone)
 
-    def apply(self, edits: Sequence[Edit], step: int) -> Inverse:
+    def apply(self, edits: Sequence[Edit], step: int) -> InverseEdit:
         """Carry out edits as one group: all of them, or none if one cannot be.
 
         Raises:
@@ -129,73 +133,73 @@ class History:
             raise ValueError(
                 "apply() was given no edit, so there is nothing to do and nothing to undo: give at least one"
             )
-        _check(edits)
+        _check_edits(edits)
         before, what = self._sizes(), "; ".join(map(repr, edits))
-        places = self._places_in(what)
-        put_back = self._editor.lineup.keep_keys(), self._editor.new_layers.keep_plans()
+        places = self._positions_in(what)
+        put_back = self._editor.registry.snapshot_keys(), self._editor.layer_factory.snapshot_plans()
         try:
-            with all_or_nothing(self._editor) as group:
+            with transaction(self._editor) as group:
                 for edit in edits:
-                    edit.carry_out(self._editor, group.do)
-                self._editor.new_layers.try_out()
+                    edit.execute(self._editor, group.execute)
+                self._editor.layer_factory.check_fits()
         except BaseException:
-            self._editor.new_layers.untried.clear()
-            self.forget()  # layers that were made in vain; the group has put everything back by now
+            self._editor.layer_factory.unverified.clear()
+            self.free_unreachable()  # layers that were made in vain; the group has put everything back by now
             for way_back in put_back:  # the next new layer has the key, and the first weights, that it would have had
                 way_back()
             raise
-        for change in group.changes:  # only now: a group that fails brings its layers back
-            change.settle(self._editor)
+        for change in group.commands:  # only now: a group that fails brings its layers back
+            change.finalize(self._editor)
         preserves = all(edit.preserves_function for edit in edits)
         policy = "; ".join(dict.fromkeys(edit.optimizer_policy for edit in edits))
-        entry = self._enter("edit", what, -1, preserves, policy, before, step, places)
-        self.done.append(Turn(entry.number, group.inverse))
-        self.undone.clear()
-        self.forget()
-        return Inverse(what, group.inverse, preserves)
+        entry = self._add_entry("edit", what, -1, preserves, policy, before, step, places)
+        self.undo_stack.append(UndoStep(entry.number, group.inverse))
+        self.redo_stack.clear()
+        self.free_unreachable()
+        return InverseEdit(what, group.inverse, preserves)
 
     @contextmanager
-    def trying(self, edits: Sequence[Edit]) -> Iterator[None]:
+    def try_edits(self, edits: Sequence[Edit]) -> Iterator[None]:
         """Let edits be in force in a block, as one group; after it nothing tells that they were: no line, no key, no layer.
 
         Raises:
             ValueError, TypeError: of the edit that cannot be; everything is as it was.
         """
-        _check(edits)
+        _check_edits(edits)
         editor = self._editor
-        put_keys_back = editor.lineup.keep_keys(), editor.new_layers.keep_plans()
+        put_keys_back = editor.registry.snapshot_keys(), editor.layer_factory.snapshot_plans()
         try:
             with ExitStack() as ways_back:  # exact, since nothing else is changed meanwhile
-                ways_back.callback(editor.store.at_hand.abandon)
-                group = Group(editor, ways_back)
+                ways_back.callback(editor.store.edit_storage.rollback)
+                group = Transaction(editor, ways_back)
                 for edit in edits:
-                    edit.carry_out(editor, group.do)
-                editor.new_layers.try_out()
+                    edit.execute(editor, group.execute)
+                editor.layer_factory.check_fits()
                 editor.check_shared()
                 yield
         finally:
-            editor.new_layers.untried.clear()
-            self.forget()  # layers that were made for the trial
+            editor.layer_factory.unverified.clear()
+            self.free_unreachable()  # layers that were made for the trial
             for put_back in put_keys_back:
                 put_back()
 
-    def undo(self, step: int) -> Entry:
+    def undo(self, step: int) -> JournalEntry:
         """Undo the last edit that is in force.
 
         Raises:
             ValueError: there is none, or what it dropped was not parked.
         """
-        return self._turn("undo", self.done, self.undone, step)
+        return self._move_step("undo", self.undo_stack, self.redo_stack, step)
 
-    def redo(self, step: int) -> Entry:
+    def redo(self, step: int) -> JournalEntry:
         """Do again what was undone last.
 
         Raises:
             ValueError: there is nothing; a new edit ends what could be redone.
         """
-        return self._turn("redo", self.undone, self.done, step)
+        return self._move_step("redo", self.redo_stack, self.undo_stack, step)
 
-    def note_loss(self, loss: float) -> None:
+    def record_loss(self, loss: float) -> None:
         """Note the loss of a step that is finished."""
         self.loss = loss
 
@@ -208,21 +212,23 @@ class History:
 
         return put_back
 
-    def _turn(self, kind: Literal["undo", "redo"], source: list[Turn], target: list[Turn], step: int) -> Entry:
+    def _move_step(
+        self, kind: Literal["undo", "redo"], source: list[UndoStep], target: list[UndoStep], step: int
+    ) -> JournalEntry:
         if not source:
             raise ValueError(f"there is nothing to {kind}: {_NOTHING[kind]}")
         number, changes = source[-1]
         before, edited = self._sizes(), self._entries[number]
-        with all_or_nothing(self._editor) as group:
+        with transaction(self._editor) as group:
             for change in changes:
-                group.do(change)
+                group.execute(change)
         source.pop()  # only now: a group that fails leaves the turn where it was
-        target.append(Turn(number, group.inverse))
+        target.append(UndoStep(number, group.inverse))
         policy = "as it was before" if kind == "undo" else "as it was when undone"
         what = f"{kind} {edited.what}"
-        return self._enter(kind, what, number, edited.preserves_function, policy, before, step, edited.places)
+        return self._add_entry(kind, what, number, edited.preserves_function, policy, before, step, edited.places)
 
-    def _enter(
+    def _add_entry(
         self,
         kind: Any,
         what: str,
@@ -232,30 +238,30 @@ class History:
         before: tuple[int, int],
         step: int,
         places: Mapping[str, int],
-    ) -> Entry:
+    ) -> JournalEntry:
         params, nbytes = (now - old for now, old in zip(self._sizes(), before, strict=True))
-        layers = len(self._editor.lineup.layers)
-        entry = Entry(
+        layers = len(self._editor.registry.layers)
+        entry = JournalEntry(
             len(self._entries), step, kind, what, of, preserves, policy, layers, params, nbytes, places=places
         )
         self._entries.append(entry)
         return entry
 
-    def _places_in(self, what: str) -> Mapping[str, int]:
+    def _positions_in(self, what: str) -> Mapping[str, int]:
         """Where the layers are now that edits, as they print themselves, name by key."""
-        return {unit.key: i for i, unit in enumerate(self._editor.lineup.layers) if repr(unit.key) in what}
+        return {unit.key: i for i, unit in enumerate(self._editor.registry.layers) if repr(unit.key) in what}
 
     def _sizes(self) -> tuple[int, int]:
         """Count the weights of all layers, shared ones once, and their bytes with the optimizer's state."""
-        blocks = {block for unit in self._editor.lineup.layers for block in unit.blocks}
-        return sum(block.layout.used for block in blocks), self._editor.store.at_hand.nbytes(blocks)
+        blocks = {block for unit in self._editor.registry.layers for block in unit.blocks}
+        return sum(block.layout.used for block in blocks), self._editor.store.edit_storage.nbytes(blocks)
 
-    def forget(self) -> None:
+    def free_unreachable(self) -> None:
         """Free layers that nothing can bring back any more."""
-        self._editor.forget(set(self.units))
+        self._editor.free_unneeded(set(self.units))
 
 
-def _check(edits: Sequence[Edit]) -> None:
+def _check_edits(edits: Sequence[Edit]) -> None:
     if strangers := [edit for edit in edits if not isinstance(edit, Edit)]:
         shown = repr(strangers[0])
         raise TypeError(

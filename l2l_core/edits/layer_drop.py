@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from l2l_core.edits.schedules import Schedule, Steerable
+from l2l_core.edits.schedules import SchedulableRelay, Schedule
 
 Rate = float | Callable[[float], float] | Callable[[float, int], float]
 
@@ -29,38 +29,40 @@ class LayerDrop(Schedule):
         rate: the probability, or a function of the relative depth (0 for the first layer of the stack, 1 for the last) that
             gives it, or of the relative depth and the number of finished steps.
         stack: dotted name of the container; None for all stacks.
-        trust: let layers sit out even where that is refused on evidence alone; see `Relay.step`.
+        force: let layers sit out even where that is refused on evidence alone; see `Relay.step`.
     """
 
     rate: Rate
     stack: str | None = None
-    trust: bool = False
+    force: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.rate):
             _checked(self.rate, "")
-        elif not _takes(self.rate, 1) and not _takes(self.rate, 2):
+        elif not _accepts(self.rate, 1) and not _accepts(self.rate, 2):
             raise TypeError("rate must be a number, or a function of the relative depth, or of relative depth and step")
 
-    def skip(self, relay: Steerable) -> Sequence[str]:
+    def skip(self, relay: SchedulableRelay) -> Sequence[str]:
         stacks = relay.stacks
         if self.stack is not None and self.stack not in stacks:
             raise ValueError(f"stack={self.stack!r}: there are {', '.join(map(repr, stacks)) or 'none'}")
         chosen = stacks.values() if self.stack is None else [stacks[self.stack]]
         keys = ([unit.key for unit in layers] for layers in chosen)
-        return [key for each in keys for key in draw(relay.config.seed, relay.steps, self.rates(each, relay.steps))]
+        return [
+            key for each in keys for key in draw_skipped(relay.config.seed, relay.steps, self.rates(each, relay.steps))
+        ]
 
     def rates(self, keys: Sequence[str], step: int) -> dict[str, float]:
         """Give the probability of every layer of a stack, given in order, to sit out `step`."""
         last, rates = max(1, len(keys) - 1), {}
         for i, key in enumerate(keys):
             args = (i / last, step)
-            value = self.rate if not callable(self.rate) else self.rate(*args[: 2 if _takes(self.rate, 2) else 1])
+            value = self.rate if not callable(self.rate) else self.rate(*args[: 2 if _accepts(self.rate, 2) else 1])
             rates[key] = _checked(value, f" for {key} in step {step}")
         return rates
 
 
-def draw(seed: int, step: int, rates: Mapping[str, float]) -> list[str]:
+def draw_skipped(seed: int, step: int, rates: Mapping[str, float]) -> list[str]:
     """Draw the keys of the layers that sit `step` out, given the probability of each; never all of them."""
     spared = {key: _uniform(f"{seed}/{step}/{key}/skip") - rate for key, rate in rates.items()}
     out = [key for key, margin in spared.items() if margin < 0]
@@ -75,7 +77,7 @@ def _uniform(label: str) -> float:
     return int.from_bytes(hashlib.blake2b(label.encode(), digest_size=6).digest()) / 2**48
 
 
-def _takes(function: Callable[..., float], count: int) -> bool:
+def _accepts(function: Callable[..., float], count: int) -> bool:
     try:
         inspect.signature(function).bind(*range(count))
     except TypeError:

@@ -22,13 +22,13 @@ from l2l_core.batches import Batch
 from l2l_core.config import RelayConfig
 from l2l_core.edits.edit import Edit
 from l2l_core.eps.blocks import Unit
-from l2l_core.model import Where
+from l2l_core.model import LayerRef
 from l2l_core.trace import StepResult
 
 PerStep = Callable[[int], int] | Mapping[int, int]  # by step; a mapping holds each value from its step on
 
 
-class Steerable(Protocol):
+class SchedulableRelay(Protocol):
     """Names what a schedule asks of a relay."""
 
     @property
@@ -44,27 +44,27 @@ class Steerable(Protocol):
 
     def expect(self, batch: Batch) -> AbstractContextManager[object]: ...
 
-    def step(self, batch: Batch, skip: Iterable[Where] = (), trust: bool = False) -> StepResult: ...
+    def step(self, batch: Batch, skip: Iterable[LayerRef] = (), force: bool = False) -> StepResult: ...
 
 
 class Schedule:
     """Says what is due before the next step. Schedules add up: ``Depth(...) + LayerDrop(0.1)``.
 
     Attributes:
-        trust: whether layers sit out even where that is refused on evidence alone; see `Relay.step`.
+        force: whether layers sit out even where that is refused on evidence alone; see `Relay.step`.
     """
 
-    trust: bool = False
+    force: bool = False
 
-    def edits(self, relay: Steerable) -> Sequence[Edit]:
+    def edits(self, relay: SchedulableRelay) -> Sequence[Edit]:
         """List the edits for now, one group, which last; none if all is as it should be."""
         return ()
 
-    def skip(self, relay: Steerable) -> Sequence[str]:
+    def skip(self, relay: SchedulableRelay) -> Sequence[str]:
         """List the keys of the layers that sit the next step out."""
         return ()
 
-    def prepare(self, relay: Steerable) -> None:
+    def prepare(self, relay: SchedulableRelay) -> None:
         """Carry out the edits that are due.
 
         Raises:
@@ -73,11 +73,11 @@ class Schedule:
         if edits := self.edits(relay):
             relay.apply(*edits)
 
-    def step(self, relay: Steerable, batch: Batch) -> StepResult:
+    def step(self, relay: SchedulableRelay, batch: Batch) -> StepResult:
         """Edit what is due, and train on one batch; raises what `Relay.apply` and `Relay.step` do."""
         with relay.expect(batch):
             self.prepare(relay)
-            return relay.step(batch, skip=self.skip(relay), trust=self.trust)
+            return relay.step(batch, skip=self.skip(relay), force=self.force)
 
     def __add__(self, other: Schedule) -> Schedule:
         if not isinstance(other, Schedule):
@@ -94,17 +94,17 @@ class Schedules(Schedule):
 
     parts: tuple[Schedule, ...]
 
-    def edits(self, relay: Steerable) -> Sequence[Edit]:
+    def edits(self, relay: SchedulableRelay) -> Sequence[Edit]:
         return next((edits for part in self.parts if (edits := part.edits(relay))), ())
 
     @property
-    def trust(self) -> bool:  # type: ignore[override] - of any part
-        return any(part.trust for part in self.parts)
+    def force(self) -> bool:  # type: ignore[override] - of any part
+        return any(part.force for part in self.parts)
 
-    def skip(self, relay: Steerable) -> Sequence[str]:
+    def skip(self, relay: SchedulableRelay) -> Sequence[str]:
         return list(dict.fromkeys(key for part in self.parts for key in part.skip(relay)))
 
-    def prepare(self, relay: Steerable) -> None:
+    def prepare(self, relay: SchedulableRelay) -> None:
         for part in self.parts:
             part.prepare(relay)
 
@@ -112,7 +112,7 @@ class Schedules(Schedule):
 # -- for schedules -----------------------------------------------------------------------------------------------------
 
 
-def stack_of(relay: Steerable, name: str | None) -> tuple[Unit, ...]:
+def stack_of(relay: SchedulableRelay, name: str | None) -> tuple[Unit, ...]:
     """Find the layers of the stack of that name, or of the only one.
 
     Raises:
@@ -127,7 +127,7 @@ def stack_of(relay: Steerable, name: str | None) -> tuple[Unit, ...]:
     return stacks[name]
 
 
-def within(stack: str | None, where: Any) -> Any:
+def in_stack(stack: str | None, where: Any) -> Any:
     """Name a place as edits take it: where there is one stack, a position will do."""
     return where if stack is None else (stack, where)
 
@@ -139,12 +139,12 @@ def value_at(name: str, values: PerStep, step: int, least: int) -> int | None:
         ValueError: a function gave something else than an integer of at least `least`.
     """
     if not isinstance(values, Mapping):
-        return checked(f"{name}({step})", values(step), least)
+        return check_int(f"{name}({step})", values(step), least)
     past = [first for first in values if first <= step]
     return values[max(past)] if past else None
 
 
-def check_per_step(name: str, values: object, least: int) -> None:
+def check_step_values(name: str, values: object, least: int) -> None:
     """Refuse what gives no integer of at least `least` by step, as far as that shows without a step.
 
     Raises:
@@ -154,13 +154,13 @@ def check_per_step(name: str, values: object, least: int) -> None:
         if not values:
             raise ValueError(f"{name}={values!r}: give a value from some step on, as {{0: 3, 100: 6}}")
         for step, value in values.items():
-            checked(f"a step of {name}", step, 0)
-            checked(f"{name} from step {step} on", value, least)
+            check_int(f"a step of {name}", step, 0)
+            check_int(f"{name} from step {step} on", value, least)
     elif not callable(values):
         raise TypeError(f"{name}={values!r}: give a function of the step, or a mapping as {{0: 3, 100: 6}}")
 
 
-def checked(what: str, value: object, least: int) -> int:
+def check_int(what: str, value: object, least: int) -> int:
     """Check that `value` is an integer of at least `least`, and return it; raises ValueError for anything else."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{what} is {value!r}: must be an integer of at least {least}")

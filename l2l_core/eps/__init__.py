@@ -1,31 +1,31 @@
 """Where weights, gradients and optimizer state live, and who updates them; knows no order of layers.
 
 May import `eps.blocks`, `eps.optimizers`, `devices`, `model`, `rounding`, `trace`.
-Begin reading at `store.py`; `updates.py`, `places.py`, `reducer.py`, `custody.py` and `wire.py` say what could be done otherwise.
+Begin reading at `store.py`; `updater.py`, `weight_source.py`, `reducer.py`, `block_storage.py` and `gradient_codec.py` say what could be done otherwise.
 """
 
-from l2l_core.eps.at_hand import Contents as Contents
-from l2l_core.eps.at_hand import InOptimizer as InOptimizer
-from l2l_core.eps.at_hand import Notes as Notes
-from l2l_core.eps.clock import Clock as Clock
-from l2l_core.eps.custody import Custody as Custody
-from l2l_core.eps.custody import Known as Known
+from l2l_core.eps.block_storage import BlockStates as BlockStates
+from l2l_core.eps.block_storage import BlockStorage as BlockStorage
+from l2l_core.eps.dry_run import dry_run_store as dry_run_store
+from l2l_core.eps.edit_storage import BlockContents as BlockContents
+from l2l_core.eps.edit_storage import Notes as Notes
+from l2l_core.eps.edit_storage import StateView as StateView
+from l2l_core.eps.eps_clock import EPSClock as EPSClock
 from l2l_core.eps.errors import NonFiniteError as NonFiniteError
 from l2l_core.eps.errors import TornStep as TornStep
-from l2l_core.eps.gradients import Gradients as Gradients
+from l2l_core.eps.gradient_buffers import GradientBuffers as GradientBuffers
 from l2l_core.eps.masters import Masters as Masters
-from l2l_core.eps.masters import Side as Side
-from l2l_core.eps.places import InHostMemory as InHostMemory
-from l2l_core.eps.places import Place as Place
-from l2l_core.eps.reducer import Alone as Alone
-from l2l_core.eps.reducer import AloneApart as AloneApart
+from l2l_core.eps.masters import OptimizerEntry as OptimizerEntry
+from l2l_core.eps.reducer import LocalReducer as LocalReducer
+from l2l_core.eps.reducer import PerMicroBatchReducer as PerMicroBatchReducer
 from l2l_core.eps.reducer import Reducer as Reducer
+from l2l_core.eps.residuals import DryRunResiduals as DryRunResiduals
 from l2l_core.eps.residuals import Residuals as Residuals
-from l2l_core.eps.residuals import ScratchResiduals as ScratchResiduals
-from l2l_core.eps.scratch import dry_store as dry_store
 from l2l_core.eps.store import LayerStore as LayerStore
-from l2l_core.eps.updates import ByOptimizer as ByOptimizer
-from l2l_core.eps.updates import Update as Update
-from l2l_core.eps.updates import Whole as Whole
-from l2l_core.eps.updates import check_newcomers as check_newcomers
-from l2l_core.eps.updates import let_have as let_have
+from l2l_core.eps.updater import BlockGradients as BlockGradients
+from l2l_core.eps.updater import OptimizerUpdater as OptimizerUpdater
+from l2l_core.eps.updater import Updater as Updater
+from l2l_core.eps.updater import check_newcomers as check_newcomers
+from l2l_core.eps.updater import set_grads as set_grads
+from l2l_core.eps.weight_source import MemoryWeightSource as MemoryWeightSource
+from l2l_core.eps.weight_source import WeightSource as WeightSource

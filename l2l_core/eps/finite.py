@@ -8,19 +8,19 @@ from collections.abc import Sequence
 import torch
 
 from l2l_core._torch import foreach_norm
-from l2l_core.eps.blocks import Block, GradientPiece, Unit
+from l2l_core.eps.blocks import Block, BlockGradient, Unit
 from l2l_core.eps.errors import NonFiniteError
 
 
-def checked(unit: Unit, block: Block, piece: GradientPiece) -> float:
+def check_finite(unit: Unit, block: Block, gradient: BlockGradient) -> float:
     """Compute the norm of a gradient, which may be infinite by overflow alone.
 
     Raises:
         NonFiniteError: an element of it is not finite.
     """
-    norm = norm_of(piece.parts())
+    norm = joint_norm(gradient.tensors())
     if not math.isfinite(norm):
-        names = [block.names[i] for i, view in piece.views().items() if not torch.isfinite(view).all()]
+        names = [block.names[i] for i, view in gradient.views().items() if not torch.isfinite(view).all()]
         if not names:
             return norm
         raise NonFiniteError(
@@ -31,7 +31,7 @@ def checked(unit: Unit, block: Block, piece: GradientPiece) -> float:
     return norm
 
 
-def norm_of(parts: Sequence[torch.Tensor]) -> float:
+def joint_norm(parts: Sequence[torch.Tensor]) -> float:
     """Compute the norm of some tensors together; 0 of none."""
     if len(parts) == 1:
         return torch.linalg.vector_norm(parts[0]).item()

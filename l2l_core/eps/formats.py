@@ -16,15 +16,15 @@ import torch
 from torch.nn.functional import pad
 
 from l2l_core.rounding import round_at_random
-from l2l_core.rules import GROUP
+from l2l_core.schedule_rules import SCALE_GROUP
 
-Coded = tuple[torch.Tensor, torch.Tensor]  # bytes, and a float32 for each group
+Encoded = tuple[torch.Tensor, torch.Tensor]  # bytes, and a float32 for each group
 
 
 class Format(Protocol):
     """Says how some elements of a parameter are written; they begin with a group."""
 
-    def encode(self, values: torch.Tensor, seed: int | None) -> Coded:
+    def encode(self, values: torch.Tensor, seed: int | None) -> Encoded:
         """Write float32 values, (n,), rounded to nearest; or at random, with random numbers from a seed."""
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, numel: int) -> torch.Tensor:
@@ -34,10 +34,10 @@ class Format(Protocol):
         """Count the bytes of so many values, without scales."""
 
 
-class Brain:
+class BFloat16Format:
     """Is bfloat16."""
 
-    def encode(self, values: torch.Tensor, seed: int | None) -> Coded:
+    def encode(self, values: torch.Tensor, seed: int | None) -> Encoded:
         if seed is not None:  # its arithmetic on bits would carry some NaN over to 0
             values = torch.where(values.isfinite(), round_at_random(values.clone(), seed), values)
         return values.to(torch.bfloat16).view(torch.uint8), values[:0]
@@ -49,7 +49,7 @@ class Brain:
         return 2 * numel
 
 
-class Whole:
+class IntegerFormat:
     """Is whole numbers of few bits, each group in steps of its own.
 
     Args:
@@ -59,38 +59,38 @@ class Whole:
     def __init__(self, bits: int) -> None:
         self._bits, self._largest = bits, 2 ** (bits - 1) - 1
 
-    def encode(self, values: torch.Tensor, seed: int | None) -> Coded:
-        groups = pad(values, (0, -values.numel() % GROUP)).view(-1, GROUP)
+    def encode(self, values: torch.Tensor, seed: int | None) -> Encoded:
+        groups = pad(values, (0, -values.numel() % SCALE_GROUP)).view(-1, SCALE_GROUP)
         steps = groups.abs().amax(1, keepdim=True).div_(self._largest)  # (groups, 1); of NaN it is NaN
         # A group of zeros has steps of 0. Beside an infinity no number counts: the step alone makes all of them NaN
         ratios = (groups / steps).nan_to_num_(0.0, 0.0, 0.0)
-        numbers = _at_random(ratios, seed) if seed is not None else ratios.round_()
+        numbers = _round_stochastically(ratios, seed) if seed is not None else ratios.round_()
         numbers.clamp_(-self._largest, self._largest)
-        return self._packed(numbers.view(-1)[: values.numel()]), steps.view(-1)
+        return self._pack(numbers.view(-1)[: values.numel()]), steps.view(-1)
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, numel: int) -> torch.Tensor:
-        numbers = pad(self._unpacked(codes)[:numel], (0, -numel % GROUP)).view(-1, GROUP)
+        numbers = pad(self._unpack(codes)[:numel], (0, -numel % SCALE_GROUP)).view(-1, SCALE_GROUP)
         return numbers.mul_(scales.view(-1, 1)).view(-1)[:numel]
 
     def code_bytes(self, numel: int) -> int:
         return -(-numel * self._bits // 8)
 
-    def _packed(self, numbers: torch.Tensor) -> torch.Tensor:
+    def _pack(self, numbers: torch.Tensor) -> torch.Tensor:
         if self._bits == 8:
             return numbers.to(torch.int8).view(torch.uint8)
         halves = pad(numbers + 8, (0, numbers.numel() % 2)).to(torch.uint8)  # from 1 to 15
         return halves[0::2] | (halves[1::2] << 4)
 
-    def _unpacked(self, codes: torch.Tensor) -> torch.Tensor:
+    def _unpack(self, codes: torch.Tensor) -> torch.Tensor:
         if self._bits == 8:
             return codes.view(torch.int8).to(torch.float32)
         return torch.stack((codes & 15, codes >> 4), 1).view(-1).to(torch.float32).sub_(8)
 
 
-FORMATS: Mapping[str, Format] = {"bf16": Brain(), "int8": Whole(8), "int4": Whole(4)}
+FORMATS: Mapping[str, Format] = {"bf16": BFloat16Format(), "int8": IntegerFormat(8), "int4": IntegerFormat(4)}
 
 
-def _at_random(ratios: torch.Tensor, seed: int) -> torch.Tensor:
+def _round_stochastically(ratios: torch.Tensor, seed: int) -> torch.Tensor:
     """Round to a neighbour with the probability that makes the mean right; whole numbers stay."""
     generator = torch.Generator(ratios.device).manual_seed(seed)
     return ratios.add_(torch.rand(ratios.shape, generator=generator, device=ratios.device)).floor_()

@@ -15,21 +15,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from l2l_core.devices import Ledger
-from l2l_core.eps.blocks import Block, Unit, masters_over, shared_key
+from l2l_core.eps.blocks import Block, Unit, make_masters, shared_key
 from l2l_core.eps.optimizers import (
+    ByteCounter,
     Findings,
-    Tally,
-    copy_over,
-    over,
+    clone_deep,
+    clone_shallow,
     replace_params,
-    slice_of,
+    restrict_optimizer,
     state_bytes,
 )
-from l2l_core.model import keep
+from l2l_core.model import snapshot_value
 
 
 @dataclass(eq=False)
-class Side:
+class OptimizerEntry:
     """Is what the optimizer holds of a block: its masters, the group of each (-1: in none), and their state."""
 
     masters: list[nn.Parameter]
@@ -43,7 +43,7 @@ class Side:
 
 
 @dataclass(slots=True)
-class _Mine:
+class _BlockOptimizer:
     params: list[nn.Parameter]  # over the same memory as the block's master
     part: Optimizer  # the optimizer restricted to them
 
@@ -76,19 +76,23 @@ class Masters:
         findings: Findings = Findings(),  # noqa: B008 - frozen
     ) -> None:
         self.units, self.optimizer, self.findings = list(units), optimizer, findings
-        self._order_of_model, self._host = order, host
+        self._model_order, self._host = order, host
         self.blocks = list(dict.fromkeys(block for unit in units for block in unit.blocks))
         self.owner = {block: unit for unit in units for block in unit.blocks if not block.shared}
-        masters = {p: master for b in self.blocks for p, master in zip(b.params, masters_over(b), strict=True)}
+        masters = {p: master for b in self.blocks for p, master in zip(b.params, make_masters(b), strict=True)}
         self._model_params = {master: param for param, master in masters.items()}
         replace_params(optimizer, masters)
         # Only now: a slice looks for its parameters in the whole's groups, which have held masters since the line above
-        self._mine = {
-            block: _Mine(own := [masters[p] for p in block.params], slice_of(optimizer, own)) for block in self.blocks
+        self._block_optimizers = {
+            block: _BlockOptimizer(own := [masters[p] for p in block.params], restrict_optimizer(optimizer, own))
+            for block in self.blocks
         }
         self.before_write: Callable[[Block], None] = lambda block: None
         self._order: dict[nn.Parameter, int] = {}  # made when it is needed
-        self._tally, self._state_bytes = Tally(), 0  # of the optimizer's state; what of it is in the ledger
+        self._byte_counter, self._state_bytes = (
+            ByteCounter(),
+            0,
+        )  # of the optimizer's state; what of it is in the ledger
         for block in self.blocks:
             host.book("weights", block.key, block.nbytes)
         self.book_state()
@@ -97,24 +101,24 @@ class Masters:
 
     def params_of(self, block: Block) -> list[nn.Parameter]:
         """Give the optimizer's parameters of a block that is here, in the order of its own."""
-        return self._mine[block].params
+        return self._block_optimizers[block].params
 
     def part_of(self, block: Block) -> Optimizer:
         """Give the optimizer restricted to a block; its state is the whole one's."""
-        return self._mine[block].part
+        return self._block_optimizers[block].part
 
     def all_params(self) -> dict[Block, list[nn.Parameter]]:
         """Give the same as `params_of`, for all blocks."""
-        return {block: mine.params for block, mine in self._mine.items()}
+        return {block: mine.params for block, mine in self._block_optimizers.items()}
 
-    def side_of(self, block: Block) -> Side:
+    def entry_of(self, block: Block) -> OptimizerEntry:
         """Collect what the optimizer holds of a block that is here."""
         masters = self.params_of(block)
         group_of = {p: i for i, group in enumerate(self.part_of(block).param_groups) for p in group["params"]}
         state = {p: self.optimizer.state[p] for p in masters if p in self.optimizer.state}
-        return Side(masters, [group_of.get(p, -1) for p in masters], state)
+        return OptimizerEntry(masters, [group_of.get(p, -1) for p in masters], state)
 
-    def by_param(self, unit: Unit) -> dict[nn.Parameter, nn.Parameter]:
+    def master_by_param(self, unit: Unit) -> dict[nn.Parameter, nn.Parameter]:
         """Give the optimizer's parameter for each of a unit's."""
         pairs = (zip(block.params, self.params_of(block), strict=True) for block in unit.blocks)
         return {param: master for pair in pairs for param, master in pair}
@@ -124,18 +128,18 @@ class Masters:
         """The model's parameter for each of the optimizer's."""
         return self._model_params
 
-    def in_order(self) -> list[nn.Parameter]:
+    def params_in_model_order(self) -> list[nn.Parameter]:
         """List all of the optimizer's parameters in the model's order, in which a norm over all of them adds up."""
-        self._order = self._order or {param: index for index, param in enumerate(self._order_of_model())}
+        self._order = self._order or {param: index for index, param in enumerate(self._model_order())}
         return sorted(self._model_params, key=lambda master: self._order[self._model_params[master]])
 
     # -- layers come and go --------------------------------------------------------------------------------------------
 
-    def admit(self, unit: Unit, sides: Mapping[Block, Side]) -> None:
+    def add_unit(self, unit: Unit, entries: Mapping[Block, OptimizerEntry]) -> None:
         """Take a layer in, between two steps; `arrange` puts its parameters where they belong."""
         self.units.append(unit)
         self._order = {}
-        for block, side in sides.items():
+        for block, side in entries.items():
             self.blocks.append(block)
             self.owner[block] = unit
             self._model_params.update(zip(side.masters, block.params, strict=True))
@@ -145,18 +149,20 @@ class Masters:
                 group["params"].extend(own)
                 part.append({**group, "params": own})
             self.optimizer.state.update(side.state)
-            self._mine[block] = _Mine(side.masters, over(self.optimizer, part, self.optimizer.state))
+            self._block_optimizers[block] = _BlockOptimizer(
+                side.masters, clone_shallow(self.optimizer, part, self.optimizer.state)
+            )
             self._host.book("weights", block.key, block.nbytes)
-            self._tally.add(side.state.values())
-            self._book_tally()
+            self._byte_counter.add(side.state.values())
+            self._book_counted()
 
-    def dismiss(self, units: Collection[Unit]) -> dict[Unit, dict[Block, Side]]:
+    def remove_units(self, units: Collection[Unit]) -> dict[Unit, dict[Block, OptimizerEntry]]:
         """Let layers go, between two steps; the result is what `admit` needs to take them in again.
 
         Blocks that they share with others stay.
         """
         self._order = {}
-        kept = {unit: {block: self.side_of(block) for block in unit.blocks if not block.shared} for unit in units}
+        kept = {unit: {block: self.entry_of(block) for block in unit.blocks if not block.shared} for unit in units}
         sides = {block: side for one in kept.values() for block, side in one.items()}
         masters = {master for side in sides.values() for master in side.masters}
         for group in self.optimizer.param_groups:  # new lists: whoever may take this back holds the old ones
@@ -165,12 +171,12 @@ class Masters:
             del self._model_params[master]
             self.optimizer.state.pop(master, None)
         for block, side in sides.items():
-            del self._mine[block], self.owner[block]
+            del self._block_optimizers[block], self.owner[block]
             self._host.release("weights", block.key, block.nbytes)
-            self._tally.remove(side.state.values())
+            self._byte_counter.remove(side.state.values())
         self.blocks = [block for block in self.blocks if block not in sides]
         self.units = [unit for unit in self.units if unit not in kept]
-        self._book_tally()
+        self._book_counted()
         return kept
 
     def rename(self, block: Block, names: list[str]) -> None:
@@ -185,7 +191,7 @@ class Masters:
         """The model's parameters in every group of the optimizer."""
         return [[self._model_params[master] for master in group["params"]] for group in self.optimizer.param_groups]
 
-    def arrange(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+    def reorder_groups(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         """Let the optimizer's groups hold what they hold in another order, which is given by the model's parameters."""
         masters = {param: master for master, param in self._model_params.items()}
         names: dict[nn.Parameter, str] = {}
@@ -196,12 +202,12 @@ class Masters:
                 group["param_names"] = [names[master] for master in group["params"]]
         self._order = {}
 
-    def regroup(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+    def assign_groups(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         """Let the optimizer's groups hold other parameters, between two steps: one list of the model's for each."""
-        self.arrange(groups)
+        self.reorder_groups(groups)
         # A part is lent settings group by group: a parameter left in its old group would go by the wrong ones
-        for mine in self._mine.values():
-            mine.part = slice_of(self.optimizer, mine.params)
+        for mine in self._block_optimizers.values():
+            mine.part = restrict_optimizer(self.optimizer, mine.params)
 
     def check_groups(self) -> None:
         """Compare the optimizer's groups with those of its parts, which are lent settings group by group.
@@ -211,15 +217,15 @@ class Masters:
         """
         groups = self.optimizer.param_groups
         known: list[set[nn.Parameter]] = [set() for _ in groups]
-        for mine in self._mine.values():
+        for mine in self._block_optimizers.values():
             parts = mine.part.param_groups
             if len(parts) != len(groups):
-                raise _regrouped(f"it has {len(groups)} groups and had {len(parts)}")
+                raise _groups_changed_error(f"it has {len(groups)} groups and had {len(parts)}")
             for own, group in zip(known, parts, strict=True):
                 own.update(group["params"])
         for index, (group, own) in enumerate(zip(groups, known, strict=True)):
             if len(group["params"]) != len(own) or not own.issuperset(group["params"]):
-                raise _regrouped(
+                raise _groups_changed_error(
                     f"group {index} has {len(group['params'])} parameters and had {len(own)}, or has others"
                 )
 
@@ -231,7 +237,7 @@ class Masters:
     def snapshot(self) -> Callable[[], None]:
         """Copy all weights, versions and all that the optimizer keeps; the result puts them back bit by bit."""
         masters = [(block, block.master.clone(), block.version) for block in self.blocks]
-        put_optimizer_back = keep(vars(self.optimizer))
+        put_optimizer_back = snapshot_value(vars(self.optimizer))
 
         def undo() -> None:
             for block, master, version in masters:
@@ -243,8 +249,8 @@ class Masters:
 
         return undo
 
-    def plain_optimizer(
-        self, twin: nn.Module, model: nn.Module, states: Mapping[nn.Parameter, dict[str, Any]]
+    def copy_optimizer(
+        self, model_copy: nn.Module, model: nn.Module, states: Mapping[nn.Parameter, dict[str, Any]]
     ) -> Optimizer:
         """Make a copy of the optimizer over the parameters of `twin`, a copy of `model`; the two share nothing.
 
@@ -252,20 +258,22 @@ class Masters:
             twin, model: as said.
             states: what it is to know, by parameter of this optimizer; they become its own.
         """
-        counterpart = dict(zip(model.parameters(), twin.parameters(), strict=True))
+        counterpart = dict(zip(model.parameters(), model_copy.parameters(), strict=True))
         stands_for = {
             master: counterpart[param] for master, param in self._model_params.items() if param in counterpart
         }
-        warmth = {p: warmth_of(block) for block in self.blocks if block.warmup for p in self.params_of(block)}
+        warmth = {p: warmup_factor(block) for block in self.blocks if block.warmup for p in self.params_of(block)}
         groups = []
         for group in self.optimizer.param_groups:
             for factor in sorted({1.0, *(warmth.get(p, 1.0) for p in group["params"])}):
                 alike = [stands_for[p] for p in group["params"] if warmth.get(p, 1.0) == factor]
                 groups.append({**group, "params": alike, **({"lr": group["lr"] * factor} if factor != 1.0 else {})})
         state = {stands_for[p]: known for p, known in states.items() if p in stands_for}
-        return copy_over(self.optimizer, groups, defaultdict(dict, state), {**stands_for, **counterpart, model: twin})
+        return clone_deep(
+            self.optimizer, groups, defaultdict(dict, state), {**stands_for, **counterpart, model: model_copy}
+        )
 
-    def give_back(self) -> None:
+    def restore_model_params(self) -> None:
         """Give the optimizer the model's own parameters back, and the ledger its bytes."""
         replace_params(self.optimizer, self._model_params)
         for block in self.blocks:
@@ -278,11 +286,11 @@ class Masters:
 
     def book_state(self) -> None:
         """Count the bytes of the optimizer's state anew."""
-        self._tally = Tally(self.optimizer.state.values())
-        self._book_tally()
+        self._byte_counter = ByteCounter(self.optimizer.state.values())
+        self._book_counted()
 
-    def _book_tally(self) -> None:
-        nbytes = self._tally.nbytes - self._state_bytes
+    def _book_counted(self) -> None:
+        nbytes = self._byte_counter.nbytes - self._state_bytes
         if nbytes > 0:
             self._host.book("optimizer", "state", nbytes)
         elif nbytes < 0:
@@ -290,7 +298,7 @@ class Masters:
         self._state_bytes += nbytes
 
 
-def _regrouped(how: str) -> ValueError:
+def _groups_changed_error(how: str) -> ValueError:
     return ValueError(
         f"the groups of the optimizer were changed behind the relay's back: {how} (add_param_group?). Close the "
         "relay, change the groups, and make a new relay with the same optimizer; or give the optimizer all parameters from the "
@@ -298,6 +306,6 @@ def _regrouped(how: str) -> ValueError:
     )
 
 
-def warmth_of(block: Block) -> float:
+def warmup_factor(block: Block) -> float:
     """Give the factor of the learning rate in the block's next update, which rises to 1 over its warm-up."""
     return min(1.0, (block.version + 1) / block.warmup) if block.warmup else 1.0

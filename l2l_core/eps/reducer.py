@@ -8,13 +8,13 @@ from typing import Protocol
 from torch import nn
 
 from l2l_core.config import RelayConfig
-from l2l_core.eps.blocks import Block, GradientPiece
-from l2l_core.eps.clock import Clock
-from l2l_core.eps.gradients import Gradients
+from l2l_core.eps.blocks import Block, BlockGradient
+from l2l_core.eps.eps_clock import EPSClock
+from l2l_core.eps.gradient_buffers import GradientBuffers
 from l2l_core.eps.masters import Masters
-from l2l_core.eps.updates import let_have
+from l2l_core.eps.updater import set_grads
 
-Parts = Mapping[int, GradientPiece]
+GradientParts = Mapping[int, BlockGradient]
 
 
 class Reducer(Protocol):
@@ -27,15 +27,15 @@ class Reducer(Protocol):
         keeps_apart: whether it needs the gradient of every micro-batch by itself, of all blocks.
     """
 
-    keeps_apart: bool
+    per_micro_batch: bool
 
-    def begin(self, masters: Masters, config: RelayConfig, clock: Clock) -> None:
+    def begin(self, masters: Masters, config: RelayConfig, clock: EPSClock) -> None:
         """Hear that a step begins; `clock` times the EPS's thread, and shall not while that waits for others."""
 
-    def due(self, masters: Masters, waiting: Sequence[Block]) -> Sequence[Block]:
+    def blocks_to_reduce(self, masters: Masters, with_parts: Sequence[Block]) -> Sequence[Block]:
         """Say which blocks are reduced when all gradients of the step have come, given those of which parts wait here."""
 
-    def reduce(self, block: Block, parts: Parts, gradients: Gradients) -> GradientPiece | None:
+    def reduce(self, block: Block, parts: GradientParts, gradients: GradientBuffers) -> BlockGradient | None:
         """Give the gradient to update a block with; None if it has none in this step.
 
         Args:
@@ -45,46 +45,48 @@ class Reducer(Protocol):
             gradients: makes and takes back buffers.
         """
 
-    def clip(self, masters: Masters, whole: Mapping[Block, GradientPiece], max_norm: float) -> None:
+    def clip(self, masters: Masters, complete: Mapping[Block, BlockGradient], max_norm: float) -> None:
         """Scale all gradients by their norm together, as `torch.nn.utils.clip_grad_norm_` does in the model's order."""
 
-    def give_up(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """Hear that the EPS's work has failed, on its thread: nothing more of this step will be reduced."""
 
     def finish(self) -> None:
         """Hear that all updates of the step are done here; returns when they are done everywhere."""
 
 
-class Alone:
+class LocalReducer:
     """Is the reducer of one worker: its micro-batches' gradients are added in ascending k, and that is all."""
 
-    keeps_apart = False
+    per_micro_batch = False
 
-    def begin(self, masters: Masters, config: RelayConfig, clock: Clock) -> None:
+    def begin(self, masters: Masters, config: RelayConfig, clock: EPSClock) -> None:
         pass
 
-    def due(self, masters: Masters, waiting: Sequence[Block]) -> Sequence[Block]:
-        return waiting
+    def blocks_to_reduce(self, masters: Masters, with_parts: Sequence[Block]) -> Sequence[Block]:
+        return with_parts
 
-    def reduce(self, block: Block, parts: Parts, gradients: Gradients) -> GradientPiece | None:
-        return gradients.sum_of(parts)
+    def reduce(self, block: Block, parts: GradientParts, gradients: GradientBuffers) -> BlockGradient | None:
+        return gradients.sum_parts(parts)
 
-    def clip(self, masters: Masters, whole: Mapping[Block, GradientPiece], max_norm: float) -> None:
-        for block, piece in whole.items():
-            let_have(masters.params_of(block), piece)
-        nn.utils.clip_grad_norm_(masters.in_order(), max_norm)  # in place, so in the buffers that updates will use
+    def clip(self, masters: Masters, complete: Mapping[Block, BlockGradient], max_norm: float) -> None:
+        for block, piece in complete.items():
+            set_grads(masters.params_of(block), piece)
+        nn.utils.clip_grad_norm_(
+            masters.params_in_model_order(), max_norm
+        )  # in place, so in the buffers that updates will use
 
-    def give_up(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         pass
 
     def finish(self) -> None:
         pass
 
 
-class AloneApart(Alone):
+class PerMicroBatchReducer(LocalReducer):
     """Is the same where the gradient of every micro-batch comes by itself, as those of several workers may have to."""
 
-    keeps_apart = True
+    per_micro_batch = True
 
-    def due(self, masters: Masters, waiting: Sequence[Block]) -> Sequence[Block]:
-        return [block for block in masters.blocks if block in waiting]  # in the order that all of them have
+    def blocks_to_reduce(self, masters: Masters, with_parts: Sequence[Block]) -> Sequence[Block]:
+        return [block for block in masters.blocks if block in with_parts]  # in the order that all of them have

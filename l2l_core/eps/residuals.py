@@ -29,11 +29,11 @@ class Residuals:
     def __init__(self, device: Device) -> None:
         self.device = device
 
-    def of(self, block: Block) -> dict[int, torch.Tensor]:
+    def for_block(self, block: Block) -> dict[int, torch.Tensor]:
         """Give those of a block, each (numel,), by index of the parameter; it may be changed."""
         return block.residuals
 
-    def make(self, block: Block, index: int, numel: int) -> torch.Tensor:
+    def create(self, block: Block, index: int, numel: int) -> torch.Tensor:
         """Make one of zeros.
 
         Raises:
@@ -43,33 +43,33 @@ class Residuals:
         ledger.book(CATEGORY, OWNER, nbytes)
         residual = self.device.empty(numel).zero_()
         weakref.finalize(residual, ledger.release, CATEGORY, OWNER, nbytes)  # with the last block that has it
-        self.of(block)[index] = residual
+        self.for_block(block)[index] = residual
         return residual
 
     def snapshot(self, blocks: Iterable[Block]) -> Callable[[], None]:
         """Keep those of some blocks as they are; the result puts them back."""
-        kept = {block: {i: residual.clone() for i, residual in self.of(block).items()} for block in blocks}
+        kept = {block: {i: residual.clone() for i, residual in self.for_block(block).items()} for block in blocks}
 
         def put_back() -> None:
             for block, old in kept.items():
-                self.put(block, dict.fromkeys(self.of(block)) | old)
+                self.restore(block, dict.fromkeys(self.for_block(block)) | old)
 
         return put_back
 
-    def put(self, block: Block, values: Mapping[int, torch.Tensor | None]) -> None:
+    def restore(self, block: Block, values: Mapping[int, torch.Tensor | None]) -> None:
         """Give a block such values, by index; None where it is to have none."""
-        held = self.of(block)
+        held = self.for_block(block)
         for index, value in values.items():
             if value is None:
                 held.pop(index, None)
             else:
-                (held[index] if index in held else self.make(block, index, value.numel())).copy_(value)
+                (held[index] if index in held else self.create(block, index, value.numel())).copy_(value)
 
     def close(self) -> None:
         """Hear that they are not needed any more."""
 
 
-class ScratchResiduals(Residuals):
+class DryRunResiduals(Residuals):
     """Makes residuals for steps without effect: booked as real ones are, but those of one size share their memory.
 
     Args:
@@ -80,25 +80,25 @@ class ScratchResiduals(Residuals):
     def __init__(self, device: Device, is_real: bool) -> None:
         super().__init__(device)
         self._is_real = is_real
-        self._held: dict[Block, dict[int, torch.Tensor]] = {}
+        self._by_block: dict[Block, dict[int, torch.Tensor]] = {}
         self._shared: dict[int, torch.Tensor] = {}
         self._booked_bytes = 0
 
-    def of(self, block: Block) -> dict[int, torch.Tensor]:
-        return self._held.setdefault(block, {})
+    def for_block(self, block: Block) -> dict[int, torch.Tensor]:
+        return self._by_block.setdefault(block, {})
 
-    def make(self, block: Block, index: int, numel: int) -> torch.Tensor:
+    def create(self, block: Block, index: int, numel: int) -> torch.Tensor:
         if not (self._is_real and index in block.residuals):
             self.device.ledger.book(CATEGORY, OWNER, 4 * numel)
             self._booked_bytes += 4 * numel
         if numel not in self._shared:
             self._shared[numel] = self.device.empty(numel).zero_()
-        self.of(block)[index] = self._shared[numel]
+        self.for_block(block)[index] = self._shared[numel]
         return self._shared[numel]
 
     def close(self) -> None:
         if self._booked_bytes:
             self.device.ledger.release(CATEGORY, OWNER, self._booked_bytes)
         self._booked_bytes = 0
-        self._held.clear()
+        self._by_block.clear()
         self._shared.clear()

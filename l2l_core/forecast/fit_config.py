@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any
 
 from l2l_core.config import RelayConfig
+from l2l_core.forecast.config_forecast import forecast_config
 from l2l_core.forecast.forecast import Forecast
-from l2l_core.forecast.from_config import forecast_config
-from l2l_core.forecast.kept_state import KeptState, MakeOptimizer
-from l2l_core.forecast.planned_shelf import PlannedShelf
+from l2l_core.forecast.optimizer_state_size import OptimizerFactory, OptimizerStateSize
+from l2l_core.forecast.shelf_costs import PlannedShelf
 from l2l_core.shelf import Disk
 from l2l_core.simulator import Machine
 from l2l_core.trace import format_bytes
@@ -45,7 +45,7 @@ class Way:
         disk = ""
         if shelf is not None:
             disk = f", {format_bytes(shelf.needed_bytes)} of disk, memory_bytes={shelf.memory_bytes:,}"
-        verdict = "fits" if forecast.fits else "; ".join(forecast.lacks())
+        verdict = "fits" if forecast.fits else "; ".join(forecast.shortfalls())
         return f"{self.name}: {forecast.seconds:.3g} s, {format_bytes(forecast.needed_host_bytes)} of host{disk}: {verdict}"
 
 
@@ -75,7 +75,9 @@ class ConfigFit:
         if best is None:
             return "\n".join(["nothing of this fits", *map(str, self.ways)])
         head = [f"take {best.name}: of what fits, nothing is faster", f"there, {best.forecast.bound}"]
-        needs = [f"faster would be {way.name}, but it {'; '.join(way.forecast.lacks())}" for way in self.better[-1:]]
+        needs = [
+            f"faster would be {way.name}, but it {'; '.join(way.forecast.shortfalls())}" for way in self.better[-1:]
+        ]
         return "\n".join([*head, *needs, *map(str, self.ways)])
 
 
@@ -83,7 +85,7 @@ def fit_config(
     config: Any,
     machine: Machine,
     *,
-    optimizers: Mapping[str, MakeOptimizer],
+    optimizers: Mapping[str, OptimizerFactory],
     host_bytes: int,
     micro_batches: int,
     batch: int,
@@ -130,7 +132,7 @@ def fit_config(
         ways += [
             Way(name, _on_disk(partial(forecast, optimizer=make), disk, host_bytes))
             for name, make in optimizers.items()
-            if not KeptState(make).rounds_weights  # such masters cannot lie in files
+            if not OptimizerStateSize(make).rounds_weights  # such masters cannot lie in files
         ]
     return ConfigFit(tuple(sorted(ways, key=lambda way: way.forecast.seconds)))
 
@@ -139,8 +141,8 @@ def _on_disk(forecast: partial[Forecast], disk: Disk, host_bytes: int) -> Foreca
     """Forecast a step with as large a pool as there is room for and use for, or with the smallest that works."""
     least = forecast(shelf=PlannedShelf(disk=disk))
     assert least.shelf is not None
-    pool = min(least.shelf.ample_bytes, host_bytes - (least.needed_host_bytes - least.shelf.memory_bytes))
-    if pool <= least.shelf.least_bytes:
+    pool = min(least.shelf.max_useful_bytes, host_bytes - (least.needed_host_bytes - least.shelf.memory_bytes))
+    if pool <= least.shelf.min_bytes:
         return least
     wide = forecast(shelf=PlannedShelf(disk=disk, memory_bytes=pool))
     return wide if wide.fits and wide.seconds < least.seconds else least

@@ -1,6 +1,6 @@
 """What a step will need and how long it will take, before it runs; and how far off that was, afterwards.
 
-Values and their words. `from_costs.py` makes them.
+Values and their words. `cost_forecast.py` makes them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from functools import cached_property
 
 from l2l_core.analysis import Bound
 from l2l_core.config import RelayConfig
-from l2l_core.forecast.planned_shelf import OfShelf
-from l2l_core.simulator import Fleet, Sent
+from l2l_core.forecast.shelf_costs import ShelfForecast
+from l2l_core.simulator import Cluster, TrafficTotal
 from l2l_core.trace import StepResult, Trace, format_bytes
 
 
@@ -64,7 +64,7 @@ class StepFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class OfWorker:
+class WorkerForecast:
     """What is planned for one of several workers.
 
     Attributes:
@@ -75,17 +75,17 @@ class OfWorker:
             gradients. What gloo adds is not among them.
     """
 
-    fleet: Fleet
-    held: Mapping[str, int]
-    gathered_bytes: int
-    sent: Mapping[str, Sent]
+    cluster: Cluster
+    held_bytes: Mapping[str, int]
+    gather_buffer_bytes: int
+    traffic: Mapping[str, TrafficTotal]
 
     def __str__(self) -> str:
-        fleet, sent = self.fleet, Sent(*map(sum, zip(*self.sent.values(), strict=True)))
+        fleet, sent = self.cluster, TrafficTotal(*map(sum, zip(*self.traffic.values(), strict=True)))
         slow = ", ".join(f"worker {rank} {factor:g} times as slow" for rank, factor in fleet.stragglers.items())
         return (
             f"planned for worker {fleet.rank} of {fleet.count}{f', {slow}' if slow else ''}: holds "
-            f"{format_bytes(sum(self.held.values()))} of masters and state, gathers into {format_bytes(self.gathered_bytes)}, "
+            f"{format_bytes(sum(self.held_bytes.values()))} of masters and state, gathers into {format_bytes(self.gather_buffer_bytes)}, "
             f"sends {format_bytes(sent.sent)} and receives {format_bytes(sent.received)} a step; {fleet.network}"
         )
 
@@ -114,26 +114,26 @@ class Forecast(StepFigures):
     memory_bytes: int | None = None
     host_limit_bytes: int | None = None
     advice: str = ""
-    worker: OfWorker | None = None
-    shelf: OfShelf | None = None
+    worker: WorkerForecast | None = None
+    shelf: ShelfForecast | None = None
 
     @property
     def fits(self) -> bool:
         """Whether both budgets suffice, and the disk."""
-        return not self.lacks()
+        return not self.shortfalls()
 
-    def lacks(self) -> list[str]:
+    def shortfalls(self) -> list[str]:
         """Say what does not fit, in words."""
         places = (
             ("the device", self.peak_device_bytes, self.memory_bytes, self.device_bytes),
             ("the host", self.needed_host_bytes, self.host_limit_bytes, self.host_bytes),
         )
         lacks = [
-            f"does not fit {name}: {format_bytes(need)} of {format_bytes(limit)}, most of it {_words(held, 2)}"
+            f"does not fit {name}: {format_bytes(need)} of {format_bytes(limit)}, most of it {_format_categories(held, 2)}"
             for name, need, limit, held in places
             if limit is not None and need > limit
         ]
-        if self.shelf is not None and self.shelf.lacks_disk:
+        if self.shelf is not None and self.shelf.exceeds_disk:
             free = self.shelf.disk.free_bytes
             assert free is not None
             lacks.append(f"does not fit the disk: {format_bytes(self.shelf.needed_bytes)} of {format_bytes(free)}")
@@ -142,18 +142,18 @@ class Forecast(StepFigures):
     @property
     def needed_host_bytes(self) -> int:
         """Bytes that the host must have: those at its peak, and what a pool may take besides."""
-        return self.peak_host_bytes + (self.shelf.spare_bytes if self.shelf is not None else 0)
+        return self.peak_host_bytes + (self.shelf.unused_bytes if self.shelf is not None else 0)
 
     def check(self, result: StepResult) -> ForecastCheck:
         """Compare with a step that has run."""
         measured = {place: result.trace.peak_sample(place) for place in ("device", "host")}
         held = {place: dict(sample.bytes_by_category) if sample else {} for place, sample in measured.items()}
         return ForecastCheck(
-            device=_rows(self.device_bytes, held["device"]),
-            host=_rows(self.host_bytes, held["host"]),
-            peak_device=Row("peak", self.peak_device_bytes, result.peak_device_bytes),
-            peak_host=Row("peak", self.peak_host_bytes, result.trace.peak_bytes("host")),
-            seconds=Row("seconds", self.seconds, result.seconds),
+            device=_check_categories(self.device_bytes, held["device"]),
+            host=_check_categories(self.host_bytes, held["host"]),
+            peak_device=CheckedFigure("peak", self.peak_device_bytes, result.peak_device_bytes),
+            peak_host=CheckedFigure("peak", self.peak_host_bytes, result.trace.peak_bytes("host")),
+            seconds=CheckedFigure("seconds", self.seconds, result.seconds),
         )
 
     def __str__(self) -> str:
@@ -167,10 +167,10 @@ class Forecast(StepFigures):
         return "\n".join(
             [
                 f"a step of {self.seconds:.3g} s; {self.bound}",
-                f"device peak {format_bytes(self.peak_device_bytes)}: {_words(self.device_bytes)}",
-                f"host peak {format_bytes(self.peak_host_bytes)}: {_words(self.host_bytes)}",
+                f"device peak {format_bytes(self.peak_device_bytes)}: {_format_categories(self.device_bytes)}",
+                f"host peak {format_bytes(self.peak_host_bytes)}: {_format_categories(self.host_bytes)}",
                 *(str(each) for each in (self.worker, self.shelf) if each is not None),
-                *self.lacks(),
+                *self.shortfalls(),
                 *filter(None, [self.advice]),
                 hiding + ("; any depth fits" if depth is None else f"; at most {depth:,} layers like these fit"),
                 f"basis: {self.basis}",
@@ -179,7 +179,7 @@ class Forecast(StepFigures):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CheckedFigure:
     """A figure as forecast and as measured."""
 
     name: str
@@ -203,36 +203,41 @@ class ForecastCheck:
         peak_device, peak_host, seconds: of the whole step.
     """
 
-    device: tuple[Row, ...]
-    host: tuple[Row, ...]
-    peak_device: Row
-    peak_host: Row
-    seconds: Row
+    device: tuple[CheckedFigure, ...]
+    host: tuple[CheckedFigure, ...]
+    peak_device: CheckedFigure
+    peak_host: CheckedFigure
+    seconds: CheckedFigure
 
     def __str__(self) -> str:
         rows = [("", "forecast", "measured", "error")]
         for place, peak, parts in (("device", self.peak_device, self.device), ("host", self.peak_host, self.host)):
             rows += [
-                (f"{place} {row.name}", format_bytes(row.forecast), format_bytes(row.measured), _percent(row.error))
+                (
+                    f"{place} {row.name}",
+                    format_bytes(row.forecast),
+                    format_bytes(row.measured),
+                    _format_error(row.error),
+                )
                 for row in (peak, *parts)
             ]
         time = self.seconds
-        rows.append(("seconds", f"{time.forecast:.4g}", f"{time.measured:.4g}", _percent(time.error)))
+        rows.append(("seconds", f"{time.forecast:.4g}", f"{time.measured:.4g}", _format_error(time.error)))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         return "\n".join("  ".join([a.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]) for a, *rest in rows)
 
 
-def _percent(error: float) -> str:
+def _format_error(error: float) -> str:
     return f"{error:+.1%}" if abs(error) != float("inf") else "not there"
 
 
-def _rows(forecast: Mapping[str, int], measured: Mapping[str, int]) -> tuple[Row, ...]:
+def _check_categories(forecast: Mapping[str, int], measured: Mapping[str, int]) -> tuple[CheckedFigure, ...]:
     names = dict.fromkeys((*forecast, *measured))
-    return tuple(Row(name, forecast.get(name, 0), measured.get(name, 0)) for name in names)
+    return tuple(CheckedFigure(name, forecast.get(name, 0), measured.get(name, 0)) for name in names)
 
 
-def _words(held: Mapping[str, int], most: int | None = None) -> str:
-    parts = sorted(((name, n) for name, n in held.items() if n), key=lambda part: -part[1])[:most]
+def _format_categories(bytes_by_category: Mapping[str, int], limit: int | None = None) -> str:
+    parts = sorted(((name, n) for name, n in bytes_by_category.items() if n), key=lambda part: -part[1])[:limit]
     return ", ".join(f"{name} {format_bytes(n)}" for name, n in parts)
 
 

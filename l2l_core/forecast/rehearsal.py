@@ -1,7 +1,7 @@
 """A step without effect on a few micro-batches: what it costs, and what it leaves in memory turn by turn.
 
 The model's own forward and the relay's own loop run over all layers, on a device without limits and a link without
-limits, with an EPS that updates scratch copies (`l2l_core/eps/scratch.py`). What it is not: a simulation. Nothing of the
+limits, with an EPS that updates scratch copies (`l2l_core/eps/dry_run.py`). What it is not: a simulation. Nothing of the
 relay changes; forward hooks of the user's own do run.
 """
 
@@ -14,26 +14,26 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from l2l_core.batches import form_of
+from l2l_core.batches import shapes_of
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, EmulatedDevice, Ledger
-from l2l_core.eps import Alone, AloneApart, LayerStore, Place, ScratchResiduals, dry_store
+from l2l_core.eps import DryRunResiduals, LayerStore, LocalReducer, PerMicroBatchReducer, WeightSource, dry_run_store
 from l2l_core.eps.blocks import Block, Unit
-from l2l_core.forecast.holdings import Holdings
-from l2l_core.forecast.noted import NotedRoom
-from l2l_core.simulator import Profile, Recording
-from l2l_core.step import Parts, Plan, Task, Work, run_step
-from l2l_core.step.traffic import Metered
+from l2l_core.forecast.block_inventory import Inventory
+from l2l_core.forecast.recording_stash import RecordingStashStore
+from l2l_core.simulator import Profile, ProfileBuilder
+from l2l_core.step import PassPlan, PassSpec, PassTask, RelayParts, run_step
+from l2l_core.step.traffic import MeterRecord
 from l2l_core.trace import Trace
 
-ENOUGH_S = 2.0  # timed passes are repeated until they have taken so long together,
-MOST_PASSES = 5  # or there are so many
+MIN_TIMED_S = 2.0  # timed passes are repeated until they have taken so long together,
+MAX_PASSES = 5  # or there are so many
 
-_REDUCERS = {"sum": Alone(), "ordered": AloneApart()}
+_REDUCERS = {"sum": LocalReducer(), "ordered": PerMicroBatchReducer()}
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsed:
+class RehearsalResult:
     """What a rehearsal found.
 
     Attributes:
@@ -45,27 +45,27 @@ class Rehearsed:
     """
 
     profile: Profile
-    around_s: float
-    holdings: Holdings
+    overhead_s: float
+    inventory: Inventory
     passes: int
     seconds: float
 
 
-class _Pass(NamedTuple):
+class _RehearsedPass(NamedTuple):
     """One step without effect."""
 
     trace: Trace
     profile: Profile
     seconds: float  # with what comes before its first event and after its last one
-    learned: Metered
-    way: list[Unit]  # through the layers
+    record: MeterRecord
+    layer_order: list[Unit]  # through the layers
 
 
-class _Known(NamedTuple):
+class _MeteredPass(NamedTuple):
     """What a metered pass finds out."""
 
-    way: list[Unit]  # through the layers
-    learned: Metered
+    layer_order: list[Unit]  # through the layers
+    record: MeterRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,53 +83,57 @@ class Rehearsal:
             stay, changes nothing of that, and a search asks for both.
     """
 
-    parts: Parts
+    parts: RelayParts
     store: LayerStore
-    predicted: Sequence[Unit]
-    objective: Task
-    place: Callable[[Device, Ledger], Place]
-    learn: Callable[[list[Unit]], None] = lambda way: None
+    predicted_order: Sequence[Unit]
+    task: PassTask
+    make_weight_source: Callable[[Device, Ledger], WeightSource]
+    on_layer_order: Callable[[list[Unit]], None] = lambda way: None
     reduce: str = "sum"
-    metered: dict[Any, _Known] = field(default_factory=dict)
+    metered_passes: dict[Any, _MeteredPass] = field(default_factory=dict)
 
-    def run(self, micro_batches: Sequence[Any], config: RelayConfig, most_passes: int | None = None) -> Rehearsed:
+    def run(self, micro_batches: Sequence[Any], config: RelayConfig, max_passes: int | None = None) -> RehearsalResult:
         """Rehearse these micro-batches under `config`, once metered, then timed, at most so often."""
         began_s = time.perf_counter()
         config = replace(config, micro_batches=len(micro_batches), seed=0)
-        most = MOST_PASSES if most_passes is None else most_passes
-        with self._parts_apart() as parts, self._dry_store(parts) as dry:
-            passing = partial(self._pass, parts, dry, micro_batches, config)
-            kind = replace(config, ahead=0, resident=0), tuple(map(form_of, micro_batches))
-            if kind not in self.metered:
-                self.metered[kind] = self._meter(passing)
-            known = self.metered[kind]
-            replayed = None if config.meter == "always" else known.learned
-            timed: list[_Pass] = []
-            while not timed or (len(timed) < most and sum(one.seconds for one in timed) < ENOUGH_S):
-                timed.append(passing(replayed, known.way))
+        most = MAX_PASSES if max_passes is None else max_passes
+        with self._isolate_parts() as parts, self._open_dry_run_store(parts) as dry:
+            passing = partial(self._run_pass, parts, dry, micro_batches, config)
+            kind = replace(config, ahead=0, resident=0), tuple(map(shapes_of, micro_batches))
+            if kind not in self.metered_passes:
+                self.metered_passes[kind] = self._run_metered(passing)
+            known = self.metered_passes[kind]
+            replayed = None if config.meter == "always" else known.record
+            timed: list[_RehearsedPass] = []
+            while not timed or (len(timed) < most and sum(one.seconds for one in timed) < MIN_TIMED_S):
+                timed.append(passing(replayed, known.layer_order))
         usual = sorted(timed, key=lambda one: one.trace.span_s)[(len(timed) - 1) // 2]
-        return Rehearsed(
+        return RehearsalResult(
             profile=usual.profile,
-            around_s=max(0.0, usual.seconds - usual.trace.span_s),
-            holdings=Holdings.of(parts.units, dry.update, self.store.masters.findings.elementwise),
+            overhead_s=max(0.0, usual.seconds - usual.trace.span_s),
+            inventory=Inventory.of(parts.units, dry.updater, self.store.masters.findings.elementwise),
             passes=len(timed),
             seconds=time.perf_counter() - began_s,
         )
 
-    def _meter(self, passing: Callable[[Metered | None, Sequence[Unit]], _Pass]) -> _Known:
+    def _run_metered(self, run_pass: Callable[[MeterRecord | None, Sequence[Unit]], _RehearsedPass]) -> _MeteredPass:
         """Make a metered pass; two where the way that it finds is not the one that was predicted."""
-        found = passing(None, self.predicted)
-        if found.way != list(self.predicted):  # some are visited twice, say: prefetch learns, and so do we
-            found = passing(None, found.way)
-            self.learn(found.way)
-        return _Known(found.way, found.learned)
+        found = run_pass(None, self.predicted_order)
+        if found.layer_order != list(
+            self.predicted_order
+        ):  # some are visited twice, say: prefetch learns, and so do we
+            found = run_pass(None, found.layer_order)
+            self.on_layer_order(found.layer_order)
+        return _MeteredPass(found.layer_order, found.record)
 
     @contextmanager
-    def _parts_apart(self) -> Iterator[Parts]:
+    def _isolate_parts(self) -> Iterator[RelayParts]:
         """The parts, on a device without limits and with ledgers of their own; afterwards as they were."""
-        device, host = _unlimited(self.parts.device), Ledger("host", "Host memory")
-        room = NotedRoom(device)  # of a stash on the disk: what it costs there follows from what moves
-        parts = replace(self.parts, device=device, host=host, place=self.place(device, host), scratch=room)
+        device, host = _unlimited_device(self.parts.device), Ledger("host", "Host memory")
+        room = RecordingStashStore(device)  # of a stash on the disk: what it costs there follows from what moves
+        parts = replace(
+            self.parts, device=device, host=host, weight_source=self.make_weight_source(device, host), disk_stash=room
+        )
         blocks = _blocks_of(parts)
         casts = [block.cast for block in blocks]
         # A real device is not copied, so its ledger is the relay's: the peak of a step must stay that of the step.
@@ -139,7 +143,7 @@ class Rehearsal:
             with device.current():
                 yield parts
         finally:
-            parts.place.close()
+            parts.weight_source.close()
             for block, cast in zip(blocks, casts, strict=True):
                 block.cast = cast
             device.ledger.limit_bytes, device.ledger.peak = limit_bytes, max(peak, device.ledger.total)
@@ -147,16 +151,16 @@ class Rehearsal:
                 device.close()
 
     @contextmanager
-    def _dry_store(self, parts: Parts) -> Iterator[LayerStore]:
+    def _open_dry_run_store(self, parts: RelayParts) -> Iterator[LayerStore]:
         """An EPS without effect; its work is over when the block is left, however it is left."""
         # Copies: the dry EPS clears them, and notes its own, on the same units.
         stats = [dict(unit.stats) for unit in parts.units]
-        residuals = ScratchResiduals(parts.device, is_real=parts.device is self.parts.device)
-        dry = dry_store(self.store, parts.host, parts.device.host_empty, _REDUCERS[self.reduce], residuals)
+        residuals = DryRunResiduals(parts.device, is_real=parts.device is self.parts.device)
+        dry = dry_run_store(self.store, parts.host, parts.device.host_empty, _REDUCERS[self.reduce], residuals)
         try:
             yield dry
         except BaseException:
-            dry.roll_back()  # waits for its jobs: clipping sets the `grad` that is cleared below
+            dry.rollback()  # waits for its jobs: clipping sets the `grad` that is cleared below
             raise
         finally:
             residuals.close()
@@ -165,38 +169,38 @@ class Rehearsal:
             for unit, told in zip(parts.units, stats, strict=True):
                 unit.stats = told
 
-    def _pass(
+    def _run_pass(
         self,
-        parts: Parts,
-        dry: LayerStore,
+        parts: RelayParts,
+        store: LayerStore,
         micro_batches: Sequence[Any],
         config: RelayConfig,
-        replay: Metered | None,
-        predicted: Sequence[Unit],
-    ) -> _Pass:
+        record: MeterRecord | None,
+        predicted_order: Sequence[Unit],
+    ) -> _RehearsedPass:
         """Make one step without effect."""
         began_s = time.perf_counter()
         trace = parts.new_trace(config)
         trace.settings["reduce"] = self.reduce
         seeds = [config.micro_batch_seed(0, k) for k in range(len(micro_batches))]
-        work = Work(config, Plan.of(config, predicted), self.objective, micro_batches, seeds)
-        put_buffers_back = parts.copy_buffers()
+        work = PassSpec(config, PassPlan.of(config, predicted_order), self.task, micro_batches, seeds)
+        put_buffers_back = parts.snapshot_buffers()
         try:
-            _, ran = run_step(parts, dry, work, [1.0] * len(micro_batches), trace, replay)
+            _, ran = run_step(parts, store, work, [1.0] * len(micro_batches), trace, record)
             seconds = time.perf_counter() - began_s
         finally:
             put_buffers_back()
-        profile = Profile(**Recording(trace).costs())
+        profile = Profile(**ProfileBuilder(trace).profile_fields())
         if config.stash == "disk":
-            assert isinstance(parts.scratch, NotedRoom)
-            profile = parts.scratch.told(profile)
-        return _Pass(trace, profile, seconds, ran.metered, ran.way)
+            assert isinstance(parts.disk_stash, RecordingStashStore)
+            profile = parts.disk_stash.add_moves(profile)
+        return _RehearsedPass(trace, profile, seconds, ran.metered, ran.layer_order)
 
 
-def _blocks_of(parts: Parts) -> list[Block]:
+def _blocks_of(parts: RelayParts) -> list[Block]:
     return list(dict.fromkeys(block for unit in parts.units for block in unit.blocks))
 
 
-def _unlimited(device: Device) -> Device:
+def _unlimited_device(device: Device) -> Device:
     """The same kind of device without a budget and with the fastest link; a real one is what it is."""
     return EmulatedDevice() if isinstance(device, EmulatedDevice) else device

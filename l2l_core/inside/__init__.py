@@ -1,19 +1,19 @@
 """What is seen inside of a model while its layers pass by: activations, attention, and what the head makes of each depth.
 
 May import `step.micro_batch`, `eps.blocks`, `batches`, `model`.
-Begin reading at `values.py`, `looking.py`, `observer.py`.
+Begin reading at `inspection_result.py`, `inspection.py`, `layer_observer.py`.
 """
 
-from l2l_core.inside.asked import Asked as Asked
-from l2l_core.inside.asked import check_numbers as check_numbers
-from l2l_core.inside.asked import spaced as spaced
-from l2l_core.inside.looking import Passes as Passes
-from l2l_core.inside.looking import look as look
-from l2l_core.inside.observer import Observer as Observer
-from l2l_core.inside.rows import Rows as Rows
-from l2l_core.inside.values import BINS as BINS
-from l2l_core.inside.values import Depth as Depth
-from l2l_core.inside.values import Inside as Inside
-from l2l_core.inside.values import Passing as Passing
-from l2l_core.inside.values import Spread as Spread
-from l2l_core.inside.values import Written as Written
+from l2l_core.inside.inspection import InspectionPasses as InspectionPasses
+from l2l_core.inside.inspection import run_inspection as run_inspection
+from l2l_core.inside.inspection_request import InspectionRequest as InspectionRequest
+from l2l_core.inside.inspection_request import check_arguments as check_arguments
+from l2l_core.inside.inspection_request import evenly_spaced as evenly_spaced
+from l2l_core.inside.inspection_result import BINS as BINS
+from l2l_core.inside.inspection_result import ActivationStats as ActivationStats
+from l2l_core.inside.inspection_result import Continuation as Continuation
+from l2l_core.inside.inspection_result import Inside as Inside
+from l2l_core.inside.inspection_result import LayerObservation as LayerObservation
+from l2l_core.inside.inspection_result import LensResult as LensResult
+from l2l_core.inside.layer_observer import LayerObserver as LayerObserver
+from l2l_core.inside.micro_batch_rows import MicroBatchRows as MicroBatchRows

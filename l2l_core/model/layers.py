@@ -31,11 +31,11 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, type_before_parametrizations
 
-from l2l_core.model.compiled import is_wrapper
+from l2l_core.model.compiled import is_compile_wrapper
 
 logger = logging.getLogger("l2l_core")
 
-Named = dict[str, nn.Module]  # dotted name -> module
+NamedModules = dict[str, nn.Module]  # dotted name -> module
 
 _SEVERAL = 3  # the highest rank: a member of several operations
 
@@ -52,7 +52,7 @@ class _Container:
 
 
 @dataclass(frozen=True)
-class _Stack:
+class _LayerStack:
     """The members of one rank in all containers of one pattern."""
 
     members: set[nn.Module]
@@ -61,17 +61,17 @@ class _Stack:
     is_routed: bool
 
 
-def find_layers(model: nn.Module) -> Named:
+def find_layers(model: nn.Module) -> NamedModules:
     """Return the layers of `model` by dotted name, in the order in which the model defines them.
 
     A module that sits in several slots appears once, under its first name. The rules: module docstring.
     Raises ValueError if nothing is repeated.
     """
-    layers = _chosen(_stacks(model, _is_container))
+    layers = _choose_layers(_stacks(model, _is_container))
     found = {name: module for name, module in model.named_modules() if module in layers}
     if not found:
         stacks = [stack for stack in _stacks(model, _has_attributes) if stack.rank >= _SEVERAL]
-        layers = _chosen(stacks)
+        layers = _choose_layers(stacks)
         found = {name: module for name, module in model.named_modules() if module in layers}
         if found:
             logger.info(
@@ -79,24 +79,24 @@ def find_layers(model: nn.Module) -> Named:
                 type(model).__name__, len(found), ", ".join(found),
             )  # fmt: skip
     if not found:
-        raise ValueError(_nothing_found(model))
+        raise ValueError(_no_layers_message(model))
     return found
 
 
 # --- stacks: rules 1 to 3 ------------------------------------------------------------------------------------------
 
 
-def _chosen(stacks: list[_Stack]) -> set[nn.Module]:
+def _choose_layers(stacks: list[_LayerStack]) -> set[nn.Module]:
     """Choose the layers out of all stacks: those of the highest rank, in the grain of rules 4 and 5."""
     best = max((stack.rank for stack in stacks), default=0)
     layers: dict[nn.Module, bool] = {}  # layer -> is it an expert?
     # Deepest first: a stack finds there those that its members hold.
     for stack in sorted((s for s in stacks if s.rank == best), key=lambda s: s.depth, reverse=True):
-        _settle(layers, stack)
+        _resolve_nesting(layers, stack)
     return set(layers)
 
 
-def _stacks(model: nn.Module, is_container: Callable[[nn.Module], bool]) -> list[_Stack]:
+def _stacks(model: nn.Module, is_container: Callable[[nn.Module], bool]) -> list[_LayerStack]:
     by_pattern: defaultdict[str, list[_Container]] = defaultdict(list)
     for container in _containers(model, model, "", "", is_container):
         by_pattern[container.pattern].append(container)
@@ -133,7 +133,7 @@ def _has_attributes(module: nn.Module) -> bool:
     return _is_container(module) or sum(map(_is_parameterised, module.children())) > 1
 
 
-def _stacks_of_pattern(containers: list[_Container]) -> Iterator[_Stack]:
+def _stacks_of_pattern(containers: list[_Container]) -> Iterator[_LayerStack]:
     ranks: Counter[type] = Counter()  # class -> highest rank of its members
     repeated: set[type] = set()
     for container in containers:
@@ -149,16 +149,16 @@ def _stacks_of_pattern(containers: list[_Container]) -> Iterator[_Stack]:
             (module, container) for container in containers for module in container.members if _kind(module) in kinds
         ]
         members, is_routed = {module for module, _ in held}, any(container.is_routed for _, container in held)
-        yield _Stack(members, rank, f".{containers[0].pattern}".rstrip(".").count("."), is_routed)
+        yield _LayerStack(members, rank, f".{containers[0].pattern}".rstrip(".").count("."), is_routed)
 
 
-def _children(module: nn.Module, name: str) -> Named:
+def _children(module: nn.Module, name: str) -> NamedModules:
     return {_join(name, slot): child for slot, child in module.named_children()}
 
 
-def _members(container: nn.Module, name: str) -> Named:
+def _members(container: nn.Module, name: str) -> NamedModules:
     """Find what the slots stand for (rule 1)."""
-    members: Named = {}
+    members: NamedModules = {}
     for child_name, child in _children(container, name).items():
         members |= {child_name: child} if can_run(child) else _members(child, child_name)
     return members
@@ -166,7 +166,7 @@ def _members(container: nn.Module, name: str) -> Named:
 
 def can_run(module: nn.Module) -> bool:
     """Whether it has a forward of its own."""
-    return type(module).forward is not nn.Module.forward or is_wrapper(module)
+    return type(module).forward is not nn.Module.forward or is_compile_wrapper(module)
 
 
 def _is_parameterised(module: nn.Module) -> bool:
@@ -175,7 +175,7 @@ def _is_parameterised(module: nn.Module) -> bool:
 
 def _kind(module: nn.Module) -> type:
     """Return the class of a module, compiled or not; torch makes up a class per parametrized one (spectral norm)."""
-    return type_before_parametrizations(module._orig_mod if is_wrapper(module) else module)  # type: ignore[arg-type]
+    return type_before_parametrizations(module._orig_mod if is_compile_wrapper(module) else module)  # type: ignore[arg-type]
 
 
 def _rank(module: nn.Module) -> int:
@@ -188,11 +188,11 @@ def _rank(module: nn.Module) -> int:
 # --- stages and experts: rules 4 and 5 -----------------------------------------------------------------------------
 
 
-def _settle(layers: dict[nn.Module, bool], stack: _Stack) -> None:
+def _resolve_nesting(layers: dict[nn.Module, bool], stack: _LayerStack) -> None:
     """Add `stack` to the `layers` found deeper; where its members hold some of them, one side gives way."""
-    held = {layer for member in stack.members for layer in inside(member) if layer in layers}
+    held = {layer for member in stack.members for layer in submodules_of(member) if layer in layers}
     inner = {layer for layer in held if not layers[layer]}
-    stages = {member for member in stack.members if inner & inside(member)}
+    stages = {member for member in stack.members if inner & submodules_of(member)}
     inner_wins = 2 * _numel(inner) > _numel(stages)
     for layer in held - inner if inner_wins else held:
         del layers[layer]
@@ -200,7 +200,7 @@ def _settle(layers: dict[nn.Module, bool], stack: _Stack) -> None:
         layers[member] = stack.is_routed
 
 
-def inside(module: nn.Module) -> set[nn.Module]:
+def submodules_of(module: nn.Module) -> set[nn.Module]:
     """Return the modules below it."""
     return set(module.modules()) - {module}
 
@@ -219,22 +219,22 @@ def _numel(modules: Iterable[nn.Module]) -> int:
 # --- messages ------------------------------------------------------------------------------------------------------
 
 
-def _nothing_found(model: nn.Module) -> str:
+def _no_layers_message(model: nn.Module) -> str:
     return (
         f"found no layers in {type(model).__name__}: looked for an nn.ModuleList, nn.Sequential or nn.ModuleDict "
         "that holds two or more parameterised modules of one class, for a ModuleList of one, and for attributes of one "
         "class with several operations each. Name the layers yourself, as modules or "
-        f"dotted names, for example layers=[{listed(candidates(model))}]."
+        f"dotted names, for example layers=[{format_names(layer_candidates(model))}]."
     )
 
 
-def candidates(model: nn.Module, count: int = 5) -> list[str]:
+def layer_candidates(model: nn.Module, count: int = 5) -> list[str]:
     """List names of modules that can run and own parameters, shallow ones first."""
     names = [name for name, m in model.named_modules() if name and can_run(m) and _is_parameterised(m)]
     return sorted(names, key=lambda name: name.count("."))[:count]
 
 
-def listed(names: Iterable[str]) -> str:
+def format_names(names: Iterable[str]) -> str:
     """Return names as a message shows them."""
     return ", ".join(map(repr, names))
 

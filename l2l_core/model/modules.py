@@ -12,7 +12,7 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
-def name_in(root: nn.Module, module: nn.Module) -> str:
+def module_name(root: nn.Module, module: nn.Module) -> str:
     """Return the name of a module below `root`; "" of `root` itself. For messages: it looks through all of them."""
     return next(name for name, each in root.named_modules() if each is module)
 

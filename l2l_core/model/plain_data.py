@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 Tensors = dict[str, torch.Tensor]
-Take = Callable[[str, Sequence[int]], torch.Tensor]
+TensorReader = Callable[[str, Sequence[int]], torch.Tensor]
 
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     kind.__name__: kind for kind in (tuple, list, set, frozenset, torch.Size)
@@ -30,7 +30,7 @@ def encode(value: Any, at: str, tensors: Tensors) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value  # JSON keeps the bits of a float: repr
     if type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
-        name = next((name for name, tensor in tensors.items() if tensor is value), _free(at, tensors))
+        name = next((name for name, tensor in tensors.items() if tensor is value), _unused_name(at, tensors))
         tensors[name] = value
         # Strides as a copy has them: what is expanded, or a part of something, is written out alone.
         return {"tensor": name, "stride": torch.empty_like(value, device="meta").stride()}
@@ -52,14 +52,14 @@ def encode(value: Any, at: str, tensors: Tensors) -> Any:
     )
 
 
-def _free(name: str, tensors: Tensors) -> str:
+def _unused_name(name: str, tensors: Tensors) -> str:
     """Find a name that no tensor has: keys of a dictionary may look alike."""
     while name in tensors:
         name += "'"
     return name
 
 
-def copies_of(tensors: Tensors) -> Take:
+def tensor_copier(tensors: Tensors) -> TensorReader:
     """Give copies of tensors, in memory of their own; what is asked for twice is one."""
     read: Tensors = {}
 
@@ -72,19 +72,19 @@ def copies_of(tensors: Tensors) -> Take:
     return take
 
 
-def decode(value: Any, take: Take) -> Any:
+def decode(value: Any, read_tensor: TensorReader) -> Any:
     """Make anew what `encode` was given; `take` gives a tensor by its name, with the strides that it had."""
     if not isinstance(value, dict):
         return value
     kind, content = next(iter(value.items()))
     if kind == "tensor":
-        return take(content, value["stride"])
+        return read_tensor(content, value["stride"])
     if kind in ("dict", "OrderedDict"):
-        pairs = [(decode(k, take), decode(v, take)) for k, v in content]
+        pairs = [(decode(k, read_tensor), decode(v, read_tensor)) for k, v in content]
         return OrderedDict(pairs) if kind == "OrderedDict" else dict(pairs)
     if kind == "complex":
         return complex(*content)
     if kind in _NAMED:
         return _NAMED[kind](content)
-    items = [decode(v, take) for v in content]
+    items = [decode(v, read_tensor) for v in content]
     return deque(items, value["maxlen"]) if kind == "deque" else _SEQUENCES[kind](items)

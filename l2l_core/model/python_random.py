@@ -12,8 +12,8 @@ import struct
 from typing import Any
 
 _WORDS = 624  # of a Mersenne Twister; before them lies a place among them
-State = tuple[Any, ...]  # as `random.getstate` gives it
-Seen = tuple[bytes, Any] | None
+PythonState = tuple[Any, ...]  # as `random.getstate` gives it
+MemoryImage = tuple[bytes, Any] | None
 
 
 class PythonGenerator:
@@ -21,27 +21,29 @@ class PythonGenerator:
 
     def __init__(self) -> None:
         self._memory: Any = _memory()
-        self._known: tuple[State, Seen] | None = None  # a state, and what is seen where it lies; exchanged as one
+        self._known: tuple[PythonState, MemoryImage] | None = (
+            None  # a state, and what is seen where it lies; exchanged as one
+        )
 
-    def _look(self) -> Seen:
+    def _read_memory(self) -> MemoryImage:
         # The spare number of `random.gauss` lies elsewhere.
         return None if self._memory is None else (bytes(self._memory), random._inst.gauss_next)  # type: ignore[attr-defined]
 
-    def take(self) -> State:
+    def capture(self) -> PythonState:
         """Read the state."""
-        now, known = self._look(), self._known
+        now, known = self._read_memory(), self._known
         if known is not None and now is not None and known[1] == now:
             return known[0]
         state = random.getstate()
-        self._know(state, now)
+        self._remember(state, now)
         return state
 
-    def put(self, state: State) -> None:
+    def restore(self, state: PythonState) -> None:
         """Set the state."""
         random.setstate(state)
-        self._know(state, self._look())
+        self._remember(state, self._read_memory())
 
-    def _know(self, state: State, seen: Seen) -> None:
+    def _remember(self, state: PythonState, seen: MemoryImage) -> None:
         is_there = seen is not None and seen[0][:8] == struct.pack("=2I", state[1][_WORDS], state[1][0])
         self._known = (state, seen) if is_there else None
 
@@ -56,4 +58,4 @@ def _memory() -> Any:
     return memory if [place, *words] == list(memory) else None
 
 
-PYTHON = PythonGenerator()
+PYTHON_RANDOM = PythonGenerator()

@@ -25,7 +25,7 @@ def accumulate(
     objective: Callable[[nn.Module, Any], torch.Tensor],
     divisors: Sequence[float],
     seeds: Sequence[int],
-    copied: Callable[[Any], Any] = copy_tensors,
+    copy_batch: Callable[[Any], Any] = copy_tensors,
 ) -> list[torch.Tensor]:
     """Add the gradients of all micro-batches up in ``param.grad``; return the scaled losses.
 
@@ -42,7 +42,7 @@ def accumulate(
     for micro_batch, divisor, seed in zip(micro_batches, divisors, seeds, strict=True):
         torch.manual_seed(seed)
         random.seed(seed)
-        loss = objective(model, copied(micro_batch)) / divisor
+        loss = objective(model, copy_batch(micro_batch)) / divisor
         if loss.requires_grad:
             loss.backward()
         losses.append(loss.detach().clone())
@@ -57,12 +57,12 @@ def train_step(
     divisors: Sequence[float],
     seeds: Sequence[int],
     max_grad_norm: float | None = None,
-    copied: Callable[[Any], Any] = copy_tensors,
+    copy_batch: Callable[[Any], Any] = copy_tensors,
 ) -> list[torch.Tensor]:
     """Take one step of plain training: accumulate, clip, update, clear. Returns scaled losses; keeps random state."""
     python_state = random.getstate()
     with torch.random.fork_rng(range(torch.cuda.device_count())):  # all, as `manual_seed` seeds all
-        losses = accumulate(model, micro_batches, objective, divisors, seeds, copied)
+        losses = accumulate(model, micro_batches, objective, divisors, seeds, copy_batch)
     random.setstate(python_state)
     if max_grad_norm is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)

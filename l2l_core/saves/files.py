@@ -23,21 +23,21 @@ from safetensors.torch import load_file
 from l2l_core.devices import write_tensors
 from l2l_core.model import Tensors
 
-Seal = dict[str, Any]  # bytes and sha256 of a file
+FileDigest = dict[str, Any]  # bytes and sha256 of a file
 
 
 # -- write -------------------------------------------------------------------------------------------------------------
 
 
-def write_files(folder: Path, contents: Iterable[tuple[str, Tensors]]) -> dict[str, Seal]:
+def write_files(folder: Path, contents: Iterable[tuple[str, Tensors]]) -> dict[str, FileDigest]:
     """Write the tensors of each file, by its name without suffix; seals are taken while the next one is being written."""
     with ThreadPoolExecutor(1) as pool:  # leaving it waits: nobody deletes a file that is still being read
         paths = ((f"{name}.safetensors", tensors) for name, tensors in contents)
-        sealed = {name: pool.submit(_seal, _write_file(folder / name, tensors)) for name, tensors in paths}
+        sealed = {name: pool.submit(_sync_and_digest, _write_file(folder / name, tensors)) for name, tensors in paths}
     return {name: seal.result() for name, seal in sealed.items()}
 
 
-def write_plain(path: Path, plain: Mapping[str, Any]) -> Seal:
+def write_json(path: Path, plain: Mapping[str, Any]) -> FileDigest:
     """Write plain data as JSON."""
     content = json.dumps(plain).encode()
     write_bytes(path, content)
@@ -66,12 +66,12 @@ def _write_file(path: Path, tensors: Tensors) -> Path:
     return path
 
 
-def _seal(path: Path) -> Seal:
+def _sync_and_digest(path: Path) -> FileDigest:
     sync(path)
-    return _fingerprint(path)
+    return _digest(path)
 
 
-def _fingerprint(path: Path) -> Seal:
+def _digest(path: Path) -> FileDigest:
     with open(path, "rb") as file:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
@@ -79,7 +79,7 @@ def _fingerprint(path: Path) -> Seal:
 # -- read --------------------------------------------------------------------------------------------------------------
 
 
-def read_plain(path: Path, sha256: str, said_by: Path) -> dict[str, Any]:
+def read_json(path: Path, sha256: str, listed_in: Path) -> dict[str, Any]:
     """Read plain data.
 
     Args:
@@ -92,13 +92,13 @@ def read_plain(path: Path, sha256: str, said_by: Path) -> dict[str, Any]:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise damaged(path, "it is missing") from None
+        raise damaged_error(path, "it is missing") from None
     if hashlib.sha256(content).hexdigest() != sha256:
-        raise damaged(path, f"its sha256 is not the one in {said_by}")
+        raise damaged_error(path, f"its sha256 is not the one in {listed_in}")
     return json.loads(content)
 
 
-def read_file(path: Path, seal: Seal, read_all: bool = True) -> Tensors:
+def read_file(path: Path, digest: FileDigest, read_all: bool = True) -> Tensors:
     """Map the tensors of a file.
 
     Args:
@@ -109,19 +109,19 @@ def read_file(path: Path, seal: Seal, read_all: bool = True) -> Tensors:
         ValueError: the file is missing or damaged.
     """
     try:
-        found = _fingerprint(path) if read_all else {**seal, "bytes": path.stat().st_size}
-        if found["bytes"] != seal["bytes"]:
-            raise damaged(path, f"it has {found['bytes']:,} bytes and should have {seal['bytes']:,}")
-        if found != seal:
-            raise damaged(path, "its content has changed (sha256)")
+        found = _digest(path) if read_all else {**digest, "bytes": path.stat().st_size}
+        if found["bytes"] != digest["bytes"]:
+            raise damaged_error(path, f"it has {found['bytes']:,} bytes and should have {digest['bytes']:,}")
+        if found != digest:
+            raise damaged_error(path, "its content has changed (sha256)")
         return load_file(path)
     except FileNotFoundError:
-        raise damaged(path, "it is missing") from None
+        raise damaged_error(path, "it is missing") from None
     except SafetensorError as error:
-        raise damaged(path, str(error)) from error
+        raise damaged_error(path, str(error)) from error
 
 
-def damaged(path: Path, cause: str) -> ValueError:
+def damaged_error(path: Path, cause: str) -> ValueError:
     return ValueError(
         f"{path} is damaged: {cause}. Restore the file or the whole folder from a copy, or load another save; nothing "
         "has been loaded"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from l2l_core.shelf.direct import PAGE, DirectFiles, page_aligned, pages
+from l2l_core.shelf.direct_io import PAGE, DirectFiles, page_aligned, round_to_pages
 from l2l_core.trace import format_bytes
 
 _TRIES = 3  # the fastest counts: whoever else uses the disk only slows it down
@@ -55,7 +55,7 @@ class Disk:
         """
         if not nbytes > 0:
             raise ValueError(f"nbytes={nbytes!r}: must be a positive number of bytes")
-        folder, size = Path(folder), pages(nbytes)
+        folder, size = Path(folder), round_to_pages(nbytes)
         flat = page_aligned(torch.zeros(size + PAGE, dtype=torch.uint8), size).random_(0, 256)  # some disks compress
         with tempfile.TemporaryDirectory(prefix="disk-", dir=folder) as own:
             files, path = DirectFiles(Path(own)), Path(own) / "measured"

@@ -10,11 +10,13 @@ import torch
 
 from l2l_core.eps import Masters
 from l2l_core.eps.blocks import Block
-from l2l_core.shelf.form import Form
+from l2l_core.shelf.record_layout import RecordLayout
 
 
 @contextmanager
-def here(masters: Masters, block: Block, form: Form, flat: torch.Tensor) -> Iterator[list[Mapping[str, Any] | None]]:
+def bind_record(
+    masters: Masters, block: Block, layout: RecordLayout, flat: torch.Tensor
+) -> Iterator[list[Mapping[str, Any] | None]]:
     """Let a block and its state be what a record in memory has of them, in a block of code.
 
     Yields:
@@ -22,10 +24,10 @@ def here(masters: Masters, block: Block, form: Form, flat: torch.Tensor) -> Iter
     """
     twins, state = masters.params_of(block), masters.optimizer.state
     known: list[Mapping[str, Any] | None] = []
-    block.come(form.weights(flat, block.layout), twins)
-    state.update((p, each) for p, each in zip(twins, form.known(flat), strict=True) if each is not None)
+    block.bind(layout.weights(flat, block.layout), twins)
+    state.update((p, each) for p, each in zip(twins, layout.read_states(flat), strict=True) if each is not None)
     try:
         yield known
     finally:
-        block.go(twins)
+        block.unbind(twins)
         known += [state.pop(param, None) for param in twins]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
-from l2l_core.rules import cuts
-from l2l_core.simulator.costs import CopySpeed
+from l2l_core.schedule_rules import chunk_bounds
+from l2l_core.simulator.step_costs import CopySpeed
 from l2l_core.trace import Event
 
 
@@ -17,18 +17,18 @@ class VirtualLane:
     """One direction of the link. What is issued starts when the lane is free; a whole layer goes in pieces, one per turn."""
 
     def __init__(
-        self, name: str, speed: CopySpeed, figures: Mapping[str, Any], pieces: int, events: list[Event]
+        self, name: str, speed: CopySpeed, figures: Mapping[str, Any], chunks: int, events: list[Event]
     ) -> None:
         bytes_per_s = figures.get(f"{name}_bytes_per_s") or speed.bytes_per_s
         # what was measured holds the latency of its own link: adding the one asked for would count it twice
         self._fixed_s = max(speed.fixed_s, figures.get("latency_s") or 0.0)
         self._s_per_byte = 1 / bytes_per_s
-        self._name, self._pieces, self._add = name, pieces, events.append
+        self._name, self._chunks, self._add_event = name, chunks, events.append
         self._free_s = 0.0
-        self._waiting: deque[int] = deque()  # pieces of the copy that trickles
-        self._of = 0  # how many it has
-        self._what = "", "", -1  # its kind and layer, and the slot that it fills
-        self._then: Callable[[float], None] = lambda done_s: None
+        self._pending: deque[int] = deque()  # pieces of the copy that trickles
+        self._count = 0  # how many it has
+        self._event = "", "", -1  # its kind and layer, and the slot that it fills
+        self._on_done: Callable[[float], None] = lambda done_s: None
 
     def send(
         self,
@@ -45,55 +45,55 @@ class VirtualLane:
         """Issue a copy at `t`; returns when it is done."""
         start_s = self._free_s if self._free_s > t else t
         self._free_s = stop_s = start_s + self._fixed_s + nbytes * self._s_per_byte
-        self._add(Event(self._name, kind, start_s, stop_s, layer, k, nbytes, visit, 0.0, -1, slot, piece, pieces))
+        self._add_event(Event(self._name, kind, start_s, stop_s, layer, k, nbytes, visit, 0.0, -1, slot, piece, pieces))
         return stop_s
 
-    def trickle(
+    def send_chunked(
         self,
         t: float,
         kind: str,
         layer: str,
         nbytes: int,
         itemsize: int,
-        then: Callable[[float], None],
+        on_done: Callable[[float], None],
         slot: int = -1,
     ) -> None:
         """Issue the first piece of a copy, the others turn by turn; `then` hears when the last one is done."""
         self.flush(t)  # a lane has one copy that trickles; the one before must be over
-        edges = cuts(nbytes // itemsize, itemsize, self._pieces)
-        self._waiting.extend(itemsize * (stop - start) for start, stop in pairwise(edges))
-        self._of, self._what, self._then = len(self._waiting), (kind, layer, slot), then
-        self.turn(t)
+        edges = chunk_bounds(nbytes // itemsize, itemsize, self._chunks)
+        self._pending.extend(itemsize * (stop - start) for start, stop in pairwise(edges))
+        self._count, self._event, self._on_done = len(self._pending), (kind, layer, slot), on_done
+        self.send_chunk(t)
 
-    def turn(self, t: float) -> None:
+    def send_chunk(self, t: float) -> None:
         """Let one piece follow."""
-        if self._waiting:
-            (kind, layer, slot), piece = self._what, self._of - len(self._waiting)
-            nbytes = self._waiting.popleft()
-            done_s = self.send(t, kind, layer, nbytes, slot=slot, piece=piece, pieces=self._of)
-            if not self._waiting:
-                self._then(done_s)
+        if self._pending:
+            (kind, layer, slot), piece = self._event, self._count - len(self._pending)
+            nbytes = self._pending.popleft()
+            done_s = self.send(t, kind, layer, nbytes, slot=slot, piece=piece, pieces=self._count)
+            if not self._pending:
+                self._on_done(done_s)
 
     def flush(self, t: float) -> None:
         """Send what still waits."""
-        while self._waiting:
-            self.turn(t)
+        while self._pending:
+            self.send_chunk(t)
 
 
-class DiskLane:
+class VirtualDiskLane:
     """One direction of a disk: one thing after another, what is ready first before what is told first."""
 
     def __init__(self, name: str, bytes_per_s: float, events: list[Event]) -> None:
-        self._name, self._bytes_per_s, self._add = name, bytes_per_s, events.append
-        self._taken: list[tuple[float, float]] = []  # from when to when, in order, without overlaps
+        self._name, self._bytes_per_s, self._add_event = name, bytes_per_s, events.append
+        self._busy: list[tuple[float, float]] = []  # from when to when, in order, without overlaps
 
-    def move(self, t: float, layer: str, nbytes: int, kind: str, k: int = -1, visit: int = -1) -> float:
+    def transfer(self, t: float, layer: str, nbytes: int, kind: str, k: int = -1, visit: int = -1) -> float:
         """Move so many bytes from `t` on, as soon as nothing else does; gives when that is done."""
         seconds = nbytes / self._bytes_per_s
-        for start_s, stop_s in self._taken[max(0, bisect_right(self._taken, (t, t)) - 1) :]:
+        for start_s, stop_s in self._busy[max(0, bisect_right(self._busy, (t, t)) - 1) :]:
             if t + seconds <= start_s:
                 break
             t = max(t, stop_s)
-        insort(self._taken, (t, t + seconds))
-        self._add(Event(self._name, kind, t, t + seconds, layer, k, nbytes, visit))
+        insort(self._busy, (t, t + seconds))
+        self._add_event(Event(self._name, kind, t, t + seconds, layer, k, nbytes, visit))
         return t + seconds

@@ -1,4 +1,4 @@
-"""A shelf on disk on a virtual clock: `place.py`, `updates.py` and `pool.py` of `l2l_core/shelf`, in numbers.
+"""A shelf on disk on a virtual clock: `place.py`, `updates.py` and `buffer_pool.py` of `l2l_core/shelf`, in numbers.
 
 expect ──▶ read ahead, as far as there is room ──▶ lend            weights, for loads
 expect_update ──▶ read, as far as there is room ──▶ come ──▶ go    records, for updates: read, and written anew
@@ -12,13 +12,13 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from l2l_core.shelf import PAGE, Disk
-from l2l_core.simulator.virtual_crew import Alone
-from l2l_core.simulator.virtual_lane import DiskLane
-from l2l_core.simulator.virtual_stash import InFile
+from l2l_core.simulator.virtual_lane import VirtualDiskLane
+from l2l_core.simulator.virtual_stash import VirtualDiskStash
+from l2l_core.simulator.virtual_workers import VirtualLocalBackend
 from l2l_core.trace import Event
 
 
-class Filed(NamedTuple):
+class BlockFileSize(NamedTuple):
     """A block in a file, in bytes, whole pages.
 
     Attributes:
@@ -45,28 +45,28 @@ class VirtualPool:
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes, self.most = limit_bytes, 0
-        self._total, self._kept = 0, deque[int]()
+        self.limit_bytes, self.peak_bytes = limit_bytes, 0
+        self._total, self._free = 0, deque[int]()
 
-    def take(self, nbytes: int) -> bool:
+    def acquire(self, nbytes: int) -> bool:
         """Lend a buffer; tells whether there was room."""
-        if nbytes in self._kept:
-            self._kept.remove(nbytes)
+        if nbytes in self._free:
+            self._free.remove(nbytes)
             return True
-        while self._kept and self._total + PAGE + nbytes > self.limit_bytes:
-            self._total -= self._kept.popleft() + PAGE
+        while self._free and self._total + PAGE + nbytes > self.limit_bytes:
+            self._total -= self._free.popleft() + PAGE
         if self._total + PAGE + nbytes > self.limit_bytes:
             return False
         self._total += nbytes + PAGE
-        self.most = max(self.most, self._total)
+        self.peak_bytes = max(self.peak_bytes, self._total)
         return True
 
-    def give_back(self, nbytes: int) -> None:
+    def release(self, nbytes: int) -> None:
         """Take a buffer back."""
-        self._kept.append(nbytes)
+        self._free.append(nbytes)
 
 
-class OnShelf(Alone):
+class VirtualDiskBackend(VirtualLocalBackend):
     """Is the company of one worker whose weights and state are in files.
 
     Args:
@@ -79,91 +79,91 @@ class OnShelf(Alone):
         stash: in a file beside the records, if that is where it waits.
     """
 
-    def __init__(self, blocks: Mapping[str, Filed], disk: Disk, loads: int, records: int) -> None:
+    def __init__(self, blocks: Mapping[str, BlockFileSize], disk: Disk, loads: int, records: int) -> None:
         self.events = list[Event]()
-        self.loads, self.records = VirtualPool(loads), VirtualPool(records)
+        self.load_pool, self.record_pool = VirtualPool(loads), VirtualPool(records)
         self._blocks = blocks
-        self._reads = DiskLane("disk read", disk.read_bytes_per_s, self.events)
-        self._writes = DiskLane("disk write", disk.write_bytes_per_s, self.events)
-        self.stash = InFile(self._reads, self._writes)
-        self._coming: dict[str, float] = {}  # when weights that are read ahead are there
-        self._lent: set[str] = set()
-        self._raw: list[tuple[float, int]] = []  # buffers from which is cast, and when they come back
-        self._wanted: dict[str, float] = {}  # blocks to be updated, and since when that is known
-        self._written: list[tuple[float, int]] = []  # when buffers of records that are being written come back
-        self._read_s = 0.0  # when the last record began to be read
+        self._reads = VirtualDiskLane("disk read", disk.read_bytes_per_s, self.events)
+        self._writes = VirtualDiskLane("disk write", disk.write_bytes_per_s, self.events)
+        self.stash = VirtualDiskStash(self._reads, self._writes)
+        self._read_ahead: dict[str, float] = {}  # when weights that are read ahead are there
+        self._acquired: set[str] = set()
+        self._casting: list[tuple[float, int]] = []  # buffers from which is cast, and when they come back
+        self._update_queue: dict[str, float] = {}  # blocks to be updated, and since when that is known
+        self._writing: list[tuple[float, int]] = []  # when buffers of records that are being written come back
+        self._last_read_s = 0.0  # when the last record began to be read
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
-    def expect(self, t: float, layers: Iterable[str]) -> None:
+    def prefetch(self, t: float, layers: Iterable[str]) -> None:
         wanted = list(layers)
-        for layer in [layer for layer in self._coming if layer not in wanted]:
-            self._forget(t, layer)
+        for layer in [layer for layer in self._read_ahead if layer not in wanted]:
+            self._discard(t, layer)
         for layer in wanted:
-            if layer not in self._coming and (there_s := self._start(t, layer)) is not None:
-                self._coming[layer] = there_s
+            if layer not in self._read_ahead and (there_s := self._start_read(t, layer)) is not None:
+                self._read_ahead[layer] = there_s
 
-    def lend(self, t: float, layer: str) -> float:
-        there_s = self._coming.pop(layer, None)
+    def acquire(self, t: float, layer: str) -> float:
+        there_s = self._read_ahead.pop(layer, None)
         if there_s is None:
-            there_s = self._start(t, layer)
+            there_s = self._start_read(t, layer)
         while there_s is None:
-            if self._coming:
-                t = self._forget(t, next(reversed(self._coming)))
+            if self._read_ahead:
+                t = self._discard(t, next(reversed(self._read_ahead)))
             else:
-                assert self._raw, f"no room for {layer}, though the pool has its least"
-                t = max(t, self._raw[0][0])
-            there_s = self._start(t, layer)
-        self._lent.add(layer)
+                assert self._casting, f"no room for {layer}, though the pool has its least"
+                t = max(t, self._casting[0][0])
+            there_s = self._start_read(t, layer)
+        self._acquired.add(layer)
         return there_s
 
-    def take_back(self, layer: str) -> None:
-        if layer in self._lent:
-            self._lent.remove(layer)
-            self.loads.give_back(self._lends(layer))
+    def release(self, layer: str) -> None:
+        if layer in self._acquired:
+            self._acquired.remove(layer)
+            self.load_pool.release(self._buffer_bytes(layer))
 
-    def _start(self, t: float, layer: str) -> float | None:
+    def _start_read(self, t: float, layer: str) -> float | None:
         """Begin to read a layer's weights; None if there is no room."""
-        while self._raw and self._raw[0][0] <= t:
-            self.loads.give_back(heappop(self._raw)[1])
+        while self._casting and self._casting[0][0] <= t:
+            self.load_pool.release(heappop(self._casting)[1])
         block = self._blocks[layer]
-        if not self.loads.take(block.weights):
+        if not self.load_pool.acquire(block.weights):
             return None
-        if block.cast and not self.loads.take(block.cast):
-            self.loads.give_back(block.weights)
+        if block.cast and not self.load_pool.acquire(block.cast):
+            self.load_pool.release(block.weights)
             return None
-        there_s = self._reads.move(t, layer, block.weights, "read")
+        there_s = self._reads.transfer(t, layer, block.weights, "read")
         if block.cast:
-            heappush(self._raw, (there_s, block.weights))
+            heappush(self._casting, (there_s, block.weights))
         return there_s
 
-    def _forget(self, t: float, layer: str) -> float:
+    def _discard(self, t: float, layer: str) -> float:
         """Give up what is read ahead; gives when its buffer is free."""
-        t = max(t, self._coming.pop(layer))
-        self.loads.give_back(self._lends(layer))
+        t = max(t, self._read_ahead.pop(layer))
+        self.load_pool.release(self._buffer_bytes(layer))
         return t
 
-    def _lends(self, layer: str) -> int:
+    def _buffer_bytes(self, layer: str) -> int:
         block = self._blocks[layer]
         return block.cast or block.weights
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
-    def expect_update(self, t: float, block: str) -> None:
-        self._wanted.setdefault(block, t)
+    def prefetch_update(self, t: float, block: str) -> None:
+        self._update_queue.setdefault(block, t)
 
-    def come(self, t: float, block: str) -> float:
+    def load_block(self, t: float, block: str) -> float:
         # Blocks come in the order in which they were expected, so all that may hold a buffer have gone, and it is known when
-        start_s, nbytes = max(self._wanted.pop(block), self._read_s), self._blocks[block].buffer
-        while self._written and (self._written[0][0] <= start_s):
-            self.records.give_back(heappop(self._written)[1])
-        while not self.records.take(nbytes):
-            done_s, size = heappop(self._written)
-            self.records.give_back(size)
+        start_s, nbytes = max(self._update_queue.pop(block), self._last_read_s), self._blocks[block].buffer
+        while self._writing and (self._writing[0][0] <= start_s):
+            self.record_pool.release(heappop(self._writing)[1])
+        while not self.record_pool.acquire(nbytes):
+            done_s, size = heappop(self._writing)
+            self.record_pool.release(size)
             start_s = max(start_s, done_s)
-        self._read_s = start_s
-        return max(t, self._reads.move(start_s, block, self._blocks[block].record, "read"))
+        self._last_read_s = start_s
+        return max(t, self._reads.transfer(start_s, block, self._blocks[block].record, "read"))
 
-    def go(self, t: float, block: str) -> None:
-        done_s = self._writes.move(t, block, self._blocks[block].record, "write")
-        heappush(self._written, (done_s, self._blocks[block].buffer))
+    def store_block(self, t: float, block: str) -> None:
+        done_s = self._writes.transfer(t, block, self._blocks[block].record, "write")
+        heappush(self._writing, (done_s, self._blocks[block].buffer))

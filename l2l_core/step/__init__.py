@@ -1,23 +1,23 @@
 """One pass over the model; everything in it dies with the pass.
 
 May import `step.micro_batch`, `step.traffic`, `step.graph`, `eps`, `surgery`, `devices`, `batches`, `model`, `trace`.
-Begin reading at `loop.py`, the algorithm; then `run.py`, which puts a pass together.
+Begin reading at `loop.py`, the algorithm; then `passes.py`, which puts a pass together.
 """
 
-from l2l_core.step.failure import note_failure as note_failure
-from l2l_core.step.ground import Task as Task
-from l2l_core.step.interrupt import interrupts_wait as interrupts_wait
-from l2l_core.step.learned import Kind as Kind
-from l2l_core.step.learned import Layers as Layers
-from l2l_core.step.learned import Learned as Learned
-from l2l_core.step.parts import Parts as Parts
-from l2l_core.step.plan import Plan as Plan
-from l2l_core.step.run import Ran as Ran
-from l2l_core.step.run import Work as Work
-from l2l_core.step.run import run_forward as run_forward
-from l2l_core.step.run import run_step as run_step
-from l2l_core.step.stage import Stage as Stage
-from l2l_core.step.traffic import Metered as Metered
-from l2l_core.step.traffic import NewHabit as NewHabit
-from l2l_core.step.verify import InCore as InCore
+from l2l_core.step.breadth_first import BreadthFirstRuntime as BreadthFirstRuntime
+from l2l_core.step.failure import record_failure as record_failure
+from l2l_core.step.interrupt import defer_interrupts as defer_interrupts
+from l2l_core.step.pass_cache import LayerFlags as LayerFlags
+from l2l_core.step.pass_cache import PassCache as PassCache
+from l2l_core.step.pass_cache import PassKind as PassKind
+from l2l_core.step.pass_plan import PassPlan as PassPlan
+from l2l_core.step.pass_runtime import PassTask as PassTask
+from l2l_core.step.passes import PassResult as PassResult
+from l2l_core.step.passes import PassSpec as PassSpec
+from l2l_core.step.passes import run_forward as run_forward
+from l2l_core.step.passes import run_step as run_step
+from l2l_core.step.relay_parts import RelayParts as RelayParts
+from l2l_core.step.traffic import MeterRecord as MeterRecord
+from l2l_core.step.traffic import StaleMeterError as StaleMeterError
+from l2l_core.step.verify import InCoreStep as InCoreStep
 from l2l_core.step.verify import VerifyReport as VerifyReport

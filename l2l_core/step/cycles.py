@@ -14,7 +14,7 @@ from functools import partial
 
 
 @contextmanager
-def only_young() -> Iterator[Callable[[], object]]:
+def manual_gc() -> Iterator[Callable[[], object]]:
     """Keep the collector from running by itself in the block; yields what collects young garbage.
 
     Where it is off already, be it by the user or by a pass in another thread, it is left to those, and nothing is collected.

@@ -26,16 +26,16 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from l2l_core._torch import temporarily_clear_interpreter_stack
-from l2l_core.devices import Unseen
+from l2l_core.devices import NoTorchModes
 from l2l_core.eps import LayerStore, NonFiniteError
-from l2l_core.eps.blocks import SHELL, Buffers, Stamp, Unit, check_stamps, refuse_cached, stamps_of
-from l2l_core.model import Ambient, call_of
-from l2l_core.step.checks import not_finite, refuse_idle
-from l2l_core.step.early_reads import EarlyReads
+from l2l_core.eps.blocks import SHELL, ModuleBuffers, Stamp, Unit, check_stamps, refuse_cached, stamps_of
+from l2l_core.model import ThreadState, call_attribute
+from l2l_core.step.early_reads import EarlyReadMode
 from l2l_core.step.graph import BufferOrder, run_backward
-from l2l_core.step.ground import Ground, Task
 from l2l_core.step.micro_batch import Influence, flatten
-from l2l_core.step.traffic import NOBODY, Gradient, timed
+from l2l_core.step.pass_runtime import PassRuntime, PassTask
+from l2l_core.step.step_checks import nonfinite_message, refuse_frozen_model
+from l2l_core.step.traffic import NO_MICRO_BATCH, Gradient, time_event
 
 
 class _Call:
@@ -47,7 +47,7 @@ class _Call:
         self.unit, self.index = unit, index
 
 
-class DepthFirst(Ground):
+class DepthFirstRuntime(PassRuntime):
     """The step, set up. Use as a context manager.
 
     Attributes:
@@ -58,36 +58,36 @@ class DepthFirst(Ground):
     def _set_up(self) -> None:
         super()._set_up()
         assert len(self.prefetch.slots) >= len(self.parts.layers), "a layer would give way"
-        self.way: list[Unit] = []
+        self.layer_order: list[Unit] = []
         self.influence = Influence()
-        self._at_work = self.stash.at_work
-        self._stay = self._stack.enter_context(ExitStack())  # of layers in their slots: until the end
+        self._current_turn = self.stash.current_turn
+        self._open_visits = self._stack.enter_context(ExitStack())  # of layers in their slots: until the end
         self._stamps: dict[torch.Tensor, Stamp] = {}  # of parameters on the device
-        self._came(self.parts.shell)
-        self._here: dict[Unit, None] = {}  # layers in their slots, in the order in which they came
+        self._stamp_params(self.parts.shell)
+        self._loaded: dict[Unit, None] = {}  # layers in their slots, in the order in which they came
         self._calls: list[_Call] = []  # of the micro-batch at work
         self._in_shell = False  # whether its forward runs, and no layer in it
-        self._goes_back = False  # whether its backward runs
-        self._at: _Call | None = None  # the layer in which that is
-        self._leave: Callable[[int], None] = _nobody_waits
-        self._k = NOBODY
-        self._stop: Callable[[], None] = lambda: None  # ends the compute event that is open
-        self._stack.enter_context(self._shadows())
+        self._in_backward = False  # whether its backward runs
+        self._current_call: _Call | None = None  # the layer in which that is
+        self._on_layer_done: Callable[[int], None] = _push_nothing
+        self._k = NO_MICRO_BATCH
+        self._end_event: Callable[[], None] = lambda: None  # ends the compute event that is open
+        self._stack.enter_context(self._patch_layers())
 
-    def _watch_out(self) -> None:
+    def _set_up_guards(self) -> None:
         # What forwards do to buffers, or leave to one another, they do in the order of plain training.
-        self._watch = EarlyReads(self.stash, BufferOrder(Buffers([]), [], []))
+        self._stash_mode = EarlyReadMode(self.stash, BufferOrder(ModuleBuffers([]), [], []))
         self._stack.callback(self.stash.clear)
 
     @contextmanager
-    def _shadows(self) -> Iterator[None]:
+    def _patch_layers(self) -> Iterator[None]:
         """Stand before the layers' own forwards."""
         before: list[tuple[nn.Module, str, Any]] = []
         try:
             for unit in self.parts.layers:
-                called = call_of(unit.module)
+                called = call_attribute(unit.module)
                 before.append((unit.module, called, vars(unit.module).get(called)))
-                setattr(unit.module, called, partial(self._call, unit, getattr(unit.module, called)))
+                setattr(unit.module, called, partial(self._call_layer, unit, getattr(unit.module, called)))
             yield
         finally:
             for module, called, own in before:
@@ -98,7 +98,7 @@ class DepthFirst(Ground):
     def train(
         self,
         store: LayerStore,
-        task: Task,
+        task: PassTask,
         micro_batches: Sequence[Any],
         seeds: Sequence[int],
         divisors: Sequence[float],
@@ -115,197 +115,207 @@ class DepthFirst(Ground):
             check: looks, after each forward, at what nobody here knows of; it may refuse the step.
         """
         refuse_cached(self.parts.model)
-        slots, shell = self.gradients(store, lambda block: False)  # autograd itself adds in the order of plain training
-        gradients = {unit: slots.take(unit) for unit in self.parts.layers}
-        self.prefetch.begin(self._plan.there_and_back)  # what comes back once more is not given way to
-        self._have_early()
-        waiting = deque(partial(task, self.parts.model, self.bring(k, each)) for k, each in enumerate(micro_batches))
+        slots, shell = self.make_gradients(
+            store, lambda block: False
+        )  # autograd itself adds in the order of plain training
+        gradients = {unit: slots.acquire(unit) for unit in self.parts.layers}
+        self.prefetch.begin(self._plan.forward_then_backward)  # what comes back once more is not given way to
+        self._load_early()
+        waiting = deque(
+            partial(task, self.parts.model, self.load_micro_batch(k, each)) for k, each in enumerate(micro_batches)
+        )
         losses: list[torch.Tensor] = []
         learns = False
-        for k, (ambient, divisor) in enumerate(zip(self.ambients(seeds), divisors, strict=True)):
+        for k, (ambient, divisor) in enumerate(zip(self.initial_states(seeds), divisors, strict=True)):
             self._k, run = k, waiting.popleft()
             loss = self._forward(run, ambient) / divisor
             check()
             if not torch.isfinite(loss):  # the host waits for the device here, once per micro-batch
                 loss = loss.detach()  # its graph makes room for another one
-                raise NonFiniteError(self._explained(loss, run, ambient))
+                raise NonFiniteError(self._explain_nonfinite(loss, run, ambient))
             del run  # and the rows
             if not waiting:
-                slots.check()
-                slots.begin_run()
-                self._leave = partial(self._push_behind, store, gradients, self._whole_in_backward())
+                slots.check_requires_grad()
+                slots.begin_backward()
+                self._on_layer_done = partial(self._push_completed, store, gradients, self._pushable_calls())
             learns |= loss.requires_grad
             self._backward(loss)
             losses.append(loss.detach().clone())
             del loss
         if not learns:
-            refuse_idle()
-        self.meter.latest.read_early |= self._watch.read_early
+            refuse_frozen_model()
+        self.meter.record.early_read_layers |= self._stash_mode.early_read_layers
         for gradient in gradients.values():  # of layers that were not called, or share parameters
             gradient.push()
-        slots.check_none_left()
+        slots.check_no_stray_grads()
         shell.push(at_once=True)
         return losses
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def _forward(self, run: Callable[[], torch.Tensor], ambient: Ambient) -> torch.Tensor:
+    def _forward(self, run: Callable[[], torch.Tensor], thread_state: ThreadState) -> torch.Tensor:
         """Run the model's own forward on the micro-batch at work."""
         self._calls = []
-        with self._in(ambient), self._at_work.turn(NOBODY, SHELL):
-            self._open("shell", SHELL)
+        with self._in_state(thread_state), self._current_turn.activate(NO_MICRO_BATCH, SHELL):
+            self._begin_event("shell", SHELL)
             self._in_shell = True
             try:
                 result = run()
             finally:
                 self._in_shell = False
-            self._stop()
-        self.way = self.way or [call.unit for call in self._calls]
-        for unit in (self.parts.shell, *self._here):
+            self._end_event()
+        self.layer_order = self.layer_order or [call.unit for call in self._calls]
+        for unit in (self.parts.shell, *self._loaded):
             who = "the model's own code" if unit is self.parts.shell else f"layer {unit.name}"
             check_stamps(unit.params, [self._stamps[param] for param in unit.params], who)
         return result
 
     @contextmanager
-    def _in(self, ambient: Ambient) -> Iterator[None]:
+    def _in_state(self, thread_state: ThreadState) -> Iterator[None]:
         """Run a forward in its own state. What runs backward next goes on in its random stream, as in core."""
         if self.stash.metering:
-            ambient = ambient._replace(dispatch_modes=(*ambient.dispatch_modes, self._watch))
-        Ambient.clear()
-        ambient.put()
+            thread_state = thread_state._replace(dispatch_modes=(*thread_state.dispatch_modes, self._stash_mode))
+        ThreadState.clear()
+        thread_state.restore()
         try:
             yield
         finally:
-            Ambient.clear()
-            self.outside.put_all_but_random()
+            ThreadState.clear()
+            self.outer_state.restore_except_random()
 
-    def _call(self, unit: Unit, real: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _call_layer(self, unit: Unit, layer_forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Do what a layer's forward does, once its weights are there."""
         if not self._in_shell:  # a checkpoint of the model's own runs it again, or another layer does
-            self._have(unit)
-            return real(*args, **kwargs)
+            self._ensure_loaded(unit)
+            return layer_forward(*args, **kwargs)
         call = _Call(unit, len(self._calls))
         self._calls.append(call)
-        self._stop()
-        if not self._have(unit):
+        self._end_event()
+        if not self._ensure_loaded(unit):
             self.clock.stay += 1
-        if self._watch.uncalled:
-            self._watch.called(unit)
+        if self._stash_mode.uncalled:
+            self._stash_mode.unregister(unit)
         self._in_shell = False
         given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         before = dict.fromkeys(tensor.grad_fn for tensor in given)  # asked now: the layer may change it in place
-        self._open("forward", unit.key, call.index)
+        self._begin_event("forward", unit.key, call.index)
         try:
-            with self._at_work.turn(NOBODY, unit.key, ()):
-                outputs = real(*args, **kwargs)
+            with self._current_turn.activate(NO_MICRO_BATCH, unit.key, ()):
+                outputs = layer_forward(*args, **kwargs)
         finally:  # the model may catch what a layer raises
             self._in_shell = True
-            self._stop()
-            self._open("shell", SHELL)
-        self.influence.note(unit, given, outputs)
-        self._mark(call, before, outputs)
+            self._end_event()
+            self._begin_event("shell", SHELL)
+        self.influence.record(unit, given, outputs)
+        self._register_prehooks(call, before, outputs)
         return outputs
 
-    def _have_early(self) -> None:
+    def _load_early(self) -> None:
         """Bring the layers whose weights somebody reads before they are called: code of the shell, a hook before a forward.
 
         A metered step finds out which these are. It brings all of them, since it does not know yet.
         """
-        learns, known = self.meter.learns, self.meter.latest.read_early
-        for unit in self._plan.order:
-            if (learns or unit.key in known) and self._have(unit):
-                self._watch.expect(unit, self.parts.shell)
+        learns, known = self.meter.is_metering, self.meter.record.early_read_layers
+        for unit in self._plan.layer_order:
+            if (learns or unit.key in known) and self._ensure_loaded(unit):
+                self._stash_mode.register(unit, self.parts.shell)
         self.clock.stay = -1  # none has begun
 
-    def _have(self, unit: Unit) -> bool:
+    def _ensure_loaded(self, unit: Unit) -> bool:
         """Have a layer's weights in their slot, from now on until the end of the step; return whether that is new."""
-        if unit in self._here:
+        if unit in self._loaded:
             return False
         with temporarily_clear_interpreter_stack():  # the call may be in a function under torch.vmap, and this is not
             shared = [(param, param.data) for param in unit.params if param in self._stamps]
-            self._stay.enter_context(self.prefetch.visit(unit))
+            self._open_visits.enter_context(self.prefetch.visit(unit))
             for param, data in shared:  # whoever had it first may have it in a graph
                 param.data = data
-        self._here[unit] = None
-        self._came(unit)
+        self._loaded[unit] = None
+        self._stamp_params(unit)
         return True
 
-    def _came(self, unit: Unit) -> None:
+    def _stamp_params(self, unit: Unit) -> None:
         """Remember how a unit's parameters are as they come to the device."""
         new = [param for param in unit.params if param not in self._stamps]
         self._stamps.update(zip(new, stamps_of(new), strict=True))
 
-    def _mark(self, call: _Call, before: Collection[Node | None], outputs: Any) -> None:
+    def _register_prehooks(self, call: _Call, input_nodes: Collection[Node | None], outputs: Any) -> None:
         """Have it told when backward comes to a layer, and when it leaves it for the nodes that were there before."""
         made = dict.fromkeys(leaf.grad_fn for leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor))
         for node in made:
-            if node is not None and node not in before:
-                node.register_prehook(partial(self._enters, call))
-        for node in before:
+            if node is not None and node not in input_nodes:
+                node.register_prehook(partial(self._on_enter_layer, call))
+        for node in input_nodes:
             if node is not None:
-                node.register_prehook(partial(self._leaves, call))
+                node.register_prehook(partial(self._on_leave_layer, call))
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def _backward(self, loss: torch.Tensor) -> None:
         """Back-propagate the micro-batch at work."""
-        self._open("loss", SHELL)
-        self._goes_back = True
+        self._begin_event("loss", SHELL)
+        self._in_backward = True
         try:
             if loss.requires_grad:
-                with self._watched():
+                with self._watch_backward():
                     run_backward([(get_gradient_edge(loss), torch.ones_like(loss))])
         finally:
-            self._goes_back, self._at = False, None
-        self._stop()
+            self._in_backward, self._current_call = False, None
+        self._end_event()
 
-    def _enters(self, call: _Call, _: object) -> None:
+    def _on_enter_layer(self, call: _Call, _: object) -> None:
         """Backward comes to what a layer has given out."""
-        if call is self._at or not self._goes_back:  # a forward differentiates, or somebody does who has kept the graph
+        if (
+            call is self._current_call or not self._in_backward
+        ):  # a forward differentiates, or somebody does who has kept the graph
             return
-        self._stop()
-        self._leave(call.index)
+        self._end_event()
+        self._on_layer_done(call.index)
         self.clock.stay += call.index < len(self._calls) - 1  # at the turn it is still there
-        self._at = call
-        self._open("backward", call.unit.key, self._visit_back(call))
+        self._current_call = call
+        self._begin_event("backward", call.unit.key, self._backward_index(call))
 
-    def _leaves(self, call: _Call, _: object) -> None:
+    def _on_leave_layer(self, call: _Call, _: object) -> None:
         """Backward comes to what a layer was given."""
-        if call is not self._at:
+        if call is not self._current_call:
             return
-        self._stop()
-        self._leave(call.index - 1)
-        self._at = None
-        self._open("shell", SHELL, self._visit_back(call))
+        self._end_event()
+        self._on_layer_done(call.index - 1)
+        self._current_call = None
+        self._begin_event("shell", SHELL, self._backward_index(call))
 
-    def _visit_back(self, call: _Call) -> int:
+    def _backward_index(self, call: _Call) -> int:
         return 2 * len(self._calls) - 1 - call.index
 
-    def _watched(self) -> AbstractContextManager[None]:
-        return _both(self._at_work.backward(), self._watch) if self.stash.metering else nullcontext()
+    def _watch_backward(self) -> AbstractContextManager[None]:
+        return (
+            _enter_both(self._current_turn.enter_backward(), self._stash_mode) if self.stash.metering else nullcontext()
+        )
 
-    def _whole_in_backward(self) -> list[_Call]:
+    def _pushable_calls(self) -> list[_Call]:
         """List the first call of every layer whose gradient may be whole when backward has left that."""
         first = {call.unit: call for call in reversed(self._calls)}
         alone = [call for unit, call in first.items() if not any(block.shared for block in unit.blocks)]
         return sorted(alone, key=lambda call: call.index)
 
-    def _push_behind(self, store: LayerStore, gradients: dict[Unit, Gradient], whole: list[_Call], index: int) -> None:
+    def _push_completed(
+        self, store: LayerStore, gradients: dict[Unit, Gradient], pushable: list[_Call], index: int
+    ) -> None:
         """Push the gradients of layers that were called after the call with this index, as far as they are whole."""
-        while whole and whole[-1].index > index:
+        while pushable and pushable[-1].index > index:
             store.raise_failure()  # of the EPS: the rest of backward would be in vain
-            unit = whole.pop().unit
-            if gradients[unit].is_whole:  # older code than the layer's may use its parameters too
-                with Unseen():  # what the host makes room for is not for a watch over the device
+            unit = pushable.pop().unit
+            if gradients[unit].is_complete:  # older code than the layer's may use its parameters too
+                with NoTorchModes():  # what the host makes room for is not for a watch over the device
                     gradients.pop(unit).push()
 
     # -- what is told --------------------------------------------------------------------------------------------------
 
-    def _open(self, kind: str, layer: str, visit: int = -1) -> None:
+    def _begin_event(self, kind: str, layer: str, visit: int = -1) -> None:
         """Begin a compute event; `_stop` ends it."""
-        self._stop = timed(self.meter, self.clock, kind, layer, self._k, visit)
+        self._end_event = time_event(self.meter, self.clock, kind, layer, self._k, visit)
 
-    def _explained(self, loss: torch.Tensor, run: Callable[[], Any], ambient: Ambient) -> str:
+    def _explain_nonfinite(self, loss: torch.Tensor, run: Callable[[], Any], thread_state: ThreadState) -> str:
         """Say where a loss comes from that is not finite: the forward runs once more, as it did."""
         producers: list[str] = []
 
@@ -317,20 +327,22 @@ class DepthFirst(Ground):
 
         hooks = [unit.module.register_forward_hook(partial(look, unit), with_kwargs=True) for unit in self.parts.layers]
         try:
-            with self._in(ambient):
+            with self._in_state(thread_state):
                 run()
         finally:
             for hook in hooks:
                 hook.remove()
-        return not_finite(self._k, loss, producers[0] if producers else "the loss, or the code after the last layer")
+        return nonfinite_message(
+            self._k, loss, producers[0] if producers else "the loss, or the code after the last layer"
+        )
 
 
-def _nobody_waits(index: int) -> None:
+def _push_nothing(index: int) -> None:
     """Push nothing: further micro-batches add to the gradients."""
 
 
 @contextmanager
-def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+def _enter_both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
     with first, second:
         yield
 

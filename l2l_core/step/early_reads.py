@@ -9,10 +9,10 @@ import torch
 
 from l2l_core.eps.blocks import Unit
 from l2l_core.step.graph import BufferOrder
-from l2l_core.step.traffic import Stash, Watch
+from l2l_core.step.traffic import Stash, StashMode
 
 
-class EarlyReads(Watch):
+class EarlyReadMode(StashMode):
     """The watch of a step depth first, which looks besides who reads weights of layers that were not called yet.
 
     Attributes:
@@ -20,24 +20,24 @@ class EarlyReads(Watch):
         read_early: keys of those that were read.
     """
 
-    def __init__(self, stash: Stash, order: BufferOrder) -> None:
-        super().__init__(stash, order)
+    def __init__(self, stash: Stash, buffer_order: BufferOrder) -> None:
+        super().__init__(stash, buffer_order)
         self.uncalled: dict[int, Unit] = {}
-        self.read_early: set[str] = set()
+        self.early_read_layers: set[str] = set()
 
-    def expect(self, unit: Unit, shell: Unit) -> None:
+    def register(self, unit: Unit, shell: Unit) -> None:
         """Hear of a layer that is there before its first call; what it has in common with the shell is read anyway."""
-        self.uncalled |= dict.fromkeys(_storages_of(unit) - _storages_of(shell), unit)
+        self.uncalled |= dict.fromkeys(_storage_keys(unit) - _storage_keys(shell), unit)
 
-    def called(self, unit: Unit) -> None:
+    def unregister(self, unit: Unit) -> None:
         """Hear of that call."""
-        for key in _storages_of(unit) & self.uncalled.keys():
+        for key in _storage_keys(unit) & self.uncalled.keys():
             del self.uncalled[key]
 
-    def _before(self, func: Any, reads: dict[int, torch.Tensor], args: Sequence[Any]) -> None:
-        self.read_early.update(self.uncalled[key].key for key in self.uncalled.keys() & reads.keys())
-        super()._before(func, reads, args)
+    def _prepare_reads(self, func: Any, reads: dict[int, torch.Tensor], args: Sequence[Any]) -> None:
+        self.early_read_layers.update(self.uncalled[key].key for key in self.uncalled.keys() & reads.keys())
+        super()._prepare_reads(func, reads, args)
 
 
-def _storages_of(unit: Unit) -> set[int]:
+def _storage_keys(unit: Unit) -> set[int]:
     return {param.untyped_storage()._cdata for param in unit.params}

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from l2l_core.devices import DeviceOutOfMemory
-from l2l_core.trace import Failed, Trace
+from l2l_core.trace import StepFailure, Trace
 
 
-def note_failure(trace: Trace, error: BaseException) -> None:
+def record_failure(trace: Trace, error: BaseException) -> None:
     """Mark the trace as that of a step that failed; of an allocation without room, with what it asked for."""
     name = type(error).__name__
     if not isinstance(error, DeviceOutOfMemory):
-        trace.fail(Failed(trace.now(), name))
+        trace.mark_failed(StepFailure(trace.now(), name))
         return
     held = error.bytes_by_category
-    failed = Failed(
+    failed = StepFailure(
         error.raised_s - trace.began_s,
         name,
         error.requested_bytes,
@@ -21,4 +21,4 @@ def note_failure(trace: Trace, error: BaseException) -> None:
         sum(held.values()),
         error.missing_bytes,
     )
-    trace.fail(failed, held)
+    trace.mark_failed(failed, held)

@@ -13,7 +13,7 @@ logger = logging.getLogger("l2l_core")
 
 
 @contextmanager
-def interrupts_wait() -> Iterator[None]:
+def defer_interrupts() -> Iterator[None]:
     """Ctrl-C (or a kernel interrupt) in the block raises KeyboardInterrupt at its end; a second one raises at once."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals reach the main thread only

@@ -19,9 +19,9 @@ from l2l_core._torch import pytree
 from l2l_core.batches import map_tensors
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Block, Unit
-from l2l_core.eps.optimizers import clone_state, differing, differing_settings, is_same, settings_of
+from l2l_core.eps.optimizers import clone_state, differing_settings, differing_state, is_same, settings_of
 from l2l_core.model import deep_copy, is_sparse, train_step
-from l2l_core.surgery import same_random_numbers
+from l2l_core.surgery import preserve_random_state
 from l2l_core.trace import StepResult
 
 
@@ -78,7 +78,7 @@ class VerifyReport:
         return "\n".join(lines + ([f"  parameters of several visits: {', '.join(shared)}"] if shared else []))
 
 
-class InCore:
+class InCoreStep:
     """A step in core, made on a copy of a model that is whole; keeps what came of it.
 
     Args:
@@ -99,22 +99,22 @@ class InCore:
         max_grad_norm: float | None,
         torch_device: torch.device,
     ) -> None:
-        self._store, self._twin = store, (twin := _twin_of(model))
+        self._store, self._copy = store, (twin := _copy_model(model))
         self._weights = dict(zip(model.parameters(), twin.parameters(), strict=True))
-        self._buffers = _buffers(model, twin)
+        self._buffers = _pair_buffers(model, twin)
         states: dict[nn.Parameter, dict[str, Any]] = {}
         for block in store.masters.blocks:  # weights and state may be in files
-            with store.custody.shown(block):
+            with store.storage.lease(block):
                 for param, master, view in zip(block.params, store.masters.params_of(block), block.views, strict=True):
                     # Masters may be of bfloat16; computed is in float32
                     self._weights[param].data = view.detach().to(torch.float32, copy=True)
                     if master in store.optimizer.state:
                         states[master] = clone_state(store.optimizer.state[master])
-        optimizer = store.masters.plain_optimizer(twin, model, states)
+        optimizer = store.masters.copy_optimizer(twin, model, states)
         if torch_device.type != "cpu":
             twin.to(torch_device)
             optimizer.load_state_dict(optimizer.state_dict())  # puts the state where the parameters are now
-        with same_random_numbers():  # NumPy's too: both sides begin with the same ones
+        with preserve_random_state():  # NumPy's too: both sides begin with the same ones
             copied = partial(map_tensors, change=lambda tensor: tensor.detach().to(torch_device, copy=True))
             losses = train_step(twin, optimizer, micro_batches, objective, divisors, seeds, max_grad_norm, copied)
         self._loss = float(sum(losses))
@@ -134,8 +134,8 @@ class InCore:
             with_buffers: whether buffers are of the whole batch, as they are in core.
         """
         buffers = self._buffers if with_buffers else {}
-        visits = _visits(result.trace)
-        unlike, kept = self._unlike()
+        visits = _visit_counts(result.trace)
+        unlike, kept = self._compare_weights()
         rows = tuple(_row(unit, unlike, buffers, visits) for unit in units)
         found = settings_of(self._store.optimizer)
         if len(self._settings) == len(found):  # a layer that warms up has a group of its own in core
@@ -149,23 +149,23 @@ class InCore:
             optimizer=tuple(kept),
         )
 
-    def _unlike(self) -> tuple[dict[Block, dict[str, float]], list[str]]:
+    def _compare_weights(self) -> tuple[dict[Block, dict[str, float]], list[str]]:
         """List by block the weights that differ, and by how much; and names in the optimizer's state that differ anywhere."""
         weights: dict[Block, dict[str, float]] = {}
         names: list[str] = []
         store = self._store
         for block in store.masters.blocks:
-            with store.custody.shown(block):
+            with store.storage.lease(block):
                 # What is rounded to bfloat16 by the optimizer is so whatever memory it lies in: the cast changes no value
                 views = (view.detach().float() for view in block.views)
                 theirs = (self._weights[param].detach() for param in block.params)
                 weights[block] = _differing(zip(block.names, views, theirs, strict=True))
                 for param, master in zip(block.params, store.masters.params_of(block), strict=True):
-                    names += differing(self._expected[param], store.optimizer.state.get(master, {}))
+                    names += differing_state(self._expected[param], store.optimizer.state.get(master, {}))
         return weights, list(dict.fromkeys(f"state {name!r}" for name in names))
 
 
-def _twin_of(model: nn.Module) -> nn.Module:
+def _copy_model(model: nn.Module) -> nn.Module:
     """Copy the model deeply; a tensor with a graph, which a forward has left on a module, is copied without it."""
     # `deepcopy` refuses tensors with a graph.
     held = [value for module in model.modules() for value in vars(module).values()]
@@ -179,7 +179,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu()
 
 
-def _visits(trace: Any) -> dict[str, int]:
+def _visit_counts(trace: Any) -> dict[str, int]:
     visits: dict[str, set[int]] = {}
     for event in trace.events:
         if event.kind == "forward":
@@ -187,29 +187,29 @@ def _visits(trace: Any) -> dict[str, int]:
     return {key: len(indices) for key, indices in visits.items()}
 
 
-Pair = tuple[str, torch.Tensor | None, torch.Tensor | None]  # name, the relay's tensor, the one in core
+TensorPair = tuple[str, torch.Tensor | None, torch.Tensor | None]  # name, the relay's tensor, the one in core
 
 
 def _row(
     unit: Unit,
     weights: Mapping[Block, Mapping[str, float]],
-    buffers: Mapping[int, Pair],
+    buffers: Mapping[int, TensorPair],
     visits: Mapping[str, int],
 ) -> VerifyRow:
     unlike = {name: by for block in unit.blocks for name, by in weights[block].items()}
-    unlike |= _differing(buffers[id(buffer)] for buffer in unit.buffers.now() if id(buffer) in buffers)
+    unlike |= _differing(buffers[id(buffer)] for buffer in unit.buffers.tensors() if id(buffer) in buffers)
     several = tuple(n for b in unit.blocks if b.shared or visits.get(unit.key, 0) > 1 for n in b.names)
     return VerifyRow(unit.key, unit.name, not unlike, max(unlike.values(), default=0.0), several, tuple(unlike))
 
 
-def _differing(pairs: Iterable[Pair]) -> dict[str, float]:
+def _differing(pairs: Iterable[TensorPair]) -> dict[str, float]:
     """Give by how much tensors differ, by name, if they do."""
     return {name: _difference(ours, theirs) for name, ours, theirs in pairs if not is_same(ours, theirs)}
 
 
-def _buffers(model: nn.Module, twin: nn.Module) -> dict[int, Pair]:
+def _pair_buffers(model: nn.Module, other: nn.Module) -> dict[int, TensorPair]:
     """List the model's buffers by identity, beside those of its copy at the same place."""
-    modules = zip(model.named_modules(), twin.modules(), strict=True)
+    modules = zip(model.named_modules(), other.modules(), strict=True)
     return {
         id(buffer): (f"{prefix}.{name}" if prefix else name, buffer, own._buffers.get(name))
         for (prefix, module), own in modules

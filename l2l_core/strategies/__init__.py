@@ -2,7 +2,7 @@
 
 May import `relay`, `forecast`, `step`, `step.traffic`, `step.graph`, `eps`, `eps.optimizers`, `eps.blocks`, `surgery`, `devices`,
 `batches`, `model`, `trace`, `rules`, `config`.
-Begin reading at `plan.py`, `execution.py`, `walk.py`; `lab.py` is the facade.
+Begin reading at `plan.py`, `plan_execution.py`, `plan_memory.py`; `lab.py` is the facade.
 """
 
 from l2l_core.strategies.activation_map import activation_bytes as activation_bytes
@@ -11,9 +11,11 @@ from l2l_core.strategies.few_bits import FewBit as FewBit
 from l2l_core.strategies.few_bits import few_bit as few_bit
 from l2l_core.strategies.lab import Lab as Lab
 from l2l_core.strategies.lab import LabResult as LabResult
+from l2l_core.strategies.partition_swap import PartitionSwap as PartitionSwap
 from l2l_core.strategies.plan import Operation as Operation
 from l2l_core.strategies.plan import Plan as Plan
 from l2l_core.strategies.plan import check_operations as check_operations
+from l2l_core.strategies.plan_verification import PlanVerification as PlanVerification
 from l2l_core.strategies.policies import Combined as Combined
 from l2l_core.strategies.policies import Full as Full
 from l2l_core.strategies.policies import Karma as Karma
@@ -23,11 +25,9 @@ from l2l_core.strategies.policies import Plain as Plain
 from l2l_core.strategies.policies import Policy as Policy
 from l2l_core.strategies.policies import RelayPolicy as RelayPolicy
 from l2l_core.strategies.policies import Rotor as Rotor
-from l2l_core.strategies.proof import Proof as Proof
 from l2l_core.strategies.randomized_linear import RandomizedLinear as RandomizedLinear
 from l2l_core.strategies.randomized_linear import randomized_linear as randomized_linear
-from l2l_core.strategies.selective import SelectiveCheckpoint as SelectiveCheckpoint
-from l2l_core.strategies.swap import Swap as Swap
-from l2l_core.strategies.table import Row as Row
-from l2l_core.strategies.table import Table as Table
-from l2l_core.strategies.table import Way as Way
+from l2l_core.strategies.selective_checkpoint import SelectiveCheckpoint as SelectiveCheckpoint
+from l2l_core.strategies.strategy_table import Strategy as Strategy
+from l2l_core.strategies.strategy_table import StrategyResult as StrategyResult
+from l2l_core.strategies.strategy_table import StrategyTable as StrategyTable

@@ -14,17 +14,17 @@ from torch import nn
 
 from l2l_core._torch import FakeTensorMode
 
-Forward = Callable[[nn.Module, int, int], Any]  # the model, rows, length; what it returns holds the graph
+ForwardFn = Callable[[nn.Module, int, int], Any]  # the model, rows, length; what it returns holds the graph
 
 
-class Saved:
+class SavedStorages:
     """Storages that autograd has saved.
 
     Invariant: they are held until the end, so none is taken for another.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+        self._model_storages = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     @property
@@ -32,25 +32,25 @@ class Saved:
         """Their bytes."""
         return sum(storage.nbytes() for storage in self._storages.values())
 
-    def note(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Autograd saves a tensor."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._own:
+        if storage._cdata not in self._model_storages:
             self._storages[storage._cdata] = storage
         return tensor.detach()  # itself would be a cycle: node, saved output, node
 
 
 @contextmanager
-def saved_by(model: nn.Module) -> Iterator[Saved]:
+def record_saved(model: nn.Module) -> Iterator[SavedStorages]:
     """Note what autograd saves in the block."""
-    saved = Saved(model)
-    with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
+    saved = SavedStorages(model)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
         yield saved
 
 
-def activation_bytes(model: nn.Module, forward: Forward, rows: int, length: int) -> int:
+def activation_bytes(model: nn.Module, forward: ForwardFn, rows: int, length: int) -> int:
     """Run a forward and return the bytes that it saves."""
-    with torch.enable_grad(), saved_by(model) as saved:
+    with torch.enable_grad(), record_saved(model) as saved:
         out = forward(model, rows, length)
         nbytes = saved.nbytes
         del out
@@ -58,7 +58,7 @@ def activation_bytes(model: nn.Module, forward: Forward, rows: int, length: int)
 
 
 def activation_map(
-    make: Callable[[], nn.Module], forward: Forward, rows: Sequence[int], lengths: Sequence[int]
+    make: Callable[[], nn.Module], forward: ForwardFn, rows: Sequence[int], lengths: Sequence[int]
 ) -> dict[tuple[int, int], int]:
     """Return the bytes that are saved for every number of rows and every length, without memory for any.
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from l2l_core.strategies.levels import levels_of
-from l2l_core.strategies.replace import replace
+from l2l_core.strategies.derivative_levels import derivative_levels
+from l2l_core.strategies.module_replacement import replace_modules
 
 Tensor = torch.Tensor
 
-SMOOTH: tuple[type[nn.Module], ...] = (nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Mish, nn.ELU)
+SMOOTH_ACTIVATIONS: tuple[type[nn.Module], ...] = (nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Mish, nn.ELU)
 
 
 class FewBit(nn.Module):
@@ -36,21 +36,21 @@ class FewBit(nn.Module):
         if not 1 <= bits <= 8:
             raise ValueError(f"bits is {bits}: an element has 1 to 8")
         _check_elementwise(function)
-        levels = levels_of(function, bits)
+        levels = derivative_levels(function, bits)
         self.function, self.bits = function, bits
         self.register_buffer("borders", torch.tensor(levels.borders), persistent=False)
         self.register_buffer("values", torch.tensor(levels.values), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the exact activation, in the shape of `x`."""
-        return _FewBit.apply(x, self.function, self.borders, self.values)
+        return _FewBitFunction.apply(x, self.function, self.borders, self.values)
 
     def extra_repr(self) -> str:
         """Say how many bits."""
         return f"bits={self.bits}"
 
 
-def few_bit(model: nn.Module, bits: int = 3, kinds: Sequence[type[nn.Module]] = SMOOTH) -> list[str]:
+def few_bit(model: nn.Module, bits: int = 3, kinds: Sequence[type[nn.Module]] = SMOOTH_ACTIVATIONS) -> list[str]:
     """Put `FewBit` in the place of all activations of these kinds, in place; returns their names.
 
     A model's own kinds (`type(model.h[0].mlp.act)`) may be named. What piecewise linear functions like ReLU keep is no more
@@ -59,25 +59,25 @@ def few_bit(model: nn.Module, bits: int = 3, kinds: Sequence[type[nn.Module]] = 
     Raises:
         ValueError: there is none.
     """
-    return replace(model, tuple(kinds), lambda module: FewBit(module, bits), "kinds=")
+    return replace_modules(model, tuple(kinds), lambda module: FewBit(module, bits), "kinds=")
 
 
-class _FewBit(torch.autograd.Function):
+class _FewBitFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], borders: Tensor, values: Tensor) -> Tensor:
         ctx.bits, ctx.shape = len(values).bit_length() - 1, x.shape
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(pack(torch.bucketize(x, borders.to(x.dtype), out_int32=True), ctx.bits), values)
+            ctx.save_for_backward(pack_bits(torch.bucketize(x, borders.to(x.dtype), out_int32=True), ctx.bits), values)
         return function(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         packed, values = ctx.saved_tensors
         (grad,) = grads
-        return grad * values.to(grad.dtype)[unpack(packed, ctx.bits, ctx.shape)], None, None, None
+        return grad * values.to(grad.dtype)[unpack_bits(packed, ctx.bits, ctx.shape)], None, None, None
 
 
-def pack(indices: Tensor, bits: int) -> Tensor:
+def pack_bits(indices: Tensor, bits: int) -> Tensor:
     """Pack small integers as planes of bits: (...) to uint8 (bits, ceil(elements / 8))."""
     flat = nn.functional.pad(indices.reshape(-1), (0, -indices.numel() % 8)).view(-1, 8)
     places = torch.arange(8, dtype=torch.int32, device=indices.device)
@@ -85,7 +85,7 @@ def pack(indices: Tensor, bits: int) -> Tensor:
     return torch.stack(planes)
 
 
-def unpack(packed: Tensor, bits: int, shape: torch.Size) -> Tensor:
+def unpack_bits(packed: Tensor, bits: int, shape: torch.Size) -> Tensor:
     """Unpack what `pack` has packed, to int32 of a shape."""
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)
     flat = sum(((packed[bit][:, None] >> places & 1).int() << bit) for bit in range(bits))

@@ -13,24 +13,24 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from l2l_core.batches import Batch, Mean, ModelCall, Objective, RowsOf, Weight, form_of
+from l2l_core.batches import Batch, BatchRows, LossNormaliser, ModelCall, Objective, Weight, shapes_of
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, DeviceOutOfMemory, EmulatedDevice
 from l2l_core.eps.blocks import refuse_checkpointing, refuse_scripted
 from l2l_core.model import copy_tensors, resolve_layers
-from l2l_core.rules import weight_slots
-from l2l_core.step import note_failure
-from l2l_core.strategies.course import Course, Ran, Work, nbytes_of, optimizer_bytes
-from l2l_core.strategies.measure import Known, measure, small_losses, unlimited, update_costs
-from l2l_core.strategies.meter import Meter
+from l2l_core.schedule_rules import weight_slots
+from l2l_core.step import record_failure
+from l2l_core.strategies.allocation_meter import AllocationMeter
+from l2l_core.strategies.measurement import Measurement, measure, measure_losses, measure_update, without_budget
 from l2l_core.strategies.plan import Operation, Plan, check_operations
+from l2l_core.strategies.plan_cost_model import PlanCostModel
+from l2l_core.strategies.plan_runner import PlanInputs, PlanResult, PlanRunner, optimizer_bytes, total_storage_bytes
+from l2l_core.strategies.plan_verification import PlanVerification, verify_plan
 from l2l_core.strategies.policies import Policy
-from l2l_core.strategies.prices import Prices
-from l2l_core.strategies.proof import Proof, prove
-from l2l_core.strategies.relayed import relayed
-from l2l_core.strategies.selective import Checkpointed
-from l2l_core.strategies.table import Row, Table, Way
-from l2l_core.strategies.ways import default_ways
+from l2l_core.strategies.relayed import run_relay
+from l2l_core.strategies.selective_checkpoint import WrappedModel
+from l2l_core.strategies.strategy_table import Strategy, StrategyResult, StrategyTable
+from l2l_core.strategies.ways import default_strategies
 from l2l_core.trace import Trace, format_bytes
 
 T = TypeVar("T")
@@ -90,31 +90,33 @@ class Lab:
     ) -> None:
         self.model, self.batch = model, batch
         self.optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self.device = _checked(device or EmulatedDevice())
+        self.device = _check_device(device or EmulatedDevice())
         refuse_checkpointing(model)
         refuse_scripted(model)
         self.config = RelayConfig(micro_batches=micro_batches, seed=seed)
         self.steps = 0
         self.trace: Trace | None = None  # of the step under way, or of the last one
         self._layers = tuple(resolve_layers(model, layers))
-        self._call = ModelCall(model, loss, objective)
+        self._model_call = ModelCall(model, loss, objective)
         self._options = {"loss": loss, "objective": objective, "weight": weight}
-        rows = RowsOf(batch)
-        self._call.check(batch)
+        rows = BatchRows(batch)
+        self._model_call.check(batch)
         self._micro_batches = [copy_tensors(each) for each in rows.split(micro_batches)]
-        call = self._call
-        self._mean = Mean(weight, lambda small, shaken: small_losses(model, call.objective, small, shaken))
-        self._divisors = self._mean.divisors(rows, self._micro_batches)
-        self._known: dict[Any, Known] = {}
+        call = self._model_call
+        self._normaliser = LossNormaliser(
+            weight, lambda small, shaken: measure_losses(model, call.objective, small, shaken)
+        )
+        self._divisors = self._normaliser.divisors(rows, self._micro_batches)
+        self._measurements: dict[Any, Measurement] = {}
         self._shared: frozenset[str] = frozenset()
-        self._learn()
+        self._measure()
 
     # -- what is asked of it -------------------------------------------------------------------------------------------
 
-    def on(self, device: Device) -> Lab:
+    def on_device(self, device: Device) -> Lab:
         """Return a lab with the same measurements for another device: another budget, another link. The model is the same one."""
         other = copy.copy(self)
-        other.device, other.prices = _checked(device), replace(self.prices, figures=device.figures())
+        other.device, other.cost_model = _check_device(device), replace(self.cost_model, figures=device.figures())
         return other
 
     def plan(self, policy: Policy | Sequence[Operation | tuple[str, int]], name: str = "by hand") -> Plan:
@@ -125,11 +127,11 @@ class Lab:
             ValueError: the operations cannot be executed.
         """
         if isinstance(policy, Policy):
-            operations, name = policy.operations(self.prices), policy.name
+            operations, name = policy.operations(self.cost_model), policy.name
         else:
             operations = tuple(Operation(*each) for each in policy)
-        check_operations(operations, self.prices.stages)
-        prices = self.prices
+        check_operations(operations, self.cost_model.stages)
+        prices = self.cost_model
         return Plan(
             name=name,
             operations=operations,
@@ -157,11 +159,11 @@ class Lab:
             TornStep: the optimizer failed in the middle of its update. In all other cases nothing was changed.
             ValueError: the batch has other shapes.
         """
-        work = self._work if batch is None else self._work_on(batch)
+        work = self._own_inputs if batch is None else self._inputs_of_batch(batch)
         settings = {"plan": plan.name, "micro_batches": self.config.micro_batches, **self.device.figures()}
         names = {name: name for name in self._layers}
         trace = self.trace = Trace(step=self.steps, device=self.device.name, names=names, settings=settings)
-        course = self._course(self.model, trace)
+        course = self._make_runner(self.model, trace)
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         began_s = time.perf_counter()
         try:
@@ -172,8 +174,8 @@ class Lab:
                 for buffer, before in buffers:
                     buffer.copy_(before)
             if isinstance(error, DeviceOutOfMemory):
-                error.least_bytes, error.remedy = plan.peak_device_bytes, _needs(plan)
-            note_failure(trace, error)
+                error.least_bytes, error.remedy = plan.peak_device_bytes, _describe_need(plan)
+            record_failure(trace, error)
             raise
         self.steps += 1
         return LabResult(
@@ -185,95 +187,97 @@ class Lab:
             layer_forwards=ran.layer_forwards,
         )
 
-    def verify(self, plan: Plan) -> Proof:
+    def verify(self, plan: Plan) -> PlanVerification:
         """Compare one step by the plan with plain training, on copies of the model; nothing of it stays."""
-        ours, theirs = self._twins()[0], self._twins()[0]
-        course = self._course(ours)
-        with unlimited(self.device), course.metered() as meter:
-            ran = course.run(plan.operations, self._work, meter)
-        return prove(course, ran, theirs, self._work, self._call.objective)
+        ours, theirs = self._copy_model()[0], self._copy_model()[0]
+        course = self._make_runner(ours)
+        with without_budget(self.device), course.metered() as meter:
+            ran = course.run(plan.operations, self._own_inputs, meter)
+        return verify_plan(course, ran, theirs, self._own_inputs, self._model_call.objective)
 
-    def compare(self, ways: Iterable[Way] | None = None) -> Table:
+    def compare(self, ways: Iterable[Strategy] | None = None) -> StrategyTable:
         """Make a step in each way on a copy of the model, without a budget, and put what they needed side by side.
 
         Args:
             ways: default one of each kind; `Combined` where it can try all choices.
         """
-        ways = default_ways(self.prices.stages - 1) if ways is None else ways
-        return Table([way.row(self) for way in ways], self.device.memory_bytes)
+        ways = default_strategies(self.cost_model.stages - 1) if ways is None else ways
+        return StrategyTable([way.measure(self) for way in ways], self.device.memory_bytes)
 
-    def planned(self, policy: Policy) -> Row:
+    def run_policy(self, policy: Policy) -> StrategyResult:
         """Make a step by the plan of a policy on a copy; a policy that has none for the device's budget says so in its row."""
         try:
             plan = self.plan(policy)
         except DeviceOutOfMemory as error:
-            return Row(policy.name, why=str(error))
-        model, optimizer = self._twins()
-        course = self._course(model)
-        with unlimited(self.device):
-            ran, peak = self._run(course, optimizer, plan, self._work)
-        trace = self.prices.trace(plan.operations)
-        return Row(policy.name, peak, course.host.peak, ran.layer_forwards, plan.seconds, trace=trace, plan=plan)
+            return StrategyResult(policy.name, why=str(error))
+        model, optimizer = self._copy_model()
+        course = self._make_runner(model)
+        with without_budget(self.device):
+            ran, peak = self._run(course, optimizer, plan, self._own_inputs)
+        trace = self.cost_model.trace(plan.operations)
+        return StrategyResult(
+            policy.name, peak, course.host.peak, ran.layer_forwards, plan.seconds, trace=trace, plan=plan
+        )
 
-    def relayed(self, name: str, keep: int, ahead: int, stash: str) -> Row:
+    def run_relay(self, name: str, keep: int, ahead: int, stash: str) -> StrategyResult:
         """Make a step by relay on a copy, with weights of as many layers on the device as graphs are kept of."""
         resident = max(0, keep - weight_slots(ahead))
         config = replace(self.config, keep=keep, ahead=ahead, stash=stash, resident=resident)
-        return relayed(name, self._twins(), self._layers, self.batch, config, self.device, self._options)
+        return run_relay(name, self._copy_model(), self._layers, self.batch, config, self.device, self._options)
 
-    def checkpointed(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Row:
+    def run_wrapped(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> StrategyResult:
         """Make a step by plain training on a copy, with every layer's forward in a wrap; its seconds are compute alone."""
-        model, optimizer = self._twins()
-        wrapped, work = Checkpointed(model, self._layers, wrap), self._work
-        with unlimited(self.device):
-            run = partial(wrapped.run, work, self._call.objective)
-            seconds, peak = self._stepped(self._course(model), optimizer, lambda _: run())
-        return Row(name, peak, 0, wrapped.layer_forwards, seconds)
+        model, optimizer = self._copy_model()
+        wrapped, work = WrappedModel(model, self._layers, wrap), self._own_inputs
+        with without_budget(self.device):
+            run = partial(wrapped.run, work, self._model_call.objective)
+            seconds, peak = self._run_step(self._make_runner(model), optimizer, lambda _: run())
+        return StrategyResult(name, peak, 0, wrapped.layer_forwards, seconds)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     @property
-    def _work(self) -> Work:
-        return self._work_of(self._micro_batches, self._divisors)
+    def _own_inputs(self) -> PlanInputs:
+        return self._make_inputs(self._micro_batches, self._divisors)
 
-    def _work_on(self, batch: Batch) -> Work:
-        self._call.check(batch)
-        rows = RowsOf(batch)
+    def _inputs_of_batch(self, batch: Batch) -> PlanInputs:
+        self._model_call.check(batch)
+        rows = BatchRows(batch)
         micro_batches = rows.split(self.config.micro_batches)
-        ours, theirs = ([form_of(each) for each in those] for those in (self._micro_batches, micro_batches))
+        ours, theirs = ([shapes_of(each) for each in those] for those in (self._micro_batches, micro_batches))
         if ours != theirs:
             raise ValueError(
                 f"the micro-batches of this batch have shapes {theirs}, and plans are made for {ours}, whose bytes were "
                 "measured: give batches of one shape (a DataLoader with drop_last=True), or make another Lab with this one"
             )
-        return self._work_of(micro_batches, self._mean.divisors(rows, micro_batches))
+        return self._make_inputs(micro_batches, self._normaliser.divisors(rows, micro_batches))
 
-    def _work_of(self, micro_batches: Sequence[Any], divisors: Sequence[float]) -> Work:
+    def _make_inputs(self, micro_batches: Sequence[Any], divisors: Sequence[float]) -> PlanInputs:
         seeds = [self.config.micro_batch_seed(self.steps, k) for k in range(len(micro_batches))]
-        structures = [self._known[form_of(each)].structure for each in micro_batches]
-        return Work(micro_batches, divisors, seeds, structures)
+        structures = [self._measurements[shapes_of(each)].structure for each in micro_batches]
+        return PlanInputs(micro_batches, divisors, seeds, structures)
 
-    def _run(self, course: Course, optimizer: Optimizer, plan: Plan, work: Work) -> tuple[Ran, int]:
-        return self._stepped(course, optimizer, lambda meter: course.run(plan.operations, work, meter))
+    def _run(self, runner: PlanRunner, optimizer: Optimizer, plan: Plan, inputs: PlanInputs) -> tuple[PlanResult, int]:
+        return self._run_step(runner, optimizer, lambda meter: runner.run(plan.operations, inputs, meter))
 
-    def _stepped(self, course: Course, optimizer: Optimizer, run: Callable[[Meter], T]) -> tuple[T, int]:
+    def _run_step(self, runner: PlanRunner, optimizer: Optimizer, run: Callable[[AllocationMeter], T]) -> tuple[T, int]:
         """Let `run` leave gradients, and update; returns what it gives, and the highest bytes on the device."""
         ledger = self.device.ledger
-        with course.metered(optimizer) as meter:
+        with runner.metered(optimizer) as meter:
             more = self._optimizer_bytes - optimizer_bytes(optimizer)
             ledger.book("optimizer", "", more)  # room for what the first update makes
             try:
                 ran = run(meter)
             finally:
                 ledger.release("optimizer", "", more)
-            course.update(optimizer, meter, more + max(0, self.prices.update_bytes - meter.now))
+            runner.update(optimizer, meter, more + max(0, self.cost_model.update_bytes - meter.current_bytes))
         return ran, ledger.peak
 
-    def _course(self, model: nn.Module, trace: Trace | None = None) -> Course:
+    def _make_runner(self, model: nn.Module, trace: Trace | None = None) -> PlanRunner:
         layers = {model.get_submodule(name): name for name in self._layers}
-        return Course(model, layers, self._call.objective, self.device, self._shared, trace)
+        return PlanRunner(model, layers, self._model_call.objective, self.device, self._shared, trace)
 
-    def _twins(self) -> tuple[nn.Module, Optimizer]:
+    def _copy_model(self) -> tuple[nn.Module, Optimizer]:
         for param in self.model.parameters():
             param.grad = None
         held = [value for module in self.model.modules() for value in vars(module).values()]
@@ -281,33 +285,33 @@ class Lab:
         graphs = {id(t): t.detach().clone() for t in held if isinstance(t, torch.Tensor) and not t.is_leaf}
         return copy.deepcopy((self.model, self.optimizer), graphs)
 
-    def _learn(self) -> None:
+    def _measure(self) -> None:
         """Learn structures and costs from every form of micro-batch, on copies without a budget."""
-        twin, optimizer = self._twins()
-        course = self._course(twin)
+        twin, optimizer = self._copy_model()
+        course = self._make_runner(twin)
         several = len(self._micro_batches) > 1
-        with unlimited(self.device):
+        with without_budget(self.device):
             for micro_batch, divisor in zip(self._micro_batches, self._divisors, strict=True):
-                if form_of(micro_batch) not in self._known:
-                    self._known[form_of(micro_batch)] = measure(course, micro_batch, divisor, several)
-            update_bytes, self._optimizer_bytes = update_costs(course, optimizer)
-        stages = {known.structure.stages for known in self._known.values()}
+                if shapes_of(micro_batch) not in self._measurements:
+                    self._measurements[shapes_of(micro_batch)] = measure(course, micro_batch, divisor, several)
+            update_bytes, self._optimizer_bytes = measure_update(course, optimizer)
+        stages = {known.structure.stages for known in self._measurements.values()}
         if len(stages) > 1:
             raise ValueError(
                 f"micro-batches of different shapes have {sorted(stages)} stages: use an even micro_batches"
             )
-        self._shared = course.keep_apart()
-        costs = [self._known[form_of(each)].costs[min(k, 1)] for k, each in enumerate(self._micro_batches)]
-        fixed = nbytes_of([*twin.parameters(), *twin.buffers()]) + self._optimizer_bytes
-        self.prices = Prices(costs, fixed, self._optimizer_bytes, update_bytes, self.device.figures())
+        self._shared = course.separate_shared_gradients()
+        costs = [self._measurements[shapes_of(each)].costs[min(k, 1)] for k, each in enumerate(self._micro_batches)]
+        fixed = total_storage_bytes([*twin.parameters(), *twin.buffers()]) + self._optimizer_bytes
+        self.cost_model = PlanCostModel(costs, fixed, self._optimizer_bytes, update_bytes, self.device.figures())
 
 
-def _checked(device: Device) -> Device:
+def _check_device(device: Device) -> Device:
     if not device.in_host_memory:
         raise ValueError(f"device is {device.name}: plans are metered in host memory, use an EmulatedDevice")
     return device
 
 
-def _needs(plan: Plan) -> str:
+def _describe_need(plan: Plan) -> str:
     nbytes = plan.peak_device_bytes
     return f"{plan.name} needs {format_bytes(nbytes)} ({nbytes} bytes), which is the smallest budget that would do."

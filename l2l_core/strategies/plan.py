@@ -17,9 +17,9 @@ B = "B"  # backward through the record
 OFF, PRE = "Off", "Pre"  # the record to the host, and back
 OFFX, PREX = "OffX", "PreX"  # a kept input to the host, and back
 
-RUNS = frozenset((F0, FCK, FALL))
-COMPUTES = frozenset((*RUNS, B))  # the others move
-KINDS = frozenset((*COMPUTES, OFF, PRE, OFFX, PREX))
+RUN_KINDS = frozenset((F0, FCK, FALL))
+COMPUTE_KINDS = frozenset((*RUN_KINDS, B))  # the others move
+KINDS = frozenset((*COMPUTE_KINDS, OFF, PRE, OFFX, PREX))
 
 
 class Operation(NamedTuple):
@@ -55,7 +55,7 @@ class Plan:
     @property
     def layer_forwards(self) -> int:
         """How often layers run forward for one micro-batch; the number of layers is the least."""
-        return sum(kind in RUNS and stage < self.stages - 1 for kind, stage in self.operations)
+        return sum(kind in RUN_KINDS and stage < self.stages - 1 for kind, stage in self.operations)
 
     def __str__(self) -> str:
         return f"{self.name}: " + " ".join(f"{kind}{stage}" for kind, stage in self.operations)
@@ -68,92 +68,94 @@ def check_operations(operations: Sequence[Operation], stages: int) -> None:
     stage to the first; a stage runs again from its kept input or right after the stage before it; what is on the host is
     brought back before it is read.
     """
-    Checker(stages).check(operations)
+    PlanChecker(stages).check(operations)
 
 
-class Checker:
+class PlanChecker:
     """What a plan holds between its operations, by stage.
 
     Invariant: every operation seen so far could be executed.
     """
 
     def __init__(self, stages: int) -> None:
-        self._n, self._swept, self._left = stages, 0, stages
+        self._stages, self._first_runs, self._backwards_left = stages, 0, stages
         self._records: set[int] = set()
-        self._held: set[int] = set()
-        self._away: set[tuple[str, int]] = set()
-        self._at: int | None = None  # the stage whose input a run again has just made
+        self._kept_inputs: set[int] = set()
+        self._on_host: set[tuple[str, int]] = set()
+        self._next_input: int | None = None  # the stage whose input a run again has just made
 
     def check(self, operations: Sequence[Operation]) -> None:
         """Raise ValueError for the first operation that cannot be executed, or for what is left at the end."""
         for at, operation in enumerate(operations):
-            problem = self._problem(*operation)
+            problem = self._find_problem(*operation)
             if problem:
                 raise ValueError(f"operation {at} of the plan, {operation}, cannot be executed: {problem}")
-        if self._left or self._records or self._held:
-            left = sorted(self._records | self._held)
+        if self._backwards_left or self._records or self._kept_inputs:
+            left = sorted(self._records | self._kept_inputs)
             raise ValueError(
-                f"the plan ends before the backward of stage {self._left - 1}, or keeps something of stages {left}: every stage "
+                f"the plan ends before the backward of stage {self._backwards_left - 1}, or keeps something of stages {left}: every stage "
                 "needs one B"
             )
 
-    def _problem(self, kind: str, i: int) -> str:
-        if kind not in KINDS or not 0 <= i < self._n:
-            return f"kinds are {', '.join(sorted(KINDS))}, stages 0 to {self._n - 1}"
-        if kind in RUNS:
-            return self._run(kind, i)
-        return self._backward(i) if kind == B else self._move(kind, i)
+    def _find_problem(self, kind: str, i: int) -> str:
+        if kind not in KINDS or not 0 <= i < self._stages:
+            return f"kinds are {', '.join(sorted(KINDS))}, stages 0 to {self._stages - 1}"
+        if kind in RUN_KINDS:
+            return self._check_run(kind, i)
+        return self._check_backward(i) if kind == B else self._check_move(kind, i)
 
-    def _run(self, kind: str, i: int) -> str:
-        if self._swept < self._n:
-            if i != self._swept:
-                return f"the first runs come in order, stage {self._swept} is next"
-            if i == self._n - 1 and kind != FALL:
+    def _check_run(self, kind: str, i: int) -> str:
+        if self._first_runs < self._stages:
+            if i != self._first_runs:
+                return f"the first runs come in order, stage {self._first_runs} is next"
+            if i == self._stages - 1 and kind != FALL:
                 return "the loss is followed by its backward: use Fall"
-            self._swept += 1
+            self._first_runs += 1
         else:
-            if i >= self._left:
+            if i >= self._backwards_left:
                 return "its backward is over"
             if i in self._records:
                 return "its record is there"
-            if self._at != i and i not in self._held:
+            if self._next_input != i and i not in self._kept_inputs:
                 return "its input is not there: keep it with Fck, or run the stage before it first"
-            if (OFFX, i) in self._away and self._at != i:
+            if (OFFX, i) in self._on_host and self._next_input != i:
                 return f"its input is on the host: PreX {i} comes first"
-            self._at = i + 1 if i + 1 < self._n else None
+            self._next_input = i + 1 if i + 1 < self._stages else None
         if kind == FALL:
             self._records.add(i)
-            if (OFFX, i) in self._away:
+            if (OFFX, i) in self._on_host:
                 return f"its kept input is on the host: PreX {i} comes first"
-            self._held.discard(i)
+            self._kept_inputs.discard(i)
         elif kind == FCK:
-            self._held.add(i)
+            self._kept_inputs.add(i)
         return ""
 
-    def _backward(self, i: int) -> str:
-        if self._swept < self._n or i != self._left - 1:
-            return f"backward begins after all first runs and goes down; stage {self._left - 1} is next"
+    def _check_backward(self, i: int) -> str:
+        if self._first_runs < self._stages or i != self._backwards_left - 1:
+            return f"backward begins after all first runs and goes down; stage {self._backwards_left - 1} is next"
         if i not in self._records:
             return f"there is no record: Fall {i} comes first"
-        if (OFF, i) in self._away:
+        if (OFF, i) in self._on_host:
             return f"its record is on the host: Pre {i} comes first"
         self._records.discard(i)
-        self._left -= 1
-        self._at = None if self._at == i + 1 else self._at
+        self._backwards_left -= 1
+        self._next_input = None if self._next_input == i + 1 else self._next_input
         return ""
 
-    def _move(self, kind: str, i: int) -> str:
-        out, what, where = (OFF, "record", self._records) if kind in (OFF, PRE) else (OFFX, "kept input", self._held)
+    def _check_move(self, kind: str, i: int) -> str:
+        out, what, where = (
+            (OFF, "record", self._records) if kind in (OFF, PRE) else (OFFX, "kept input", self._kept_inputs)
+        )
         if kind in (PRE, PREX):
-            if (out, i) not in self._away:
+            if (out, i) not in self._on_host:
                 return f"the {what} is not on the host"
-            self._away.remove((out, i))
+            self._on_host.remove((out, i))
             return ""
-        if self._swept < self._n and i == self._swept - 1 and i == self._n - 1:
+        if self._first_runs < self._stages and i == self._first_runs - 1 and i == self._stages - 1:
             return "the loss is followed by its backward"
-        if i not in where or (out, i) in self._away:
+        if i not in where or (out, i) in self._on_host:
             return f"there is no {what} of it on the device"
-        if self._swept == self._n:
+        if self._first_runs == self._stages:
             return "what is left after the loss is read soon: send it out during the first runs"
-        self._away.add((out, i))
+        self._on_host.add((out, i))
         return ""

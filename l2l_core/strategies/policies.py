@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 from itertools import product
 
 from l2l_core.devices import DeviceOutOfMemory
-from l2l_core.strategies import recipes
-from l2l_core.strategies.prices import Prices
-from l2l_core.strategies.recipes import KEEP, OFFLOAD, RECOMPUTE, Operations
-from l2l_core.strategies.table import Bench, Row
+from l2l_core.strategies import fixed_plans
+from l2l_core.strategies.fixed_plans import KEEP, OFFLOAD, RECOMPUTE, Operations
+from l2l_core.strategies.plan_cost_model import PlanCostModel
+from l2l_core.strategies.strategy_table import StrategyBench, StrategyResult
 from l2l_core.trace import format_bytes
 
 
@@ -22,9 +22,9 @@ class Policy(ABC):
     Without a plan that fits, `operations` raises DeviceOutOfMemory, which states the smallest budget.
     """
 
-    def row(self, bench: Bench) -> Row:
+    def measure(self, bench: StrategyBench) -> StrategyResult:
         """Make a step by its plan on a copy, and say what it needed."""
-        return bench.planned(self)
+        return bench.run_policy(self)
 
     @property
     def name(self) -> str:
@@ -38,7 +38,7 @@ class Policy(ABC):
         return ", ".join([type(self).__name__, *said])
 
     @abstractmethod
-    def operations(self, prices: Prices) -> Operations:
+    def operations(self, cost_model: PlanCostModel) -> Operations:
         """Make the plan for one micro-batch."""
 
 
@@ -46,16 +46,16 @@ class Policy(ABC):
 class Plain(Policy):
     """Keep every record: what plain training does."""
 
-    def operations(self, prices: Prices) -> Operations:
-        return recipes.plain(prices.stages)
+    def operations(self, cost_model: PlanCostModel) -> Operations:
+        return fixed_plans.plain_plan(cost_model.stages)
 
 
 @dataclass(frozen=True)
 class Full(Policy):
     """Keep the inputs of stages, and recompute every one."""
 
-    def operations(self, prices: Prices) -> Operations:
-        return recipes.full(prices.stages)
+    def operations(self, cost_model: PlanCostModel) -> Operations:
+        return fixed_plans.full_plan(cost_model.stages)
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Periodic(Policy):
 
     length: int | None = None
 
-    def operations(self, prices: Prices) -> Operations:
-        return recipes.periodic(prices.stages, self.length)
+    def operations(self, cost_model: PlanCostModel) -> Operations:
+        return fixed_plans.periodic_plan(cost_model.stages, self.length)
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,14 @@ class Rotor(Policy):
 
     budget_bytes: int | None = None
 
-    def operations(self, prices: Prices) -> Operations:
-        solution = prices.rotor
-        limits = range(len(solution.cost[0, prices.stages - 1]))
+    def operations(self, cost_model: PlanCostModel) -> Operations:
+        solution = cost_model.rotor_solution
+        limits = range(len(solution.cost[0, cost_model.stages - 1]))
         # The program's own bytes are rounded up, so what a plan needs is read off the exact walk.
         plans = dict.fromkeys(solution.plan(m) for m in limits if solution.seconds(m) < float("inf"))
-        return fastest(type(self).__name__, prices, [recipes.plain(prices.stages), *plans], self.budget_bytes)
+        return choose_fastest(
+            type(self).__name__, cost_model, [fixed_plans.plain_plan(cost_model.stages), *plans], self.budget_bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,9 @@ class Offload(Policy):
     ahead: int = 1
     keep: int = 0
 
-    def operations(self, prices: Prices) -> Operations:
-        sent = max(0, prices.stages - 1 - self.keep)
-        return recipes.mixed(OFFLOAD * sent + KEEP * (prices.stages - 1 - sent), self.ahead)
+    def operations(self, cost_model: PlanCostModel) -> Operations:
+        sent = max(0, cost_model.stages - 1 - self.keep)
+        return fixed_plans.mixed_plan(OFFLOAD * sent + KEEP * (cost_model.stages - 1 - sent), self.ahead)
 
 
 @dataclass(frozen=True)
@@ -111,23 +113,23 @@ class Combined(Policy):
 
     Args:
         budget_bytes: of the device; default the device's own.
-        choices: the letters of `recipes.py` to choose from.
+        choices: the letters of `fixed_plans.py` to choose from.
         most: 3 ** most plans are walked through.
     """
 
     budget_bytes: int | None = None
     choices: str = KEEP + RECOMPUTE + OFFLOAD
-    most: int = 8
+    max_layers: int = 8
 
-    def operations(self, prices: Prices) -> Operations:
-        layers = prices.stages - 1
-        if layers > self.most:
+    def operations(self, cost_model: PlanCostModel) -> Operations:
+        layers = cost_model.stages - 1
+        if layers > self.max_layers:
             raise ValueError(
-                f"{self.name} tries {len(self.choices)} ** {layers} plans: it is exhaustive for up to {self.most} layers. Name "
+                f"{self.name} tries {len(self.choices)} ** {layers} plans: it is exhaustive for up to {self.max_layers} layers. Name "
                 "fewer layers=, or use Karma() or Rotor()"
             )
-        plans = (recipes.mixed(choice) for choice in product(self.choices, repeat=layers))
-        return fastest(type(self).__name__, prices, plans, self.budget_bytes)
+        plans = (fixed_plans.mixed_plan(choice) for choice in product(self.choices, repeat=layers))
+        return choose_fastest(type(self).__name__, cost_model, plans, self.budget_bytes)
 
 
 @dataclass(frozen=True)
@@ -143,15 +145,15 @@ class Karma(Policy):
 
     budget_bytes: int | None = None
 
-    def operations(self, prices: Prices) -> Operations:
-        layers = prices.stages - 1
-        swaps = [recipes.mixed(OFFLOAD * sent + KEEP * (layers - sent)) for sent in range(layers + 1)]
-        found = fastest(type(self).__name__, prices, swaps, self.budget_bytes)
+    def operations(self, cost_model: PlanCostModel) -> Operations:
+        layers = cost_model.stages - 1
+        swaps = [fixed_plans.mixed_plan(OFFLOAD * sent + KEEP * (layers - sent)) for sent in range(layers + 1)]
+        found = choose_fastest(type(self).__name__, cost_model, swaps, self.budget_bytes)
         choice = OFFLOAD * swaps.index(found) + KEEP * (layers - swaps.index(found))
         while OFFLOAD in choice:
             others = [choice[:i] + RECOMPUTE + choice[i + 1 :] for i in range(layers) if choice[i] == OFFLOAD]
-            plans = {recipes.mixed(other): other for other in others}
-            best = fastest(type(self).__name__, prices, [found, *plans], self.budget_bytes)
+            plans = {fixed_plans.mixed_plan(other): other for other in others}
+            best = choose_fastest(type(self).__name__, cost_model, [found, *plans], self.budget_bytes)
             if best == found:
                 break
             found, choice = best, plans[best]
@@ -171,14 +173,18 @@ class RelayPolicy:
     ahead: int = 1
     stash: str = "host"
 
-    def row(self, bench: Bench) -> Row:
+    def measure(self, bench: StrategyBench) -> StrategyResult:
         """Make steps by relay on a copy, and say what one needed."""
         kept = f", {self.keep} graphs kept" if self.keep else ""
-        return bench.relayed(f"Relay, stash on the {self.stash}{kept}", self.keep, self.ahead, self.stash)
+        return bench.run_relay(f"Relay, stash on the {self.stash}{kept}", self.keep, self.ahead, self.stash)
 
 
-def fastest(
-    name: str, prices: Prices, plans: Iterable[Operations], budget_bytes: int | None, host_bytes: int | None = None
+def choose_fastest(
+    name: str,
+    cost_model: PlanCostModel,
+    plans: Iterable[Operations],
+    budget_bytes: int | None,
+    host_bytes: int | None = None,
 ) -> Operations:
     """Choose the fastest plan whose exact peak fits, and no more of which waits on the host than may.
 
@@ -186,31 +192,31 @@ def fastest(
         DeviceOutOfMemory: there is none; it states the smallest budget of the device for which there is one, or of the host,
             if that is what they all exceed.
     """
-    budget = prices.budget if budget_bytes is None else budget_bytes
+    budget = cost_model.budget if budget_bytes is None else budget_bytes
     best, best_s, least, least_host = None, float("inf"), None, None
     for plan in plans:
-        if host_bytes is not None and (waits := prices.peak_host_bytes(plan)) > host_bytes:
+        if host_bytes is not None and (waits := cost_model.peak_host_bytes(plan)) > host_bytes:
             least_host = waits if least_host is None else min(least_host, waits)
             continue
-        peak = prices.peak_device_bytes(plan)
+        peak = cost_model.peak_device_bytes(plan)
         least = peak if least is None else min(least, peak)
-        if (budget is None or peak <= budget) and (seconds := prices.seconds(plan)) < best_s:
+        if (budget is None or peak <= budget) and (seconds := cost_model.seconds(plan)) < best_s:
             best, best_s = plan, seconds
     if best is None and least is None:
-        raise out_of_budget(name, least_host or 0, host_bytes or 0, "on the host")
+        raise over_budget_error(name, least_host or 0, host_bytes or 0, "on the host")
     if best is None:
-        raise out_of_budget(name, least or 0, budget or 0)
+        raise over_budget_error(name, least or 0, budget or 0)
     return best
 
 
-def out_of_budget(name: str, least: int, budget: int, where: str = "on the device") -> DeviceOutOfMemory:
+def over_budget_error(name: str, min_bytes: int, budget: int, where: str = "on the device") -> DeviceOutOfMemory:
     """Make the error that a policy has no plan within a budget."""
     error = DeviceOutOfMemory(
         f"{name} has no plan within {format_bytes(budget)} ({budget} bytes) {where}: the smallest budget for which it has one is "
-        f"{format_bytes(least)} ({least} bytes)",
-        least,
+        f"{format_bytes(min_bytes)} ({min_bytes} bytes)",
+        min_bytes,
         budget,
         {},
     )
-    error.least_bytes = least
+    error.least_bytes = min_bytes
     return error

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from l2l_core.strategies.replace import replace
+from l2l_core.strategies.module_replacement import replace_modules
 
 Tensor = torch.Tensor
 
@@ -41,7 +41,7 @@ class RandomizedLinear(nn.Linear):
         share: float = 0.5,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.share = _checked(share)
+        self.share = _check_share(share)
 
     @classmethod
     def of(cls, linear: nn.Linear, share: float = 0.5) -> RandomizedLinear:
@@ -52,7 +52,7 @@ class RandomizedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in) to (..., out), exactly."""
-        return _Sketched.apply(x, self.weight, self.bias, self.share)
+        return _SketchedLinear.apply(x, self.weight, self.bias, self.share)
 
     def extra_repr(self) -> str:
         """Say what `nn.Linear` says, and the share."""
@@ -67,17 +67,17 @@ def randomized_linear(
     Raises:
         ValueError: there is none, or `share` is not between 0 and 1.
     """
-    _checked(share)
-    return replace(model, tuple(kinds), lambda module: RandomizedLinear.of(module, share), "kinds=")
+    _check_share(share)
+    return replace_modules(model, tuple(kinds), lambda module: RandomizedLinear.of(module, share), "kinds=")
 
 
-class _Sketched(torch.autograd.Function):
+class _SketchedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, share: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         ctx.seed = int(torch.randint(2**62, ()))
         ctx.kept = max(1, round(share * len(rows)))
-        sketch = sketching(len(rows), ctx.kept, ctx.seed, x).T @ rows if ctx.needs_input_grad[1] else None
+        sketch = draw_sketch(len(rows), ctx.kept, ctx.seed, x).T @ rows if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(sketch, weight)
         return nn.functional.linear(x, weight, bias)
 
@@ -87,19 +87,19 @@ class _Sketched(torch.autograd.Function):
         (grad,) = grads
         rows = grad.reshape(-1, grad.shape[-1])
         dx = grad @ weight if ctx.needs_input_grad[0] else None
-        dw = None if sketch is None else (rows.T @ sketching(len(rows), ctx.kept, ctx.seed, grad)) @ sketch
+        dw = None if sketch is None else (rows.T @ draw_sketch(len(rows), ctx.kept, ctx.seed, grad)) @ sketch
         db = rows.sum(0) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None
 
 
-def sketching(rows: int, kept: int, seed: int, like: Tensor) -> Tensor:
+def draw_sketch(rows: int, kept: int, seed: int, like: Tensor) -> Tensor:
     """Draw S (rows, kept): signs over the root of `kept`, on the device and in the type of `like`."""
     stream = torch.Generator(like.device).manual_seed(seed)
     signs = torch.randint(2, (rows, kept), generator=stream, device=like.device, dtype=like.dtype)
     return signs.mul_(2).sub_(1).div_(math.sqrt(kept))
 
 
-def _checked(share: float) -> float:
+def _check_share(share: float) -> float:
     if not 0 < share < 1:
         raise ValueError(
             f"share is {share}: the sketch has more than 0 and less than all of the rows; nn.Linear keeps all"

@@ -14,8 +14,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from l2l_core.strategies.fixed_plans import Operations
 from l2l_core.strategies.plan import F0, FALL, FCK, B, Operation
-from l2l_core.strategies.recipes import Operations
 
 Floats = np.ndarray
 
@@ -37,10 +37,10 @@ class Chain:
     records: tuple[int, ...]
     run_s: tuple[float, ...]
     keep_s: tuple[float, ...]
-    back_s: tuple[float, ...]
-    run_more: tuple[int, ...]
-    keep_more: tuple[int, ...]
-    back_more: tuple[int, ...]
+    backward_s: tuple[float, ...]
+    run_extra: tuple[int, ...]
+    keep_extra: tuple[int, ...]
+    backward_extra: tuple[int, ...]
 
     @property
     def stages(self) -> int:
@@ -48,7 +48,7 @@ class Chain:
         return len(self.records)
 
 
-class Solution:
+class RotorSolution:
     """The fastest plans of a chain for every whole budget up to a limit.
 
     `cost[s, t][m]` is the least time of forward and backward of stages s to t within m units, of which the input of s is
@@ -74,47 +74,47 @@ class Solution:
 
     def plan(self, budget: int) -> Operations:
         """Return the plan that takes it."""
-        return tuple(self._build(0, self.chain.stages - 1, budget))
+        return tuple(self._build_plan(0, self.chain.stages - 1, budget))
 
     def _solve(self, s: int, t: int) -> None:
         c, units = self.chain, self._units
         gradient = c.inputs[t + 1]
-        best = self._keep_record(s, t, gradient)
+        best = self._cost_keeping_record(s, t, gradient)
         choice = np.full(len(units), s)
         need, run_s = 0, 0.0
         for j in range(s + 1, t + 1):
             q = j - 1
-            need = max(need, gradient + (c.inputs[q] if q > s else 0) + c.inputs[j] + c.run_more[q])
+            need = max(need, gradient + (c.inputs[q] if q > s else 0) + c.inputs[j] + c.run_extra[q])
             run_s += c.run_s[q]
-            value = run_s + _less(self.cost[j, t], c.inputs[j]) + self.cost[s, q]
+            value = run_s + _shift_budget(self.cost[j, t], c.inputs[j]) + self.cost[s, q]
             value[units < need] = np.inf
             choice[value < best] = j
             best = np.minimum(best, value)
         self.cost[s, t], self._choice[s, t] = best, choice
 
-    def _keep_record(self, s: int, t: int, gradient: int) -> Floats:
+    def _cost_keeping_record(self, s: int, t: int, gradient: int) -> Floats:
         c = self.chain
-        value = np.full(len(self._units), float(c.keep_s[s] + c.back_s[s]))
-        value[self._units < gradient + c.records[s] + c.keep_more[s]] = np.inf
-        value[self._units < c.inputs[s + 1] + c.records[s] + c.back_more[s]] = np.inf
-        return value + _less(self.cost[s + 1, t], c.records[s]) if t > s else value
+        value = np.full(len(self._units), float(c.keep_s[s] + c.backward_s[s]))
+        value[self._units < gradient + c.records[s] + c.keep_extra[s]] = np.inf
+        value[self._units < c.inputs[s + 1] + c.records[s] + c.backward_extra[s]] = np.inf
+        return value + _shift_budget(self.cost[s + 1, t], c.records[s]) if t > s else value
 
-    def _build(self, s: int, t: int, m: int) -> list[Operation]:
+    def _build_plan(self, s: int, t: int, m: int) -> list[Operation]:
         j = int(self._choice[s, t][m])
         if j == s:
-            inner = self._build(s + 1, t, m - self.chain.records[s]) if t > s else []
+            inner = self._build_plan(s + 1, t, m - self.chain.records[s]) if t > s else []
             return [Operation(FALL, s), *inner, Operation(B, s)]
         runs = [Operation(FCK, s), *(Operation(F0, q) for q in range(s + 1, j))]
-        return [*runs, *self._build(j, t, m - self.chain.inputs[j]), *self._build(s, j - 1, m)]
+        return [*runs, *self._build_plan(j, t, m - self.chain.inputs[j]), *self._build_plan(s, j - 1, m)]
 
 
 @lru_cache(maxsize=8)
-def solve(chain: Chain, limit: int) -> Solution:
+def solve(chain: Chain, limit: int) -> RotorSolution:
     """Solve a chain for all budgets up to `limit` units, once."""
-    return Solution(chain, limit)
+    return RotorSolution(chain, limit)
 
 
-def _less(cost: Floats, units: int) -> Floats:
+def _shift_budget(cost: Floats, units: int) -> Floats:
     """Return what `cost` is with so many units less."""
     moved = np.full(len(cost), np.inf)
     if units < len(cost):
@@ -122,6 +122,6 @@ def _less(cost: Floats, units: int) -> Floats:
     return moved
 
 
-def in_units(nbytes: Sequence[int], unit: float) -> tuple[int, ...]:
+def round_up_to_units(nbytes: Sequence[int], unit: float) -> tuple[int, ...]:
     """Return bytes in units, rounded up."""
     return tuple(int(np.ceil(each / unit - 1e-12)) for each in nbytes)

@@ -17,13 +17,13 @@ from typing import Any
 
 from torch import nn
 
-_COUNTED = {"layer", "block", "depth"}
-_FILLING = {"num", "n", "number", "of", "count", "total", "hidden", "config", "cfg", "model"} | _COUNTED
+_DEPTH_WORDS = {"layer", "block", "depth"}
+_NEUTRAL_WORDS = {"num", "n", "number", "of", "count", "total", "hidden", "config", "cfg", "model"} | _DEPTH_WORDS
 _CONFIG_NAMES = {"config", "cfg", "conf", "hparam", "arg"}
-_PER_LAYER = {"layer", "block", "type"}
+_PER_LAYER_WORDS = {"layer", "block", "type"}
 _INDEX_WORDS = {"only", "idx", "id", "index", "indice", "indexe"}
 # A list that is about another part of the model has one of these in its name, and the path to the stack has not.
-_PARTS = {"encoder", "decoder", "vision", "text", "audio", "speech", "image", "video", "mtp", "feature"}
+_PART_WORDS = {"encoder", "decoder", "vision", "text", "audio", "speech", "image", "video", "mtp", "feature"}
 
 
 # --- configs -------------------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ def is_config(name: str, value: Any) -> bool:
     """Tell whether the attribute `name` with this value is a configuration."""
     if value is None or isinstance(value, nn.Module | int | float | str | list | tuple | type):
         return False
-    named = bool(words(name) & _CONFIG_NAMES)
+    named = bool(name_words(name) & _CONFIG_NAMES)
     if hasattr(value, "to_dict") and hasattr(value, "__dict__"):
         return named and "generation" not in name
     if is_dataclass(value):
@@ -41,33 +41,33 @@ def is_config(name: str, value: Any) -> bool:
     return named and (isinstance(value, dict) or (hasattr(value, "__dict__") and not callable(value)))
 
 
-def fields(config: Any) -> dict[str, Any]:
+def stored_fields(config: Any) -> dict[str, Any]:
     """Give the fields of a config by name, those that it stores. Writing here passes no validation and no alias."""
     return config if isinstance(config, dict) else vars(config)
 
 
-def alias(config: Any, name: str) -> str:
+def stored_name(config: Any, name: str) -> str:
     """Give the name under which a config of transformers stores `name` (GPT-2: num_hidden_layers is n_layer)."""
     names = getattr(config, "attribute_map", None)
     return names.get(name, name) if isinstance(names, Mapping) else name
 
 
-def nested(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def nested_configs(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Go through the config and those inside it, with dotted prefix ("", "text_config.")."""
     yield prefix, config
-    for name, value in list(fields(config).items()):
+    for name, value in list(stored_fields(config).items()):
         # No deeper than three, so that one which holds itself comes to an end
         if isinstance(name, str) and not name.startswith("_") and prefix.count(".") < 3:
             plain = isinstance(value, dict | SimpleNamespace) and isinstance(config, dict | SimpleNamespace)
             if plain or is_config(name, value) or (hasattr(value, "to_dict") and not isinstance(value, type)):
-                yield from nested(value, f"{prefix}{name}.")
+                yield from nested_configs(value, f"{prefix}{name}.")
 
 
 # --- the depth -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Place:
+class StackLocation:
     """Says where in the model a stack is, as far as names and numbers can.
 
     Attributes:
@@ -90,92 +90,92 @@ class DepthField:
     config: Any
     name: str  # as stored
     label: str  # dotted, from the config that a module holds
-    at: int | None = None
+    index: int | None = None
     role: frozenset[str] = frozenset()
 
     def value(self, depth: int) -> Any:
         """Give what the field becomes at a depth: a number, or the whole list with one element changed."""
-        if self.at is None:
+        if self.index is None:
             return depth
-        old = fields(self.config)[self.name]
-        return type(old)(depth if i == self.at else value for i, value in enumerate(old))
+        old = stored_fields(self.config)[self.name]
+        return type(old)(depth if i == self.index else value for i, value in enumerate(old))
 
 
-def depth_fields(config: Any, place: Place) -> list[DepthField]:
+def find_depth_candidates(config: Any, location: StackLocation) -> list[DepthField]:
     """Find all fields of `config`, and of configs inside it, that may be the depth of the stack at `place`."""
     found = []
-    for prefix, inner in nested(config):
-        for name, value in fields(inner).items():
-            if not isinstance(name, str) or name.startswith("_") or not words(name) & _COUNTED:
+    for prefix, inner in nested_configs(config):
+        for name, value in stored_fields(inner).items():
+            if not isinstance(name, str) or name.startswith("_") or not name_words(name) & _DEPTH_WORDS:
                 continue
-            role = words(prefix + name) - _FILLING
-            if not role <= place.words:
+            role = name_words(prefix + name) - _NEUTRAL_WORDS
+            if not role <= location.words:
                 continue
-            if place.stage is None and _is_int(value) and value == place.depth:
+            if location.stage is None and _is_int(value) and value == location.depth:
                 found.append(DepthField(inner, name, prefix + name, role=role))
-            elif place.stage is not None and isinstance(value, list | tuple) and len(value) == place.stages:
-                if all(map(_is_int, value)) and value[place.stage] == place.depth:
-                    found.append(DepthField(inner, name, prefix + name, place.stage, role))
+            elif location.stage is not None and isinstance(value, list | tuple) and len(value) == location.stages:
+                if all(map(_is_int, value)) and value[location.stage] == location.depth:
+                    found.append(DepthField(inner, name, prefix + name, location.stage, role))
     return found
 
 
-def best(found: Sequence[DepthField]) -> list[DepthField]:
+def most_specific(found: Sequence[DepthField]) -> list[DepthField]:
     """Choose the most specific; of several equally so, `num_hidden_layers`. Several are left if nothing decides."""
     most = max((len(field.role) for field in found), default=0)
     left = [field for field in found if len(field.role) == most]
-    standard = [field for field in left if field.name == alias(field.config, "num_hidden_layers")]
+    standard = [field for field in left if field.name == stored_name(field.config, "num_hidden_layers")]
     return standard if len(left) > 1 and len(standard) == 1 else left
 
 
-def is_depth_name(name: str, place: Place) -> bool:
+def is_depth_name(name: str, location: StackLocation) -> bool:
     """Tell whether an attribute of a module that holds the stack may be its depth (`num_layers`)."""
-    return bool(words(name) & _COUNTED) and words(name) - _FILLING <= place.words
+    return bool(name_words(name) & _DEPTH_WORDS) and name_words(name) - _NEUTRAL_WORDS <= location.words
 
 
 # --- per layer -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class LayerList:
+class PerLayerField:
     """Is a field that says something about every layer: `entries`, and how a list of entries is written."""
 
     config: Any
     name: str
     entries: tuple[Hashable, ...]  # one per layer
-    write: Callable[[Sequence[Any]], Any]
+    to_value: Callable[[Sequence[Any]], Any]
     values: tuple[Any, ...] = ()
 
 
-def layer_lists(config: Any, place: Place) -> list[LayerList]:
+def find_per_layer_fields(config: Any, location: StackLocation) -> list[PerLayerField]:
     """Find the fields of `config` with one entry per layer, the positions of some layers, or a pattern of them."""
-    if place.stage is not None:  # a list is then about the stages
+    if location.stage is not None:  # a list is then about the stages
         return []
-    found = (layer_list(config, name, value, place) for name, value in fields(config).items())
+    found = (read_per_layer_field(config, name, value, location) for name, value in stored_fields(config).items())
     return [each for each in found if each is not None]
 
 
-def layer_list(config: Any, name: str, value: Any, place: Place) -> LayerList | None:
+def read_per_layer_field(config: Any, name: str, value: Any, location: StackLocation) -> PerLayerField | None:
     """Read `value` as a list about the layers of the stack at `place`; None if it is none."""
     if not isinstance(name, str) or name.startswith("_") or not isinstance(value, list | tuple):
         return None
-    parts, kind = words(name), type(value)
-    if not parts & (_PER_LAYER | _INDEX_WORDS) or (parts & _PARTS) - place.words:
+    parts, kind = name_words(name), type(value)
+    if not parts & (_PER_LAYER_WORDS | _INDEX_WORDS) or (parts & _PART_WORDS) - location.words:
         return None
-    pattern = _expanded(value)
-    if pattern is not None and len(pattern) == place.depth:
-        return LayerList(config, name, hashable(pattern), lambda new: kind([[list(new), 1]]), tuple(pattern))
+    pattern = _expand_pattern(value)
+    if pattern is not None and len(pattern) == location.depth:
+        return PerLayerField(config, name, to_hashable(pattern), lambda new: kind([[list(new), 1]]), tuple(pattern))
     is_indices = all(map(_is_int, value)) and list(value) == sorted(set(value))
-    is_indices = is_indices and all(0 <= i < place.depth for i in value)
+    is_indices = is_indices and all(0 <= i < location.depth for i in value)
     # As many ascending numbers as there are layers may be an entry for each: then the name must say otherwise
-    if is_indices and (parts & _INDEX_WORDS or (value and len(value) != place.depth)):
-        member = tuple(i in value for i in range(place.depth))
-        return LayerList(config, name, member, lambda new: kind(i for i, is_in in enumerate(new) if is_in), member)
-    if len(value) == place.depth and parts & _PER_LAYER:
-        return LayerList(config, name, hashable(value), kind, tuple(value))
+    if is_indices and (parts & _INDEX_WORDS or (value and len(value) != location.depth)):
+        member = tuple(i in value for i in range(location.depth))
+        return PerLayerField(config, name, member, lambda new: kind(i for i, is_in in enumerate(new) if is_in), member)
+    if len(value) == location.depth and parts & _PER_LAYER_WORDS:
+        return PerLayerField(config, name, to_hashable(value), kind, tuple(value))
     return None
 
 
-def _expanded(value: Sequence[Any]) -> list[Any] | None:
+def _expand_pattern(value: Sequence[Any]) -> list[Any] | None:
     """Write a pattern out: [[["global", "local"], 2]] is global, local, global, local; None if it is none."""
     pairs = [each for each in value if isinstance(each, list | tuple) and len(each) == 2]
     if not value or len(pairs) != len(value):
@@ -185,7 +185,7 @@ def _expanded(value: Sequence[Any]) -> list[Any] | None:
     return [name for names, times in pairs for _ in range(times) for name in names]
 
 
-def hashable(values: Sequence[Any]) -> tuple[Hashable, ...]:
+def to_hashable(values: Sequence[Any]) -> tuple[Hashable, ...]:
     """Make the values of a list comparable and countable; a list among them goes by how it is written."""
     return tuple(value if isinstance(value, Hashable) else repr(value) for value in values)
 
@@ -194,7 +194,7 @@ def hashable(values: Sequence[Any]) -> tuple[Hashable, ...]:
 
 
 @cache
-def words(name: str) -> frozenset[str]:
+def name_words(name: str) -> frozenset[str]:
     """Split a name into its words, in the singular: {"num", "decoder", "layer"} for `num_decoder_layers`."""
     parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
     return frozenset(part.lower().removesuffix("s") for part in parts)

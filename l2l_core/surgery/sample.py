@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from l2l_core._torch import pytree
-from l2l_core.model import RandomState, is_cache, not_compiled
+from l2l_core.model import RandomState, force_eager, is_cache
 
 _SHARED = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, nn.Module)
 
 
-class Sample(NamedTuple):
+class CallSample(NamedTuple):
     """Holds one call of a layer. Tensors are on the host and need no gradient."""
 
     args: tuple[Any, ...]
@@ -32,7 +32,7 @@ class Sample(NamedTuple):
         """The arguments, flat; what PyTorch's pytrees do not know is one leaf."""
         return pytree.tree_leaves((self.args, self.kwargs), is_leaf=is_cache)
 
-    def fresh(self, replaced: dict[int, Any] | None = None) -> Sample:
+    def clone(self, replaced: dict[int, Any] | None = None) -> CallSample:
         """Make a copy that a layer may write into; leaves whose `id` is in `replaced` give way to what stands there.
 
         A tensor that occurs twice occurs twice in the copy too.
@@ -41,11 +41,13 @@ class Sample(NamedTuple):
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs), is_leaf=is_cache)
         for leaf in leaves:
             if id(leaf) not in memo:
-                memo[id(leaf)] = _copied((replaced or {}).get(id(leaf), leaf))
-        return Sample(*pytree.tree_unflatten([memo[id(leaf)] for leaf in leaves], spec))
+                memo[id(leaf)] = _copy_leaf((replaced or {}).get(id(leaf), leaf))
+        return CallSample(*pytree.tree_unflatten([memo[id(leaf)] for leaf in leaves], spec))
 
 
-def capture_samples(model: nn.Module, call: Callable[[], Any], layers: Sequence[nn.Module]) -> dict[nn.Module, Sample]:
+def capture_samples(
+    model: nn.Module, call: Callable[[], Any], layers: Sequence[nn.Module]
+) -> dict[nn.Module, CallSample]:
     """Run `call()`, which calls `model`, and return the arguments of the first call of each of `layers`.
 
     The run is in eval mode, without gradients, and ends as soon as the last of `layers` has been called.
@@ -53,20 +55,22 @@ def capture_samples(model: nn.Module, call: Callable[[], Any], layers: Sequence[
     Raises:
         ValueError: a layer was not called.
     """
-    wanted, found = set(layers), dict[nn.Module, Sample]()
+    wanted, found = set(layers), dict[nn.Module, CallSample]()
 
     def take(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.setdefault(layer, Sample(args, kwargs).fresh())  # a copy, at once: the layer may write into its arguments
+        found.setdefault(
+            layer, CallSample(args, kwargs).clone()
+        )  # a copy, at once: the layer may write into its arguments
         if len(found) == len(wanted):
-            raise _SeenAllError
+            raise _CapturedAllError
 
     handles = []
-    with untouched(model), torch.no_grad(), same_random_numbers():
+    with preserve_module_state(model), torch.no_grad(), preserve_random_state():
         try:
             handles += [layer.register_forward_pre_hook(take, with_kwargs=True) for layer in wanted]
             if wanted:
                 call()
-        except _SeenAllError:
+        except _CapturedAllError:
             pass
         finally:
             for handle in handles:
@@ -80,24 +84,24 @@ def capture_samples(model: nn.Module, call: Callable[[], Any], layers: Sequence[
 
 
 @contextmanager
-def same_random_numbers() -> Iterator[None]:
+def preserve_random_state() -> Iterator[None]:
     """Put the generators of torch and Python, and of NumPy where somebody uses it, back after a block."""
     numpy = sys.modules.get("numpy")  # not imported for this: where nobody has, nobody draws from it
-    before, numpy_before = RandomState.take(), numpy.random.get_state(legacy=False) if numpy is not None else None
+    before, numpy_before = RandomState.capture(), numpy.random.get_state(legacy=False) if numpy is not None else None
     try:
         yield
     finally:
-        before.put()
+        before.restore()
         if numpy is not None:
             numpy.random.set_state(numpy_before)
 
 
-class _SeenAllError(BaseException):
+class _CapturedAllError(BaseException):
     """Ends a forward; no model catches it by accident."""
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def preserve_module_state(model: nn.Module) -> Iterator[None]:
     """Run a block in eval mode, nothing compiled, then put modes and buffers back."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
@@ -108,7 +112,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     for module, _ in modes:  # not model.eval(): a model may do more than that there
         module.training = False
     try:
-        with not_compiled():
+        with force_eager():
             yield
     finally:
         for module, training in modes:
@@ -120,7 +124,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(value)
 
 
-def _copied(leaf: Any) -> Any:
+def _copy_leaf(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().to("cpu", copy=True)
     return leaf if isinstance(leaf, _SHARED) else copy.deepcopy(leaf)

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace.formatting import format_bytes
 
 CATEGORIES = ("weights", "gradients", "activations", "stash", "optimizer", "other")  # of bytes in a memory
 LANES = ("compute", "h2d", "d2h", "eps")  # of every worker
-NETWORK = ("gather", "reduce")  # of those that train with others, too
-DISK = ("disk read", "disk write")  # where weights and their state are in files
-ALL_LANES = LANES + NETWORK + DISK
+NETWORK_LANES = ("gather", "reduce")  # of those that train with others, too
+DISK_LANES = ("disk read", "disk write")  # where weights and their state are in files
+ALL_LANES = LANES + NETWORK_LANES + DISK_LANES
 PLACES = ("device", "host")
 
-_LETTERS = {
+_KIND_LETTERS = {
     "forward": "F",
     "backward": "B",
     "load": "L",
@@ -49,7 +49,7 @@ class Event(NamedTuple):
 
     def label(self) -> str:
         """Give a short name: "F L003 k=1", "L L004", "loss k=0". Kinds that share a first letter are spelled out."""
-        words = [_LETTERS.get(self.kind, self.kind)]
+        words = [_KIND_LETTERS.get(self.kind, self.kind)]
         if self.layer not in ("", self.kind):
             words.append(self.layer)
         if self.k >= 0:
@@ -58,7 +58,7 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerInfo:
     """Says whose trace it is.
 
     Attributes:
@@ -77,7 +77,7 @@ class Worker:
     @property
     def lanes(self) -> tuple[str, ...]:
         """The lanes that it has."""
-        return LANES if self.count == 1 else (*LANES, *NETWORK)
+        return LANES if self.count == 1 else (*LANES, *NETWORK_LANES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class MemorySample:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class StepFailure:
     """How a step ended that was not finished.
 
     Attributes:
@@ -120,15 +120,15 @@ class Failed:
         return f"failed after {self.t_s:.3g} s ({self.error}){asked}{missing}"
 
 
-class Recorded(Protocol):
+class TraceLike(Protocol):
     """What those who read or write a trace ask of it; `Trace` is one."""
 
     step: int
     device: str
     names: dict[str, str]
     settings: dict[str, Any]
-    failed: Failed | None
-    worker: Worker
+    failed: StepFailure | None
+    worker: WorkerInfo
 
     def check_finished(self) -> None:
         """Raise a ValueError if the step failed."""

@@ -33,6 +33,6 @@ def intersect(a: list[Interval], b: list[Interval]) -> list[Interval]:
     return common
 
 
-def measure(intervals: list[Interval]) -> float:
+def total_length(intervals: list[Interval]) -> float:
     """Add up the length of a merged list of intervals."""
     return math.fsum(stop - start for start, stop in intervals)

@@ -16,14 +16,14 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from l2l_core.trace.events import CATEGORIES, MemorySample, Recorded
+from l2l_core.trace.events import CATEGORIES, MemorySample, TraceLike
 
-Row = dict[str, Any]
+JsonObject = dict[str, Any]
 
-BASE = 1 << 40  # address of the first byte; the second place begins as far behind it
+BASE_ADDRESS = 1 << 40  # address of the first byte; the second place begins as far behind it
 
 
-def write_memory_snapshot(trace: Recorded, path: Path) -> None:
+def write_memory_snapshot(trace: TraceLike, path: Path) -> None:
     """Write `memory_snapshot(trace)`.
 
     Raises:
@@ -35,21 +35,21 @@ def write_memory_snapshot(trace: Recorded, path: Path) -> None:
         pickle.dump(memory_snapshot(trace), file, protocol=4)
 
 
-def memory_snapshot(trace: Recorded) -> Row:
+def memory_snapshot(trace: TraceLike) -> JsonObject:
     """Make the snapshot as plain values: one segment per place, as it is at the end, and what happened there."""
     arenas = [_Arena(trace, place, number) for number, place in enumerate(("device", "host"))]
     for arena in arenas:
-        arena.follow([sample for sample in trace.memory if sample.place == arena.place])
+        arena.replay_samples([sample for sample in trace.memory if sample.place == arena.place])
     return {"segments": [arena.segment() for arena in arenas], "device_traces": [arena.actions() for arena in arenas]}
 
 
-class _Block(NamedTuple):
+class _Allocation(NamedTuple):
     """Bytes in use."""
 
     start: int
     stop: int
     category: str
-    names: tuple[str, ...]  # why they are there
+    frames: tuple[str, ...]  # why they are there
 
 
 class _Arena:
@@ -58,17 +58,17 @@ class _Arena:
     Invariant: `_blocks` is sorted by address and blocks do not overlap; `_stacks` has them by category, the newest last.
     """
 
-    def __init__(self, trace: Recorded, place: str, number: int) -> None:
+    def __init__(self, trace: TraceLike, place: str, number: int) -> None:
         self.place, self._number, self._names = place, number, trace.names
-        self._base = BASE * (1 + number)
-        self._reach = self._base
-        self._blocks: list[_Block] = []
-        self._stacks: dict[str, list[_Block]] = defaultdict(list)
-        self._actions: list[Row] = []
+        self._begin = BASE_ADDRESS * (1 + number)
+        self._end = self._begin
+        self._allocations: list[_Allocation] = []
+        self._by_category: dict[str, list[_Allocation]] = defaultdict(list)
+        self._actions: list[JsonObject] = []
         self._lanes = {lane: events for lane, events in trace.lanes.items() if events}
         self._starts = {lane: [event.start_s for event in events] for lane, events in self._lanes.items()}
 
-    def follow(self, samples: list[MemorySample]) -> None:
+    def replay_samples(self, samples: list[MemorySample]) -> None:
         """Allocate and free until the bytes of each sample are in use."""
         used: dict[str, int] = defaultdict(int)
         for sample in samples:
@@ -78,24 +78,24 @@ class _Arena:
                 if change < 0:
                     self._free(category, -change, time_us)
                 elif change > 0:
-                    self._alloc(category, change, time_us, self._running(sample.t_s))
+                    self._alloc(category, change, time_us, self._active_events(sample.t_s))
                 used[category] += change
 
-    def segment(self) -> Row:
+    def segment(self) -> JsonObject:
         """Tell what is in use at the end, and the gaps between."""
-        blocks, at = [], self._base
-        for block in self._blocks:
+        blocks, at = [], self._begin
+        for block in self._allocations:
             if block.start > at:
                 blocks.append(_block_row(at, block.start, "inactive", ()))
-            blocks.append(_block_row(block.start, block.stop, "active_allocated", block.names))
+            blocks.append(_block_row(block.start, block.stop, "active_allocated", block.frames))
             at = block.stop
-        if self._reach > at:
-            blocks.append(_block_row(at, self._reach, "inactive", ()))
-        in_use = sum(block.stop - block.start for block in self._blocks)
+        if self._end > at:
+            blocks.append(_block_row(at, self._end, "inactive", ()))
+        in_use = sum(block.stop - block.start for block in self._allocations)
         return {
             "device": self._number,
-            "address": self._base,
-            "total_size": self._reach - self._base,
+            "address": self._begin,
+            "total_size": self._end - self._begin,
             "allocated_size": in_use,
             "active_size": in_use,
             "requested_size": in_use,
@@ -105,44 +105,44 @@ class _Arena:
             "frames": _frames((self.place,)),
         }
 
-    def actions(self) -> list[Row]:
+    def actions(self) -> list[JsonObject]:
         """Tell of the making of the segment, and every allocation and release."""
-        made = self._action("segment_alloc", self._base, self._reach - self._base, 0, "unknown", (self.place,))
+        made = self._action_row("segment_alloc", self._begin, self._end - self._begin, 0, "unknown", (self.place,))
         return [made, *self._actions] if self._actions else []
 
     def _alloc(self, category: str, nbytes: int, time_us: int, names: tuple[str, ...]) -> None:
-        start = self._find(nbytes)
-        block = _Block(start, start + nbytes, category, (category, *names))
-        insort(self._blocks, block)
-        self._stacks[category].append(block)
-        self._reach = max(self._reach, block.stop)
-        self._actions.append(self._action("alloc", start, nbytes, time_us, category, block.names))
+        start = self._find_gap(nbytes)
+        block = _Allocation(start, start + nbytes, category, (category, *names))
+        insort(self._allocations, block)
+        self._by_category[category].append(block)
+        self._end = max(self._end, block.stop)
+        self._actions.append(self._action_row("alloc", start, nbytes, time_us, category, block.frames))
 
     def _free(self, category: str, nbytes: int, time_us: int) -> None:
         while nbytes:
-            block = self._stacks[category].pop()
-            self._blocks.remove(block)
+            block = self._by_category[category].pop()
+            self._allocations.remove(block)
             size = block.stop - block.start
             for action in ("free_requested", "free_completed"):
-                self._actions.append(self._action(action, block.start, size, time_us, category, block.names))
+                self._actions.append(self._action_row(action, block.start, size, time_us, category, block.frames))
             if size > nbytes:  # the rest stays where it is
                 rest = block._replace(stop=block.stop - nbytes)
-                insort(self._blocks, rest)
-                self._stacks[category].append(rest)
+                insort(self._allocations, rest)
+                self._by_category[category].append(rest)
                 left = size - nbytes
-                self._actions.append(self._action("alloc", rest.start, left, time_us, category, rest.names))
+                self._actions.append(self._action_row("alloc", rest.start, left, time_us, category, rest.frames))
             nbytes -= min(size, nbytes)
 
-    def _find(self, nbytes: int) -> int:
+    def _find_gap(self, nbytes: int) -> int:
         """Find the first gap that is large enough; its address."""
-        at = self._base
-        for block in self._blocks:
+        at = self._begin
+        for block in self._allocations:
             if block.start - at >= nbytes:
                 return at
             at = block.stop
         return at
 
-    def _running(self, t_s: float) -> tuple[str, ...]:
+    def _active_events(self, t_s: float) -> tuple[str, ...]:
         """Say what the lanes did at a time, or had done last."""
         names = []
         for lane, events in self._lanes.items():
@@ -152,7 +152,9 @@ class _Arena:
                 names.append(f"{lane}: {event._replace(layer=self._names.get(event.layer, event.layer)).label()}")
         return tuple(names)
 
-    def _action(self, action: str, start: int, nbytes: int, time_us: int, category: str, names: tuple[str, ...]) -> Row:
+    def _action_row(
+        self, action: str, start: int, nbytes: int, time_us: int, category: str, names: tuple[str, ...]
+    ) -> JsonObject:
         return {
             "action": action,
             "addr": start,
@@ -164,7 +166,7 @@ class _Arena:
         }
 
 
-def _block_row(start: int, stop: int, state: str, names: tuple[str, ...]) -> Row:
+def _block_row(start: int, stop: int, state: str, names: tuple[str, ...]) -> JsonObject:
     size = stop - start
     return {
         "address": start,
@@ -175,6 +177,6 @@ def _block_row(start: int, stop: int, state: str, names: tuple[str, ...]) -> Row
     }
 
 
-def _frames(names: tuple[str, ...]) -> list[Row]:
+def _frames(names: tuple[str, ...]) -> list[JsonObject]:
     """Write what the viewer shows as the Python stack, the innermost frame first."""
     return [{"filename": "relay", "line": 0, "name": str(name)} for name in names]

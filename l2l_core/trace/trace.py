@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from l2l_core.trace.events import ALL_LANES, DISK, PLACES, Event, Failed, MemorySample, Worker
-from l2l_core.trace.export import build, read_jsonl, write_chrome, write_jsonl
-from l2l_core.trace.intervals import Interval, intersect, measure, merge
+from l2l_core.trace.events import ALL_LANES, DISK_LANES, PLACES, Event, MemorySample, StepFailure, WorkerInfo
+from l2l_core.trace.formatting import format_bytes
+from l2l_core.trace.intervals import Interval, intersect, merge, total_length
 from l2l_core.trace.memory_snapshot import write_memory_snapshot
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace.trace_files import build_record, read_jsonl, write_chrome, write_jsonl
 
 if TYPE_CHECKING:  # of the methods that analyse a trace; these import the analysis when they are called
     from l2l_core.analysis import Bound, Wait
@@ -48,8 +48,8 @@ class Trace:
         names: Mapping[str, str] | None = None,
         clock: Callable[[], float] | None = None,
         settings: Mapping[str, Any] | None = None,
-        failed: Failed | None = None,
-        worker: Worker = Worker(),  # noqa: B008 - a value
+        failed: StepFailure | None = None,
+        worker: WorkerInfo = WorkerInfo(),  # noqa: B008 - a value
     ) -> None:
         self.step = step
         self.device = device
@@ -62,7 +62,7 @@ class Trace:
         self._events: list[Event] = []
         self._samples: list[MemorySample] = []
         self._last_sample: dict[str, Mapping[str, int]] = {}
-        self._sampling = threading.Lock()
+        self._sample_lock = threading.Lock()
 
     @classmethod
     def of(cls, events: Iterable[Event], memory: Iterable[MemorySample], **header: Any) -> Trace:
@@ -90,19 +90,19 @@ class Trace:
     def sample(self, place: str, bytes_by_category: Mapping[str, int]) -> None:
         """Note the bytes in use at `place` now, from any thread; nothing is kept if they did not change."""
         assert place in PLACES, f"memory sampled at {place!r}, which is none of {PLACES}"
-        with self._sampling:  # compare and append belong together
+        with self._sample_lock:  # compare and append belong together
             if self._last_sample.get(place) == bytes_by_category:
                 return
             taken = self._last_sample[place] = dict(bytes_by_category)
             self._samples.append(MemorySample(self.clock(), place, taken))
 
-    def fail(self, failed: Failed, held: Mapping[str, int] | None = None) -> None:
+    def mark_failed(self, failure: StepFailure, device_bytes: Mapping[str, int] | None = None) -> None:
         """Note how the step ended, and what the device held at that moment if that is known."""
-        with self._sampling:
-            if held is not None:
+        with self._sample_lock:
+            if device_bytes is not None:
                 last_s = self._samples[-1].t_s if self._samples else 0.0
-                self._samples.append(MemorySample(max(failed.t_s, last_s), "device", dict(held)))
-            self.failed = failed
+                self._samples.append(MemorySample(max(failure.t_s, last_s), "device", dict(device_bytes)))
+            self.failed = failure
 
     def check_finished(self) -> None:
         """For whoever takes it for a whole step.
@@ -116,7 +116,7 @@ class Trace:
                 "take the trace of a step that was finished, as `relay.step(batch).trace`"
             )
 
-    def since(self, i: int) -> tuple[list[Event], int]:
+    def events_since(self, i: int) -> tuple[list[Event], int]:
         """Return the events that arrived from cursor `i` on, in order of arrival, and the cursor for the next call."""
         assert i >= 0, f"cursor {i} into a trace of {len(self._events)} events"
         new = self._events[i:]
@@ -137,7 +137,7 @@ class Trace:
     @property
     def lane_names(self) -> tuple[str, ...]:
         """The lanes that the step had: those of its worker, and of a shelf on disk."""
-        return (*self.worker.lanes, *(DISK if "shelf" in self.settings else ()))
+        return (*self.worker.lanes, *(DISK_LANES if "shelf" in self.settings else ()))
 
     @property
     def lanes(self) -> dict[str, tuple[Event, ...]]:
@@ -148,23 +148,23 @@ class Trace:
     @property
     def span_s(self) -> float:
         """Seconds from the first start to the last stop, 0.0 without events."""
-        events = self.since(0)[0]
+        events = self.events_since(0)[0]
         return max(e.stop_s for e in events) - min(e.start_s for e in events) if events else 0.0
 
     def busy_s(self, lane: str) -> float:
         """Add up the seconds in which `lane` had work: length of the union of its events."""
-        return measure(self._busy(lane))
+        return total_length(self._busy_intervals(lane))
 
     def exposed_s(self, lane: str) -> float:
         """Add up the seconds in which `lane` had work while compute had none."""
-        busy = self._busy(lane)
-        return max(0.0, measure(busy) - measure(intersect(busy, self._busy("compute"))))
+        busy = self._busy_intervals(lane)
+        return max(0.0, total_length(busy) - total_length(intersect(busy, self._busy_intervals("compute"))))
 
     def overlap(self) -> float:
         """Return the share in [0, 1] of copy time (both directions) hidden under compute; 1.0 if nothing was copied."""
-        copies = self._busy("h2d", "d2h")
-        hidden = intersect(copies, self._busy("compute"))
-        return min(1.0, measure(hidden) / measure(copies)) if copies else 1.0
+        copies = self._busy_intervals("h2d", "d2h")
+        hidden = intersect(copies, self._busy_intervals("compute"))
+        return min(1.0, total_length(hidden) / total_length(copies)) if copies else 1.0
 
     def bound_by(self) -> tuple[Bound, ...]:
         """Find the lane that binds each phase, by how much, and the setting that would help; see `analysis/bounds.py`.
@@ -172,23 +172,23 @@ class Trace:
         For a step by a plan there is one result for the whole step (`analysis/plan_bounds.py`). Empty without events, and for a
         failed step. `print` writes a sentence: "forward: h2d exposes 420 ms of 1.9 s; 6 micro-batches ...".
         """
-        from l2l_core.analysis import bounds, plan_bounds
+        from l2l_core.analysis import find_bounds, find_plan_bounds
 
         if self.failed is not None:
             return ()
-        return plan_bounds(self) if "plan" in self.settings else bounds(self)
+        return find_plan_bounds(self) if "plan" in self.settings else find_bounds(self)
 
     def waits(self) -> tuple[Wait, ...]:
-        """List the waits of this worker for others, with place and seconds; see `analysis/waits.py`. Empty without others."""
-        from l2l_core.analysis import waits_of
+        """List the waits of this worker for others, with place and seconds; see `analysis/worker_waits.py`. Empty without others."""
+        from l2l_core.analysis import find_waits
 
-        return waits_of(self)
+        return find_waits(self)
 
-    def _busy(self, *lanes: str) -> list[Interval]:
+    def _busy_intervals(self, *lanes: str) -> list[Interval]:
         for lane in lanes:
             if lane not in self.lane_names:
                 raise ValueError(f"no lane {lane!r}; the lanes are {', '.join(self.lane_names)}")
-        return merge((e.start_s, e.stop_s) for e in self.since(0)[0] if e.lane in lanes)
+        return merge((e.start_s, e.stop_s) for e in self.events_since(0)[0] if e.lane in lanes)
 
     # ---- memory ------------------------------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class Trace:
 
     def to_jsonl(self, path: str | Path) -> None:
         """Write JSON lines that `from_jsonl` reads back exactly: a header, events in order of arrival, memory."""
-        rows = [{"type": "event", **event._asdict()} for event in self.since(0)[0]]
+        rows = [{"type": "event", **event._asdict()} for event in self.events_since(0)[0]]
         rows += [{"type": "memory", **asdict(sample)} for sample in self.memory]
         header = {"step": self.step, "device": self.device, "names": self.names, "settings": self.settings}
         header |= {"failed": asdict(self.failed)} if self.failed is not None else {}
@@ -274,20 +274,20 @@ class Trace:
         another version than the one that this release reads.
         """
         trace = cls()
-        takers = {"trace": trace._take_header, "event": trace._take_event, "memory": trace._take_sample}
+        takers = {"trace": trace._read_header, "event": trace._read_event, "memory": trace._read_sample}
         read_jsonl(Path(path), takers)
         return trace
 
-    def _take_header(self, row: dict[str, Any]) -> None:
+    def _read_header(self, row: dict[str, Any]) -> None:
         self.step, self.device, self.names = row["step"], row["device"], dict(row["names"])
         self.settings = dict(row["settings"])
-        self.failed = build(Failed, row["failed"]) if "failed" in row else None
-        self.worker = build(Worker, row["worker"]) if "worker" in row else Worker()
+        self.failed = build_record(StepFailure, row["failed"]) if "failed" in row else None
+        self.worker = build_record(WorkerInfo, row["worker"]) if "worker" in row else WorkerInfo()
 
-    def _take_event(self, row: dict[str, Any]) -> None:
-        self.add(build(Event, row))
+    def _read_event(self, row: dict[str, Any]) -> None:
+        self.add(build_record(Event, row))
 
-    def _take_sample(self, row: dict[str, Any]) -> None:
-        sample = build(MemorySample, row)
+    def _read_sample(self, row: dict[str, Any]) -> None:
+        sample = build_record(MemorySample, row)
         assert sample.place in PLACES, f"memory sampled at {sample.place!r}, which is none of {PLACES}"
         self._samples.append(sample)

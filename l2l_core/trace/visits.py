@@ -9,7 +9,7 @@ from l2l_core.trace.events import Event
 _OF_LAYERS = ("forward", "backward")  # kinds of events in which a layer computes
 
 
-def visits_of(compute: Sequence[Event]) -> list[list[Event]]:
+def group_by_visit(compute: Sequence[Event]) -> list[list[Event]]:
     """Group compute events by stay, in order; what comes before the first layer computes is the first group."""
     groups: list[list[Event]] = [[]]
     last = None
@@ -27,7 +27,7 @@ def turn_of(groups: Sequence[Sequence[Event]]) -> int:
     return next(turns, len(groups))
 
 
-def last_turn_of(groups: Sequence[Sequence[Event]]) -> int:
+def find_last_backward_start(groups: Sequence[Sequence[Event]]) -> int:
     """Find the index in `visits_of` of the group in which the last micro-batch turns; depth first each has a turn of its own."""
     kinds = [[event.kind for event in group] for group in groups]
     turns = (i for i, of in enumerate(kinds) if i and of[0] == "forward" and {"loss", "backward"} & {*of})

@@ -27,24 +27,24 @@ import torch
 import torch.distributed as dist
 
 from l2l_core.workers.errors import WorkerError
-from l2l_core.workers.line import Line
-from l2l_core.workers.network import Traffic, exchange_traffic, gather_traffic, spread_traffic
+from l2l_core.workers.health_monitor import HealthMonitor
+from l2l_core.workers.network import Traffic, all_gather_traffic, all_to_all_traffic, broadcast_traffic
 
-_DIGEST = 16  # bytes: whether the worker has failed, and a digest of what it is about to do
-_NOTE = 8  # bytes of what it tells besides
-_HEADER = _DIGEST + _NOTE + 8  # and when it came
+_DIGEST_BYTES = 16  # bytes: whether the worker has failed, and a digest of what it is about to do
+_NOTE_BYTES = 8  # bytes of what it tells besides
+_HEADER_BYTES = _DIGEST_BYTES + _NOTE_BYTES + 8  # and when it came
 _all_gather: Any = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )  # the second before torch 2.12
 
 
-def meeting_traffic(count: int) -> Traffic:
+def handshake_traffic(count: int) -> Traffic:
     """Say what a meeting of so many workers is to one of them."""
-    return exchange_traffic([_HEADER] * count, 0)
+    return all_to_all_traffic([_HEADER_BYTES] * count, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Handshake:
     """Says who came when.
 
     Attributes:
@@ -54,23 +54,23 @@ class Meeting:
     """
 
     rank: int
-    came_s: tuple[float, ...]
+    arrived_s: tuple[float, ...]
     notes: tuple[bytes, ...] = ()
 
     @property
     def began_s(self) -> float:
         """When all were there."""
-        return max(self.came_s)
+        return max(self.arrived_s)
 
     @property
     def waited_s(self) -> float:
         """How long this worker waited for the last one."""
-        return self.began_s - self.came_s[self.rank]
+        return self.began_s - self.arrived_s[self.rank]
 
     @property
     def last(self) -> int:
         """The worker that came last."""
-        return self.came_s.index(self.began_s)
+        return self.arrived_s.index(self.began_s)
 
 
 class Channel:
@@ -83,22 +83,22 @@ class Channel:
         group: a process group for this channel alone, on CPU tensors.
     """
 
-    def __init__(self, line: Line, group: dist.ProcessGroup) -> None:
-        self.line, self._group = line, group
-        self._ended: WorkerError | None = None
+    def __init__(self, monitor: HealthMonitor, group: dist.ProcessGroup) -> None:
+        self.monitor, self._group = monitor, group
+        self._failure: WorkerError | None = None
 
-    def open(self) -> None:
+    def reset(self) -> None:
         """Begin anew; what has failed is over."""
-        self.line.check()
-        self._ended = None
+        self.monitor.check()
+        self._failure = None
 
-    def meet(
+    def handshake(
         self,
         what: str,
         facts: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
-        note: bytes = bytes(_NOTE),
-    ) -> Meeting:
+        note: bytes = bytes(_NOTE_BYTES),
+    ) -> Handshake:
         """Make sure that all workers are about to do the same.
 
         Args:
@@ -114,109 +114,122 @@ class Channel:
         self._check()
         told = {"": what, **(facts or {})}
         digest = hashlib.sha256(repr(sorted(told.items())).encode()).digest()
-        heads, met = self._all_heads(bytes([0]) + digest[: _DIGEST - 1], note, what, timeout_s)
+        heads, met = self._exchange_headers(bytes([0]) + digest[: _DIGEST_BYTES - 1], note, what, timeout_s)
         if len(set(heads)) > 1:
-            self._ended = _explained(self.objects((told, None), "explain"))
-            raise self._ended
+            self._failure = _disagreement(self.all_gather_unchecked((told, None), "explain"))
+            raise self._failure
         return met
 
-    def end(self, cause: str | None) -> None:
+    def announce_failure(self, cause: str | None) -> None:
         """Tell the others that this worker has failed, unless they know it from this channel already.
 
         Args:
             cause: of the failure; None if it failed because another one did.
         """
-        if self._ended is None and self.line.lost is None:
-            self._all_heads(bytes([1]) + bytes(_DIGEST - 1), bytes(_NOTE), "hear of a failure", None)
-            self._ended = _explained(self.objects(({}, cause), "explain"))
+        if self._failure is None and self.monitor.lost is None:
+            self._exchange_headers(bytes([1]) + bytes(_DIGEST_BYTES - 1), bytes(_NOTE_BYTES), "hear of a failure", None)
+            self._failure = _disagreement(self.all_gather_unchecked(({}, cause), "explain"))
 
-    def share(self, mine: Any, what: str) -> list[Any]:
+    def all_gather_object(self, item: Any, what: str) -> list[Any]:
         """Meet, and give everybody's `mine`, in the order of ranks; what can be pickled."""
-        data = pickle.dumps(mine)
-        met = self.meet(what, note=struct.pack("<q", len(data)))
-        return self._objects(data, [struct.unpack("<q", note)[0] for note in met.notes], what)
+        data = pickle.dumps(item)
+        met = self.handshake(what, note=struct.pack("<q", len(data)))
+        return self._all_gather_pickled(data, [struct.unpack("<q", note)[0] for note in met.notes], what)
 
-    def objects(self, mine: Any, what: str) -> list[Any]:
+    def all_gather_unchecked(self, item: Any, what: str) -> list[Any]:
         """Give everybody's `mine` where all have just met."""
-        data = pickle.dumps(mine)
-        return self._objects(data, self.tell(torch.tensor([len(data)]), what).flatten().tolist(), what)
+        data = pickle.dumps(item)
+        return self._all_gather_pickled(
+            data, self.all_gather_small(torch.tensor([len(data)]), what).flatten().tolist(), what
+        )
 
-    def _objects(self, data: bytes, sizes: Sequence[int], what: str) -> list[Any]:
-        rows = self.tell(torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8), what)
+    def _all_gather_pickled(self, data: bytes, sizes: Sequence[int], what: str) -> list[Any]:
+        rows = self.all_gather_small(
+            torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8), what
+        )
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
-    def tell(self, mine: torch.Tensor, what: str, timeout_s: float | None = None) -> torch.Tensor:
+    def all_gather_small(self, row: torch.Tensor, what: str, timeout_s: float | None = None) -> torch.Tensor:
         """Give everybody's `mine`, (n,), a row each: (count, n). For a few bytes, which are copied for every worker.
 
         They go to everybody directly and not round the ring: one message's latency instead of N - 1, half the work for two.
         """
-        count = self.line.count
-        every, sizes = mine.new_empty(count, mine.numel()), [mine.numel()] * count
-        self.exchange(every.flatten(), sizes, mine.repeat(count), sizes, what, timeout_s)
+        count = self.monitor.count
+        every, sizes = row.new_empty(count, row.numel()), [row.numel()] * count
+        self.all_to_all(every.flatten(), sizes, row.repeat(count), sizes, what, timeout_s)
         return every
 
-    def gather(self, every: torch.Tensor, mine: torch.Tensor, what: str, timeout_s: float | None = None) -> None:
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, what: str, timeout_s: float | None = None) -> None:
         """Put everybody's `mine`, (n,), side by side into `every`, (count * n,); as bytes, whatever they are."""
-        self.line.check()
-        bytes_of = every.view(torch.uint8), mine.view(torch.uint8)
-        with self.line.link.carrying(gather_traffic(mine.nbytes, self.line.count)):
-            self.line.wait(_all_gather(*bytes_of, group=self._group, async_op=True), what, timeout_s)
+        self.monitor.check()
+        bytes_of = output.view(torch.uint8), shard.view(torch.uint8)
+        with self.monitor.link.throttled(all_gather_traffic(shard.nbytes, self.monitor.count)):
+            self.monitor.wait(_all_gather(*bytes_of, group=self._group, async_op=True), what, timeout_s)
 
-    def spread(self, values: torch.Tensor, source: int, what: str) -> None:
+    def broadcast(self, values: torch.Tensor, source: int, what: str) -> None:
         """Give `values`, (n,), of the worker `source` to all."""
-        self.line.check()
-        with self.line.link.carrying(spread_traffic(values.nbytes, self.line.count, source, self.line.rank)):
+        self.monitor.check()
+        with self.monitor.link.throttled(
+            broadcast_traffic(values.nbytes, self.monitor.count, source, self.monitor.rank)
+        ):
             work = dist.broadcast(values.view(torch.uint8), group=self._group, group_src=source, async_op=True)
-            self.line.wait(work, what)
+            self.monitor.wait(work, what)
 
-    def exchange(
+    def all_to_all(
         self,
-        come: torch.Tensor,
-        comes: Sequence[int],
-        go: torch.Tensor,
-        goes: Sequence[int],
+        received: torch.Tensor,
+        received_sizes: Sequence[int],
+        sent: torch.Tensor,
+        sent_sizes: Sequence[int],
         what: str,
         timeout_s: float | None = None,
     ) -> None:
         """Send a range of `go` to every worker, `goes` elements each; theirs come side by side, `comes` elements each."""
-        self.line.check()
-        bytes_of, size = (come.view(torch.uint8), go.view(torch.uint8)), go.element_size()
-        counts = [size * count for count in comes], [size * count for count in goes]
-        with self.line.link.carrying(exchange_traffic(counts[1], self.line.rank)):
+        self.monitor.check()
+        bytes_of, size = (received.view(torch.uint8), sent.view(torch.uint8)), sent.element_size()
+        counts = [size * count for count in received_sizes], [size * count for count in sent_sizes]
+        with self.monitor.link.throttled(all_to_all_traffic(counts[1], self.monitor.rank)):
             work = dist.all_to_all_single(*bytes_of, *counts, group=self._group, async_op=True)
-            self.line.wait(work, what, timeout_s)
+            self.monitor.wait(work, what, timeout_s)
 
     def close(self) -> None:
         """Give the group up."""
         dist.destroy_process_group(self._group)
 
     def _check(self) -> None:
-        self.line.check()
-        if self._ended is not None:
-            raise WorkerError(str(self._ended), self._ended.ranks)  # a new one: it may be raised on several threads
+        self.monitor.check()
+        if self._failure is not None:
+            raise WorkerError(str(self._failure), self._failure.ranks)  # a new one: it may be raised on several threads
 
-    def _all_heads(self, head: bytes, note: bytes, what: str, timeout_s: float | None) -> tuple[list[bytes], Meeting]:
-        assert len(note) == _NOTE, f"a note of {len(note)} bytes"  # whatever is told, all messages are of one size
-        mine = bytearray(head + note + struct.pack("<d", self.line.time.now()))
-        rows = [row.numpy().tobytes() for row in self.tell(torch.frombuffer(mine, dtype=torch.uint8), what, timeout_s)]
+    def _exchange_headers(
+        self, digest: bytes, note: bytes, what: str, timeout_s: float | None
+    ) -> tuple[list[bytes], Handshake]:
+        assert len(note) == _NOTE_BYTES, (
+            f"a note of {len(note)} bytes"
+        )  # whatever is told, all messages are of one size
+        mine = bytearray(digest + note + struct.pack("<d", self.monitor.clock.now()))
+        rows = [
+            row.numpy().tobytes()
+            for row in self.all_gather_small(torch.frombuffer(mine, dtype=torch.uint8), what, timeout_s)
+        ]
         came_s = tuple(struct.unpack("<d", row[-8:])[0] for row in rows)
-        notes = tuple(row[_DIGEST : _DIGEST + _NOTE] for row in rows)
-        return [row[:_DIGEST] for row in rows], Meeting(self.line.rank, came_s, notes)
+        notes = tuple(row[_DIGEST_BYTES : _DIGEST_BYTES + _NOTE_BYTES] for row in rows)
+        return [row[:_DIGEST_BYTES] for row in rows], Handshake(self.monitor.rank, came_s, notes)
 
 
-def _explained(said: Sequence[tuple[Mapping[str, str], str | None]]) -> WorkerError:
+def _disagreement(reports: Sequence[tuple[Mapping[str, str], str | None]]) -> WorkerError:
     """Say why workers that met cannot go on.
 
     Args:
         said: by each of them: what it is about to do, nothing if it has failed; and the cause of that.
     """
-    causes = {rank: cause for rank, (_, cause) in enumerate(said) if cause is not None}
+    causes = {rank: cause for rank, (_, cause) in enumerate(reports) if cause is not None}
     if causes:
         listed = "; ".join(f"worker {rank}: {cause}" for rank, cause in causes.items())
         return WorkerError(f"not all workers can go on: {listed}", tuple(causes))
-    told = {rank: facts for rank, (facts, _) in enumerate(said) if facts}
-    if len(told) < len(said):
-        stopped = [rank for rank in range(len(said)) if rank not in told]
+    told = {rank: facts for rank, (facts, _) in enumerate(reports) if facts}
+    if len(told) < len(reports):
+        stopped = [rank for rank in range(len(reports)) if rank not in told]
         return WorkerError(f"worker {', '.join(map(str, stopped))} has stopped after a failure elsewhere", stopped)
     names = dict.fromkeys(name for facts in told.values() for name in facts)
     unlike = [name for name in names if len({facts.get(name) for facts in told.values()}) > 1]
@@ -226,7 +239,7 @@ def _explained(said: Sequence[tuple[Mapping[str, str], str | None]]) -> WorkerEr
     ranks = [rank for rank, facts in told.items() if any(facts.get(name) != first.get(name) for name in unlike)]
     lines = [
         f"{name or 'what comes next'}: "
-        + ", ".join(f"worker {rank}: {_short(f.get(name))}" for rank, f in told.items())
+        + ", ".join(f"worker {rank}: {_truncate(f.get(name))}" for rank, f in told.items())
         for name in unlike
     ]
     return WorkerError(
@@ -236,5 +249,5 @@ def _explained(said: Sequence[tuple[Mapping[str, str], str | None]]) -> WorkerEr
     )
 
 
-def _short(value: str | None, most: int = 300) -> str:
+def _truncate(value: str | None, most: int = 300) -> str:
     return "nothing" if value is None else value if len(value) <= most else f"{value[:most]}..."

@@ -37,29 +37,29 @@ class Traffic(NamedTuple):
 
     sent: int
     received: int
-    goes: int
-    comes: int
+    messages_sent: int
+    messages_received: int
     rounds: int
-    widest: int
+    busiest_link_bytes: int
 
     @property
     def wire_sent(self) -> int:
         """Bytes that leave this worker, gloo's own among them: it announces what it sends, and asks for what it receives."""
-        return self.sent + FRAME_BYTES * (2 * self.goes + self.comes)
+        return self.sent + FRAME_BYTES * (2 * self.messages_sent + self.messages_received)
 
     @property
     def wire_received(self) -> int:
         """Bytes that come to this worker, gloo's own among them."""
-        return self.received + FRAME_BYTES * (2 * self.comes + self.goes)
+        return self.received + FRAME_BYTES * (2 * self.messages_received + self.messages_sent)
 
 
-def gather_traffic(nbytes: int, count: int) -> Traffic:
+def all_gather_traffic(nbytes: int, count: int) -> Traffic:
     """Gather so many bytes of each of `count` workers on all of them."""
     moved, messages = (count - 1) * nbytes, 2 * (count - 1)
     return Traffic(moved, moved, messages, messages, count - 1, moved)
 
 
-def spread_traffic(nbytes: int, count: int, source: int, rank: int) -> Traffic:
+def broadcast_traffic(nbytes: int, count: int, source: int, rank: int) -> Traffic:
     """Give so many bytes of the worker `source` to all."""
     rounds = math.ceil(math.log2(count))
     place = (rank - source) % count  # in the tree, of which the source is the root
@@ -70,12 +70,12 @@ def spread_traffic(nbytes: int, count: int, source: int, rank: int) -> Traffic:
     return Traffic(goes * nbytes, comes * nbytes, goes, comes, rounds, rounds * nbytes)
 
 
-def exchange_traffic(goes: Sequence[int], rank: int) -> Traffic:
+def all_to_all_traffic(sizes: Sequence[int], rank: int) -> Traffic:
     """Give ``goes[r]`` bytes to each worker r, as all others do."""
-    count = len(goes)
+    count = len(sizes)
     others = count - 1
-    sent, received = sum(goes) - goes[rank], goes[rank] * others
-    widest = max(max(sum(goes) - each, each * others) for each in goes)
+    sent, received = sum(sizes) - sizes[rank], sizes[rank] * others
+    widest = max(max(sum(sizes) - each, each * others) for each in sizes)
     return Traffic(sent, received, others, others, 1, widest)
 
 
@@ -106,7 +106,7 @@ class Network:
 
     def busy_s(self, traffic: Traffic) -> float:
         """Seconds in which a collective fills the link of whoever moves most."""
-        return traffic.widest / self.bytes_per_s
+        return traffic.busiest_link_bytes / self.bytes_per_s
 
     def delay_s(self, traffic: Traffic) -> float:
         """Seconds in which nothing is sent, because what was sent has not arrived."""
@@ -128,7 +128,7 @@ class EmulatedLink:
         self._lock = threading.Lock()
 
     @contextmanager
-    def carrying(self, traffic: Traffic) -> Iterator[None]:
+    def throttled(self, traffic: Traffic) -> Iterator[None]:
         """Let a block of code, in which a collective is made, take at least as long as that would."""
         began_s = time.perf_counter()
         yield

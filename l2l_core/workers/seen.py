@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from l2l_core.trace import Event, Trace
-from l2l_core.workers.channel import Meeting
+from l2l_core.workers.channel import Handshake
 
 
-def note(trace: Trace, lane: str, kind: str, layer: str, met: Meeting, nbytes: int = 0) -> None:
+def record_collective(trace: Trace, lane: str, kind: str, layer: str, handshake: Handshake, nbytes: int = 0) -> None:
     """Add an event for a collective that is over now.
 
     Args:
@@ -18,5 +18,7 @@ def note(trace: Trace, lane: str, kind: str, layer: str, met: Meeting, nbytes: i
         nbytes: what came from other workers; about as much went to them.
     """
     stop_s = trace.now()
-    start_s = min(met.began_s - trace.worker.began_s, stop_s)
-    trace.add(Event(lane, kind, start_s, stop_s, layer, nbytes=nbytes, stalled_s=met.waited_s, last=met.last))
+    start_s = min(handshake.began_s - trace.worker.began_s, stop_s)
+    trace.add(
+        Event(lane, kind, start_s, stop_s, layer, nbytes=nbytes, stalled_s=handshake.waited_s, last=handshake.last)
+    )

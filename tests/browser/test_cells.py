@@ -37,7 +37,7 @@ def test_cell_that_runs_again_replaces_its_workbench(open_notebook: Callable[...
 def test_panel_alone_shows_and_follows(open_notebook: Callable[..., Notebook], page: Page) -> None:
     notebook = open_notebook(
         RELAY,
-        "from workbench.panels.timeline import TimelinePanel\nfrom workbench.session import Session\n"
+        "from workbench.panels.timeline_panel import TimelinePanel\nfrom workbench.session import Session\n"
         "session = Session(relay, batches)\nTimelinePanel(session)",
         "session.run()",
     )

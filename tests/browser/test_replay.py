@@ -10,8 +10,8 @@ import pytest
 from lab import Lab, Notebook, keep, until
 from recordings import record
 
-from workbench.commands.replay import write_notebook
-from workbench.runs.load import load_run
+from workbench.commands.replay import write_replay_notebook
+from workbench.runs.run_loader import load_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.browser
 @pytest.mark.slow
 def test_a_recorded_run_is_seen_again(page: Page, lab: Lab) -> None:
     folder = lab.folder / "recorded"
-    write_notebook([load_run(record(folder / "run.jsonl.gz", title="a run"))])
+    write_replay_notebook([load_run(record(folder / "run.jsonl.gz", title="a run"))])
     try:
         notebook = Notebook(page, lab, "recorded/replay.ipynb")
         notebook.run_cell(0)

@@ -12,8 +12,8 @@ from lab import keep, until
 from patience import rarely
 from recordings import record
 
-from workbench.runs.load import load_run
-from workbench.runs.report import write_report
+from workbench.runs.html_report import write_report
+from workbench.runs.run_loader import load_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page

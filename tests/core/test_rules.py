@@ -9,37 +9,37 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l2l_core.rules import (
-    LEAST_PIECE_BYTES,
-    cuts,
+from l2l_core.schedule_rules import (
+    MIN_CHUNK_BYTES,
+    chunk_bounds,
+    chunks_per_copy,
     gradient_slots,
-    kept_of,
-    pieces_of_copy,
+    kept_layer_count,
     weight_itemsize,
-    weight_share,
+    weight_size_ratio,
 )
 
 
 @given(st.integers(0, 1 << 20), st.sampled_from([2, 4]), st.integers(1, 64))
 def test_pieces_are_alike_and_leave_nothing_out(numel: int, itemsize: int, pieces: int) -> None:
-    edges = cuts(numel, itemsize, pieces)
+    edges = chunk_bounds(numel, itemsize, pieces)
     sizes = [b - a for a, b in pairwise(edges)]
     assert edges[0] == 0 and edges[-1] == numel and 1 <= len(sizes) <= pieces
     assert max(sizes) - min(sizes) <= 1
-    assert len(sizes) == 1 or min(sizes) * itemsize >= LEAST_PIECE_BYTES, "a piece is worth its copy"
+    assert len(sizes) == 1 or min(sizes) * itemsize >= MIN_CHUNK_BYTES, "a piece is worth its copy"
 
 
 def test_a_copy_is_cut_as_often_as_it_may_be() -> None:
-    least = LEAST_PIECE_BYTES // 4
-    assert cuts(3 * least, 4, 3) == cuts(3 * least, 4, 8) == [0, least, 2 * least, 3 * least]
-    assert cuts(3 * least - 1, 4, 3) == [0, (3 * least - 1) // 2, 3 * least - 1]
+    least = MIN_CHUNK_BYTES // 4
+    assert chunk_bounds(3 * least, 4, 3) == chunk_bounds(3 * least, 4, 8) == [0, least, 2 * least, 3 * least]
+    assert chunk_bounds(3 * least - 1, 4, 3) == [0, (3 * least - 1) // 2, 3 * least - 1]
 
 
 @pytest.mark.parametrize(
     ("ahead", "stash", "pieces"), [(1, "host", 5), (2, "host", 5), (0, "host", 1), (1, "device", 1)]
 )
 def test_layers_are_cut_where_a_stash_goes_between(ahead: int, stash: str, pieces: int) -> None:
-    assert pieces_of_copy(5, ahead, stash) == pieces
+    assert chunks_per_copy(5, ahead, stash) == pieces
 
 
 def test_a_serial_relay_has_one_gradient_slot() -> None:
@@ -49,7 +49,7 @@ def test_a_serial_relay_has_one_gradient_slot() -> None:
 def test_weights_travel_in_the_type_that_they_are_computed_with() -> None:
     for precision, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
         assert weight_itemsize(precision) == dtype.itemsize
-        assert weight_share(precision) == dtype.itemsize / torch.float32.itemsize
+        assert weight_size_ratio(precision) == dtype.itemsize / torch.float32.itemsize
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_weights_travel_in_the_type_that_they_are_computed_with() -> None:
     ],
 )
 def test_as_many_graphs_are_kept_as_layers_stay(settings: dict[str, int], layers: int, kept: int) -> None:
-    assert kept_of(settings, layers) == kept
+    assert kept_layer_count(settings, layers) == kept

@@ -178,7 +178,7 @@ def test_a_layer_is_pushed_while_backward_goes_on_below_it() -> None:
         begun: list[tuple[str, int]] = []
         below = relay.stack[0].module
         params = list(below.parameters())
-        take = relay.store.take
+        take = relay.store.push_gradient
         relay.store.take = lambda unit, *args: begun.append((unit.key, len(seen))) or take(unit, *args)  # type: ignore
         seen: list[int] = []
         handle = params[0].register_hook(lambda grad: seen.append(1))
@@ -720,14 +720,14 @@ def test_a_graph_that_is_used_after_the_step() -> None:
 
     def kept(model: Any, x: Tensor) -> Tensor:
         x = model.layers[0](model.stem(x))
-        model.aside = model.layers[1](x.detach())
+        model.cleared = model.layers[1](x.detach())
         return model.head(model.layers[2](x))
 
     model = Program(kept)
     with relay_over(model) as relay:
         relay.step(batch(0))
         events = len(relay.trace.events)  # type: ignore[union-attr]
-        model.aside.sum().backward()
+        model.cleared.sum().backward()
         assert len(relay.trace.events) == events and model.layers[1].inner.bias.grad is not None  # type: ignore
         model.zero_grad()
         relay.step(batch(1))

@@ -41,7 +41,7 @@ stashes = pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_kind(kind: Kind, stash: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five AdamW steps with decay groups, dropout on, an uneven last micro-batch (3, 3 and 1 rows)."""
-    monkeypatch.setattr("l2l_core.rules.LEAST_PIECE_BYTES", 64)  # so that small layers trickle as large ones do
+    monkeypatch.setattr("l2l_core.schedule_rules.MIN_CHUNK_BYTES", 64)  # so that small layers trickle as large ones do
     assert_equal(run_both(kind, 5, RelayConfig(micro_batches=3, stash=stash)))
 
 

@@ -279,8 +279,8 @@ def test_a_ledger_keeps_the_categories_of_its_peak() -> None:
     ledger.book("other", "", 10)
     assert ledger.total == 40
     assert ledger.peak == 90
-    assert ledger.take_high() == {"weights": 60, "stash": 30}
-    assert ledger.take_high() == {"stash": 30, "other": 10}
+    assert ledger.take_high_water() == {"weights": 60, "stash": 30}
+    assert ledger.take_high_water() == {"stash": 30, "other": 10}
     with pytest.raises(DeviceOutOfMemory):
         ledger.book("stash", "", 61)
     assert ledger.total == 40

@@ -68,7 +68,7 @@ def test_the_running_trace_can_be_followed() -> None:
     with Relay(model, partial(torch.optim.SGD, lr=0.1), EmulatedDevice(), list(model)[1:4], mse) as relay:
         assert relay.trace is None
         seen: list[int] = []
-        hook = model[3].register_forward_hook(lambda *_: seen.append(len(relay.trace.since(0)[0])))
+        hook = model[3].register_forward_hook(lambda *_: seen.append(len(relay.trace.events_since(0)[0])))
         result = relay.step((torch.randn(8, 4), torch.randn(8, 1)))
         hook.remove()
         assert relay.trace is result.trace

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import l2l_core.eps.updates
+import l2l_core.eps.updater
 from l2l_core import Insert, Relay, RelayConfig
-from l2l_core.eps.optimizers.settings import is_same
+from l2l_core.eps.optimizers.optimizer_settings import is_same
 from l2l_core.model.reference import train_step
 
 TORCHS = ["AdamW", "Adam", "SGD", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adadelta"]
@@ -289,7 +289,7 @@ def test_it_says_unequal_at_the_step_that_goes_wrong() -> None:
 @counting
 def test_both_sides_do_not_share_a_stale_count(kind: type[Optimizer], monkeypatch: pytest.MonkeyPatch) -> None:
     """A relay that forgets what parts have counted trains wrongly, from weights and groups that look as they should."""
-    monkeypatch.setattr(l2l_core.eps.updates, "settle", lambda whole, changes: None)
+    monkeypatch.setattr(l2l_core.eps.updater, "settle", lambda whole, changes: None)
     with relay_of(kind) as relay:
         relay.step(batch())
         report = relay.verify(batch(1))

@@ -262,7 +262,7 @@ class Walk:
 
     def apply(self, *edits: Edit) -> Edit:
         """Stacks of one length would not be edited otherwise: the other may have one member per layer."""
-        return self.relay.apply(*edits, trust=len(self.kind.stacks) > 1)
+        return self.relay.apply(*edits, force=len(self.kind.stacks) > 1)
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
@@ -482,7 +482,7 @@ class Walk:
 
     def reload_as_it_is(self, a: int, b: int, c: int) -> None:
         """The same into a model that has the layers which the saved one has now."""
-        parked = [each.unit for each in self.relay._editor.parking]  # of these it may have none like them
+        parked = [each.unit for each in self.relay._editor.detached]  # of these it may have none like them
         widths = {unit.key: unit.module.up.out_features for unit in parked}
         self._reload(copy.deepcopy(self.relay.model), widths)
 

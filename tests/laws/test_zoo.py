@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from zoo import BY_NAME, KINDS, Kind, loss_of
 
-from l2l_core.model.asked_layers import resolve_layers
+from l2l_core.model.layer_selection import resolve_layers
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
 

@@ -7,7 +7,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 from workbench.__main__ import main
-from workbench.commands.notebooks import find_faults, store
+from workbench.commands.notebook_runner import execute_and_store, find_faults
 
 
 def write(folder: Path, *sources: str) -> Path:
@@ -33,7 +33,7 @@ def test_executing_stores_outputs_and_nothing_volatile(tmp_path: Path) -> None:
     assert set(nb.metadata) == {"kernelspec", "language_info"} and "version" not in nb.metadata.language_info
     assert [entry.name for entry in tmp_path.iterdir()] == ["some.ipynb"]
     before = path.read_bytes()
-    store(path)
+    execute_and_store(path)
     assert path.read_bytes() == before, "a second run of a deterministic notebook changes the file"
 
 
@@ -49,5 +49,5 @@ def test_a_notebook_that_grows_too_large_is_not_written(tmp_path: Path) -> None:
     path = write(tmp_path, "x = 1", "print(('x' * 99 + '\\n') * 4_000)")
     before = path.read_bytes()
     with pytest.raises(ValueError, match=r"some\.ipynb would have 4\d\d,\d+ bytes.*cell 2 with 404 kB"):
-        store(path)
+        execute_and_store(path)
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1

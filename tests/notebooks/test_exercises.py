@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from workbench.commands.notebooks import FOLDER, read
+from workbench.commands.notebook_runner import FOLDER, read_notebook
 from workbench.lessons.exercises import Exercise
 
 
 def load_exercise(notebook: str) -> tuple[Exercise, Callable[..., object]]:
     """The exercise of a notebook, whose cell needs nothing from other cells, and its solution."""
-    cells = [cell.source for cell in read(FOLDER / f"{notebook}.ipynb").cells if cell.cell_type == "code"]
+    cells = [cell.source for cell in read_notebook(FOLDER / f"{notebook}.ipynb").cells if cell.cell_type == "code"]
     (source,) = (source for source in cells if "= Exercise(" in source)
     names: dict[str, Any] = {"Exercise": Exercise}
     exec(compile(source, notebook, "exec"), names)
@@ -57,8 +57,8 @@ def plan(n: int) -> list[tuple[str, int]]:
 )
 def test_exercise(notebook: str, mistaken: Callable[..., object]) -> None:
     exercise, solution = load_exercise(notebook)
-    assert exercise.judge(solution).startswith("right: ")
-    assert exercise.judge(lambda *args: ...).startswith("not yet: ") and exercise.tries == 0
-    said = [exercise.judge(mistaken) for _ in exercise.hints]
+    assert exercise.feedback_for(solution).startswith("right: ")
+    assert exercise.feedback_for(lambda *args: ...).startswith("not yet: ") and exercise.tries == 0
+    said = [exercise.feedback_for(mistaken) for _ in exercise.hints]
     assert len(exercise.hints) == 3 and all(text.startswith("wrong: ") for text in said)
     assert [hint in text for hint, text in zip(exercise.hints, said, strict=True)] == [True] * 3

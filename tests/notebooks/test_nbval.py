@@ -13,7 +13,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 from patience import HANG_S, rarely
 
-from workbench.commands.notebooks import ROOT, find_notebooks
+from workbench.commands.notebook_runner import ROOT, find_notebooks
 
 LONG = {"04_finetune", "05_dynamic_depth"}  # train for a minute
 SANITIZE = Path(__file__).with_name("sanitize.cfg")

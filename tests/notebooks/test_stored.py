@@ -9,7 +9,14 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from workbench.__main__ import main
-from workbench.commands.notebooks import MAX_BYTES, WIDGET_VIEW, find_faults, find_notebooks, shows_something, strip
+from workbench.commands.notebook_runner import (
+    MAX_BYTES,
+    WIDGET_VIEW,
+    find_faults,
+    find_notebooks,
+    has_output,
+    strip_notebook,
+)
 
 
 @pytest.mark.parametrize("path", find_notebooks(), ids=lambda path: path.stem)
@@ -23,7 +30,7 @@ def well_stored() -> NotebookNode:
         new_code_cell("x = 1", execution_count=1),
         new_code_cell("x", execution_count=2, outputs=[new_output("execute_result", {"text/plain": "1"})]),
     ]
-    return strip(new_notebook(cells=cells))
+    return strip_notebook(new_notebook(cells=cells))
 
 
 def faults(nb: NotebookNode, folder: Path) -> list[str]:
@@ -96,14 +103,14 @@ def test_each_fault_is_found(spoil: Callable[[NotebookNode], None], said: str, t
 def test_stripping_mends_what_it_can(spoil: Callable[[NotebookNode], None], tmp_path: Path) -> None:
     nb = well_stored()
     spoil(nb)
-    assert faults(strip(nb), tmp_path) == []
+    assert faults(strip_notebook(nb), tmp_path) == []
 
 
 def test_stripping_keeps_tags_and_outputs() -> None:
     nb = well_stored()
     nb.cells[2].metadata["tags"] = ["nbval-ignore-output"]
     before = nb.cells[2].outputs[0].data
-    cell = strip(nb).cells[2]
+    cell = strip_notebook(nb).cells[2]
     assert cell.metadata["tags"] == ["nbval-ignore-output"] and cell.outputs[0].data == before
 
 
@@ -125,7 +132,7 @@ def test_stripping_keeps_tags_and_outputs() -> None:
     ],
 )
 def test_which_cells_should_have_an_output(source: str, shows: bool) -> None:
-    assert shows_something(source) == shows
+    assert has_output(source) == shows
 
 
 def test_the_command_judges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

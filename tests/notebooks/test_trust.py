@@ -7,7 +7,7 @@ import pytest
 from nbformat.sign import NotebookNotary
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
-from workbench.commands.lab import trust_notebooks
+from workbench.commands.lab_launcher import trust_notebooks
 
 
 def is_trusted(path: Path) -> bool:

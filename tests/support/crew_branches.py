@@ -75,7 +75,9 @@ def branches_beside_alone(rank: int, count: int, case: Case, folder: str | None 
         relay.switch(name)
         alone.switch(name)
         seen["unlike"] += [a for a, b in zip(relay.stack, alone.stack, strict=True) if a.key != b.key]
-        seen["whole bytes"].append([unit.key for unit in relay.stack if any(b.part is None for b in unit.blocks)])
+        seen["whole bytes"].append(
+            [unit.key for unit in relay.stack if any(b.local_layout is None for b in unit.blocks)]
+        )
         with relay.gathered() as model:
             seen["unlike"] += [*differences(model, alone.model), *unlike_state(relay.optimizer, alone.optimizer)]
             seen["unlike"] += [unit.key for unit in relay.stack if unit.version != by_key(alone)[unit.key].version]

@@ -68,7 +68,7 @@ def disagree(rank: int, count: int, how: str) -> dict[str, Any]:
 @contextmanager
 def failing(relay: Relay, where: str) -> Iterator[None]:
     """Let something raise in this worker, in a block."""
-    layer, update, calls = relay.model.layers[1], relay.store.update, []
+    layer, update, calls = relay.model.layers[1], relay.store.updater, []
 
     def broken(*_: Any, **__: Any) -> Any:
         calls.append(None)
@@ -140,15 +140,15 @@ def _let_die(relay: Relay, phase: str) -> None:
     def die(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    reducer, crew = relay.store.reducer, relay._company._crew
+    reducer, crew = relay.store.reducer, relay._backend._group
     if phase == "compute":
         relay.model.layers[2].register_forward_hook(die)
     elif phase == "gather":
-        _when(crew.gathers, "gather", 5, die)
+        _when(crew.gathers, "all_gather", 5, die)
     elif phase == "reduce":
-        _when(crew.reduces, "exchange", 6, die)
+        _when(crew.reduces, "all_to_all", 6, die)
     elif phase == "update":
-        _when(relay.store.update, "update", 2, die)
+        _when(relay.store.updater, "update", 2, die)
     elif phase == "end":
         reducer.finish = die
 

@@ -61,17 +61,17 @@ def train_in_bfloat16(rank: int, count: int, case: Case) -> dict[str, Any]:
     for wire in ("fp32", "bf16"):
         workers = Workers(reduce=case.reduce, wire=wire)
         with relay_of(case, rank, workers=workers) as relay:
-            channel, sent = relay._company._crew.reduces, []
-            exchange = channel.exchange
+            channel, sent = relay._backend._group.reduces, []
+            exchange = channel.all_to_all
 
             def counted(come: Any, comes: Any, go: torch.Tensor, *rest: Any, **_: Any) -> None:
                 if go.is_floating_point():  # and not what workers tell one another before
                     sent.append(go.nbytes)  # noqa: B023 - called before the next turn
                 exchange(come, comes, go, *rest)  # noqa: B023
 
-            channel.exchange = counted
+            channel.all_to_all = counted
             losses = [relay.step(case.rows_of(rank, step)).loss for step in range(case.steps)]
-            del channel.exchange
+            del channel.all_to_all
         model, _, expected = plain(case, count)
         largest = max(differences(relay.model, model).values(), default=0.0)
         seen[wire] = {"losses": losses, "sent": sum(sent), "largest difference": largest}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from crew_cases import Case, relay_of
 
 from l2l_core import Network, Profile, Relay, Trace, simulate
-from l2l_core.workers.network import Traffic, exchange_traffic, gather_traffic, spread_traffic
+from l2l_core.workers.network import Traffic, all_gather_traffic, all_to_all_traffic, broadcast_traffic
 
 Events = list[tuple[str, str, int]]
 
@@ -28,7 +28,7 @@ def made_and_planned(rank: int, count: int, case: Case) -> dict[str, Any]:
     with relay_of(case, rank) as relay:
         for step in range(2):
             relay.step(case.rows_of(rank, step))
-        crew = relay._company._crew  # type: ignore[attr-defined]
+        crew = relay._backend._group  # type: ignore[attr-defined]
         counted = {"gather": Counter[str](), "reduce": Counter[str]()}
         for name, channel in (("gather", crew.gathers), ("reduce", crew.reduces)):
             count_at(channel, counted[name])
@@ -69,18 +69,18 @@ def plan_of(relay: Relay, case: Case, rank: int, count: int) -> dict[str, Any]:
     plan = relay.forecast(case.rows_of(rank, 2), workers=count, rank=rank, network=network, **reduce)
     assert plan.worker is not None
     return {
-        "gathered": plan.worker.gathered_bytes,
-        **plan.worker.held,
+        "gathered": plan.worker.gather_buffer_bytes,
+        **plan.worker.held_bytes,
         "gradients": plan.host_bytes["gradients"],
         "events": together(plan.trace),
-        "sent": {name: tuple(each) for name, each in plan.worker.sent.items()},
+        "sent": {name: tuple(each) for name, each in plan.worker.traffic.items()},
     }
 
 
 def count_at(channel: Any, counted: Counter[str]) -> None:
     """Count the bytes that a channel hands to collectives, by what each algorithm must move at least."""
-    count, rank = channel.line.count, channel.line.rank
-    gather, spread, exchange = channel.gather, channel.spread, channel.exchange
+    count, rank = channel.monitor.count, channel.line.rank
+    gather, spread, exchange = channel.all_gather, channel.broadcast, channel.all_to_all
 
     def gathering(every: torch.Tensor, mine: torch.Tensor, *rest: Any) -> None:
         counted.update(sent=mine.nbytes * (count - 1), received=every.nbytes - mine.nbytes)
@@ -96,7 +96,7 @@ def count_at(channel: Any, counted: Counter[str]) -> None:
         counted.update(sent=go.itemsize * sum(goes) - own, received=come.itemsize * sum(comes) - own)
         exchange(come, comes, go, goes, *rest)
 
-    channel.gather, channel.spread, channel.exchange = gathering, spreading, exchanging
+    channel.all_gather, channel.broadcast, channel.all_to_all = gathering, spreading, exchanging
 
 
 def tcp_bytes() -> tuple[int, int]:
@@ -129,15 +129,15 @@ def on_the_wire(rank: int, count: int) -> list[tuple[str, tuple[int, int], tuple
     go, come = torch.zeros(sum(goes), dtype=torch.uint8), torch.empty(goes[rank] * count, dtype=torch.uint8)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     cases: list[tuple[str, Callable[[], Any], Traffic]] = [
-        ("gather", lambda: gather(every, mine), gather_traffic(mine.nbytes, count)),
+        ("gather", lambda: gather(every, mine), all_gather_traffic(mine.nbytes, count)),
         (
             "exchange",
             lambda: dist.all_to_all_single(come, go, [goes[rank]] * count, goes),
-            exchange_traffic(goes, rank),
+            all_to_all_traffic(goes, rank),
         ),
     ]
     for source in range(count):
-        spread = spread_traffic(mine.nbytes, count, source, rank)
+        spread = broadcast_traffic(mine.nbytes, count, source, rank)
         cases.append((f"spread from {source}", lambda source=source: dist.broadcast(mine, source), spread))
     found = []
     for name, run, traffic in cases:

@@ -85,7 +85,7 @@ def fitted(rank: int, count: int) -> dict[str, Any]:
     with relay_of(case, rank) as relay:
         found = relay.fit(case.rows_of(rank, 0), fixed={"update", "ahead"})
         seen: dict[str, Any] = {"config": relay.config, "found": found.config, "words": str(found)}
-        seen["planned"] = found.forecast.worker is not None and found.forecast.worker.fleet.count
+        seen["planned"] = found.forecast.worker is not None and found.forecast.worker.cluster.count
         relay.step(case.rows_of(rank, 0))
         told = []
         for device_bytes in (10**9 + rank, 10):

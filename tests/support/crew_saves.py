@@ -17,7 +17,7 @@ from oracle import micro_batches_of
 from zoo import BY_NAME
 
 from l2l_core import Duplicate, Relay, WorkerError, WorkerLostError, Workers
-from l2l_core.saves import new_generation
+from l2l_core.saves import generation_writer
 
 SAVED = Case("gpt2", rows=(4, 4, 4, 4))
 
@@ -96,8 +96,8 @@ def save_alone(rank: int, count: int, folder: str, case: Case, workers: int) -> 
 @contextmanager
 def failing(where: str, then: Callable[[], None]) -> Iterator[None]:
     """Call `then` in this worker ahead of one step of its next save."""
-    name = {"files": "write_files", "part": "write_plain", "switch": "point", "end": "delete_generations"}[where]
-    real, calls = getattr(new_generation, name), []
+    name = {"files": "write_files", "part": "write_json", "switch": "set_current", "end": "delete_generations"}[where]
+    real, calls = getattr(generation_writer, name), []
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
         calls.append(None)
@@ -105,11 +105,11 @@ def failing(where: str, then: Callable[[], None]) -> Iterator[None]:
             then()
         return real(*args, **kwargs)
 
-    setattr(new_generation, name, replaced)
+    setattr(generation_writer, name, replaced)
     try:
         yield
     finally:
-        setattr(new_generation, name, real)
+        setattr(generation_writer, name, real)
 
 
 def save_that_fails(rank: int, count: int, folder: str, where: str, who: int) -> dict[str, Any]:

@@ -139,11 +139,11 @@ def run_kind(name: str) -> Any:
     from oracle import adamw
     from zoo import BY_NAME
 
-    import l2l_core.rules
+    import l2l_core.schedule_rules
     from l2l_core import Relay, RelayConfig
 
     prepare()
-    l2l_core.rules.LEAST_PIECE_BYTES = 64  # so that small layers travel in pieces as large ones do
+    l2l_core.schedule_rules.MIN_CHUNK_BYTES = 64  # so that small layers travel in pieces as large ones do
     kind, found = BY_NAME[name], {}
     settings: dict[str, dict[str, Any]] = {
         "device": {},
@@ -183,7 +183,7 @@ def run_notebook(name: str) -> Any:
     """A notebook: its first training step."""
     from nbformat.v4 import new_code_cell
 
-    from workbench.commands.notebooks import CELL_TIMEOUT_S, execute, read
+    from workbench.commands.notebook_runner import CELL_TIMEOUT_S, execute, read
 
     path = ROOT / "notebooks" / f"{name}.ipynb"
     notebook = read(path)

@@ -156,7 +156,7 @@ class LateDevice(CudaDevice):
         self.cuda = LateCuda()
         return self.cuda
 
-    def _find(self, device: str | int) -> torch.device:
+    def _resolve(self, device: str | int) -> torch.device:
         return torch.device("cpu")
 
     def _describe(self) -> str:
@@ -165,5 +165,5 @@ class LateDevice(CudaDevice):
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         stream.enqueue(lambda: target.copy_(source))
 
-    def _forget_error(self) -> None:
+    def _clear_error(self) -> None:
         pass

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from program import Built, Program
 
-import l2l_core.rules
+import l2l_core.schedule_rules
 from l2l_core import Relay, RelayConfig, TornStep
 
 ENGINE = str(Path(l2l_core.__file__).parent)
@@ -172,7 +172,7 @@ def _config(program: Program) -> RelayConfig:
 
 
 def _compare(program: Program, steps: list[Step], plain: Built) -> tuple[str, str, str]:
-    l2l_core.rules.LEAST_PIECE_BYTES = program.settings.piece_bytes
+    l2l_core.schedule_rules.MIN_CHUNK_BYTES = program.settings.piece_bytes
     built = Built(program)
     before = state_of(built.model, built.optimizer)
     try:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from l2l_core.shelf import direct, manifest
+from l2l_core.shelf import direct_io, shelf_manifest
 
 
 class Cut(Exception):
@@ -28,19 +28,19 @@ def at_every_write(monkeypatch: pytest.MonkeyPatch, happens: Callable[[str], Non
 
         patch.setattr(owner, name, wrapped)
 
-    write = direct.DirectFiles.write
+    write = direct_io.DirectFiles.write
 
-    def write_in_two(self: direct.DirectFiles, path: Path, source: torch.Tensor) -> None:
+    def write_in_two(self: direct_io.DirectFiles, path: Path, source: torch.Tensor) -> None:
         happens("record")
-        garbled = direct.page_aligned(torch.empty(len(source) + direct.PAGE, dtype=torch.uint8), len(source))
+        garbled = direct_io.page_aligned(torch.empty(len(source) + direct_io.PAGE, dtype=torch.uint8), len(source))
         write(self, path, garbled.copy_(source).bitwise_not_())
         happens("half a record")
         write(self, path, source)
 
     with monkeypatch.context() as patch:
-        patch.setattr(direct.DirectFiles, "write", write_in_two)
+        patch.setattr(direct_io.DirectFiles, "write", write_in_two)
         for name in ("write_tensors", "write_bytes", "sync"):
-            before(manifest, name, name)
-        before(manifest.os, "replace", "replace")
+            before(shelf_manifest, name, name)
+        before(shelf_manifest.os, "replace", "replace")
         before(Path, "unlink", "unlink")
         yield

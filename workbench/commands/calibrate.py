@@ -23,15 +23,15 @@ import torch
 from torch import nn
 
 from l2l_core import Device, Machine, Profile, Relay, RelayConfig
-from l2l_core.devices import resolve_device, serial_thread
+from l2l_core.devices import resolve_device, serial_executor
 from l2l_core.trace import format_bytes
 
 SIZES = (256, 512, 1024, 2048)  # of square matrices
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COPY_BYTES = 64 << 20
 PARAMS = 4 << 20  # that the optimizer updates
-SHARE_S = 1.0  # of each measurement, once it is warm
-LEAST = 3  # repetitions, however long they take
+TIME_PER_FIGURE_S = 1.0  # of each measurement, once it is warm
+MIN_REPEATS = 3  # repetitions, however long they take
 VERSION = 1
 
 
@@ -82,7 +82,7 @@ class Calibration:
 # Measuring -----------------------------------------------------------------------------------------------------------
 
 
-def measure(device: Device, share_s: float = SHARE_S) -> Calibration:
+def measure(device: Device, share_s: float = TIME_PER_FIGURE_S) -> Calibration:
     """Measure this machine with `device`; `share_s` seconds for each of about a dozen figures."""
     began_s = time.perf_counter()
     with device.current():
@@ -103,20 +103,20 @@ def measure(device: Device, share_s: float = SHARE_S) -> Calibration:
         )
 
 
-def typical_s(work: Callable[[], object], share_s: float, wait: Callable[[], object] = lambda: None) -> float:
+def median_seconds(action: Callable[[], object], share_s: float, wait: Callable[[], object] = lambda: None) -> float:
     """Measure the median seconds of `work` in about `share_s` seconds; `wait` waits until the device has done it."""
-    work()  # once unmeasured: what is made at the first call is there afterwards
+    action()  # once unmeasured: what is made at the first call is there afterwards
     wait()
     seconds: list[float] = []
-    while len(seconds) < LEAST or sum(seconds) < share_s:
+    while len(seconds) < MIN_REPEATS or sum(seconds) < share_s:
         began_s = time.perf_counter()
-        work()
+        action()
         wait()
         seconds.append(time.perf_counter() - began_s)
     return statistics.median(seconds)
 
 
-def _wait_for(device: Device) -> Callable[[], object]:
+def _wait_function(device: Device) -> Callable[[], object]:
     is_gpu = device.torch_device.type == "cuda"
     return partial(torch.cuda.synchronize, device.torch_device) if is_gpu else lambda: None
 
@@ -124,12 +124,12 @@ def _wait_for(device: Device) -> Callable[[], object]:
 def _flops_per_s(device: Device, size: int, dtype: torch.dtype, share_s: float) -> float:
     a, b = (torch.full((size, size), 0.5, dtype=dtype, device=device.torch_device) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * size**3 / typical_s(lambda: torch.mm(a, b, out=out), share_s / 2, _wait_for(device))
+    return 2 * size**3 / median_seconds(lambda: torch.mm(a, b, out=out), share_s / 2, _wait_function(device))
 
 
 def _memory_bytes_per_s(device: Device, share_s: float) -> float:
     values = torch.zeros(COPY_BYTES // 4, device=device.torch_device)
-    return 2 * values.nbytes / typical_s(lambda: values.add_(1.0), share_s, _wait_for(device))
+    return 2 * values.nbytes / median_seconds(lambda: values.add_(1.0), share_s, _wait_function(device))
 
 
 def _update_params_per_s(device: Device, share_s: float) -> float:
@@ -144,9 +144,9 @@ def _update_params_per_s(device: Device, share_s: float) -> float:
         float(torch.linalg.vector_norm(param.grad))  # type: ignore[arg-type]
         optimizer.step()
 
-    thread = serial_thread("calibrate", cores)
+    thread = serial_executor("calibrate", cores)
     try:
-        return PARAMS / thread.submit(typical_s, work, share_s).result()
+        return PARAMS / thread.submit(median_seconds, work, share_s).result()
     finally:
         thread.shutdown()
 
@@ -160,7 +160,7 @@ def _copy_s(device: Device, lane: str, numel: int, share_s: float) -> float:
     """Median seconds of a copy, as the device's own lane does it."""
     here, there = device.host_empty(numel).zero_(), device.empty(numel)
     copy = (there, here) if lane == "h2d" else (here, there)
-    return typical_s(lambda: device.issue(lane, [copy], lambda start_s, stop_s: None).join(), share_s)
+    return median_seconds(lambda: device.issue(lane, [copy], lambda start_s, stop_s: None).join(), share_s)
 
 
 def _overhead_s(device: Device) -> float:
@@ -231,7 +231,7 @@ def save_calibration(calibration: Calibration, device: Device) -> Path:
 # Printing ------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(calibration: Calibration) -> list[tuple[str, str]]:
+def table_rows(calibration: Calibration) -> list[tuple[str, str]]:
     """Write the figures as rows of a name and a value."""
     c = calibration
     rows = [
@@ -273,7 +273,7 @@ def main(device: str = "auto", force: bool = False) -> int:
         calibration = known or measure(with_device)
         path = cache_path(with_device) if known else save_calibration(calibration, with_device)
     print(calibration.hardware)
-    print(format_table(rows_of(calibration)))
+    print(format_table(table_rows(calibration)))
     how = "measured before; --force measures anew" if known else f"measured in {calibration.seconds:.1f} s"
     print(f"{how}; {path}")
     return 0

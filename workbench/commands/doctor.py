@@ -37,7 +37,7 @@ Status = Literal["ok", "note", "fail"]
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckResult:
     """One check: what was looked at, what was found, how it stands, and one line of advice."""
 
     check: str
@@ -47,7 +47,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequiredPackage:
     """A required distribution: its range, and the version it was tested with (None outside a clone)."""
 
     name: str
@@ -56,13 +56,13 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Facts:
+class EnvironmentFacts:
     """What `gather` saw. Sizes in bytes; None means that it could not be found out."""
 
     python: str
     python_range: SpecifierSet
-    wanted: tuple[Wanted, ...]  # by the engine
-    extra: tuple[Wanted, ...]  # by the notebook besides
+    wanted: tuple[RequiredPackage, ...]  # by the engine
+    extra: tuple[RequiredPackage, ...]  # by the notebook besides
     installed: Mapping[str, str | None]  # by the name in `wanted` or `extra`; None: not installed
     widget_manager: Path | None
     kernel: str | None  # the Python that a notebook of ours would start
@@ -138,7 +138,7 @@ def find_kernel() -> str | None:
     return sys.executable if re.fullmatch(r"python(3(\.\d+)?)?", command) else command
 
 
-def look_at_torch() -> tuple[str | None, str | None]:
+def probe_torch() -> tuple[str | None, str | None]:
     """Return (why torch does not import, name of the CUDA device), each None if there is nothing to say."""
     try:
         import torch
@@ -155,7 +155,7 @@ def look_at_imports() -> ImportTimes | None:
         return None
 
 
-def look_at_ram() -> tuple[int | None, int | None]:
+def probe_ram() -> tuple[int | None, int | None]:
     """Return (bytes of RAM, bytes available); None for both without psutil."""
     try:
         import psutil
@@ -170,17 +170,17 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def gather(root: Path = ROOT) -> Facts:
+def gather_facts(root: Path = ROOT) -> EnvironmentFacts:
     """Look at this environment and machine. Needs no network."""
     python_range, *requirements = read_project(root)
     pins = read_pins(root / "constraints.txt")
     wanted, extra = (
-        tuple(Wanted(each.name, each.specifier, pins.get(canonicalize_name(each.name))) for each in of)
+        tuple(RequiredPackage(each.name, each.specifier, pins.get(canonicalize_name(each.name))) for each in of)
         for of in requirements
     )
-    torch_error, cuda = look_at_torch()
-    ram_bytes, free_ram_bytes = look_at_ram()
-    return Facts(
+    torch_error, cuda = probe_torch()
+    ram_bytes, free_ram_bytes = probe_ram()
+    return EnvironmentFacts(
         python=platform.python_version(),
         python_range=python_range,
         wanted=wanted,
@@ -202,124 +202,136 @@ def gather(root: Path = ROOT) -> Facts:
 # Judging -------------------------------------------------------------------------------------------------------------
 
 
-def judge_python(version: str, wanted: SpecifierSet) -> Row:
+def check_python(version: str, wanted: SpecifierSet) -> CheckResult:
     """Judge the version of Python by the range that is wanted."""
     if wanted.contains(version, prereleases=True):
-        return Row("Python", version, "ok", f"in {wanted}")
-    return Row("Python", version, "fail", f"needs {wanted}: rm -r .venv, then make setup PYTHON=python3.11")
+        return CheckResult("Python", version, "ok", f"in {wanted}")
+    return CheckResult("Python", version, "fail", f"needs {wanted}: rm -r .venv, then make setup PYTHON=python3.11")
 
 
-def judge_version(wanted: Wanted, installed: str | None) -> Row:
+def check_version(wanted: RequiredPackage, installed: str | None) -> CheckResult:
     """Judge one distribution: missing or out of range fails; another version than the tested one gets a note."""
     pinned = "" if wanted.tested is None else "-c constraints.txt "  # there in a clone
     remedy = f"pip install {pinned}'{wanted.name}{wanted.specifier}'"
     if installed is None:
-        return Row(wanted.name, "missing", "fail", f"run `make setup`, or: {remedy}" if pinned else remedy)
+        return CheckResult(wanted.name, "missing", "fail", f"run `make setup`, or: {remedy}" if pinned else remedy)
     if not wanted.specifier.contains(installed, prereleases=True):
-        return Row(wanted.name, installed, "fail", f"out of range: {remedy}")
+        return CheckResult(wanted.name, installed, "fail", f"out of range: {remedy}")
     # the public part, because torch 2.13.0 and 2.13.0+cpu are the same code
     if wanted.tested is not None and Version(installed).public != wanted.tested.public:
-        return Row(wanted.name, installed, "note", f"in range, but tested with {wanted.tested}; `make setup` has that")
-    return Row(wanted.name, installed, "ok", f"in {wanted.specifier or 'any version'}")
+        return CheckResult(
+            wanted.name, installed, "note", f"in range, but tested with {wanted.tested}; `make setup` has that"
+        )
+    return CheckResult(wanted.name, installed, "ok", f"in {wanted.specifier or 'any version'}")
 
 
-def judge_notebook(facts: Facts) -> list[Row]:
+def judge_notebook(facts: EnvironmentFacts) -> list[CheckResult]:
     """Judge the packages of the notebook, its kernel and its widgets; one row if only the engine was installed."""
     if all(facts.installed[wanted.name] is None for wanted in facts.extra if wanted.name in NOTEBOOK):
-        return [Row("notebook", "not installed", "note", f"the engine runs without it; to install it: {INSTALL}")]
+        return [
+            CheckResult("notebook", "not installed", "note", f"the engine runs without it; to install it: {INSTALL}")
+        ]
     return [
-        *(judge_version(wanted, facts.installed[wanted.name]) for wanted in facts.extra),
-        judge_kernel(facts.kernel, facts.this_python),
-        judge_widgets(facts.widget_manager),
+        *(check_version(wanted, facts.installed[wanted.name]) for wanted in facts.extra),
+        check_kernel(facts.kernel, facts.this_python),
+        check_widgets(facts.widget_manager),
     ]
 
 
-def judge_widgets(manager: Path | None) -> Row:
+def check_widgets(manager: Path | None) -> CheckResult:
     """Judge whether JupyterLab can draw the panels."""
     if manager is None:
-        return Row("widget manager", "missing", "fail", "panels would show as text: pip install jupyterlab_widgets")
-    return Row("widget manager", "present", "ok", "JupyterLab draws the panels; reload open pages after an upgrade")
+        return CheckResult(
+            "widget manager", "missing", "fail", "panels would show as text: pip install jupyterlab_widgets"
+        )
+    return CheckResult(
+        "widget manager", "present", "ok", "JupyterLab draws the panels; reload open pages after an upgrade"
+    )
 
 
-def judge_kernel(kernel: str | None, this_python: str) -> Row:
+def check_kernel(kernel: str | None, this_python: str) -> CheckResult:
     """Judge the kernel: one that was registered for another environment hides the one of this environment."""
     remedy = f"{this_python} -m ipykernel install --sys-prefix"
     if kernel is None:
-        return Row("kernel", "missing", "fail", f"notebooks could not start: {remedy}")
+        return CheckResult("kernel", "missing", "fail", f"notebooks could not start: {remedy}")
     if os.path.abspath(kernel) != os.path.abspath(this_python):
-        return Row(
+        return CheckResult(
             "kernel", kernel, "note", f"notebooks start another Python: jupyter kernelspec remove python3, or {remedy}"
         )
-    return Row("kernel", "python3", "ok", "notebooks start this Python")
+    return CheckResult("kernel", "python3", "ok", "notebooks start this Python")
 
 
-def judge_device(torch_error: str | None, cuda: str | None) -> Row:
+def check_device(torch_error: str | None, cuda: str | None) -> CheckResult:
     """Judge where relays would run: on a CUDA device, or on the emulated one."""
     if torch_error is not None:
         reason = torch_error.splitlines()[0] if torch_error else "no reason given"
-        return Row("device", "none", "fail", f"torch does not import ({reason}): rm -r .venv, then make setup")
+        return CheckResult("device", "none", "fail", f"torch does not import ({reason}): rm -r .venv, then make setup")
     if cuda is None:
-        return Row("device", "CPU", "note", "no CUDA: relays run on the emulated device, which computes for real")
-    return Row("device", cuda, "ok", "device='auto' uses it; device='cpu' still emulates")
+        return CheckResult(
+            "device", "CPU", "note", "no CUDA: relays run on the emulated device, which computes for real"
+        )
+    return CheckResult("device", cuda, "ok", "device='auto' uses it; device='cpu' still emulates")
 
 
-def judge_imports(imports: ImportTimes) -> Row:
+def judge_imports(imports: ImportTimes) -> CheckResult:
     """Judge the seconds of imports, and whether the engine imports packages of the notebook."""
     if imports.heavy:
         advice = f"l2l_core imported {' and '.join(imports.heavy)}, which it should not: please report it"
-        return Row("import", str(imports), "note", advice)
+        return CheckResult("import", str(imports), "note", advice)
     if imports.added_s > MOST_S:
         advice = f"l2l_core adds {imports.added_s:.2f} s of processor time to torch, more than {MOST_S} s: on a slow machine only"
-        return Row("import", str(imports), "note", advice)
+        return CheckResult("import", str(imports), "note", advice)
     advice = f"l2l_core adds {imports.added_s:.2f} s of processor time, and imports neither transformers nor IPython"
-    return Row("import", str(imports), "ok", advice)
+    return CheckResult("import", str(imports), "ok", advice)
 
 
-def judge_ram(total_bytes: int | None, free_bytes: int | None) -> Row:
+def check_ram(total_bytes: int | None, free_bytes: int | None) -> CheckResult:
     """Judge the free memory, and say how many parameters it has room for."""
     if total_bytes is None or free_bytes is None:
-        return Row("RAM", "unknown", "note", "psutil, which would tell, is missing: run `make setup`")
+        return CheckResult("RAM", "unknown", "note", "psutil, which would tell, is missing: run `make setup`")
     found = f"{free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB free"
     room = f"room for {free_bytes / BYTES_PER_PARAM / 1e9:.2f} G parameters at {BYTES_PER_PARAM} bytes (float32, AdamW)"
     if free_bytes < LOW_RAM_BYTES:
-        return Row("RAM", found, "note", f"{room}: close other kernels, or choose a smaller model")
-    return Row("RAM", found, "ok", room)
+        return CheckResult("RAM", found, "note", f"{room}: close other kernels, or choose a smaller model")
+    return CheckResult("RAM", found, "ok", room)
 
 
-def judge_cores(cores: int) -> Row:
+def check_cores(cores: int) -> CheckResult:
     """Judge whether copies and updates can run beside compute."""
     if cores == 1:
-        return Row("cores", "1", "note", "copies, updates and compute share it: measured overlap means little here")
-    return Row("cores", str(cores), "ok", "copies and updates can run beside compute")
+        return CheckResult(
+            "cores", "1", "note", "copies, updates and compute share it: measured overlap means little here"
+        )
+    return CheckResult("cores", str(cores), "ok", "copies and updates can run beside compute")
 
 
-def judge_disk(free_bytes: int) -> Row:
+def check_disk(free_bytes: int) -> CheckResult:
     """Judge the room on the disk that the repository is on."""
     found = f"{free_bytes / GIB:.1f} GiB free"
     if free_bytes < LOW_DISK_BYTES:
         advice = f"a saved relay takes 12 bytes per parameter (AdamW): keep {LOW_DISK_BYTES // GIB} GiB free"
-        return Row("disk", found, "note", advice)
-    return Row("disk", found, "ok", "enough for saved relays and reports")
+        return CheckResult("disk", found, "note", advice)
+    return CheckResult("disk", found, "ok", "enough for saved relays and reports")
 
 
-def diagnose(facts: Facts) -> list[Row]:
+def diagnose(facts: EnvironmentFacts) -> list[CheckResult]:
     """Judge what was seen: the same facts always give the same rows, each with one line of advice."""
     return [
-        judge_python(facts.python, facts.python_range),
-        *(judge_version(wanted, facts.installed[wanted.name]) for wanted in facts.wanted),
+        check_python(facts.python, facts.python_range),
+        *(check_version(wanted, facts.installed[wanted.name]) for wanted in facts.wanted),
         *judge_notebook(facts),
-        judge_device(facts.torch_error, facts.cuda),
+        check_device(facts.torch_error, facts.cuda),
         *([judge_imports(facts.imports)] if facts.imports is not None else []),
-        judge_ram(facts.ram_bytes, facts.free_ram_bytes),
-        judge_cores(facts.cores),
-        judge_disk(facts.free_disk_bytes),
+        check_ram(facts.ram_bytes, facts.free_ram_bytes),
+        check_cores(facts.cores),
+        check_disk(facts.free_disk_bytes),
     ]
 
 
 # Printing ------------------------------------------------------------------------------------------------------------
 
 
-def format_rows(rows: Iterable[Row]) -> str:
+def format_rows(rows: Iterable[CheckResult]) -> str:
     """Write the rows as a table of plain text, one line each."""
     cells = [(row.status, row.check, row.found, row.advice) for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(3)]
@@ -328,7 +340,7 @@ def format_rows(rows: Iterable[Row]) -> str:
 
 def main() -> int:
     """Print the rows; return 1 if something required is missing or out of range, else 0."""
-    rows = diagnose(gather())
+    rows = diagnose(gather_facts())
     print(format_rows(rows))
     failed = [row.check for row in rows if row.status == "fail"]
     print(f"\n{sys.executable}: {'needs ' + ', '.join(failed) if failed else 'ready'}")

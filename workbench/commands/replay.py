@@ -9,26 +9,26 @@ from pathlib import Path
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from workbench.commands.lab import run_lab
+from workbench.commands.lab_launcher import run_lab
 from workbench.runs import RecordedRun, load_run
 
-NAME = "replay.ipynb"
+REPLAY_NOTEBOOK = "replay.ipynb"
 
 
-def main(paths: Sequence[Path], port: int, no_browser: bool) -> int:
+def open_replay(paths: Sequence[Path], port: int, no_browser: bool) -> int:
     """Write the notebook and run JupyterLab until it is stopped; return its exit status, or 2 if a run cannot be read."""
     try:
         runs = [load_run(path) for path in paths]
-        notebook = write_notebook(runs)
+        notebook = write_replay_notebook(runs)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     return run_lab(notebook.parent, notebook.name, port, no_browser)
 
 
-def write_notebook(runs: Sequence[RecordedRun]) -> Path:
+def write_replay_notebook(runs: Sequence[RecordedRun]) -> Path:
     """Write a notebook that replays these runs, beside the first; one that is there is replaced."""
-    path = runs[0].path.resolve().parent / NAME
+    path = runs[0].path.resolve().parent / REPLAY_NOTEBOOK
     cells = [
         new_markdown_cell("Run the cells to see the recorded run again. Nothing is trained, and no model is built.")
     ]

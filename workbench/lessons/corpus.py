@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-HELD_OUT_OF = 10  # one file in so many is held out
+EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+HELD_OUT_EVERY = 10  # one file in so many is held out
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,9 @@ def find_sources(folder: Path) -> list[str]:
     """List the Python files below `folder` that count, as paths relative to it with forward slashes, sorted."""
     found = []
     for where, inner, names in os.walk(folder):
-        inner[:] = [name for name in inner if name not in LEFT_OUT]  # not even looked into: most files are there
+        inner[:] = [
+            name for name in inner if name not in EXCLUDED_FOLDERS
+        ]  # not even looked into: most files are there
         # _sysconfigdata_*.py says how and where this Python was built: no text to learn from
         wanted = (name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata"))
         found += [Path(where, name).relative_to(folder).as_posix() for name in wanted]
@@ -44,7 +46,7 @@ def find_sources(folder: Path) -> list[str]:
 
 def is_held_out(path: str) -> bool:
     """Tell whether a file is held out; that depends on its path alone."""
-    return zlib.crc32(path.encode()) % HELD_OUT_OF == 0
+    return zlib.crc32(path.encode()) % HELD_OUT_EVERY == 0
 
 
 def load_corpus(folder: Path | None = None) -> Corpus:
@@ -62,10 +64,10 @@ def load_corpus(folder: Path | None = None) -> Corpus:
             f"{folder} has {len(paths)} Python source file(s), of which {len(held_out)} would be held out: this Python comes "
             "without the sources of its standard library. Use one that has them (python.org, conda and Linux packages do)"
         )
-    return Corpus(_read(folder, train), _read(folder, held_out), len(paths))
+    return Corpus(_read_bytes(folder, train), _read_bytes(folder, held_out), len(paths))
 
 
-def _read(folder: Path, paths: list[str]) -> torch.Tensor:
+def _read_bytes(folder: Path, paths: list[str]) -> torch.Tensor:
     joined = bytearray().join((folder / path).read_bytes() for path in paths)
     return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
 

@@ -32,53 +32,53 @@ from l2l_core.devices import resolve_device
 from workbench.lessons.corpus import Corpus, byte_entropy, draw_windows, load_corpus
 from workbench.lessons.demo_charts import (
     draw_run,
-    format_bargain,
     format_run,
     format_table,
+    format_tradeoff,
     format_verdicts,
-    introduce,
-    judge,
-    levels_of,
+    introduction,
+    reference_losses,
     summarize,
+    verdicts_of,
 )
-from workbench.lessons.demo_options import choose
-from workbench.lessons.demo_values import Batch, Compared, Run, Settings, Step
-from workbench.lessons.in_core import InCore
+from workbench.lessons.demo_options import settings_from_args
+from workbench.lessons.demo_values import Batch, DemoRun, DemoStep, Settings, StepComparison
+from workbench.lessons.plain_training import PlainTrainer
 from workbench.runs import Recorder, load_run, write_report
 from workbench.session import StepRow, snapshot_of, step_row
 
-RECORDED, REPORT = "run.jsonl.gz", "report.html"
+RECORD_FILE, REPORT_FILE = "run.jsonl.gz", "report.html"
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the demo; return 0 if relay and in core were equal and the target was reached, 1 if not, 2 if it could not start."""
     began_s = time.perf_counter()
     try:
-        settings = choose(args)
+        settings = settings_from_args(args)
         device = make_device(args.device, settings)
         corpus = load_corpus()
         args.out.mkdir(parents=True, exist_ok=True)  # now, and not after minutes of training
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    with one_thread():
+    with single_thread():
         model = make_model(settings)
-        print(introduce(settings, corpus, device, count_params(model)), flush=True)
+        print(introduction(settings, corpus, device, count_params(model)), flush=True)
         title = f"{settings.layers}-layer byte-level GPT, trained by relay"
         try:
-            with Recorder(args.out / RECORDED, title=title, overwrite=True) as recorder:
+            with Recorder(args.out / RECORD_FILE, title=title, overwrite=True) as recorder:
                 run = train(model, corpus, settings, device, recorder)
-                for name, words in judge(run, not args.quick).items():
+                for name, words in verdicts_of(run, not args.quick).items():
                     recorder.log_fact(name, words)
         except (DeviceOutOfMemory, TornStep) as error:
             print(f"\n{error.__cause__ or error}\nOr give the demo a larger --budget.", file=sys.stderr)
             return 1
     checked = not args.quick
     seconds = time.perf_counter() - began_s
-    print(f"\n{format_bargain(run)}\n\nIn detail\n{format_run(run)}\n\n{format_verdicts(run, checked)}\n")
-    print(write(run, args.out, summarize(run, checked, seconds)))
-    print(f"\n{seconds:.0f} s in all\nReport: {args.out / REPORT}")
-    return 0 if run.equal and (run.reached or not checked) else 1
+    print(f"\n{format_tradeoff(run)}\n\nIn detail\n{format_run(run)}\n\n{format_verdicts(run, checked)}\n")
+    print(write_outputs(run, args.out, summarize(run, checked, seconds)))
+    print(f"\n{seconds:.0f} s in all\nReport: {args.out / REPORT_FILE}")
+    return 0 if run.equal and (run.reached_target or not checked) else 1
 
 
 # What is trained -----------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def make_device(name: str, settings: Settings) -> Device:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def single_thread() -> Iterator[None]:
     """Compute on one core, relay and in core alike: matrices this small gain nothing from a second one.
 
     Copies and updates of the relay have threads of their own.
@@ -153,7 +153,7 @@ def draw_batch(text: torch.Tensor, settings: Settings, generator: torch.Generato
 # The run -------------------------------------------------------------------------------------------------------------
 
 
-def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device, recorder: Recorder) -> Run:
+def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device, recorder: Recorder) -> DemoRun:
     """Train by relay; run the first steps in core as well; look at held-out text now and then. All of it is recorded.
 
     Raises:
@@ -167,7 +167,7 @@ def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device, 
     looks = [draw_batch(corpus.held_out, look, judged) for _ in range(settings.judged_batches)]
     drawn = torch.Generator().manual_seed(settings.seed)
     start_in_core = partial(
-        InCore,
+        PlainTrainer,
         model,
         partial(make_optimizer, settings=settings),
         partial(make_schedule, settings=settings),
@@ -177,18 +177,18 @@ def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device, 
     in_core_bytes = start_in_core().measure_peak_bytes(draw_batch(corpus.train, settings, judged))
     in_core = start_in_core()  # another one: measuring has trained the first for two steps
     entropy = byte_entropy(corpus.held_out)
-    for name, level in levels_of(entropy, settings.target):
+    for name, level in reference_losses(entropy, settings.target):
         recorder.log_level(name, level)
-    steps: list[Step] = []
+    steps: list[DemoStep] = []
     rows: list[StepRow] = []
-    compared: list[Compared] = []
+    compared: list[StepComparison] = []
     peak_bytes = 0
     with Relay(model, make_optimizer(model, settings), device=device, config=config) as relay:
         schedule = make_schedule(relay.optimizer, settings)
         for step in show_progress(settings.steps, steps):
             batch = draw_batch(corpus.train, settings, drawn)
             if step <= settings.compared:
-                result, one = step_both(relay, in_core, batch)
+                result, one = compare_step(relay, in_core, batch)
                 compared.append(one)
             else:
                 result = relay.step(batch)
@@ -200,9 +200,9 @@ def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device, 
             held_out = statistics.fmean(map(relay.evaluate, looks)) if is_time else None
             if held_out is not None:
                 recorder.log_held_out(step, held_out)
-            steps.append(Step(step, result.loss, held_out, rate, result.seconds))
+            steps.append(DemoStep(step, result.loss, held_out, rate, result.seconds))
             peak_bytes = max(peak_bytes, result.peak_device_bytes)
-        return Run(
+        return DemoRun(
             settings=settings,
             device=device.name,
             exact=device.torch_device.type == "cpu",
@@ -214,11 +214,11 @@ def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device, 
             relay_device_bytes=peak_bytes,
             in_core_device_bytes=in_core_bytes,
             relay_host_bytes=relay.host.peak,
-            last=result.trace,
+            last_trace=result.trace,
         )
 
 
-def step_both(relay: Relay, in_core: InCore, batch: Batch) -> tuple[StepResult, Compared]:
+def compare_step(relay: Relay, in_core: PlainTrainer, batch: Batch) -> tuple[StepResult, StepComparison]:
     """Make the same step in core and by relay, and return how they compare."""
     began_s = time.perf_counter()
     in_core_loss = in_core.step(batch)
@@ -228,7 +228,9 @@ def step_both(relay: Relay, in_core: InCore, batch: Batch) -> tuple[StepResult, 
     # as integers, so that it is the bits that are compared
     unequal = sum(int((a.view(torch.int32) != b.view(torch.int32)).sum()) for a, b in pairs)
     max_abs_diff = max(float((a - b).abs().max()) for a, b in pairs)
-    return result, Compared(relay.steps, result.loss, in_core_loss, unequal, max_abs_diff, result.seconds, in_core_s)
+    return result, StepComparison(
+        relay.steps, result.loss, in_core_loss, unequal, max_abs_diff, result.seconds, in_core_s
+    )
 
 
 def _params(model: nn.Module) -> list[nn.Parameter]:
@@ -240,7 +242,7 @@ def count_params(model: nn.Module) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-def show_progress(steps: int, done: Sequence[Step]) -> Iterator[int]:
+def show_progress(steps: int, done: Sequence[DemoStep]) -> Iterator[int]:
     """Yield step numbers from 1, under a progress bar that shows the last losses of `done`."""
     pace_s = 0.2 if sys.stderr.isatty() else 10.0  # a log gets a few lines instead of thousands
     with tqdm(total=steps, desc="training", unit="step", mininterval=pace_s, dynamic_ncols=True) as bar:
@@ -255,22 +257,22 @@ def show_progress(steps: int, done: Sequence[Step]) -> Iterator[int]:
 # What is written ----------------------------------------------------------------------------------------------------
 
 
-def write(run: Run, folder: Path, summary: Mapping[str, Any]) -> str:
+def write_outputs(run: DemoRun, folder: Path, summary: Mapping[str, Any]) -> str:
     """Write every file into `folder`; return what they are and how to look at them."""
-    run.last.to_chrome(folder / "trace.json")
-    run.last.to_jsonl(folder / "trace.jsonl")
-    run.last.to_memory_snapshot(folder / "trace.pickle")
+    run.last_trace.to_chrome(folder / "trace.json")
+    run.last_trace.to_jsonl(folder / "trace.jsonl")
+    run.last_trace.to_memory_snapshot(folder / "trace.pickle")
     with (folder / "loss.csv").open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, [field.name for field in fields(Step)], lineterminator="\n")
+        table = csv.DictWriter(file, [field.name for field in fields(DemoStep)], lineterminator="\n")
         table.writeheader()
         table.writerows(map(asdict, run.steps))  # None becomes an empty cell
     (folder / "loss.svg").write_text(draw_run(run), encoding="utf-8")
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    write_report([load_run(folder / RECORDED)], folder / REPORT)
+    write_report([load_run(folder / RECORD_FILE)], folder / REPORT_FILE)
     where = format_table(
         [
-            (f"{folder / REPORT}", "everything at a glance: open it in a browser"),
-            (f"{folder / RECORDED}", "the recorded run, for `python -m workbench replay`"),
+            (f"{folder / REPORT_FILE}", "everything at a glance: open it in a browser"),
+            (f"{folder / RECORD_FILE}", "the recorded run, for `python -m workbench replay`"),
             (f"{folder / 'trace.json'}", "the last step: open https://ui.perfetto.dev and drop the file on the page"),
             (f"{folder / 'trace.jsonl'}", "the same for Trace.from_jsonl"),
             (f"{folder / 'trace.pickle'}", "its memory: drop it on https://pytorch.org/memory_viz"),

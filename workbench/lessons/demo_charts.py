@@ -16,7 +16,7 @@ import torch
 from l2l_core import Device
 from l2l_core.trace import format_bytes
 from workbench.lessons.corpus import Corpus
-from workbench.lessons.demo_values import Run, Settings
+from workbench.lessons.demo_values import DemoRun, Settings
 from workbench.pictures import draw_loss
 
 BYTES_PER_PARAM = 16  # in core: float32 weight, gradient and AdamW's two moments
@@ -25,7 +25,7 @@ BYTES_PER_PARAM = 16  # in core: float32 weight, gradient and AdamW's two moment
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
-def introduce(settings: Settings, corpus: Corpus, device: Device, num_params: int) -> str:
+def introduction(settings: Settings, corpus: Corpus, device: Device, num_params: int) -> str:
     """Say in a few lines what is about to run."""
     train, held_out = format_bytes(len(corpus.train)), format_bytes(len(corpus.held_out))
     budget = "" if device.ledger.limit_bytes else "no memory budget; "
@@ -53,20 +53,20 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def format_bargain(run: Run) -> str:
+def format_tradeoff(run: DemoRun) -> str:
     """Say in a few lines what training by relay gains, and what it costs."""
     relay, in_core = run.relay_device_bytes, run.in_core_device_bytes
     needs = f"{format_bytes(relay)}; in core needs {format_bytes(in_core)}, {in_core / relay:.1f} times as much"
-    relay_s, in_core_s = run.median_s("relay"), run.median_s("in_core")
+    relay_s, in_core_s = run.median_step_s("relay"), run.median_step_s("in_core")
     pace = f"a step takes {relay_s / in_core_s:.1f} times as long as in core, {1e3 * relay_s:.0f} ms"
     host = f"{format_bytes(run.relay_host_bytes)} for weights, AdamW's state and stash; in core needs none"
-    gain = [("device memory", needs), ("", _judge_budget(run)), ("same training", _compare(run))]
+    gain = [("device memory", needs), ("", _budget_verdict(run)), ("same training", _describe_equality(run))]
     cost = [("time", f"{pace} instead of {1e3 * in_core_s:.0f} ms"), ("host memory", host)]
     lines = format_table([(f"  {name}", words) for name, words in gain + cost]).splitlines()
     return "\n".join(["What you gain by relay", *lines[: len(gain)], "What you pay", *lines[len(gain) :]])
 
 
-def _compare(run: Run) -> str:
+def _describe_equality(run: DemoRun) -> str:
     if not run.equal:
         return "NO: relay and in core DIFFER, see below"
     steps = f"steps 1 to {len(run.compared)}"
@@ -75,20 +75,25 @@ def _compare(run: Run) -> str:
     return f"losses and weights of {steps} have the same bits as in core"
 
 
-def format_run(run: Run) -> str:
+def format_run(run: DemoRun) -> str:
     """Write the table of relay against in core."""
     rows = [(run.device, "relay", "in core", "")]
     for one in run.compared:
         verdict = "equal" if one.relay_loss == one.in_core_loss else "DIFFERENT"
         rows.append((f"loss of step {one.step}", f"{one.relay_loss:.9g}", f"{one.in_core_loss:.9g}", verdict))
-    relay_s, in_core_s = run.median_s("relay"), run.median_s("in_core")
+    relay_s, in_core_s = run.median_step_s("relay"), run.median_step_s("in_core")
     device_bytes = [format_bytes(nbytes) for nbytes in (run.relay_device_bytes, run.in_core_device_bytes)]
     rows += [
-        (f"weights after step {len(run.compared)}", f"{run.num_params:,}", f"{run.num_params:,}", _judge_weights(run)),
-        ("peak device memory", *device_bytes, _judge_budget(run)),
+        (
+            f"weights after step {len(run.compared)}",
+            f"{run.num_params:,}",
+            f"{run.num_params:,}",
+            _weights_verdict(run),
+        ),
+        ("peak device memory", *device_bytes, _budget_verdict(run)),
         ("peak host memory", format_bytes(run.relay_host_bytes), "0 B", "by relay: weights, AdamW's state, stash"),
         ("time of a step", f"{1e3 * relay_s:.0f} ms", f"{1e3 * in_core_s:.0f} ms", f"x {relay_s / in_core_s:.2f}"),
-        ("copies under compute", f"{run.last.overlap():.0%}", "", "share of their time, last step"),
+        ("copies under compute", f"{run.last_trace.overlap():.0%}", "", "share of their time, last step"),
     ]
     state = format_bytes(BYTES_PER_PARAM * run.num_params)
     notes = [
@@ -100,7 +105,7 @@ def format_run(run: Run) -> str:
     return "\n".join([format_table(rows), "", *notes])
 
 
-def _judge_weights(run: Run) -> str:
+def _weights_verdict(run: DemoRun) -> str:
     unequal = sum(one.unequal_weights for one in run.compared)
     if not unequal:
         return "equal to the bit, as after each step before"
@@ -108,7 +113,7 @@ def _judge_weights(run: Run) -> str:
     return f"{'DIFFERENT' if run.exact else 'not bitwise equal'}: {unequal:,} in all steps, by up to {diff:.3g}"
 
 
-def _judge_budget(run: Run) -> str:
+def _budget_verdict(run: DemoRun) -> str:
     if run.budget_bytes is None:
         return "no budget"
     budget, times = format_bytes(run.budget_bytes), run.in_core_device_bytes / run.budget_bytes
@@ -117,18 +122,18 @@ def _judge_budget(run: Run) -> str:
     return f"in core is OUT OF MEMORY: {times:.1f} x the budget of {budget}"
 
 
-def format_verdicts(run: Run, checked: bool) -> str:
+def format_verdicts(run: DemoRun, checked: bool) -> str:
     """Say whether relay and in core are equal, and how far the held-out loss fell; `checked` says whether it had to."""
-    return f"{_judge_equality(run)}\n{_judge_loss(run, checked)}"
+    return f"{_equality_verdict(run)}\n{_loss_verdict(run, checked)}"
 
 
-def judge(run: Run, checked: bool) -> dict[str, str]:
+def verdicts_of(run: DemoRun, checked: bool) -> dict[str, str]:
     """Return the verdicts by subject, for the record of the run."""
     device_bytes = [format_bytes(nbytes) for nbytes in (run.relay_device_bytes, run.in_core_device_bytes)]
-    relay_s, in_core_s = run.median_s("relay"), run.median_s("in_core")
-    verdicts = {"equality": _judge_equality(run), "learning": _judge_loss(run, checked)}
+    relay_s, in_core_s = run.median_step_s("relay"), run.median_step_s("in_core")
+    verdicts = {"equality": _equality_verdict(run), "learning": _loss_verdict(run, checked)}
     said = {name: _with_sign(" ".join(words.split())) for name, words in verdicts.items()}
-    said["device memory"] = f"{device_bytes[0]} by relay, {device_bytes[1]} in core; {_judge_budget(run)}"
+    said["device memory"] = f"{device_bytes[0]} by relay, {device_bytes[1]} in core; {_budget_verdict(run)}"
     said["time"] = (
         f"a step takes {1e3 * relay_s:.0f} ms by relay and {1e3 * in_core_s:.0f} ms in core, x {relay_s / in_core_s:.2f}; "
         f"median of the steps compared"
@@ -144,12 +149,12 @@ def _with_sign(verdict: str) -> str:
 _SIGNS = {"ok": "✓", "FAILED": "✕", "-": ""}
 
 
-def levels_of(entropy: float, target: float) -> list[tuple[str, float]]:
+def reference_losses(entropy: float, target: float) -> list[tuple[str, float]]:
     """Return losses to compare with: names and nats per byte."""
     return [("entropy of single bytes, held-out text", entropy), (f"target, {target:g} of it", target * entropy)]
 
 
-def _judge_equality(run: Run) -> str:
+def _equality_verdict(run: DemoRun) -> str:
     different = [str(one.step) for one in run.compared if not run.is_equal(one)]
     if different:
         return (
@@ -162,28 +167,28 @@ def _judge_equality(run: Run) -> str:
     return f"ok      steps 1 to {len(run.compared)} by relay and in core gave equal losses and weights, bit by bit"
 
 
-def _judge_loss(run: Run, checked: bool) -> str:
-    said = f"held-out loss {run.held_out:.3f} nats per byte = {run.share:.3f} of the entropy of single bytes, {run.entropy:.3f}"
+def _loss_verdict(run: DemoRun, checked: bool) -> str:
+    said = f"held-out loss {run.held_out:.3f} nats per byte = {run.share_of_entropy:.3f} of the entropy of single bytes, {run.entropy:.3f}"
     target = f"target: at most {run.settings.target:g} of it"
     if not checked:
         return f"-       {said}\n        ({target}, not checked: --quick trains too little)"
-    if run.reached:
+    if run.reached_target:
         return f"ok      {said}\n        ({target})"
     return f"FAILED  {said}\n        ({target}; more --steps may reach it)"
 
 
-def draw_run(run: Run) -> str:
+def draw_run(run: DemoRun) -> str:
     """Draw the loss curve as SVG."""
     return draw_loss(
         run.steps,
         title=f"{run.settings.layers}-layer byte-level GPT, trained by relay",
         unit="nats per byte",
         held_out=[(one.step, one.held_out) for one in run.steps if one.held_out is not None],
-        levels=levels_of(run.entropy, run.settings.target),
+        levels=reference_losses(run.entropy, run.settings.target),
     )
 
 
-def summarize(run: Run, checked: bool, seconds: float) -> dict[str, Any]:
+def summarize(run: DemoRun, checked: bool, seconds: float) -> dict[str, Any]:
     """Return everything measured, for machines; sizes in bytes, times in seconds, losses in nats per byte."""
     return {
         "settings": asdict(run.settings),
@@ -201,12 +206,12 @@ def summarize(run: Run, checked: bool, seconds: float) -> dict[str, Any]:
         "peak_device_bytes": {"relay": run.relay_device_bytes, "in_core": run.in_core_device_bytes},
         "peak_host_bytes": {"relay": run.relay_host_bytes, "in_core": 0},
         "in_core_fits": run.budget_bytes is None or run.in_core_device_bytes <= run.budget_bytes,
-        "step_s": {"relay": run.median_s("relay"), "in_core": run.median_s("in_core")},
-        "overlap_of_last_step": run.last.overlap(),
+        "step_s": {"relay": run.median_step_s("relay"), "in_core": run.median_step_s("in_core")},
+        "overlap_of_last_step": run.last_trace.overlap(),
         "entropy": run.entropy,
         "held_out_loss": run.held_out,
-        "held_out_share": run.share,
+        "held_out_share": run.share_of_entropy,
         "target_share": run.settings.target,
-        "target_reached": run.reached if checked else None,
+        "target_reached": run.reached_target if checked else None,
         "seconds": seconds,
     }

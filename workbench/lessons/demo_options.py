@@ -12,7 +12,7 @@ from workbench.lessons.demo_values import FULL, QUICK, Settings
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `python -m workbench demo`."""
-    whole = _at_least(int, 1)
+    whole = _min_value_parser(int, 1)
     parser.add_argument(
         "--quick", action="store_true", help="a small model for a few seconds, without a target to reach"
     )
@@ -20,12 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=whole, help=f"layers of the model (default: {FULL.layers})")
     parser.add_argument("--width", type=whole, help=f"width, a multiple of {FULL.heads} (default: {FULL.width})")
     parser.add_argument(
-        "--budget", type=_at_least(float, 1e-3), help=f"device memory in MB (default: {FULL.budget_bytes / 1e6:g})"
+        "--budget",
+        type=_min_value_parser(float, 1e-3),
+        help=f"device memory in MB (default: {FULL.budget_bytes / 1e6:g})",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("out", "demo"), help="folder for results (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=_at_least(int, 0), help=f"start of every random stream (default: {FULL.seed})")
+    parser.add_argument(
+        "--seed", type=_min_value_parser(int, 0), help=f"start of every random stream (default: {FULL.seed})"
+    )
     parser.add_argument(
         "--device",
         default="emulated",
@@ -33,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def choose(args: argparse.Namespace) -> Settings:
+def settings_from_args(args: argparse.Namespace) -> Settings:
     """Return the settings that the options ask for.
 
     Raises:
@@ -49,11 +53,11 @@ def choose(args: argparse.Namespace) -> Settings:
     return replace(settings, compared=min(settings.compared, settings.steps))
 
 
-def _at_least(kind: type[int] | type[float], least: float) -> Callable[[str], Any]:
+def _min_value_parser(kind: type[int] | type[float], minimum: float) -> Callable[[str], Any]:
     def number(text: str) -> Any:
         value = kind(text)
-        if not value >= least or value == math.inf:
-            raise argparse.ArgumentTypeError(f"{text}: must be at least {least:g}")
+        if not value >= minimum or value == math.inf:
+            raise argparse.ArgumentTypeError(f"{text}: must be at least {minimum:g}")
         return value
 
     return number

@@ -46,7 +46,7 @@ QUICK = Settings(layers=6, width=32, steps=30, compared=3, judged_every=10, judg
 
 
 @dataclass(frozen=True)
-class Step:
+class DemoStep:
     """Holds what one training step by relay gave."""
 
     step: int  # from 1
@@ -57,7 +57,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Compared:
+class StepComparison:
     """Holds what one step gave by relay and in core."""
 
     step: int
@@ -70,7 +70,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Run:
+class DemoRun:
     """Holds what was measured."""
 
     settings: Settings
@@ -79,19 +79,19 @@ class Run:
     budget_bytes: int | None
     num_params: int
     entropy: float  # of single bytes of the held-out text, nats
-    steps: tuple[Step, ...]
-    compared: tuple[Compared, ...]
+    steps: tuple[DemoStep, ...]
+    compared: tuple[StepComparison, ...]
     relay_device_bytes: int  # peaks
     in_core_device_bytes: int
     relay_host_bytes: int
-    last: Trace
+    last_trace: Trace
 
     @property
     def equal(self) -> bool:
         """Whether relay and in core were equal in all steps compared."""
         return all(map(self.is_equal, self.compared))
 
-    def is_equal(self, one: Compared) -> bool:
+    def is_equal(self, one: StepComparison) -> bool:
         """Tell whether one step was equal; where arithmetic is not this CPU's, whether its losses were close."""
         if self.exact:
             return one.relay_loss == one.in_core_loss and one.unequal_weights == 0
@@ -103,15 +103,15 @@ class Run:
         return next(step.held_out for step in reversed(self.steps) if step.held_out is not None)
 
     @property
-    def share(self) -> float:
+    def share_of_entropy(self) -> float:
         """That loss as a share of the entropy of single bytes."""
         return self.held_out / self.entropy
 
     @property
-    def reached(self) -> bool:
+    def reached_target(self) -> bool:
         """Whether it fell to the target."""
-        return self.share <= self.settings.target
+        return self.share_of_entropy <= self.settings.target
 
-    def median_s(self, who: str) -> float:
+    def median_step_s(self, who: str) -> float:
         """Return the median seconds of a compared step, "relay" or "in_core"; the first, a warm-up, counts only if alone."""
         return statistics.median(getattr(one, f"{who}_s") for one in self.compared[1:] or self.compared)

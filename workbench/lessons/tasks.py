@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Protocol
 
-from l2l_core.edits import Entry
+from l2l_core.edits import JournalEntry
 from workbench.session import Snapshot
 
 
-class Watched(Protocol):
+class HasSnapshot(Protocol):
     """Names what tasks need of a session or a workbench."""
 
     def snapshot(self) -> Snapshot: ...
@@ -28,25 +28,25 @@ class Task:
         is_done: tells it from the session as it was when the tasks were set, and as it is now.
     """
 
-    ask: str
-    where: str
+    instruction: str
+    location: str
     is_done: Callable[[Snapshot, Snapshot], bool]
 
 
-def _new_branches(before: Snapshot, now: Snapshot) -> set[str]:
-    return {branch.name for branch in now.branches} - {branch.name for branch in before.branches}
+def _branches_since(before: Snapshot, snapshot: Snapshot) -> set[str]:
+    return {branch.name for branch in snapshot.branches} - {branch.name for branch in before.branches}
 
 
-def _entries(before: Snapshot, now: Snapshot) -> Sequence[tuple[Entry, str]]:
+def _entries_since(before: Snapshot, snapshot: Snapshot) -> Sequence[tuple[JournalEntry, str]]:
     """Lines of the journal that were written since, and on which branch: the one of then, or one that is new."""
     known = max((entry.number for entry in before.journal), default=-1)
-    made_on = {change.entry: change.branch for change in now.changes}
-    counting = {before.branch, *_new_branches(before, now)}  # older ones have lines with numbers of their own
-    since = [(entry, made_on.get(entry.number, "")) for entry in now.journal if entry.number > known]
+    made_on = {change.entry: change.branch for change in snapshot.changes}
+    counting = {before.branch, *_branches_since(before, snapshot)}  # older ones have lines with numbers of their own
+    since = [(entry, made_on.get(entry.number, "")) for entry in snapshot.journal if entry.number > known]
     return [(entry, branch) for entry, branch in since if branch in counting]
 
 
-def _has(entry: Entry, kind: str, **fields: object) -> bool:
+def _has_edit(entry: JournalEntry, kind: str, **fields: object) -> bool:
     """Whether among the edits of a line, as Python prints them, is one of this kind with these fields."""
     try:
         calls = [statement.value for statement in ast.parse(entry.what).body if isinstance(statement, ast.Expr)]
@@ -60,25 +60,27 @@ def _has(entry: Entry, kind: str, **fields: object) -> bool:
     )
 
 
-def _identities(before: Snapshot, now: Snapshot) -> set[int]:
-    return {entry.number for entry, _ in _entries(before, now) if _has(entry, "Insert", init="identity")}
+def _identity_inserts(before: Snapshot, snapshot: Snapshot) -> set[int]:
+    return {
+        entry.number for entry, _ in _entries_since(before, snapshot) if _has_edit(entry, "Insert", init="identity")
+    }
 
 
-def _undone(before: Snapshot, now: Snapshot) -> bool:
-    inserted = _identities(before, now)
-    return any(entry.kind == "undo" and entry.of in inserted for entry, _ in _entries(before, now))
+def _was_undone(before: Snapshot, snapshot: Snapshot) -> bool:
+    inserted = _identity_inserts(before, snapshot)
+    return any(entry.kind == "undo" and entry.of in inserted for entry, _ in _entries_since(before, snapshot))
 
 
-def _dropped(before: Snapshot, now: Snapshot) -> bool:
-    new = _new_branches(before, now)
-    return any(branch in new and _has(entry, "Drop") for entry, branch in _entries(before, now))
+def _was_dropped(before: Snapshot, snapshot: Snapshot) -> bool:
+    new = _branches_since(before, snapshot)
+    return any(branch in new and _has_edit(entry, "Drop") for entry, branch in _entries_since(before, snapshot))
 
 
-def _raced(before: Snapshot, now: Snapshot) -> bool:
-    if now.race is None or now.race == before.race or not now.race.is_over:
+def _was_raced(before: Snapshot, snapshot: Snapshot) -> bool:
+    if snapshot.race is None or snapshot.race == before.race or not snapshot.race.is_over:
         return False
-    made = [racer for racer in now.race.racers if len(racer.steps) >= RACE_STEPS]
-    names, new = {racer.name for racer in made}, _new_branches(before, now)
+    made = [racer for racer in snapshot.race.racers if len(racer.steps) >= RACE_STEPS]
+    names, new = {racer.name for racer in made}, _branches_since(before, snapshot)
     return any(racer.name in new and racer.parent in names for racer in made)
 
 
@@ -87,18 +89,18 @@ RACE_STEPS = 20
 EDIT = Task(
     "insert a layer that is the identity, and see what the probe says of it",
     'view "edits", edit Insert, start as identity, then Apply',
-    lambda before, now: bool(_identities(before, now)),
+    lambda before, now: bool(_identity_inserts(before, now)),
 )
-UNDO = Task("undo it", 'view "edits", Undo', _undone)
+UNDO = Task("undo it", 'view "edits", Undo', _was_undone)
 FORK = Task(
     "fork a branch, and drop a layer there",
     'view "edits", a name in "new branch", then Fork; then edit Drop, and Apply',
-    _dropped,
+    _was_dropped,
 )
 RACE = Task(
     f"let the new branch and the one that it comes from race for {RACE_STEPS} steps",
     f'view "race", choose these two in the list and no other, steps {RACE_STEPS}, then Start race',
-    _raced,
+    _was_raced,
 )
 
 
@@ -112,26 +114,28 @@ class Tasks:
         tasks: in order.
     """
 
-    def __init__(self, bench: Watched, *tasks: Task) -> None:
+    def __init__(self, bench: HasSnapshot, *tasks: Task) -> None:
         self._bench, self._tasks = bench, tasks
         self._before = bench.snapshot()
         self._done: set[int] = set()
 
-    def look(self) -> list[bool]:
+    def check(self) -> list[bool]:
         """Return which of them are done."""
-        now = self._bench.snapshot()
-        self._done |= {i for i, task in enumerate(self._tasks) if task.is_done(self._before, now)}
+        snapshot = self._bench.snapshot()
+        self._done |= {i for i, task in enumerate(self._tasks) if task.is_done(self._before, snapshot)}
         return [i in self._done for i in range(len(self._tasks))]
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        done = self.look()
+        done = self.check()
         marked = [("✓" if is_done else "○", task) for is_done, task in zip(done, self._tasks, strict=True)]
         left = done.count(False)
         note = f"{left} of {len(done)} to do. Run this cell again to see what is done." if left else "All done."
-        items = "".join(f"<li>{mark} {escape(task.ask)} <em>({escape(task.where)})</em></li>" for mark, task in marked)
+        items = "".join(
+            f"<li>{mark} {escape(task.instruction)} <em>({escape(task.location)})</em></li>" for mark, task in marked
+        )
         return {
             "text/html": f'<strong>Your turn</strong><ul style="list-style:none">{items}</ul><p>{escape(note)}</p>',
             "text/plain": "\n".join(
-                ["Your turn", *(f"{mark} {task.ask} ({task.where})" for mark, task in marked), note]
+                ["Your turn", *(f"{mark} {task.instruction} ({task.location})" for mark, task in marked), note]
             ),
         }

@@ -1,5 +1,5 @@
 """Widgets, one view each.
 
 May import all of the workbench but `commands` and `lessons`.
-Begin reading at `panel.py`, `board.py`.
+Begin reading at `panel.py`, `dashboard.py`.
 """

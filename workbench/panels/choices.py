@@ -8,7 +8,7 @@ from typing import Any
 import ipywidgets
 
 
-def offer(choice: Any, options: Iterable[tuple[str, Any]]) -> None:
+def set_options(control: Any, options: Iterable[tuple[str, Any]]) -> None:
     """Let a dropdown or a list offer these pairs of words and values, without repetition.
 
     Nothing is sent if they are the same. What was chosen stays chosen if it is still there; otherwise the choice stays at
@@ -16,21 +16,21 @@ def offer(choice: Any, options: Iterable[tuple[str, Any]]) -> None:
     """
     pairs = tuple(dict.fromkeys(options))
     # setting options closes a list that somebody has open
-    if tuple(choice.options) == pairs:
+    if tuple(control.options) == pairs:
         return
     # before the options are set: ipywidgets then chooses the first one
-    old, at = choice.value, choice.index or 0
-    with choice.hold_sync():  # one message, so that the page never shows another choice in between
-        choice.options = pairs
+    old, at = control.value, control.index or 0
+    with control.hold_sync():  # one message, so that the page never shows another choice in between
+        control.options = pairs
         if old in [value for _, value in pairs]:
-            choice.value = old
+            control.value = old
         elif pairs:
-            choice.index = min(at, len(pairs) - 1)
+            control.index = min(at, len(pairs) - 1)
 
 
-def make_dropdown(words: str, options: Iterable[Any], width: str) -> ipywidgets.Dropdown:
+def make_dropdown(label: str, options: Iterable[Any], width: str) -> ipywidgets.Dropdown:
     """Make a dropdown with its words before it."""
-    return ipywidgets.Dropdown(options=list(options), description=words, **sized(width))
+    return ipywidgets.Dropdown(options=list(options), description=label, **control_layout(width))
 
 
 def make_list(rows: int) -> ipywidgets.Select:
@@ -38,6 +38,6 @@ def make_list(rows: int) -> ipywidgets.Select:
     return ipywidgets.Select(options=[], rows=rows, layout={"width": "auto"})
 
 
-def sized(width: str) -> dict[str, Any]:
+def control_layout(width: str) -> dict[str, Any]:
     """Return the layout of a control with its words before it; `width` is that of both together, as "240px"."""
     return {"layout": {"width": width}, "style": {"description_width": "initial"}}

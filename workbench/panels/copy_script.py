@@ -66,7 +66,7 @@ function render({ model, el }) {
     }
   });
   el.append(copy, show, said, text);
-  return () => model.off("msg:custom", take);
+  return () => model.disabled("msg:custom", take);
 }
 export default { render };
 """
@@ -96,7 +96,7 @@ class CopyScript(anywidget.AnyWidget):
     def __init__(self, script: Callable[[], str]) -> None:
         super().__init__()
         self._script = script
-        self.on_msg(self._answer)
+        self.on_msg(self._send_script)
 
-    def _answer(self, _: object, __: object, ___: Sequence[memoryview]) -> None:
+    def _send_script(self, _: object, __: object, ___: Sequence[memoryview]) -> None:
         self.send({"script": self._script()})

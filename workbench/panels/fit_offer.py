@@ -13,7 +13,7 @@ from workbench.panels.panel import failure_html
 from workbench.session import Session
 
 
-class FitOffer:
+class FitSuggestion:
     """Offers the settings that were found, as a button with what they would need; hidden while the next step fits.
 
     Args:
@@ -22,16 +22,16 @@ class FitOffer:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._found: WhatFits | None = None
+        self._suggestion: WhatFits | None = None
         self._button = ipywidgets.Button(icon="check", layout={"width": "auto"})
-        self._button.on_click(lambda _: self._press())
-        self._words = ipywidgets.HTML()
-        self.widget = ipywidgets.HBox([self._button, self._words], layout={"display": "none"})
+        self._button.on_click(lambda _: self._apply())
+        self._text = ipywidgets.HTML()
+        self.widget = ipywidgets.HBox([self._button, self._text], layout={"display": "none"})
         self.widget.add_class("l2l-buttons")
 
     def show(self, found: WhatFits | None) -> None:
         """Offer what was found; None if nothing is needed, or nothing is known."""
-        self._found = found
+        self._suggestion = found
         if found is not None:
             settings, fastest = found.settings, found.fastest
             self._button.layout.display = "" if fastest is not None else "none"
@@ -44,13 +44,13 @@ class FitOffer:
                 f"{format_bytes(found.smallest.budget_bytes)}, by the forecast; the step will try other numbers "
                 "and say what fits"
             )
-            self._words.value = f'<span class="l2l-caption">{escape(words)}</span>'
+            self._text.value = f'<span class="l2l-caption">{escape(words)}</span>'
         self.widget.layout.display = "" if found is not None else "none"
 
-    def _press(self) -> None:
-        found = self._found  # once: the thread of the forecasts may replace it meanwhile
+    def _apply(self) -> None:
+        found = self._suggestion  # once: the thread of the forecasts may replace it meanwhile
         try:
             if found is not None:
                 self._session.reconfigure(**found.settings)
         except Exception as error:
-            self._words.value = failure_html(str(error), traceback.format_exc())
+            self._text.value = failure_html(str(error), traceback.format_exc())

@@ -23,7 +23,7 @@ export default { render };
 """
 
 
-class Present(anywidget.AnyWidget):
+class FullScreenButton(anywidget.AnyWidget):
     """Shows the button; where a page does not let itself be filled, it does nothing."""
 
     _esm = _ESM

@@ -7,7 +7,7 @@ from typing import Any
 
 import ipywidgets
 
-from workbench.pictures import probe_words
+from workbench.pictures import describe_probe
 from workbench.session import Session, Snapshot
 
 
@@ -27,20 +27,20 @@ class ProbeControls:
             indent=False,
             layout={"width": "auto"},
         )
-        self._switch.observe(self._turn, "value")
-        self._words = ipywidgets.HTML()
-        self.widget = ipywidgets.HBox([self._switch, self._words])
+        self._switch.observe(self._set_probe, "value")
+        self._text = ipywidgets.HTML()
+        self.widget = ipywidgets.HBox([self._switch, self._text])
         self.widget.add_class("l2l-buttons")
 
-    def draw(self, now: Snapshot) -> None:
+    def draw(self, snapshot: Snapshot) -> None:
         """Show how the probe stands; it may have been switched elsewhere."""
-        assert now.probe is not None  # of a session
-        if self._switch.value != now.probe.is_on:
-            self._switch.value = now.probe.is_on
-        words = f'<span class="l2l-caption">{escape(probe_words(now.probe))}</span>'
-        if self._words.value != words:
-            self._words.value = words
+        assert snapshot.probe is not None  # of a session
+        if self._switch.value != snapshot.probe.is_on:
+            self._switch.value = snapshot.probe.is_on
+        words = f'<span class="l2l-caption">{escape(describe_probe(snapshot.probe))}</span>'
+        if self._text.value != words:
+            self._text.value = words
 
-    def _turn(self, change: Any) -> None:
+    def _set_probe(self, change: Any) -> None:
         if self._session.probe_on != change["new"]:  # otherwise it is `draw` that has set the switch
             self._session.probe_on = change["new"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import ipywidgets
 
-from workbench.panels.choices import make_list, offer
+from workbench.panels.choices import make_list, set_options
 from workbench.pictures import pending_html
 from workbench.session import Session, Snapshot
 
@@ -30,15 +30,15 @@ class QueueControls:
         self.line = ipywidgets.HTML()
         self.line.add_class("l2l-pending")
 
-    def draw(self, now: Snapshot) -> None:
+    def draw(self, snapshot: Snapshot) -> None:
         """Show what waits now."""
-        newest = now.tickets[-1:]
+        newest = snapshot.tickets[-1:]
         grown = newest and newest[0] not in [ticket for _, ticket in self.commands.options]
-        offer(self.commands, zip(now.queued, now.tickets, strict=True))
+        set_options(self.commands, zip(snapshot.queued, snapshot.tickets, strict=True))
         if grown:  # so that Remove takes back what was pressed last
             self.commands.value = newest[0]
-        self.remove.disabled = not now.queued
-        self.line.value = pending_html(now)
+        self.remove.disabled = not snapshot.queued
+        self.line.value = pending_html(snapshot)
 
     def _remove(self) -> None:
         if self.commands.value is not None:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from weakref import WeakKeyDictionary, WeakMethod
 
-from workbench.session import LayerRow, Source
+from workbench.session import LayerRow, SnapshotSource
 
 
 class Selection:
@@ -22,9 +22,9 @@ class Selection:
     def __init__(self) -> None:
         self.key: str | None = None
         # weak: a selection lives as long as its source, while panels come and go with their cells
-        self._watching: list[WeakMethod[Callable[[], None]]] = []
+        self._callbacks: list[WeakMethod[Callable[[], None]]] = []
 
-    def among(self, layers: Sequence[LayerRow]) -> LayerRow | None:
+    def find_in(self, layers: Sequence[LayerRow]) -> LayerRow | None:
         """Return the chosen one of these layers; if it is not among them, nothing is chosen from now on."""
         row = next((row for row in layers if row.key == self.key), None)
         if row is None:
@@ -36,20 +36,20 @@ class Selection:
         if key == self.key:
             return
         self.key = key
-        for told in [method() for method in self._watching]:
+        for told in [method() for method in self._callbacks]:
             if told is not None:
                 told()
 
-    def watch(self, told: Callable[[], None]) -> None:
+    def observe(self, callback: Callable[[], None]) -> None:
         """Call this method after every choice, as long as its object lives."""
-        self._watching = [method for method in self._watching if method() is not None] + [WeakMethod(told)]
+        self._callbacks = [method for method in self._callbacks if method() is not None] + [WeakMethod(callback)]
 
 
-def selection_of(source: Source | Hashable) -> Selection:
+def shared_selection(source: SnapshotSource | Hashable) -> Selection:
     """Return the selection that all panels on a source share; or all pictures of anything else that has one."""
-    with _making:
+    with _selections_lock:
         return _selections.setdefault(source, Selection())
 
 
-_selections: WeakKeyDictionary[Source | Hashable, Selection] = WeakKeyDictionary()
-_making = threading.Lock()
+_selections: WeakKeyDictionary[SnapshotSource | Hashable, Selection] = WeakKeyDictionary()
+_selections_lock = threading.Lock()

@@ -2,19 +2,19 @@
 
 from workbench.pictures import (
     VERMILION,
-    card,
-    edits,
-    examples,
+    edit_journal,
+    edit_preview,
     glossary,
     inside_lens,
-    journal,
-    layers,
-    page,
-    relay,
-    verdict,
-    ways,
+    layer_card,
+    page_bundle,
+    prediction_examples,
+    relay_picture,
+    stack_table,
+    step_verdict,
+    strategy_comparison,
 )
-from workbench.what_if import picture as what_if
+from workbench.what_if import what_if_picture as answer
 
 # Narrow means the workbench, not the window (`@container`): beside other panes a wide window leaves it little room.
 # `touch-action:none` is for fingers, which would scroll the page where they should drag a layer.
@@ -125,18 +125,18 @@ background:var(--jp-layout-color1,Canvas)}
 
 STYLE = (
     (
-        page.STYLE
-        + relay.STYLE
-        + verdict.STYLE
+        page_bundle.STYLE
+        + relay_picture.STYLE
+        + step_verdict.STYLE
         + glossary.STYLE
-        + layers.STYLE
-        + card.STYLE
-        + examples.STYLE
-        + journal.STYLE
-        + edits.STYLE
+        + stack_table.STYLE
+        + layer_card.STYLE
+        + prediction_examples.STYLE
+        + edit_journal.STYLE
+        + edit_preview.STYLE
         + inside_lens.STYLE
-        + what_if.STYLE
-        + ways.STYLE
+        + answer.STYLE
+        + strategy_comparison.STYLE
         + _PANELS
     )
     .replace("\n", "")

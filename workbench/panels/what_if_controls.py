@@ -11,25 +11,25 @@ from typing import Any
 
 import ipywidgets
 
-from l2l_core.rules import weight_slots
-from workbench.panels.header import AHEAD, LINKS, MICRO_BATCHES
-from workbench.what_if import Question, show
+from l2l_core.schedule_rules import weight_slots
+from workbench.panels.header_panel import AHEAD_OPTIONS, LINK_SPEEDS, MICRO_BATCH_OPTIONS
+from workbench.what_if import Question, format_setting
 
-DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1000)
-STAYS = ("resident", "keep")  # of as many layers as there are
-WIDTHS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
-MEMORIES = tuple(n * 10.0**power for power in range(5, 12) for n in (1, 2, 5))  # bytes
+DEPTH_OPTIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1000)
+STAY_FIELDS = ("resident", "keep")  # of as many layers as there are
+WIDTH_OPTIONS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+MEMORY_OPTIONS = tuple(n * 10.0**power for power in range(5, 12) for n in (1, 2, 5))  # bytes
 
 _SLIDERS: dict[str, tuple[str, Sequence[float], str, str]] = {  # words, values, width of the words, width
-    "depth": ("layers", DEPTHS, "44px", "204px"),
-    "width": ("width", WIDTHS, "40px", "196px"),
-    "micro_batches": ("micro-batches", MICRO_BATCHES, "102px", "236px"),
-    "ahead": ("layers ahead", AHEAD, "94px", "190px"),
+    "depth": ("layers", DEPTH_OPTIONS, "44px", "204px"),
+    "width": ("width", WIDTH_OPTIONS, "40px", "196px"),
+    "micro_batches": ("micro-batches", MICRO_BATCH_OPTIONS, "102px", "236px"),
+    "ahead": ("layers ahead", AHEAD_OPTIONS, "94px", "190px"),
     "resident": ("weights that stay", (), "124px", "248px"),
     "keep": ("graphs kept", (), "78px", "196px"),
-    "h2d_bytes_per_s": ("link to device", (*LINKS, math.inf), "90px", "268px"),
-    "d2h_bytes_per_s": ("link to host", (*LINKS, math.inf), "76px", "254px"),
-    "memory_bytes": ("device memory", (*MEMORIES, math.inf), "110px", "290px"),
+    "h2d_bytes_per_s": ("link to device", (*LINK_SPEEDS, math.inf), "90px", "268px"),
+    "d2h_bytes_per_s": ("link to host", (*LINK_SPEEDS, math.inf), "76px", "254px"),
+    "memory_bytes": ("device memory", (*MEMORY_OPTIONS, math.inf), "110px", "290px"),
 }
 _COUNTS = {"depth", "micro_batches", "ahead", "resident", "keep"}  # whose values are short
 _TIPS = {
@@ -50,7 +50,7 @@ _CHOICES: dict[
 }
 
 
-class Controls:
+class WhatIfControls:
     """Has one control for each field of a question; `changed` is called when a person has moved one.
 
     Attributes:
@@ -58,74 +58,78 @@ class Controls:
         base: the settings to which `reset` leads.
     """
 
-    def __init__(self, base: Question, changed: Callable[[], None]) -> None:
-        self.base, self._changed = base, changed
-        self._follower: int | None = None  # thread that moves controls; what they call then was done by no person
+    def __init__(self, base: Question, on_change: Callable[[], None]) -> None:
+        self.base, self._on_change = base, on_change
+        self._updating_thread: int | None = (
+            None  # thread that moves controls; what they call then was done by no person
+        )
         self._by_name: dict[str, Any] = {}
         # in three rows on a page of 1440 px
         order = ("depth", "width", "memory_bytes", "ahead", "micro_batches", "same_batch", "resident", "keep", "stash")
         for name in (*order, "precision", "h2d_bytes_per_s", "d2h_bytes_per_s"):
             made = self._slider(name) if name in _SLIDERS else self._choice(name)
-            made.observe(partial(self._moved, name), "value")
+            made.observe(partial(self._on_moved, name), "value")
             self._by_name[name] = made
         self.widget = ipywidgets.HBox(list(self._by_name.values()), layout={"flex_flow": "row wrap"})
         self.widget.add_class("l2l-settings")
 
     def question(self) -> Question:
         """Return what is asked now."""
-        return Question(**{name: _plain(widget.value) for name, widget in self._by_name.items()})
+        return Question(**{name: _from_slider(widget.value) for name, widget in self._by_name.items()})
 
-    def follow(self, base: Question) -> bool:
+    def set_base(self, base: Question) -> bool:
         """Move controls that stand at the old base to the new one; settings of a person stay. Return whether one has moved."""
         old, self.base = self.base, base
-        return self._put({n: getattr(base, n) for n in self._by_name if getattr(self.question(), n) == getattr(old, n)})
+        return self._set_values(
+            {n: getattr(base, n) for n in self._by_name if getattr(self.question(), n) == getattr(old, n)}
+        )
 
     def reset(self) -> None:
         """Put all controls to the base."""
-        self._put({name: getattr(self.base, name) for name in self._by_name})
+        self._set_values({name: getattr(self.base, name) for name in self._by_name})
 
-    def put(self, **settings: Any) -> None:
+    def set_values(self, **settings: Any) -> None:
         """Put some controls to values, which are checked as those of a `Question` are."""
         asked = replace(self.question(), **settings)
-        self._put({name: getattr(asked, name) for name in settings})
+        self._set_values({name: getattr(asked, name) for name in settings})
 
-    def _put(self, values: dict[str, Any]) -> bool:
-        before, self._follower = self.question(), threading.get_ident()
+    def _set_values(self, values: dict[str, Any]) -> bool:
+        before, self._updating_thread = self.question(), threading.get_ident()
         try:
             for name, value in values.items():
-                widget, shown = self._by_name[name], _shown(value)
+                widget, shown = self._by_name[name], _to_slider(value)
                 if name in _SLIDERS and shown not in [v for _, v in widget.options]:
-                    offer(widget, name, [*(v for _, v in widget.options), shown], shown)
+                    set_slider_options(widget, name, [*(v for _, v in widget.options), shown], shown)
                 elif widget.value != shown:
                     widget.value = shown
             if "depth" in values:
-                self._fit_to_depth()
+                self._limit_to_depth()
         finally:
-            self._follower = None
+            self._updating_thread = None
         return self.question() != before
 
-    def _moved(self, name: str, _: object) -> None:
-        if self._follower == threading.get_ident():
+    def _on_moved(self, name: str, _: object) -> None:
+        if self._updating_thread == threading.get_ident():
             return
-        self._follower = threading.get_ident()
+        self._updating_thread = threading.get_ident()
         try:
             if name == "depth":
-                self._fit_to_depth()
-            self._agree(name)
+                self._limit_to_depth()
+            self._reconcile(name)
         finally:
-            self._follower = None
-        self._changed()
+            self._updating_thread = None
+        self._on_change()
 
-    def _fit_to_depth(self) -> None:
+    def _limit_to_depth(self) -> None:
         """No more weights can stay, and no more graphs be kept, than there are layers."""
         depth = self._by_name["depth"].value
-        for name in STAYS:
+        for name in STAY_FIELDS:
             widget = self._by_name[name]
             # a session may ask for more than there are: then all of them stay
-            values = sorted({*layers_up_to(depth), getattr(self.base, name)})
-            offer(widget, name, values, max(n for n in values if n <= widget.value))
+            values = sorted({*layer_counts(depth), getattr(self.base, name)})
+            set_slider_options(widget, name, values, max(n for n in values if n <= widget.value))
 
-    def _agree(self, moved: str) -> None:
+    def _reconcile(self, moved: str) -> None:
         """A graph can be kept only of a layer whose weights are still there: what was moved takes the other one along."""
         ahead, resident, keep = (self._by_name[name] for name in ("ahead", "resident", "keep"))
         if moved == "keep" and (needed := keep.value - weight_slots(ahead.value)) > resident.value:
@@ -136,12 +140,12 @@ class Controls:
 
     def _slider(self, name: str) -> ipywidgets.SelectionSlider:
         words, values, label, width = _SLIDERS[name]
-        values = layers_up_to(self.base.depth) if name in STAYS else values
-        options = sorted({*values, _shown(getattr(self.base, name))})
+        values = layer_counts(self.base.depth) if name in STAY_FIELDS else values
+        options = sorted({*values, _to_slider(getattr(self.base, name))})
         # it answers while it is dragged, unlike the sliders of the header: a question sets nothing
         slider = ipywidgets.SelectionSlider(
-            options=[(show(name, _plain(value)), value) for value in options],
-            value=_shown(getattr(self.base, name)),
+            options=[(format_setting(name, _from_slider(value)), value) for value in options],
+            value=_to_slider(getattr(self.base, name)),
             description=words,
             tooltip=_TIPS.get(name),
             style={"description_width": label},
@@ -163,14 +167,14 @@ class Controls:
         )
 
 
-def layers_up_to(depth: int) -> list[int]:
+def layer_counts(depth: int) -> list[int]:
     """Offer each number of layers of a stack that is not deep, and some of a deep one, from none to all."""
-    return [*range(min(depth, 32) + 1), *(n for n in DEPTHS if 32 < n < depth), *([depth] if depth > 32 else [])]
+    return [*range(min(depth, 32) + 1), *(n for n in DEPTH_OPTIONS if 32 < n < depth), *([depth] if depth > 32 else [])]
 
 
-def offer(slider: ipywidgets.SelectionSlider, name: str, values: Sequence[float], value: float) -> None:
+def set_slider_options(slider: ipywidgets.SelectionSlider, name: str, values: Sequence[float], value: float) -> None:
     """Let a slider offer these values of a setting, and show one of them."""
-    options = [(show(name, _plain(one)), one) for one in sorted(set(values))]
+    options = [(format_setting(name, _from_slider(one)), one) for one in sorted(set(values))]
     if (tuple(slider.options), slider.value) == (tuple(options), value):
         return
     with slider.hold_sync():  # one message: new options alone choose the first of them
@@ -182,10 +186,10 @@ def offer(slider: ipywidgets.SelectionSlider, name: str, values: Sequence[float]
 assert {*_SLIDERS, *_CHOICES} == {field.name for field in fields(Question)}
 
 
-def _shown(value: Any) -> Any:
+def _to_slider(value: Any) -> Any:
     """A slider has no place for None."""
     return math.inf if value is None else value
 
 
-def _plain(value: Any) -> Any:
+def _from_slider(value: Any) -> Any:
     return None if value == math.inf else value

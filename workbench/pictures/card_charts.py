@@ -8,32 +8,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.pictures import svg
-from workbench.pictures.card import spread_words
-from workbench.pictures.heat_cells import KINDS
+from workbench.pictures.colour_map import format_figure
+from workbench.pictures.heat_cells import FIGURE_KINDS
+from workbench.pictures.layer_card import describe_spread
 from workbench.pictures.scale import Scale
-from workbench.pictures.shades import show_figure
 from workbench.pictures.theme import BLUE, GREEN, VERMILION
 from workbench.session import FIGURES, LayerFacts, Statistics
 
 WIDTHS = 300, 636  # px of the histogram and of the figures, which stand side by side on a wide page
 HEIGHT = 106
 _TOP, _BOTTOM = 22, 84  # px of what is drawn between words
-_APART = 24
+_GAP = 24
 _END = 56  # px that words at either end may take
 COLOURS = {"grad_norm": VERMILION, "update_ratio": BLUE, "influence": GREEN}
 
 
 def draw_histogram(facts: LayerFacts) -> str:
     """Draw bars of equal width as an SVG, each as high as its bin has weights."""
-    width, words = WIDTHS[0], f"weights: {spread_words(facts)}"
-    title = f"weights {show_figure(facts.mean)} ± {show_figure(facts.deviation)}" if facts.counts else words
-    title = f"{title}, {facts.broken:,} not finite" if facts.broken and facts.counts else title
+    width, words = WIDTHS[0], f"weights: {describe_spread(facts)}"
+    title = f"weights {format_figure(facts.mean)} ± {format_figure(facts.deviation)}" if facts.counts else words
+    title = f"{title}, {facts.non_finite:,} not finite" if facts.non_finite and facts.counts else title
     bars = "" if not facts.counts else svg.path(_bars(facts.counts, width), fill=BLUE)
     ends = []
     if facts.counts:
         ends = [
-            svg.text(0, _BOTTOM + 15, show_figure(facts.low), style="small"),
-            svg.text(width, _BOTTOM + 15, show_figure(facts.high), style="small", anchor="end"),
+            svg.text(0, _BOTTOM + 15, format_figure(facts.low), style="small"),
+            svg.text(width, _BOTTOM + 15, format_figure(facts.high), style="small", anchor="end"),
             svg.text(width, 12, f"up to {max(facts.counts):,} a bar", style="small dim", anchor="end"),
         ]
         if facts.low < 0 < facts.high:
@@ -50,11 +50,11 @@ def draw_figures(statistics: Statistics, key: str) -> str:
     tracks = [track for track in statistics.stack if track.key == key]
     known = {figure: statistics.values(figure, tracks)[0] if tracks else np.array([], np.float32) for figure in FIGURES}
     width = WIDTHS[1]
-    wide = (width - _APART * (len(FIGURES) - 1)) / len(FIGURES)
+    wide = (width - _GAP * (len(FIGURES) - 1)) / len(FIGURES)
     parts = []
     for i, figure in enumerate(FIGURES):
         drawn = _curve(figure, statistics.first, statistics.last, known[figure], wide)
-        parts.append(svg.group(drawn, transform=f"translate({i * (wide + _APART):.1f} 0)"))
+        parts.append(svg.group(drawn, transform=f"translate({i * (wide + _GAP):.1f} 0)"))
     return svg.document(width, HEIGHT, "Figures over the steps", f"{', '.join(FIGURES)} of {key}", parts)
 
 
@@ -72,26 +72,26 @@ def _curve(
     figure: str, first: NDArray[np.int64], last: NDArray[np.int64], values: NDArray[np.float32], wide: float
 ) -> Iterator[str]:
     """One figure in a box of its own, on a logarithmic scale where the heat map has one."""
-    kind, fine = KINDS[figure], np.isfinite(values)
+    kind, fine = FIGURE_KINDS[figure], np.isfinite(values)
     logarithmic = kind.logarithmic
     if logarithmic:
         fine &= values > 0
     steps = ((first + last) / 2)[fine]  # the middle, where a column stands for several steps
     y = np.log10(values[fine].astype(np.float64)) if logarithmic else values[fine].astype(np.float64)
     if not len(steps):
-        yield svg.text(0, 12, f"{kind.words}: none yet", style="small dim")
+        yield svg.text(0, 12, f"{kind.label}: none yet", style="small dim")
         return
     low, high = float(y.min()), float(y.max())
     across = Scale(float(steps[0]), float(steps[-1]), 4, wide - 4)
     up = Scale(low, high, _BOTTOM - 4, _TOP + 4) if high > low else Scale(low - 1, low + 1, _BOTTOM - 4, _TOP + 4)
     points = [(across(x), up(v)) for x, v in zip(steps.tolist(), y.tolist(), strict=True)]
-    newest = show_figure(float(values[fine][-1]))
-    yield svg.text(0, 12, f"{kind.words} {newest}{', log scale' if logarithmic else ''}", style="small")
+    newest = format_figure(float(values[fine][-1]))
+    yield svg.text(0, 12, f"{kind.label} {newest}{', log scale' if logarithmic else ''}", style="small")
     yield svg.rect(0, _TOP, wide, _BOTTOM - _TOP, style="well")
     yield svg.path(
         "M" + "L".join(f"{x:.1f} {v:.1f}" for x, v in points), stroke=COLOURS[figure], fill="none", width=1.8
     )
     yield svg.rect(points[-1][0] - 2.5, points[-1][1] - 2.5, 5, 5, fill=COLOURS[figure], r=2.5)
-    ends = f"{show_figure(float(values[fine].min()))} to {show_figure(float(values[fine].max()))}"
+    ends = f"{format_figure(float(values[fine].min()))} to {format_figure(float(values[fine].max()))}"
     yield svg.text(0, _BOTTOM + 15, f"steps {int(first[fine][0])}–{int(last[fine][-1])}", style="small dim")
     yield svg.text(wide, _BOTTOM + 15, ends, style="small dim", anchor="end")

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from l2l_core.trace import CATEGORIES, format_bytes
 from workbench.pictures import svg
-from workbench.pictures.theme import BLUE, CATEGORY_COLOURS, GREY, VERMILION, ink_on, kind_colour
-from workbench.pictures.words import draw_stash, say, shorten
-from workbench.readings import Moment, Numbers, Slot, short_name
+from workbench.pictures.relay_drawing import draw_stash, shortened, sized_text
+from workbench.pictures.theme import BLUE, CATEGORY_COLOURS, GREY, VERMILION, kind_colour, text_colour_on
+from workbench.readings import LayerNumbers, SlotState, StepState, short_name
 
-_MOST_SLOTS = 8
+_MAX_SLOTS = 8
 
 
 def draw_device(
@@ -18,94 +18,103 @@ def draw_device(
     y: float,
     width: float,
     height: float,
-    moment: Moment,
-    numbers: Numbers,
+    state: StepState,
+    numbers: LayerNumbers,
     device: str,
     budget_bytes: int | None,
 ) -> list[str]:
     """Draw the device in a box of at least 250 pixels height, with a title above it; sizes are in pixels."""
     parts = [
-        say(x, y - 10, "device", size=15, strong=True),
-        say(x + 58, y - 10, shorten(device, 30), style="dim"),
+        sized_text(x, y - 10, "device", size=15, strong=True),
+        sized_text(x + 58, y - 10, shortened(device, 30), style="dim"),
         svg.rect(x, y, width, height, style="card", r=6),
     ]
-    slots = moment.slots or (Slot(None, 0.0),) * 2  # before the first step: as many as the default settings have
-    shown = _shown(slots, moment)
+    slots = state.slots or (SlotState(None, 0.0),) * 2  # before the first step: as many as the default settings have
+    shown = _visible_slots(slots, state)
     columns = 1 if len(shown) <= 5 else 2
     rows = -(-len(shown) // columns)
     pitch, wide = 128.0 / rows, (width - 16) / columns
     for place, (j, slot) in enumerate(shown):
         column, row = divmod(place, rows)
         parts += _draw_slot(
-            x + 8 + column * wide, y + 8 + row * pitch, wide - 4 * (columns - 1), pitch - 5, j, slot, moment, numbers
+            x + 8 + column * wide, y + 8 + row * pitch, wide - 4 * (columns - 1), pitch - 5, j, slot, state, numbers
         )
     if len(slots) > len(shown):
         parts.append(
-            say(x + width - 10, y + 136, f"and {len(slots) - len(shown)} more", size=9, anchor="end", style="dim")
+            sized_text(
+                x + width - 10, y + 136, f"and {len(slots) - len(shown)} more", size=9, anchor="end", style="dim"
+            )
         )
-    parts += _draw_gradients(x + 10, y + 138, width - 20, moment, numbers)
-    if moment.schedule == "depth_first":
-        parts += _draw_graphs(x + 10, y + 176, width - 20, moment, len(numbers))
+    parts += _draw_gradients(x + 10, y + 138, width - 20, state, numbers)
+    if state.schedule == "depth_first":
+        parts += _draw_graphs(x + 10, y + 176, width - 20, state, len(numbers))
     else:
-        parts += draw_stash(x + 10, y + 176, width - 20, moment, "device")
-    parts += _draw_memory(x + 10, y + 217, width - 20, moment, budget_bytes)
-    work = moment.lanes.get("compute")
+        parts += draw_stash(x + 10, y + 176, width - 20, state, "device")
+    parts += _draw_memory(x + 10, y + 217, width - 20, state, budget_bytes)
+    work = state.lanes.get("compute")
     runs = work is not None and work.layer == "shell"
-    box = svg.rect(x + 10, y + 242, 9, 9, fill=GREY) if moment.device else svg.rect(x + 10, y + 242, 9, 9, style="well")
+    box = svg.rect(x + 10, y + 242, 9, 9, fill=GREY) if state.device else svg.rect(x + 10, y + 242, 9, 9, style="well")
     words = f"shell {work.kind if work.kind == 'loss' else 'runs'}" if work is not None and runs else "shell"
-    parts += [box, say(x + 24, y + 250, words, size=11, strong=runs, style="" if runs else "dim")]
+    parts += [box, sized_text(x + 24, y + 250, words, size=11, strong=runs, style="" if runs else "dim")]
     return parts
 
 
-def _shown(slots: Sequence[Slot], moment: Moment) -> Sequence[tuple[int, Slot]]:
+def _visible_slots(slots: Sequence[SlotState], state: StepState) -> Sequence[tuple[int, SlotState]]:
     """The slots that there is room for, with their numbers: the first ones; the one at work comes last if it is none of them."""
-    shown = list(enumerate(slots[:_MOST_SLOTS]))
-    rest = [(j, slot) for j, slot in enumerate(slots) if j >= _MOST_SLOTS]
-    at_work = [one for one in rest if one[1].layer is not None and one[1].layer in (moment.layer, moment.waits_for)]
-    return [*shown[: _MOST_SLOTS - 1], *at_work[:1]] if at_work else shown
+    shown = list(enumerate(slots[:_MAX_SLOTS]))
+    rest = [(j, slot) for j, slot in enumerate(slots) if j >= _MAX_SLOTS]
+    at_work = [one for one in rest if one[1].layer is not None and one[1].layer in (state.layer, state.waits_for)]
+    return [*shown[: _MAX_SLOTS - 1], *at_work[:1]] if at_work else shown
 
 
 def _draw_slot(
-    x: float, y: float, width: float, height: float, number: int, slot: Slot, moment: Moment, numbers: Numbers
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    number: int,
+    slot: SlotState,
+    state: StepState,
+    numbers: LayerNumbers,
 ) -> list[str]:
     """One weight slot: its letter, the layer in it, and what that layer does."""
     narrow, low = width < 160, height < 50
     middle = y + height / 2
     letter = chr(ord("A") + number) if number < 26 else str(number)
     parts = [svg.rect(x, y, width, height, style="well", r=4)]
-    computes = slot.layer is not None and slot.layer == moment.layer
-    colour = kind_colour("backward" if moment.kind == "backward" else "forward") if computes else BLUE
+    computes = slot.layer is not None and slot.layer == state.layer
+    colour = kind_colour("backward" if state.kind == "backward" else "forward") if computes else BLUE
     if slot.layer is not None:
         parts.append(svg.rect(x, y, 30, height, fill=colour, r=4))
     parts.append(
-        say(
+        sized_text(
             x + 15,
             middle + 5,
             letter,
             size=14,
             strong=True,
             anchor="middle",
-            fill=ink_on(colour) if slot.layer is not None else "",
+            fill=text_colour_on(colour) if slot.layer is not None else "",
         )
     )
     if slot.layer is None:
-        return [*parts, say(x + 40, middle + 5, "empty", size=13, style="dim")]
+        return [*parts, sized_text(x + 40, middle + 5, "empty", size=13, style="dim")]
     size = 15.0 if narrow or low else 30.0
-    big = shorten(short_name(slot.layer, numbers), 6)
-    at = moment.k + 1
-    verb = {"backward": "back", "loss": "loss"}.get(moment.kind, "runs")
+    big = shortened(short_name(slot.layer, numbers), 6)
+    at = state.k + 1
+    verb = {"backward": "back", "loss": "loss"}.get(state.kind, "runs")
     if computes:
-        words = f"{verb} all {moment.micro_batches}" if at < 1 else f"{verb} k = {at} of {moment.micro_batches}"
+        words = f"{verb} all {state.micro_batches}" if at < 1 else f"{verb} k = {at} of {state.micro_batches}"
         words = words.removeprefix(f"{verb} ") if low else words
-        brief, share = f"{at}/{moment.micro_batches}" if at else verb, at / moment.micro_batches if at else 1.0
+        brief, share = f"{at}/{state.micro_batches}" if at else verb, at / state.micro_batches if at else 1.0
     elif slot.share < 1.0:
-        verb = "awaited" if slot.layer == moment.waits_for else "loading"
+        verb = "awaited" if slot.layer == state.waits_for else "loading"
         words, brief, share = f"{verb} {100 * slot.share:.0f} %", f"{100 * slot.share:.0f} %", slot.share
     else:
         words, brief, share = "ready", "ready", 1.0
     busy = computes or slot.share < 1.0
     parts.append(
-        say(
+        sized_text(
             x + 38,
             middle + size * 0.36,
             big,
@@ -116,45 +125,45 @@ def _draw_slot(
     # transparent and last: a pointer meets only what is painted, and of that what is on top
     touched = svg.rect(x, y, width, height, fill="transparent", r=4, key=slot.layer)
     if narrow:
-        return [*parts, say(x + width - 4, middle + 4, brief, size=10.5, strong=busy, anchor="end"), touched]
+        return [*parts, sized_text(x + width - 4, middle + 4, brief, size=10.5, strong=busy, anchor="end"), touched]
     bar = (x + width - 66, middle - 4, 60.0) if low else (x + 102, middle - 4, width - 110)
     if low:
-        parts.append(say(x + 78, middle + 4, words, size=11, strong=busy))
+        parts.append(sized_text(x + 78, middle + 4, words, size=11, strong=busy))
     else:
-        parts.append(say(x + 102, middle - 11, words, size=12.5, strong=busy))
+        parts.append(sized_text(x + 102, middle - 11, words, size=12.5, strong=busy))
         if slot.layer in numbers:
-            parts.append(say(x + 102, middle + 21, f"key {shorten(slot.layer, 18)}", size=10, style="dim"))
+            parts.append(sized_text(x + 102, middle + 21, f"key {shortened(slot.layer, 18)}", size=10, style="dim"))
     if computes:
-        return [*parts, *_draw_turns(*bar, moment, colour), touched]
+        return [*parts, *_draw_turns(*bar, state, colour), touched]
     filled = [svg.rect(bar[0], bar[1], bar[2] * share, 9, fill=colour)] if share > 0 else []
     return [*parts, svg.rect(*bar, 9, style="well"), *filled, touched]
 
 
-def _draw_turns(x: float, y: float, width: float, moment: Moment, colour: str) -> list[str]:
+def _draw_turns(x: float, y: float, width: float, state: StepState, colour: str) -> list[str]:
     """The micro-batches of a visit as segments; those that are over or at work are filled."""
-    count = moment.micro_batches
-    if moment.k < 0 or count > 32:
-        share = 1.0 if moment.k < 0 else (moment.k + 1) / count
+    count = state.micro_batches
+    if state.k < 0 or count > 32:
+        share = 1.0 if state.k < 0 else (state.k + 1) / count
         return [svg.rect(x, y, width, 9, style="well"), svg.rect(x, y, width * share, 9, fill=colour)]
     pitch = min(16.0, width / count)
     gap = min(3.0, pitch * 0.25)
     boxes = [f"M{x + i * pitch:.1f} {y:.1f}h{pitch - gap:.1f}v9h-{pitch - gap:.1f}z" for i in range(count)]
     parts = [svg.path("".join(boxes), style="rule")]
-    if moment.k:
-        parts.append(f'<path d="{"".join(boxes[: moment.k])}" fill="{colour}" fill-opacity="0.5"/>')
-    return [*parts, svg.path(boxes[min(moment.k, count - 1)], fill=colour, stroke="currentColor", width=1)]
+    if state.k:
+        parts.append(f'<path d="{"".join(boxes[: state.k])}" fill="{colour}" fill-opacity="0.5"/>')
+    return [*parts, svg.path(boxes[min(state.k, count - 1)], fill=colour, stroke="currentColor", width=1)]
 
 
-def _draw_gradients(x: float, y: float, width: float, moment: Moment, numbers: Numbers) -> list[str]:
+def _draw_gradients(x: float, y: float, width: float, state: StepState, numbers: LayerNumbers) -> list[str]:
     """Two places: the gradient that is being added up, with those that wait for more, and the one that leaves."""
-    parts = [say(x, y + 16, "gradient", size=11, style="dim")]
+    parts = [sized_text(x, y + 16, "gradient", size=11, style="dim")]
     wide = (width - 56) / 2 - 3
-    leaving = moment.leaving[0] if moment.leaving else None
-    more = f" +{len(moment.leaving) - 1}" if len(moment.leaving) > 1 else ""
-    others = len(moment.gathered)
+    leaving = state.pushing[0] if state.pushing else None
+    more = f" +{len(state.pushing) - 1}" if len(state.pushing) > 1 else ""
+    others = len(state.waiting_gradients)
     adding = f"{others} wait" if others else ""
-    if moment.adding:
-        name = short_name(moment.adding, numbers)
+    if state.accumulating:
+        name = short_name(state.accumulating, numbers)
         adding = f"adds {name} +{others}" if others else f"adds up {name}"
     for j, (words, share) in enumerate(
         (
@@ -169,31 +178,33 @@ def _draw_gradients(x: float, y: float, width: float, moment: Moment, numbers: N
         parts.append(svg.rect(left, y, wide, 24, style="well", r=4))
         if words:
             parts.append(svg.rect(left, y + 19, wide * share, 5, fill=VERMILION))
-            parts.append(say(left + wide / 2, y + 14, shorten(words, 14), size=12, strong=True, anchor="middle"))
+            parts.append(
+                sized_text(left + wide / 2, y + 14, shortened(words, 14), size=12, strong=True, anchor="middle")
+            )
     return parts
 
 
-def _draw_graphs(x: float, y: float, width: float, moment: Moment, layers: int) -> list[str]:
+def _draw_graphs(x: float, y: float, width: float, state: StepState, layers: int) -> list[str]:
     """How many layers have the graph of the micro-batch at work."""
     wide = width - 56 - 96
-    share = min(1.0, moment.graphs / max(1, layers))
+    share = min(1.0, state.num_graphs / max(1, layers))
     return [
-        say(x, y + 10, "graphs", size=11, style="dim"),
+        sized_text(x, y + 10, "graphs", size=11, style="dim"),
         svg.rect(x + 56, y, wide, 12, style="well"),
         *([svg.rect(x + 56, y, wide * share, 12, fill=CATEGORY_COLOURS["activations"])] if share else []),
-        say(x + width, y + 10, f"{moment.graphs} of {layers} layers", size=11, anchor="end"),
+        sized_text(x + width, y + 10, f"{state.num_graphs} of {layers} layers", size=11, anchor="end"),
     ]
 
 
-def _draw_memory(x: float, y: float, width: float, moment: Moment, budget_bytes: int | None) -> list[str]:
+def _draw_memory(x: float, y: float, width: float, state: StepState, budget_bytes: int | None) -> list[str]:
     """Bytes on the device by category, against the budget or the highest known."""
-    used = moment.device
+    used = state.device
     total = sum(used.values())
-    whole = max(budget_bytes or 0, moment.device_peak_bytes, total, 1)  # 1: before the first step all of them are 0
+    whole = max(budget_bytes or 0, state.device_peak_bytes, total, 1)  # 1: before the first step all of them are 0
     limit = f" of {format_bytes(budget_bytes)}" if budget_bytes else ""
     parts = [
-        say(x, y - 6, "memory", size=11, style="dim"),
-        say(x + width, y - 6, f"{format_bytes(total)}{limit}", size=13, strong=True, anchor="end"),
+        sized_text(x, y - 6, "memory", size=11, style="dim"),
+        sized_text(x + width, y - 6, f"{format_bytes(total)}{limit}", size=13, strong=True, anchor="end"),
         svg.rect(x, y, width, 14, style="well"),
     ]
     at = x

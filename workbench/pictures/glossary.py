@@ -33,7 +33,7 @@ GLOSSARY: Mapping[str, str] = {
 }
 
 
-def term(word: str, shown: str = "") -> str:
+def term_html(word: str, text: str = "") -> str:
     """Write a word as HTML that tells what it means to a pointer, to the keyboard and to screen readers.
 
     Args:
@@ -45,7 +45,7 @@ def term(word: str, shown: str = "") -> str:
     """
     # not as a `title`, which browsers show to a resting pointer alone; the style shows `data-means` to the keyboard, too
     means = escape(GLOSSARY[word], quote=True)
-    words = escape(shown or word)
+    words = escape(text or word)
     return f'<span class="l2l-term" tabindex="0" role="note" aria-label="{words}: {means}" data-means="{means}">{words}</span>'
 
 

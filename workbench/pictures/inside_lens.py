@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from l2l_core import Inside
-from l2l_core.inside import Depth, Written
+from l2l_core.inside import Continuation, LensResult
 from workbench.pictures import svg
-from workbench.pictures.inside import WIDTH, Decode, row_words, show_token
+from workbench.pictures.colour_map import format_figure
+from workbench.pictures.inside_stream import WIDTH, Decode, describe_rows, show_token
 from workbench.pictures.picture import Picture, Table
-from workbench.pictures.shades import show_figure
+from workbench.pictures.relay_drawing import shortened
 from workbench.pictures.theme import BLUE
-from workbench.pictures.words import shorten
-from workbench.readings import Numbers, full_name
+from workbench.readings import LayerNumbers, full_name
 
 POSITIONS, DEPTHS = 16, 12  # that are drawn at most
 _LEFT, _TOP, _HIGH, _RIGHT = 96, 62, 17, 88  # px
@@ -27,43 +27,48 @@ STYLE = """
 """.replace("\n", "").replace("@BLUE", BLUE)
 
 
-def show_lens(seen: Inside, numbers: Numbers, decode: Decode | None) -> Picture:
+def show_lens(inside: Inside, numbers: LayerNumbers, decode: Decode | None) -> Picture:
     """Draw positions from top to bottom, depths from left to right; the fuller the colour, the surer the model would be."""
     title = "What the head says at each depth"
-    depths = [one for one in seen.depths if one.micro_batch == seen.micro_batches[0]]
+    depths = [one for one in inside.depths if one.micro_batch == inside.micro_batches[0]]
     shown = (
         depths
         if len(depths) <= DEPTHS
         else [depths[round(i * (len(depths) - 1) / (DEPTHS - 1))] for i in range(DEPTHS)]
     )
-    table = lens_table(seen, numbers, decode)
+    table = lens_table(inside, numbers, decode)
     length = max((len(one.tokens) for one in shown if one.tokens is not None), default=0)
     if not length:
         why = next((one.why_not for one in depths if one.why_not), "the head was not asked for")
-        return Picture(svg.document(WIDTH, 40, title, why, [svg.text(0, 20, shorten(why, 150), style="dim")]), table)
+        return Picture(svg.document(WIDTH, 40, title, why, [svg.text(0, 20, shortened(why, 150), style="dim")]), table)
     first = f", the first {POSITIONS} positions of {length}" if length > POSITIONS else ""
     length = min(length, POSITIONS)
-    row = seen.tokens.get(seen.micro_batches[0])
+    row = inside.tokens.get(inside.micro_batches[0])
     # one more than is shown, for what comes next; a single prediction is for the whole row, and stands at no token
     given = [] if row is None or length == 1 else [show_token(t, decode) for t in row[: length + 1].tolist()]
     wide = (WIDTH - _LEFT - _RIGHT) / len(shown)
-    parts = [svg.text(0, 12, f"{title}: {row_words(seen)}{first}", style="small"), *_sides(given, length)]
+    parts = [
+        svg.text(0, 12, f"{title}: {describe_rows(inside)}{first}", style="small"),
+        *_draw_row_tokens(given, length),
+    ]
     for i, one in enumerate(shown):
         parts += _column(one, _LEFT + i * wide, wide, length, decode)
     height = _TOP + _HIGH * length + 12
-    return Picture(svg.document(WIDTH, height, title, f"{title}, {row_words(seen)}", parts), table)
+    return Picture(svg.document(WIDTH, height, title, f"{title}, {describe_rows(inside)}", parts), table)
 
 
-def lens_table(seen: Inside, numbers: Numbers, decode: Decode | None) -> Table:
+def lens_table(inside: Inside, numbers: LayerNumbers, decode: Decode | None) -> Table:
     """List of the first micro-batch the loss of each depth, and its likeliest token at every position that is kept."""
-    depths = [one for one in seen.depths if one.micro_batch == seen.micro_batches[0]]
-    row = seen.tokens.get(seen.micro_batches[0])
+    depths = [one for one in inside.depths if one.micro_batch == inside.micro_batches[0]]
+    row = inside.tokens.get(inside.micro_batches[0])
     given = [] if row is None else [show_token(token, decode) for token in row.tolist()]
     header = ("position", "in the row", *(_layers(one.layers) for one in depths))
-    rows = [("loss", "", *("–" if one.loss is None else show_figure(one.loss) for one in depths))]
+    rows = [("loss", "", *("–" if one.loss is None else format_figure(one.loss) for one in depths))]
     length = max((len(one.tokens) for one in depths if one.tokens is not None), default=0)
     for i in range(length):
-        rows.append((str(i), given[i] if i < len(given) else "–", *(_best(one, i, decode) for one in depths)))
+        rows.append(
+            (str(i), given[i] if i < len(given) else "–", *(_likeliest_token(one, i, decode) for one in depths))
+        )
     gaps = [f"{_layers(one.layers)}: {one.why_not}." for one in depths if one.why_not]
     ends = [f"{_layers(one.layers)} end with {full_name(one.key, numbers)}" for one in depths[-1:]]
     note = "The layers above are left out, as if they had been dropped."
@@ -72,7 +77,7 @@ def lens_table(seen: Inside, numbers: Numbers, decode: Decode | None) -> Table:
     )
 
 
-def _best(one: Depth, position: int, decode: Decode | None) -> str:
+def _likeliest_token(one: LensResult, position: int, decode: Decode | None) -> str:
     if one.tokens is None or one.chances is None:
         return "–"
     return f"{show_token(int(one.tokens[position, 0]), decode)} {float(one.chances[position, 0]):.0%}"
@@ -82,40 +87,44 @@ def _layers(count: int) -> str:
     return f"{count} layer{'s' if count > 1 else ''}"
 
 
-def text_html(seen: Inside, numbers: Numbers, decode: Decode | None) -> str:
+def text_html(inside: Inside, numbers: LayerNumbers, decode: Decode | None) -> str:
     """Write what each depth writes behind the same beginning, which is marked."""
     lines = "".join(
-        f'<tr><th scope="row">{escape(_depth_words(one, numbers))}</th><td>{_written_html(seen, one, decode)}</td></tr>'
-        for one in seen.written
+        f'<tr><th scope="row">{escape(_describe_depth(one, numbers))}</th><td>{_written_html(inside, one, decode)}</td></tr>'
+        for one in inside.written
     )
-    return f'<div class="l2l-caption">{escape(_text_words(seen))}</div><table class="l2l-inside-text">{lines}</table>'
+    return (
+        f'<div class="l2l-caption">{escape(_describe_text(inside))}</div><table class="l2l-inside-text">{lines}</table>'
+    )
 
 
-def text_table(seen: Inside, numbers: Numbers, decode: Decode | None) -> Table:
+def text_table(inside: Inside, numbers: LayerNumbers, decode: Decode | None) -> Table:
     """Make a table of the same."""
-    rows = [(_depth_words(one, numbers), one.why_not or _said(one.tokens, decode)) for one in seen.written]
-    return Table("Text at each depth", ("depth", "goes on with"), rows, _text_words(seen))
+    rows = [
+        (_describe_depth(one, numbers), one.why_not or _decode_tokens(one.tokens, decode)) for one in inside.written
+    ]
+    return Table("Text at each depth", ("depth", "goes on with"), rows, _describe_text(inside))
 
 
-def _sides(given: Sequence[str], length: int) -> Iterator[str]:
+def _draw_row_tokens(given: Sequence[str], length: int) -> Iterator[str]:
     """What the row has at each position on the left, and what comes next in it on the right."""
     if given:
         yield svg.text(_LEFT - 8, _TOP - 8, "given", style="small dim", anchor="end")
         yield svg.text(WIDTH - _RIGHT + 8, _TOP - 8, "next in the row", style="small dim")
     for i in range(length):
         y = _TOP + _HIGH * (i + 0.5) + 4
-        words = f"{i}  {shorten(given[i], 10)}" if given else str(i)
+        words = f"{i}  {shortened(given[i], 10)}" if given else str(i)
         yield svg.text(_LEFT - 8, y, words, style="small code", anchor="end")
         if i + 1 < len(given):
-            yield svg.text(WIDTH - _RIGHT + 8, y, shorten(given[i + 1], 10), style="small code")
+            yield svg.text(WIDTH - _RIGHT + 8, y, shortened(given[i + 1], 10), style="small code")
 
 
-def _column(one: Depth, x: float, wide: float, length: int, decode: Decode | None) -> Iterator[str]:
+def _column(one: LensResult, x: float, wide: float, length: int, decode: Decode | None) -> Iterator[str]:
     middle = x + wide / 2
     yield svg.text(
         middle, _TOP - 26, f"{one.layers} layer{'s' if one.layers > 1 else ''}", style="small", anchor="middle"
     )
-    loss = "–" if one.loss is None else f"loss {show_figure(one.loss)}"
+    loss = "–" if one.loss is None else f"loss {format_figure(one.loss)}"
     yield svg.text(middle, _TOP - 10, loss, style="small dim", anchor="middle")
     if one.tokens is None or one.chances is None:
         tip = f"{_layers(one.layers)}: {one.why_not}"
@@ -131,25 +140,29 @@ def _column(one: Depth, x: float, wide: float, length: int, decode: Decode | Non
         yield f'<g fill-opacity="{0.08 + 0.52 * share:.2f}">{cell}</g>'
         most = max(2, int(wide / 7))
         yield svg.text(
-            middle, y + _HIGH / 2 + 4, shorten(show_token(tokens[0], decode), most), style="small code", anchor="middle"
+            middle,
+            y + _HIGH / 2 + 4,
+            shortened(show_token(tokens[0], decode), most),
+            style="small code",
+            anchor="middle",
         )
 
 
-def _depth_words(one: Written, numbers: Numbers) -> str:
+def _describe_depth(one: Continuation, numbers: LayerNumbers) -> str:
     return f"{_layers(one.layers)}, up to {full_name(one.key, numbers)}"
 
 
-def _text_words(seen: Inside) -> str:
-    return f"Always the likeliest token, after the first {seen.prompt} tokens of the row (marked)."
+def _describe_text(inside: Inside) -> str:
+    return f"Always the likeliest token, after the first {inside.prompt} tokens of the row (marked)."
 
 
-def _written_html(seen: Inside, one: Written, decode: Decode | None) -> str:
+def _written_html(inside: Inside, one: Continuation, decode: Decode | None) -> str:
     if one.why_not:
         return escape(one.why_not)
-    row = seen.tokens.get(seen.micro_batches[0])
-    given = () if row is None else row[: seen.prompt].tolist()
-    return f"<mark>{escape(_said(given, decode))}</mark>{escape(_said(one.tokens, decode))}"
+    row = inside.tokens.get(inside.micro_batches[0])
+    given = () if row is None else row[: inside.prompt].tolist()
+    return f"<mark>{escape(_decode_tokens(given, decode))}</mark>{escape(_decode_tokens(one.tokens, decode))}"
 
 
-def _said(tokens: Sequence[int], decode: Decode | None) -> str:
+def _decode_tokens(tokens: Sequence[int], decode: Decode | None) -> str:
     return decode(list(tokens)) if decode is not None else "".join(f" {token}" for token in tokens)

@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from l2l_core import Inside
-from l2l_core.inside import Spread
+from l2l_core.inside import ActivationStats
 from workbench.pictures import svg
-from workbench.pictures.inside import WIDTH, drawn_of
+from workbench.pictures.colour_map import format_figure
+from workbench.pictures.inside_stream import WIDTH, drawn_layers
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, ticks
-from workbench.pictures.shades import show_figure
 from workbench.pictures.theme import BLUE
-from workbench.readings import Numbers, full_name, short_name
+from workbench.readings import LayerNumbers, full_name, short_name
 
 _LEFT, _TOP, _PITCH, _HIGH = 44, 40, 24, 34  # px; a ridge may reach into the one above it
 
 
-def show_spreads(seen: Inside, numbers: Numbers) -> Picture:
+def show_spreads(inside: Inside, numbers: LayerNumbers) -> Picture:
     """Draw a histogram for each layer, as high as its fullest bin, and make a table of the same in words."""
     title = "Activations after each layer"
-    shown = [(one, one.left) for one in drawn_of(seen) if one.left is not None and one.left.counts]
+    shown = [(one, one.left) for one in drawn_layers(inside) if one.left is not None and one.left.counts]
     rows = [
         (
             full_name(one.key, numbers),
-            show_figure(left.low),
-            show_figure(left.high),
+            format_figure(left.low),
+            format_figure(left.high),
             f"{left.outside:,}",
             f"{left.zeros:.1%}",
         )
@@ -40,12 +40,12 @@ def show_spreads(seen: Inside, numbers: Numbers) -> Picture:
     across = Scale(min(left.low for _, left in shown), max(left.high for _, left in shown), _LEFT, WIDTH - 8)
     bottom = _TOP + _PITCH * len(shown)
     parts = [
-        svg.text(0, 12, f"{title}: micro-batch {seen.micro_batches[0]}, all of its rows", style="small"),
+        svg.text(0, 12, f"{title}: micro-batch {inside.micro_batches[0]}, all of its rows", style="small"),
         *_axis(across, bottom),
     ]
     for i, (one, left) in enumerate(shown):
         foot = _TOP + _PITCH * (i + 1)
-        tip = f"layer {full_name(one.key, numbers)}: {show_figure(left.mean)} ± {show_figure(left.deviation)}"
+        tip = f"layer {full_name(one.key, numbers)}: {format_figure(left.mean)} ± {format_figure(left.deviation)}"
         parts.append(svg.group([f"<title>{tip}</title>", svg.path(_ridge(left, across, foot), style="l2l-ridge")]))
         parts.append(svg.text(_LEFT - 6, foot, short_name(one.key, numbers), style="small", anchor="end"))
     look = f"<style>.l2l-ridge{{fill:{BLUE};fill-opacity:.55;stroke:{svg.PAGE};stroke-width:1}}</style>"
@@ -56,10 +56,10 @@ def _axis(across: Scale, bottom: float) -> Iterator[str]:
     for mark in ticks(across.low, across.high, 9):
         x = across(mark)
         yield svg.path(f"M{x:.1f} {_TOP - 8}V{bottom}", style="rule" if mark else "axis")
-        yield svg.text(x, bottom + 16, show_figure(mark), style="small", anchor="middle")
+        yield svg.text(x, bottom + 16, format_figure(mark), style="small", anchor="middle")
 
 
-def _ridge(spread: Spread, across: Scale, foot: float) -> str:
+def _ridge(spread: ActivationStats, across: Scale, foot: float) -> str:
     """The outline of a histogram on its foot."""
     edge = (spread.high - spread.low) / len(spread.counts)
     up = Scale(0, max(spread.counts), foot, foot - _HIGH)

@@ -14,19 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.pictures.scale import Scale
-from workbench.pictures.steps import LETTER, RIGHT, cut_short
-from workbench.pictures.svg import rect, seamed, text
+from workbench.pictures.step_axis import LETTER, RIGHT, truncate
+from workbench.pictures.svg import outlined_text, rect, text
 from workbench.pictures.theme import BLUE, GREEN, ORANGE, PURPLE, SKY
 
 SMOOTH_FROM = 101  # steps
-OTHERS = ((ORANGE, "6 3"), (GREEN, "2 3"), (PURPLE, "8 3 2 3"), (SKY, "4 2"))  # colour and dashes, in turn
-OTHER_POINTS = 250
-NAMES_APART = 13.0  # px, between names of branches one above the other
+OTHER_STYLES = ((ORANGE, "6 3"), (GREEN, "2 3"), (PURPLE, "8 3 2 3"), (SKY, "4 2"))  # colour and dashes, in turn
+MAX_OTHER_POINTS = 250
+MIN_NAME_GAP = 13.0  # px, between names of branches one above the other
 
 Floats = NDArray[np.float64]
 
 
-class Lossy(Protocol):
+class HasLoss(Protocol):
     """Has the number and the loss of a finished step."""
 
     @property
@@ -36,20 +36,20 @@ class Lossy(Protocol):
     def loss(self) -> float: ...
 
 
-class Curve(NamedTuple):
+class LossCurve(NamedTuple):
     """Holds finite losses with their steps, and the steps whose loss is not finite."""
 
     step: Floats
     loss: Floats
-    broken: Floats
+    non_finite: Floats
 
     @staticmethod
-    def of(steps: Sequence[Lossy]) -> Curve:
+    def of(steps: Sequence[HasLoss]) -> LossCurve:
         """Read the losses of steps, which are in order."""
         step = np.fromiter(map(attrgetter("step"), steps), np.float64, len(steps))
         loss = np.fromiter(map(attrgetter("loss"), steps), np.float64, len(steps))
         fine = np.isfinite(loss)
-        return Curve(step[fine], loss[fine], step[~fine])
+        return LossCurve(step[fine], loss[fine], step[~fine])
 
     def range(self) -> list[float]:
         """Return the lowest and the highest loss, nothing if there is none."""
@@ -60,7 +60,7 @@ class Curve(NamedTuple):
         """Number of steps of the moving mean, 0 without one."""
         return max(9, len(self.loss) // 50) | 1 if len(self.loss) >= SMOOTH_FROM else 0  # odd: as many before as after
 
-    def smooth(self) -> Floats:
+    def moving_mean(self) -> Floats:
         """Return (steps,): the mean of `window` steps around each, fewer at the ends."""
         reach = np.arange(len(self.loss))
         first = np.maximum(reach - self.window // 2, 0)
@@ -69,7 +69,7 @@ class Curve(NamedTuple):
         return (sums[last] - sums[first]) / (last - first)
 
 
-def draw_curve(curve: Curve, x: Scale, y: Scale) -> Iterator[str]:
+def draw_curve(curve: LossCurve, x: Scale, y: Scale) -> Iterator[str]:
     """Draw the curve, faint under its moving mean if there is one."""
     if len(curve.step) < 2:
         return
@@ -86,30 +86,30 @@ def draw_curve(curve: Curve, x: Scale, y: Scale) -> Iterator[str]:
         yield f'<path d="{d}" fill="none" stroke="{BLUE}" stroke-width="1.8" stroke-linejoin="round"/>'
         return
     yield f'<path d="{d}" fill="none" stroke="{BLUE}" stroke-opacity=".38"/>'
-    smooth, chosen = curve.smooth(), np.append(firsts[::2], len(columns) - 1)
+    smooth, chosen = curve.moving_mean(), np.append(firsts[::2], len(columns) - 1)
     d = _line([x(s) for s in curve.step[chosen].tolist()], [y(v) for v in smooth[chosen].tolist()])
     yield f'<path d="{d}" fill="none" stroke="{BLUE}" stroke-width="2.2" stroke-linejoin="round"/>'
 
 
-def draw_others(aside: Mapping[str, Curve], x: Scale, y: Scale) -> Iterator[str]:
+def draw_others(others: Mapping[str, LossCurve], x: Scale, y: Scale) -> Iterator[str]:
     """Draw other branches, each with its name at its end, and names apart from each other."""
     named: list[tuple[float, float]] = []
-    for i, (name, curve) in enumerate(aside.items()):
+    for i, (name, curve) in enumerate(others.items()):
         if not len(curve.step):
             continue
-        colour, dashes = OTHERS[i % len(OTHERS)]
-        chosen = np.linspace(0, len(curve.step) - 1, min(len(curve.step), OTHER_POINTS)).astype(np.int64)
-        losses = curve.smooth() if curve.window else curve.loss
+        colour, dashes = OTHER_STYLES[i % len(OTHER_STYLES)]
+        chosen = np.linspace(0, len(curve.step) - 1, min(len(curve.step), MAX_OTHER_POINTS)).astype(np.int64)
+        losses = curve.moving_mean() if curve.window else curve.loss
         xs, ys = [x(step) for step in curve.step[chosen].tolist()], [y(loss) for loss in losses[chosen].tolist()]
         yield f'<path d="{_line(xs, ys)}" fill="none" stroke="{colour}" stroke-width="1.6" stroke-dasharray="{dashes}"/>'
-        words = cut_short(name, 24)
+        words = truncate(name, 24)
         anchor, at = ("end", xs[-1]) if xs[-1] > RIGHT - LETTER * len(words) - 8 else ("start", xs[-1] + 5)
         over = ys[-1] - 7 if anchor == "end" else ys[-1] + 4
-        while any(abs(at - left) < 160 and abs(over - other) < NAMES_APART for left, other in named):
-            over += NAMES_APART
+        while any(abs(at - left) < 160 and abs(over - other) < MIN_NAME_GAP for left, other in named):
+            over += MIN_NAME_GAP
         named.append((at, over))
         yield rect(xs[-1] - 2.5, ys[-1] - 2.5, 5, 5, fill=colour, r=2.5)
-        yield seamed(text(at, over, words, style="small", anchor=anchor))
+        yield outlined_text(text(at, over, words, style="small", anchor=anchor))
 
 
 def _line(xs: Sequence[float], ys: Sequence[float]) -> str:

@@ -11,15 +11,15 @@ from l2l_core.trace import CATEGORIES
 from workbench.pictures.scale import Scale
 from workbench.pictures.svg import path
 from workbench.pictures.theme import category_colour
-from workbench.readings import Levels
+from workbench.readings import MemoryLevels
 
-STACK = ("weights", "optimizer", "gradients", "stash", "activations", "other")  # from the bottom up
+CATEGORY_ORDER = ("weights", "optimizer", "gradients", "stash", "activations", "other")  # from the bottom up
 TEXTURES = {"optimizer": (16, ""), "gradients": (8, ""), "stash": (8, "5 3"), "activations": (8, "2 6")}  # pitch, dash
-MOST_POINTS = 3000  # of all areas together; beyond, columns are two or four pixels wide
+MAX_POINTS = 3000  # of all areas together; beyond, columns are two or four pixels wide
 
 
 def stacked_areas(
-    levels: Levels, scale: Scale, time: Scale, left: float, right: float, plain: bool = False
+    levels: MemoryLevels, scale: Scale, time: Scale, left: float, right: float, plain: bool = False
 ) -> Iterator[str]:
     """Draw the areas between two edges in pixels, one path each; `plain` ones have no textures."""
     if not len(levels.totals) or right <= left:
@@ -27,27 +27,27 @@ def stacked_areas(
     for pixels in (1, 2, 4):
         edges = np.append(np.arange(left, right, pixels), right)
         ys = _heights(scale, time, levels, edges)
-        if np.count_nonzero(np.diff(ys, axis=0)) <= MOST_POINTS // 2 or pixels == 4:
+        if np.count_nonzero(np.diff(ys, axis=0)) <= MAX_POINTS // 2 or pixels == 4:
             break
-    for index in reversed(range(len(STACK))):  # the one at the top first, the others over it
+    for index in reversed(range(len(CATEGORY_ORDER))):  # the one at the top first, the others over it
         below = ys[:, index - 1] if index else np.full(len(ys), scale.first)
         if (ys[:, index] < below).any():
-            yield path(_outline(edges, ys[:, index], scale.first), fill=category_colour(STACK[index]))
+            yield path(_outline(edges, ys[:, index], scale.first), fill=category_colour(CATEGORY_ORDER[index]))
     if plain:
         return
-    for index, category in enumerate(STACK):
+    for index, category in enumerate(CATEGORY_ORDER):
         if category in TEXTURES:
             below = ys[:, index - 1] if index else np.full(len(ys), scale.first)
             yield from _texture(edges, ys[:, index], below, *TEXTURES[category])
 
 
-def _heights(scale: Scale, time: Scale, levels: Levels, edges: NDArray[np.float64]) -> NDArray[np.float64]:
+def _heights(scale: Scale, time: Scale, levels: MemoryLevels, edges: NDArray[np.float64]) -> NDArray[np.float64]:
     """(columns, categories): upper edges of the stacked areas in pixels, rounded to halves."""
     per_px = (time.high - time.low) / (time.last - time.first)
     edges_s = time.low + (edges - time.first) * per_px
     edges_s[-1] = np.inf if edges[-1] > edges[0] else edges_s[-1]  # what comes after the last event counts, too
-    order = [CATEGORIES.index(category) for category in STACK]
-    stacked = np.cumsum(levels.at(edges_s)[:, order], axis=1)
+    order = [CATEGORIES.index(category) for category in CATEGORY_ORDER]
+    stacked = np.cumsum(levels.column_maxima(edges_s)[:, order], axis=1)
     ys = scale.first + (scale.last - scale.first) * stacked / scale.high
     return np.maximum(np.round(2 * ys) / 2, scale.last - 2)  # beyond the axis, it is cut off just above
 

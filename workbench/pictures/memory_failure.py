@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from l2l_core.trace import Failed, format_bytes
+from l2l_core.trace import StepFailure, format_bytes
+from workbench.pictures.relay_drawing import shortened
 from workbench.pictures.scale import Scale, format_seconds
-from workbench.pictures.svg import path, rect, seamed, text
+from workbench.pictures.svg import outlined_text, path, rect, text
 from workbench.pictures.theme import VERMILION
-from workbench.pictures.words import shorten
 
 _HALF = 4.5  # px, of the cross
-_MOST = 2.0  # an allocation is drawn up to so many times what was in use; a larger one is cut off
+_MAX_REACH = 2.0  # an allocation is drawn up to so many times what was in use; a larger one is cut off
 _HALF_WIDTH = 424  # px, of the picture
 _CHARACTERS = 112  # that fit beside "failed at"
 
 
-def reach_bytes(failed: Failed | None) -> int:
+def reach_bytes(failed: StepFailure | None) -> int:
     """Return how high the device's axis must reach to show the failure, in bytes; 0 without one."""
     if failed is None or not failed.asked_bytes:
         return 0
-    return min(failed.held_bytes + failed.asked_bytes, round(_MOST * max(failed.held_bytes, 1)))
+    return min(failed.held_bytes + failed.asked_bytes, round(_MAX_REACH * max(failed.held_bytes, 1)))
 
 
-def draw_failure(failed: Failed, scale: Scale, cursor: float, left: float, title_y: float) -> Iterator[str]:
+def draw_failure(failed: StepFailure, scale: Scale, cursor: float, left: float, title_y: float) -> Iterator[str]:
     """Draw a cross at what would have been in use, the way there, and what was asked for.
 
     Args:
@@ -35,7 +35,7 @@ def draw_failure(failed: Failed, scale: Scale, cursor: float, left: float, title
     """
     yield (
         f'<text x="{left:g}" y="{title_y:g}"><tspan class="strong">✕ failed at {format_seconds(failed.t_s)}</tspan> '
-        f'<tspan dx="4">{escape(shorten(_words(failed), _CHARACTERS))}</tspan></text>'
+        f'<tspan dx="4">{escape(shortened(_describe_failure(failed), _CHARACTERS))}</tspan></text>'
     )
     if not failed.asked_bytes:
         return
@@ -48,12 +48,12 @@ def draw_failure(failed: Failed, scale: Scale, cursor: float, left: float, title
     is_left = cursor < left + _HALF_WIDTH
     words = f"{format_bytes(failed.missing_bytes)} too much"
     y = scale(failed.held_bytes + failed.asked_bytes - failed.missing_bytes)  # the budget's line
-    yield seamed(
+    yield outlined_text(
         text(x + 10 if is_left else x - 10, y + 15, words, style="strong", anchor="start" if is_left else "end")
     )
 
 
-def _words(failed: Failed) -> str:
+def _describe_failure(failed: StepFailure) -> str:
     if not failed.asked_bytes:
         return failed.error
     return f"asking for {format_bytes(failed.asked_bytes)} of {failed.asked_for}"

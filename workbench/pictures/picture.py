@@ -24,12 +24,12 @@ class Table:
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
-    whose: str = ""
+    caption: str = ""
 
     @property
     def heading(self) -> str:
         """The title, and whose it is."""
-        return f"{self.title} ({self.whose})" if self.whose else self.title
+        return f"{self.title} ({self.caption})" if self.caption else self.title
 
     def to_text(self) -> str:
         """Write aligned columns of plain text."""
@@ -73,7 +73,7 @@ class Picture:
 
     def to_html(self) -> str:
         """Write the picture, the table in a fold, and above them whose they are."""
-        whose = f'<div class="l2l-caption">{escape(self.table.whose)}</div>' if self.table.whose else ""
+        whose = f'<div class="l2l-caption">{escape(self.table.caption)}</div>' if self.table.caption else ""
         return f"{whose}{self.svg}{self.table.to_html()}"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:

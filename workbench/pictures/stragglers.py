@@ -6,18 +6,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from l2l_core.analysis import BEGIN, Traces, Wait
-from l2l_core.trace import NETWORK, Trace
+from l2l_core.analysis import STEP_BEGIN, Traces, Wait
+from l2l_core.trace import NETWORK_LANES, Trace
 from workbench.pictures import svg
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
 from workbench.pictures.span import common_span_s
-from workbench.pictures.theme import BLUE, GREEN, VERMILION, ink_on
-from workbench.pictures.timeline import show_timeline
+from workbench.pictures.theme import BLUE, GREEN, VERMILION, text_colour_on
+from workbench.pictures.timeline_chart import show_timeline
 
 WIDTH, LEFT, RIGHT, TOP, ROW, PITCH = 960, 96, 944, 34, 26, 38  # px
-_WIDE = 26  # px: of a wait that its worker's number fits into
-_PLACES = {BEGIN: "before the step", "gather": "for weights", "reduce": "for gradients and the end"}
+_MIN_LABEL_PX = 26  # px: of a wait that its worker's number fits into
+_WAIT_NAMES = {STEP_BEGIN: "before the step", "gather": "for weights", "reduce": "for gradients and the end"}
 _KINDS = ((GREEN, "computes"), (BLUE, "exchanges, compute waits"), (VERMILION, "waits for worker n"))
 
 
@@ -25,11 +25,13 @@ def show_stragglers(traces: Traces) -> Picture:
     """Draw what each worker did in a step, and for whom it waited, as SVG with a table of the waits."""
     table = stragglers_table(traces)
     height = TOP + len(traces) * PITCH + 46
-    least_s = min(0.0, *(begins_s - trace.worker.waited_s for begins_s, trace in _each(traces)))
-    reach_s = max((b + e.stop_s for b, trace in _each(traces) for e in trace.since(0)[0]), default=0.0)
+    least_s = min(0.0, *(begins_s - trace.worker.waited_s for begins_s, trace in _traces_with_start(traces)))
+    reach_s = max(
+        (b + e.stop_s for b, trace in _traces_with_start(traces) for e in trace.events_since(0)[0]), default=0.0
+    )
     axis = Scale(least_s, least_s + round_up(reach_s - least_s), LEFT, RIGHT)
     parts = [*_legend(), *_axis(axis, height - 34)]
-    for row, (begins_s, trace) in enumerate(_each(traces)):
+    for row, (begins_s, trace) in enumerate(_traces_with_start(traces)):
         parts += _row(trace, begins_s, axis, TOP + row * PITCH)
     return Picture(svg.document(WIDTH, height, table.title, table.note, parts), table)
 
@@ -46,7 +48,7 @@ def stragglers_table(traces: Traces) -> Table:
         (
             f"worker {wait.rank}",
             f"worker {wait.last}",
-            _PLACES[wait.where],
+            _WAIT_NAMES[wait.where],
             format_seconds(wait.seconds),
             format_seconds(wait.exposed_s),
             f"{100 * wait.exposed_s / whole_s:.0f} %" if whole_s else "–",
@@ -54,10 +56,10 @@ def stragglers_table(traces: Traces) -> Table:
         for wait in traces.waits()
     ]
     header = ("who waits", "for whom", "where", "waited", "exposed", "of the time")
-    return Table(f"Who waits for whom in step {traces[0].step + 1}", header, rows, straggler_words(traces.waits()))
+    return Table(f"Who waits for whom in step {traces[0].step + 1}", header, rows, describe_stragglers(traces.waits()))
 
 
-def straggler_words(waits: Sequence[Wait]) -> str:
+def describe_stragglers(waits: Sequence[Wait]) -> str:
     """Say in a sentence for which worker the others wait most, counting what compute did not hide."""
     waited_s: dict[int, float] = defaultdict(float)
     for wait in waits:
@@ -68,8 +70,8 @@ def straggler_words(waits: Sequence[Wait]) -> str:
     return f"Most is waited for worker {last}: {format_seconds(waited_s[last])} in which others could not compute."
 
 
-def _each(traces: Traces) -> Iterator[tuple[float, Trace]]:
-    return zip(traces.begins_s, traces, strict=True)
+def _traces_with_start(traces: Traces) -> Iterator[tuple[float, Trace]]:
+    return zip(traces.offsets_s, traces, strict=True)
 
 
 def _row(trace: Trace, begins_s: float, axis: Scale, y: float) -> Iterator[str]:
@@ -77,7 +79,7 @@ def _row(trace: Trace, begins_s: float, axis: Scale, y: float) -> Iterator[str]:
     yield svg.rect(LEFT, y, RIGHT - LEFT, ROW, style="well")
     waits = [(-trace.worker.waited_s, 0.0, trace.worker.last)] if trace.worker.waited_s else []
     works = []
-    for event in (event for lane in NETWORK for event in trace.lanes.get(lane, ())):
+    for event in (event for lane in NETWORK_LANES for event in trace.lanes.get(lane, ())):
         works.append((event.start_s, event.stop_s))
         waits += [(event.start_s - event.stalled_s, event.start_s, event.last)] if event.stalled_s else []
     yield _boxes([(begins_s + a, begins_s + b) for a, b in works], axis, y, BLUE)
@@ -85,8 +87,8 @@ def _row(trace: Trace, begins_s: float, axis: Scale, y: float) -> Iterator[str]:
         spans = [(begins_s + a, begins_s + b) for a, b, _ in group]
         yield _boxes(spans, axis, y, VERMILION)
         for a, b in spans:
-            if axis(b) - axis(a) > _WIDE:
-                middle, ink = (axis(a) + axis(b)) / 2, ink_on(VERMILION)
+            if axis(b) - axis(a) > _MIN_LABEL_PX:
+                middle, ink = (axis(a) + axis(b)) / 2, text_colour_on(VERMILION)
                 yield svg.text(middle, y + ROW / 2 + 4, f"→ {last}", anchor="middle", style="small", fill=ink)
     # Over the others: what compute hides costs nothing
     computes = [(begins_s + event.start_s, begins_s + event.stop_s) for event in trace.lanes["compute"]]

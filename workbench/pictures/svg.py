@@ -50,11 +50,11 @@ def rect(
     named = f' class="{style}"' if style else ""
     filled = f' fill="{fill}"' if fill else ""
     rounded = f' rx="{r:g}"' if r else ""
-    start = f'<rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"{rounded}{named}{filled}{of_layer(key)}'
+    start = f'<rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"{rounded}{named}{filled}{layer_attribute(key)}'
     return f"{start}><title>{escape(tip)}</title></rect>" if tip else f"{start}/>"
 
 
-def of_layer(key: str | None) -> str:
+def layer_attribute(key: str | None) -> str:
     """Write the attribute by which a page knows of which layer an element is; nothing if it is of none."""
     return f' data-key="{escape(key)}"' if key is not None else ""
 
@@ -84,7 +84,7 @@ def group(parts: Iterable[str], *, style: str = "", transform: str = "") -> str:
     return f"<g{named}{moved}>{''.join(parts)}</g>"
 
 
-def seamed(words: str, width: float = 3) -> str:
+def outlined_text(words: str, width: float = 3) -> str:
     """Write words over lines or areas, with a seam in the colour of the page, `width` px wide."""
     return f'<g style="paint-order:stroke;stroke:{PAGE};stroke-width:{width:g}px;stroke-linejoin:round">{words}</g>'
 

@@ -27,49 +27,49 @@ class Sweep(NamedTuple):
     keys: Iterable[str]  # of the layers of that step, which may be others now
 
 
-def sweep_of(now: Snapshot, span_s: float = 0.0) -> Sweep | None:
+def make_sweep(snapshot: Snapshot, span_s: float = 0.0) -> Sweep | None:
     """Return what to draw of a snapshot; None if there is nothing yet.
 
     Args:
         now: the session.
         span_s: end of the time axis so far; it stays while it fits.
     """
-    last = Columns.of(now.last) if now.last is not None else None
+    last = Columns.of(snapshot.last) if snapshot.last is not None else None
     short = last is not None and last.end_s < SHORT_S
-    if now.progress is None or short:
-        if last is None or now.last is None:
+    if snapshot.progress is None or short:
+        if last is None or snapshot.last is None:
             return None
-        return Sweep(last, None, None, _steady(span_s, last.end_s), now.last.names)
-    part = Columns.of(now.progress.trace, now.progress.events, now.progress.samples)
+        return Sweep(last, None, None, _stable_span(span_s, last.end_s), snapshot.last.names)
+    part = Columns.of(snapshot.progress.trace, snapshot.progress.events, snapshot.progress.samples)
     # as long as the step before, too: the axis must not move when the step ends
-    end_s = max(now.progress.now_s, last.end_s if last is not None else 0.0)
-    return Sweep(part, last, now.progress.now_s, _steady(span_s, end_s), now.progress.trace.names)
+    end_s = max(snapshot.progress.now_s, last.end_s if last is not None else 0.0)
+    return Sweep(part, last, snapshot.progress.now_s, _stable_span(span_s, end_s), snapshot.progress.trace.names)
 
 
-def failed_trace(now: Snapshot) -> Trace | None:
+def failed_trace(snapshot: Snapshot) -> Trace | None:
     """Return the step that the session has just failed on for want of device memory; None if there is no such step."""
-    trace = now.failure.trace if now.failure is not None else None
+    trace = snapshot.failure.trace if snapshot.failure is not None else None
     return trace if trace is not None and trace.failed is not None and trace.failed.asked_bytes else None
 
 
-def sweep_of_failed(now: Snapshot, span_s: float = 0.0) -> Sweep | None:
+def make_failed_sweep(snapshot: Snapshot, span_s: float = 0.0) -> Sweep | None:
     """Return the same of that step, up to where it failed, over the last finished one; None if there is no such step."""
-    trace = failed_trace(now)
+    trace = failed_trace(snapshot)
     if trace is None or trace.failed is None:
         return None
-    part, last = Columns.of(trace), Columns.of(now.last) if now.last is not None else None
+    part, last = Columns.of(trace), Columns.of(snapshot.last) if snapshot.last is not None else None
     end_s = max(trace.failed.t_s, last.end_s if last is not None else 0.0)
-    return Sweep(part, last, trace.failed.t_s, _steady(span_s, end_s), trace.names)
+    return Sweep(part, last, trace.failed.t_s, _stable_span(span_s, end_s), trace.names)
 
 
-def words_of_sweep(now: Snapshot, sweep: Sweep | None) -> str:
+def describe_sweep(snapshot: Snapshot, sweep: Sweep | None) -> str:
     """Say of which branch and step it is, left of the cursor and right of it."""
     if sweep is None or sweep.now_s is None:
-        return now.shown_words
-    before = f"; right of the cursor, {now.shown_words}" if sweep.before is not None else ""
-    return f"{now.progress_words if now.progress is not None else now.failed_words}{before}"
+        return snapshot.shown_words
+    before = f"; right of the cursor, {snapshot.shown_words}" if sweep.before is not None else ""
+    return f"{snapshot.progress_words if snapshot.progress is not None else snapshot.failed_words}{before}"
 
 
-def _steady(span_s: float, end_s: float) -> float:
+def _stable_span(span_s: float, end_s: float) -> float:
     """The end of the axis: it moves only when it must, or when most of the axis is empty."""
     return span_s if 0 < end_s <= span_s <= 2 * end_s else round_up(1.05 * end_s)  # 0: a step without events

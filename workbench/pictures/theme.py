@@ -94,7 +94,7 @@ font:12px var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tab
 .l2l .strong{font-weight:600}
 .l2l .rule{stroke:currentColor;stroke-opacity:.18;fill:none}
 .l2l .axis{stroke:currentColor;stroke-opacity:.55;fill:none}
-.l2l .page{fill:var(--jp-layout-color1,Canvas)}
+.l2l .still_or_error{fill:var(--jp-layout-color1,Canvas)}
 .l2l .well{fill:currentColor;fill-opacity:.05}
 .l2l .card{fill:var(--jp-layout-color1,Canvas);stroke:currentColor;stroke-opacity:.3}
 .l2l .hatch{stroke:var(--jp-layout-color1,Canvas);stroke-width:1.6;fill:none}
@@ -113,6 +113,6 @@ def category_colour(category: str) -> str:
     return CATEGORY_COLOURS.get(category, GREY)
 
 
-def ink_on(colour: str) -> str:
+def text_colour_on(colour: str) -> str:
     """Return black or white, whichever reads on a colour of the palette."""
     return "#000" if colour in _DARK_TEXT else "#fff"

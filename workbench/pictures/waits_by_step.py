@@ -13,10 +13,10 @@ from l2l_core.analysis import Traces, Wait
 from workbench.pictures import svg
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import format_seconds, round_up
-from workbench.pictures.stragglers import straggler_words
+from workbench.pictures.stragglers import describe_stragglers
 from workbench.pictures.theme import VERMILION
 
-MOST_STEPS = 24  # that are shown, the last ones
+MAX_STEPS = 24  # that are shown, the last ones
 WIDTH, LEFT, RIGHT, TOP, ROW, PITCH = 960, 96, 944, 30, 40, 48  # px
 _GAP = 3  # px: between the bars of two steps
 
@@ -47,7 +47,7 @@ class StepWaits:
 
 def show_waits(steps: Sequence[StepWaits]) -> Picture:
     """Draw what every worker waited in each of these steps, oldest first, as SVG with a table of who waited for whom."""
-    table, steps = waits_table(steps), steps[-MOST_STEPS:]
+    table, steps = waits_table(steps), steps[-MAX_STEPS:]
     workers, most_s = len(steps[-1].exposed_s), round_up(max(max(step.exposed_s) for step in steps))
     parts = [
         svg.text(LEFT, 16, f"waits for others while nothing is computed, of {format_seconds(most_s)}", style="small")
@@ -60,7 +60,7 @@ def show_waits(steps: Sequence[StepWaits]) -> Picture:
 
 def waits_table(steps: Sequence[StepWaits]) -> Table:
     """List who waited for whom over the steps; the note says who was waited for most."""
-    steps = steps[-MOST_STEPS:]
+    steps = steps[-MAX_STEPS:]
     every = [wait for step in steps for wait in step.waits]
     by_pair: dict[tuple[int, int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for step in steps:
@@ -80,12 +80,12 @@ def waits_table(steps: Sequence[StepWaits]) -> Table:
     ]
     header = ("who waits", "for whom", "in steps", "exposed", "longest", "of the time")
     first, last = steps[0].step + 1, steps[-1].step + 1
-    return Table(f"Who waited for whom in steps {first} to {last}", header, rows, straggler_words(every))
+    return Table(f"Who waited for whom in steps {first} to {last}", header, rows, describe_stragglers(every))
 
 
 def _row(rank: int, shares: Sequence[float]) -> Iterator[str]:
     """Draw a worker's bars; each share is of the row's height."""
-    y, pitch = TOP + rank * PITCH, (RIGHT - LEFT) / MOST_STEPS
+    y, pitch = TOP + rank * PITCH, (RIGHT - LEFT) / MAX_STEPS
     yield svg.text(LEFT - 8, y + ROW / 2 + 4, f"worker {rank}", anchor="end")
     yield svg.rect(LEFT, y, RIGHT - LEFT, ROW, style="well")
     for at, share in enumerate(shares):
@@ -96,6 +96,6 @@ def _row(rank: int, shares: Sequence[float]) -> Iterator[str]:
 
 def _numbers(steps: Sequence[int], y: float) -> Iterator[str]:
     """Number the columns; people count steps from 1."""
-    pitch = (RIGHT - LEFT) / MOST_STEPS
+    pitch = (RIGHT - LEFT) / MAX_STEPS
     for at, step in enumerate(steps):
         yield svg.text(LEFT + (at + 0.5) * pitch, y, str(step + 1), anchor="middle", style="small")

@@ -15,35 +15,37 @@ from weakref import WeakKeyDictionary, ref
 from torch import nn
 
 from l2l_core import DeviceOutOfMemory, TornStep
-from l2l_core.batches import Batch, RowsOf
-from l2l_core.edits import FIRST
-from l2l_core.strategies import Lab, LabResult, Plain, Plan, Way
+from l2l_core.batches import Batch, BatchRows
+from l2l_core.edits import MAIN_BRANCH
+from l2l_core.strategies import Lab, LabResult, Plain, Plan, Strategy
 from l2l_core.trace import Trace
-from workbench.plans.choices import WAYS, Choice, choices_of, fastest
-from workbench.readings import Columns, timeline_summary
+from workbench.plans.plan_choices import DEFAULT_STRATEGIES, PlanChoice, fastest_choice, make_choices
+from workbench.readings import Columns, summarize_timeline
 from workbench.session import (
     TRAIN,
+    Activity,
     Batches,
     BatchSource,
     Change,
     Command,
-    During,
     Failure,
     LayerRow,
     Progress,
+    RunController,
     ShownStep,
     Snapshot,
     StatisticsLog,
-    Steering,
     StepRow,
 )
 
 CLOSED = "This bench was closed: run its cell again, or make a new one on the lab."
 TAKEN_OVER = "This bench was taken over by another one on the same model: use that one, or run this cell again."
-_KEPT = "Weights and optimizer are as they were before this step: Run tries the same batch again, Skip leaves it out."
+_NOTHING_CHANGED = (
+    "Weights and optimizer are as they were before this step: Run tries the same batch again, Skip leaves it out."
+)
 
 
-class LabSession(Steering):
+class LabSession(RunController):
     """What can be done with a lab, and how it stands.
 
     Invariant: the lab trains on the thread alone, and a model has one such session: a second one takes it over. A batch is
@@ -65,42 +67,46 @@ class LabSession(Steering):
     """
 
     def __init__(
-        self, lab: Lab, batches: BatchSource, ways: Sequence[Way | Plan] = WAYS, plan: str | None = None
+        self,
+        lab: Lab,
+        batches: BatchSource,
+        ways: Sequence[Strategy | Plan] = DEFAULT_STRATEGIES,
+        plan: str | None = None,
     ) -> None:
         if not isinstance(lab, Lab):
             raise TypeError(f"lab is a {type(lab).__name__}: give l2l_core.strategies.Lab(model, batch, ...)")
         super().__init__(self._show_error)
         self.lab, self._batches = lab, Batches(batches)
-        self.choices = choices_of(lab, ways)
-        first = fastest(self.choices, self._budget) if plan is None else self._named(plan)
+        self.choices = make_choices(lab, ways)
+        first = fastest_choice(self.choices, self._budget_bytes) if plan is None else self._find_choice(plan)
         if first is None:
             raise ValueError(f"ways={list(ways)!r}: none has a plan; give policies, as [Plain(), Rotor()]")
         self.chosen = first
         self._in_core_bytes = lab.plan(Plain()).peak_device_bytes
         self._steps: list[StepRow] = []
         self._changes: list[Change] = []
-        self._shown: ShownStep | None = None
+        self._shown_step: ShownStep | None = None
         self._layers = self._read_layers()
-        self._under_way: Callable[[], Trace | None] = lambda: None
-        self._failed: Trace | None = None  # of the step that has just failed
-        self._during: During = "step"
+        self._running_trace: Callable[[], Trace | None] = lambda: None
+        self._failed_trace: Trace | None = None  # of the step that has just failed
+        self._activity: Activity = "step"
         earlier = _sessions[lab.model]() if lab.model in _sessions else None
         if earlier is not None:
-            earlier._end(TAKEN_OVER)
+            earlier._end_session(TAKEN_OVER)
         _sessions[lab.model] = ref(self)
-        self._worker.start(lambda: earlier._worker.join() if earlier is not None else None, self._last)
+        self._commands.start(lambda: earlier._commands.join() if earlier is not None else None, self._shut_down)
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
         """Take a snapshot of it as it is now, in the middle of a step too."""
         with self._changed:
-            run, lab, queue, work = self._run, self.lab, [*self._worker.queue], self._worker.at_work
-            trace, params = self._under_way(), [*lab.model.parameters()]
+            run, lab, queue, work = self._run, self.lab, [*self._commands.queue], self._commands.current
+            trace, params = self._running_trace(), [*lab.model.parameters()]
             in_layers = {id(param) for name in lab.layers for param in lab.model.get_submodule(name).parameters()}
             shell = [param for param in params if id(param) not in in_layers]
             return Snapshot(
-                number=self._worker.number,
+                number=self._commands.number,
                 state="closed" if self._ended else run.state,
                 pausing=self._is_pausing,
                 model=type(lab.model).__name__,
@@ -108,7 +114,7 @@ class LabSession(Steering):
                 device=lab.device.name,
                 figures=lab.device.figures(),
                 config=lab.config,
-                queued=tuple(command.said for command in queue),
+                queued=tuple(command.label for command in queue),
                 step=lab.steps,
                 done=run.done,
                 target=run.target,
@@ -118,9 +124,9 @@ class LabSession(Steering):
                 statistics=StatisticsLog().view(),
                 shell_params=sum(param.numel() for param in shell),
                 shell_trained=sum(param.numel() for param in shell if param.requires_grad),
-                busy="" if work is None else f"step {lab.steps + 1}" if work.what == TRAIN else work.said,
+                busy="" if work is None else f"step {lab.steps + 1}" if work.what == TRAIN else work.label,
                 ended=self._ended,
-                shown=self._shown,
+                shown=self._shown_step,
                 progress=Progress(trace, *trace.counts, trace.now()) if trace is not None else None,
                 failure=run.failure,
                 tickets=tuple(command.ticket for command in queue),
@@ -144,13 +150,13 @@ class LabSession(Steering):
             )
         with self._changed:
             if isinstance(way, Plan) and all(choice.plan != way for choice in self.choices):
-                self.choices.append(Choice(self._free_name(way.name), way))
-            choice = self._named(way) if isinstance(way, str) else next(c for c in self.choices if c.plan == way)
-        return self._worker.submit(Command(f"follow {choice.name}", lambda: self._follow(choice)))
+                self.choices.append(PlanChoice(self._unique_name(way.name), way))
+            choice = self._find_choice(way) if isinstance(way, str) else next(c for c in self.choices if c.plan == way)
+        return self._commands.submit(Command(f"follow {choice.name}", lambda: self._choose_plan(choice)))
 
     def skip(self) -> None:
         """Leave out the batch that a step has failed on: the next step takes another one."""
-        self._worker.submit(Command("skip the batch", self._skip))
+        self._commands.submit(Command("skip the batch", self._skip_batch))
 
     def close(self, wait: bool = True) -> None:
         """End when the step under way is over. Closing twice is fine.
@@ -158,86 +164,86 @@ class LabSession(Steering):
         Args:
             wait: for that step.
         """
-        self._end(CLOSED)
+        self._end_session(CLOSED)
         if wait:
-            self._worker.join()
+            self._commands.join()
 
-    def _end(self, why: str) -> None:
+    def _end_session(self, reason: str) -> None:
         with self._changed:
-            self._ended = self._ended or why
-        self._worker.close(wait=False)
+            self._ended = self._ended or reason
+        self._commands.close(wait=False)
 
     # -- on the thread -------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         with self._changed:
-            self._run.owes_step = False  # whatever comes of it: commands waited for this one alone
-        self._during = "batch"
+            self._run.first_step_pending = False  # whatever comes of it: commands waited for this one alone
+        self._activity = "batch"
         try:
-            batch = self._batches.take()
+            batch = self._batches.next_batch()
         except StopIteration:
-            self._run.end()
+            self._run.stop()
             return
-        self._during = "step"
-        self._batches.tried()
+        self._activity = "step"
+        self._batches.mark_tried()
         assert self.chosen.plan is not None, self.chosen
         try:
-            with self._watched():
+            with self._track_step():
                 result = self.lab.step(self.chosen.plan, batch)
         except TornStep:
-            self._batches.used()  # a part of the weights has learned from it
+            self._batches.mark_used()  # a part of the weights has learned from it
             raise
-        self._batches.used()
-        self._note(result, batch)
+        self._batches.mark_used()
+        self._record_step(result, batch)
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _track_step(self) -> Iterator[None]:
         """Show the lab's trace as progress in the block, as soon as it is that of a new step."""
         old = self.lab.trace  # is still there until the step has made one of its own
-        self._under_way, self._failed = lambda: trace if (trace := self.lab.trace) is not old else None, None
+        self._running_trace, self._failed_trace = lambda: trace if (trace := self.lab.trace) is not old else None, None
         try:
             yield
         except BaseException:
-            self._failed = self._under_way()
+            self._failed_trace = self._running_trace()
             raise
         finally:
-            self._under_way = lambda: None
+            self._running_trace = lambda: None
 
-    def _note(self, result: LabResult, batch: Batch) -> None:
+    def _record_step(self, result: LabResult, batch: Batch) -> None:
         row = StepRow(
             step=self.lab.steps,
             loss=result.loss,
             seconds=result.seconds,
-            samples=RowsOf(batch).count,
+            samples=BatchRows(batch).count,
             peak_device_bytes=result.peak_device_bytes,
             bytes_loaded=0,  # weights and gradients stay on the device
             bytes_pushed=0,
-            overlap=timeline_summary(Columns.of(result.trace)).overlap,
+            overlap=summarize_timeline(Columns.of(result.trace)).overlap,
         )
         with self._changed:
             self._steps.append(row)
             self._layers = self._read_layers()
-            self._shown = ShownStep(FIRST, row.step, result.trace, self._layers, (), self._in_core_bytes)
-            self._run.count()
+            self._shown_step = ShownStep(MAIN_BRANCH, row.step, result.trace, self._layers, (), self._in_core_bytes)
+            self._run.count_step()
 
-    def _follow(self, choice: Choice) -> None:
+    def _choose_plan(self, choice: PlanChoice) -> None:
         with self._changed:
             if choice is not self.chosen:
                 self._changes.append(Change(self.lab.steps, f"plan {self.chosen.name} → {choice.name}"))
                 self.chosen = choice
 
-    def _skip(self) -> None:
-        self._batches.give_up()
+    def _skip_batch(self) -> None:
+        self._batches.skip_failed()
 
-    def _last(self) -> None:
+    def _shut_down(self) -> None:
         with self._changed:
             self._run.state = "closed"
-            self._worker.touch()
+            self._commands.notify_change()
 
     # -- what goes wrong -----------------------------------------------------------------------------------------------
 
     def _show_error(self, command: Command, error: BaseException) -> None:
-        during, failed, self._failed = self._during, self._failed, None
+        during, failed, self._failed_trace = self._activity, self._failed_trace, None
         self._run.fail(
             Failure(
                 step=self.lab.steps + 1,
@@ -245,37 +251,41 @@ class LabSession(Steering):
                 error=type(error).__name__,
                 message=str(error) or "no message",
                 traceback="".join(traceback.format_exception(error)),
-                after=self._what_holds(error, during),
+                after=self._state_after(error, during),
                 trace=failed,
             )
         )
 
-    def _what_holds(self, error: BaseException, during: During) -> str:
+    def _state_after(self, error: BaseException, during: Activity) -> str:
         if during == "batch":
             return "The source of batches failed before anything was computed: Run asks it again."
         if isinstance(error, TornStep):
             return "Some weights are new and the batch counts as used: Run goes on with the next one."
         if not isinstance(error, DeviceOutOfMemory):
-            return _KEPT
-        names = ", ".join(choice.name for choice in self.choices if choice.fits(self._budget))
-        return f"{_KEPT} Plans that fit: {names}." if names else f"{_KEPT} None of these plans fits this device."
+            return _NOTHING_CHANGED
+        names = ", ".join(choice.name for choice in self.choices if choice.fits(self._budget_bytes))
+        return (
+            f"{_NOTHING_CHANGED} Plans that fit: {names}."
+            if names
+            else f"{_NOTHING_CHANGED} None of these plans fits this device."
+        )
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     @property
-    def _budget(self) -> int | None:
+    def _budget_bytes(self) -> int | None:
         return self.lab.device.memory_bytes
 
-    def _named(self, name: str) -> Choice:
+    def _find_choice(self, name: str) -> PlanChoice:
         choice = next((choice for choice in self.choices if choice.name == name), None)
         if choice is None:
             there = ", ".join(repr(choice.name) for choice in self.choices)
             raise ValueError(f"there is no plan {name!r} to choose; there are {there}")
         if choice.plan is None:
-            raise ValueError(f"no step can follow {name!r}: {choice.why}")
+            raise ValueError(f"no step can follow {name!r}: {choice.reason}")
         return choice
 
-    def _free_name(self, name: str) -> str:
+    def _unique_name(self, name: str) -> str:
         """Give the name itself, or one with a number if another choice has it."""
         taken = {choice.name for choice in self.choices}
         return next(each for each in chain([name], (f"{name} {i}" for i in count(2))) if each not in taken)

@@ -1,10 +1,10 @@
 """Ranks that train in processes of their own, steered and seen from one place; no widgets.
 
 May import `session`.
-Begin reading at `conductor.py` (what can be done), then `ranks.py` (this side of the processes) and `rank.py` (the other one).
+Begin reading at `rank_controller.py` (what can be done), then `rank_processes.py` (this side of the processes) and `rank_server.py` (the other one).
 """
 
-from workbench.ranks.conductor import Conductor as Conductor
-from workbench.ranks.ranks import LaunchError as LaunchError
-from workbench.ranks.ranks import Ranks as Ranks
-from workbench.ranks.remote import Remote as Remote
+from workbench.ranks.rank_controller import RankController as RankController
+from workbench.ranks.rank_processes import LaunchError as LaunchError
+from workbench.ranks.rank_processes import RankProcesses as RankProcesses
+from workbench.ranks.remote_rank import RemoteRank as RemoteRank

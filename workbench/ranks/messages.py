@@ -10,7 +10,7 @@ from workbench.session import Failure, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RankRequest:
     """To a rank: call a verb of its session.
 
     Attributes:
@@ -19,13 +19,13 @@ class Ask:
     """
 
     number: int
-    verb: str
+    method: str
     args: Sequence[Any] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RankResponse:
     """From a rank: what was asked is done.
 
     Attributes:
@@ -40,7 +40,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SnapshotMessage:
     """From a rank: how its session stands.
 
     Attributes:
@@ -49,11 +49,11 @@ class Seen:
     """
 
     snapshot: Snapshot
-    same: bool
+    step_unchanged: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class RankFailure:
     """From a rank: it could not begin, or cannot be shown any more.
 
     Attributes:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 _PITCHES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # px
 _LEVELS = 12  # shares that differ by less are drawn alike
-_HATCHED = 0.15  # the least share that is hatched
+_MIN_HATCHED_SHARE = 0.15  # the least share that is hatched
 _SEAM = 0.02  # px between bars that count as touching
 
 
@@ -52,13 +52,13 @@ def make_bars(
     if not len(left):
         return bars
     for pitch in (pitch for pitch in _PITCHES if pitch >= first_pitch):
-        bars = _join(_share_columns(left, right, kind, pitch, within))
+        bars = _merge_touching(_bars_at_pitch(left, right, kind, pitch, within))
         if len(bars.left) <= at_most:
             break
     return bars
 
 
-def _share_columns(
+def _bars_at_pitch(
     left: NDArray[np.float64],
     right: NDArray[np.float64],
     kind: NDArray[np.int64],
@@ -75,10 +75,12 @@ def _share_columns(
     low = np.maximum(np.minimum(column[first] * pitch, left[first]), before)
     high = np.minimum(np.maximum((column[first] + 1) * pitch, right[last]), after)
     low, high = np.where(wide[first], left[first], low), np.where(wide[first], right[last], high)
-    return Bars(low, high, np.minimum(1.0, np.add.reduceat(width, first) / (high - low)), _main(kind, width, first))
+    return Bars(
+        low, high, np.minimum(1.0, np.add.reduceat(width, first) / (high - low)), _dominant_kind(kind, width, first)
+    )
 
 
-def _main(kind: NDArray[np.int64], width: NDArray[np.float64], first: NDArray[np.intp]) -> NDArray[np.int64]:
+def _dominant_kind(kind: NDArray[np.int64], width: NDArray[np.float64], first: NDArray[np.intp]) -> NDArray[np.int64]:
     """The kind with the greatest width in each group of events; `first` says where groups begin."""
     kinds = int(kind.max()) + 1
     group = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(kind))))
@@ -86,7 +88,7 @@ def _main(kind: NDArray[np.int64], width: NDArray[np.float64], first: NDArray[np
     return total.reshape(len(first), kinds).argmax(axis=1)
 
 
-def _join(bars: Bars) -> Bars:
+def _merge_touching(bars: Bars) -> Bars:
     """Touching bars of one kind and about the same share become one; the area stays."""
     left, right, share, kind = bars
     level = np.ceil(share * _LEVELS - 1e-9)
@@ -103,4 +105,4 @@ def make_hatched(left: NDArray[np.float64], right: NDArray[np.float64], within: 
     Shares too small for a stroke are left out.
     """
     bars = make_bars(left, right, np.zeros(len(left), np.int64), 30, first_pitch=4.0, within=within)
-    return Bars(*(column[bars.share >= _HATCHED] for column in bars))
+    return Bars(*(column[bars.share >= _MIN_HATCHED_SHARE] for column in bars))

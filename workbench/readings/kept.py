@@ -7,12 +7,12 @@ from functools import cached_property
 
 import numpy as np
 
-from l2l_core.rules import kept_of
-from workbench.readings.copies import Copies
-from workbench.readings.events import Events
+from l2l_core.schedule_rules import kept_layer_count
+from workbench.readings.layer_copies import LayerCopies
+from workbench.readings.ordered_events import OrderedEvents
 
 
-class Kept:
+class KeptGraphs:
     """Reads it off the order of events: a layer that was loaded again since its forward has lost its graph, as the engine has it.
 
     What is not in events is not known: a layer that leaves traces in its run is recomputed in spite of the settings.
@@ -23,34 +23,34 @@ class Kept:
         keep, ahead, resident: settings of the step.
     """
 
-    def __init__(self, events: Events, loads: Copies, keep: int, ahead: int, resident: int) -> None:
+    def __init__(self, events: OrderedEvents, loads: LayerCopies, keep: int, ahead: int, resident: int) -> None:
         self._events, self._loads = events, loads
         self._settings = {"keep": keep, "ahead": ahead, "resident": resident}
 
     def at(self, row: int) -> bool:
         """Say whether an event is of backward, and of a layer whose graph was kept."""
         events = self._events
-        if row < 0 or events.words(row)[0] != "backward":
+        if row < 0 or events.kind_and_layer(row)[0] != "backward":
             return False
-        visits, firsts = len(self._firsts), self._firsts
+        visits, firsts = len(self._forward_starts), self._forward_starts
         behind = int(events.visit[row]) - visits  # visits of forward between it and the turn
-        if not 0 <= behind < kept_of(self._settings, visits):
+        if not 0 <= behind < kept_layer_count(self._settings, visits):
             return False
         forward = firsts[visits - 1 - behind]
         if behind == 0 and self._settings["keep"] < 1 and events.stay[forward] != events.stay[row]:
             return False  # the graph at the turn is there only as long as the micro-batch goes on to its loss
         since_s, until_s = float(events.start_s[forward]), float(events.start_s[row])
-        copies = self._starts_s.get(int(events.rank[row]), [])
+        copies = self._load_starts_s.get(int(events.position[row]), [])
         return bisect_right(copies, since_s) == bisect_right(copies, until_s)
 
     @cached_property
-    def _firsts(self) -> list[int]:
+    def _forward_starts(self) -> list[int]:
         """By visit of forward, its first event."""
         rows = self._events.of_layers("forward")
         return rows[np.unique(self._events.visit[rows], return_index=True)[1]].tolist()
 
     @cached_property
-    def _starts_s(self) -> dict[int, list[float]]:
+    def _load_starts_s(self) -> dict[int, list[float]]:
         """By place in the stack, when each load of the layer began."""
         found: dict[int, list[float]] = {}
         for rank, start_s in zip(self._loads.layers, self._loads.start_s.tolist(), strict=True):

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workbench.readings.columns import Columns
-from workbench.readings.memory_levels import Levels
+from workbench.readings.memory_levels import MemoryLevels
+from workbench.readings.trace_columns import Columns
 
 
-class LayerCost(NamedTuple):
+class LayerUsage(NamedTuple):
     """One layer in one step, all its visits and micro-batches together.
 
     Attributes:
@@ -23,23 +23,23 @@ class LayerCost(NamedTuple):
 
     key: str
     compute_s: float
-    waited_s: float
+    waiting_s: float
     device_bytes: int
 
 
-def layer_costs(columns: Columns, keys: Iterable[str]) -> Sequence[LayerCost]:
+def layer_usage(columns: Columns, keys: Iterable[str]) -> Sequence[LayerUsage]:
     """Add up the costs of layers, in the order of `keys`; a layer that has not run costs nothing."""
-    compute = columns.on("compute")
+    compute = columns.events_on("compute")
     start_s, stop_s = columns.start_s[compute], columns.stop_s[compute]
     edges_s = np.maximum.accumulate(np.column_stack([start_s, stop_s]).ravel())  # a lane is serial
-    levels = Levels.of(columns, "device", compute)
-    held = levels.at(edges_s)[::2].sum(axis=1) if len(compute) else np.zeros(0, np.int64)
+    levels = MemoryLevels.of(columns, "device", compute)
+    held = levels.column_maxima(edges_s)[::2].sum(axis=1) if len(compute) else np.zeros(0, np.int64)
     places = {key: i for i, key in enumerate(columns.layers)}
     found = []
     for key in keys:
         mine = columns.layer[compute] == places.get(key, -1)
         waited_s = columns.stalled_s[compute][mine].sum()
         found.append(
-            LayerCost(key, float((stop_s - start_s)[mine].sum()), float(waited_s), int(held[mine].max(initial=0)))
+            LayerUsage(key, float((stop_s - start_s)[mine].sum()), float(waited_s), int(held[mine].max(initial=0)))
         )
     return found

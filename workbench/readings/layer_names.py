@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-Numbers = Mapping[str, int]  # by key
+LayerNumbers = Mapping[str, int]  # by key
 
 _SHELL = "shell"  # of the model; traces name it among the layers
 
 
-def number_layers(keys: Iterable[str]) -> Numbers:
+def number_layers(keys: Iterable[str]) -> LayerNumbers:
     """Number layers by key.
 
     Args:
@@ -22,17 +22,17 @@ def number_layers(keys: Iterable[str]) -> Numbers:
     return {key: i for i, key in enumerate(key for key in keys if key != _SHELL)}
 
 
-def short_name(key: str, numbers: Numbers) -> str:
+def short_name(key: str, numbers: LayerNumbers) -> str:
     """Give the number alone, "6", where there is little room; the key of what has none, as the shell or a layer that is gone."""
     return str(numbers[key]) if key in numbers else key
 
 
-def full_name(key: str, numbers: Numbers) -> str:
+def full_name(key: str, numbers: LayerNumbers) -> str:
     """Give number and key, "6 · L006"; the key alone of what has no number."""
     return f"{numbers[key]} · {key}" if key in numbers else key
 
 
-def span_name(first: str, last: str, numbers: Numbers) -> str:
+def span_name(first: str, last: str, numbers: LayerNumbers) -> str:
     """Name layers that follow one another, "2–4 · L002–L009"; keys alone if one of both has no number."""
     keys = f"{first}–{last}"
     return f"{numbers[first]}–{numbers[last]} · {keys}" if {first, last} <= numbers.keys() else keys

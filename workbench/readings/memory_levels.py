@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.readings.columns import Columns
+from workbench.readings.trace_columns import Columns
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class Levels:
+class MemoryLevels:
     """Samples of one place, from each one's time on until the next.
 
     Attributes:
@@ -46,16 +46,16 @@ class Levels:
     t_s: NDArray[np.float64]
     nbytes: NDArray[np.int64]
     totals: NDArray[np.int64]
-    taken_s: NDArray[np.float64]
+    recorded_s: NDArray[np.float64]
 
     @staticmethod
-    def of(columns: Columns, place: str, compute: NDArray[np.intp], until_s: float = np.inf) -> Levels:
+    def of(columns: Columns, place: str, compute: NDArray[np.intp], until_s: float = np.inf) -> MemoryLevels:
         """Read the samples of a place up to a time; `compute`: indices of the compute events by start.
 
         When a compute event has ended, the relay notes the highest bytes while it ran, then what is left. The highest
         are drawn from the start of the event on, where they belong.
         """
-        at = columns.at(place)
+        at = columns.samples_at(place)
         if until_s < np.inf:
             at = at[columns.sample_s[at] <= until_s]
         taken_s, nbytes = columns.sample_s[at], columns.sample_bytes[at]
@@ -69,9 +69,9 @@ class Levels:
             began_s = columns.start_s[compute][event]
             moved = np.where(ended_now & (followed | rises), np.minimum(began_s, t_s), t_s)
             t_s = np.maximum.accumulate(np.maximum(moved, np.append(-np.inf, t_s[:-1])))
-        return Levels(t_s, nbytes, totals, taken_s)
+        return MemoryLevels(t_s, nbytes, totals, taken_s)
 
-    def at(self, edges_s: NDArray[np.float64]) -> NDArray[np.int64]:
+    def column_maxima(self, edges_s: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return (columns, categories): the highest sample in force between each of `edges_s` (columns + 1,) and the next."""
         count = len(self.totals)
         if not count:
@@ -86,12 +86,12 @@ class Levels:
         return np.where((best >= 0)[:, None], self.nbytes[found], 0)
 
 
-def find_peak(levels: Levels, columns: Columns, compute: NDArray[np.intp]) -> Peak | None:
+def find_peak(levels: MemoryLevels, columns: Columns, compute: NDArray[np.intp]) -> Peak | None:
     """Find where a place is fullest; None without samples."""
     if not len(levels.totals):
         return None
     highest = int(levels.totals.argmax())
-    t_s, nbytes = float(levels.taken_s[highest]), int(levels.totals[highest])
+    t_s, nbytes = float(levels.recorded_s[highest]), int(levels.totals[highest])
     event = int(np.searchsorted(columns.stop_s[compute], t_s, "right")) - 1
     if event < 0:
         return Peak(t_s, t_s, nbytes, "", "", -1)

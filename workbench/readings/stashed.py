@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.readings.events import Events
+from workbench.readings.ordered_events import OrderedEvents
 
 
-class Stashed:
+class StashCount:
     """The number over time: it grows with each call that begins in forward, and shrinks when its recompute is over.
 
     Args:
@@ -19,7 +19,7 @@ class Stashed:
         live: whether the step is still under way, so that backward may still come for any of them.
     """
 
-    def __init__(self, events: Events, micro_batches: int, live: bool) -> None:
+    def __init__(self, events: OrderedEvents, micro_batches: int, live: bool) -> None:
         width = int(events.k.max(initial=0)) + 2
         calls = events.visit * width + events.k + 1  # by event, a number for each visit and micro-batch
         forward, backward = events.of_layers("forward"), events.of_layers("backward")
@@ -31,15 +31,15 @@ class Stashed:
             partners = (total - events.visit[backward]) * width + events.k[backward] + 1
             forward = forward[np.isin(calls[forward], partners)]
         amounts = np.where(events.k < 0, micro_batches, 1)
-        self._put = _running(events.start_s[forward], amounts[forward])
-        self._taken = _running(events.stop_s[backward], amounts[backward])
+        self._stashed = _running_total(events.start_s[forward], amounts[forward])
+        self._consumed = _running_total(events.stop_s[backward], amounts[backward])
 
     def at(self, t_s: float) -> int:
         """Count the inputs that wait at a time."""
-        return self._put(t_s) - self._taken(t_s)
+        return self._stashed(t_s) - self._consumed(t_s)
 
 
-def _running(times: NDArray[np.float64], amounts: NDArray[np.int64]) -> Callable[[float], int]:
+def _running_total(times: NDArray[np.float64], amounts: NDArray[np.int64]) -> Callable[[float], int]:
     """The sum of the amounts up to a time."""
     order = np.argsort(times, kind="stable")
     times, sums = times[order], np.concatenate([np.zeros(1, np.int64), np.cumsum(amounts[order])])

@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 from l2l_core import Trace
 from workbench.pictures import failed_trace
-from workbench.runs.recorded import Recording
-from workbench.runs.report import write_report, write_session_report
-from workbench.session import Snapshot, Source, TensorBoard
+from workbench.runs.html_report import write_report, write_session_report
+from workbench.runs.recorded_run import RunCursor
+from workbench.session import Snapshot, SnapshotSource, TensorBoard
 
 
-class Exported(NamedTuple):
+class ExportedFile(NamedTuple):
     """A file or folder that was written.
 
     Attributes:
@@ -32,12 +32,12 @@ class Exported(NamedTuple):
     """
 
     path: Path
-    what: str
-    then: str
-    site: str = ""
+    description: str
+    next_step: str
+    viewer_url: str = ""
 
 
-class Export(NamedTuple):
+class ExportTarget(NamedTuple):
     """A program that something can be written for.
 
     Attributes:
@@ -48,10 +48,10 @@ class Export(NamedTuple):
     """
 
     tip: str
-    write: Callable[[Source, Path], Exported]
+    write: Callable[[SnapshotSource, Path], ExportedFile]
 
 
-def export(name: str, source: Source, folder: str | Path) -> Exported:
+def export(name: str, source: SnapshotSource, folder: str | Path) -> ExportedFile:
     """Write what `EXPORTS` has under this name into a folder, which is made.
 
     All is written or nothing: what fails half way leaves no file.
@@ -73,92 +73,94 @@ def export(name: str, source: Source, folder: str | Path) -> Exported:
     return EXPORTS[name].write(source, where)
 
 
-def _shown_step(now: Snapshot) -> Trace:
-    if now.last is None:
+def _shown_step(snapshot: Snapshot) -> Trace:
+    if snapshot.last is None:
         raise ValueError("there is no step to write yet: press Run or Step first")
-    return now.last
+    return snapshot.last
 
 
-def _write_perfetto(source: Source, folder: Path) -> Exported:
-    now = source.snapshot()  # one for all of the file: a run goes on meanwhile
-    trace = _shown_step(now)
-    path = _free(folder, _step_stem(now), ".json.gz")
-    with _whole(path, folder) as part:
+def _write_perfetto(source: SnapshotSource, folder: Path) -> ExportedFile:
+    snapshot = source.snapshot()  # one for all of the file: a run goes on meanwhile
+    trace = _shown_step(snapshot)
+    path = _unused_path(folder, _step_stem(snapshot), ".json.gz")
+    with _atomic_path(path, folder) as part:
         trace.to_chrome(part)
     then = 'press "Open trace file"; the file is read in your browser and not uploaded'
-    return Exported(path, now.shown_words, then, "https://ui.perfetto.dev")
+    return ExportedFile(path, snapshot.shown_words, then, "https://ui.perfetto.dev")
 
 
-def _write_memory(source: Source, folder: Path) -> Exported:
-    now = source.snapshot()
-    failed, failure = failed_trace(now), now.failure
+def _write_memory(source: SnapshotSource, folder: Path) -> ExportedFile:
+    snapshot = source.snapshot()
+    failed, failure = failed_trace(snapshot), snapshot.failure
     if failed is not None and failure is not None:  # what the view of memory shows then
-        trace, what = failed, now.failed_words
-        stem = _named(now, failure.branch, f"failed_step_{failure.step}")
+        trace, what = failed, snapshot.failed_words
+        stem = _file_stem(snapshot, failure.branch, f"failed_step_{failure.step}")
     else:
-        trace, what, stem = _shown_step(now), now.shown_words, _step_stem(now)
-    path = _free(folder, f"{stem}_memory", ".pickle")
-    with _whole(path, folder) as part:
+        trace, what, stem = _shown_step(snapshot), snapshot.shown_words, _step_stem(snapshot)
+    path = _unused_path(folder, f"{stem}_memory", ".pickle")
+    with _atomic_path(path, folder) as part:
         trace.to_memory_snapshot(part)
     then = "drag the file onto that page; device 0 is the device, device 1 the host"
-    return Exported(path, what, then, "https://pytorch.org/memory_viz")
+    return ExportedFile(path, what, then, "https://pytorch.org/memory_viz")
 
 
-def _write_tensorboard(source: Source, folder: Path) -> Exported:
-    now = source.snapshot()
-    _shown_step(now)
+def _write_tensorboard(source: SnapshotSource, folder: Path) -> ExportedFile:
+    snapshot = source.snapshot()
+    _shown_step(snapshot)
     runs = folder / "tensorboard"
-    path = _free(runs, _run_stem(now), "")
-    with _whole(path, folder) as part:
+    path = _unused_path(runs, _run_stem(snapshot), "")
+    with _atomic_path(path, folder) as part:
         logger = TensorBoard(part)
-        for row in now.steps:
+        for row in snapshot.steps:
             logger.log_step(row)
-        for change in now.changes:
+        for change in snapshot.changes:
             logger.log_change(change)
         logger.close()
-    return Exported(path, _steps(now), f'Type in a terminal: tensorboard --logdir "{runs.resolve()}"')
+    return ExportedFile(path, _step_range(snapshot), f'Type in a terminal: tensorboard --logdir "{runs.resolve()}"')
 
 
-def _write_report(source: Source, folder: Path) -> Exported:
-    now = source.snapshot()
-    _shown_step(now)
-    path = _free(folder, f"{_run_stem(now)}_report", ".html")
-    with _whole(path, folder) as part:
-        if isinstance(source, Recording):
-            write_report([source.run.until(now.number)], part)  # what came after the moment that is seen is left out
+def _write_report(source: SnapshotSource, folder: Path) -> ExportedFile:
+    snapshot = source.snapshot()
+    _shown_step(snapshot)
+    path = _unused_path(folder, f"{_run_stem(snapshot)}_report", ".html")
+    with _atomic_path(path, folder) as part:
+        if isinstance(source, RunCursor):
+            write_report(
+                [source.run.truncated(snapshot.number)], part
+            )  # what came after the moment that is seen is left out
         else:
-            write_session_report(now, part)
-    return Exported(path, _steps(now), "Open it in a browser; it is one page that needs no network")
+            write_session_report(snapshot, part)
+    return ExportedFile(path, _step_range(snapshot), "Open it in a browser; it is one page that needs no network")
 
 
-def _steps(now: Snapshot) -> str:
-    return f"{len(now.steps)} step{'s' if len(now.steps) != 1 else ''}"
+def _step_range(snapshot: Snapshot) -> str:
+    return f"{len(snapshot.steps)} step{'s' if len(snapshot.steps) != 1 else ''}"
 
 
-def _run_stem(now: Snapshot) -> str:
+def _run_stem(snapshot: Snapshot) -> str:
     """A name for the run so far."""
-    return _named(now, now.branch, f"step_{now.step}")
+    return _file_stem(snapshot, snapshot.branch, f"step_{snapshot.step}")
 
 
-def _step_stem(now: Snapshot) -> str:
+def _step_stem(snapshot: Snapshot) -> str:
     """A name for the step that is shown, which may be one of the branch that this one was forked from."""
-    assert now.shown is not None
-    return _named(now, now.shown.branch, f"step_{now.shown.number}")
+    assert snapshot.shown is not None
+    return _file_stem(snapshot, snapshot.shown.branch, f"step_{snapshot.shown.number}")
 
 
-def _named(now: Snapshot, branch: str, step: str) -> str:
+def _file_stem(snapshot: Snapshot, branch: str, step: str) -> str:
     # A branch may have any name, "wide / 2" too.
-    return "_".join([re.sub(r"[^\w.-]+", "_", branch), step]) if len(now.branches) > 1 else step
+    return "_".join([re.sub(r"[^\w.-]+", "_", branch), step]) if len(snapshot.branches) > 1 else step
 
 
-def _free(folder: Path, stem: str, ending: str) -> Path:
+def _unused_path(folder: Path, stem: str, ending: str) -> Path:
     """A path at which nothing is yet: what was written before stays."""
     names = (f"{stem}{f'-{number}' if number > 1 else ''}{ending}" for number in count(1))
     return next(path for name in names if not (path := folder / name).exists())
 
 
 @contextmanager
-def _whole(path: Path, folder: Path) -> Iterator[Path]:
+def _atomic_path(path: Path, folder: Path) -> Iterator[Path]:
     """A place for what is to lie at a path: it goes there when all is written, and is gone after an error.
 
     The place is in a folder of its own inside `folder`, so that moving it copies nothing.
@@ -169,9 +171,9 @@ def _whole(path: Path, folder: Path) -> Iterator[Path]:
         part.rename(path)
 
 
-EXPORTS: Mapping[str, Export] = {
-    "Perfetto": Export("Events and bytes of this step as a Chrome trace, for Perfetto", _write_perfetto),
-    "Memory viewer": Export("Bytes of this step as a snapshot, for PyTorch's memory viewer", _write_memory),
-    "TensorBoard": Export("Figures of every step so far, for TensorBoard", _write_tensorboard),
-    "Report": Export("The run so far as one HTML page, with this step in pictures", _write_report),
+EXPORTS: Mapping[str, ExportTarget] = {
+    "Perfetto": ExportTarget("Events and bytes of this step as a Chrome trace, for Perfetto", _write_perfetto),
+    "Memory viewer": ExportTarget("Bytes of this step as a snapshot, for PyTorch's memory viewer", _write_memory),
+    "TensorBoard": ExportTarget("Figures of every step so far, for TensorBoard", _write_tensorboard),
+    "Report": ExportTarget("The run so far as one HTML page, with this step in pictures", _write_report),
 }

@@ -1,4 +1,4 @@
-"""Writes what a session shows into one file, from which reports and replays are made: see `lines.py` for its lines.
+"""Writes what a session shows into one file, from which reports and replays are made: see `run_lines.py` for its lines.
 
 Each line is written out at once, so a crash loses at most the last one. Nothing is pickled.
 """
@@ -19,12 +19,12 @@ import psutil
 import torch
 
 from l2l_core import Inside, Trace
-from workbench.runs.lines import SCHEMA, VERSION, Told, to_json, trace_row
 from workbench.runs.look_lines import Decode, look_row
 from workbench.runs.race_lines import race_row
+from workbench.runs.run_lines import SCHEMA, VERSION, SnapshotDelta, to_json, trace_row
 from workbench.session import Change, Race, Snapshot, StepRow
 
-MOST_TRACES = 40
+MAX_TRACES = 40
 
 
 class Recorder:
@@ -45,9 +45,7 @@ class Recorder:
         ValueError: another ending.
     """
 
-    def __init__(
-        self, path: str | Path, *, title: str = "", overwrite: bool = False, traces: int = MOST_TRACES
-    ) -> None:
+    def __init__(self, path: str | Path, *, title: str = "", overwrite: bool = False, traces: int = MAX_TRACES) -> None:
         self.path = Path(path)
         if not self.path.name.endswith((".jsonl", ".jsonl.gz")):
             raise ValueError(
@@ -59,16 +57,18 @@ class Recorder:
         except FileExistsError as error:
             raise FileExistsError(f"{self.path} exists already: give another path, or overwrite=True") from error
         self._raw: BinaryIO = raw
-        self._packed = (
+        self._gzip = (
             gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=6, mtime=0) if self.path.suffix == ".gz" else None
         )
-        self._told = Told()
+        self._delta = SnapshotDelta()
         self._moments = self._steps = 0
-        self._last: dict[str, ref[Trace]] = {}  # by branch, the last step that was told; weak, since traces are large
+        self._last_traces: dict[
+            str, ref[Trace]
+        ] = {}  # by branch, the last step that was told; weak, since traces are large
         self._pending: tuple[int, Trace] | None = None  # moment and trace of a step that may turn out to matter
         self._changed = True  # since the last step
-        self._left = traces
-        self._write("run", {"schema": SCHEMA, "version": VERSION, "title": title, **_machine()})
+        self._traces_left = traces
+        self._write("run", {"schema": SCHEMA, "version": VERSION, "title": title, **_describe_machine()})
 
     # -- what a session calls ------------------------------------------------------------------------------------------
 
@@ -84,18 +84,18 @@ class Recorder:
         Raises:
             ValueError: the recorder is closed.
         """
-        number, stepped = self._moments, self._is_new(now)
-        self._write("moment", {"stepped": stepped, **self._told.tell(now)})
+        number, stepped = self._moments, self._shows_new_step(now)
+        self._write("moment", {"stepped": stepped, **self._delta.encode(now)})
         self._moments += 1
         if not stepped:
-            self._keep(self._pending)
+            self._write_trace(self._pending)
             self._pending, self._changed = None, True
             return
         assert now.last is not None
-        self._last[now.branch], self._pending = ref(now.last), (number, now.last)
+        self._last_traces[now.branch], self._pending = ref(now.last), (number, now.last)
         self._steps += 1
         if self._changed or self._steps & (self._steps - 1) == 0:
-            self._keep(self._pending)
+            self._write_trace(self._pending)
             self._pending = None
         self._changed = False
 
@@ -107,22 +107,24 @@ class Recorder:
         """Record what was seen inside of layers, with the text of its tokens where they can be decoded."""
         self._write("look", look_row(seen, decode))
 
-    def _is_new(self, now: Snapshot) -> bool:
+    def _shows_new_step(self, snapshot: Snapshot) -> bool:
         """Whether it shows a step of its branch that was not told yet."""
-        if now.shown is None or now.shown.branch != now.branch:  # after a fork, the other branch's last step is shown
+        if (
+            snapshot.shown is None or snapshot.shown.branch != snapshot.branch
+        ):  # after a fork, the other branch's last step is shown
             return False
-        told = self._last.get(now.branch)
-        return told is None or told() is not now.last
+        told = self._last_traces.get(snapshot.branch)
+        return told is None or told() is not snapshot.last
 
     def close(self) -> None:
         """Record the last step whole, and close the file; calling it twice is fine."""
         if self._raw.closed:
             return
-        self._left = 1  # the last step comes on top of what `traces` allows
-        self._keep(self._pending)
+        self._traces_left = 1  # the last step comes on top of what `traces` allows
+        self._write_trace(self._pending)
         self._write("end", {})
-        if self._packed is not None:
-            self._packed.close()
+        if self._gzip is not None:
+            self._gzip.close()
         self._raw.close()  # `GzipFile` leaves a file open that it was given
 
     def __enter__(self) -> Recorder:
@@ -147,23 +149,23 @@ class Recorder:
 
     # -- lines ---------------------------------------------------------------------------------------------------------
 
-    def _keep(self, step: tuple[int, Trace] | None) -> None:
-        if step is not None and self._left > 0:
-            self._left -= 1
+    def _write_trace(self, step: tuple[int, Trace] | None) -> None:
+        if step is not None and self._traces_left > 0:
+            self._traces_left -= 1
             self._write("trace", {"of": step[0], **trace_row(step[1])})
 
     def _write(self, kind: str, row: Mapping[str, Any]) -> None:
         if self._raw.closed:
             raise ValueError(f"{self.path} is closed: make a new Recorder to go on")
         line = to_json({"type": kind, **row})
-        file = cast(BinaryIO, self._packed or self._raw)
+        file = cast(BinaryIO, self._gzip or self._raw)
         file.write(line.encode() + b"\n")
-        if self._packed is not None:
-            self._packed.flush(zlib.Z_SYNC_FLUSH)  # all up to here can be unpacked, should the process end now
+        if self._gzip is not None:
+            self._gzip.flush(zlib.Z_SYNC_FLUSH)  # all up to here can be unpacked, should the process end now
         self._raw.flush()
 
 
-def _machine() -> dict[str, Any]:
+def _describe_machine() -> dict[str, Any]:
     return {
         "began": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {

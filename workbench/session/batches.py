@@ -9,10 +9,10 @@ from typing import Any, Literal
 import numpy
 import torch
 
-from l2l_core.batches import Batch, mapped
+from l2l_core.batches import Batch, map_leaves
 
 BatchSource = Iterable[Batch] | Callable[[], Batch]
-Kind = Literal["iterable", "iterator", "function"]
+SourceKind = Literal["iterable", "iterator", "function"]
 
 
 class Batches:
@@ -35,47 +35,47 @@ class Batches:
             )
         self._source = source
         self._iterator: Iterator[Any] = iter(()) if callable(source) else iter(source)
-        self._waiting: list[Any] = []  # the batch that was taken and not used
+        self._pending: list[Any] = []  # the batch that was taken and not used
         self._tried = False  # whether a step has begun on it
 
-    def take(self) -> Any:
+    def next_batch(self) -> Any:
         """Return the next batch, or again the last one if it was not used.
 
         Raises:
             StopIteration: there are no more.
         """
-        if not self._waiting:
-            self._waiting.append(self._next())
-        return self._waiting[0]
+        if not self._pending:
+            self._pending.append(self._draw())
+        return self._pending[0]
 
     @property
-    def waiting(self) -> Sequence[Any]:
+    def pending(self) -> Sequence[Any]:
         """The batch that was taken and not used, if there is one."""
-        return tuple(self._waiting)
+        return tuple(self._pending)
 
-    def used(self) -> None:
+    def mark_used(self) -> None:
         """Be done with the batch that was taken: the next `take` gives another."""
-        self._waiting.clear()
+        self._pending.clear()
         self._tried = False
 
-    def tried(self) -> None:
+    def mark_tried(self) -> None:
         """Note that a step begins on the batch that was taken; unless the batch is used afterwards, the step has failed."""
         self._tried = True
 
-    def give_up(self) -> bool:
+    def skip_failed(self) -> bool:
         """Be done with a batch that a step has failed on, if there is one; one that was only looked at is still to come."""
         if tried := self._tried:
-            self.used()
+            self.mark_used()
         return tried
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> SourceKind:
         """What the source is: it begins again when it ends, or ends, or is called for each batch."""
         if callable(self._source):
             return "function"
         return "iterator" if isinstance(self._source, Iterator) else "iterable"
 
-    def _next(self) -> Any:
+    def _draw(self) -> Any:
         if callable(self._source):
             return self._source()
         try:
@@ -92,12 +92,12 @@ class Batches:
         )
 
 
-def copied(batch: Batch) -> Batch:
+def copy_batch(batch: Batch) -> Batch:
     """Copy a batch, with its tensors and arrays: its source may fill the old ones again."""
-    return mapped(batch, _copy)
+    return map_leaves(batch, _copy_leaf)
 
 
-def _copy(leaf: Any) -> Any:
+def _copy_leaf(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().clone()
     return leaf.copy() if isinstance(leaf, numpy.ndarray) else leaf

@@ -11,16 +11,16 @@ from typing import Any
 
 from l2l_core import Delink, Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Move, Swap, Unfreeze
 from l2l_core.trace import format_bytes
-from workbench.readings import Numbers, full_name
-from workbench.session.edit_words import place_words
-from workbench.session.values import LayerRow
+from workbench.readings import LayerNumbers, full_name
+from workbench.session.edit_text import describe_layers
+from workbench.session.snapshot_values import LayerRow
 
 END = ""  # in place of a key: after the last layer
 PREVIOUS = ""  # likewise: the layer before the place
 
 Answers = Mapping[str, Any]  # by name of the question
 
-QUESTIONS: Mapping[str, tuple[str, ...]] = {
+FORM_FIELDS: Mapping[str, tuple[str, ...]] = {
     "Insert": ("at", "like", "init", "optimizer", "factor", "warmup"),
     "Duplicate": ("first", "last", "mode", "optimizer", "factor", "warmup"),
     "Drop": ("first", "last", "park"),
@@ -48,33 +48,39 @@ def make_edit(kind: str, answers: Answers, stack: Sequence[LayerRow]) -> Edit:
     """
     if kind == "Replace":
         raise ValueError(NEEDS_CODE.format(key=stack[-1].key))
-    return _MAKE[kind](answers, stack)
+    return _EDIT_MAKERS[kind](answers, stack)
 
 
-def _insert(of: Answers, stack: Sequence[LayerRow]) -> Edit:
-    at = of["at"] if of["at"] != END else (stack[0].stack or "", len(stack))
+def _insert(answers: Answers, stack: Sequence[LayerRow]) -> Edit:
+    at = answers["at"] if answers["at"] != END else (stack[0].stack or "", len(stack))
     # PREVIOUS is empty, and None stands for the layer before.
-    return Insert(at, like=of["like"] or None, init=of["init"], optimizer=_policy(of), warmup=of["warmup"])
+    return Insert(
+        at,
+        like=answers["like"] or None,
+        init=answers["init"],
+        optimizer=_optimizer_policy(answers),
+        warmup=answers["warmup"],
+    )
 
 
-def _span(of: Answers) -> str | tuple[str, str]:
-    return of["first"] if of["first"] == of["last"] else (of["first"], of["last"])
+def _span(answers: Answers) -> str | tuple[str, str]:
+    return answers["first"] if answers["first"] == answers["last"] else (answers["first"], answers["last"])
 
 
-def _policy(of: Answers) -> Any:
-    return of["factor"] if of["optimizer"] == "scaled" else of["optimizer"]
+def _optimizer_policy(answers: Answers) -> Any:
+    return answers["factor"] if answers["optimizer"] == "scaled" else answers["optimizer"]
 
 
-_MAKE: Mapping[str, Callable[[Answers, Sequence[LayerRow]], Edit]] = {
+_EDIT_MAKERS: Mapping[str, Callable[[Answers, Sequence[LayerRow]], Edit]] = {
     "Insert": _insert,
-    "Duplicate": lambda of, _: Duplicate(_span(of), of["mode"], _policy(of), of["warmup"]),
+    "Duplicate": lambda of, _: Duplicate(_span(of), of["mode"], _optimizer_policy(of), of["warmup"]),
     "Drop": lambda of, _: Drop(_span(of), None if of["park"] == "free" else of["park"]),
     "Swap": lambda of, _: Swap(of["layer"], of["other"]),
     "Move": lambda of, _: Move(of["layer"], of["to"]),
     "Interpolate": lambda of, _: Interpolate(of["layer"], of["other"], of["weight"]),
     "Freeze": lambda of, _: Freeze(_span(of)),
     "Unfreeze": lambda of, _: Unfreeze(_span(of)),
-    "Delink": lambda of, _: Delink(_span(of), _policy(of), of["warmup"]),
+    "Delink": lambda of, _: Delink(_span(of), _optimizer_policy(of), of["warmup"]),
 }
 
 
@@ -82,7 +88,7 @@ _MAKE: Mapping[str, Callable[[Answers, Sequence[LayerRow]], Edit]] = {
 
 
 @dataclass(frozen=True)
-class Outlook:
+class EditPreview:
     """What an edit would do.
 
     Attributes:
@@ -93,7 +99,7 @@ class Outlook:
             rows of layers do not tell, as who shares weights with whom.
     """
 
-    does: str
+    effect: str
     keeps_function: bool
     optimizer: str
     layers: int | None
@@ -117,26 +123,26 @@ class Outlook:
         return (same, *sizes, f"optimizer state {self.optimizer}")
 
 
-def foresee(edit: Edit, stack: Sequence[LayerRow], numbers: Numbers) -> Outlook:
+def preview_edit(edit: Edit, stack: Sequence[LayerRow], numbers: LayerNumbers) -> EditPreview:
     """Say what an edit out of `make_edit` would do if the stack stays as it is until then; `numbers` are those of all layers."""
-    told = _sentence(edit, stack, numbers), edit.preserves_function, edit.optimizer_policy
+    told = _describe_effect(edit, stack, numbers), edit.preserves_function, edit.optimizer_policy
     if isinstance(edit, Delink):
-        return Outlook(*told, None, None, None)
-    sign, rows = _comes_and_goes(edit, stack)
+        return EditPreview(*told, None, None, None)
+    sign, rows = _layer_delta(edit, stack)
     params, nbytes = sum(row.num_params for row in rows), sum(row.nbytes for row in rows)
-    return Outlook(*told, sign * len(rows), sign * params, sign * nbytes)
+    return EditPreview(*told, sign * len(rows), sign * params, sign * nbytes)
 
 
-def _comes_and_goes(edit: Edit, stack: Sequence[LayerRow]) -> tuple[int, Sequence[LayerRow]]:
+def _layer_delta(edit: Edit, stack: Sequence[LayerRow]) -> tuple[int, Sequence[LayerRow]]:
     """1 and layers of which twins come, or -1 and layers that go."""
     if isinstance(edit, Insert):
-        return 1, [_model_of(edit, stack)]
+        return 1, [_template_of(edit, stack)]
     if isinstance(edit, Duplicate | Drop):
         return (1 if isinstance(edit, Duplicate) else -1), _rows_of(edit.layers, stack)
     return 1, ()
 
 
-def _model_of(edit: Insert, stack: Sequence[LayerRow]) -> LayerRow:
+def _template_of(edit: Insert, stack: Sequence[LayerRow]) -> LayerRow:
     """The layer that the new one is made like."""
     keys = [row.key for row in stack]
     if edit.like is not None:
@@ -151,19 +157,19 @@ def _rows_of(span: Any, stack: Sequence[LayerRow]) -> Sequence[LayerRow]:
     return stack[keys.index(first) : keys.index(last) + 1]
 
 
-def _sentence(edit: Edit, stack: Sequence[LayerRow], numbers: Numbers) -> str:
+def _describe_effect(edit: Edit, stack: Sequence[LayerRow], numbers: LayerNumbers) -> str:
     def call(where: Any) -> str:
-        return place_words(where, numbers)
+        return describe_layers(where, numbers)
 
     match edit:
         case Insert(at, _, _, init):
             where = f"in front of {call(at)}" if isinstance(at, str) else "after the last one"
-            like = full_name(_model_of(edit, stack).key, numbers)
-            return f"A new layer {where}, made like {like}: {_STARTS[init].format(like=like)}."
+            like = full_name(_template_of(edit, stack).key, numbers)
+            return f"A new layer {where}, made like {like}: {_INIT_TEXT[init].format(like=like)}."
         case Duplicate(layers, mode):
-            return f"Copies of {call(layers)}, {_GOES[mode]}."
+            return f"Copies of {call(layers)}, {_MODE_TEXT[mode]}."
         case Drop(layers, park):
-            return f"{call(layers)} {'leave' if isinstance(layers, tuple) else 'leaves'} the stack; {_PARKS[park]}."
+            return f"{call(layers)} {'leave' if isinstance(layers, tuple) else 'leaves'} the stack; {_KEEP_TEXT[park]}."
         case Swap(a, b):
             return f"{call(a)} and {call(b)} change places."
         case Move(layer, to):
@@ -181,18 +187,18 @@ def _sentence(edit: Edit, stack: Sequence[LayerRow], numbers: Numbers) -> str:
     raise AssertionError(f"the form has no {type(edit).__name__}")
 
 
-_STARTS = {
+_INIT_TEXT = {
     "identity": "it passes its input on until it has learned something",
     "copy": "it starts with a copy of the weights of {like}",
     "fresh": "it is initialised as in a new model",
     "interpolate": "it starts as the mean of the layers on both sides",
 }
-_GOES = {
+_MODE_TEXT = {
     "middle": "after them as a whole",
     "top": "after the last layer of the stack",
     "interleaved": "each after its original",
 }
-_PARKS = {
+_KEEP_TEXT = {
     "memory": "weights and optimizer state wait in memory for an undo",
     "disk": "weights and optimizer state wait on disk for an undo",
     None: "the bytes are freed, and neither this edit nor those before can be undone",

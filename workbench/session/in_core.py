@@ -6,13 +6,13 @@ import logging
 from collections.abc import Sequence
 
 from l2l_core import Relay, StepResult
-from workbench.readings import batch_bytes, in_core_bytes
-from workbench.session.values import LayerRow
+from workbench.readings import batch_bytes, estimate_in_core_bytes
+from workbench.session.snapshot_values import LayerRow
 
 _log = logging.getLogger(__name__)
 
 
-class InCore:
+class InCoreEstimate:
     """Device bytes of in-core training of a relay's model, step by step.
 
     Args:
@@ -21,18 +21,18 @@ class InCore:
 
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
-        self._known_for: object = None  # what the need was last told for
+        self._inputs: object = None  # what the need was last told for
         self._nbytes: int | None = None  # and what it was
 
-    def need(self, result: StepResult, layers: Sequence[LayerRow]) -> int | None:
+    def estimate(self, result: StepResult, layers: Sequence[LayerRow]) -> int | None:
         """Estimate the device bytes that in-core training would need for such a step; None where that cannot be told."""
         trained = self._relay.shell.num_trained, *((layer.key, layer.num_trained) for layer in layers)
         like = self._relay.config, result.samples, batch_bytes(result.trace), trained
-        if like == self._known_for:
+        if like == self._inputs:
             return self._nbytes
-        self._known_for, self._nbytes = like, None
+        self._inputs, self._nbytes = like, None
         try:
-            self._nbytes = in_core_bytes(self._relay, result.trace)
+            self._nbytes = estimate_in_core_bytes(self._relay, result.trace)
         except Exception:  # the step is done whatever is thought of it
             _log.exception("what in-core training would need cannot be told")
         return self._nbytes

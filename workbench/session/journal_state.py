@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from l2l_core.edits import Entry
+from l2l_core.edits import JournalEntry
 
 
-class Turns(NamedTuple):
+class JournalState(NamedTuple):
     """Edits by what has become of them, the last one last."""
 
-    in_force: tuple[Entry, ...]
-    undone: tuple[Entry, ...]  # that a redo would bring back
+    in_force: tuple[JournalEntry, ...]
+    undone: tuple[JournalEntry, ...]  # that a redo would bring back
 
 
-def turns_of(journal: Sequence[Entry]) -> Turns:
+def journal_state_of(journal: Sequence[JournalEntry]) -> JournalState:
     """Follow the journal from its first line to its last."""
-    done: list[Entry] = []
-    undone: list[Entry] = []
+    done: list[JournalEntry] = []
+    undone: list[JournalEntry] = []
     for entry in journal:
         if entry.kind == "edit":
             done.append(entry)
@@ -27,4 +27,4 @@ def turns_of(journal: Sequence[Entry]) -> Turns:
             undone.append(done.pop())
         elif undone:
             done.append(undone.pop())
-    return Turns(tuple(done), tuple(undone))
+    return JournalState(tuple(done), tuple(undone))

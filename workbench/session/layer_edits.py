@@ -10,10 +10,10 @@ from typing import Any
 import numpy
 
 from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Move, Unfreeze
-from workbench.session.values import LayerRow
+from workbench.session.snapshot_values import LayerRow
 
 
-def edits_of(row: LayerRow, layers: Sequence[LayerRow]) -> Mapping[str, Edit]:
+def edits_for_layer(row: LayerRow, layers: Sequence[LayerRow]) -> Mapping[str, Edit]:
     """List the edits that a layer allows, by the words for them; none of a layer that is in no stack.
 
     Args:
@@ -38,10 +38,10 @@ def edits_of(row: LayerRow, layers: Sequence[LayerRow]) -> Mapping[str, Edit]:
     }
 
 
-def code_of(edit: Any) -> str:
+def edit_code(edit: Any) -> str:
     """Write an edit, or another dataclass, as Python does, without fields that have their defaults: ``Drop(layers='L006')``."""
     given = [(one, getattr(edit, one.name)) for one in fields(edit)]
-    words = [f"{one.name}={literal(value)}" for one, value in given if value != _default(one)]
+    words = [f"{one.name}={literal(value)}" for one, value in given if value != _default_value(one)]
     return f"{type(edit).__name__}({', '.join(words)})"
 
 
@@ -62,5 +62,5 @@ def literal(value: Any) -> str:
             return repr(value)
 
 
-def _default(one: Field[Any]) -> Any:
+def _default_value(one: Field[Any]) -> Any:
     return one.default_factory() if one.default_factory is not MISSING else one.default

@@ -26,9 +26,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from l2l_core import Inside
-from workbench.session.race_values import Race
+from workbench.session.race_result import Race
 from workbench.session.snapshot import Snapshot
-from workbench.session.values import Change, StepRow
+from workbench.session.snapshot_values import Change, StepRow
 
 SCHEMA = 1
 
@@ -48,7 +48,7 @@ class Logger(Protocol):
 
 
 @runtime_checkable  # a session asks each logger whether it is one, and nobody has to inherit
-class Watcher(Protocol):
+class SnapshotLogger(Protocol):
     """A logger that also wants to see the whole session, as `Recorder` does."""
 
     def watch(self, now: Snapshot) -> None:
@@ -124,7 +124,7 @@ class JsonLines:
     def _write(self, kind: str, fields: Mapping[str, Any]) -> None:
         if self._file.closed:
             raise ValueError(f"{self.path} is closed: make a new JsonLines(..., append=True) to go on")
-        line = json.dumps({"type": kind, **_finite(fields)}, ensure_ascii=False, allow_nan=False)
+        line = json.dumps({"type": kind, **_finite_or_none(fields)}, ensure_ascii=False, allow_nan=False)
         self._file.write(line.encode("utf-8") + b"\n")
         self._file.flush()  # a crash of the process loses none; a buffer would keep the last few
 
@@ -149,10 +149,10 @@ class TensorBoard:
     """
 
     def __init__(self, writer: str | Path | Any) -> None:
-        self._owned = isinstance(writer, str | Path)
-        if not self._owned and not all(hasattr(writer, name) for name in ("add_scalar", "add_text", "flush")):
+        self._owns_writer = isinstance(writer, str | Path)
+        if not self._owns_writer and not all(hasattr(writer, name) for name in ("add_scalar", "add_text", "flush")):
             raise TypeError(f"writer={writer!r}: give a folder, or a SummaryWriter")
-        self._writer = _make_writer(Path(writer)) if self._owned else writer
+        self._writer = _make_writer(Path(writer)) if self._owns_writer else writer
 
     def log_step(self, row: StepRow) -> None:
         """Write the figures of a step."""
@@ -179,15 +179,15 @@ class TensorBoard:
     def close(self) -> None:
         """Flush; close the writer if it was made here."""
         self._writer.flush()
-        if self._owned:
+        if self._owns_writer:
             self._writer.close()
 
 
-def _finite(value: Any) -> Any:
+def _finite_or_none(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: _finite_or_none(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite_or_none(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

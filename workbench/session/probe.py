@@ -16,15 +16,15 @@ import torch
 
 from l2l_core import Edit, Inside, Relay
 from l2l_core.batches import Batch, leaves_in
-from workbench.session.batches import Batches, copied
-from workbench.session.judgement import Judged, Measured
-from workbench.session.values import ProbeRow
+from workbench.session.batches import Batches, copy_batch
+from workbench.session.probe_verdict import LossChange, ProbeLosses
+from workbench.session.snapshot_values import ProbeRow
 
-MOST = 4  # training batches that are kept, if nobody has given others
+MAX_BATCHES = 4  # training batches that are kept, if nobody has given others
 
 _NO_BATCH = "no batch has been trained on yet, and no probe=[...] was given"
 
-Given = Sequence[Batch] | Literal[False] | None
+ProbeBatches = Sequence[Batch] | Literal[False] | None
 
 
 class NotMeasured(ValueError):
@@ -50,70 +50,70 @@ class Probe:
         ValueError: no batch.
     """
 
-    def __init__(self, relay: Relay, given: Given, source: Batches) -> None:
+    def __init__(self, relay: Relay, given: ProbeBatches, source: Batches) -> None:
         self.is_on = given is not False
         self._relay, self._source = relay, source
         self._is_given = given is not None and given is not False
-        self._batches = tuple(_checked(given)) if self._is_given else ()
-        self._count = len(self._batches) or None  # that were measured last, or will be
+        self._batches = tuple(_check_batches(given)) if self._is_given else ()
+        self._batch_count = len(self._batches) or None  # that were measured last, or will be
         self._first_step: int | None = None  # from which training batches are kept
-        self._last: Measured | None = None
+        self._last: ProbeLosses | None = None
         self._state: object = None
-        self._measured: Sequence[Batch] = ()  # held, so that no other batch is taken for one of these
+        self._measured_batches: Sequence[Batch] = ()  # held, so that no other batch is taken for one of these
         self._seconds: float | None = None
 
     @property
     def row(self) -> ProbeRow:
         """What panels show of the probe."""
-        return ProbeRow(self.is_on, self._is_given, self._count, MOST, self._first_step, self._seconds)
+        return ProbeRow(self.is_on, self._is_given, self._batch_count, MAX_BATCHES, self._first_step, self._seconds)
 
-    def keep(self, batch: Batch, step: int) -> None:
+    def add_training_batch(self, batch: Batch, step: int) -> None:
         """Keep a copy of a training batch that a step was made on, if batches are still wanted; its source may fill it again.
 
         One that is kept already would make the spread smaller than it is, and cost the same again.
         """
-        if self._is_given or not self.is_on or len(self._batches) == MOST:
+        if self._is_given or not self.is_on or len(self._batches) == MAX_BATCHES:
             return
         if any(_is_equal(batch, kept) for kept in self._batches):
             return
         self._first_step = step if self._first_step is None else self._first_step
-        self._batches = (*self._batches, copied(batch))
-        self.forget()
+        self._batches = (*self._batches, copy_batch(batch))
+        self.invalidate()
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Forget the last measurement: the relay may have changed in ways that it does not tell."""
-        self._last, self._state, self._measured = None, None, ()
+        self._last, self._state, self._measured_batches = None, None, ()
 
-    def measure(self) -> Measured:
+    def measure(self) -> ProbeLosses:
         """Measure the losses as the relay is now, or return the last ones if nothing has changed since.
 
         Raises:
             NotMeasured: it is off, or there is no batch, or it fails on the batches.
         """
-        batches, state = self._chosen(), self._present()
-        is_known = state == self._state and all(a is b for a, b in zip(batches, self._measured, strict=False))
+        batches, state = self._current_batches(), self._relay_fingerprint()
+        is_known = state == self._state and all(a is b for a, b in zip(batches, self._measured_batches, strict=False))
         if self._last is None or not is_known:
             self._last = self._evaluate(batches)
-            self._state, self._measured = state, batches
+            self._state, self._measured_batches = state, batches
         return self._last
 
-    def before(self) -> Measured | str:
+    def measure_before(self) -> ProbeLosses | str:
         """Measure the losses before an edit, or say why that cannot be done."""
         try:
             return self.measure()
         except NotMeasured as error:
             return str(error)
 
-    def after(self, before: Measured | str) -> Judged | str:
+    def measure_after(self, before: ProbeLosses | str) -> LossChange | str:
         """Measure what an edit that is done has changed, or say why that is not known."""
         if isinstance(before, str):
             return before
         try:
-            return Judged(before, self.measure())
+            return LossChange(before, self.measure())
         except NotMeasured as error:
             return str(error)
 
-    def judge(self, edits: Sequence[Edit]) -> Judged:
+    def measure_edits(self, edits: Sequence[Edit]) -> LossChange:
         """Measure what edits would do; they are taken back again.
 
         Raises:
@@ -121,7 +121,7 @@ class Probe:
             ValueError, TypeError: an edit that cannot be carried out.
         """
         before = self.measure()
-        return Judged(before, self._evaluate(self._measured, edits))
+        return LossChange(before, self._evaluate(self._measured_batches, edits))
 
     def look(self, batch: Batch, layers: Any, options: Mapping[str, Any]) -> Inside:
         """Look inside of layers; without a batch on the first one there is, whether the probe is on or not.
@@ -131,7 +131,7 @@ class Probe:
             ValueError, TypeError: layers or options that there are not.
         """
         if batch is None:
-            known = self._batches or self._source.waiting
+            known = self._batches or self._source.pending
             if not known:
                 raise NotMeasured(_NO_BATCH)
             batch = known[0]
@@ -142,7 +142,7 @@ class Probe:
         except Exception as error:  # nothing has changed, so a run goes on
             raise NotMeasured(_first_line(error)) from error
 
-    def _evaluate(self, batches: Sequence[Batch], edits: Sequence[Edit] = ()) -> Measured:
+    def _evaluate(self, batches: Sequence[Batch], edits: Sequence[Edit] = ()) -> ProbeLosses:
         began_s = time.perf_counter()
         try:
             losses = self._relay.probe(batches, *edits)
@@ -150,24 +150,24 @@ class Probe:
             if edits and isinstance(error, ValueError | TypeError):
                 raise
             raise NotMeasured(_first_line(error)) from error
-        self._seconds, self._count = time.perf_counter() - began_s, len(losses)
-        return Measured(tuple(losses), self._seconds)
+        self._seconds, self._batch_count = time.perf_counter() - began_s, len(losses)
+        return ProbeLosses(tuple(losses), self._seconds)
 
-    def _chosen(self) -> Sequence[Batch]:
+    def _current_batches(self) -> Sequence[Batch]:
         if not self.is_on:
             raise NotMeasured("the probe is off")
-        if batches := self._batches or self._source.waiting:
+        if batches := self._batches or self._source.pending:
             return batches
         raise NotMeasured(_NO_BATCH)
 
-    def _present(self) -> object:
+    def _relay_fingerprint(self) -> object:
         """What tells the relay from what it was, as far as steps, edits, settings and writes of the user's own go."""
         relay = self._relay
         written = sum(param._version for param in relay.model.parameters())
-        return relay.branch, relay.steps, len(relay.journal), relay.config, written, len(self._chosen())
+        return relay.branch, relay.steps, len(relay.journal), relay.config, written, len(self._current_batches())
 
 
-class Judging:
+class ProbingRelay:
     """A relay as schedules see it: what they apply is judged at once, since a step comes next.
 
     Attributes:
@@ -176,7 +176,7 @@ class Judging:
 
     _relay: Relay
     _probe: Probe
-    found: dict[int, Judged | str]
+    found: dict[int, LossChange | str]
 
     def __init__(self, relay: Relay, probe: Probe) -> None:
         vars(self).update(_relay=relay, _probe=probe, found={})  # past `__setattr__`, which writes to the relay
@@ -187,15 +187,15 @@ class Judging:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._relay, name, value)  # as `config`, which a schedule of the user's own may set
 
-    def apply(self, *edits: Edit, trust: bool = False) -> Edit:
+    def apply(self, *edits: Edit, force: bool = False) -> Edit:
         """Apply edits as `Relay.apply` does, and measure the losses before and after."""
-        before = self._probe.before()
-        inverse = self._relay.apply(*edits, trust=trust)
-        self.found[self._relay.journal[-1].number] = self._probe.after(before)
+        before = self._probe.measure_before()
+        inverse = self._relay.apply(*edits, force=force)
+        self.found[self._relay.journal[-1].number] = self._probe.measure_after(before)
         return inverse
 
 
-def _checked(given: object) -> Sequence[Batch]:
+def _check_batches(given: object) -> Sequence[Batch]:
     """Batches that somebody has given, if they are such."""
     is_batch = isinstance(given, Mapping | torch.Tensor | str) or is_dataclass(given) or hasattr(given, "_fields")
     is_batch = is_batch or (isinstance(given, tuple) and given and all(isinstance(x, torch.Tensor) for x in given))

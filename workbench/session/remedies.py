@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice, Relay
-from workbench.session.values import Remedy
+from workbench.session.snapshot_values import Remedy
 
 
-def remedy_of(error: BaseException, relay: Relay) -> Remedy | None:
+def find_remedy(error: BaseException, relay: Relay) -> Remedy | None:
     """Return what the relay found out when its device was full; None for any other error, or if nothing could be tried."""
     full = error if isinstance(error, DeviceOutOfMemory) else error.__cause__  # that of a TornStep
     if not isinstance(full, DeviceOutOfMemory) or full.least_bytes is None:
         return None
-    return Remedy(dict(full.settings), full.least_bytes, _code(relay, full.least_bytes))
+    return Remedy(dict(full.settings), full.least_bytes, _larger_device_code(relay, full.least_bytes))
 
 
-def _code(relay: Relay, nbytes: int) -> str:
+def _larger_device_code(relay: Relay, nbytes: int) -> str:
     """A device like the relay's, but for its memory; copied, it makes a relay over the same model that fits."""
     if not isinstance(relay.device, EmulatedDevice):
         return ""

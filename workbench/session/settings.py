@@ -11,15 +11,15 @@ from dataclasses import fields
 from typing import Any
 
 from l2l_core import Device, EmulatedDevice, Relay, RelayConfig
-from workbench.session.values import Change
+from workbench.session.snapshot_values import Change
 
-LINK = ("h2d_bytes_per_s", "d2h_bytes_per_s", "latency_s")
-SETTINGS = (*(field.name for field in fields(RelayConfig)), *LINK)
+LINK_SETTINGS = ("h2d_bytes_per_s", "d2h_bytes_per_s", "latency_s")
+SETTINGS = (*(field.name for field in fields(RelayConfig)), *LINK_SETTINGS)
 
 Settings = dict[str, Any]  # by name
 
 
-def settings_of(relay: Relay) -> Settings:
+def read_settings(relay: Relay) -> Settings:
     """Read the settings of a relay and its device as they are."""
     config = relay.config
     return {**{field.name: getattr(config, field.name) for field in fields(config)}, **relay.device.figures()}
@@ -34,7 +34,7 @@ def check_names(names: Iterable[str], device: Device) -> None:
     for name in names:
         if name not in SETTINGS:
             raise ValueError(f"there is no setting {name!r}; there are {', '.join(SETTINGS)}")
-        if name in LINK and not isinstance(device, EmulatedDevice):
+        if name in LINK_SETTINGS and not isinstance(device, EmulatedDevice):
             raise ValueError(f"{name}: the link of {device.name} is real; only an emulated one can be set")
 
 
@@ -44,17 +44,17 @@ def check_settings(settings: Settings) -> None:
     Raises:
         ValueError: says what would be valid.
     """
-    config_of(settings), EmulatedDevice(None, *_link_of(settings))  # made for what their constructors refuse
+    make_config(settings), EmulatedDevice(None, *_link_arguments(settings))  # made for what their constructors refuse
 
 
 def apply_settings(relay: Relay, settings: Settings) -> None:
     """Let the next step use them."""
-    relay.config = config_of(settings)
+    relay.config = make_config(settings)
     if isinstance(relay.device, EmulatedDevice):
-        relay.device.throttle(*_link_of(settings))
+        relay.device.throttle(*_link_arguments(settings))
 
 
-def config_of(settings: Settings) -> RelayConfig:
+def make_config(settings: Settings) -> RelayConfig:
     """Make the configuration of the relay from its part of the settings.
 
     Raises:
@@ -63,11 +63,11 @@ def config_of(settings: Settings) -> RelayConfig:
     return RelayConfig(**{field.name: settings[field.name] for field in fields(RelayConfig)})
 
 
-def _link_of(settings: Settings) -> list[Any]:
-    return [settings.get(name, 0.0 if name == "latency_s" else None) for name in LINK]
+def _link_arguments(settings: Settings) -> list[Any]:
+    return [settings.get(name, 0.0 if name == "latency_s" else None) for name in LINK_SETTINGS]
 
 
-class Plan:
+class SettingsPlan:
     """What settings will be, and what they were when they were last used.
 
     Invariant: `settings` is read and written under the session's lock, the rest by its thread alone.
@@ -80,17 +80,17 @@ class Plan:
 
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
-        self.settings = self.used = settings_of(relay)
-        self.noted: Change | None = None
+        self.settings = self.last_used = read_settings(relay)
+        self.recorded: Change | None = None
 
-    def note_use(self) -> None:
+    def mark_used(self) -> None:
         """Note that a step used the relay's settings, or that it became another relay: changes count from here on."""
-        self.used, self.noted = settings_of(self._relay), None
+        self.last_used, self.recorded = read_settings(self._relay), None
 
-    def follow(self, waiting: Iterable[Mapping[str, Any]]) -> None:
+    def apply_queued(self, queued: Iterable[Mapping[str, Any]]) -> None:
         """Read the relay's settings anew, and put those on top that still wait in the queue, in order."""
-        self.settings = settings_of(self._relay)
-        for more in waiting:
+        self.settings = read_settings(self._relay)
+        for more in queued:
             with suppress(ValueError):  # no longer fits: its turn will tell
                 check_settings(planned := {**self.settings, **more})
                 self.settings = planned

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from l2l_core import Trace
-from l2l_core.edits import Entry
-from workbench.session.journal_state import turns_of
-from workbench.session.values import LayerRow
+from l2l_core.edits import JournalEntry
+from workbench.session.journal_state import journal_state_of
+from workbench.session.snapshot_values import LayerRow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,16 +29,16 @@ class ShownStep:
     number: int
     trace: Trace
     layers: Sequence[LayerRow]
-    journal: Sequence[Entry] = ()
+    journal: Sequence[JournalEntry] = ()
     in_core_bytes: int | None = None
 
-    def is_before_edit(self, layers: Sequence[LayerRow], journal: Sequence[Entry]) -> bool:
+    def is_before_edit(self, layers: Sequence[LayerRow], journal: Sequence[JournalEntry]) -> bool:
         """Say whether the stack was edited since, and not edited back; `layers` and `journal` are the present ones."""
-        if [_make_up(row) for row in self.layers] != [_make_up(row) for row in layers]:
+        if [_layer_identity(row) for row in self.layers] != [_layer_identity(row) for row in layers]:
             return True
-        return self.journal != journal and turns_of(self.journal).in_force != turns_of(journal).in_force
+        return self.journal != journal and journal_state_of(self.journal).in_force != journal_state_of(journal).in_force
 
 
-def _make_up(row: LayerRow) -> tuple[Any, ...]:
+def _layer_identity(row: LayerRow) -> tuple[Any, ...]:
     """What of a layer a step does not change."""
     return row.key, row.num_params, row.num_trained, row.frozen

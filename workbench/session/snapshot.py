@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from l2l_core import RelayConfig, Trace
-from l2l_core.edits import FIRST, Branch, Entry
-from workbench.session.race_values import Race
+from l2l_core.edits import MAIN_BRANCH, Branch, JournalEntry
+from workbench.session.race_result import Race
 from workbench.session.shown_step import ShownStep
+from workbench.session.snapshot_values import Change, Failure, LayerRow, ProbeRow, Progress, State, StepRow
 from workbench.session.statistics import Statistics
-from workbench.session.values import Change, Failure, LayerRow, ProbeRow, Progress, State, StepRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,10 @@ class Snapshot:
     failure: Failure | None
     refusal: Failure | None = None
     tickets: Sequence[int] = ()
-    journal: Sequence[Entry] = ()
+    journal: Sequence[JournalEntry] = ()
     can_undo: bool = False
     can_redo: bool = False
-    branch: str = FIRST
+    branch: str = MAIN_BRANCH
     branches: Sequence[Branch] = ()
     elsewhere: Mapping[str, Sequence[StepRow]] = field(default_factory=dict)
     touched: Collection[str] = ()
@@ -116,45 +116,45 @@ class Snapshot:
         if self.shown is not None:
             return self.words_of(self.shown)
         kept = "is kept, the next one will be shown" if self.steps else "yet"
-        return f"no step{self._on(self.branch)} {kept}"
+        return f"no step{self._branch_suffix(self.branch)} {kept}"
 
     @property
     def state_words(self) -> str:
         """Which state is shown, as "after step 12 of wide and the last edit"."""
         step = self.shown
         if step is None or step.number != self.step:
-            return f"{f'after step {self.step}' if self.step else 'before the first step'}{self._on(self.branch)}"
+            return f"{f'after step {self.step}' if self.step else 'before the first step'}{self._branch_suffix(self.branch)}"
         edited = " and the last edit" if self._is_edited(step) else ""
-        return f"after {self.name_of(step)}{edited}{self._not_own(step)}"
+        return f"after {self.name_of(step)}{edited}{self._branch_note(step)}"
 
     @property
     def progress_words(self) -> str:
         """Which step is under way."""
-        return f"step {self.step + 1}{self._on(self.branch)}, under way"
+        return f"step {self.step + 1}{self._branch_suffix(self.branch)}, under way"
 
     @property
     def failed_words(self) -> str:
         """Which step has failed last; "" if none has."""
         if self.failure is None:
             return ""
-        return f"step {self.failure.step}{self._on(self.failure.branch)}, which failed"
+        return f"step {self.failure.step}{self._branch_suffix(self.failure.branch)}, which failed"
 
     def words_of(self, step: ShownStep) -> str:
         """Say which step this is, seen from this snapshot; it need not be the one that is shown."""
         edited = ", before the last edit" if step is self.shown and self._is_edited(step) else ""
-        return f"{self.name_of(step)}{edited}{self._not_own(step)}"
+        return f"{self.name_of(step)}{edited}{self._branch_note(step)}"
 
     def name_of(self, step: ShownStep) -> str:
         """Name a step, whatever has happened since: "step 12", or "step 12 of wide" where there are branches."""
-        return f"step {step.number}{self._on(step.branch)}"
+        return f"step {step.number}{self._branch_suffix(step.branch)}"
 
     def _is_edited(self, step: ShownStep) -> bool:
         return step.is_before_edit(self.layers, self.journal)
 
-    def _not_own(self, step: ShownStep) -> str:
+    def _branch_note(self, step: ShownStep) -> str:
         forked = step is self.shown and step.branch != self.branch
         return f"; {self.branch} has made no step since it was forked" if forked else ""
 
-    def _on(self, branch: str) -> str:
+    def _branch_suffix(self, branch: str) -> str:
         """Whose, where there are several branches."""
         return f" of {branch}" if len(self.branches) > 1 or branch != self.branch else ""

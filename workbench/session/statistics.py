@@ -14,20 +14,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.session.values import LayerRow
+from workbench.session.snapshot_values import LayerRow
 
 FIGURES = ("grad_norm", "update_ratio", "influence")  # fields of LayerRow
-MOST_COLUMNS = 256
-MOST_GONE = 64  # layers out of the stack that are remembered
+MAX_COLUMNS = 256
+MAX_REMOVED = 64  # layers out of the stack that are remembered
 
-_THERE = len(FIGURES)  # besides: 1 in every step in which the layer was in the stack
+_PRESENT = len(FIGURES)  # besides: 1 in every step in which the layer was in the stack
 _LARGEST = float(np.finfo(np.float32).max)
 
 Cells = NDArray[np.float32]
-Numbers = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 
 
-class Track(NamedTuple):
+class LayerTrack(NamedTuple):
     """A layer in the record.
 
     Attributes:
@@ -53,14 +53,14 @@ class Statistics:
         open: (figures + 1, rows), the column to which steps are still added, if there is one.
     """
 
-    stack: tuple[Track, ...]
-    gone: tuple[Track, ...]
-    first: Numbers
-    last: Numbers
+    stack: tuple[LayerTrack, ...]
+    removed: tuple[LayerTrack, ...]
+    first: IntArray
+    last: IntArray
     closed: Cells
     open: Cells | None
 
-    def values(self, figure: str, tracks: Sequence[Track]) -> Cells:
+    def values(self, figure: str, tracks: Sequence[LayerTrack]) -> Cells:
         """Return (tracks, columns): means over the steps of a column.
 
         NaN: the layer was not there, or had no figure, as when it is frozen; inf: it had some, but none was finite.
@@ -70,13 +70,13 @@ class Statistics:
         """
         if figure not in FIGURES:
             raise ValueError(f"there is no figure {figure!r} of a layer; there are {', '.join(FIGURES)}")
-        return self._take(FIGURES.index(figure), tracks)
+        return self._select(FIGURES.index(figure), tracks)
 
-    def there(self, tracks: Sequence[Track]) -> NDArray[np.bool_]:
+    def present(self, tracks: Sequence[LayerTrack]) -> NDArray[np.bool_]:
         """Return (tracks, columns): whether the layer was in the stack in some step of a column."""
-        return ~np.isnan(self._take(_THERE, tracks))
+        return ~np.isnan(self._select(_PRESENT, tracks))
 
-    def _take(self, plane: int, tracks: Sequence[Track]) -> Cells:
+    def _select(self, plane: int, tracks: Sequence[LayerTrack]) -> Cells:
         rows = np.array([track.row for track in tracks], np.intp)
         columns = [self.closed[plane][:, rows], *([self.open[plane][None, rows]] if self.open is not None else [])]
         return np.concatenate(columns).T
@@ -92,45 +92,45 @@ class StatisticsLog:
         columns: at most so many, an even number.
     """
 
-    def __init__(self, columns: int = MOST_COLUMNS) -> None:
+    def __init__(self, columns: int = MAX_COLUMNS) -> None:
         assert columns >= 2 and columns % 2 == 0, columns
-        self._stack: tuple[Track, ...] = ()
-        self._gone: tuple[Track, ...] = ()
-        self._called: tuple[list[str], list[str]] = [], []  # keys and names of the stack
+        self._stack: tuple[LayerTrack, ...] = ()
+        self._removed: tuple[LayerTrack, ...] = ()
+        self._stack_names: tuple[list[str], list[str]] = [], []  # keys and names of the stack
         self._rows = 0  # in use, those of forgotten layers included
         self._columns = 0  # complete
         self._stride = 1  # steps in a complete column
-        self._mean = np.full((_THERE + 1, columns, 0), np.nan, np.float32)
+        self._mean = np.full((_PRESENT + 1, columns, 0), np.nan, np.float32)
         self._count = np.zeros(self._mean.shape, np.uint32)  # finite figures in a cell
         self._first, self._last = np.zeros(columns, np.int64), np.zeros(columns, np.int64)
-        self._open: _Column | None = None
+        self._open: _StepColumn | None = None
         self._view: Statistics | None = None
 
     def append(self, step: int, layers: Sequence[LayerRow]) -> None:
         """Add the figures of a step; `layers` is the stack in order."""
-        self.arrange(layers)
+        self.set_stack(layers)
         self._view = None
         column = _column_of(step, layers, [track.row for track in self._stack], self._mean.shape[2])
-        self._open = column if self._open is None else self._open.and_then(column)
+        self._open = column if self._open is None else self._open.merged_with(column)
         if self._open.steps == self._stride:
-            self._close(self._open)
+            self._store_column(self._open)
 
-    def arrange(self, layers: Sequence[LayerRow]) -> None:
+    def set_stack(self, layers: Sequence[LayerRow]) -> None:
         """Take over the stack as it is now, in order."""
         called = [layer.key for layer in layers], [layer.name for layer in layers]
-        if called == self._called:
+        if called == self._stack_names:
             return
-        self._called, self._view = called, None
+        self._stack_names, self._view = called, None
         keys = {layer.key for layer in layers}
-        left = [track for track in self._stack if track.key not in keys and self._was_there(track.row)]
-        known = {track.key: track.row for track in (*self._gone, *self._stack)}
-        self._gone = tuple(track for track in (*self._gone, *left) if track.key not in keys)[-MOST_GONE:]
+        left = [track for track in self._stack if track.key not in keys and self._was_present(track.row)]
+        known = {track.key: track.row for track in (*self._removed, *self._stack)}
+        self._removed = tuple(track for track in (*self._removed, *left) if track.key not in keys)[-MAX_REMOVED:]
         fresh = list(dict.fromkeys(layer.key for layer in layers if layer.key not in known))
         if self._rows + len(fresh) > self._mean.shape[2]:
-            known = self._make_room([key for key in known if key in keys], known, len(fresh))
+            known = self._allocate_rows([key for key in known if key in keys], known, len(fresh))
         known.update(zip(fresh, range(self._rows, self._rows + len(fresh)), strict=True))
         self._rows += len(fresh)
-        self._stack = tuple(Track(layer.key, layer.name, known[layer.key]) for layer in layers)
+        self._stack = tuple(LayerTrack(layer.key, layer.name, known[layer.key]) for layer in layers)
 
     def view(self) -> Statistics:
         """Return what is known now; it is the same object as long as nothing is added."""
@@ -139,7 +139,7 @@ class StatisticsLog:
             closed.flags.writeable = False
             self._view = Statistics(
                 self._stack,
-                self._gone,
+                self._removed,
                 np.append(self._first[: self._columns], [part.first] if part else []).astype(np.int64),
                 np.append(self._last[: self._columns], [part.last] if part else []).astype(np.int64),
                 closed,
@@ -147,13 +147,13 @@ class StatisticsLog:
             )
         return self._view
 
-    def _was_there(self, row: int) -> bool:
-        before = self._count[_THERE, : self._columns, row].any()
-        return bool(before) or (self._open is not None and bool(self._open.count[_THERE, row]))
+    def _was_present(self, row: int) -> bool:
+        before = self._count[_PRESENT, : self._columns, row].any()
+        return bool(before) or (self._open is not None and bool(self._open.count[_PRESENT, row]))
 
-    def _make_room(self, staying: Sequence[str], known: dict[str, int], count: int) -> dict[str, int]:
+    def _allocate_rows(self, staying: Sequence[str], known: dict[str, int], count: int) -> dict[str, int]:
         """Rows for `count` more layers, without those of layers that are forgotten; the new rows by key."""
-        kept = [*staying, *(track.key for track in self._gone)]
+        kept = [*staying, *(track.key for track in self._removed)]
         rows = [known[key] for key in kept]
         room = (len(kept) + count) * 5 // 4
 
@@ -167,10 +167,10 @@ class StatisticsLog:
             part = self._open
             self._open = part._replace(mean=moved(part.mean, np.nan), count=moved(part.count, 0))
         self._rows, known = len(kept), {key: i for i, key in enumerate(kept)}
-        self._gone = tuple(track._replace(row=known[track.key]) for track in self._gone)
+        self._removed = tuple(track._replace(row=known[track.key]) for track in self._removed)
         return known
 
-    def _close(self, part: _Column) -> None:
+    def _store_column(self, part: _StepColumn) -> None:
         at, self._open = self._columns, None
         self._mean[:, at], self._count[:, at] = part.mean, part.count
         self._first[at], self._last[at] = part.first, part.last
@@ -191,7 +191,7 @@ class StatisticsLog:
         self._columns, self._stride = half, 2 * self._stride
 
 
-class _Column(NamedTuple):
+class _StepColumn(NamedTuple):
     """Steps one after another; `mean` and `count` are (figures + 1, rows), as in the log."""
 
     first: int
@@ -200,21 +200,21 @@ class _Column(NamedTuple):
     mean: NDArray[np.float64]
     count: NDArray[np.uint32]
 
-    def and_then(self, later: _Column) -> _Column:
+    def merged_with(self, later: _StepColumn) -> _StepColumn:
         mean, count = _mean_of(self.mean, self.count, later.mean, later.count)
-        return _Column(self.first, later.last, self.steps + later.steps, mean, count)
+        return _StepColumn(self.first, later.last, self.steps + later.steps, mean, count)
 
 
-def _column_of(step: int, layers: Sequence[LayerRow], rows: Sequence[int], room: int) -> _Column:
+def _column_of(step: int, layers: Sequence[LayerRow], rows: Sequence[int], room: int) -> _StepColumn:
     given = [[getattr(layer, figure) for layer in layers] for figure in FIGURES]
     figures = np.array(given, np.float64)  # None becomes NaN, which as a figure is one that is not finite
     missing = np.array([[figure is None for figure in line] for line in given], bool)
     usable = np.abs(figures) <= _LARGEST
-    mean, count = np.full((_THERE + 1, room), np.nan), np.zeros((_THERE + 1, room), np.uint32)
-    mean[:_THERE, rows] = np.where(usable, figures, np.where(missing, np.nan, np.inf))
-    count[:_THERE, rows] = usable
-    mean[_THERE, rows] = count[_THERE, rows] = 1
-    return _Column(step, step, 1, mean, count)
+    mean, count = np.full((_PRESENT + 1, room), np.nan), np.zeros((_PRESENT + 1, room), np.uint32)
+    mean[:_PRESENT, rows] = np.where(usable, figures, np.where(missing, np.nan, np.inf))
+    count[:_PRESENT, rows] = usable
+    mean[_PRESENT, rows] = count[_PRESENT, rows] = 1
+    return _StepColumn(step, step, 1, mean, count)
 
 
 def _mean_of(a: NDArray, a_count: NDArray, b: NDArray, b_count: NDArray) -> tuple[NDArray, NDArray]:

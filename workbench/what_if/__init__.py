@@ -1,26 +1,26 @@
 """From a question about other settings to an answer and its picture; no widgets.
 
 May import `pictures`, `readings`, `session`.
-Begin reading at `question.py`, `what_if.py`.
+Begin reading at `question.py`, `answer.py`.
 """
 
-from workbench.what_if.depth import DepthEdit as DepthEdit
-from workbench.what_if.depth import depth_edits as depth_edits
+from workbench.what_if.answer import Answer as Answer
+from workbench.what_if.answer import answer_question as answer_question
+from workbench.what_if.answer import find_fitting_settings as find_fitting_settings
+from workbench.what_if.answer import measured_answer as measured_answer
+from workbench.what_if.assumed_costs import AssumedCosts as AssumedCosts
+from workbench.what_if.assumed_costs import assumed_answer as assumed_answer
+from workbench.what_if.depth_change import DepthEdit as DepthEdit
+from workbench.what_if.depth_change import depth_edits as depth_edits
 from workbench.what_if.differences import changed_settings as changed_settings
-from workbench.what_if.differences import differences as differences
+from workbench.what_if.differences import comparison_table as comparison_table
+from workbench.what_if.differences import describe_differences as describe_differences
 from workbench.what_if.differences import forecast_error as forecast_error
-from workbench.what_if.differences import show as show
-from workbench.what_if.differences import what_if_table as what_if_table
-from workbench.what_if.guess import Guess as Guess
-from workbench.what_if.guess import guess as guess
-from workbench.what_if.known_steps import KnownSteps as KnownSteps
+from workbench.what_if.differences import format_setting as format_setting
 from workbench.what_if.measured_step import DepthFirstStep as DepthFirstStep
 from workbench.what_if.measured_step import MeasuredStep as MeasuredStep
-from workbench.what_if.picture import draw_what_if as draw_what_if
-from workbench.what_if.picture import row_of as row_of
-from workbench.what_if.question import CONFIG as CONFIG
+from workbench.what_if.question import CONFIG_FIELDS as CONFIG_FIELDS
 from workbench.what_if.question import Question as Question
-from workbench.what_if.what_if import Answer as Answer
-from workbench.what_if.what_if import answer as answer
-from workbench.what_if.what_if import fitting as fitting
-from workbench.what_if.what_if import measured as measured
+from workbench.what_if.step_cache import StepCache as StepCache
+from workbench.what_if.what_if_picture import draw_what_if as draw_what_if
+from workbench.what_if.what_if_picture import pictured_step as pictured_step

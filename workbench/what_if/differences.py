@@ -8,20 +8,20 @@ from typing import Any
 
 from l2l_core.trace import CATEGORIES, LANES, format_bytes
 from workbench.pictures import LANE_NAMES, Table, format_seconds
+from workbench.what_if.answer import Answer
 from workbench.what_if.question import Question
-from workbench.what_if.what_if import Answer
 
-_ALIKE = 0.02  # relative; what differs by less is called the same
-_HIDDEN = 0.02  # of the step; a lane that exposes less is hidden
+_SAME_SHARE = 0.02  # relative; what differs by less is called the same
+_NEGLIGIBLE_EXPOSURE = 0.02  # of the step; a lane that exposes less is hidden
 _LINK = ("h2d", "d2h")
 
 
-def differences(was: Answer, now: Answer) -> list[str]:
+def describe_differences(was: Answer, now: Answer) -> list[str]:
     """Say what differs and why, a sentence each, the step first. Settings that are the same are not named."""
     found = [_step(was, now), _device(was, now)]
-    if not _is_alike(was.peak_host_bytes, now.peak_host_bytes):
+    if not _is_same(was.peak_host_bytes, now.peak_host_bytes):
         found.append(
-            f"Host {_from_to(was.peak_host_bytes, now.peak_host_bytes)}: {_parts(was.host_bytes, now.host_bytes)}."
+            f"Host {_describe_change(was.peak_host_bytes, now.peak_host_bytes)}: {_changed_categories(was.host_bytes, now.host_bytes)}."
         )
     if now.bound is not None and (was.bound is None or was.bound.lane != now.bound.lane):
         found.append(f"This binds the step now: {now.bound}.")
@@ -34,13 +34,13 @@ def changed_settings(was: Question, now: Question) -> list[str]:
     for name, words in _SETTINGS.items():
         old, new = getattr(was, name), getattr(now, name)
         if old != new:
-            found.append(f"{words} {show(name, old)} → {show(name, new)}")
+            found.append(f"{words} {format_setting(name, old)} → {format_setting(name, new)}")
     if was.micro_batches != now.micro_batches:
         found.append("of the same batch" if now.same_batch else "of a batch that grows with them")
     return found
 
 
-def show(name: str, value: Any) -> str:
+def format_setting(name: str, value: Any) -> str:
     """Write the value of a setting for people."""
     if value is None:
         return "no limit"
@@ -51,7 +51,7 @@ def show(name: str, value: Any) -> str:
     return f"× {value:.3g}" if name == "width" else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def what_if_table(was: Answer | None, now: Answer) -> Table:
+def comparison_table(was: Answer | None, now: Answer) -> Table:
     """Put figures of both and their difference into a table; without a measured step those of the answer alone."""
     held = [name for name in CATEGORIES if any(each.device_bytes.get(name) for each in (was, now) if each is not None)]
     reads: list[tuple[str, Callable[[Answer], float], Callable[[float], str]]] = [
@@ -60,7 +60,7 @@ def what_if_table(was: Answer | None, now: Answer) -> Table:
         *((f"{LANE_NAMES[lane]}, exposed", partial(_exposed_s, lane), format_seconds) for lane in LANES[1:]),
         ("copies hidden", lambda answer: answer.overlap, _percent),
         ("device at its peak", lambda answer: answer.peak_device_bytes, format_bytes),
-        *((f"· {name}", partial(_held, name), format_bytes) for name in held),
+        *((f"· {name}", partial(_category_bytes, name), format_bytes) for name in held),
         ("host at its peak", lambda answer: answer.peak_host_bytes, format_bytes),
     ]
     rows = [_row(name, read(was) if was is not None else None, read(now), words) for name, read, words in reads]
@@ -105,17 +105,17 @@ _SETTINGS = {
 
 
 def _step(was: Answer, now: Answer) -> str:
-    if _is_alike(was.seconds, now.seconds):
+    if _is_same(was.seconds, now.seconds):
         return f"The step takes {format_seconds(now.seconds)}, as long as the measured one."
     change = now.seconds - was.seconds
     share = f"{abs(change) / was.seconds:.0%} {'less' if change < 0 else 'more'}" if was.seconds else ""
     if was.seconds and now.seconds > 2 * was.seconds:
         share = f"{now.seconds / was.seconds:.3g} times as long"
-    why = "; ".join(_reasons(was, now))
+    why = "; ".join(_main_reasons(was, now))
     return f"Step {format_seconds(was.seconds)} → {format_seconds(now.seconds)}, {share}{': ' + why if why else ''}."
 
 
-def _reasons(was: Answer, now: Answer) -> list[str]:
+def _main_reasons(was: Answer, now: Answer) -> list[str]:
     """What the difference of two steps is made of, the largest part first; parts that go the other way are left out."""
     change = now.seconds - was.seconds
     parts: list[tuple[float, str]] = []
@@ -123,25 +123,25 @@ def _reasons(was: Answer, now: Answer) -> list[str]:
     parts.append((worked, f"compute works {format_seconds(abs(worked))} {'more' if worked > 0 else 'less'}"))
     for names, words in ((_LINK, "the link"), (("eps",), "the EPS")):
         before, after = (sum(answer.summary.exposed_s[name] for name in names) for answer in (was, now))
-        parts.append((after - before, _exposure(words, before, after, was.seconds, now.seconds)))
+        parts.append((after - before, _describe_exposure(words, before, after, was.seconds, now.seconds)))
     telling = [part for part in parts if part[0] * change > 0 and abs(part[0]) > 0.1 * abs(change)]
     return [words for _, words in sorted(telling, key=lambda part: -abs(part[0]))]
 
 
-def _exposure(words: str, before: float, after: float, was_s: float, now_s: float) -> str:
-    if after <= _HIDDEN * now_s and before > _HIDDEN * was_s:
+def _describe_exposure(words: str, before: float, after: float, was_s: float, now_s: float) -> str:
+    if after <= _NEGLIGIBLE_EXPOSURE * now_s and before > _NEGLIGIBLE_EXPOSURE * was_s:
         return f"{words} is hidden now"
-    if before <= _HIDDEN * was_s:
+    if before <= _NEGLIGIBLE_EXPOSURE * was_s:
         return f"{words} is no longer hidden, {format_seconds(after)} of it"
     return f"{words} is exposed for {format_seconds(after)} instead of {format_seconds(before)}"
 
 
 def _device(was: Answer, now: Answer) -> str:
     before, after = was.peak_device_bytes, now.peak_device_bytes
-    if _is_alike(before, after):
+    if _is_same(before, after):
         said = f"The device needs {format_bytes(after)}, as measured"
     else:
-        said = f"Device {_from_to(before, after)}: {_parts(was.device_bytes, now.device_bytes)}"
+        said = f"Device {_describe_change(before, after)}: {_changed_categories(was.device_bytes, now.device_bytes)}"
         if was.question.stash != now.question.stash:
             where = "stays there" if now.question.stash == "device" else "leaves it"
             said += f"; the stash {where}"
@@ -150,7 +150,7 @@ def _device(was: Answer, now: Answer) -> str:
     return f"{said}."
 
 
-def _parts(was: Mapping[str, int], now: Mapping[str, int]) -> str:
+def _changed_categories(was: Mapping[str, int], now: Mapping[str, int]) -> str:
     """The categories that change most, two at most."""
     changes = {name: now.get(name, 0) - was.get(name, 0) for name in (*was, *now)}
     largest = sorted(changes.items(), key=lambda item: -abs(item[1]))[:2]
@@ -158,12 +158,12 @@ def _parts(was: Mapping[str, int], now: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {_signed(change, format_bytes)}" for name, change in telling)
 
 
-def _from_to(before: float, after: float) -> str:
+def _describe_change(before: float, after: float) -> str:
     return f"{format_bytes(before)} → {format_bytes(after)}"
 
 
-def _is_alike(before: float, after: float) -> bool:
-    return abs(after - before) <= _ALIKE * max(abs(before), abs(after))
+def _is_same(before: float, after: float) -> bool:
+    return abs(after - before) <= _SAME_SHARE * max(abs(before), abs(after))
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def _exposed_s(lane: str, answer: Answer) -> float:
     return answer.summary.exposed_s[lane]
 
 
-def _held(category: str, answer: Answer) -> float:
+def _category_bytes(category: str, answer: Answer) -> float:
     return answer.device_bytes.get(category, 0)
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import cached_property
 
 from l2l_core import Profile, Trace
-from l2l_core.forecast import MemoryWalk
-from l2l_core.rules import kept_of, weight_share
+from l2l_core.forecast import MemoryTimeline
+from l2l_core.schedule_rules import kept_layer_count, weight_size_ratio
 from l2l_core.simulator import SHELL
 from workbench.what_if.kept_graphs import with_kept_graphs
 
@@ -65,28 +65,28 @@ class MeasuredStep:
         return self.profile.settings.get("micro_batches") or self.profile.micro_batches
 
     @cached_property
-    def together(self) -> MeasuredStep:
+    def merged(self) -> MeasuredStep:
         """The same step with the micro-batches of a stay taken together."""
         return MeasuredStep(self.profile.aggregated(), self.trace, self.name)
 
     @cached_property
-    def kept(self) -> int:
+    def num_kept_graphs(self) -> int:
         """Layers that were not recomputed."""
-        return kept_of(self.profile.settings, self.depth)
+        return kept_layer_count(self.profile.settings, self.depth)
 
     @cached_property
-    def recomputing(self) -> MeasuredStep:
+    def without_kept_graphs(self) -> MeasuredStep:
         """The same step as it would be if no graph but the last layer's were kept, by formula."""
-        if self.kept == 1:
+        if self.num_kept_graphs == 1:
             return self
-        profile = with_kept_graphs(self.profile, self.kept, 1)
+        profile = with_kept_graphs(self.profile, self.num_kept_graphs, 1)
         return MeasuredStep(replace(profile, settings={**profile.settings, "keep": 0}), self.trace, self.name)
 
     def weight_bytes(self, key: str) -> float:
         """Return the bytes that the weights of a layer or the shell take in float32, in which their masters are."""
         layer = self.profile.layers.get(key)
         precision = self.profile.settings.get("precision", "fp32")
-        return layer.load_bytes / weight_share(precision) if layer else 0.0
+        return layer.load_bytes / weight_size_ratio(precision) if layer else 0.0
 
     @cached_property
     def largest_bytes(self) -> float:
@@ -96,13 +96,15 @@ class MeasuredStep:
     def gradient_bytes(self, key: str) -> float:
         """Return the bytes that are trained of a layer or the shell, in float32, as far as the step has shown it."""
         layer = self.profile.layers.get(key)
-        return (layer.block_bytes if layer and layer.push_bytes else 0.0) + sum(self._apart.get(key, {}).values())
+        return (layer.block_bytes if layer and layer.push_bytes else 0.0) + sum(
+            self._per_micro_batch_bytes.get(key, {}).values()
+        )
 
     @cached_property
-    def _apart(self) -> dict[str, dict[str, int]]:
+    def _per_micro_batch_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes of the gradients that leave micro-batch by micro-batch, by layer and by the name that the EPS has for them."""
         found: dict[str, dict[str, int]] = {}
-        for part in (part for turn in self.profile.turns for op in turn.ops for part in op.parts):
+        for part in (part for turn in self.profile.turns for op in turn.ops for part in op.gradient_parts):
             found.setdefault(part.layer, {})[part.block] = part.block_bytes  # once, however many parts it comes in
         return found
 
@@ -112,9 +114,9 @@ class MeasuredStep:
         return max(map(self.gradient_bytes, self.keys), default=0.0)
 
     @cached_property
-    def walk(self) -> MemoryWalk:
+    def walk(self) -> MemoryTimeline:
         """What fills the memories before and after every turn."""
-        return MemoryWalk(self.profile)
+        return MemoryTimeline(self.profile)
 
     @cached_property
     def boundary_bytes(self) -> float:
@@ -125,23 +127,23 @@ class MeasuredStep:
         if self.profile.settings.get("stash") == "host":
             return sum(turn.stash_bytes for turn in forward) / count
         samples = [held for turn in self.profile.turns for op in turn.ops for p, held in op.memory if p == "device"]
-        return max(held.get("stash", 0) for held in (self.walk.first["device"], *samples)) / count
+        return max(held.get("stash", 0) for held in (self.walk.initial["device"], *samples)) / count
 
     @cached_property
-    def largest_image_bytes(self) -> int:
+    def largest_transfer_bytes(self) -> int:
         """The most bytes that left or arrived at one turn."""
         turns = [turn for stay in self.profile.stays for turn in stay.turns]
         return max((max(turn.stash_bytes, turn.fetch_bytes) for turn in turns), default=0)
 
     @cached_property
-    def turning(self) -> str:
+    def first_backward_layer(self) -> str:
         """The layer that back-propagates first."""
         return next(stay.layer for stay in self.profile.stays if stay.is_backward)
 
     @cached_property
-    def alike(self) -> list[str]:
+    def representative_layers(self) -> list[str]:
         """Layers that stand for further ones: those of the most frequent size, but for the ends if there are others."""
-        others = [key for key in self.keys if key != self.turning]
-        inner = others[1:] or others or [self.turning]
+        others = [key for key in self.keys if key != self.first_backward_layer]
+        inner = others[1:] or others or [self.first_backward_layer]
         size = Counter(map(self.weight_bytes, inner)).most_common(1)[0][0]
         return [key for key in inner if self.weight_bytes(key) == size]

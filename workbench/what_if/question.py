@@ -8,16 +8,16 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from l2l_core import Profile, RelayConfig, Trace
-from l2l_core.rules import kept_of
+from l2l_core.schedule_rules import kept_layer_count
 from workbench.session import Snapshot
 from workbench.what_if.measured_step import MeasuredStep
 
 Stash = Literal["device", "host"]
 Precision = Literal["fp32", "bf16"]
 
-CONFIG = ("micro_batches", "ahead", "resident", "keep", "stash", "precision")  # what is a relay's to set
+CONFIG_FIELDS = ("micro_batches", "ahead", "resident", "keep", "stash", "precision")  # what is a relay's to set
 
-_DEEPEST, _MOST = 100_000, 4096
+_MAX_DEPTH, _MAX_COUNT = 100_000, 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Question:
     memory_bytes: float | None = None
 
     def __post_init__(self) -> None:
-        for name, most in (("depth", _DEEPEST), ("micro_batches", _MOST)):
+        for name, most in (("depth", _MAX_DEPTH), ("micro_batches", _MAX_COUNT)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
                 raise ValueError(f"{name}={value!r}: must be an integer from 1 to {most:,}")
@@ -65,33 +65,33 @@ class Question:
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name}={value!r}: must be positive, or None for no limit")
         # Made for its checks: what no relay takes is no question.
-        RelayConfig(**{name: getattr(self, name) for name in CONFIG})
+        RelayConfig(**{name: getattr(self, name) for name in CONFIG_FIELDS})
 
     @staticmethod
     def of(step: Trace | Profile | MeasuredStep) -> Question:
         """Ask for the settings with which a step was measured."""
         base = MeasuredStep.of(step)
-        return Question(depth=base.depth, **_known(base.profile.settings))
+        return Question(depth=base.depth, **_known_settings(base.profile.settings))
 
     @staticmethod
-    def next_of(now: Snapshot) -> Question:
+    def next_of(snapshot: Snapshot) -> Question:
         """Ask for the settings of a session's next step."""
-        config = {name: getattr(now.config, name) for name in CONFIG}
-        if isinstance(now.config.keep, str):  # a number of bytes: the last step says how many layers that are
-            config["keep"] = 0 if now.last is None else now.last.settings["keep"]
-        return Question(depth=max(1, len(now.layers)), **_known({**now.figures, **config}))
+        config = {name: getattr(snapshot.config, name) for name in CONFIG_FIELDS}
+        if isinstance(snapshot.config.keep, str):  # a number of bytes: the last step says how many layers that are
+            config["keep"] = 0 if snapshot.last is None else snapshot.last.settings["keep"]
+        return Question(depth=max(1, len(snapshot.layers)), **_known_settings({**snapshot.figures, **config}))
 
     @property
     def kept(self) -> int:
         """Layers that are not recomputed: no more than stay on the device, and the last one in any case."""
-        return kept_of({"keep": self.keep, "ahead": self.ahead, "resident": self.resident}, self.depth)
+        return kept_layer_count({"keep": self.keep, "ahead": self.ahead, "resident": self.resident}, self.depth)
 
-    def rows_of(self, base: MeasuredStep) -> float:
+    def rows_factor(self, base: MeasuredStep) -> float:
         """Say how many rows a micro-batch has, as a multiple of those of a measured step."""
         return base.micro_batches / self.micro_batches if self.same_batch else 1.0
 
 
-def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _known_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     # A profile by formula knows few settings; of the others a question has its defaults.
     names = {f.name for f in fields(Question)} - {"depth", "width", "same_batch"}
     return {name: settings[name] for name in names & {*settings}}

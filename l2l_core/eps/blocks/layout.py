@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-_KNOWN: WeakValueDictionary[tuple[tuple[Piece, ...], int], Layout] = WeakValueDictionary()
+_INTERNED: WeakValueDictionary[tuple[tuple[Piece, ...], int], Layout] = WeakValueDictionary()
 _ALIGN_BYTES = 64  # as PyTorch aligns what it allocates on the CPU
 
 
@@ -54,9 +54,9 @@ class Layout:
         for tensor in tensors:
             pieces.append(Piece(offset, tuple(tensor.shape), _dense_strides(tensor)))
             offset = aligned(offset + tensor.numel(), tensor.element_size())
-        return Layout(tuple(pieces), offset, sum(tensor.numel() for tensor in tensors))._the_one()
+        return Layout(tuple(pieces), offset, sum(tensor.numel() for tensor in tensors))._interned()
 
-    def only(self, indices: Sequence[int]) -> Layout:
+    def select(self, indices: Sequence[int]) -> Layout:
         """Lay only the tensors with these indices out one after another, each aligned; dtype float32."""
         if len(indices) == len(self.pieces):
             return self
@@ -64,17 +64,17 @@ class Layout:
         for old in (self.pieces[i] for i in indices):
             pieces.append(Piece(offset, old.size, old.stride))
             offset = aligned(offset + math.prod(old.size))
-        return Layout(tuple(pieces), offset, sum(math.prod(piece.size) for piece in pieces))._the_one()
+        return Layout(tuple(pieces), offset, sum(math.prod(piece.size) for piece in pieces))._interned()
 
-    def _the_one(self) -> Layout:
-        return _KNOWN.setdefault((self.pieces, self.numel), self)
+    def _interned(self) -> Layout:
+        return _INTERNED.setdefault((self.pieces, self.numel), self)
 
     def __hash__(self) -> int:
         return hash((self.numel, self.used, len(self.pieces)))
 
-    def between(self, start: int, stop: int) -> Layout:
+    def slice(self, start: int, stop: int) -> Layout:
         """Lay out what is in elements `start` to `stop` of the buffer: tensors as they are, and of others rows of elements."""
-        pieces = [_between(piece, start, stop) for piece in self.pieces]
+        pieces = [_slice_piece(piece, start, stop) for piece in self.pieces]
         return Layout(tuple(pieces), max(0, stop - start), sum(math.prod(piece.size) for piece in pieces))
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -82,7 +82,7 @@ class Layout:
         return [piece.view(flat) for piece in self.pieces]
 
 
-def _between(piece: Piece, start: int, stop: int) -> Piece:
+def _slice_piece(piece: Piece, start: int, stop: int) -> Piece:
     end = piece.offset + math.prod(piece.size)
     first, last = max(piece.offset, start), min(end, stop)
     if (first, last) == (piece.offset, end):

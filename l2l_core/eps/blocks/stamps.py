@@ -24,10 +24,12 @@ def check_stamps(params: Sequence[torch.Tensor], stamps: Sequence[Stamp], who: s
     """
     now = stamps_of(params)
     if now != stamps:
-        raise RuntimeError(weights_changed(who, next(p for p, a, b in zip(params, stamps, now, strict=True) if a != b)))
+        raise RuntimeError(
+            weights_changed_message(who, next(p for p, a, b in zip(params, stamps, now, strict=True) if a != b))
+        )
 
 
-def weights_changed(who: str, weight: torch.Tensor) -> str:
+def weights_changed_message(who: str, weight: torch.Tensor) -> str:
     """The message about weights that somebody has changed during a step."""
     return (
         f"{who} changes a weight of shape {tuple(weight.shape)} in its forward: what is on the device is a copy, and the change "

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from l2l_core.eps.blocks.buffers import Buffers
 from l2l_core.eps.blocks.layout import Layout
-from l2l_core.eps.blocks.trained import Trained
+from l2l_core.eps.blocks.module_buffers import ModuleBuffers
+from l2l_core.eps.blocks.trained_parameters import TrainedParameters
 
 SHELL = "shell"
 
 # What parameters show whose values are not here: never weights, always their shape
-_NOWHERE = torch.full((1,), torch.nan)
+_PLACEHOLDER = torch.full((1,), torch.nan)
 # The master of a block that is away: one, since passes know storages by their addresses, and one that dies gives its to another
-_NOTHING = torch.empty(0)
+_NO_MASTER = torch.empty(0)
 
 
 @dataclass(eq=False, slots=True)
@@ -44,13 +44,13 @@ class Block:
     version: int = 0
     warmup: int = 0  # updates over which its learning rate rises to that of its group
     views: list[torch.Tensor] = field(default_factory=list)
-    cast: torch.Tensor | None = None  # the master in the type in which it travels; see `l2l_core/eps/places.py`
-    part: Layout | None = None  # how `master` is laid out, where it is a part of the block
-    away: bool = False  # whether nothing of it is here, but while it is updated
+    cast: torch.Tensor | None = None  # the master in the type in which it travels; see `l2l_core/eps/weight_source.py`
+    local_layout: Layout | None = None  # how `master` is laid out, where it is a part of the block
+    offloaded: bool = False  # whether nothing of it is here, but while it is updated
     residuals: dict[int, torch.Tensor] = field(
         default_factory=dict
     )  # by parameter, on the device; see `eps/residuals.py`
-    _trained: Trained | None = None  # as it was last asked for
+    _trained: TrainedParameters | None = None  # as it was last asked for
 
     @property
     def nbytes(self) -> int:
@@ -58,23 +58,23 @@ class Block:
         return self.master.nbytes
 
     @property
-    def held(self) -> Layout:
+    def master_layout(self) -> Layout:
         """How the block lies in `master`: as it does in a slot, unless only a part of it is here."""
-        return self.layout if self.part is None else self.part
+        return self.layout if self.local_layout is None else self.local_layout
 
     @property
-    def homes(self) -> list[torch.Tensor]:
+    def host_views(self) -> list[torch.Tensor]:
         """What the parameters' data are between steps."""
-        if self.part is None and not self.away:
+        if self.local_layout is None and not self.offloaded:
             return self.views
-        return [nowhere(piece.size) for piece in self.layout.pieces]
+        return [nan_placeholder(piece.size) for piece in self.layout.pieces]
 
     @property
-    def trained(self) -> Trained:
+    def trained(self) -> TrainedParameters:
         """Which parameters require a gradient now, and how their gradients lie side by side."""
         flags = tuple(param.requires_grad for param in self.params)
         if self._trained is None or self._trained.flags != flags:
-            self._trained = Trained.of(self.layout, flags)
+            self._trained = TrainedParameters.of(self.layout, flags)
         return self._trained
 
     @property
@@ -82,54 +82,56 @@ class Block:
         """The weights as they are now, (held.numel,), to be read; `hold` and `fill` give others."""
         return self.master
 
-    def fill(self, values: torch.Tensor) -> None:
+    def copy_from(self, values: torch.Tensor) -> None:
         """Let the weights have these values, (held.numel,)."""
         self.master.copy_(values)
 
-    def hold(self, master: torch.Tensor, twins: Sequence[nn.Parameter]) -> torch.Tensor:
+    def set_master(self, master: torch.Tensor, optimizer_params: Sequence[nn.Parameter]) -> torch.Tensor:
         """Let another buffer, (held.numel,), be the master: the optimizer's `twins` of the parameters become its views.
 
         Returns:
             The buffer that was the master.
         """
-        before, self.master, self.views = self.master, master, self.held.views(master)
-        for param, twin, view, home in zip(self.params, twins, self.views, self.homes, strict=True):
+        before, self.master, self.views = self.master, master, self.master_layout.views(master)
+        for param, twin, view, home in zip(self.params, optimizer_params, self.views, self.host_views, strict=True):
             param.data, twin.data = home, view
         return before
 
-    def hold_part(self, part: Layout | None, master: torch.Tensor, twins: Sequence[nn.Parameter]) -> torch.Tensor:
+    def set_local_master(
+        self, local_layout: Layout | None, master: torch.Tensor, optimizer_params: Sequence[nn.Parameter]
+    ) -> torch.Tensor:
         """Hold as `hold` does a buffer of which `part` says what of the block is in it; None: all of it."""
-        self.part = part
-        return self.hold(master, twins)
+        self.local_layout = local_layout
+        return self.set_master(master, optimizer_params)
 
-    def send_away(self, twins: Sequence[nn.Parameter] = ()) -> None:
+    def offload(self, optimizer_params: Sequence[nn.Parameter] = ()) -> None:
         """Hold no weights, and let parameters show their shapes: somebody has the weights, for loads and for updates."""
-        self.away, self.master, self.cast = True, _NOTHING, None
-        self.views = self.homes
-        for params in (self.params, twins):
+        self.offloaded, self.master, self.cast = True, _NO_MASTER, None
+        self.views = self.host_views
+        for params in (self.params, optimizer_params):
             for param, view in zip(params, self.views, strict=bool(params)):
                 param.data = view
 
-    def come(self, master: torch.Tensor, twins: Sequence[nn.Parameter]) -> None:
+    def bind(self, master: torch.Tensor, optimizer_params: Sequence[nn.Parameter]) -> None:
         """Let the optimizer see a buffer, (held.numel,), with the weights of a block that is away, until `go`.
 
         The model's own parameters are left alone: a layer may be computing with what they show.
         """
-        assert self.away, self.key
+        assert self.offloaded, self.key
         self.master, self.views = master, self.layout.views(master)
-        for twin, view in zip(twins, self.views, strict=True):
+        for twin, view in zip(optimizer_params, self.views, strict=True):
             twin.data = view
 
-    def go(self, twins: Sequence[nn.Parameter]) -> None:
+    def unbind(self, optimizer_params: Sequence[nn.Parameter]) -> None:
         """End what `come` began."""
-        self.master, self.views = _NOTHING, self.homes
-        for twin, view in zip(twins, self.views, strict=True):
+        self.master, self.views = _NO_MASTER, self.host_views
+        for twin, view in zip(optimizer_params, self.views, strict=True):
             twin.data = view
 
-    def let_go(self, twins: Sequence[nn.Parameter]) -> None:
+    def drop_weights(self, optimizer_params: Sequence[nn.Parameter]) -> None:
         """Hold no weights: somebody has them, on disk, and `hold` will bring them back."""
         self.master, self.views, self.cast = torch.empty(0), [], None
-        for param in (*self.params, *twins):
+        for param in (*self.params, *optimizer_params):
             param.data = torch.empty(0)
 
 
@@ -141,7 +143,7 @@ class Unit:
     name: str
     module: nn.Module
     blocks: list[Block]
-    buffers: Buffers
+    buffers: ModuleBuffers
     owners: list[tuple[nn.Module, str, nn.Parameter]]  # where the model holds each parameter, to notice replacements
     stats: dict[str, float] = field(default_factory=dict)
 
@@ -176,7 +178,7 @@ class Unit:
     @property
     def nbytes(self) -> int:
         """Bytes of the unit's weights, padding included: of masters here, of float32 where they are away."""
-        return sum(4 * block.layout.numel if block.away else block.nbytes for block in self.blocks)
+        return sum(4 * block.layout.numel if block.offloaded else block.nbytes for block in self.blocks)
 
     @property
     def frozen(self) -> bool:
@@ -209,17 +211,17 @@ class Unit:
                 block.names = [f"{name}{inner[len(self.name) :]}" for inner in block.names]
         self.name = name
 
-    def point(self, views: Sequence[torch.Tensor]) -> None:
+    def set_data(self, views: Sequence[torch.Tensor]) -> None:
         """Let the parameters' data be `views` (device slots or masters); their identity stays."""
         for param, view in zip(self.params, views, strict=True):
             param.data = view
 
 
-def nowhere(size: Sequence[int]) -> torch.Tensor:
+def nan_placeholder(size: Sequence[int]) -> torch.Tensor:
     """Give what a parameter of this size shows while its values are not here."""
-    return _NOWHERE.expand(tuple(size))
+    return _PLACEHOLDER.expand(tuple(size))
 
 
-def is_nowhere(param: torch.Tensor) -> bool:
+def is_placeholder(param: torch.Tensor) -> bool:
     """Tell whether a parameter shows its shape alone."""
-    return param.untyped_storage()._cdata == _NOWHERE.untyped_storage()._cdata
+    return param.untyped_storage()._cdata == _PLACEHOLDER.untyped_storage()._cdata

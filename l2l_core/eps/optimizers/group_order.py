@@ -15,10 +15,10 @@ from torch import nn
 
 from l2l_core.model import Stack
 
-Group = Sequence[nn.Parameter]
+ParamGroup = Sequence[nn.Parameter]
 
 
-class Places:
+class ParameterIndex:
     """Places of parameters in a model: rank in `parameters()`, name, stack and position there.
 
     Args:
@@ -39,7 +39,7 @@ class Places:
 
 
 @dataclass
-class _Learned:
+class _LearnedOrder:
     """Order of one group.
 
     Attributes:
@@ -55,26 +55,26 @@ class _Learned:
     downwards: set[nn.Module]
 
     @staticmethod
-    def of(group: Group, places: Places) -> _Learned:
-        fits = [name for name, rule in _RULES.items() if _is_same(rule(group, places), group)]
-        pattern = list(dict.fromkeys(places.stack.get(param, param) for param in group))
+    def of(group: ParamGroup, index: ParameterIndex) -> _LearnedOrder:
+        fits = [name for name, rule in _RULES.items() if _is_same(rule(group, index), group)]
+        pattern = list(dict.fromkeys(index.stack.get(param, param) for param in group))
         positions: dict[nn.Module, list[int]] = {}
         for param in group:
-            if param in places.stack:
-                positions.setdefault(places.stack[param], []).append(places.position[param])
+            if param in index.stack:
+                positions.setdefault(index.stack[param], []).append(index.position[param])
         downwards = {stack for stack, found in positions.items() if found[0] > found[-1]}
-        return _Learned(fits, (*fits, "pattern")[0], pattern, downwards)
+        return _LearnedOrder(fits, (*fits, "pattern")[0], pattern, downwards)
 
-    def sorted(self, group: Group, places: Places) -> list[nn.Parameter]:
-        return _RULES[self.rule](group, places) if self.rule in _RULES else self._by_pattern(group, places)
+    def sort(self, group: ParamGroup, index: ParameterIndex) -> list[nn.Parameter]:
+        return _RULES[self.rule](group, index) if self.rule in _RULES else self._by_pattern(group, index)
 
-    def _by_pattern(self, group: Group, places: Places) -> list[nn.Parameter]:
+    def _by_pattern(self, group: ParamGroup, index: ParameterIndex) -> list[nn.Parameter]:
         """Keep the place of what is in no stack; put layers of a stack side by side where its first parameter was."""
         parts: dict[Any, list[nn.Parameter]] = {}
-        for param in _by_rank(group, places):
-            parts.setdefault(places.stack.get(param, param), []).append(param)
+        for param in _by_rank(group, index):
+            parts.setdefault(index.stack.get(param, param), []).append(param)
         for stack in self.downwards & parts.keys():
-            parts[stack].sort(key=lambda param: -places.position[param])  # stable: a layer's own stay in order
+            parts[stack].sort(key=lambda param: -index.position[param])  # stable: a layer's own stay in order
         return [param for token in dict.fromkeys([*self.pattern, *parts]) for param in parts.get(token, ())]
 
 
@@ -86,24 +86,24 @@ class GroupOrder:
         places: of that model.
     """
 
-    def __init__(self, groups: Sequence[Group], places: Places) -> None:
-        self._learned = [_Learned.of(group, places) for group in groups]
+    def __init__(self, groups: Sequence[ParamGroup], index: ParameterIndex) -> None:
+        self._learned = [_LearnedOrder.of(group, index) for group in groups]
         for rule in _RULES:  # one for all groups, where there is one: one function has made them
             if all(rule in learned.fits for learned in self._learned):
                 for learned in self._learned:
                     learned.rule = rule
                 return
 
-    def sorted(self, groups: Sequence[Group], places: Places) -> list[list[nn.Parameter]]:
+    def sort(self, groups: Sequence[ParamGroup], index: ParameterIndex) -> list[list[nn.Parameter]]:
         """Sort the groups; one that has been added since is left as it is."""
-        known = [each.sorted(group, places) for each, group in zip(self._learned, groups, strict=False)]
+        known = [each.sort(group, index) for each, group in zip(self._learned, groups, strict=False)]
         return known + [list(group) for group in groups[len(known) :]]
 
     def to_plain(self, names: Mapping[nn.Module, str]) -> list[Any]:
         """Return the rules as plain data; `names` are those of the stacks' containers."""
         return [[each.rule, sorted(names[stack] for stack in each.downwards)] for each in self._learned]
 
-    def recall(self, plain: Sequence[Any], names: Mapping[nn.Module, str]) -> None:
+    def load_plain(self, plain: Sequence[Any], names: Mapping[nn.Module, str]) -> None:
         """Take over the rules in a save of the same optimizer: a model of one layer does not show their direction."""
         if len(plain) != len(self._learned):
             return
@@ -113,26 +113,26 @@ class GroupOrder:
                 learned.rule = rule
 
 
-def _is_same(a: Group, b: Group) -> bool:
+def _is_same(a: ParamGroup, b: ParamGroup) -> bool:
     return all(x is y for x, y in zip(a, b, strict=True))  # == of parameters is elementwise
 
 
-def _by_rank(group: Group, places: Places) -> list[nn.Parameter]:
+def _by_rank(group: ParamGroup, index: ParameterIndex) -> list[nn.Parameter]:
     """Sort as ``model.parameters()`` does; at the end, what is not in the model."""
-    return sorted(group, key=lambda param: places.rank.get(param, len(places.rank)))
+    return sorted(group, key=lambda param: index.rank.get(param, len(index.rank)))
 
 
-def _backwards(group: Group, places: Places) -> list[nn.Parameter]:
-    return _by_rank(group, places)[::-1]
+def _by_rank_reversed(group: ParamGroup, index: ParameterIndex) -> list[nn.Parameter]:
+    return _by_rank(group, index)[::-1]
 
 
-def _by_name(group: Group, places: Places) -> list[nn.Parameter]:
+def _by_name(group: ParamGroup, index: ParameterIndex) -> list[nn.Parameter]:
     """Sort as ``sorted(names)`` does: layer 10 comes before layer 2."""
-    return sorted(group, key=lambda param: places.names.get(param, "~"))  # "~" sorts behind every name
+    return sorted(group, key=lambda param: index.names.get(param, "~"))  # "~" sorts behind every name
 
 
-_RULES: dict[str, Callable[[Group, Places], list[nn.Parameter]]] = {
+_RULES: dict[str, Callable[[ParamGroup, ParameterIndex], list[nn.Parameter]]] = {
     "model": _by_rank,
-    "backwards": _backwards,
+    "backwards": _by_rank_reversed,
     "names": _by_name,
 }

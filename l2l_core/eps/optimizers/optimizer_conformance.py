@@ -20,21 +20,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from l2l_core.eps.optimizers.parts import copy_over, scale_rate, slice_of, update_part
-from l2l_core.eps.optimizers.settings import (
-    Changes,
+from l2l_core.eps.optimizers.optimizer_settings import (
+    SettingChanges,
+    apply_changes,
     differing_settings,
     is_same,
-    merge,
-    put,
+    load_settings,
+    merge_changes,
     settings_of,
-    settle,
-    to_save,
+    settings_to_save,
 )
-from l2l_core.eps.optimizers.states import clone_state, differing
-from l2l_core.eps.optimizers.step_hooks import step_alone
-from l2l_core.model import Tensors, copies_of, decode, encode
-from l2l_core.surgery import same_random_numbers
+from l2l_core.eps.optimizers.partial_optimizer import clone_deep, restrict_optimizer, scale_lr, update_part
+from l2l_core.eps.optimizers.states import clone_state, differing_state
+from l2l_core.eps.optimizers.step_hooks import step_part
+from l2l_core.model import Tensors, decode, encode, tensor_copier
+from l2l_core.surgery import preserve_random_state
 
 _STEPS, _RESUMES = 10, 4
 _PAUSES, _JOINS = (6, 7), (0, 1)  # steps in which the second block has no gradient: it is frozen, or comes later
@@ -73,7 +73,7 @@ def try_blockwise(optimizer: Optimizer) -> Findings:
             cannot be copied or saved.
     """
     trial, pauses, newcomers = Trial(optimizer), _PAUSES, ""
-    with same_random_numbers():
+    with preserve_random_state():
         try:
             whole = trial.compare(pauses)
         except _StepError:  # plain training cannot freeze a layer with it either
@@ -143,7 +143,7 @@ class Trial:
         if not all("lr" in group for group in whole.param_groups):
             return False
         other = self.copy()
-        scale_rate(other, 0.5)
+        scale_lr(other, 0.5)
         self._train(other, range(_STEPS), pauses)
         return differing_settings(settings_of(whole), settings_of(other)) not in ([], ["lr"])
 
@@ -161,7 +161,7 @@ class Trial:
                 for i, like in enumerate(self._likes)
                 if like in self._optimizer.state and i % 2 < with_state
             }
-        twin = copy_over(self._optimizer, groups, defaultdict(dict, state), counterparts)
+        twin = clone_deep(self._optimizer, groups, defaultdict(dict, state), counterparts)
         for group in twin.param_groups:
             group.pop("param_names", None)  # the user's
             if isinstance(rate := group.get("lr"), float | int | Tensor):
@@ -176,7 +176,7 @@ class Trial:
             self._fill(optimizer, step, pauses, change)
             before = torch.get_rng_state()
             try:
-                step_alone(optimizer)
+                step_part(optimizer)
             except Exception as error:
                 why = f"{self._name} cannot run block by block: its step() raised {error!r}{_hint(error)}"
                 raise _StepError(why) from error
@@ -189,18 +189,18 @@ class Trial:
 
     def _train_in_parts(self, whole: Optimizer, pauses: Sequence[int]) -> Optimizer:
         """Take the same steps as a relay: one block after another, the last one first."""
-        parts = [slice_of(whole, _params(whole)[i::2]) for i in (1, 0)]
+        parts = [restrict_optimizer(whole, _params(whole)[i::2]) for i in (1, 0)]
         for step in range(_STEPS):
             self._fill(whole, step, pauses)
-            changes: Changes = {}
+            changes: SettingChanges = {}
             for part in parts:
                 if all(param.grad is None for param in _params(part)):
                     continue  # a relay does not update it either
                 try:
-                    merge(changes, update_part(part, whole))
+                    merge_changes(changes, update_part(part, whole))
                 except Exception as error:
                     raise ValueError(f"{self._name} cannot run block by block: {error}") from error
-            settle(whole, changes)
+            apply_changes(whole, changes)
         return whole
 
     def _fill(self, optimizer: Optimizer, step: int, pauses: Sequence[int], change: Change = _same) -> None:
@@ -212,19 +212,19 @@ class Trial:
         """Return a new copy with all that a save would hold of a trained one."""
         self._check_keys(optimizer)
         tensors: Tensors = {}
-        params, (attributes, groups) = _params(optimizer), to_save(optimizer)
+        params, (attributes, groups) = _params(optimizer), settings_to_save(optimizer)
         with self._copying():
             states = encode([optimizer.state.get(param, {}) for param in params], "state", tensors)
             settings = encode([*attributes, *groups], "settings", tensors)
             for state in optimizer.state.values():  # for undo and branches
                 clone_state(state)
-        new, take = self.copy(), copies_of(tensors)
+        new, take = self.copy(), tensor_copier(tensors)
         new.state.clear()
         with torch.no_grad():
             for param, value, state in zip(_params(new), params, decode(states, take), strict=True):
                 param.copy_(value)
                 new.state.update({param: state} if state else {})
-        put(new, decode(settings, take))
+        load_settings(new, decode(settings, take))
         return new
 
     def _check_keys(self, optimizer: Optimizer) -> None:
@@ -258,7 +258,7 @@ def _differences(one: Optimizer, other: Optimizer, change: Change = _same) -> li
     names = [f"setting {name!r}" for name in differing_settings(settings_of(one), settings_of(other))]
     for p, q in zip(_params(one), _params(other), strict=True):
         state = _changed(one.state.get(p, {}), p, change)
-        names += [f"state {name!r}" for name in differing(state, other.state.get(q, {}))]
+        names += [f"state {name!r}" for name in differing_state(state, other.state.get(q, {}))]
         names += [] if is_same(change(p.detach()), q.detach()) else ["weights"]
     return list(dict.fromkeys(names))
 

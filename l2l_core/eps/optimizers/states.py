@@ -10,24 +10,24 @@ from typing import Any
 import torch
 
 from l2l_core._torch import is_traceable_wrapper_subclass, pytree
-from l2l_core.eps.optimizers.settings import is_same
+from l2l_core.eps.optimizers.optimizer_settings import is_same
 
 
 def clone_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Copy what the optimizer knows of a parameter; tensors may be in containers of it."""
-    return {name: pytree.tree_map(_copied, value) for name, value in state.items()}
+    return {name: pytree.tree_map(_copy_leaf, value) for name, value in state.items()}
 
 
-def _copied(leaf: Any) -> Any:
+def _copy_leaf(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
 
 def state_bytes(*states: Mapping[str, Any]) -> int:
     """Count the bytes of tensors in what the optimizer knows of some parameters; what they have in common, once."""
-    return Tally(states).nbytes
+    return ByteCounter(states).nbytes
 
 
-class Tally:
+class ByteCounter:
     """Counts the bytes of tensors in states that come and go; what several have in common, as long as one of them is there."""
 
     def __init__(self, states: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -57,30 +57,32 @@ def tensors_of(state: Mapping[str, Any]) -> list[torch.Tensor]:
         if type(value) is torch.Tensor:  # nearly all are, and all of them are counted after every step
             found.append(value)
         else:
-            found += [plain for leaf in _leaves(value) if isinstance(leaf, torch.Tensor) for plain in _plain(leaf)]
+            found += [
+                plain for leaf in _leaves(value) if isinstance(leaf, torch.Tensor) for plain in _plain_tensors(leaf)
+            ]
     return found
 
 
-def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Take apart what says of itself only what it stands for: a quantised tensor has the shape and type of a plain one."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from _plain(getattr(tensor, name))
+        yield from _plain_tensors(getattr(tensor, name))
 
 
 def _leaves(value: Any) -> Sequence[Any]:
     return pytree.tree_leaves(value) if isinstance(value, list | tuple | dict | deque) else (value,)
 
 
-def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def differing_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """List the names of what differs in what two optimizers know of a parameter."""
     both = {**one, **other}
-    return [name for name in both if name not in one or name not in other or not _alike(one[name], other[name])]
+    return [name for name in both if name not in one or name not in other or not _equal_values(one[name], other[name])]
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _equal_values(one: Any, other: Any) -> bool:
     """Compare values of an optimizer's state; what is no plain value, by what it says of itself."""
     ones, others = pytree.tree_leaves(one), pytree.tree_leaves(other)
     if len(ones) != len(others):

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from l2l_core._torch import hooks_of_all_optimizers
-from l2l_core.eps.blocks import Block, GradientPiece
+from l2l_core.eps.blocks import Block, BlockGradient
 
 Hook = Callable[..., Any]
 Masters = Mapping[Block, Sequence[nn.Parameter]]
 
-_silencing = threading.RLock()  # PyTorch keeps the hooks of all optimizers for all threads
+_hooks_lock = threading.RLock()  # PyTorch keeps the hooks of all optimizers for all threads
 
 
 def user_hooks(optimizer: Optimizer) -> list[Hook]:
@@ -52,7 +52,7 @@ def check_hooks(optimizer: Optimizer, blocks: Sequence[Block], deferred: bool) -
         )
 
 
-def call_before(optimizer: Optimizer, masters: Masters, whole: dict[Block, GradientPiece]) -> None:
+def call_before(optimizer: Optimizer, masters: Masters, whole: dict[Block, BlockGradient]) -> None:
     """Call the hooks before a step. Afterwards `whole` has the gradients that they have left.
 
     Args:
@@ -70,7 +70,7 @@ def call_before(optimizer: Optimizer, masters: Masters, whole: dict[Block, Gradi
                     f"a step hook returns {result!r} for step(), which a relay calls without arguments: return None"
                 )
         for block, params in masters.items():
-            places = whole[block].places if block in whole else {}
+            places = whole[block].all_views if block in whole else {}
             given = whole[block].views() if block in whole else {}
             rows = enumerate(zip(block.names, block.params, params, strict=True))
             left = [_take_back(*row, given.get(i), places.get(i)) for i, row in rows]
@@ -78,7 +78,7 @@ def call_before(optimizer: Optimizer, masters: Masters, whole: dict[Block, Gradi
                 whole[block] = replace(whole[block], covers=tuple(left[i] for i in whole[block].trained.indices))
 
 
-def call_after(optimizer: Optimizer, masters: Masters, whole: Mapping[Block, GradientPiece]) -> None:
+def call_after(optimizer: Optimizer, masters: Masters, whole: Mapping[Block, BlockGradient]) -> None:
     """Call the hooks after a step, with the gradients that it had."""
     with _in_place(masters, whole):
         for hook in _hooks(optimizer)[1]:
@@ -92,7 +92,7 @@ def call_torchs(optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def silent(optimizer: Optimizer) -> Iterator[None]:
+def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
     """Call no step hooks in the block, neither the optimizer's nor those of all optimizers."""
     hooks = [
         optimizer._optimizer_step_pre_hooks,
@@ -109,12 +109,12 @@ def silent(optimizer: Optimizer) -> Iterator[None]:
             each.update(known)
 
 
-def step_alone(part: Optimizer) -> None:
+def step_part(part: Optimizer) -> None:
     """Take a part's step without calling hooks of all optimizers: these are called once, for the whole."""
     if not any(hooks_of_all_optimizers()):
         part.step()
         return
-    with _silencing, silent(part):
+    with _hooks_lock, without_step_hooks(part):
         part.step()
 
 
@@ -130,7 +130,7 @@ def _is_torchs(hook: Hook) -> bool:
 
 
 @contextmanager
-def _in_place(masters: Masters, whole: Mapping[Block, GradientPiece]) -> Iterator[None]:
+def _in_place(masters: Masters, whole: Mapping[Block, BlockGradient]) -> Iterator[None]:
     """Put masters and gradients into the model's parameters and the optimizer's, as plain training has them."""
     held = [(param, param.data) for block in masters for param in block.params]
     try:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from l2l_core.eps.blocks import Buffers, Place
-from l2l_core.model import key_of, same_numbers
+from l2l_core.eps.blocks import BufferKey, ModuleBuffers
+from l2l_core.model import equal_values, storage_key
 
 _WRITES_STATISTICS = ("batch_norm", "instance_norm")  # operations that change arguments without saying so
 
@@ -31,123 +31,135 @@ class BufferOrder:
         attributes: tensors that modules keep as plain attributes; they may be views of buffers, and then follow them.
     """
 
-    def __init__(self, shell: Buffers, layers: Iterable[Buffers], attributes: Iterable[torch.Tensor]) -> None:
-        self._shell, self._of_shell = shell, set(shell.places)
-        self._viewed = {key_of(tensor) for tensor in attributes}
-        self._places: defaultdict[int, set[Place]] = defaultdict(set)  # by storage
-        self._stand: dict[Place, torch.Tensor | None] = {}  # held, so that nothing else gets their addresses
+    def __init__(
+        self, shell: ModuleBuffers, layers: Iterable[ModuleBuffers], attributes: Iterable[torch.Tensor]
+    ) -> None:
+        self._shell, self._of_shell = shell, set(shell.keys)
+        self._viewed = {storage_key(tensor) for tensor in attributes}
+        self._keys_by_storage: defaultdict[int, set[BufferKey]] = defaultdict(set)  # by storage
+        self._tensors: dict[BufferKey, torch.Tensor | None] = {}  # held, so that nothing else gets their addresses
         for buffers in (shell, *layers):
-            self._note_replaced(buffers)
-        self._homes: dict[Place, torch.Tensor] = {}  # of buffers of the shell that each micro-batch has for itself
-        self._fresh: set[Place] = set()  # changed in place in this turn
-        self._read: dict[Place, int] = {}
-        self._written: dict[Place, int] = {}
+            self._record_replaced(buffers)
+        self._originals: dict[
+            BufferKey, torch.Tensor
+        ] = {}  # of buffers of the shell that each micro-batch has for itself
+        self._changed_this_turn: set[BufferKey] = set()  # changed in place in this turn
+        self._last_reader: dict[BufferKey, int] = {}
+        self._last_writer: dict[BufferKey, int] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._places)
+        return bool(self._keys_by_storage)
 
-    def _note_replaced(self, buffers: Buffers) -> list[Place]:
+    def _record_replaced(self, buffers: ModuleBuffers) -> list[BufferKey]:
         """Find where another tensor stands now than before, and note it."""
-        now = zip(buffers.places, buffers.now(), strict=True)
-        changed = [(at, tensor) for at, tensor in now if at not in self._stand or tensor is not self._stand[at]]
+        now = zip(buffers.keys, buffers.tensors(), strict=True)
+        changed = [(at, tensor) for at, tensor in now if at not in self._tensors or tensor is not self._tensors[at]]
         for place, tensor in changed:
-            self._put(place, tensor)
+            self._set_tensor(place, tensor)
         return [place for place, _ in changed]
 
-    def _put(self, place: Place, tensor: torch.Tensor | None) -> None:
-        if (before := self._stand.get(place)) is not None:
-            self._places[key_of(before)].discard(place)
-        self._stand[place] = tensor
+    def _set_tensor(self, key: BufferKey, tensor: torch.Tensor | None) -> None:
+        if (before := self._tensors.get(key)) is not None:
+            self._keys_by_storage[storage_key(before)].discard(key)
+        self._tensors[key] = tensor
         if tensor is not None:
-            self._places[key_of(tensor)].add(place)
+            self._keys_by_storage[storage_key(tensor)].add(key)
 
     # -- what layers do ------------------------------------------------------------------------------------------------
 
-    def layer_ran(
-        self, k: int, buffers: Buffers, before: Sequence[torch.Tensor | None], after: Sequence[torch.Tensor | None]
+    def record_layer(
+        self,
+        k: int,
+        buffers: ModuleBuffers,
+        before: Sequence[torch.Tensor | None],
+        after: Sequence[torch.Tensor | None],
     ) -> None:
         """A layer has run, with these values of its buffers before and after (the same list if nothing changed)."""
-        self.reads(k, buffers.places)
+        self.record_read(k, buffers.keys)
         if before is not after:
-            trios = zip(buffers.places, before, after, strict=True)
-            self.writes(k, [place for place, old, new in trios if not _same(old, new)])
-            self._note_replaced(buffers)
+            trios = zip(buffers.keys, before, after, strict=True)
+            self.record_write(k, [place for place, old, new in trios if not _same(old, new)])
+            self._record_replaced(buffers)
 
-    def part_ran(
-        self, k: int, buffers: Buffers, before: Sequence[torch.Tensor | None], after: Sequence[torch.Tensor | None]
+    def record_compiled_region(
+        self,
+        k: int,
+        buffers: ModuleBuffers,
+        before: Sequence[torch.Tensor | None],
+        after: Sequence[torch.Tensor | None],
     ) -> None:
         """A compiled part of the shell has run, which nobody could watch: as `layer_ran`, for buffers of the shell."""
-        self.layer_ran(k, buffers, before, after)
-        trios = zip(buffers.places, before, after, strict=True)
-        self._fresh.update(place for place, old, new in trios if not _same(old, new))
+        self.record_layer(k, buffers, before, after)
+        trios = zip(buffers.keys, before, after, strict=True)
+        self._changed_this_turn.update(place for place, old, new in trios if not _same(old, new))
 
     # -- what shell code does ------------------------------------------------------------------------------------------
 
     def begin_turn(self) -> None:
         """A micro-batch goes on. What the one before has changed in place, and autograd may have saved, is its own."""
-        for place in self._fresh:
+        for place in self._changed_this_turn:
             module, name = place
             buffer = module._buffers[name]
-            if buffer is None or key_of(buffer) in self._viewed:
+            if buffer is None or storage_key(buffer) in self._viewed:
                 continue
-            self._homes.setdefault(place, buffer)
+            self._originals.setdefault(place, buffer)
             module._buffers[name] = own = buffer.detach().clone()
-            self._put(place, own)
-        self._fresh.clear()
+            self._set_tensor(place, own)
+        self._changed_this_turn.clear()
 
-    def shell_does(self, k: int, func: Any, reads: dict[int, torch.Tensor], args: Sequence[Any]) -> None:
+    def record_operation(self, k: int, func: Any, reads: dict[int, torch.Tensor], args: Sequence[Any]) -> None:
         """An operation of the shell reads these storages, by key."""
-        met = [key for key in reads if self._places.get(key)]
+        met = [key for key in reads if self._keys_by_storage.get(key)]
         if not met:
             return
-        self.reads(k, [place for key in met for place in self._places[key]])
+        self.record_read(k, [place for key in met for place in self._keys_by_storage[key]])
         if changed := written_by(func, args) & set(met):
-            places = [place for key in changed for place in self._places[key]]
-            self.writes(k, places)
-            self._fresh.update(place for place in places if place in self._of_shell)
+            places = [place for key in changed for place in self._keys_by_storage[key]]
+            self.record_write(k, places)
+            self._changed_this_turn.update(place for place in places if place in self._of_shell)
 
     def end_turn(self, k: int) -> None:
         """A micro-batch gives way: buffers that it has replaced by other tensors are changed too."""
-        self.writes(k, self._note_replaced(self._shell))
+        self.record_write(k, self._record_replaced(self._shell))
 
     def close(self) -> None:
         """The pass is over: the model's own tensors have the last values."""
-        for (module, name), home in self._homes.items():
+        for (module, name), home in self._originals.items():
             last = module._buffers[name]
-            if last is self._stand[module, name] and last is not None and last.shape == home.shape:
+            if last is self._tensors[module, name] and last is not None and last.shape == home.shape:
                 with torch.no_grad():
                     home.copy_(last)
                 module._buffers[name] = home
-        self._homes.clear()
+        self._originals.clear()
 
     # -- the order -----------------------------------------------------------------------------------------------------
 
-    def reads(self, k: int, places: Iterable[Place]) -> None:
+    def record_read(self, k: int, keys: Iterable[BufferKey]) -> None:
         """Micro-batch `k` reads buffers.
 
         Raises:
             RuntimeError: a later one has changed them already.
         """
-        for place in places:
-            if self._written.get(place, k) > k:
-                self._refuse(place, k, f"micro-batch {self._written[place]} has already changed")
-            self._read[place] = max(k, self._read.get(place, k))
+        for place in keys:
+            if self._last_writer.get(place, k) > k:
+                self._refuse(place, k, f"micro-batch {self._last_writer[place]} has already changed")
+            self._last_reader[place] = max(k, self._last_reader.get(place, k))
 
-    def writes(self, k: int, places: Iterable[Place]) -> None:
+    def record_write(self, k: int, keys: Iterable[BufferKey]) -> None:
         """Micro-batch `k` changes buffers.
 
         Raises:
             RuntimeError: a later one has met them already.
         """
-        for place in places:
-            if self._read.get(place, k) > k:
-                self._refuse(place, k, f"micro-batch {self._read[place]} has already read")
-            self._written[place] = max(k, self._written.get(place, k))
+        for place in keys:
+            if self._last_reader.get(place, k) > k:
+                self._refuse(place, k, f"micro-batch {self._last_reader[place]} has already read")
+            self._last_writer[place] = max(k, self._last_writer.get(place, k))
 
-    def _refuse(self, place: Place, k: int, story: str) -> None:
-        module, name = place
+    def _refuse(self, key: BufferKey, k: int, reason: str) -> None:
+        module, name = key
         raise RuntimeError(
-            f"micro-batch {k} meets the buffer {name!r} of a {type(module).__name__}, which {story}. Micro-batches take turns at "
+            f"micro-batch {k} meets the buffer {name!r} of a {type(module).__name__}, which {reason}. Micro-batches take turns at "
             "the layers, so a buffer that the forward changes can be met in one place only: not in a layer that is called "
             "twice, nor in the model's own code both before and after a layer. Use RelayConfig(micro_batches=1), or a module of "
             "its own for each place"
@@ -156,12 +168,12 @@ class BufferOrder:
 
 def written_by(func: Any, args: Sequence[Any]) -> set[int]:
     """Find the storages that an operation changes, by key."""
-    changed = (args[at] for at in _positions_written(func) if at < len(args))
-    return {key_of(value) for value in changed if isinstance(value, torch.Tensor)}
+    changed = (args[at] for at in _written_positions(func) if at < len(args))
+    return {storage_key(value) for value in changed if isinstance(value, torch.Tensor)}
 
 
 @cache
-def _positions_written(func: Any) -> tuple[int, ...]:
+def _written_positions(func: Any) -> tuple[int, ...]:
     """Say which arguments of an operation it changes: it is asked for each time that one runs."""
     schema = func._schema
     hidden = not schema.is_mutable and any(part in schema.name for part in _WRITES_STATISTICS)
@@ -174,4 +186,4 @@ def _positions_written(func: Any) -> tuple[int, ...]:
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    return a is b or (a is not None and b is not None and same_numbers(a, b))
+    return a is b or (a is not None and b is not None and equal_values(a, b))

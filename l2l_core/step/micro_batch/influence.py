@@ -16,10 +16,10 @@ from torch.nn.functional import cosine_similarity
 
 from l2l_core._torch import is_functorch_wrapped_tensor
 from l2l_core.eps.blocks import Unit
-from l2l_core.step.micro_batch.trees import flatten
+from l2l_core.step.micro_batch.fast_pytree import flatten
 
-_SAMPLED = 256  # tokens of a call, at most
-_ENOUGH = 128  # of a layer: after so many no further call is looked at
+_MAX_SAMPLED = 256  # tokens of a call, at most
+_MIN_TOKENS = 128  # of a layer: after so many no further call is looked at
 
 
 class Influence:
@@ -32,9 +32,9 @@ class Influence:
         self._sums: dict[Unit, torch.Tensor] = {}  # of cosines, each call weighted with its tokens; () float64
         self._tokens: dict[Unit, int] = {}
 
-    def note(self, unit: Unit, inputs: Sequence[torch.Tensor], outputs: Any) -> None:
+    def record(self, unit: Unit, inputs: Sequence[torch.Tensor], outputs: Any) -> None:
         """Note that a layer made `outputs` of `inputs`: any tree, any shapes; the last dimension is the features'."""
-        if self._tokens.get(unit, 0) < _ENOUGH:
+        if self._tokens.get(unit, 0) < _MIN_TOKENS:
             self._add(unit, inputs, outputs)
 
     def _add(self, unit: Unit, inputs: Sequence[torch.Tensor], outputs: Any) -> None:
@@ -49,7 +49,7 @@ class Influence:
         self._sums[unit] = self._sums[unit] + sum_ if unit in self._sums else sum_
         self._tokens[unit] = self._tokens.get(unit, 0) + tokens
 
-    def tell(self) -> None:
+    def write_stats(self) -> None:
         """The step is over: write it into the layers' statistics. Reads the device once."""
         if self._sums:
             for unit, sum_ in zip(self._sums, torch.stack(list(self._sums.values())).tolist(), strict=True):
@@ -71,7 +71,7 @@ def _is_floating(leaf: Any) -> bool:
 
 def _spacing(tokens: int, shape: Sequence[int]) -> int:
     """Count tokens from one looked at to the next: not in step with sequences, whose first token is special."""
-    every, row = -(-tokens // _SAMPLED), math.prod(shape[1:-1])
+    every, row = -(-tokens // _MAX_SAMPLED), math.prod(shape[1:-1])
     while every > 1 and math.gcd(every, row) > 1:
         every += 1
     return every

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 from l2l_core.devices import Copy, Device, Ticket
-from l2l_core.rules import cuts
+from l2l_core.schedule_rules import chunk_bounds
 from l2l_core.trace import Event, Trace
 
 
@@ -38,8 +38,8 @@ class Lane:
         stalled: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._device, self._trace, self.name, self._pieces = device, trace, name, pieces
-        self._overlaps, self._meanwhile = stalled is None, stalled or nullcontext
-        self._trickling: _Trickle | None = None  # at most one copy: another one sends out the rest of it
+        self._overlaps, self._while_copying = stalled is None, stalled or nullcontext
+        self._chunked_copy: _ChunkedCopy | None = None  # at most one copy: another one sends out the rest of it
         self._owner = threading.get_ident()
 
     def send(
@@ -56,7 +56,7 @@ class Lane:
         """Start copies that belong to `layer`, micro-batch `k` and the visit with that number, as one event; see `Event`."""
         nbytes = sum(target.nbytes for target, _ in copies)
         t0, add, lane = self._trace.began_s, self._trace.add, self.name
-        with self._meanwhile():
+        with self._while_copying():
             return self._device.issue(
                 lane,
                 list(copies),
@@ -67,69 +67,69 @@ class Lane:
                 overlaps=self._overlaps,
             )
 
-    def trickle(self, kind: str, layer: str, copies: Sequence[Copy], slot: int = -1) -> Ticket:
+    def send_chunked(self, kind: str, layer: str, copies: Sequence[Copy], slot: int = -1) -> Ticket:
         """Start copies that have time; the first piece goes out at once, the others one per `turn`."""
         self.flush()
-        pieces = _cut(copies, self._pieces)
+        pieces = _split_copies(copies, self._pieces)
         if len(pieces) < 2:
             return self.send(kind, layer, copies, slot=slot)
-        self._trickling = _Trickle(self, kind, layer, pieces, slot)
-        self.turn()
-        return self._trickling
+        self._chunked_copy = _ChunkedCopy(self, kind, layer, pieces, slot)
+        self.send_chunk()
+        return self._chunked_copy
 
-    def turn(self) -> None:
+    def send_chunk(self) -> None:
         """A micro-batch has had its turn: let one piece follow."""
-        if self._trickling is not None and self._trickling.send_one():
-            self._trickling = None
+        if self._chunked_copy is not None and self._chunked_copy.send_next():
+            self._chunked_copy = None
 
     def flush(self) -> None:
         """Send what still waits."""
-        while self._trickling is not None:
-            self.turn()
+        while self._chunked_copy is not None:
+            self.send_chunk()
 
-    def cancel(self, trickle: _Trickle) -> None:
+    def cancel(self, copy: _ChunkedCopy) -> None:
         """Give up what of `trickle` still waits."""
-        if trickle is self._trickling:
-            trickle.drop()
-            self._trickling = None
+        if copy is self._chunked_copy:
+            copy.cancel()
+            self._chunked_copy = None
 
     @property
-    def is_mine(self) -> bool:
+    def on_owner_thread(self) -> bool:
         """Whether the calling thread is the one that sends on this lane."""
         return threading.get_ident() == self._owner
 
 
-class _Trickle:
+class _ChunkedCopy:
     """A copy that goes out in pieces. Its ticket may be joined by another thread before the last piece has gone out."""
 
     def __init__(self, lane: Lane, kind: str, layer: str, pieces: Sequence[list[Copy]], slot: int) -> None:
         self._lane, self._kind, self._layer, self._slot = lane, kind, layer, slot
-        self._pieces, self._of = deque(pieces), len(pieces)
+        self._pieces, self._count = deque(pieces), len(pieces)
         self._tickets: list[Ticket] = []
         self._all_sent = threading.Event()
 
-    def send_one(self) -> bool:
+    def send_next(self) -> bool:
         """Send the next piece; whether it was the last one."""
-        piece = self._of - len(self._pieces)
+        piece = self._count - len(self._pieces)
         self._tickets.append(
-            self._lane.send(self._kind, self._layer, self._pieces[0], slot=self._slot, piece=piece, pieces=self._of)
+            self._lane.send(self._kind, self._layer, self._pieces[0], slot=self._slot, piece=piece, pieces=self._count)
         )
         self._pieces.popleft()  # only now: if it could not be sent, whoever waits is told so
         if not self._pieces:
             self._all_sent.set()
         return not self._pieces
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         """Send no more; whoever waits wakes, finds pieces left, and is told so."""
         self._all_sent.set()
 
     def wait(self) -> None:
-        self._come()
+        self._wait_until_sent()
         for ticket in self._tickets:
             ticket.wait()
 
     def join(self) -> None:
-        self._come()
+        self._wait_until_sent()
         for ticket in self._tickets:
             ticket.join()
 
@@ -138,15 +138,15 @@ class _Trickle:
         for ticket in self._tickets:
             ticket.abandon()
 
-    def _come(self) -> None:
-        if self._lane.is_mine and not self._all_sent.is_set():
+    def _wait_until_sent(self) -> None:
+        if self._lane.on_owner_thread and not self._all_sent.is_set():
             self._lane.flush()  # nobody else would send the rest
         self._all_sent.wait()
         if self._pieces:
             raise RuntimeError(f"the {self._kind} of {self._layer} was given up: the step failed")
 
 
-class Link:
+class CountedLane:
     """Sends copies of one kind on a lane, and counts their bytes."""
 
     def __init__(self, lane: Lane, kind: str) -> None:
@@ -158,21 +158,21 @@ class Link:
         self.nbytes += sum(target.nbytes for target, _ in copies)
         return self.lane.send(self.kind, layer, copies, k, visit)
 
-    def trickle(self, layer: str, copies: Sequence[Copy], slot: int = -1) -> Ticket:
+    def send_chunked(self, layer: str, copies: Sequence[Copy], slot: int = -1) -> Ticket:
         """Start copies of flat tensors that belong to `layer` and may take a visit's time; weights go to that slot."""
         self.nbytes += sum(target.nbytes for target, _ in copies)
-        return self.lane.trickle(self.kind, layer, copies, slot)
+        return self.lane.send_chunked(self.kind, layer, copies, slot)
 
 
-def _cut(copies: Sequence[Copy], pieces: int) -> list[list[Copy]]:
+def _split_copies(copies: Sequence[Copy], pieces: int) -> list[list[Copy]]:
     """Cut `copies` of flat tensors of one type into lists of about the same number of bytes."""
     if not copies or pieces < 2:
         return []
-    edges = cuts(sum(target.numel() for target, _ in copies), copies[0][0].element_size(), pieces)
-    return [_between(copies, start, stop) for start, stop in pairwise(edges)]
+    edges = chunk_bounds(sum(target.numel() for target, _ in copies), copies[0][0].element_size(), pieces)
+    return [_slice_copies(copies, start, stop) for start, stop in pairwise(edges)]
 
 
-def _between(copies: Sequence[Copy], start: int, stop: int) -> list[Copy]:
+def _slice_copies(copies: Sequence[Copy], start: int, stop: int) -> list[Copy]:
     """Take elements `start` to `stop` of `copies`, counted through all of them."""
     parts, passed = [], 0
     for target, source in copies:

@@ -4,9 +4,9 @@ May import `surgery`, `model`, `batches`.
 Begin reading at `identity.py`.
 """
 
+from l2l_core.surgery.identity.identity import CallSample as CallSample
 from l2l_core.surgery.identity.identity import IdentityPlan as IdentityPlan
-from l2l_core.surgery.identity.identity import Sample as Sample
 from l2l_core.surgery.identity.identity import apply_plan as apply_plan
 from l2l_core.surgery.identity.identity import capture_samples as capture_samples
 from l2l_core.surgery.identity.identity import plan_identity as plan_identity
-from l2l_core.surgery.identity.identity import sample_behind as sample_behind
+from l2l_core.surgery.identity.identity import sample_after as sample_after

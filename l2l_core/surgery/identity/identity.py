@@ -1,6 +1,6 @@
 """What turns a layer into one that can be inserted without changing the model's function.
 
-Found by running a copy of the layer (`probe.py`), not by the names of classes or parameters; and proven by running it.
+Found by running a copy of the layer (`layer_probe.py`), not by the names of classes or parameters; and proven by running it.
 The copy's parameters are shaken first, so a plan holds for the layer's structure: it serves every layer built alike.
 
 1. *Residual layers.* With every parameter at 0 the layer gives back its hidden state. Then parameters get their values
@@ -31,14 +31,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from l2l_core.surgery import Sample, capture_samples
-from l2l_core.surgery.identity.norms import plan_normed
-from l2l_core.surgery.identity.plan import HandOver, IdentityPlan, apply_plan
-from l2l_core.surgery.identity.probe import Probe, clean_state, first_float
-from l2l_core.surgery.identity.residual import plan_residual
-from l2l_core.surgery.identity.search import EXACT, Case, Refusal, is_close, zero_all
+from l2l_core.surgery import CallSample, capture_samples
+from l2l_core.surgery.identity.identity_plan import IdentityPlan, ParameterTransfer, apply_plan
+from l2l_core.surgery.identity.layer_probe import LayerProbe, clean_torch_state, first_float
+from l2l_core.surgery.identity.post_norm import plan_post_norm
+from l2l_core.surgery.identity.residual_layers import plan_residual
+from l2l_core.surgery.identity.search import EXACT, NoIdentityError, SearchCase, is_close, zero_all
 
-__all__ = ["HandOver", "IdentityPlan", "Sample", "apply_plan", "capture_samples", "plan_identity", "sample_behind"]
+__all__ = [
+    "CallSample",
+    "IdentityPlan",
+    "ParameterTransfer",
+    "apply_plan",
+    "capture_samples",
+    "plan_identity",
+    "sample_after",
+]
 
 # Relative to the largest element of the hidden state. A layer that ends in a norm may be this far off.
 TOLERANCE = 2e-5
@@ -46,9 +54,9 @@ TOLERANCE = 2e-5
 
 def plan_identity(
     layer: nn.Module,
-    sample: Sample,
+    sample: CallSample,
     preceding: nn.Module | None = None,
-    preceding_sample: Sample | None = None,
+    preceding_sample: CallSample | None = None,
     known: IdentityPlan | None = None,
 ) -> IdentityPlan:
     """Say how `layer` becomes the identity where it is called with `sample`. Changes nothing; `apply_plan` does.
@@ -69,93 +77,95 @@ def plan_identity(
         raise ValueError("preceding= and preceding_sample= belong together: pass both, or neither")
     before = None if preceding is None or preceding_sample is None else (preceding, preceding_sample)
     try:
-        with clean_state():
-            return _plan_by_slot(layer, sample, before, known)
-    except Refusal as reason:
+        with clean_torch_state():
+            return _plan_by_argument(layer, sample, before, known)
+    except NoIdentityError as reason:
         raise ValueError(
             f'cannot make a {kind} the identity: {reason}. Insert it with init="copy" or init="fresh" instead'
         ) from reason.__cause__
 
 
-def sample_behind(layer: nn.Module, sample: Sample) -> Sample:
+def sample_after(layer: nn.Module, sample: CallSample) -> CallSample:
     """Say what a new layer behind `layer`, the last of its stack, is called with: the same but for the hidden state.
 
     Raises:
         ValueError: no argument of `layer` has the shape of what it gives out.
     """
-    with clean_state():
-        made = Probe(layer, sample, -1).run()
+    with clean_torch_state():
+        made = LayerProbe(layer, sample, -1).run()
     for leaf in sample.leaves:
         if isinstance(leaf, Tensor) and leaf.shape == made.shape and leaf.dtype == made.dtype:
-            return sample.fresh({id(leaf): made})
+            return sample.clone({id(leaf): made})
     raise ValueError(
         f"{type(layer).__name__} is given no tensor of shape {tuple(made.shape)}, which is what it gives out: a layer like it "
         "cannot stand behind it"
     )
 
 
-def _plan_by_slot(
-    layer: nn.Module, sample: Sample, before: tuple[nn.Module, Sample] | None, known: IdentityPlan | None
+def _plan_by_argument(
+    layer: nn.Module, sample: CallSample, preceding: tuple[nn.Module, CallSample] | None, known: IdentityPlan | None
 ) -> IdentityPlan:
     """Try the arguments that can be the hidden state, in their order."""
     try:
-        out = Probe(layer, sample, -1).run()
+        out = LayerProbe(layer, sample, -1).run()
     except Exception as error:
-        raise Refusal(f"it does not run on its sample ({type(error).__name__}: {error})") from error
+        raise NoIdentityError(f"it does not run on its sample ({type(error).__name__}: {error})") from error
     leaves = sample.leaves
     floats = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     slots = [i for i in floats if leaves[i].shape == out.shape and leaves[i].dtype == out.dtype]
     if not slots:
         given = tuple(leaves[floats[0]].shape) if floats else "no floating-point tensor"
-        raise Refusal(f"it changes the shape of the hidden state (given {given}, gives {tuple(out.shape)})")
+        raise NoIdentityError(f"it changes the shape of the hidden state (given {given}, gives {tuple(out.shape)})")
     reasons = []
     for slot in slots:
         try:
-            return _plan_case(Case(layer, sample, slot, before), known)
-        except Refusal as reason:
+            return _plan_case(SearchCase(layer, sample, slot, preceding), known)
+        except NoIdentityError as reason:
             reasons.append(reason)
     raise reasons[0]
 
 
-def _plan_case(case: Case, known: IdentityPlan | None) -> IdentityPlan:
-    if known is not None and _fits(case, known):
+def _plan_case(case: SearchCase, known: IdentityPlan | None) -> IdentityPlan:
+    if known is not None and _names_exist(case, known):
         try:
-            return _prove(case, known)
-        except Refusal:
+            return _verify_plan(case, known)
+        except NoIdentityError:
             pass  # another kind of layer that has parameters of these names
-    return _prove(case, _search(case))
+    return _verify_plan(case, _search(case))
 
 
-def _fits(case: Case, known: IdentityPlan) -> bool:
+def _names_exist(case: SearchCase, known: IdentityPlan) -> bool:
     """Tell whether the parameters that the plan names are there."""
-    new = {*known.zeroed, *known.ones, *known.minus_ones, *(item.new for item in known.handed_over)}
-    theirs = {item.preceding for item in known.handed_over}
-    has_theirs = not theirs or (case.before is not None and theirs <= dict(case.before[0].named_parameters()).keys())
+    new = {*known.zeroed, *known.ones, *known.minus_ones, *(item.new for item in known.transfers)}
+    theirs = {item.preceding for item in known.transfers}
+    has_theirs = not theirs or (
+        case.preceding is not None and theirs <= dict(case.preceding[0].named_parameters()).keys()
+    )
     return has_theirs and new <= dict(case.layer.named_parameters()).keys()
 
 
-def _search(case: Case) -> IdentityPlan:
+def _search(case: SearchCase) -> IdentityPlan:
     probe = case.probe()
     assert probe.hidden is not None
-    order = probe.in_order()
+    order = probe.names_by_last_use()
     zeroed = zero_all(probe, order)
     if is_close(probe.run(), probe.hidden):
         return plan_residual(case, probe, order, zeroed)
     probe.restore(order)
-    return plan_normed(case, probe, order)
+    return plan_post_norm(case, probe, order)
 
 
-def _prove(case: Case, plan: IdentityPlan) -> IdentityPlan:
+def _verify_plan(case: SearchCase, plan: IdentityPlan) -> IdentityPlan:
     """Try the plan on the parameters as they are."""
-    probe = case.probe(shaken=False)
+    probe = case.probe(perturbed=False)
     assert probe.hidden is not None
     target, bound = probe.hidden, EXACT
-    if plan.handed_over:
-        before = case.probe_before(shaken=False)
+    if plan.transfers:
+        before = case.probe_preceding(perturbed=False)
         target, bound = before.run(), TOLERANCE
-        for item in plan.handed_over:
-            probe.put(item.new, before.value(item.preceding).view_as(probe.value(item.new)))
-            before.put(item.preceding, item.neutral)
+        for item in plan.transfers:
+            probe.assign(item.new, before.value(item.preceding).view_as(probe.value(item.new)))
+            before.assign(item.preceding, item.neutral)
         probe.hidden = before.run()  # as the layer before gives it once it has handed over
     probe.fill(plan.zeroed, 0.0)
     probe.fill(plan.ones, 1.0)
@@ -163,16 +173,16 @@ def _prove(case: Case, plan: IdentityPlan) -> IdentityPlan:
     outputs = probe.outputs()
     made = first_float(outputs)
     if not is_close(made, target, bound):
-        raise Refusal(_off(plan, made, target))
+        raise NoIdentityError(_error_message(plan, made, target))
     given = [leaf for leaf in case.sample.leaves if isinstance(leaf, Tensor)]
-    extra = [t for t in outputs if t is not made and not any(_same(t, leaf) for leaf in given)]
+    extra = [t for t in outputs if t is not made and not any(_equal(t, leaf) for leaf in given)]
     return replace(plan, max_abs_error=(made - target).abs().max().item(), side_outputs=len(extra))
 
 
-def _off(plan: IdentityPlan, made: Tensor, target: Tensor) -> str:
+def _error_message(plan: IdentityPlan, made: Tensor, target: Tensor) -> str:
     size, error = target.abs().max().item(), (made - target).abs().max().item()
     off = f"its output would be off by {error:.1e} where the hidden state reaches {size:.1e}"
-    if not plan.handed_over:
+    if not plan.transfers:
         return off
     return (
         f"{off}, more than {TOLERANCE:g} of it: what the preceding norm is given varies so little that the norm's eps counts, "
@@ -180,5 +190,5 @@ def _off(plan: IdentityPlan, made: Tensor, target: Tensor) -> str:
     )
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)

@@ -17,8 +17,8 @@ from l2l_core import EmulatedDevice, Event, Relay, RelayConfig, Trace
 from l2l_core.analysis.bounds import Bound, micro_batches_to_hide
 from l2l_core.analysis.roofline import ALL_PHASES, PHASES, roofline
 from l2l_core.trace.events import LANES
-from l2l_core.trace.export import chrome_trace
-from l2l_core.trace.words import time_words
+from l2l_core.trace.formatting import format_seconds
+from l2l_core.trace.trace_files import chrome_trace
 
 FORWARD_S, BACKWARD_S = 1.0, 3.0  # per micro-batch
 
@@ -292,7 +292,7 @@ def test_nothing_ahead() -> None:
         bound = of(serial, phase)
         assert bound.settings == {"ahead": 1}
         saved_s = bound.span_s - bound.floor_s
-        assert bound.advice == f"ahead=1 would save up to {time_words(saved_s)}"
+        assert bound.advice == f"ahead=1 would save up to {format_seconds(saved_s)}"
         assert bound.span_s - of(relayed, phase).span_s <= saved_s
     assert of(serial, "forward").span_s - of(relayed, "forward").span_s == of(serial, "forward").exposed_s
 
@@ -423,7 +423,7 @@ def test_a_shared_layer_is_visited_again_and_again() -> None:
     [(0, "0 µs"), (3.21e-5, "32.1 µs"), (0.42, "420 ms"), (0.99951, "1 s"), (1.9, "1.9 s"), (1234.5, "1234 s")],
 )
 def test_seconds_for_people(seconds: float, text: str) -> None:
-    assert time_words(seconds) == text
+    assert format_seconds(seconds) == text
 
 
 # ---- the roofline ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from l2l_core import Event, Trace, Traces
-from l2l_core.trace import MemorySample, Worker
+from l2l_core.trace import MemorySample, WorkerInfo
 
 
 def of_worker(rank: int, began_s: float, late_s: float) -> Trace:
@@ -20,7 +20,7 @@ def of_worker(rank: int, began_s: float, late_s: float) -> Trace:
         Event("reduce", "exchange", 2.0 - began_s, 2.5 - began_s, "A", nbytes=500, last=0),
     ]
     memory = [MemorySample(0.0, "device", {"weights": 1_000})]
-    worker = Worker(rank, 2, 100.0 + began_s, waited_s=0.0, last=0)
+    worker = WorkerInfo(rank, 2, 100.0 + began_s, waited_s=0.0, last=0)
     return Trace.of(events, memory, step=3, device="emulated", names={"A": "layers.0"}, worker=worker)
 
 
@@ -30,7 +30,7 @@ def both() -> Traces:
 
 def test_they_come_by_rank_and_on_one_axis() -> None:
     traces = both()
-    assert [trace.worker.rank for trace in traces] == [0, 1] and traces.begins_s == [0.0, 0.25]
+    assert [trace.worker.rank for trace in traces] == [0, 1] and traces.offsets_s == [0.0, 0.25]
     assert traces.span_s == 2.5 - 0.75 and repr(traces) == "<Traces of step 3 by 2 workers, 1.75 s>"
 
 
@@ -58,7 +58,7 @@ def test_a_process_per_worker(tmp_path: Path) -> None:
 
 def test_waiting_for_the_step_to_begin_is_there_too(tmp_path: Path) -> None:
     late = of_worker(0, 0.0, 0.0)
-    late.worker = Worker(0, 2, 100.0, waited_s=0.5, last=1)
+    late.worker = WorkerInfo(0, 2, 100.0, waited_s=0.5, last=1)
     Traces([late, of_worker(1, 0.25, 0.0)]).to_chrome(tmp_path / "late.json")
     rows = [row for row in json.loads((tmp_path / "late.json").read_text())["traceEvents"] if row["ph"] == "X"]
     (wait,) = [row for row in rows if row["name"] == "wait for worker 1"]
@@ -79,14 +79,20 @@ def test_a_file_per_worker_for_holistic_trace_analysis(tmp_path: Path) -> None:
 
 
 def same(a: Trace, b: Trace) -> bool:
-    return (a.since(0), a.memory, a.worker, a.step, a.names) == (b.since(0), b.memory, b.worker, b.step, b.names)
+    return (a.events_since(0), a.memory, a.worker, a.step, a.names) == (
+        b.events_since(0),
+        b.memory,
+        b.worker,
+        b.step,
+        b.names,
+    )
 
 
 def test_files_and_messages_hold_all_there_is(tmp_path: Path) -> None:
     traces = both()
     traces.to_jsonl(tmp_path / "step")
     for again in (Traces.from_jsonl(tmp_path / "step"), Traces(pickle.loads(pickle.dumps(list(traces))))):
-        assert all(map(same, traces, again)) and again.begins_s == traces.begins_s
+        assert all(map(same, traces, again)) and again.offsets_s == traces.offsets_s
     (tmp_path / "step" / "rank1.jsonl").unlink()
     with pytest.raises(ValueError, match=r"traces of the workers \[0\], of 2: give one of each"):
         Traces.from_jsonl(tmp_path / "step")

@@ -6,7 +6,7 @@ import pytest
 
 from l2l_core import Bound, Event, Trace, Traces
 from l2l_core.analysis import Wait
-from l2l_core.trace import Worker
+from l2l_core.trace import WorkerInfo
 
 
 def of_worker(
@@ -28,7 +28,7 @@ def of_worker(
         "precision": "fp32",
         "reduce": "sum",
     } | settings
-    trace = Trace(settings=made, worker=Worker(rank, 2, 50.0, 0.25 * late_s, 1 - rank))
+    trace = Trace(settings=made, worker=WorkerInfo(rank, 2, 50.0, 0.25 * late_s, 1 - rank))
     now_s = free_s = reduced_s = 0.0
     order = ["L0", "L1", "L2", "L1", "L0"]
     came = {}

@@ -21,8 +21,8 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
-from l2l_core.batches.batch import RowsOf, rows_of, split
-from l2l_core.batches.nested import map_tensors, open_up
+from l2l_core.batches.batch import BatchRows, num_rows, split
+from l2l_core.batches.containers import map_tensors, open_container
 
 ROWS, WIDTH = 5, 4
 
@@ -40,7 +40,7 @@ def test_parts_cover_the_batch_in_order_and_differ_by_little(rows: int, parts: i
     assert all(part["flag"] is True and len(part["x"]) >= 1 for part in cut)
     size = -(-rows // parts)
     assert len(cut[0]["x"]) == size
-    assert [len(part["x"]) for part in cut] == RowsOf(batch).sizes(parts)
+    assert [len(part["x"]) for part in cut] == BatchRows(batch).sizes(parts)
     if size * (parts - 1) < rows:
         assert all(len(part["x"]) == size for part in cut[:-1]), "only the last may be smaller"
 
@@ -51,7 +51,7 @@ def test_nested_values_and_rows_shared_by_all() -> None:
     assert parts[1][0].shape == (2, 2)
     assert parts[2][1]["position_ids"].shape == (1, 4)
     assert parts[0][1]["lengths"][0].shape == (2,)
-    assert rows_of(batch) == 6
+    assert num_rows(batch) == 6
 
 
 class SizedOnly:
@@ -95,7 +95,7 @@ def test_a_bad_batch_is_refused_with_its_shapes(batch: Any, error: type[Exceptio
 def test_a_batch_without_rows_in_common_is_one_sample() -> None:
     """As the nodes and the edges of one graph; nobody can cut it."""
     batch = {"nodes": torch.zeros(5, 3), "edges": torch.zeros(2, 7)}
-    rows = RowsOf(batch)
+    rows = BatchRows(batch)
     assert rows.count == 1 and rows.sizes(1) == [1] and not list(rows.columns())
     [whole] = rows.split(1)
     assert whole is not batch and all(whole[name] is batch[name] for name in batch)
@@ -145,8 +145,8 @@ def test_lists_tell_the_rows_where_there_are_no_tensors_outside() -> None:
     batch = (images, [{"boxes": torch.zeros(3, 4)} for _ in images])
     first, second = split(batch, 2)
     assert first[0][0] is images[0] and second[0][0] is images[1] and len(second[0]) == len(second[1]) == 1
-    assert rows_of({"text": ["a", "b", "c"]}) == 3
-    assert rows_of({"positions": torch.zeros(1, 4), "text": ["a", "b", "c"]}) == 1, "tensors come first"
+    assert num_rows({"text": ["a", "b", "c"]}) == 3
+    assert num_rows({"positions": torch.zeros(1, 4), "text": ["a", "b", "c"]}) == 1, "tensors come first"
 
 
 def test_what_default_collate_makes_of_samples() -> None:
@@ -381,7 +381,7 @@ def test_a_class_that_is_registered_with_pytrees_is_a_container() -> None:
 
 def test_only_containers_open() -> None:
     for value in (1, "text", b"", None, torch.zeros(2), nn.ModuleList(), int, torch.Size([1]), SimpleNamespace(a=1)):
-        assert open_up(value) is None
+        assert open_container(value) is None
 
 
 # -- refusals come before training -------------------------------------------------------------------------------------
@@ -449,4 +449,4 @@ def test_what_is_remembered_of_shapes_is_bounded() -> None:
     with Relay(Net(), sgd, EmulatedDevice(), layers=["layers.0", "layers.1"], loss=loss) as relay:
         for rows in range(1, 40):
             relay.evaluate((torch.zeros(rows, WIDTH),))
-        assert 0 < len(relay._runner.learned._inferred) <= 16
+        assert 0 < len(relay._runner.pass_cache._inferences) <= 16

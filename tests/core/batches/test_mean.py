@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from zoo import BY_NAME, IGNORED
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig
-from l2l_core.batches.batch import RowsOf
-from l2l_core.batches.mean import Mean, shares
-from l2l_core.batches.recent import Recent
-from l2l_core.batches.targets import candidates
+from l2l_core.batches.batch import BatchRows
+from l2l_core.batches.loss_normaliser import LossNormaliser, weighted_divisors
+from l2l_core.batches.lru_cache import LRUCache
+from l2l_core.batches.target_counts import normaliser_candidates
 from l2l_core.runner import Runner
 
 Batch = dict[str, Any]
@@ -97,9 +97,9 @@ def test_parts_add_up_to_the_loss_of_the_whole(data: Any, kind: str, lengths: li
     batch = {"labels": labels, "value": torch.rand(labels.shape, generator=generator, dtype=torch.float64)}
     if with_count or kind == "a given count":
         batch["num_items_in_batch"] = int((labels != IGNORED).sum())
-    loss, rows = PAPER[kind], RowsOf(batch)
+    loss, rows = PAPER[kind], BatchRows(batch)
     parts = rows.split(micro_batches)
-    divisors = Mean(None, lambda small, _: [loss(each) for each in small]).divisors(rows, parts)
+    divisors = LossNormaliser(None, lambda small, _: [loss(each) for each in small]).divisors(rows, parts)
     added = sum(loss(part) / divisor for part, divisor in zip(parts, divisors, strict=True))
     assert added == pytest.approx(loss(batch), rel=1e-9)
 
@@ -109,18 +109,20 @@ def never(small: Sequence[Any], shaken: bool) -> list[float]:
 
 
 def test_even_micro_batches_are_divided_by_exactly_k() -> None:
-    assert shares([1, 2, 3], lambda part: 7) == [3.0, 3.0, 3.0]
-    rows = RowsOf(uneven((8, 2, 2, 8, 5, 5)))
-    assert Mean(None, never).divisors(rows, rows.split(3)) == [3.0, 3.0, 3.0], "ten targets each, eight after the shift"
-    rows = RowsOf(uneven((8, 2)))
-    assert Mean(None, never).divisors(rows, rows.split(1)) == [1.0]
+    assert weighted_divisors([1, 2, 3], lambda part: 7) == [3.0, 3.0, 3.0]
+    rows = BatchRows(uneven((8, 2, 2, 8, 5, 5)))
+    assert LossNormaliser(None, never).divisors(rows, rows.split(3)) == [3.0, 3.0, 3.0], (
+        "ten targets each, eight after the shift"
+    )
+    rows = BatchRows(uneven((8, 2)))
+    assert LossNormaliser(None, never).divisors(rows, rows.split(1)) == [1.0]
 
 
 def test_a_smaller_last_micro_batch_needs_no_look() -> None:
     """All candidates ask for the same divisors, to the bit: the quotients of whole numbers are."""
     batch = {"input_ids": torch.ones(7, 12, dtype=torch.long), "labels": torch.ones(7, 12, dtype=torch.long)}
-    rows = RowsOf(batch)
-    assert Mean(None, never).divisors(rows, rows.split(3)) == [7 / 3, 7 / 3, 7.0]
+    rows = BatchRows(batch)
+    assert LossNormaliser(None, never).divisors(rows, rows.split(3)) == [7 / 3, 7 / 3, 7.0]
 
 
 def test_what_was_found_out_is_used_again_until_candidates_disagree_once_more() -> None:
@@ -130,7 +132,7 @@ def test_what_was_found_out_is_used_again_until_candidates_disagree_once_more() 
         looked.append(len(small))
         return [by_targets(1)(each) for each in small]
 
-    mean = Mean(None, measure)
+    mean = LossNormaliser(None, measure)
 
     def divisors(first: Sequence[int]) -> list[float]:
         """Of rows of these lengths, of which not all begin with a target."""
@@ -138,7 +140,7 @@ def test_what_was_found_out_is_used_again_until_candidates_disagree_once_more() 
         batch["value"] = torch.rand(6, 8, generator=torch.Generator().manual_seed(5))
         for row, start in enumerate(first):
             batch["labels"][row, :start] = IGNORED
-        rows = RowsOf(batch)
+        rows = BatchRows(batch)
         return mean.divisors(rows, rows.split(3))
 
     divisors([1] * 6)
@@ -154,20 +156,20 @@ def test_pixels_are_no_targets() -> None:
     """Nor is sound: small whole numbers are no classes, and are many."""
     images = torch.zeros(5, 3, 4, 4, dtype=torch.uint8)
     for pixels in (images, images.numpy(), images.bool(), images.to(torch.int16)):
-        rows = RowsOf({"pixels": pixels, "labels": torch.arange(5)})
-        assert list(candidates(rows)) == ["rows", "targets in batch['labels']"]
-        assert Mean(None, never).divisors(rows, rows.split(2)) == [5 / 3, 5 / 2]
-    hashes = RowsOf({"x": torch.zeros(2), "hash": [2**64 - 1, 5], "label": [1, IGNORED]})
-    assert list(candidates(hashes)) == ["rows", "targets in batch['label']"], (
+        rows = BatchRows({"pixels": pixels, "labels": torch.arange(5)})
+        assert list(normaliser_candidates(rows)) == ["rows", "targets in batch['labels']"]
+        assert LossNormaliser(None, never).divisors(rows, rows.split(2)) == [5 / 3, 5 / 2]
+    hashes = BatchRows({"x": torch.zeros(2), "hash": [2**64 - 1, 5], "label": [1, IGNORED]})
+    assert list(normaliser_candidates(hashes)) == ["rows", "targets in batch['label']"], (
         "numbers that no tensor holds are no classes"
     )
 
 
 def test_uneven_micro_batches_add_up_to_the_mean_over_the_batch() -> None:
     values = torch.randn(7)
-    rows = RowsOf((values,))
+    rows = BatchRows((values,))
     parts = rows.split(3)
-    divisors = Mean(None, never).divisors(rows, parts)
+    divisors = LossNormaliser(None, never).divisors(rows, parts)
     assert sum(1 / d for d in divisors) == pytest.approx(1)
     mean = sum(float(part[0].mean()) / d for part, d in zip(parts, divisors, strict=True))
     assert mean == pytest.approx(float(values.mean()), abs=1e-6)
@@ -179,9 +181,9 @@ def test_targets_that_are_first_alone() -> None:
     labels[:, :, 0] = 1
     labels[1, 3:] = labels[3, 2:] = IGNORED
     labels[2, :2, 1] = 1
-    rows = RowsOf({"labels": labels, "value": torch.rand(labels.shape)})
+    rows = BatchRows({"labels": labels, "value": torch.rand(labels.shape)})
     loss = lambda part: float(part["value"][part["labels"] != IGNORED].mean())  # noqa: E731
-    divisors = Mean(None, lambda small, _: [loss(each) for each in small]).divisors(rows, rows.split(2))
+    divisors = LossNormaliser(None, lambda small, _: [loss(each) for each in small]).divisors(rows, rows.split(2))
     assert divisors == [19 / 9, 19 / 10]
 
 
@@ -195,38 +197,38 @@ def test_targets_in_lists_and_arrays() -> None:
 
     for make in (torch.ones, lambda n, dtype: torch.ones(n, dtype=dtype).numpy()):
         batch = {"v": value, "t": [{"class": make(n, dtype=torch.long)} for n in boxes]}
-        rows = RowsOf(batch)
+        rows = BatchRows(batch)
         parts = rows.split(3)
-        divisors = Mean(None, lambda small, _: [loss(each) for each in small]).divisors(rows, parts)
+        divisors = LossNormaliser(None, lambda small, _: [loss(each) for each in small]).divisors(rows, parts)
         assert divisors == [20 / 6, 20 / 4, 20 / 10]
 
 
 def test_a_micro_batch_without_targets_is_refused() -> None:
     batch = uneven((8, 3, 0, 0, 8, 5)) | {"value": torch.rand(6, 8)}
-    rows = RowsOf(batch)
-    mean = Mean(None, lambda small, _: [by_targets(1)(each) for each in small])
+    rows = BatchRows(batch)
+    mean = LossNormaliser(None, lambda small, _: [by_targets(1)(each) for each in small])
     with pytest.raises(
         ValueError, match=r"micro-batch 1 counts for 0 \(targets in batch\['labels'\] after a shift.*weight="
     ):
         mean.divisors(rows, rows.split(3))
-    two = RowsOf({"labels": torch.tensor([[1, 2], [IGNORED, IGNORED]])})
+    two = BatchRows({"labels": torch.tensor([[1, 2], [IGNORED, IGNORED]])})
     with pytest.raises(ValueError, match="micro-batch 1 counts for 0"):
-        Mean(None, never).divisors(two, two.split(2))
+        LossNormaliser(None, never).divisors(two, two.split(2))
     with pytest.raises(ValueError, match="micro-batch 0 counts for -1"):
-        shares([1, 2], lambda part: -1)
+        weighted_divisors([1, 2], lambda part: -1)
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e3])
 def test_rounding_does_not_hide_the_mean(size: float) -> None:
     """A small loss is a difference of logits, and off by their rounding; a large one by its own."""
     batch = uneven() | {"value": torch.rand(6, 8) * size}
-    rows = RowsOf(batch)
+    rows = BatchRows(batch)
 
     def loss(part: Batch) -> float:
         is_target = part["labels"] != IGNORED
         return float(((part["value"] + 10) - 10)[is_target].mean())
 
-    divisors = Mean(None, lambda small, _: [loss(each) for each in small]).divisors(rows, rows.split(3))
+    divisors = LossNormaliser(None, lambda small, _: [loss(each) for each in small]).divisors(rows, rows.split(3))
     assert divisors == [33 / 11, 33 / 9, 33 / 13]
 
 
@@ -241,19 +243,19 @@ def test_rounding_does_not_hide_the_mean(size: float) -> None:
     ids=["two means", "sum", "always the same", "never finite"],
 )
 def test_what_cannot_be_found_out_is_refused(loss: Callable[[Batch], float], message: str) -> None:
-    rows = RowsOf(uneven() | {"value": torch.rand(6, 8)})
-    mean = Mean(None, lambda small, _: [loss(each) for each in small])
+    rows = BatchRows(uneven() | {"value": torch.rand(6, 8)})
+    mean = LossNormaliser(None, lambda small, _: [loss(each) for each in small])
     for _ in range(2):
         with pytest.raises(ValueError, match=f"rows: .2, 2, 2.; targets.*11, 9, 13.*{message}.*weight=lambda"):
             mean.divisors(rows, rows.split(3))
-    by_hand = Mean(lambda part: len(part["labels"]), never)
+    by_hand = LossNormaliser(lambda part: len(part["labels"]), never)
     assert by_hand.divisors(rows, rows.split(3)) == [3.0] * 3
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    recent: Recent[int] = Recent(3)
+    recent: LRUCache[int] = LRUCache(3)
     for key in range(5):
-        recent.keep(key, key)
+        recent.put(key, key)
         recent.get(0)
     assert [recent.get(key) for key in range(5)] == [0, None, None, 3, 4] and len(recent) == 3
 
@@ -449,8 +451,8 @@ def test_a_look_leaves_no_trace(stash: Any) -> None:
 
 def test_a_look_is_made_once_and_never_where_nothing_is_uneven(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    real = Runner._losses_of
-    monkeypatch.setattr(Runner, "_losses_of", lambda self, *small: made.append(small) or real(self, *small))
+    real = Runner._measure_losses
+    monkeypatch.setattr(Runner, "_measure_losses", lambda self, *small: made.append(small) or real(self, *small))
     with Relay(gpt(), sgd, config=THREE) as relay:
         relay.step(uneven((8,) * 6))
         relay.step(uneven((8, 3, 3, 8, 8, 3)))
@@ -485,7 +487,9 @@ def test_bfloat16_does_not_hide_what_the_loss_is_a_mean_over() -> None:
     with Relay(gpt(), sgd, config=RelayConfig(micro_batches=3, precision="bf16")) as relay:
         expected = relay.model(**uneven()).loss.item()
         assert relay.evaluate(uneven()) == pytest.approx(expected, rel=1e-2)
-        assert list(relay._runner.mean._alive._values.values()) == [{"targets in batch['labels'] after a shift by one"}]
+        assert list(relay._runner.normaliser._remaining._values.values()) == [
+            {"targets in batch['labels'] after a shift by one"}
+        ]
 
 
 PRECISIONS = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.mkldnn.matmul)
@@ -580,7 +584,7 @@ def test_a_refused_step_has_trained_nothing() -> None:
 
 def test_outputs_are_joined_without_a_look_where_they_have_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch whose mean cannot be found out is none to the outputs, unless there is a loss among them."""
-    monkeypatch.setattr(Runner, "_losses_of", lambda self, small, shaken: [1.0] * len(small))
+    monkeypatch.setattr(Runner, "_measure_losses", lambda self, small, shaken: [1.0] * len(small))
     with Relay(Around(gpt().transformer), sgd, config=THREE) as relay:
         batch = {"input_ids": uneven()["labels"].clamp(min=0), "position_ids": uneven()["labels"].clamp(0, 7)}
         batch["token_type_ids"] = uneven()["labels"].clamp(min=0)

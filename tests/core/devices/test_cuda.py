@@ -27,8 +27,8 @@ from zoo import BY_NAME, Kind
 from l2l_core import CudaDevice, DeviceOutOfMemory, EmulatedDevice, NonFiniteError, Relay, RelayConfig
 from l2l_core.devices import cuda as cuda_module
 from l2l_core.devices import resolve_device
-from l2l_core.devices.pinned import Pinned
-from l2l_core.model.ambient import RandomState
+from l2l_core.devices.pinned_memory import PinnedMemory
+from l2l_core.model.thread_state import RandomState
 from l2l_core.trace.trace import Trace
 
 LATE = [
@@ -71,13 +71,13 @@ def test_a_budget_must_be_positive() -> None:
 
 
 def test_random_states_are_those_of_manual_seed() -> None:
-    before = RandomState.take()
-    state = RandomState.seeded(7)
+    before = RandomState.capture()
+    state = RandomState.from_seed(7)
     assert torch.equal(before.torch_cpu, torch.get_rng_state()) and before.python == random.getstate()
     torch.manual_seed(7)
     random.seed(7)
     assert torch.equal(state.torch_cpu, torch.get_rng_state()) and state.python == random.getstate()
-    before.put()
+    before.restore()
 
 
 # --- without a GPU: nothing is read before it is there --------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_settings(kind: Kind, settings: dict[str, Any]) -> None:
 def test_a_wait_that_is_forgotten_shows(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What proves that the test above can fail."""
     kind = BY_NAME["chain"]
-    monkeypatch.setattr(cuda_module._Copying, forgotten, lambda self: None)
+    monkeypatch.setattr(cuda_module._CudaTicket, forgotten, lambda self: None)
     with both(kind, RelayConfig(micro_batches=2), device=LateDevice()) as pair:
         try:
             steps = [pair.step(kind.make_batch(4, step)) for step in range(2)]
@@ -228,7 +228,7 @@ def test_a_stash_on_the_host_is_pinned_once_and_given_up_when_unused() -> None:
         assert pinned_for_stash() == 0
 
 
-def pinned() -> tuple[Pinned, Any]:
+def pinned() -> tuple[PinnedMemory, Any]:
     device = LateDevice()
     return device._pinned, device.cuda.runtime
 
@@ -385,18 +385,18 @@ def test_every_event_is_in_the_trace_when_the_step_is_over(stash: str) -> None:
     names = [sorted((e.lane, e.kind, e.layer, e.k, e.nbytes) for e in result.trace.events) for result in results]
     assert names[0] == names[1]
     assert_well_formed(results[1].trace, results[1].seconds)
-    assert not any(device._outstanding.values())
+    assert not any(device._pending.values())
 
 
 def test_events_that_are_over_arrive_while_the_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_module, "_LOOK_S", 0.0)
+    monkeypatch.setattr(cuda_module, "_POLL_S", 0.0)
     device, seen = LateDevice(), []
     source, target = torch.ones(3), torch.zeros(3)
     ticket = device.issue("h2d", [(target, source)], lambda a, b: seen.append(("copy", a, b)), label="load")
-    device.start(lambda a, b: seen.append(("compute", a, b)))()
+    device.start_timer(lambda a, b: seen.append(("compute", a, b)))()
     assert [name for name, *_ in seen] == ["compute"] and not target.any(), "the copy has not run yet"
     ticket.join()
-    device.start(lambda a, b: None)()
+    device.start_timer(lambda a, b: None)()
     assert [name for name, *_ in seen] == ["compute", "copy"] and all(0 < a <= b for _, a, b in seen) and target.all()
     device.close()
 
@@ -417,7 +417,7 @@ def test_host_memory_of_a_copy_is_held_until_the_copy_is_over() -> None:
     device.issue("h2d", [(target, device.host_empty(1000).fill_(1.0))], lambda a, b: None)
     gc.collect()
     other = device.host_empty(1000).fill_(2.0)
-    device.settle()
+    device.synchronize()
     assert target.eq(1.0).all() and other.eq(2.0).all()
     device.close()
 
@@ -434,10 +434,10 @@ def test_copies_do_not_cast() -> None:
 class Hungry(nn.Module):
     def __init__(self, when: dict[str, bool]) -> None:
         super().__init__()
-        self.fc, self.when = nn.Linear(8, 8), when
+        self.fc, self.at_time = nn.Linear(8, 8), when
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.when["out"]:
+        if self.at_time["out"]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity")
         return self.fc(x)
 
@@ -571,7 +571,7 @@ def test_auto_takes_the_gpu_and_names_it() -> None:
 def test_random_state_of_the_gpu_is_kept_and_seeded() -> None:
     CudaDevice()
     before = torch.cuda.get_rng_state()
-    state = RandomState.seeded(11)
+    state = RandomState.from_seed(11)
     assert torch.equal(torch.cuda.get_rng_state(), before)
     torch.manual_seed(11)
     assert state.torch_cuda is not None and torch.equal(state.torch_cuda, torch.cuda.get_rng_state())
@@ -664,7 +664,7 @@ def test_events_on_the_gpu(stash: str) -> None:
         "load": 2 * layers - ahead - 1 + shell,
         "update": layers + shell,
     }
-    assert not any(device._outstanding.values())  # type: ignore[attr-defined]
+    assert not any(device._pending.values())  # type: ignore[attr-defined]
 
 
 WIDTH, ROWS = 512, 2048

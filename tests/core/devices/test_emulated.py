@@ -10,7 +10,7 @@ import torch
 from deep_models import Chain, chain_batch, squared_error
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
-from l2l_core.devices.threads import serial_thread
+from l2l_core.devices.executors import serial_executor
 from l2l_core.eps.blocks.layout import Layout
 
 LATENCY_S, DOWN, UP = 2e-3, 20e6, 5e6
@@ -20,7 +20,7 @@ LATENCY_S, DOWN, UP = 2e-3, 20e6, 5e6
 def test_a_serial_thread_computes_on_the_cores_it_was_given(cores: int) -> None:
     """Also after its first operation, when PyTorch sets a thread up; the caller's own number stays."""
     torch.set_num_threads(2)
-    thread = serial_thread("test", cores)
+    thread = serial_executor("test", cores)
     thread.submit(torch.randn(2000, 2000).mul_, 2).result()
     assert thread.submit(torch.get_num_threads).result() == cores
     assert torch.get_num_threads() == 2

@@ -85,10 +85,10 @@ def test_a_layer_of_another_kind_joins_the_groups_of_its_like() -> None:
 def test_evidence_may_be_overruled() -> None:
     torch.manual_seed(0)
     with Relay(nn.Sequential(mlp(6), mlp(), mlp()), device=EmulatedDevice(), loss=lambda out, _: out.mean()) as relay:
-        with pytest.raises(ValueError, match="not interchangeable.*trust=True"):
+        with pytest.raises(ValueError, match="not interchangeable.*force=True"):
             relay.apply(Swap(0, 1))
         assert keys(relay) == ["L000", "L001", "L002"]
-        relay.apply(Swap(0, 1), trust=True)
+        relay.apply(Swap(0, 1), force=True)
         assert keys(relay) == ["L001", "L000", "L002"]
         with pytest.raises(ValueError, match="not interchangeable"):
             relay.apply(Swap(1, 2))
@@ -153,8 +153,8 @@ def test_what_an_identity_layer_is_called_with_is_found_without_running_the_whol
         relay.step(make_batch())
         config, ran = relay.model.config, []
         hooks = [unit.module.register_forward_hook(lambda m, *_: ran.append(m)) for unit in relay.stack]
-        stack = relay._editor.lineup.stacks[0]
-        relay._editor.new_layers.plan_identity(copy.deepcopy(relay.stack[5].module), stack, 6)
+        stack = relay._editor.registry.stacks[0]
+        relay._editor.layer_factory.plan_identity(copy.deepcopy(relay.stack[5].module), stack, 6)
         assert len(ran) <= 3 and relay.model.config is config and len(relay.model.transformer.h) == 8
         for hook in hooks:
             hook.remove()

@@ -101,7 +101,7 @@ def test_what_is_inherited_in_part_is_scaled_by_its_power(optimizer: Any, powers
         relay.step(make_batch())
         relay.apply(Insert(at=1, init="copy", optimizer=0.5))
         old, new = (
-            relay.optimizer.state[relay.store.masters.by_param(unit)[unit.module.mlp.c_fc.weight]]
+            relay.optimizer.state[relay.store.masters.master_by_param(unit)[unit.module.mlp.c_fc.weight]]
             for unit in relay.stack[:2]
         )
         assert old.keys() == powers.keys()

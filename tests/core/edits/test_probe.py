@@ -183,6 +183,6 @@ def test_what_a_loss_is_a_mean_over_is_not_learned_from_it() -> None:
         uneven["labels"] = uneven["labels"].clone()
         uneven["labels"][:2, 2:] = -100
         relay.probe([uneven])
-        assert not len(relay._runner.mean._alive)
+        assert not len(relay._runner.normaliser._remaining)
         relay.step(uneven)
-        assert len(relay._runner.mean._alive) == 1
+        assert len(relay._runner.normaliser._remaining) == 1

@@ -26,7 +26,7 @@ from l2l_core import (
     growing_by_identity,
     stacking_by_doubling,
 )
-from l2l_core.edits.layer_drop import draw
+from l2l_core.edits.layer_drop import draw_skipped
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def relay() -> Iterator[Relay]:
 
 def origins(relay: Relay) -> str:
     """By layer, the number of the original layer that it goes back to."""
-    return "".join(str(int(relay._editor.lineup.origin[unit.key][1:])) for unit in relay.stack)
+    return "".join(str(int(relay._editor.registry.origin[unit.key][1:])) for unit in relay.stack)
 
 
 def run(schedule: Schedule, relay: Relay, until: int) -> list[str]:
@@ -69,7 +69,7 @@ def test_depth_follows_the_step(relay: Relay, schedule: Schedule, expected: list
     if len(expected[0]) < 4:
         relay.apply(Drop(slice(len(expected[0]), None)))
     assert run(schedule, relay, len(expected)) == expected
-    assert schedule.edits(relay) == () or not isinstance(schedule.depth, dict)
+    assert schedule.edits(relay) == () or not isinstance(schedule.depth_of, dict)
     assert relay.verify(make_batch()).equal and relay.model.config.n_layer == len(relay.stack)
 
 
@@ -184,7 +184,7 @@ def test_layers_sit_out_as_often_as_the_rate_says(rate: Any, expected: Callable[
     names, steps = [f"L{i:03d}" for i in range(8)], 4000
     schedule, counts = LayerDrop(rate), dict.fromkeys(names, 0)
     for step in range(steps):
-        for key in draw(0, step, schedule.rates(names, step)):
+        for key in draw_skipped(0, step, schedule.rates(names, step)):
             counts[key] += 1
     for i, key in enumerate(names):
         mean = sum(expected(i / 7, step) for step in range(steps)) / steps
@@ -193,14 +193,14 @@ def test_layers_sit_out_as_often_as_the_rate_says(rate: Any, expected: Callable[
 
 def test_draws_depend_on_seed_step_and_layer_alone(relay: Relay) -> None:
     rates = dict.fromkeys((f"L{i:03d}" for i in range(50)), 0.5)
-    first = draw(0, 7, rates)
+    first = draw_skipped(0, 7, rates)
     torch.manual_seed(5)
-    assert draw(0, 7, dict(reversed(rates.items()))) == first[::-1]
-    assert draw(1, 7, rates) != first != draw(0, 8, rates)
-    assert all(len(draw(0, step, dict.fromkeys(rates, 1.0))) == 49 for step in range(20)), "never all of them"
-    assert draw(0, 0, {"L000": 1.0}) == [] and draw(0, 0, dict.fromkeys(rates, 0.0)) == []
+    assert draw_skipped(0, 7, dict(reversed(rates.items()))) == first[::-1]
+    assert draw_skipped(1, 7, rates) != first != draw_skipped(0, 8, rates)
+    assert all(len(draw_skipped(0, step, dict.fromkeys(rates, 1.0))) == 49 for step in range(20)), "never all of them"
+    assert draw_skipped(0, 0, {"L000": 1.0}) == [] and draw_skipped(0, 0, dict.fromkeys(rates, 0.0)) == []
     assert (
-        LayerDrop(1.0).skip(relay) == draw(0, 0, dict.fromkeys(keys(relay), 1.0))
+        LayerDrop(1.0).skip(relay) == draw_skipped(0, 0, dict.fromkeys(keys(relay), 1.0))
         and len(LayerDrop(1.0).skip(relay)) == 3
     )
 

@@ -17,10 +17,10 @@ from torch import nn
 
 from l2l_core.devices import Ledger
 from l2l_core.eps import NonFiniteError
-from l2l_core.eps.blocks import Block, GradientPiece, build_layer
-from l2l_core.eps.finite import checked
-from l2l_core.eps.gradients import Gradients
-from l2l_core.rules import MAX_UNDER_WAY
+from l2l_core.eps.blocks import Block, BlockGradient, build_layer
+from l2l_core.eps.finite import check_finite
+from l2l_core.eps.gradient_buffers import GradientBuffers
+from l2l_core.schedule_rules import MAX_PENDING_GRADIENTS
 
 VALUES = [1e8, -1e8, 1.0]  # by micro-batch: 1.0 in ascending order, 0.0 if the last one is added to another first
 
@@ -31,8 +31,8 @@ def host() -> Ledger:
 
 
 @pytest.fixture
-def gradients(host: Ledger) -> Gradients:
-    return Gradients(host, torch.empty)
+def gradients(host: Ledger) -> GradientBuffers:
+    return GradientBuffers(host, torch.empty)
 
 
 @pytest.fixture
@@ -40,29 +40,29 @@ def block() -> Block:
     return build_layer("L000", "layers.0", nn.Linear(2, 3)).blocks[0]
 
 
-def piece(gradients: Gradients, block: Block, value: float) -> GradientPiece:
-    flat = gradients.buffer(block.trained.numel).fill_(value)
-    return GradientPiece(flat, block.trained, (True, True))
+def piece(gradients: GradientBuffers, block: Block, value: float) -> BlockGradient:
+    flat = gradients.acquire(block.trained.numel).fill_(value)
+    return BlockGradient(flat, block.trained, (True, True))
 
 
 @pytest.mark.parametrize("order", [*permutations(range(3))])
 def test_parts_are_added_in_ascending_order_however_they_come(
-    gradients: Gradients, block: Block, order: tuple[int, ...]
+    gradients: GradientBuffers, block: Block, order: tuple[int, ...]
 ) -> None:
     for k in order:
         gradients.add_part(block, k, piece(gradients, block, VALUES[k]))
-    assert gradients.unfolded == [block]
-    whole = gradients.sum_of(gradients.take_parts(block))
+    assert gradients.blocks_with_parts == [block]
+    whole = gradients.sum_parts(gradients.take_parts(block))
     assert whole is not None and {float(v) for view in whole.views().values() for v in view.flatten()} == {1.0}
-    assert gradients.unfolded == [] and gradients.sum_of(gradients.take_parts(block)) is None
+    assert gradients.blocks_with_parts == [] and gradients.sum_parts(gradients.take_parts(block)) is None
 
 
-def test_a_part_that_is_taken_out_is_not_in_the_sum(gradients: Gradients, block: Block) -> None:
+def test_a_part_that_is_taken_out_is_not_in_the_sum(gradients: GradientBuffers, block: Block) -> None:
     gradients.add_part(block, 0, piece(gradients, block, 2.0))
     gradients.add_part(block, 0, piece(gradients, block, 3.0))
     taken = gradients.take_part(block, 0, wanted=[1])
     assert {i: view.unique().tolist() for i, view in taken.items()} == {1: [5.0]}
-    whole = gradients.sum_of(gradients.take_parts(block))
+    whole = gradients.sum_parts(gradients.take_parts(block))
     assert whole is not None and {i: view.unique().tolist() for i, view in whole.views().items()} == {0: [5.0]}
 
 
@@ -76,22 +76,22 @@ def test_a_part_that_is_taken_out_is_not_in_the_sum(gradients: Gradients, block:
     ids=["full", "one has none", "padded"],
 )
 def test_a_norm_is_of_the_gradient_and_of_no_garbage(
-    layer: nn.Module, covers: tuple[bool, ...], in_one: bool, gradients: Gradients
+    layer: nn.Module, covers: tuple[bool, ...], in_one: bool, gradients: GradientBuffers
 ) -> None:
     unit = build_layer("L000", "layers.0", layer)
     (block,) = unit.blocks
-    whole = GradientPiece(gradients.buffer(block.trained.numel).fill_(torch.nan), block.trained, covers)
+    whole = BlockGradient(gradients.acquire(block.trained.numel).fill_(torch.nan), block.trained, covers)
     for view in whole.views().values():
         view.fill_(2.0)
     count = sum(view.numel() for view in whole.views().values())
-    assert checked(unit, block, whole) == pytest.approx(2 * count**0.5)
-    assert (len(whole.parts()) == 1 and whole.parts()[0].numel() == whole.flat.numel()) == in_one
+    assert check_finite(unit, block, whole) == pytest.approx(2 * count**0.5)
+    assert (len(whole.tensors()) == 1 and whole.tensors()[0].numel() == whole.flat.numel()) == in_one
     next(iter(whole.views().values()))[0] = torch.inf
     other = pickle.loads(pickle.dumps(whole))
     next(iter(other.views().values())).fill_(7.0)
     assert (other.flat == 7.0).any() and not (whole.flat == 7.0).any()
     with pytest.raises(NonFiniteError, match=r"Affected: layers\.0\.weight\."):
-        checked(unit, block, whole)
+        check_finite(unit, block, whole)
 
 
 def test_layers_that_are_alike_have_one_layout_as_long_as_one_of_them_is_there() -> None:
@@ -105,13 +105,13 @@ def test_layers_that_are_alike_have_one_layout_as_long_as_one_of_them_is_there()
     assert seen() is None
 
 
-def test_buffers_are_used_again_and_booked_while_anybody_has_them(gradients: Gradients, host: Ledger) -> None:
-    first = gradients.buffer(16)
+def test_buffers_are_used_again_and_booked_while_anybody_has_them(gradients: GradientBuffers, host: Ledger) -> None:
+    first = gradients.acquire(16)
     gradients.release(first)
-    assert gradients.buffer(16) is first and gradients.buffer(16) is not first
+    assert gradients.acquire(16) is first and gradients.acquire(16) is not first
     assert host.by_category()["gradients"] == first.nbytes, "nobody has the second one"
     gradients.release(first)
-    gradients.forget()
+    gradients.clear()
     assert host.by_category()["gradients"] == first.nbytes, "forgotten, but somebody has it"
     del first
     assert not host.by_category().get("gradients")
@@ -125,19 +125,19 @@ def other_thread(run: Callable[[], object]) -> threading.Thread:
 
 @pytest.mark.parametrize("how", ["release", "give_up"])
 def test_who_brings_a_gradient_waits_for_room_until_one_is_used_or_the_step_has_failed(
-    gradients: Gradients, how: str
+    gradients: GradientBuffers, how: str
 ) -> None:
     gradients.begin(bounded=True)
-    held = [gradients.buffer(16, bounded=True) for _ in range(MAX_UNDER_WAY)]
+    held = [gradients.acquire(16, bounded=True) for _ in range(MAX_PENDING_GRADIENTS)]
     brought = threading.Event()
-    thread = other_thread(lambda: (gradients.buffer(16, bounded=True), brought.set()))
-    gradients.buffer(16)  # what has no bound does not wait
+    thread = other_thread(lambda: (gradients.acquire(16, bounded=True), brought.set()))
+    gradients.acquire(16)  # what has no bound does not wait
     assert not brought.wait(0.05)
-    gradients.release(held[0]) if how == "release" else gradients.give_up()
+    gradients.release(held[0]) if how == "release" else gradients.abort()
     assert brought.wait(HANG_S)
     thread.join()
 
 
-def test_deferred_updates_have_no_bound(gradients: Gradients) -> None:
+def test_deferred_updates_have_no_bound(gradients: GradientBuffers) -> None:
     gradients.begin(bounded=False)
-    assert len({id(b) for b in [gradients.buffer(16, bounded=True) for _ in range(2 * MAX_UNDER_WAY)]}) == 6
+    assert len({id(b) for b in [gradients.acquire(16, bounded=True) for _ in range(2 * MAX_PENDING_GRADIENTS)]}) == 6

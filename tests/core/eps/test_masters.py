@@ -12,7 +12,7 @@ from torch.optim import AdamW
 
 from l2l_core.devices import Ledger
 from l2l_core.eps.blocks import build_units
-from l2l_core.eps.masters import Masters, warmth_of
+from l2l_core.eps.masters import Masters, warmup_factor
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def masters(model: nn.Sequential, host: Ledger) -> Masters:
 
 
 def update(masters: Masters) -> None:
-    for param in masters.in_order():
+    for param in masters.params_in_model_order():
         param.grad = torch.ones_like(param)
     masters.optimizer.step()
     masters.optimizer.zero_grad()
@@ -68,18 +68,18 @@ def test_an_update_through_the_optimizer_is_one_of_the_models_weights(masters: M
 
 def test_parameters_come_in_the_models_order_not_in_that_of_blocks(masters: Masters, model: nn.Module) -> None:
     by_block = [id(param) for block in masters.blocks for param in block.params]
-    in_order = [id(masters.model_params[param]) for param in masters.in_order()]
+    in_order = [id(masters.model_params[param]) for param in masters.params_in_model_order()]
     assert in_order == [id(param) for param in model.parameters()] != by_block
 
 
 def test_a_layer_that_goes_and_comes_back_is_as_if_it_had_stayed(masters: Masters, host: Ledger) -> None:
     before, groups = everything(masters, host), masters.groups
     layer = masters.units[-1]
-    kept = masters.dismiss([layer])
+    kept = masters.remove_units([layer])
     gone = {*chain.from_iterable(masters.groups)}
     assert not gone & {*layer.params} and layer.key not in host.by_owner("weights")
-    masters.admit(layer, kept[layer])
-    masters.arrange(groups)
+    masters.add_unit(layer, kept[layer])
+    masters.reorder_groups(groups)
     assert everything(masters, host) == before
 
 
@@ -94,7 +94,7 @@ def test_a_snapshot_puts_everything_back_bit_by_bit(masters: Masters, host: Ledg
 
 
 def test_the_models_own_parameters_are_given_back(masters: Masters, model: nn.Module, host: Ledger) -> None:
-    masters.give_back()
+    masters.restore_model_params()
     in_groups = chain.from_iterable(group["params"] for group in masters.optimizer.param_groups)
     assert {*in_groups} == {*model.parameters()}
     assert not host.by_category().get("weights")
@@ -102,10 +102,10 @@ def test_the_models_own_parameters_are_given_back(masters: Masters, model: nn.Mo
 
 def test_warmth_rises_to_one_and_stays(masters: Masters) -> None:
     block = masters.blocks[0]
-    assert warmth_of(block) == 1.0, "without a warm-up"
+    assert warmup_factor(block) == 1.0, "without a warm-up"
     block.warmup, warmth = 4, []
     for block.version in range(6):
-        warmth.append(warmth_of(block))
+        warmth.append(warmup_factor(block))
     assert warmth == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 

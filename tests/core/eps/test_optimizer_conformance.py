@@ -24,9 +24,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from l2l_core import Freeze, Insert, Relay, RelayConfig
 from l2l_core.eps.optimizers import Findings
+from l2l_core.eps.optimizers.factory import known_findings
 from l2l_core.eps.optimizers.optimizer_conformance import try_blockwise
-from l2l_core.eps.optimizers.optimizers import known_findings
-from l2l_core.eps.optimizers.settings import is_same
+from l2l_core.eps.optimizers.optimizer_settings import is_same
 
 ROOT = Path(__file__).parents[3]
 CONFIG = RelayConfig(micro_batches=2)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from l2l_core import Relay, RelayConfig
-from l2l_core.eps.optimizers.optimizers import make_optimizer
+from l2l_core.eps.optimizers.factory import make_optimizer
 
 
 def model() -> nn.Module:

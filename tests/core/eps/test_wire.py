@@ -32,7 +32,7 @@ from l2l_core import (
     forecast_config,
     simulate,
 )
-from l2l_core.eps import wire
+from l2l_core.eps import gradient_codec
 
 GROUP = 256
 LAYERS = 3
@@ -41,11 +41,11 @@ LAYERS = 3
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.wide, self.back = nn.LayerNorm(20), nn.Linear(20, 45), nn.Linear(45, 20)
+        self.norm, self.has_width, self.back = nn.LayerNorm(20), nn.Linear(20, 45), nn.Linear(45, 20)
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.back(torch.tanh(self.wide(self.norm(x)))))
+        return x + self.dropout(self.back(torch.tanh(self.has_width(self.norm(x)))))
 
 
 class Model(nn.Module):
@@ -53,7 +53,7 @@ class Model(nn.Module):
         super().__init__()
         self.into, self.head = nn.Linear(6, 20), nn.Linear(20, 3)
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.layers[1].wide.weight.requires_grad_(False)
+        self.layers[1].has_width.weight.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.into(x)
@@ -194,7 +194,7 @@ def test_copies_that_come_as_late_as_they_may_change_no_bit(compress: Any) -> No
 
 @pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
 def test_chunks_change_nothing(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "CHUNK", 2 * GROUP)  # the largest parameter has 900 elements
+    monkeypatch.setattr(gradient_codec, "PACK_CHUNK", 2 * GROUP)  # the largest parameter has 900 elements
     assert_as_oracle(RelayConfig(micro_batches=2, compress=form))
 
 
@@ -414,9 +414,9 @@ class Wide(nn.Module):
 
 def test_a_parked_layer_that_nobody_can_build_keeps_no_save_from_loading(tmp_path: Any) -> None:
     with relay_of(make_model(), RelayConfig(micro_batches=2, compress="int4")) as relay:
-        relay.apply(Replace(1, Wide()), trust=True)
+        relay.apply(Replace(1, Wide()), force=True)
         relay.step(batch_of(0))
-        relay.apply(Drop(1), trust=True)
+        relay.apply(Drop(1), force=True)
         relay.save(tmp_path)
         with Relay.load(tmp_path, make_model(), partial(torch.optim.AdamW, lr=1e-2), objective=loss_of) as loaded:
             for each in (relay, loaded):

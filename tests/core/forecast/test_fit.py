@@ -19,13 +19,13 @@ from zoo import BY_NAME, KINDS, Kind
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice, NothingFits, Relay, RelayConfig
 from l2l_core.batches import split
-from l2l_core.forecast import Priced, Room, Run
-from l2l_core.forecast.fit import FREE
-from l2l_core.forecast.fit_step import Wanted, better_than, finalists
+from l2l_core.forecast import MemoryLimits, Priced, Run
+from l2l_core.forecast.fit_result import TUNABLE_SETTINGS
 from l2l_core.forecast.measured_costs import costs_of_rehearsal
-from l2l_core.forecast.mixture import mixed
-from l2l_core.forecast.prices import Prices
-from l2l_core.rules import kept_of, loads, weight_slots
+from l2l_core.forecast.profile_interpolation import interpolate_profiles
+from l2l_core.forecast.relay_fit import Wanted, better_than, finalists
+from l2l_core.forecast.step_cost_model import StepCostModel
+from l2l_core.schedule_rules import kept_layer_count, load_count, weight_slots
 
 LINK = {"h2d_bytes_per_s": 2e7, "d2h_bytes_per_s": 2e7}
 
@@ -49,8 +49,8 @@ def test_a_price_is_what_a_rehearsal_of_the_very_step_finds(kind: Kind, ahead: i
     To the byte, but for what the first of the kept graphs holds together with the layer before it.
     """
     batch = kind.make_batch(6, 0)
-    with relay_of(kind) as relay, torch.enable_grad(), relay._caches.off():
-        prices = Prices(relay._runner.rehearsal(), batch, relay.device.figures(), None)
+    with relay_of(kind) as relay, torch.enable_grad(), relay._kv_caches.disabled():
+        prices = StepCostModel(relay._runner.rehearsal(), batch, relay.device.figures(), None)
         config = RelayConfig(micro_batches=6, ahead=ahead, stash=stash)
         assert prices(config) is not None
         visits = prices.visits
@@ -69,7 +69,7 @@ def test_a_kind_of_step_is_metered_once_however_far_ahead_it_loads(stash: Any) -
     kind = BY_NAME["gpt2"]
     batch, kept = kind.make_batch(6, 0), {"keep": 2, "resident": 2}
     settings: list[Any] = [{"ahead": 0}, {"ahead": 1}, {"ahead": 0, **kept}, {"ahead": 1, **kept}]
-    with relay_of(kind) as relay, torch.enable_grad(), relay._caches.off():
+    with relay_of(kind) as relay, torch.enable_grad(), relay._kv_caches.disabled():
         rehearsal = relay._runner.rehearsal()
         for changes in settings:
             config = RelayConfig(micro_batches=3, stash=stash, **changes)
@@ -78,13 +78,13 @@ def test_a_kind_of_step_is_metered_once_however_far_ahead_it_loads(stash: Any) -
                 for each in (rehearsal, relay._runner.rehearsal())
             )
             assert shared == alone
-        assert len(rehearsal.metered) == 2
+        assert len(rehearsal.metered_passes) == 2
 
 
 def test_few_steps_are_rehearsed() -> None:
     kind = BY_NAME["gpt2"]
-    with relay_of(kind) as relay, torch.enable_grad(), relay._caches.off():
-        prices = Prices(relay._runner.rehearsal(), kind.make_batch(4, 0), relay.device.figures(), None)
+    with relay_of(kind) as relay, torch.enable_grad(), relay._kv_caches.disabled():
+        prices = StepCostModel(relay._runner.rehearsal(), kind.make_batch(4, 0), relay.device.figures(), None)
         asked: list[RelayConfig] = []
         rehearse = prices.rehearse
         prices.rehearse = lambda config, passes: asked.append(config) or rehearse(config, passes)  # type: ignore[method-assign]
@@ -101,14 +101,14 @@ def test_a_rehearsal_keeps_no_more_than_there_is_memory_for() -> None:
     """Many graphs take as much memory as a step in core, which is what the relay is there to spare."""
     kind = BY_NAME["gpt2"]
     config, batch = RelayConfig(micro_batches=2, keep=2), kind.make_batch(4, 0)
-    with relay_of(kind) as relay, torch.enable_grad(), relay._caches.off():
-        free = Prices(relay._runner.rehearsal(), batch, relay.device.figures(), None)
+    with relay_of(kind) as relay, torch.enable_grad(), relay._kv_caches.disabled():
+        free = StepCostModel(relay._runner.rehearsal(), batch, relay.device.figures(), None)
         bare, two, depth = free(replace(config, keep=0)), free(config), len(relay.stack)
         assert bare is not None and two is not None
-        tight = Prices(relay._runner.rehearsal(), batch, relay.device.figures(), round(1.2 * two.device_bytes))
+        tight = StepCostModel(relay._runner.rehearsal(), batch, relay.device.figures(), round(1.2 * two.device_bytes))
         assert tight(config) is not None
         assert tight(replace(config, keep=depth, resident=depth)) is None and not tight.errors
-        none = Prices(relay._runner.rehearsal(), batch, relay.device.figures(), bare.device_bytes)
+        none = StepCostModel(relay._runner.rehearsal(), batch, relay.device.figures(), bare.device_bytes)
         assert none(replace(config, keep=0)) is not None and none(config) is None
 
 
@@ -132,12 +132,12 @@ def made_up(link: float, config: RelayConfig) -> Priced:
     if config.schedule == "depth_first":
         nbytes = 50 * (config.ahead + 1 + config.resident) + 30 * 8 + 8 * 8 * rows
         return Priced(config, nbytes, lambda: Run(16 * (1 + 0.4 / rows) * 24 / 33 + 0.1 * link, host))
-    kept = kept_of(asdict(config), 8)
+    kept = kept_layer_count(asdict(config), 8)
     slots = min(8, weight_slots(config.ahead, config.resident))
     nbytes = 50 * (config.ahead + 1 + config.resident) + 8 * rows + 8 * 16 * (kept - 1)
     nbytes += 2 * 16 * (9 - kept) if config.stash == "device" else 4 * rows
     compute = 16 * (1 + 0.4 / rows) * (3 * kept + 4 * (8 - kept)) / 32
-    copies = link * (loads(8, config.ahead, config.resident) + 0.5 * (8 - kept) * (config.stash == "host"))
+    copies = link * (load_count(8, config.ahead, config.resident) + 0.5 * (8 - kept) * (config.stash == "host"))
     seconds = compute + copies if config.ahead == 0 else max(compute, copies) + 0.1 * (slots == 8)
     return Priced(config, nbytes, lambda: Run(seconds, host))
 
@@ -145,38 +145,38 @@ def made_up(link: float, config: RelayConfig) -> Priced:
 IN_CORE: dict[str, Any] = {"schedule": "depth_first", "keep": 8, "resident": 6}
 
 
-def wanted(asked: RelayConfig, room: Room, free: Any = FREE) -> Wanted:
+def wanted(requested: RelayConfig, room: MemoryLimits, free: Any = TUNABLE_SETTINGS) -> Wanted:
     """A search for steps of `made_up`."""
-    return Wanted(asked=asked, free=free, rows=16, layers=8, room=room)
+    return Wanted(requested=requested, free=free, rows=16, layers=8, room=room)
 
 
 @pytest.mark.parametrize("budget", [200, 250, 300, 400, 500, 700, 900, 1200, 1500, 2000, 5000])
 @pytest.mark.parametrize("link", [0.0, 0.7, 1.5, 4.0])
 @pytest.mark.parametrize("asked", [RelayConfig(), rarely(RelayConfig(micro_batches=4, ahead=2, stash="host"))])
-def test_the_choice_is_near_the_best_of_all_settings(asked: RelayConfig, link: float, budget: int) -> None:
-    room, price = Room(budget, None), Noted(link)
-    found = wanted(asked, room).fastest(price).steps
+def test_the_choice_is_near_the_best_of_all_settings(requested: RelayConfig, link: float, budget: int) -> None:
+    room, price = MemoryLimits(budget, None), Noted(link)
+    found = wanted(requested, room).fastest(price).steps
     every = [
         made_up(link, RelayConfig(micro_batches=count, ahead=ahead, stash=stash, resident=resident, keep=keep))
         for count, ahead, stash, keep in product((1, 2, 4, 8, 16), (0, 1, 2), ("device", "host"), range(9))
         for resident in range(8)
     ]
     every += [made_up(link, RelayConfig(micro_batches=count, **IN_CORE)) for count in (1, 2, 4, 8, 16)]
-    fitting = [step for step in every if room.holds(step)]
+    fitting = [step for step in every if room.fits(step)]
     assert bool(found) == bool(fitting)
     assert len(price.known) < len(every) / 6
     if found:
-        assert all(room.holds(step) for step in found)
+        assert all(room.fits(step) for step in found)
         assert found[0].seconds <= 1.04 * min(step.seconds for step in fitting), "1.03 for the present micro-batches"
         better = better_than(found[0], price.known.values(), room)
-        assert better is None or (not room.holds(better.step) and better.times > 1)
+        assert better is None or (not room.fits(better.step) and better.speedup > 1)
 
 
 def test_what_is_fixed_stays() -> None:
     asked = RelayConfig(micro_batches=3, ahead=2, stash="host", resident=1, keep=2, update="deferred")
-    for name in FREE:
-        free = [other for other in FREE if other != name]
-        found = wanted(asked, Room(900, None), free).fastest(Noted(1.0)).steps
+    for name in TUNABLE_SETTINGS:
+        free = [other for other in TUNABLE_SETTINGS if other != name]
+        found = wanted(asked, MemoryLimits(900, None), free).fastest(Noted(1.0)).steps
         assert found
         for step in found:
             assert getattr(step.config, name) == getattr(asked, name)
@@ -188,13 +188,13 @@ def test_settings_that_gain_nothing_leave_micro_batches_and_updates_alone() -> N
     def price(config: RelayConfig) -> Priced:
         return Priced(config, 100, lambda: Run(1.0 - 0.001 * config.micro_batches, 0))
 
-    search = wanted(RelayConfig(micro_batches=2), Room(None, None))
+    search = wanted(RelayConfig(micro_batches=2), MemoryLimits(None, None))
     best = min(finalists(search, price, search.fastest(price).steps), key=search.cost)
     assert (best.config.micro_batches, best.config.update) == (2, "eager")
 
 
 def test_when_time_is_up_the_present_number_of_micro_batches_was_tried() -> None:
-    found = wanted(RelayConfig(micro_batches=4), Room(None, None)).fastest(Noted(0.0), until_s=-1.0)
+    found = wanted(RelayConfig(micro_batches=4), MemoryLimits(None, None)).fastest(Noted(0.0), until_s=-1.0)
     assert {step.config.micro_batches for step in found.steps} == {4} and not found.all_tried
 
 
@@ -232,7 +232,7 @@ def test_steps_fit_the_budget(name: str, share: float) -> None:
     budget = round(least + share * (most - least))
     with relay_of(kind, budget=budget, **LINK) as relay:
         found = relay.fit(batch)
-        assert relay.config == found.config and found.room.device_bytes == budget
+        assert relay.config == found.config and found.limits.device_bytes == budget
         peaks = [relay.step(batch).peak_device_bytes for _ in range(3)]
         assert max(peaks) <= found.chosen.budget_bytes <= budget
         assert found.forecast.peak_device_bytes == pytest.approx(peaks[-1], rel=0.02)
@@ -250,7 +250,7 @@ def test_where_everything_fits_a_step_is_one_in_core() -> None:
         order = [e.k for e in trace.lanes["compute"] if e.kind in ("forward", "loss", "backward")]
         assert order == sorted(order) and {*order} == {0, 1}
     assert found.config.schedule == "depth_first" and "through all layers and back one after another" in str(found)
-    assert found.better is None and "Next better" not in str(found)
+    assert found.faster is None and "Next better" not in str(found)
 
 
 def test_a_layer_that_is_called_many_times_has_one_slot_depth_first() -> None:
@@ -303,8 +303,8 @@ def test_the_choice_says_why_and_what_the_next_better_one_needs() -> None:
     with relay_of(kind, budget=round(0.7 * most)) as relay:
         found = relay.fit(batch, fixed=["micro_batches"])  # smaller ones might go in core, which nothing is better than
     said = str(found)
-    assert found.better is not None and found.room.lacks(found.better.step).keys() == {"device"}
-    assert "Next better: " in said and " times as fast and needs " in said and f"of {found.room}." in said
+    assert found.faster is not None and found.limits.exceeded(found.faster.step).keys() == {"device"}
+    assert "Next better: " in said and " times as fast and needs " in said and f"of {found.limits}." in said
     assert f"RelayConfig(micro_batches={found.config.micro_batches}, ahead={found.config.ahead}, " in said
 
 
@@ -420,7 +420,7 @@ def test_deferred_updates_stay_where_they_fit() -> None:
     """They keep a step whole that fails, whatever is faster."""
     price = Noted(0.0)
     for host_bytes, update in ((1500, "deferred"), (1400, "eager")):
-        search = wanted(RelayConfig(update="deferred"), Room(900, host_bytes))
+        search = wanted(RelayConfig(update="deferred"), MemoryLimits(900, host_bytes))
         found = finalists(search, price, search.fastest(price).steps)
         assert found and {step.config.update for step in found} == {update}
 
@@ -430,13 +430,13 @@ def test_a_mixture_takes_its_times_operation_by_operation(count: int) -> None:
     """Where graphs are kept, all but the recompute takes as long as where none are; a turn may have several of a kind."""
     kind = BY_NAME["gpt2"]
     batch = kind.make_batch(6, 0)
-    with relay_of(kind) as relay, torch.enable_grad(), relay._caches.off():
-        prices = Prices(relay._runner.rehearsal(), batch, relay.device.figures(), None)
+    with relay_of(kind) as relay, torch.enable_grad(), relay._kv_caches.disabled():
+        prices = StepCostModel(relay._runner.rehearsal(), batch, relay.device.figures(), None)
         config = RelayConfig(micro_batches=count)
         none = prices.rehearse(config, 2)
         keeping = prices.rehearse(replace(config, keep=len(relay.stack), resident=len(relay.stack)), 2)
         assert none is not None and keeping is not None
-        made = mixed(none.profile, keeping.profile, len(relay.stack))
+        made = interpolate_profiles(none.profile, keeping.profile, len(relay.stack))
     for one, other in zip(made.turns, none.profile.turns, strict=True):
         others = list(other.ops)
         assert [op.kind for op in one.ops] == [op.kind for op in others]
@@ -453,8 +453,8 @@ def test_what_follows_from_the_schedule_may_be_held_with_it(held: str) -> None:
 
 
 def test_eager_updates_are_a_way_out_depth_first_too() -> None:
-    free = [name for name in FREE if name != "schedule"]
+    free = [name for name in TUNABLE_SETTINGS if name != "schedule"]
     for host_bytes, update in ((1500, "deferred"), (1400, "eager")):
-        search = wanted(RelayConfig(update="deferred", **IN_CORE), Room(None, host_bytes), free)
+        search = wanted(RelayConfig(update="deferred", **IN_CORE), MemoryLimits(None, host_bytes), free)
         found = search.fastest(Noted(0.0)).steps
         assert {(step.config.schedule, step.config.update) for step in found} == {("depth_first", update)}

@@ -51,12 +51,12 @@ from l2l_core import (
     simulate,
 )
 from l2l_core.forecast import rehearsal
-from l2l_core.forecast.families import shapes_of_config
-from l2l_core.forecast.limits import hiding_micro_batches
-from l2l_core.forecast.memory_walk import MemoryWalk
-from l2l_core.forecast.stands import pattern, representatives
-from l2l_core.forecast.stretch import stretch
-from l2l_core.rules import MAX_UNDER_WAY
+from l2l_core.forecast.memory_timeline import MemoryTimeline
+from l2l_core.forecast.model_shapes import read_model_shapes
+from l2l_core.forecast.profile_extrapolation import extrapolate_profile
+from l2l_core.forecast.representatives import choose_representatives, repeat_middle
+from l2l_core.forecast.step_limits import hiding_micro_batches
+from l2l_core.schedule_rules import MAX_PENDING_GRADIENTS
 
 MACHINE = Machine(flops_per_s=1e9, update_params_per_s=1e6, h2d_bytes_per_s=1e6, d2h_bytes_per_s=1e6)
 
@@ -64,7 +64,7 @@ MACHINE = Machine(flops_per_s=1e9, update_params_per_s=1e6, h2d_bytes_per_s=1e6,
 @pytest.fixture(autouse=True)
 def one_timed_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here looks at seconds."""
-    monkeypatch.setattr(rehearsal, "MOST_PASSES", 1)
+    monkeypatch.setattr(rehearsal, "MAX_PASSES", 1)
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def assert_bytes(
     if relay.config.ahead == 0 and "stash" not in timed:  # then nothing is left to timing
         assert abs(check.peak_host.error) <= 0.02, str(check)
     whole_bytes = sum(block.nbytes for unit in [relay.shell, *relay.stack] for block in unit.blocks)
-    assert forecast.host_bytes["gradients"] <= (relay.config.micro_batches + MAX_UNDER_WAY) * whole_bytes
+    assert forecast.host_bytes["gradients"] <= (relay.config.micro_batches + MAX_PENDING_GRADIENTS) * whole_bytes
 
 
 # -- bytes, against the ledgers ----------------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ def test_the_number_that_hides_the_link_is_the_smallest(bytes_per_s: float, stas
 def hides(profile: Profile, count: int) -> bool:
     """Whether so many micro-batches like the profile's hide the link, by simulation."""
     config = RelayConfig(micro_batches=count, stash=profile.settings["stash"])
-    trace = simulate(stretch(profile, pattern(profile.micro_batches, count)), config)
+    trace = simulate(extrapolate_profile(profile, repeat_middle(profile.micro_batches, count)), config)
     return not any(b.phase in ("forward", "backward") and b.lane in ("h2d", "d2h") for b in trace.bound_by())
 
 
@@ -465,12 +465,12 @@ def test_bad_input_is_named() -> None:
 
 
 def test_who_stands_for_whom() -> None:
-    assert representatives("aaaaaaa") == ([0, 1, 2, 6], [0, 1, 2, 2, 2, 2, 3])
-    assert representatives("aaaaab") == ([0, 1, 2, 5], [0, 1, 2, 2, 2, 3])
-    assert representatives("aabbbbb") == ([0, 1, 2, 3, 4, 6], [0, 1, 2, 3, 4, 4, 5])
-    assert representatives("a") == ([0], [0])
-    assert pattern(4, 7) == [0, 1, 2, 2, 2, 2, 3] and pattern(4, 4) == [0, 1, 2, 3]
-    assert pattern(4, 2) == [0, 3] and pattern(4, 1) == [0] and pattern(1, 3) == [0, 0, 0]
+    assert choose_representatives("aaaaaaa") == ([0, 1, 2, 6], [0, 1, 2, 2, 2, 2, 3])
+    assert choose_representatives("aaaaab") == ([0, 1, 2, 5], [0, 1, 2, 2, 2, 3])
+    assert choose_representatives("aabbbbb") == ([0, 1, 2, 3, 4, 6], [0, 1, 2, 3, 4, 4, 5])
+    assert choose_representatives("a") == ([0], [0])
+    assert repeat_middle(4, 7) == [0, 1, 2, 2, 2, 2, 3] and repeat_middle(4, 4) == [0, 1, 2, 3]
+    assert repeat_middle(4, 2) == [0, 3] and repeat_middle(4, 1) == [0] and repeat_middle(1, 3) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
@@ -480,15 +480,15 @@ def test_a_stretched_profile_is_that_of_the_longer_step(stash: str) -> None:
     for count in (4, 9):
         with chain(4, RelayConfig(micro_batches=count, stash=stash)) as relay:
             profiles[count] = Profile.of([relay.step(chain_batch(count)) for _ in range(2)][-1].trace)
-    stretched = stretch(profiles[4], pattern(4, 9))
+    stretched = extrapolate_profile(profiles[4], repeat_middle(4, 9))
     assert stretched.micro_batches == 9
     for ours, theirs in zip(stretched.stays, profiles[9].stays, strict=True):
         for a, b in zip(ours.turns, theirs.turns, strict=True):
             assert (a.k, a.fetch_bytes, a.stash_bytes) == (b.k, b.fetch_bytes, b.stash_bytes)
             assert [(op.kind, op.layer, op.visit) for op in a.ops] == [(op.kind, op.layer, op.visit) for op in b.ops]
-    longer = MemoryWalk(profiles[9]).rise("device", range(9), {}).high
+    longer = MemoryTimeline(profiles[9]).rise("device", range(9), {}).peak
     # What a lane's thread has let go of is a matter of timing: 48 of 85,328 bytes were once not there.
-    assert MemoryWalk(profiles[4]).rise("device", pattern(4, 9), {}).high == pytest.approx(longer, rel=0.01)
+    assert MemoryTimeline(profiles[4]).rise("device", repeat_middle(4, 9), {}).peak == pytest.approx(longer, rel=0.01)
 
 
 # -- from a configuration alone ----------------------------------------------------------------------------------------
@@ -530,7 +530,7 @@ def test_parameters_are_those_of_the_real_model(config_class: Any, model_class: 
     config = config_class(**settings)
     with torch.device("meta"):
         model = model_class(config)
-    assert shapes_of_config(config).num_params == sum(param.numel() for param in model.parameters())
+    assert read_model_shapes(config).num_params == sum(param.numel() for param in model.parameters())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -631,7 +631,7 @@ def test_50_billion_parameters_do_not_fit_and_it_says_what_would() -> None:
     config = GPT2Config(n_embd=8192, n_layer=62, n_head=64)
     relay_config = RelayConfig(stash="host", precision="bf16", update="deferred")
     forecast = forecast_config(config, GPU, batch=64, relay_config=relay_config, **ON_16_GB)
-    params = shapes_of_config(config).num_params
+    params = read_model_shapes(config).num_params
     assert 50e9 < params < 51e9
     assert forecast.peak_host_bytes > 18 * params, "masters, their bfloat16, two moments, gradients"
     assert not forecast.fits and "does not fit the host" in str(forecast) and "does not fit the device" in str(forecast)

@@ -12,7 +12,7 @@ from patience import rarely
 from zoo import BY_NAME, Kind
 
 from l2l_core import Drop, EmulatedDevice, Relay, RelayConfig
-from l2l_core.config import bytes_in
+from l2l_core.config import parse_bytes
 
 KIND = BY_NAME["gpt2"]
 DEPTH = len(KIND.make_model().transformer.h)
@@ -86,4 +86,4 @@ def test_text_that_says_no_bytes_is_refused(text: str) -> None:
 
 def test_units() -> None:
     said = ["0 B", "2 kB", "1.5MB", " 1 GB ", "1 KiB", "0.5 MiB"]
-    assert [bytes_in(each, "keep") for each in said] == [0, 2000, 1_500_000, 10**9, 1024, 1 << 19]
+    assert [parse_bytes(each, "keep") for each in said] == [0, 2000, 1_500_000, 10**9, 1024, 1 << 19]

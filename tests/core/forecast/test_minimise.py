@@ -10,7 +10,7 @@ from itertools import accumulate, product
 import pytest
 
 from l2l_core import RelayConfig
-from l2l_core.forecast import Priced, Room, Run
+from l2l_core.forecast import MemoryLimits, Priced, Run
 from l2l_core.forecast.minimise import Space, minimise
 
 COUNTS = (8, 4, 2, 1)
@@ -65,12 +65,12 @@ def test_every_step_found_fits_and_the_first_is_the_best(apart: bool) -> None:
         every = sorted(made.all(), key=lambda step: step.budget_bytes)
         for share in range(9):
             made.known.clear()
-            room = Room(every[len(every) * share // 9].budget_bytes - (share == 0), None)
+            room = MemoryLimits(every[len(every) * share // 9].budget_bytes - (share == 0), None)
             counts = COUNTS if share % 2 else (2, 8, 4, 1)  # as where 2 are the present number
-            found = minimise(made, made.space(counts, apart), room.holds)
-            fitting = [step.seconds for step in every if room.holds(step)]
+            found = minimise(made, made.space(counts, apart), room.fits)
+            fitting = [step.seconds for step in every if room.fits(step)]
             assert found.all_tried and bool(found.steps) == bool(fitting)
-            assert all(room.holds(step) for step in found.steps)
+            assert all(room.fits(step) for step in found.steps)
             assert [step.seconds for step in found.steps] == sorted(step.seconds for step in found.steps)
             assert [step.seconds for step in found.steps[:1]] == sorted(fitting)[:1]
             tried, there = tried + len(made.known), there + len(every)
@@ -86,7 +86,7 @@ def test_few_steps_are_priced(most: int) -> None:
             space = replace(made.space((8,)), tiers=[[CHOICES[0]]])
             every = sorted({made(c.config).budget_bytes for c in made.all() if c.config.micro_batches == 8})
             made.known.clear()
-            minimise(made, space, Room(every[len(every) // 2], None).holds)
+            minimise(made, space, MemoryLimits(every[len(every) // 2], None).fits)
             assert len(made.known) <= (2 * most.bit_length() + 2 if growing == 1 else 6 * most)
 
 

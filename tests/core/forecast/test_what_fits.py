@@ -16,7 +16,7 @@ from torch import nn
 from l2l_core import DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig, TornStep
 from l2l_core.forecast import Priced, Run, WhatFits, what_fits
 from l2l_core.forecast.minimise import TIMED
-from l2l_core.forecast.what_fits import counts_from, search
+from l2l_core.forecast.what_fits import counts_from, search_settings
 
 LINK = {"h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 1e9}
 
@@ -47,7 +47,7 @@ def error_of(name: str, config: RelayConfig, budget: int) -> DeviceOutOfMemory:
 
 def least_of(name: str, config: RelayConfig) -> WhatFits:
     with relay_of(name, config) as relay:
-        return search(relay._runner.rehearsal(), MODELS[name][1](), config, relay.device.figures(), 1)
+        return search_settings(relay._runner.rehearsal(), MODELS[name][1](), config, relay.device.figures(), 1)
 
 
 def runs(name: str, config: RelayConfig, budget: int) -> bool:
@@ -210,13 +210,13 @@ def made_up(config: RelayConfig, asked: list[RelayConfig] | None = None) -> Pric
 @pytest.mark.parametrize(
     "asked", [RelayConfig(), RelayConfig(micro_batches=4, ahead=3), RelayConfig(ahead=0, stash="host")]
 )
-def test_the_fastest_of_all_settings_that_fit_is_found(asked: RelayConfig, budget: int) -> None:
-    found = what_fits(made_up, asked, counts_from(asked.micro_batches, 64), budget)
-    counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count >= asked.micro_batches]
+def test_the_fastest_of_all_settings_that_fit_is_found(requested: RelayConfig, budget: int) -> None:
+    found = what_fits(made_up, requested, counts_from(requested.micro_batches, 64), budget)
+    counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count >= requested.micro_batches]
     every = [
-        made_up(replace(asked, micro_batches=count, ahead=ahead, stash=stash))
+        made_up(replace(requested, micro_batches=count, ahead=ahead, stash=stash))
         for count in counts
-        for ahead in {asked.ahead, 1, 0}
+        for ahead in {requested.ahead, 1, 0}
         for stash in ("device", "host")
     ]
     assert found.smallest.device_bytes == min(step.device_bytes for step in every) == 140
@@ -225,7 +225,7 @@ def test_the_fastest_of_all_settings_that_fit_is_found(asked: RelayConfig, budge
     assert (found.fastest is None) == (not fitting) == (budget < 140)
     if found.fastest is not None:
         assert found.fastest.seconds == min(step.seconds for step in fitting)
-        assert replace(asked, **found.settings) == found.fastest.config
+        assert replace(requested, **found.settings) == found.fastest.config
 
 
 def test_what_overlaps_is_given_a_margin() -> None:

@@ -16,8 +16,8 @@ from torch.nn import functional
 from transformers import BertConfig, BertForMaskedLM
 
 from l2l_core import Drop, EmulatedDevice, Relay, RelayConfig
-from l2l_core.inside import BINS, Inside, Passing, Spread
-from l2l_core.inside.attention import AttentionMaps
+from l2l_core.inside import BINS, ActivationStats, Inside, LayerObservation
+from l2l_core.inside.attention_maps import AttentionMaps
 
 BATCH = make_batch(5)
 
@@ -46,7 +46,7 @@ def hooked(model: Any, batch: dict[str, torch.Tensor]) -> list[tuple[torch.Tenso
     return found
 
 
-def check_spread(spread: Spread | None, tensor: torch.Tensor) -> None:
+def check_spread(spread: ActivationStats | None, tensor: torch.Tensor) -> None:
     assert spread is not None
     exact = tensor.double()
     assert spread.count == tensor.numel() and spread.broken == 0
@@ -133,7 +133,7 @@ def test_maps_of_a_fused_attention_are_its_weights(options: dict[str, Any]) -> N
     k, v = (k[:, :2], v[:, :2]) if "enable_gqa" in options else (k, v)
     with AttentionMaps(2, 1, 5) as maps:
         out = functional.scaled_dot_product_attention(q, k, v, **options)
-    torch.testing.assert_close(maps.found[0], out[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(maps.maps[0], out[1], rtol=1e-5, atol=1e-6)
 
 
 def test_looking_at_attention_changes_no_bit_of_what_flows() -> None:
@@ -428,7 +428,7 @@ def test_what_is_kept_is_small_and_counted() -> None:
             )
 
 
-def held_tensors(one: Passing, seen: Inside) -> list[torch.Tensor]:
+def held_tensors(one: LayerObservation, seen: Inside) -> list[torch.Tensor]:
     found = [*one.attention, one.added_at, seen.depths[0].tokens, seen.depths[0].chances, *seen.tokens.values()]
     return [tensor for tensor in found if tensor is not None]
 

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig
 from l2l_core.devices import Ledger
-from l2l_core.inside.attention import AttentionMaps
-from l2l_core.inside.spread import change_at, change_of
+from l2l_core.inside.activation_stats import relative_change, relative_change_by_position
+from l2l_core.inside.attention_maps import AttentionMaps
 
 ROWS, LONG, VOCABULARY = 4, 6, 11
 IDS = torch.randint(1, VOCABULARY, (ROWS, LONG), generator=torch.Generator().manual_seed(0))
@@ -30,11 +30,11 @@ class Decoder(nn.Module):
         torch.manual_seed(0)
         self.stem, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
         self.layers = nn.ModuleList(make_layer() for _ in range(2))
-        self.enter, self.leave = enter, leave
+        self.begin_event, self.leave = enter, leave
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.stem(ids)
-        x = x if self.enter is None else self.enter(x)
+        x = x if self.begin_event is None else self.begin_event(x)
         for layer in self.layers:
             x = layer(x)
         x = self.head(x)
@@ -182,7 +182,7 @@ def test_a_query_that_sees_no_key_has_weights_of_0() -> None:
         with AttentionMaps(2, 1, 5) as maps:
             out = functional.scaled_dot_product_attention(q, k, torch.eye(5).expand(2, 4, 5, 5), attn_mask=attn_mask)
         assert (out[1, :, :2] == 0).all(), "PyTorch's own weights"
-        torch.testing.assert_close(maps.found[0], out[1], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(maps.maps[0], out[1], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [(1, 2), (2, 1)], ids=["queries", "keys"])
@@ -192,7 +192,7 @@ def test_queries_or_keys_may_be_the_same_for_all_rows(rows: tuple[int, int]) -> 
         out = functional.scaled_dot_product_attention(
             q, k, torch.eye(5).expand(2, 4, 5, 5), torch.ones(2, 1, 5, 5).tril().bool()
         )
-    torch.testing.assert_close(maps.found[0], out[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(maps.maps[0], out[1], rtol=1e-5, atol=1e-6)
 
 
 def test_so_it_is_in_pytorchs_own_module() -> None:
@@ -201,8 +201,8 @@ def test_so_it_is_in_pytorchs_own_module() -> None:
     mask = ~(torch.ones(5, 5, dtype=torch.bool).tril() & (torch.arange(5) > 1))
     with torch.no_grad(), AttentionMaps(2, 1, 5) as maps:
         out, _ = module(x, x, x, attn_mask=mask, need_weights=False)
-    assert out.isfinite().all() and (maps.found[0][:, :2] == 0).all()
-    assert maps.found[0][:, 2:].sum(-1) == pytest.approx(1.0, abs=1e-5)
+    assert out.isfinite().all() and (maps.maps[0][:, :2] == 0).all()
+    assert maps.maps[0][:, 2:].sum(-1) == pytest.approx(1.0, abs=1e-5)
 
 
 # From left to right ---------------------------------------------------------------------------------------------------
@@ -260,9 +260,11 @@ def test_whole_numbers_of_numpy_are_taken() -> None:
 
 def test_figures_of_nothing() -> None:
     nothing, some = torch.zeros(1, 3), torch.ones(1, 3)
-    assert np.isnan(change_of(nothing, some)[0]) and change_of(nothing, some)[1] == 0.0
-    assert change_of(some, nothing) == (1.0, 0.0)
-    assert change_at(nothing, some).isnan().all() and change_at(some, nothing) == 1.0
+    assert np.isnan(relative_change(nothing, some)[0]) and relative_change(nothing, some)[1] == 0.0
+    assert relative_change(some, nothing) == (1.0, 0.0)
+    assert (
+        relative_change_by_position(nothing, some).isnan().all() and relative_change_by_position(some, nothing) == 1.0
+    )
 
 
 # Too small a device ---------------------------------------------------------------------------------------------------

@@ -324,7 +324,7 @@ def test_edits_and_saves(way: Callable[..., None], tmp_path: Path) -> None:
         assert relay.verify(batch(1)).equal
         names = {name for name, _ in model.named_parameters()}
         for edit in (Duplicate(1), Swap(0, 2), Drop(1), Insert(at=1, like=0, init="identity")):
-            relay.apply(edit, trust=True)
+            relay.apply(edit, force=True)
             assert relay.verify(batch(1)).equal, edit
             relay.step(batch(2))
         if way is in_place:

@@ -210,13 +210,13 @@ def test_pythons_generator_is_taken_as_it_stands(is_seen: bool, monkeypatch: pyt
         lambda: random.gauss(0, 1),  # the spare one: no word moves
         lambda: random.seed(7),
         lambda: random.setstate(before),
-        lambda: python.put(before),
+        lambda: python.restore(before),
         lambda: None,
     ]
     try:
         for change in changes:
             change()
-            assert python.take() == random.getstate()
-        assert (python.take() is python.take()) == is_seen, "what is known is not made anew"
+            assert python.capture() == random.getstate()
+        assert (python.capture() is python.capture()) == is_seen, "what is known is not made anew"
     finally:
         random.setstate(before)

@@ -10,7 +10,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import register_parametrization
 from zoo import BY_NAME, BatchNormMlp, Expert, MixtureBlock, ResidualMlp
 
-from l2l_core.model.asked_layers import resolve_layers
+from l2l_core.model.layer_selection import resolve_layers
 from l2l_core.model.layers import find_layers
 
 WIDTH = 32

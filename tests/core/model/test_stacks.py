@@ -8,8 +8,8 @@ import transformers as hf
 from torch import nn
 from zoo import BY_NAME, ResidualMlp
 
-from l2l_core.model.asked_layers import resolve_layers
-from l2l_core.model.stacks import Resolver, find_stacks
+from l2l_core.model.layer_selection import resolve_layers
+from l2l_core.model.layer_stacks import LayerResolver, find_stacks
 
 STACKS = {
     "gpt2": {"transformer.h": 4},
@@ -24,14 +24,16 @@ STACKS = {
 }
 
 
-def make(model: nn.Module, names: list[str] | None = None) -> Resolver:
+def make(model: nn.Module, names: list[str] | None = None) -> LayerResolver:
     layers = resolve_layers(model, names)
     keys = {layer: f"L{i:03d}" for i, layer in enumerate(layers.values())}
-    return Resolver(find_stacks(model, list(layers.values())), keys, {layer: name for name, layer in layers.items()})
+    return LayerResolver(
+        find_stacks(model, list(layers.values())), keys, {layer: name for name, layer in layers.items()}
+    )
 
 
 @pytest.fixture
-def one() -> tuple[nn.Module, Resolver]:
+def one() -> tuple[nn.Module, LayerResolver]:
     model = hf.GPT2LMHeadModel(
         hf.GPT2Config(n_layer=6, n_embd=8, n_head=1, vocab_size=9, bos_token_id=1, eos_token_id=1)
     )
@@ -39,7 +41,7 @@ def one() -> tuple[nn.Module, Resolver]:
 
 
 @pytest.fixture
-def two() -> tuple[nn.Module, Resolver]:
+def two() -> tuple[nn.Module, LayerResolver]:
     model = nn.Module()
     model.encoder, model.decoder, model.bridge = nn.Module(), nn.Module(), ResidualMlp()
     for part in (model.encoder, model.decoder):
@@ -66,37 +68,37 @@ def test_a_sequential_holds_other_members_too() -> None:
     assert stack.layers == (model[1], model[2]) and stack.container is model and stack.title == "Sequential"
 
 
-def test_stacks_come_in_the_order_of_the_layers(two: tuple[nn.Module, Resolver]) -> None:
+def test_stacks_come_in_the_order_of_the_layers(two: tuple[nn.Module, LayerResolver]) -> None:
     model, _ = two
     layers = [*model.decoder.block, *model.encoder.block]
     assert [stack.name for stack in find_stacks(model, layers)] == ["decoder.block", "encoder.block"]
     assert find_stacks(model, [model.bridge]) == ()
 
 
-def test_layers_by_position_key_name_and_module(one: tuple[nn.Module, Resolver]) -> None:
+def test_layers_by_position_key_name_and_module(one: tuple[nn.Module, LayerResolver]) -> None:
     model, find = one
     layers = model.transformer.h
     same = [3, -3, torch.tensor(3), "L003", "transformer.h.3", ("transformer.h", 3), ("transformer.h", -3), layers[3]]
     assert all(find.layer(where) is layers[3] for where in same)
 
 
-def test_layers_of_several_stacks(two: tuple[nn.Module, Resolver]) -> None:
+def test_layers_of_several_stacks(two: tuple[nn.Module, LayerResolver]) -> None:
     model, find = two
     assert find.layer(("decoder.block", -1)) is model.decoder.block[5] is find.layer("L011")
     assert find.layer("bridge") is model.bridge is find.layer("L012")
 
 
-def test_places(one: tuple[nn.Module, Resolver]) -> None:
+def test_places(one: tuple[nn.Module, LayerResolver]) -> None:
     _, find = one
-    indices = [find.place(where)[1] for where in (0, 5, 6, -1, -6, "L002", ("transformer.h", 6))]
+    indices = [find.insertion_point(where)[1] for where in (0, 5, 6, -1, -6, "L002", ("transformer.h", 6))]
     assert indices == [0, 5, 6, 5, 0, 2, 6]
     with pytest.raises(ValueError, match="position 6 is out of range: transformer.h has 6 layers, 0 to 5$"):
-        find.place_of(6)
+        find.position_of(6)
     with pytest.raises(ValueError, match=r"position 7 is out of range: .* 6 layers, 0 to 6 \(6 is after the last\)"):
-        find.place(7)
+        find.insertion_point(7)
 
 
-def test_spans(two: tuple[nn.Module, Resolver]) -> None:
+def test_spans(two: tuple[nn.Module, LayerResolver]) -> None:
     model, find = two
     decoder = find_stacks(model, list(model.decoder.block))[0]
     assert find.span("L007") == (decoder, range(1, 2))
@@ -108,7 +110,7 @@ def test_spans(two: tuple[nn.Module, Resolver]) -> None:
     assert find.span(("decoder.block", slice(None, -2))) == (decoder, range(0, 4))
 
 
-def test_spans_with_one_stack(one: tuple[nn.Module, Resolver]) -> None:
+def test_spans_with_one_stack(one: tuple[nn.Module, LayerResolver]) -> None:
     _, find = one
     assert find.span(2)[1] == range(2, 3)
     assert find.span(2, -1)[1] == range(2, 6)
@@ -132,13 +134,13 @@ WRONG_ONE = {
 
 
 @pytest.mark.parametrize("message", WRONG_ONE)
-def test_what_does_not_exist(one: tuple[nn.Module, Resolver], message: str) -> None:
+def test_what_does_not_exist(one: tuple[nn.Module, LayerResolver], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         WRONG_ONE[message](one[1])
 
 
 @pytest.mark.parametrize("where", [1.5, True, None, ("transformer.h", "0"), ("transformer.h", 0, 1), (0, 1)], ids=repr)
-def test_what_is_no_name_at_all(one: tuple[nn.Module, Resolver], where: object) -> None:
+def test_what_is_no_name_at_all(one: tuple[nn.Module, LayerResolver], where: object) -> None:
     with pytest.raises(TypeError, match="names no layer"):
         one[1].layer(where)
 
@@ -153,7 +155,7 @@ WRONG_TWO = {
 
 
 @pytest.mark.parametrize("message", WRONG_TWO)
-def test_what_could_mean_several(two: tuple[nn.Module, Resolver], message: str) -> None:
+def test_what_could_mean_several(two: tuple[nn.Module, LayerResolver], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         WRONG_TWO[message](two[1])
 

@@ -33,10 +33,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from zoo import BY_NAME, Chain, ResidualMlp, sequences
 
 from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Relay, RelayConfig, Swap, saves
-from l2l_core.devices import disk
+from l2l_core.devices import tensor_files
 from l2l_core.model import Tensors, encode
-from l2l_core.saves import files, folder
-from l2l_core.saves.history import parts_of
+from l2l_core.saves import files, generations
+from l2l_core.saves.history_parts import history_parts
 
 HERE = str(Path(__file__).parent)
 KINDS = ["gpt2", "batch_norm", "llama", "tied_layers", "frozen_layer", "spectral_norm_old", "convnext"]
@@ -216,7 +216,7 @@ def relay() -> Iterator[Relay]:
         yield relay
 
 
-def generations(folder: Path) -> list[Path]:
+def generations_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir())
 
 
@@ -226,7 +226,7 @@ def test_what_a_save_consists_of(relay: Relay, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     relay.save(tmp_path)
     relay.save(tmp_path)
-    *saves, notes = sorted(generations(tmp_path), key=lambda path: path.name == "notes")
+    *saves, notes = sorted(generations_in(tmp_path), key=lambda path: path.name == "notes")
     assert len(saves) == 1 and notes.is_dir()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest.json", "notes", "notes.txt", saves[0].name]
     names = {f"{name}.safetensors" for name in ("shell", "L000", "L001", "L002", "relay")} | {"manifest.json"}
@@ -347,8 +347,8 @@ def test_a_random_state_of_cuda_is_left_out_where_there_is_none(
 ) -> None:
     state = relay._saved_state()
     other = replace(state.random_state, torch_cuda=torch.arange(16, dtype=torch.uint8))
-    with saves.NewGeneration(tmp_path, relay._company) as new:
-        saves.save(new, replace(state, random_state=other))
+    with saves.GenerationWriter(tmp_path, relay._backend) as new:
+        saves.write_save(new, replace(state, random_state=other))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with caplog.at_level(logging.WARNING), load(tmp_path, chain()):
         assert "no CUDA here" in caplog.text
@@ -362,7 +362,7 @@ class Killed(BaseException):
 
 
 CALLS = [(os, name) for name in "mkdir open fsync replace chmod scandir unlink rmdir stat".split()]
-CALLS += [(builtins, "open"), (io, "open"), (disk, "save_file"), (files, "load_file"), (hashlib, "file_digest")]
+CALLS += [(builtins, "open"), (io, "open"), (tensor_files, "save_file"), (files, "load_file"), (hashlib, "file_digest")]
 
 
 class Failing:
@@ -425,21 +425,21 @@ def test_failures_of_every_call_keep_a_good_save(error: BaseException, relay: Re
                 relay.save(tmp_path)
         except BaseException as raised:
             assert raised is error or (isinstance(raised, OSError) and raised.__cause__ is error), f"call {at}"
-        steps = saves.load(tmp_path).steps
+        steps = saves.load_save(tmp_path).steps
         assert steps == (relay.steps if failing.switched else old_steps), f"call {at}: {failing.calls[at - 1]}"
         shift = 1 if failing.switched else 0
         assert all(torch.equal(a, b + shift) for a, b in zip(weights_of(tmp_path), old, strict=True)), f"call {at}"
         if not isinstance(error, Killed) and not failing.switched:
-            assert len(generations(tmp_path)) == 1, f"call {at}: an unfinished save is left"
+            assert len(generations_in(tmp_path)) == 1, f"call {at}: an unfinished save is left"
         relay.save(tmp_path)
-        assert len(generations(tmp_path)) == 1, f"call {at}: the next save did not clean up"
+        assert len(generations_in(tmp_path)) == 1, f"call {at}: the next save did not clean up"
         if len(failing.calls) < at:
             break
     assert at > 40
 
 
 def weights_of(folder: Path) -> list[torch.Tensor]:
-    tensors = saves.folder.read(folder).tensors
+    tensors = saves.generations.read_current(folder).tensors
     return [tensors[f"weights/{name}"] for name, _ in chain().named_parameters()]
 
 
@@ -455,9 +455,9 @@ def test_failures_of_the_first_save(error: BaseException, relay: Relay, tmp_path
             pass
         if not failing.switched:
             with pytest.raises(ValueError, match="latest.json is missing"):
-                saves.load(folder)
+                saves.load_save(folder)
         relay.save(folder)
-        assert saves.load(folder).steps == relay.steps and len(generations(folder)) == 1
+        assert saves.load_save(folder).steps == relay.steps and len(generations_in(folder)) == 1
         if len(failing.calls) < at:
             break
     assert at > 20
@@ -490,16 +490,16 @@ def test_folders_on_the_way_are_on_the_disk_too(relay: Relay, tmp_path: Path, mo
 
 def test_leftovers_go_before_anything_is_written(relay: Relay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be what fills the disk."""
-    [good] = generations(relay.save(tmp_path))
+    [good] = generations_in(relay.save(tmp_path))
     for name in ("step-00000007-0123abcd", "step-00000008-0123abcd"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "L000.safetensors").write_bytes(b"half")
     seen = []
-    monkeypatch.setattr(files, "_write_file", lambda path, tensors: seen.append(generations(tmp_path)) or path)
+    monkeypatch.setattr(files, "_write_file", lambda path, tensors: seen.append(generations_in(tmp_path)) or path)
     with pytest.raises(FileNotFoundError):
         relay.save(tmp_path)
     assert all(good in there and len(there) == 2 for there in seen), "more than the last save and the new one"
-    assert generations(tmp_path) == [good] and saves.load(tmp_path).steps == relay.steps
+    assert generations_in(tmp_path) == [good] and saves.load_save(tmp_path).steps == relay.steps
 
 
 def edit_before_step(relay: Relay) -> None:
@@ -521,7 +521,7 @@ def edit_before_step(relay: Relay) -> None:
 def past_of(relay: Relay) -> str:
     """A hash over what a save holds beside the present state."""
     content = hashlib.sha256(repr(relay.journal).encode())
-    for name, part in sorted(parts_of(relay._editor, relay._history, relay._branches).items()):
+    for name, part in sorted(history_parts(relay._editor, relay._history, relay._branches).items()):
         tensors: Tensors = {}
         content.update(repr(encode(part, name, tensors)).encode())
         for tensor in tensors.values():
@@ -547,7 +547,7 @@ def hammer(folder: str, kills: str, edits: str = "") -> None:
         time.sleep(waits.uniform(0.0, 0.4))
         os.kill(pid, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(pid, 0)[1]), "the run failed before it was killed"
-        unfinished += os.path.exists(folder) and len(generations(Path(folder))) != 1
+        unfinished += os.path.exists(folder) and len(generations_in(Path(folder))) != 1
     print(f"{unfinished} of {kills} kills hit a save", file=sys.stderr)
     run_until_killed(Path(folder), bool(edits), check_only=True)
 
@@ -610,7 +610,7 @@ def test_a_run_with_edits_goes_on_alike_from_any_of_its_saves(tmp_path: Path) ->
 @pytest.mark.parametrize("kills", [8, pytest.param(50, marks=pytest.mark.slow)])
 def test_kill_9_at_random_moments(kills: int, edits: str, tmp_path: Path) -> None:
     steps, content = in_new_process("t.hammer(*sys.argv[1:])", tmp_path / "save", kills, edits).split()
-    assert int(steps) > 0 and saves.load(tmp_path / "save").steps == int(steps)
+    assert int(steps) > 0 and saves.load_save(tmp_path / "save").steps == int(steps)
 
 
 def test_loading_while_another_saves(relay: Relay, tmp_path: Path) -> None:
@@ -620,7 +620,7 @@ def test_loading_while_another_saves(relay: Relay, tmp_path: Path) -> None:
     def read() -> None:
         while not stop.is_set():
             try:
-                loads.append(saves.load(tmp_path).steps)
+                loads.append(saves.load_save(tmp_path).steps)
             except Exception as error:
                 errors.append(error)
 
@@ -685,13 +685,13 @@ def test_every_bit_of_the_small_files_counts(relay: Relay, tmp_path: Path) -> No
             changed[bit // 8] ^= 1 << bit % 8
             path.write_bytes(changed)
             with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
-                saves.load(tmp_path)
+                saves.load_save(tmp_path)
         path.write_bytes(content)
 
 
 def test_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no such folder"):
-        saves.load(tmp_path / "elsewhere")
+        saves.load_save(tmp_path / "elsewhere")
 
 
 def rewrite_manifest(save: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -701,7 +701,7 @@ def rewrite_manifest(save: Path, change: Callable[[dict[str, Any]], object]) -> 
     change(manifest)
     content = json.dumps(manifest).encode()
     path.write_bytes(content)
-    folder.point(save, path.parent.name, hashlib.sha256(content).hexdigest())
+    generations.set_current(save, path.parent.name, hashlib.sha256(content).hexdigest())
 
 
 def test_another_schema_is_refused(relay: Relay, tmp_path: Path) -> None:
@@ -818,4 +818,4 @@ def test_what_is_not_plain_data_is_refused_and_named(relay: Relay, tmp_path: Pat
     relay.optimizer.param_groups[0]["hook"] = print
     with pytest.raises(ValueError, match="settings/0/hook is a builtin_function_or_method"):
         relay.save(tmp_path)
-    assert saves.load(tmp_path).steps == relay.steps and len(generations(tmp_path)) == 1
+    assert saves.load_save(tmp_path).steps == relay.steps and len(generations_in(tmp_path)) == 1

@@ -29,8 +29,8 @@ from l2l_core import (
     Replace,
     Swap,
 )
-from l2l_core.edits import change
-from l2l_core.saves.codec import Reader, plain_change
+from l2l_core.edits import commands
+from l2l_core.saves.codec import PlainReader, plain_command
 
 
 @pytest.fixture
@@ -242,7 +242,7 @@ class Nothing(nn.Sequential):
 def test_a_layer_without_members_is_one_all_the_same(tmp_path: Path) -> None:
     with make_relay(nn_chain(), loss=square) as chain:
         chain.step((torch.ones(2, 4),))
-        chain.apply(Insert(at=1, module=Nothing()), trust=True)
+        chain.apply(Insert(at=1, module=Nothing()), force=True)
         chain.apply(Swap("L003", 0))
         assert chain.verify((torch.ones(2, 4),)).equal
         chain.save(tmp_path)
@@ -421,7 +421,7 @@ def test_stem_layers_and_head_in_one_sequential(edits: list[Any], as_it_is: bool
     batch = (torch.ones(2, 4),)
     with make_relay(make(), loss=square, layers=["1", "2", "3", "4.0", "4.1"]) as relay:
         relay.step(batch)
-        relay.apply(*edits, trust=True)
+        relay.apply(*edits, force=True)
         relay.apply(Drop((list(relay.stacks)[1], 0)))
         named, units = dict(relay.model.named_parameters()), (relay.shell, *relay.stack)
         for name, param in ((n, p) for u in units for b in u.blocks for n, p in zip(b.names, b.params, strict=True)):
@@ -442,16 +442,16 @@ def test_every_kind_of_change_is_written_and_read_alike(relay: Relay) -> None:
     one, other, *_ = relay.stack
     param = one.params[1]
     changes = [
-        change.Restack("transformer.h", (one, other), (other,), {other: one}, proven=True),
-        change.Rewrite(one, {param: (param.detach(), {"step": 3})}),
-        change.Retrain(one, {param: False}),
-        *(kind((one, other)) for kind in (change.Spill, change.Fetch, change.Lose)),
-        change.Barred("it is gone"),
+        commands.RestackCommand("transformer.h", (one, other), (other,), {other: one}, proven=True),
+        commands.RewriteCommand(one, {param: (param.detach(), {"step": 3})}),
+        commands.SetTrainedCommand(one, {param: False}),
+        *(kind((one, other)) for kind in (commands.SpillCommand, commands.FetchCommand, commands.FreeCommand)),
+        commands.ImpossibleCommand("it is gone"),
     ]
-    assert {type(each) for each in changes} == kinds(change.Change)
-    reader = Reader(relay._editor, {unit.key: unit for unit in relay.stack}, {})
+    assert {type(each) for each in changes} == kinds(commands.EditCommand)
+    reader = PlainReader(relay._editor, {unit.key: unit for unit in relay.stack}, {})
     for each in changes:
-        again = reader.read_change(*plain_change(each))
+        again = reader.read_command(*plain_command(each))
         assert type(again) is type(each) and vars(again) == vars(each)
 
 

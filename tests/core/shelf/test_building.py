@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from zoo import BY_NAME
 
-from l2l_core.eps.blocks import is_nowhere
+from l2l_core.eps.blocks import is_placeholder
 
 
 def numbered(name: str, into: torch.Tensor) -> None:
@@ -25,11 +25,11 @@ def numbered(name: str, into: torch.Tensor) -> None:
 def test_parameters_without_weights_keep_ties_and_flags_and_buffers_are_real() -> None:
     for name in ("tied_layers", "batch_norm"):
         made, plain = empty(BY_NAME[name]), BY_NAME[name].make_model()
-        assert all(is_nowhere(param) for param in made.parameters())
+        assert all(is_placeholder(param) for param in made.parameters())
         shapes = [[(n, p.shape, p.requires_grad) for n, p in model.named_parameters()] for model in (made, plain)]
         assert shapes[0] == shapes[1]
         assert_same(buffers_of(made), buffers_of(plain))
-    assert not is_nowhere(next(nn.Linear(1, 1).parameters()))
+    assert not is_placeholder(next(nn.Linear(1, 1).parameters()))
 
 
 @pytest.mark.parametrize("name", ["chain", "tied_layers", "batch_norm"])
@@ -41,13 +41,13 @@ def test_a_model_made_by_an_initialiser_trains_like_one_in_memory(name: str, fol
             numbered(each, param)
     plain = InCore(kind, model, adamw(model), CONFIG)
     with relay_on(folder, kind, adamw, model=empty(kind), weights=numbered) as relay:
-        assert all(is_nowhere(param) for param in relay.model.parameters())
+        assert all(is_placeholder(param) for param in relay.model.parameters())
         assert_same(weights_of(relay), state_of(model))
         for seed in range(2):
             batch = kind.make_batch(ROWS, seed)
             assert relay.step(batch).loss == plain.step(batch)
         assert_same(weights_of(relay), state_of(model))
-        assert all(is_nowhere(param) for param in relay.model.parameters())
+        assert all(is_placeholder(param) for param in relay.model.parameters())
     with relay_on(folder, kind, adamw, model=empty(kind), resume=True) as relay:
         assert_same(weights_of(relay), state_of(model))
 

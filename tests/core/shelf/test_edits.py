@@ -414,8 +414,8 @@ def test_an_edit_holds_a_few_blocks_at_any_depth(folder: Path) -> None:
             peaks.append([])
             edits: list[Edit] = [Duplicate(), Drop(slice(1, 4)), Insert(at=2), Interpolate(0, 1), Freeze(slice(0, 3))]
             for edit in edits:
-                relay.shelf._loads.close()
-                relay.shelf._updates.close()
+                relay.shelf._load_pool.close()
+                relay.shelf._update_pool.close()
                 relay.host.reset_peak()
                 before = relay.host.total
                 relay.apply(edit)

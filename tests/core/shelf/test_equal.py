@@ -29,9 +29,9 @@ from zoo import BY_NAME, KINDS, Kind
 
 from l2l_core import EmulatedDevice, FileShelf, Relay, RelayConfig
 from l2l_core.devices import Ledger
-from l2l_core.shelf import direct
-from l2l_core.shelf.place import InFiles
-from l2l_core.shelf.pool import Pool
+from l2l_core.shelf import direct_io
+from l2l_core.shelf.buffer_pool import BufferPool
+from l2l_core.shelf.disk_weight_source import DiskWeightSource
 from l2l_core.trace import Trace
 
 FEW = ("chain", "gpt2", "lora_tied", "tied_layers")  # a plain stack; the shell's; blocks that are shared and frozen
@@ -162,9 +162,9 @@ def test_lanes_of_the_disk_are_in_the_trace(folder: Path, tmp_path: Path) -> Non
 
 
 def test_a_slow_disk_is_what_binds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, read = stack(5), direct.DirectFiles.read
+    kind, read = stack(5), direct_io.DirectFiles.read
     monkeypatch.setattr(
-        direct.DirectFiles, "read", lambda *args: (time.sleep(0.15), read(*args))[1]
+        direct_io.DirectFiles, "read", lambda *args: (time.sleep(0.15), read(*args))[1]
     )  # however busy the machine
     with compared(folder, kind) as (relay, plain):
         train(relay, plain, 2)
@@ -186,7 +186,7 @@ def test_going_through_weights_leaves_the_last_trace_alone(folder: Path) -> None
 
 
 def test_a_file_system_without_direct_access_has_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "_O_DIRECT", 0)
+    monkeypatch.setattr(direct_io, "_O_DIRECT", 0)
     with compared(folder, BY_NAME["chain"]) as (relay, plain):
         train(relay, plain, 2)
         assert relay.trace.settings["shelf"] == "buffered"
@@ -199,16 +199,16 @@ def test_weights_are_cast_for_a_device_whose_copies_cannot(folder: Path) -> None
         expected = weights_of(relay)
         block = relay.stack[1].blocks[0]
         assert relay.shelf is not None
-        host, size = Ledger("host", "Host memory"), direct.pages(4 * block.layout.numel)
-        pool = Pool(size + direct.pages(size // 2) + 2 * direct.PAGE, _empty, host, "weights")
-        place = InFiles(relay.shelf._records, pool, casts=True)
+        host, size = Ledger("host", "Host memory"), direct_io.round_to_pages(4 * block.layout.numel)
+        pool = BufferPool(size + direct_io.round_to_pages(size // 2) + 2 * direct_io.PAGE, _empty, host, "weights")
+        place = DiskWeightSource(relay.shelf._records, pool, casts=True)
         for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
             place.begin([], dtype, Trace())
-            place.expect([relay.stack[1]])
-            lent = place.lend(block)
+            place.prefetch([relay.stack[1]])
+            lent = place.acquire(block)
             for name, view in zip(block.names, block.layout.views(lent), strict=True):
                 assert torch.equal(view, expected[name].to(dtype))
-            place.take_back(block, None)
+            place.release(block, None)
             place.end()
         pool.close()
         assert host.total == 0 and host.peak <= pool.limit_bytes

@@ -31,8 +31,8 @@ from l2l_core import (
 )
 from l2l_core.devices import Ledger
 from l2l_core.eps.optimizers import state_bytes
-from l2l_core.forecast.kept_state import KeptState
-from l2l_core.shelf.pool import Buffer, Pool
+from l2l_core.forecast.optimizer_state_size import OptimizerStateSize
+from l2l_core.shelf.buffer_pool import BufferPool, PoolBuffer
 from l2l_core.simulator.virtual_shelf import VirtualPool
 
 MACHINE = Machine(flops_per_s=1e10, update_params_per_s=1e9, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9)
@@ -93,8 +93,8 @@ def test_bytes_are_those_of_a_real_step(name: str, settings: dict[str, Any], fol
     with pytest.raises(ValueError, match="smallest that works") as refused:
         third_step(optimizer, config, shelf=FileShelf(folder=folder, memory_bytes=1))
     (least,) = re.findall(r"smallest that works is ([\d,]+)", str(refused.value))
-    assert forecast.shelf.least_bytes == forecast.shelf.memory_bytes == int(least.replace(",", ""))
-    trace = third_step(optimizer, config, shelf=FileShelf(folder=folder, memory_bytes=forecast.shelf.least_bytes))
+    assert forecast.shelf.min_bytes == forecast.shelf.memory_bytes == int(least.replace(",", ""))
+    trace = third_step(optimizer, config, shelf=FileShelf(folder=folder, memory_bytes=forecast.shelf.min_bytes))
     for lane in ("disk read", "disk write"):
         real, ours = (sorted(event.nbytes for event in each.lanes[lane]) for each in (trace, forecast.trace))
         assert real == ours and len(real) >= MODEL.n_layer + 1
@@ -129,7 +129,7 @@ def test_bytes_with_adapters(folder: Path) -> None:
         length = batches[0]["input_ids"].shape[1]  # type: ignore[index,call-overload]
         asked: dict[str, Any] = {"emulated": True, "optimizer": ADAMW, "adapters": adapters, "shelf": shelf}
         told = forecast_config(relay.model.config, MACHINE, **BATCH, sequence=length, **asked).shelf
-    assert told is not None and f"{told.least_bytes:,}" in str(refused.value)
+    assert told is not None and f"{told.min_bytes:,}" in str(refused.value)
     assert told.read_bytes == sum(event.nbytes for event in trace.lanes["disk read"])
     assert told.written_bytes == sum(event.nbytes for event in trace.lanes["disk write"]) > 0
     assert told.disk_bytes == sum(file.stat().st_size for file in (folder / "large" / "records").iterdir())
@@ -142,7 +142,7 @@ def test_casts_take_memory_and_move_nothing_more(ahead: int) -> None:
     plain, casting = (told(relay_config=config, emulated=emulated).shelf for emulated in (True, False))
     assert plain is not None and casting is not None
     assert (plain.read_bytes, plain.written_bytes) == (casting.read_bytes, casting.written_bytes)
-    assert plain.least_bytes < casting.least_bytes and casting.spare_bytes >= 0
+    assert plain.min_bytes < casting.min_bytes and casting.unused_bytes >= 0
 
 
 class InBlocks(torch.optim.Optimizer):
@@ -166,11 +166,11 @@ class InBlocks(torch.optim.Optimizer):
 def test_state_of_large_parameters_is_that_of_a_real_step(make: Any) -> None:
     shapes = [(301, 97), (70_001,), (5, 7, 31, 33), (40, 40), (7,)]
     params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
-    real, kept = make(params), KeptState(make)
+    real, kept = make(params), OptimizerStateSize(make)
     for param in params:
         param.grad = torch.ones_like(param)
     real.step()
-    assert kept.nbytes(shapes) + kept.common(shapes) == state_bytes(*real.state.values())
+    assert kept.nbytes(shapes) + kept.shared_bytes(shapes) == state_bytes(*real.state.values())
 
 
 def test_a_disk_that_takes_no_time_is_memory() -> None:
@@ -210,11 +210,11 @@ def test_more_of_anything_is_never_slower() -> None:
     shelf = told(disk=disk).shelf
     assert shelf is not None
     pools = [
-        told(disk=disk, pool=shelf.least_bytes + n * (shelf.ample_bytes - shelf.least_bytes) // 4) for n in range(6)
+        told(disk=disk, pool=shelf.min_bytes + n * (shelf.max_useful_bytes - shelf.min_bytes) // 4) for n in range(6)
     ]
     seconds = [forecast.seconds for forecast in pools]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[4] == seconds[5]
-    assert all(f.shelf is not None and f.shelf.spare_bytes >= 0 for f in pools)
+    assert all(f.shelf is not None and f.shelf.unused_bytes >= 0 for f in pools)
     less_state = [told(OPTIMIZERS[name], disk=disk).seconds for name in ("adamw", "bf16", "sgd")]
     assert less_state == sorted(less_state, reverse=True)
 
@@ -237,19 +237,22 @@ def test_pools_lend_as_real_ones() -> None:
     for _ in range(50):
         limit, sizes = 4096 * draw.randint(4, 30), [4096 * n for n in (1, 2, 3, 7)]
         host = Ledger("host", "host")
-        pool, virtual = Pool(limit, lambda n, dtype: torch.empty(n, dtype=dtype), host, "weights"), VirtualPool(limit)
-        lent: list[Buffer] = []
+        pool, virtual = (
+            BufferPool(limit, lambda n, dtype: torch.empty(n, dtype=dtype), host, "weights"),
+            VirtualPool(limit),
+        )
+        lent: list[PoolBuffer] = []
         for _ in range(60):
             if lent and draw.random() < 0.5:
                 buffer = lent.pop(draw.randrange(len(lent)))
-                pool.give_back(buffer)
-                virtual.give_back(len(buffer.flat))
+                pool.release(buffer)
+                virtual.release(len(buffer.flat))
             else:
                 size = draw.choice(sizes)
-                taken = pool.take(size)
-                assert virtual.take(size) == (taken is not None)
+                taken = pool.acquire(size)
+                assert virtual.acquire(size) == (taken is not None)
                 lent += [taken] if taken is not None else []
-            assert virtual.most >= host.total
+            assert virtual.peak_bytes >= host.total
 
 
 # -- the disk itself ---------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def test_a_forecast_has_the_bytes_of_a_step(settings: dict[str, Any], folder: Pa
                 sizes = [sorted(event.nbytes for event in each.lanes[lane]) for each in (found.trace, trace)]
                 assert sizes[0] == sizes[1], lane
             shelf = found.shelf
-            assert shelf is not None and shelf.memory_bytes == shelf.least_bytes == nbytes
+            assert shelf is not None and shelf.memory_bytes == shelf.min_bytes == nbytes
             moved = [sum(event.nbytes for event in trace.lanes[lane]) for lane in LANES]
             assert [shelf.read_bytes, shelf.written_bytes] == moved
             assert shelf.disk_bytes == sum(path.stat().st_size for path in (folder / "records").iterdir())

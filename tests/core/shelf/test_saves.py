@@ -30,7 +30,7 @@ from patience import rarely
 from zoo import BY_NAME, Kind
 
 from l2l_core import Drop, Duplicate, EmulatedDevice, FileShelf, Interpolate, Relay, RelayConfig
-from l2l_core.shelf import direct
+from l2l_core.shelf import direct_io
 
 CHAIN = BY_NAME["chain"]
 
@@ -187,17 +187,17 @@ def test_a_save_that_fails_leaves_the_old_one(at: int, folder: Path, monkeypatch
         old = weights_of(relay)
         relay.save(folder / "save")
         train(relay, plain, 1)
-        held, read = {*(folder / "save").iterdir()}, direct.DirectFiles.read
+        held, read = {*(folder / "save").iterdir()}, direct_io.DirectFiles.read
         reads: list[Path] = []
 
-        def cut(self: direct.DirectFiles, path: Path, into: torch.Tensor) -> None:
+        def cut(self: direct_io.DirectFiles, path: Path, into: torch.Tensor) -> None:
             if len(reads) == at:
                 raise Cut
             reads.append(path)
             read(self, path, into)
 
         with monkeypatch.context() as patch, pytest.raises(Cut):
-            patch.setattr(direct.DirectFiles, "read", cut)
+            patch.setattr(direct_io.DirectFiles, "read", cut)
             relay.save(folder / "save")
         assert {*(folder / "save").iterdir()} == held
         assert_same(weights_of(relay), state_of(plain.model))
@@ -250,9 +250,9 @@ def test_a_load_that_fails_leaves_no_step_and_everything_as_it_was(
     optimizer.zero_grad()
     before, known = state_of(model), optimizer.state_dict()
     calls: list[Path] = []
-    write = direct.DirectFiles.write
+    write = direct_io.DirectFiles.write
 
-    def cut(self: direct.DirectFiles, path: Path, source: torch.Tensor) -> None:
+    def cut(self: direct_io.DirectFiles, path: Path, source: torch.Tensor) -> None:
         calls.append(path)
         if len(calls) == 3:
             raise Cut
@@ -263,9 +263,9 @@ def test_a_load_that_fails_leaves_no_step_and_everything_as_it_was(
 
     with monkeypatch.context() as patch, pytest.raises(Cut):
         if word == "record":
-            patch.setattr(direct.DirectFiles, "write", cut)
+            patch.setattr(direct_io.DirectFiles, "write", cut)
         else:
-            patch.setattr("l2l_core.shelf.manifest.write_tensors", cut_manifest)
+            patch.setattr("l2l_core.shelf.shelf_manifest.write_tensors", cut_manifest)
         torch.manual_seed(8)
         load(save, CHAIN, lambda _: optimizer, folder / "shelf", model=model)
     drawn = torch.rand(2)

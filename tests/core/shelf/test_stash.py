@@ -15,11 +15,11 @@ from zoo import BY_NAME, KINDS, Kind
 
 from l2l_core import EmulatedDevice, Profile, Relay, RelayConfig, simulate
 from l2l_core.devices import Ledger
-from l2l_core.shelf import direct
-from l2l_core.shelf.direct import pages
-from l2l_core.shelf.records import Records
-from l2l_core.shelf.rotation import BUFFERS
-from l2l_core.shelf.stash import OnDisk
+from l2l_core.shelf import direct_io
+from l2l_core.shelf.buffer_rotation import BUFFERS
+from l2l_core.shelf.direct_io import round_to_pages
+from l2l_core.shelf.disk_stash import DiskStashStore
+from l2l_core.shelf.record_store import RecordStore
 from l2l_core.trace import Event, Trace
 
 CONFIG = RelayConfig(micro_batches=3, stash="disk")
@@ -104,8 +104,8 @@ def test_bytes_are_those_of_the_link_in_pages_and_the_same_at_every_step(folder:
     written, read = of_stash(first)
     sent = [e for e in first.lanes["d2h"] if e.kind == "stash"]
     assert [(e.k, e.visit) for e in written] == [(e.k, e.visit) for e in sent]
-    assert all(a.nbytes >= b.nbytes and a.nbytes % direct.PAGE == 0 for a, b in zip(written, sent, strict=True))
-    fetched = sum(pages(e.nbytes) for e in first.lanes["h2d"] if e.kind == "fetch")
+    assert all(a.nbytes >= b.nbytes and a.nbytes % direct_io.PAGE == 0 for a, b in zip(written, sent, strict=True))
+    fetched = sum(round_to_pages(e.nbytes) for e in first.lanes["h2d"] if e.kind == "fetch")
     assert 0 < sum(e.nbytes for e in read) < fetched * 2
     assert [(e.nbytes, e.k, e.visit) for lane in of_stash(again) for e in lane] == [
         (e.nbytes, e.k, e.visit) for lane in (written, read) for e in lane
@@ -116,20 +116,20 @@ def test_reads_come_before_the_turn_that_wants_them(folder: Path, monkeypatch: p
     """Most are asked for while two others have their turns, in the order of backward."""
     asked: list[tuple[int, int]] = []
     sources: list[int] = []
-    expect, source, read = OnDisk.expect, OnDisk.sources, OnDisk._read
+    expect, source, read = DiskStashStore.prefetch, DiskStashStore.sources, DiskStashStore._start_read
 
-    def _read(self: OnDisk, what: Any, layer: str, k: int, visit: int) -> None:
+    def _read(self: DiskStashStore, what: Any, layer: str, k: int, visit: int) -> None:
         asked.append((visit, k))
         read(self, what, layer, k, visit)
 
-    def expected(self: OnDisk, turns: Any) -> None:
+    def expected(self: DiskStashStore, turns: Any) -> None:
         before = len(asked)
         expect(self, turns)
         sources.append(len(asked) - before)
 
-    monkeypatch.setattr(OnDisk, "_read", _read)
-    monkeypatch.setattr(OnDisk, "expect", expected)
-    assert source is OnDisk.sources
+    monkeypatch.setattr(DiskStashStore, "_start_read", _read)
+    monkeypatch.setattr(DiskStashStore, "prefetch", expected)
+    assert source is DiskStashStore.sources
     trace = steps_of(folder, 6, 8)
     assert sum(sources) > 0.8 * len(asked)
     backward = [turn for turn in asked[len(asked) // 2 :] if turn[0] >= 6]
@@ -137,8 +137,8 @@ def test_reads_come_before_the_turn_that_wants_them(folder: Path, monkeypatch: p
 
 
 def test_a_slow_disk_binds_and_the_advice_is_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = direct.ScratchFile.read
-    monkeypatch.setattr(direct.ScratchFile, "read", lambda *args: (time.sleep(0.02), read(*args))[1])
+    read = direct_io.ScratchFile.read
+    monkeypatch.setattr(direct_io.ScratchFile, "read", lambda *args: (time.sleep(0.02), read(*args))[1])
     trace = steps_of(folder, 5, 6)
     bound = next(bound for bound in trace.bound_by() if bound.phase == "backward")
     assert bound.lane == "disk read" and "stash='host'" in str(bound)
@@ -160,7 +160,7 @@ def test_an_error_of_the_disk_keeps_the_old_step_and_leaves_nothing(
     with compared(folder, kind, config=RelayConfig(micro_batches=7, stash="disk")) as (relay, plain):
         train(relay, plain, 1)
         before, files, names = state_of(plain.model), open_files(), sorted(folder.rglob("*"))
-        real, calls = getattr(direct.ScratchFile, verb), []
+        real, calls = getattr(direct_io.ScratchFile, verb), []
 
         def failing(*args: Any) -> None:
             calls.append(args)
@@ -169,7 +169,7 @@ def test_an_error_of_the_disk_keeps_the_old_step_and_leaves_nothing(
             real(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(direct.ScratchFile, verb, failing)
+            patch.setattr(direct_io.ScratchFile, verb, failing)
             said = "the disk says no" + (": .* bytes are to be written .*stash='host'" if verb != "read" else "")
             with pytest.raises(OSError, match=said):
                 relay.step(kind.make_batch(ROWS, 1))
@@ -189,9 +189,9 @@ def test_what_a_user_still_holds_comes_back_or_shows_that_it_is_lost(
         expected = held_of(relay, kind, held)
         handle = relay.model.layers[0].register_forward_hook(lambda *args: held.append(args[2].detach()))
         if broken:
-            real, reads = direct.ScratchFile.read, []
+            real, reads = direct_io.ScratchFile.read, []
             fails = lambda *args: 1 / 0 if len(reads) > 9 else (reads.append(1), real(*args))[1]  # noqa: E731 - when the layer has run
-            monkeypatch.setattr(direct.ScratchFile, "read", fails)
+            monkeypatch.setattr(direct_io.ScratchFile, "read", fails)
             with pytest.raises(ZeroDivisionError):
                 relay.forward(kind.make_batch(ROWS, 1))
             assert any(bool(tensor.isnan().all()) for tensor in held)
@@ -254,32 +254,32 @@ class Done:
 def test_spots_keep_their_bytes_whatever_the_order(folder: Path) -> None:
     """Random storages that leave, come back, change and go, against a dictionary."""
     torch.manual_seed(0)
-    records, host = Records(folder), Ledger("host", "Host memory")
-    room = OnDisk(folder / "stash.tmp", records, lambda numel, dtype: torch.empty(numel, dtype=dtype), host)
+    records, host = RecordStore(folder), Ledger("host", "Host memory")
+    room = DiskStashStore(folder / "stash.tmp", records, lambda numel, dtype: torch.empty(numel, dtype=dtype), host)
     room.begin(Trace(), nullcontext)
     known: dict[Any, torch.Tensor] = {}
     for turn in range(300):
         move = int(torch.randint(0, 5, ()))
         some = [spot for spot in known if torch.rand(()) < 3 / len(known)]
         if move == 0 and some:
-            room.expect([([spot], "", 0, 0) for spot in some])
+            room.prefetch([([spot], "", 0, 0) for spot in some])
         elif move == 1 and some:
             for spot, flat in zip(some, room.sources(some, "", 0, 0), strict=True):
                 assert torch.equal(flat, known[spot]), turn
-            room.lent(some, Done())
+            room.read_started(some, Done())
         elif move == 2 and some:
             for spot in some:
-                room.forget(spot)
+                room.free(spot)
                 del known[spot]
         else:
-            spots = some if move == 3 and some else [room.spot(int(n)) for n in torch.randint(1, 20_000, (3,))]
+            spots = some if move == 3 and some else [room.allocate(int(n)) for n in torch.randint(1, 20_000, (3,))]
             for spot, target in zip(spots, room.targets(spots), strict=True):
                 known[spot] = torch.randint(0, 256, (spot.nbytes,), dtype=torch.uint8)
                 target.copy_(known[spot])
-            room.left(spots, Done(), 0, 0)
+            room.write_started(spots, Done(), 0, 0)
     for spot in known:
         assert torch.equal(room.sources([spot], "", 0, 0)[0], known[spot])
-    assert 0 < host.peak <= (BUFFERS + 2) * (room._rotation.most_bytes + direct.PAGE)
+    assert 0 < host.peak <= (BUFFERS + 2) * (room._rotation.buffer_bytes + direct_io.PAGE)
     room.clear()
     assert host.total == 0 and not [*folder.iterdir()]
     records.close()

@@ -26,7 +26,7 @@ from l2l_core import (
     fit_config,
     forecast_config,
 )
-from l2l_core.shelf.stash import OnDisk
+from l2l_core.shelf.disk_stash import DiskStashStore
 
 MACHINE = Machine(flops_per_s=1e10, update_params_per_s=1e9, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9)
 DISK = Disk(read_bytes_per_s=1e9, write_bytes_per_s=5e8)
@@ -39,8 +39,8 @@ LENGTH = 16
 def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How far into the scratch file each pass has come."""
     found: list[int] = []
-    clear = OnDisk.clear
-    monkeypatch.setattr(OnDisk, "clear", lambda self: (found.append(self._rotation.file_bytes), clear(self))[1])
+    clear = DiskStashStore.clear
+    monkeypatch.setattr(DiskStashStore, "clear", lambda self: (found.append(self._rotation.file_bytes), clear(self))[1])
     return found
 
 
@@ -97,7 +97,7 @@ def test_a_configuration(
     assert forecast.shelf is not None
     torch.manual_seed(0)
     ids = torch.arange(2 * config.micro_batches * LENGTH).view(-1, LENGTH) % shape.vocab_size
-    shelf = FileShelf(folder=folder, memory_bytes=forecast.shelf.least_bytes)
+    shelf = FileShelf(folder=folder, memory_bytes=forecast.shelf.min_bytes)
     with Relay(GPT2LMHeadModel(shape), ADAMW, config=config, device=EmulatedDevice(), shelf=shelf) as relay:
         trace = [relay.step({"input_ids": ids, "labels": ids}).trace for _ in range(3)][-1]
     assert_same(forecast, trace, used[-1])
@@ -151,11 +151,11 @@ def test_what_is_not_known_is_refused() -> None:
 
 
 def test_profiles_keep_storages(tmp_path: Path) -> None:
-    from l2l_core.forecast.configured_step import ConfiguredStep, costs_of
-    from l2l_core.forecast.families import shapes_of_config
+    from l2l_core.forecast.configured_step import ConfiguredStep, estimate_costs
+    from l2l_core.forecast.model_shapes import read_model_shapes
 
-    step = ConfiguredStep(shapes_of_config(gpt2(2)), MACHINE, RelayConfig(stash="disk"), 2, LENGTH, 8, True)
-    profile = costs_of(step).profile
+    step = ConfiguredStep(read_model_shapes(gpt2(2)), MACHINE, RelayConfig(stash="disk"), 2, LENGTH, 8, True)
+    profile = estimate_costs(step).profile
     assert Profile.load(profile.save(tmp_path / "profile.json")).turns == profile.turns
 
 

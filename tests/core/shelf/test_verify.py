@@ -11,7 +11,7 @@ from on_shelf import OPTIMIZERS, ROWS, assert_same, compared, relay_on, state_of
 from patience import rarely
 from zoo import BY_NAME, Kind
 
-import l2l_core.eps.updates
+import l2l_core.eps.updater
 from l2l_core import RelayConfig
 
 CHAIN = BY_NAME["chain"]
@@ -68,7 +68,7 @@ def test_every_setting(settings: dict[str, Any], folder: Path) -> None:
 @pytest.mark.parametrize("what", ["weights", "state"])
 def test_it_says_what_differs(what: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In-core training shares nothing with the relay's updates, so it does not hear of what is wrong in them."""
-    update_part: Callable[..., Any] = l2l_core.eps.updates.update_part
+    update_part: Callable[..., Any] = l2l_core.eps.updater.update_part
 
     def spoilt(part: torch.optim.Optimizer, *args: Any) -> Any:
         result = update_part(part, *args)
@@ -80,7 +80,7 @@ def test_it_says_what_differs(what: str, folder: Path, monkeypatch: pytest.Monke
     with compared(folder, CHAIN) as (relay, plain):
         train(relay, plain, 1)
         with monkeypatch.context() as patch:
-            patch.setattr(l2l_core.eps.updates, "update_part", spoilt)
+            patch.setattr(l2l_core.eps.updater, "update_part", spoilt)
             report = relay.verify(CHAIN.make_batch(ROWS, 7))
         assert not report.equal
         if what == "weights":

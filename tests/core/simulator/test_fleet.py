@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from l2l_core import Machine, Network, Profile, RelayConfig, Shapes, Trace, simulate
-from l2l_core.simulator import Fleet
-from l2l_core.workers.network import exchange_traffic, gather_traffic, spread_traffic
+from l2l_core.simulator import Cluster
+from l2l_core.workers.network import all_gather_traffic, all_to_all_traffic, broadcast_traffic
 
 P = 1600  # parameters of a layer: 800 of two workers, 400 of four
 COMPUTE_S, LINK_S, UPDATE_S = 4.0, 0.25, 0.5  # of a layer's forward, of a copy of a layer, of a whole layer's update
@@ -100,13 +100,13 @@ def test_everybody_waits_for_a_straggler() -> None:
 def test_what_some_send_others_receive(count: int) -> None:
     goes = [100 + rank for rank in range(count)]
     for source in (0, count // 2, count - 1):
-        spread = [spread_traffic(100, count, source, rank) for rank in range(count)]
+        spread = [broadcast_traffic(100, count, source, rank) for rank in range(count)]
         assert [each.received for each in spread] == [100 * (rank != source) for rank in range(count)]
         assert sum(each.sent for each in spread) == 100 * (count - 1)
-        assert sum(each.goes for each in spread) == sum(each.comes for each in spread) == count - 1
-    exchange = [exchange_traffic(goes, rank) for rank in range(count)]
+        assert sum(each.messages_sent for each in spread) == sum(each.messages_received for each in spread) == count - 1
+    exchange = [all_to_all_traffic(goes, rank) for rank in range(count)]
     assert sum(each.sent for each in exchange) == sum(each.received for each in exchange) == (count - 1) * sum(goes)
-    assert gather_traffic(100, count).received == 100 * (count - 1)
+    assert all_gather_traffic(100, count).received == 100 * (count - 1)
 
 
 def test_gradients_in_bfloat16_are_half_the_bytes() -> None:
@@ -162,5 +162,5 @@ def test_a_profile_is_of_sums_or_of_the_gradients_of_every_micro_batch() -> None
 
 
 def test_a_worker_of_every_kind_is_replayed() -> None:
-    assert Fleet(count=512, stragglers={7: 2.0, 9: 2.0, 11: 3.0}, rank=9).seen == [9, 11, 0]
-    assert Fleet(count=2, stragglers={0: 2.0, 1: 3.0}).seen == [0, 1]
+    assert Cluster(count=512, stragglers={7: 2.0, 9: 2.0, 11: 3.0}, rank=9).simulated_ranks == [9, 11, 0]
+    assert Cluster(count=2, stragglers={0: 2.0, 1: 3.0}).simulated_ranks == [0, 1]

@@ -262,7 +262,7 @@ def test_taken_together_micro_batches_keep_their_sums(monkeypatch: pytest.Monkey
         trace = [pair.relay.step(BY_NAME["gpt2"].make_batch(7, seed)) for seed in range(2)][-1].trace
     profile = Profile.of(trace)
     whole = simulate(profile, config)
-    monkeypatch.setattr(importlib.import_module("l2l_core.simulator.simulate"), "MOST_EVENTS", 0)
+    monkeypatch.setattr(importlib.import_module("l2l_core.simulator.simulation"), "MOST_EVENTS", 0)
     together = simulate(profile, config)
     assert {e.k for e in together.events} == {-1}
     assert any(e.k >= 0 for e in whole.events if e.kind == "push")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zoo import BY_NAME, WIDTH, Chain, Kind, ResidualMlp
 
 from l2l_core import RelayConfig
-from l2l_core.step.micro_batch.spies import Spies
+from l2l_core.step.micro_batch.attribute_tracer import AttributeTracer
 
 
 class NotesNumber(Chain):
@@ -169,15 +169,15 @@ def test_a_class_that_lets_nothing_be_set_is_seen_as_any_other() -> None:
 def test_spies_that_cannot_stand_leave_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupt may come while they take their places."""
 
-    def interrupted(spies: Spies, classes: Any) -> None:
+    def interrupted(spies: AttributeTracer, classes: Any) -> None:
         see_all_sets(spies, classes)
         raise KeyboardInterrupt
 
-    chain, see_all_sets = BY_NAME["chain"], Spies.see_all_sets
+    chain, see_all_sets = BY_NAME["chain"], AttributeTracer.trace_all_sets
     before = {cls: dict(vars(cls)) for cls in (nn.Module, nn.Linear, ResidualMlp, Chain)}
     with both(chain, RelayConfig(micro_batches=3)) as pair:
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(Spies, "see_all_sets", interrupted)
+            patched.setattr(AttributeTracer, "trace_all_sets", interrupted)
             pair.relay.step(chain.make_batch(7, 0))
         assert {cls: dict(vars(cls)) for cls in before} == before
         assert_equal([pair.step(chain.make_batch(7, seed)) for seed in range(2)])

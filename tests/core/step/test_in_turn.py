@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import BY_NAME, ResidualMlp
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig, TornStep
-from l2l_core.devices import InTurn
-from l2l_core.devices.threads import Unseen
+from l2l_core.devices import InlineExecutor
+from l2l_core.devices.executors import NoTorchModes
 
 WAYS = [{}, {"stash": "host"}, {"update": "deferred"}, {"schedule": "depth_first"}]
 ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(way.values()) or "plain")
@@ -209,13 +209,13 @@ def test_an_interrupted_copy_leaves_modes_as_they_were() -> None:
 
     with Functions() as functions, Operations() as operations:
         with pytest.raises(KeyboardInterrupt):
-            InTurn(Unseen).submit(interrupted)
+            InlineExecutor(NoTorchModes).submit(interrupted)
         torch.ones(2).neg()
     assert functions.seen["neg"] == 1 and operations.seen["aten.neg.default"] == 1
 
 
 def test_errors_wait_and_interrupts_do_not() -> None:
-    hands = InTurn(Unseen)
+    hands = InlineExecutor(NoTorchModes)
     job = hands.submit(int, "no number")
     assert isinstance(job.exception(), ValueError)
     with pytest.raises(ValueError, match="no number"):

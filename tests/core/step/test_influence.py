@@ -138,19 +138,19 @@ def test_many_tokens_are_sampled_evenly(make: Callable[[torch.Tensor], torch.Ten
     position = torch.linspace(0, 2, 32)[None, :, None]  # the cosine depends on the place in the sequence
     left = came + position * torch.randn(64, 32, 8)
     unit, influence = build_layer("L000", "layer", Residual()), Influence()
-    influence.note(unit, [torch.ones(3), came], {"hidden": left, "other": came})
-    influence.tell()
+    influence.record(unit, [torch.ones(3), came], {"hidden": left, "other": came})
+    influence.write_stats()
     assert unit.stats["influence"] == pytest.approx(1 - float(torch.cosine_similarity(came, left, -1).mean()), rel=0.1)
 
 
 def test_calls_count_by_their_tokens() -> None:
     unit, influence = build_layer("L000", "layer", Residual()), Influence()
     x = torch.ones(6, 2)
-    influence.note(unit, [x], x)
-    influence.note(unit, [x[:2]], -x[:2])
-    influence.note(unit, [torch.ones(2, 3)], torch.ones(2, 4))
-    influence.note(unit, [torch.ones(())], [torch.ones(())])
-    influence.note(unit, [torch.ones(0, 2)], [torch.ones(0, 2)])
-    influence.note(unit, [torch.arange(4)], None)
-    influence.tell()
+    influence.record(unit, [x], x)
+    influence.record(unit, [x[:2]], -x[:2])
+    influence.record(unit, [torch.ones(2, 3)], torch.ones(2, 4))
+    influence.record(unit, [torch.ones(())], [torch.ones(())])
+    influence.record(unit, [torch.ones(0, 2)], [torch.ones(0, 2)])
+    influence.record(unit, [torch.arange(4)], None)
+    influence.write_stats()
     assert unit.stats["influence"] == pytest.approx(0.5)

@@ -11,10 +11,10 @@ from patience import HANG_S
 
 from l2l_core import EmulatedDevice, Trace
 from l2l_core.devices import Copy
-from l2l_core.rules import LEAST_PIECE_BYTES
-from l2l_core.step.traffic.lanes import Lane, Link
+from l2l_core.schedule_rules import MIN_CHUNK_BYTES
+from l2l_core.step.traffic.lanes import CountedLane, Lane
 
-PIECE = LEAST_PIECE_BYTES // 4  # elements of float32
+PIECE = MIN_CHUNK_BYTES // 4  # elements of float32
 
 
 @pytest.fixture
@@ -52,10 +52,10 @@ def test_one_piece_goes_out_per_turn_and_others_between(lane: Lane, trace: Trace
     On the lane:          layer, image 0,  layer, image 1,  layer, image 2
     """
     layer = copies(3 * PIECE)
-    ticket = lane.trickle("load", "L001", layer)
+    ticket = lane.send_chunked("load", "L001", layer)
     for k in range(3):
         last = lane.send("fetch", "L000", copies(8), k=k)
-        lane.turn()
+        lane.send_chunk()
     last.join()
     ticket.join()
     assert_arrived(layer)
@@ -66,29 +66,29 @@ def test_one_piece_goes_out_per_turn_and_others_between(lane: Lane, trace: Trace
 def test_pieces_of_several_blocks_are_alike(lane: Lane, trace: Trace) -> None:
     """Blocks are cut through, so that no turn has more to send than another."""
     layer = copies(PIECE // 2, 2 * PIECE, PIECE // 2)
-    lane.trickle("load", "L001", layer).wait()
+    lane.send_chunked("load", "L001", layer).wait()
     assert_arrived(layer)
-    assert [event.nbytes for event in trace.lanes["h2d"]] == [LEAST_PIECE_BYTES] * 3
+    assert [event.nbytes for event in trace.lanes["h2d"]] == [MIN_CHUNK_BYTES] * 3
 
 
 def test_another_copy_that_trickles_waits_for_the_whole_of_the_first(lane: Lane, trace: Trace) -> None:
-    lane.trickle("load", "L001", copies(3 * PIECE))
-    lane.trickle("load", "L002", copies(3 * PIECE)).join()
+    lane.send_chunked("load", "L001", copies(3 * PIECE))
+    lane.send_chunked("load", "L002", copies(3 * PIECE)).join()
     assert [event.layer for event in trace.lanes["h2d"]] == ["L001"] * 3 + ["L002"] * 3
 
 
 def test_who_sends_on_the_lane_need_not_wait_for_turns(lane: Lane, trace: Trace) -> None:
     layer = copies(3 * PIECE)
-    lane.trickle("load", "L001", layer).wait()
+    lane.send_chunked("load", "L001", layer).wait()
     assert_arrived(layer)
-    lane.turn()
+    lane.send_chunk()
     assert len(trace.lanes["h2d"]) == 3
 
 
 def test_another_thread_waits_until_all_has_gone_out_or_is_told_that_it_will_not(lane: Lane) -> None:
     def joined_meanwhile(given_up: bool) -> list[str]:
         layer = copies(3 * PIECE)
-        ticket, said = lane.trickle("push", "L001", layer), []
+        ticket, said = lane.send_chunked("push", "L001", layer), []
 
         def join() -> None:
             try:
@@ -109,7 +109,7 @@ def test_another_thread_waits_until_all_has_gone_out_or_is_told_that_it_will_not
 
 
 def test_a_link_counts_what_it_sends_whichever_way_it_goes(lane: Lane, trace: Trace) -> None:
-    link = Link(lane, "load")
+    link = CountedLane(lane, "load")
     link("L000", copies(10)).join()
-    link.trickle("L001", copies(3 * PIECE)).join()
+    link.send_chunked("L001", copies(3 * PIECE)).join()
     assert link.nbytes == 40 + 12 * PIECE == sum(event.nbytes for event in trace.lanes["h2d"])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from l2l_core.step.order import Order
+from l2l_core.step.visit_scheduler import VisitScheduler
 
 
 @dataclass(eq=False)
@@ -29,12 +29,12 @@ class Walker:
     k: int
     way: list[Layer]
     calls: list[Stop] = field(default_factory=list)
-    waiting: Stop | None = None
+    waiting_call: Stop | None = None
 
     def go_on(self) -> None:
-        if self.waiting is not None:
-            self.calls.append(self.waiting)
-        self.waiting = Stop(self.way.pop(0)) if self.way else None
+        if self.waiting_call is not None:
+            self.calls.append(self.waiting_call)
+        self.waiting_call = Stop(self.way.pop(0)) if self.way else None
 
 
 LAYERS = {name: Layer(name) for name in "ABC"}
@@ -44,7 +44,7 @@ def order_of(expected: str, *ways: str) -> Any:
     walkers = [Walker(k, [LAYERS[name] for name in way]) for k, way in enumerate(ways)]
     for walker in walkers:
         walker.go_on()
-    made: Any = Order(walkers, list(LAYERS.values()), [LAYERS[name] for name in expected])  # type: ignore[arg-type]
+    made: Any = VisitScheduler(walkers, list(LAYERS.values()), [LAYERS[name] for name in expected])  # type: ignore[arg-type]
     return made
 
 
@@ -52,10 +52,10 @@ def walk(order: Any) -> list[tuple[str, list[int]]]:
     """Go through the layers as the loop does: every visit's layer, and the micro-batches that ran there."""
     ran = []
     while (unit := order.next_unit()) is not None:
-        visit = order.open(unit)
+        visit = order.begin_visit(unit)
         turns = []
-        for walker, _ in order.in_turn(visit):
-            visit.calls.append(walker.waiting)
+        for walker, _ in order.iter_turns(visit):
+            visit.calls.append(walker.waiting_call)
             walker.go_on()
             turns.append(walker.k)
         ran.append((unit.key, turns))
@@ -65,7 +65,7 @@ def walk(order: Any) -> list[tuple[str, list[int]]]:
 def test_one_visit_serves_all_that_go_the_same_way() -> None:
     order = order_of("ABC", "ABC", "ABC", "ABC")
     assert walk(order) == [("A", [0, 1, 2]), ("B", [0, 1, 2]), ("C", [0, 1, 2])]
-    assert not order.is_irregular() and order.visits_of == {"A": 1, "B": 1, "C": 1}
+    assert not order.is_irregular() and order.visit_counts == {"A": 1, "B": 1, "C": 1}
 
 
 def test_the_least_advanced_go_first_so_that_others_are_caught_up_with() -> None:
@@ -80,7 +80,7 @@ def test_a_layer_that_comes_again_is_looked_for_behind_where_a_micro_batch_is() 
 
 def test_what_nobody_expected_is_visited_all_the_same() -> None:
     order = order_of("AB", "CBA", "AB")
-    assert "".join(key for key, _ in walk(order)) == "".join(layer.key for layer in order.way)
+    assert "".join(key for key, _ in walk(order)) == "".join(layer.key for layer in order.layer_order)
     assert ["".join(call.unit.key for call in walker.calls) for walker in order.forwards] == ["CBA", "AB"]
 
 
@@ -88,7 +88,7 @@ def test_backward_goes_on_counting() -> None:
     order = order_of("ABC", "ABC", "ABC")
     walk(order)
     assert [visit.index for visit in order.visits] == [0, 1, 2]
-    assert [(visit.unit.key, order.number_of_backward(visit)) for visit in order.turn()] == [
+    assert [(visit.unit.key, order.backward_index(visit)) for visit in order.begin_backward()] == [
         ("C", 3),
         ("B", 4),
         ("A", 5),
@@ -98,13 +98,13 @@ def test_backward_goes_on_counting() -> None:
 
 def following(order: Any) -> Sequence[tuple[int, str, int] | None]:
     """By turn of the next visit: micro-batch, layer and visit of the call whose input may arrive meanwhile."""
-    visit = order.open(order.next_unit())
+    visit = order.begin_visit(order.next_unit())
     said = []
-    for walker, coming in order.in_turn(visit):
+    for walker, coming in order.iter_turns(visit):
         call = coming[0] if coming else None
-        of = next((w.k for w in order.forwards if call is w.waiting or call in w.calls), None) if call else None
+        of = next((w.k for w in order.forwards if call is w.waiting_call or call in w.calls), None) if call else None
         said.append((of, call.unit.key, call.visit) if call else None)
-        visit.calls.append(walker.waiting)
+        visit.calls.append(walker.waiting_call)
         walker.go_on()
     return said
 

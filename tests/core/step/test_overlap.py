@@ -18,10 +18,10 @@ from torch import nn
 from zoo import BY_NAME, Kind
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig, TornStep
-from l2l_core.devices.device import Copy, Record, Ticket
+from l2l_core.devices.device import Copy, RecordFn, Ticket
 from l2l_core.eps.blocks import Unit
-from l2l_core.step.traffic.lanes import Lane, Link
-from l2l_core.step.traffic.meter import Meter
+from l2l_core.step.traffic.lanes import CountedLane, Lane
+from l2l_core.step.traffic.memory_meter import MemoryMeter
 from l2l_core.trace.events import Event
 from l2l_core.trace.trace import Trace
 
@@ -38,7 +38,7 @@ class SlowLink(EmulatedDevice):
         super().__init__()
         self.delay_s = latency_s
 
-    def _run(self, lane: str, copies: Sequence[Copy], record: Record, after: Ticket | None) -> None:
+    def _run(self, lane: str, copies: Sequence[Copy], record: RecordFn, after: Ticket | None) -> None:
         time.sleep(self.delay_s)
         super()._run(lane, copies, record, after)
 
@@ -211,22 +211,22 @@ def test_events_of_a_lane_follow_one_another(stash: str, ahead: int) -> None:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """At every event, over the storages themselves: activations, stash and batch, as they are and as they are booked."""
-    from l2l_core.step import ground
+    from l2l_core.step import pass_runtime
 
     stashes_made: list[Any] = []
     pairs: list[tuple[int, int]] = []
-    original, make = Meter.sample, ground.Stash
+    original, make = MemoryMeter.sample, pass_runtime.Stash
 
-    def sample(meter: Meter) -> None:
+    def sample(meter: MemoryMeter) -> None:
         physical = sum(
-            s.nbytes() for held in list(stashes_made[-1].images.held.values()) if (s := held.ref()) is not None
+            s.nbytes() for held in list(stashes_made[-1].tracker.storages.values()) if (s := held.ref()) is not None
         )
         booked = meter._device.by_category()
         pairs.append((physical, sum(n for name, n in booked.items() if name not in ("weights", "gradients"))))
         original(meter)
 
-    monkeypatch.setattr(ground, "Stash", lambda *a, **o: stashes_made.append(make(*a, **o)) or stashes_made[-1])
-    monkeypatch.setattr(Meter, "sample", sample)
+    monkeypatch.setattr(pass_runtime, "Stash", lambda *a, **o: stashes_made.append(make(*a, **o)) or stashes_made[-1])
+    monkeypatch.setattr(MemoryMeter, "sample", sample)
     return pairs
 
 
@@ -267,13 +267,13 @@ def test_outputs_are_booked_in_full(stash: str, seen: list[tuple[int, int]]) -> 
 @pytest.mark.parametrize("meter", ["on_change", "always"])
 def test_categories_add_up_to_the_total_at_every_event(meter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     totals = []
-    original = Meter.sample
+    original = MemoryMeter.sample
 
-    def sample(self: Meter) -> None:
+    def sample(self: MemoryMeter) -> None:
         totals.append(relay.device.ledger.total)
         original(self)
 
-    monkeypatch.setattr(Meter, "sample", sample)
+    monkeypatch.setattr(MemoryMeter, "sample", sample)
     config = RelayConfig(micro_batches=3, stash="host", meter=meter)
     with Relay(gpt2(3), ADAMW, config=config) as relay:
         for _ in range(2):
@@ -312,7 +312,7 @@ def test_a_copy_that_fails_ends_the_step_and_the_relay_goes_on(lane: str, stash:
     class Broken(EmulatedDevice):
         left = -1
 
-        def _run(self, name: str, copies: Sequence[Copy], record: Record, after: Ticket | None) -> None:
+        def _run(self, name: str, copies: Sequence[Copy], record: RecordFn, after: Ticket | None) -> None:
             if name == lane:
                 self.left -= 1
                 if self.left == 0:
@@ -397,7 +397,7 @@ def test_tensors_that_outlive_a_failed_step_keep_their_values(make_device: Calla
 
 
 def test_an_interrupt_that_comes_as_parameters_are_pointed_leaves_them_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    left, point = 0, Unit.point
+    left, point = 0, Unit.set_data
 
     def interrupted(unit: Unit, views: Sequence[torch.Tensor]) -> None:
         nonlocal left
@@ -407,7 +407,7 @@ def test_an_interrupt_that_comes_as_parameters_are_pointed_leaves_them_at_home(m
             raise KeyboardInterrupt
         point(unit, views)
 
-    monkeypatch.setattr(Unit, "point", interrupted)
+    monkeypatch.setattr(Unit, "set_data", interrupted)
     kind = BY_NAME["chain"]
     with both(kind, RelayConfig(micro_batches=2, update="deferred")) as pair:
         for nth in range(1, 100):
@@ -452,10 +452,10 @@ def flat(*numels: int) -> list[Copy]:
 @pytest.mark.parametrize("numels", [(100_000,), (70_000, 3, 40_001), (5,), (0, 50_000)])
 def test_a_trickle_sends_every_byte_once(recorder: Recorder, pieces: int, numels: tuple[int, ...]) -> None:
     lane, copies = Lane(recorder, Trace(), "h2d", pieces), flat(*numels)
-    ticket = Link(lane, "load").trickle("L000", copies)
+    ticket = CountedLane(lane, "load").send_chunked("L000", copies)
     assert len(recorder.issued) == 1, "the first piece goes at once"
     for _ in range(pieces - 1):
-        lane.turn()
+        lane.send_chunk()
     ticket.wait()
     assert len(recorder.issued) <= pieces
     assert sum(nbytes for _, nbytes in recorder.issued) == 4 * sum(numels)
@@ -467,15 +467,15 @@ def test_a_trickle_sends_every_byte_once(recorder: Recorder, pieces: int, numels
 
 def test_whoever_waits_sends_out_the_rest(recorder: Recorder) -> None:
     copies = flat(100_000)
-    Lane(recorder, Trace(), "h2d", 4).trickle("load", "L000", copies).wait()
+    Lane(recorder, Trace(), "h2d", 4).send_chunked("load", "L000", copies).wait()
     assert len(recorder.issued) == 4
     assert torch.equal(*copies[0])
 
 
 def test_another_trickle_sends_out_the_rest_of_the_first(recorder: Recorder) -> None:
     lane = Lane(recorder, Trace(), "h2d", 4)
-    first = lane.trickle("load", "L000", flat(100_000))
-    lane.trickle("load", "L001", flat(100_000))
+    first = lane.send_chunked("load", "L000", flat(100_000))
+    lane.send_chunked("load", "L001", flat(100_000))
     assert len(recorder.issued) == 5
     first.wait()
     assert len(recorder.issued) == 5
@@ -497,7 +497,7 @@ def in_thread(work: Callable[[], None]) -> tuple[threading.Thread, list[BaseExce
 
 def test_another_thread_waits_for_the_last_piece(recorder: Recorder) -> None:
     lane, copies = Lane(recorder, Trace(), "d2h", 4), flat(100_000)
-    ticket = lane.trickle("push", "L000", copies)
+    ticket = lane.send_chunked("push", "L000", copies)
     thread, errors = in_thread(ticket.join)
     thread.join(0.05)
     assert thread.is_alive() and len(recorder.issued) == 1
@@ -509,7 +509,7 @@ def test_another_thread_waits_for_the_last_piece(recorder: Recorder) -> None:
 
 def test_a_trickle_that_is_given_up_frees_who_waits_for_it(recorder: Recorder) -> None:
     lane = Lane(recorder, Trace(), "d2h", 4)
-    ticket = lane.trickle("push", "L000", flat(100_000))
+    ticket = lane.send_chunked("push", "L000", flat(100_000))
     thread, errors = in_thread(ticket.join)
     ticket.abandon()
     thread.join(HANG_S)
@@ -526,7 +526,7 @@ def test_a_piece_that_cannot_be_sent_is_missed(recorder: Recorder, monkeypatch: 
         raise OSError("no")
 
     lane = Lane(recorder, Trace(), "d2h", 2)
-    ticket = lane.trickle("push", "L000", flat(100_000))
+    ticket = lane.send_chunked("push", "L000", flat(100_000))
     thread, errors = in_thread(ticket.join)
     monkeypatch.setattr(recorder, "issue", refuse)
     with pytest.raises(OSError, match="no"):

@@ -6,24 +6,24 @@ from typing import Any
 
 import pytest
 
-from l2l_core.step.micro_batch import KEEP_AT_THE_TURN, RECOMPUTE
-from l2l_core.step.plan import Plan
+from l2l_core.step.micro_batch import KEEP_UNTIL_SUSPENDED, RECOMPUTE
+from l2l_core.step.pass_plan import PassPlan
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_backward_begins_with_the_layer_that_is_there(count: int) -> None:
     order: Any = [f"L{i:03}" for i in range(count)]
-    way = Plan(order).there_and_back
+    way = PassPlan(order).forward_then_backward
     assert way[:count] == order and way[count - 1 :] == order[::-1]
 
 
 def test_the_graph_of_the_last_visit_alone_is_kept() -> None:
     order: Any = ["A", "B", "A"]
-    assert [Plan(order).keeper(visit) for visit in range(3)] == [RECOMPUTE, RECOMPUTE, KEEP_AT_THE_TURN]
-    assert Plan(order).keeper(3) is RECOMPUTE, "a visit that was not expected"
+    assert [PassPlan(order).policy_for(visit) for visit in range(3)] == [RECOMPUTE, RECOMPUTE, KEEP_UNTIL_SUSPENDED]
+    assert PassPlan(order).policy_for(3) is RECOMPUTE, "a visit that was not expected"
 
 
 def test_another_way_is_asked_for_every_visit() -> None:
     order: Any = ["A", "B"]
-    plan = Plan(order, keeper_of=lambda visit: RECOMPUTE if visit else KEEP_AT_THE_TURN)
-    assert [plan.keeper(visit) for visit in range(2)] == [KEEP_AT_THE_TURN, RECOMPUTE]
+    plan = PassPlan(order, policy_override=lambda visit: RECOMPUTE if visit else KEEP_UNTIL_SUSPENDED)
+    assert [plan.policy_for(visit) for visit in range(2)] == [KEEP_UNTIL_SUSPENDED, RECOMPUTE]

@@ -13,42 +13,42 @@ from torch import Tensor, nn
 from zoo import WIDTH, Chain
 
 from l2l_core import Relay, RelayConfig
-from l2l_core.step.micro_batch import recomputes
-from l2l_core.step.micro_batch.recomputes import Recomputes, sums_of
+from l2l_core.step.micro_batch import recompute_check
+from l2l_core.step.micro_batch.recompute_check import RecomputeCheck, checksums_of
 
 DRAWN = random.Random()  # no part of the engine restores its state
 OWN = torch.Generator()
 
 
 @pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> Recomputes:
-    monkeypatch.setattr(recomputes, "_sum", recomputes._sum_on_gpu)
-    return Recomputes()
+def compared(monkeypatch: pytest.MonkeyPatch) -> RecomputeCheck:
+    monkeypatch.setattr(recompute_check, "_checksum", recompute_check._checksum_on_gpu)
+    return RecomputeCheck()
 
 
-def test_the_first_layer_that_differs_is_named_when_the_step_is_over(compared: Recomputes) -> None:
+def test_the_first_layer_that_differs_is_named_when_the_step_is_over(compared: RecomputeCheck) -> None:
     x = torch.randn(4, 8)
     for layer, again in (("layers.0", x), ("layers.1", x + 1), ("layers.2", x + 2)):
-        compared.compare(layer, sums_of([x]), [again])
+        compared.compare(layer, checksums_of([x]), [again])
     with pytest.raises(RuntimeError, match="layer layers.1 gave other outputs"):
-        compared.settle()
+        compared.check_pending()
 
 
 def test_the_message_tells_rounding_from_another_value() -> None:
-    compared = Recomputes()
+    compared = RecomputeCheck()
     x = torch.full((4,), 0.25)
     with pytest.raises(
         RuntimeError, match=r"layer layers.0 gave other outputs .*; their sum was 1 and is 1\.00000012: it depends"
     ):
-        compared.compare("layers.0", sums_of([x]), [torch.full((1,), 1.0) + torch.finfo(torch.float32).eps])
+        compared.compare("layers.0", checksums_of([x]), [torch.full((1,), 1.0) + torch.finfo(torch.float32).eps])
 
 
-def test_what_is_equal_or_not_finite_passes(compared: Recomputes) -> None:
+def test_what_is_equal_or_not_finite_passes(compared: RecomputeCheck) -> None:
     x = torch.randn(4, 8)
-    compared.compare("layers.0", sums_of([x]), [x.clone()])
-    compared.compare("layers.1", sums_of([x]), [torch.full_like(x, torch.nan)])
-    compared.settle()
-    compared.settle()
+    compared.compare("layers.0", checksums_of([x]), [x.clone()])
+    compared.compare("layers.1", checksums_of([x]), [torch.full_like(x, torch.nan)])
+    compared.check_pending()
+    compared.check_pending()
 
 
 # -- in a step -----------------------------------------------------------------------------------------------------------

@@ -19,10 +19,19 @@ from zoo import BY_NAME, Kind, ResidualMlp
 
 from l2l_core import Relay, RelayConfig, Trace
 from l2l_core.devices import Ticket
-from l2l_core.eps import Alone, Clock, Gradients, InHostMemory, Masters, Place, Reducer, Update
-from l2l_core.eps.blocks import Block, GradientPiece, Unit
-from l2l_core.step import Plan
-from l2l_core.step.micro_batch import RECOMPUTE, Call, Keeper, Pass
+from l2l_core.eps import (
+    EPSClock,
+    GradientBuffers,
+    LocalReducer,
+    Masters,
+    MemoryWeightSource,
+    Reducer,
+    Updater,
+    WeightSource,
+)
+from l2l_core.eps.blocks import Block, BlockGradient, Unit
+from l2l_core.step import PassPlan
+from l2l_core.step.micro_batch import RECOMPUTE, ActivationPolicy, LayerCall, StepContext
 
 KINDS = ["chain", "gpt2", "bert"]
 CONFIG = RelayConfig(micro_batches=3, stash="host", ahead=1)
@@ -51,10 +60,10 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Lets relays make plans with other attributes."""
 
     def let(**attributes: Any) -> None:
-        def make(config: RelayConfig, way: Sequence[Unit]) -> Plan:
-            return replace(Plan.of(config, way), **{name: of(way) for name, of in attributes.items()})
+        def make(config: RelayConfig, way: Sequence[Unit]) -> PassPlan:
+            return replace(PassPlan.of(config, way), **{name: of(way) for name, of in attributes.items()})
 
-        monkeypatch.setattr("l2l_core.runner.Plan", SimpleNamespace(of=make))
+        monkeypatch.setattr("l2l_core.runner.PassPlan", SimpleNamespace(of=make))
 
     yield let
 
@@ -62,21 +71,21 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 class Watching:
     """Keeps a graph as long as its micro-batch is at work, like the last layer's, and notes who had to give way."""
 
-    keeps, outlasts = True, False
+    keeps_graph, outlives_turn = True, False
 
     def __init__(self) -> None:
         self.gave_way: Counter[str] = Counter()
 
-    def gives_way(self, call: Call, run: Pass) -> None:
-        self.gave_way[call.unit.key] += call.kept is not None
-        call.drop_graph(run)
+    def on_suspend(self, call: LayerCall, ctx: StepContext) -> None:
+        self.gave_way[call.unit.key] += call.kept_graph is not None
+        call.drop_graph(ctx)
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("name", KINDS)
 def test_every_layer_recomputed(name: str, stash: Any, planned: Callable[..., None]) -> None:
     """The last layer's graph goes too: it runs forward once more, and the bits are the same."""
-    planned(keeper_of=lambda way: lambda visit: RECOMPUTE)
+    planned(policy_override=lambda way: lambda visit: RECOMPUTE)
     relay = train(BY_NAME[name], lambda relay: None, replace(CONFIG, stash=stash))
     turn = len(relay.stack) - 1
     visits = [e.visit for e in relay.trace.events if e.kind == "backward" and e.layer == relay.stack[turn].key]
@@ -85,8 +94,8 @@ def test_every_layer_recomputed(name: str, stash: Any, planned: Callable[..., No
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_keeper_is_asked_at_every_turn(name: str, planned: Callable[..., None]) -> None:
-    keeper: Keeper = Watching()
-    planned(keeper_of=lambda way: lambda visit: keeper)
+    keeper = Watching()
+    planned(policy_override=lambda way: lambda visit: keeper)
     relay = train(BY_NAME[name], lambda relay: None, steps=2)
     assert set(keeper.gave_way) >= {unit.key for unit in relay.stack[:-1]}  # the last one was back-propagated at once
     assert not keeper.gave_way[relay.stack[-1].key]
@@ -95,9 +104,9 @@ def test_a_keeper_is_asked_at_every_turn(name: str, planned: Callable[..., None]
 class Stubborn:
     """Keeps every graph, whatever becomes of the weights."""
 
-    keeps = outlasts = True
+    keeps_graph = outlives_turn = True
 
-    def gives_way(self, call: Call, run: Pass) -> None:
+    def on_suspend(self, call: LayerCall, ctx: StepContext) -> None:
         pass
 
 
@@ -105,7 +114,7 @@ class Stubborn:
 @pytest.mark.parametrize("resident", [0, 1, 2])
 def test_a_graph_whose_weights_have_left_is_not_used(resident: int, stash: Any, planned: Callable[..., None]) -> None:
     """Two to four slots, and six layers keep their graphs: those that lost their slots are recomputed, and the bits are right."""
-    planned(keeper_of=lambda way: lambda visit: Stubborn())
+    planned(policy_override=lambda way: lambda visit: Stubborn())
     train(chain_of(ResidualMlp, count=6), lambda relay: None, replace(CONFIG, stash=stash, resident=resident))
 
 
@@ -115,26 +124,26 @@ def test_a_graph_whose_weights_have_left_is_not_used(resident: int, stash: Any, 
 class Elsewhere:
     """Lends copies, as a disk would, and spoils them as soon as they are taken back."""
 
-    def __init__(self, inner: Place) -> None:
+    def __init__(self, inner: WeightSource) -> None:
         self._inner, self._lent = inner, dict[Block, list[torch.Tensor]]()
         self.most, self.count = 0, 0
 
     def begin(self, units: Sequence[Unit], dtype: torch.dtype, trace: Trace) -> None:
         self._inner.begin(units, dtype, trace)
 
-    def expect(self, units: Sequence[Unit]) -> None:
-        self._inner.expect(units)
+    def prefetch(self, units: Sequence[Unit]) -> None:
+        self._inner.prefetch(units)
 
-    def lend(self, block: Block) -> torch.Tensor:
-        copy = self._inner.lend(block).clone()
+    def acquire(self, block: Block) -> torch.Tensor:
+        copy = self._inner.acquire(block).clone()
         self._lent.setdefault(block, []).append(copy)
         self.count += 1
         self.most = max(self.most, sum(map(len, self._lent.values())))
         return copy
 
-    def take_back(self, block: Block, load: Ticket | None) -> None:
+    def release(self, block: Block, load: Ticket | None) -> None:
         self._lent[block].pop(0).fill_(torch.nan)
-        self._inner.take_back(block, load)
+        self._inner.release(block, load)
 
     def end(self) -> None:
         assert not any(self._lent.values()), "somebody has not given back what was lent"
@@ -151,8 +160,8 @@ def test_weights_from_elsewhere(name: str, ahead: int) -> None:
 
     def prepare(relay: Relay) -> None:
         nonlocal place
-        place = Elsewhere(InHostMemory(relay.device, relay.host))
-        relay._runner.parts = replace(relay._runner.parts, place=place)
+        place = Elsewhere(MemoryWeightSource(relay.device, relay.host))
+        relay._runner.parts = replace(relay._runner.parts, weight_source=place)
 
     relay = train(BY_NAME[name], prepare, replace(CONFIG, ahead=ahead))
     blocks = max(len(unit.blocks) for unit in relay.stack)
@@ -163,8 +172,8 @@ def test_weights_from_elsewhere(name: str, ahead: int) -> None:
 def test_a_failed_step_gives_back_what_was_lent() -> None:
     kind = BY_NAME["chain"]
     with both(kind, CONFIG) as pair:
-        place = Elsewhere(InHostMemory(pair.relay.device, pair.relay.host))
-        pair.relay._runner.parts = replace(pair.relay._runner.parts, place=place)
+        place = Elsewhere(MemoryWeightSource(pair.relay.device, pair.relay.host))
+        pair.relay._runner.parts = replace(pair.relay._runner.parts, weight_source=place)
         batch = kind.make_batch(7, 0)
         pair.relay.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -181,29 +190,29 @@ class Descent:
         self._masters, self._lr, self._log, self._logged = masters, lr, list[tuple[Block, torch.Tensor]](), False
         self.updated: list[Block] = []
 
-    def begin(self, logged: bool, deferred: bool, clock: Clock) -> None:
-        self.updated, self._log, self._logged = [], [], logged
+    def begin(self, undoable: bool, deferred: bool, clock: EPSClock) -> None:
+        self.updated, self._log, self._logged = [], [], undoable
 
-    def expect(self, block: Block) -> None:
+    def prefetch(self, block: Block) -> None:
         pass
 
-    def spare(self, block: Block) -> None:
+    def skip(self, block: Block) -> None:
         pass
 
-    def gathered(self, whole: dict[Block, GradientPiece]) -> None:
+    def gradients_complete(self, gradients: dict[Block, BlockGradient]) -> None:
         pass
 
-    def update(self, block: Block, piece: GradientPiece) -> Mapping[str, float]:
+    def update(self, block: Block, gradient: BlockGradient) -> Mapping[str, float]:
         if self._logged:
             self._log.append((block, block.master.clone()))
         self._masters.before_write(block)
         self.updated.append(block)
-        for index, gradient in piece.views().items():
-            block.views[index].add_(gradient, alpha=-self._lr)
+        for index, part in gradient.views().items():
+            block.views[index].add_(part, alpha=-self._lr)
         block.version += 1
         return {"update_ratio": 0.5}
 
-    def finish(self, whole: dict[Block, GradientPiece]) -> None:
+    def finish(self, gradients: dict[Block, BlockGradient]) -> None:
         self._log = []
 
     def undo(self) -> None:
@@ -221,8 +230,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def let_descend(relay: Relay) -> None:
-    update: Update = Descent(relay.store.masters, 0.01)
-    relay.store.update = update
+    updater: Updater = Descent(relay.store.masters, 0.01)
+    relay.store.updater = updater
 
 
 @pytest.mark.parametrize("update", ["eager", "deferred"])
@@ -263,14 +272,16 @@ def test_branches_outlive_another_update() -> None:
 # --- a reducer: other workers ---------------------------------------------------------------------------------------
 
 
-class TwoAlike(Alone):
+class TwoAlike(LocalReducer):
     """Two workers with the same rows: the mean of their gradients is either's."""
 
     def __init__(self) -> None:
         self.reduced: list[str] = []
         self.finished = 0
 
-    def reduce(self, block: Block, parts: Mapping[int, GradientPiece], gradients: Gradients) -> GradientPiece | None:
+    def reduce(
+        self, block: Block, parts: Mapping[int, BlockGradient], gradients: GradientBuffers
+    ) -> BlockGradient | None:
         piece = super().reduce(block, parts, gradients)
         assert piece is not None
         self.reduced.append(block.key)
@@ -299,15 +310,17 @@ def test_gradients_of_two_workers(name: str) -> None:
     assert Counter(reducer.reduced) == dict.fromkeys(trained, 1) and reducer.finished == 1
 
 
-class Separately(Alone):
+class Separately(LocalReducer):
     """Wants every micro-batch's gradient by itself, as workers do who add them up in the order of one worker."""
 
-    keeps_apart = True
+    per_micro_batch = True
 
     def __init__(self) -> None:
         self.parts: dict[str, list[int]] = {}
 
-    def reduce(self, block: Block, parts: Mapping[int, GradientPiece], gradients: Gradients) -> GradientPiece | None:
+    def reduce(
+        self, block: Block, parts: Mapping[int, BlockGradient], gradients: GradientBuffers
+    ) -> BlockGradient | None:
         if parts:  # a frozen block has none
             self.parts[block.key] = sorted(parts)
         return super().reduce(block, parts, gradients)

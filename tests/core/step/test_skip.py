@@ -85,7 +85,8 @@ def test_a_layer_that_sits_out_is_not_touched_and_all_else_is_as_before(relay: R
     stack, names, indices = relay.stack, [unit.name for unit in relay.stack], [layer.attn.layer_idx for layer in h]
     before = [[param.detach().clone() for param in unit.params] for unit in out]
     known = [
-        copy.deepcopy([relay.optimizer.state[m] for m in relay.store.masters.by_param(unit).values()]) for unit in out
+        copy.deepcopy([relay.optimizer.state[m] for m in relay.store.masters.master_by_param(unit).values()])
+        for unit in out
     ]
     held, versions = held_bytes(relay), [unit.version for unit in out]
     result = relay.step(make_batch(1), skip=["L001", ("transformer.h", 3), -2])
@@ -100,7 +101,7 @@ def test_a_layer_that_sits_out_is_not_touched_and_all_else_is_as_before(relay: R
     assert held_bytes(relay) == held, "nothing is parked, nothing was copied"
     for unit, values, states, version in zip(out, before, known, versions, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(unit.params, values, strict=True)) and unit.version == version
-        for master, state in zip(relay.store.masters.by_param(unit).values(), states, strict=True):
+        for master, state in zip(relay.store.masters.master_by_param(unit).values(), states, strict=True):
             assert all(torch.equal(relay.optimizer.state[master][name], state[name]) for name in state)
         assert not unit.stats, "of this step nothing is known of it"
     assert relay.stack[0].stats
@@ -129,8 +130,8 @@ def test_a_step_that_fails_brings_them_back(relay: Relay) -> None:
 def test_steps_with_holes_are_not_metered_every_time(relay: Relay) -> None:
     """Metering takes time: a step needs none if each of its layers was in a metered one."""
     seen = []
-    find = relay._runner.learned.of_step
-    relay._runner.learned.of_step = lambda kind: seen.append(find(kind)) or seen[-1]
+    find = relay._runner.pass_cache.find_step
+    relay._runner.pass_cache.find_step = lambda kind: seen.append(find(kind)) or seen[-1]
     for step, skip in enumerate([(0,), (1,), (2,), (0, 3), (3, 4)]):
         relay.step(make_batch(step), skip=skip)
     assert [known is None for known in seen] == [True, True, False, False, False]
@@ -243,12 +244,12 @@ def test_what_is_refused_on_evidence_alone_may_be_trusted() -> None:
     batch = (torch.ones(2, 4),)
     layers = [f"layers.{i}" for i in range(3)]
     with make_relay(Beside(), loss=lambda out, _: (out**2).mean(), layers=layers) as relay:
-        with pytest.raises(ValueError, match="one per layer as it seems.*trust=True"):
+        with pytest.raises(ValueError, match="one per layer as it seems.*force=True"):
             relay.step(batch, skip=[1])
         assert relay.steps == 0
-        relay.step(batch, skip=[1], trust=True)
+        relay.step(batch, skip=[1], force=True)
         assert [unit.version for unit in relay.stack] == [1, 0, 1]
-        with pytest.raises(ValueError, match="trust=True"):
+        with pytest.raises(ValueError, match="force=True"):
             LayerDrop(0.9).step(relay, batch)
-        (LayerDrop(0.9, trust=True) + Schedule()).step(relay, batch)
+        (LayerDrop(0.9, force=True) + Schedule()).step(relay, batch)
         assert relay.steps == 2 and relay.verify(batch).equal

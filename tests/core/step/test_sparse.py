@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zoo import Kind
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
-from l2l_core.model import pieces_of, same_numbers
+from l2l_core.model import dense_parts, equal_values
 
 NODES, WIDTH = 6, 8
 EDGES = torch.rand(NODES, NODES, generator=torch.Generator().manual_seed(0)) > 0.5
@@ -121,7 +121,7 @@ def test_looks_at_a_model_with_sparse_buffers(tmp_path: Path) -> None:
         assert (
             relay.fit(batch, fixed=["micro_batches"]).forecast.peak_device_bytes == relay.step(batch).peak_device_bytes
         )
-        assert same_numbers(model.matrix, before)
+        assert equal_values(model.matrix, before)
         with pytest.raises(
             ValueError, match=r"buffer 'matrix' is a tensor of layout torch.sparse_coo, which files .* keep its indices"
         ):
@@ -202,7 +202,7 @@ def test_pieces_are_all_that_a_tensor_has(to: str) -> None:
     args = [(2, 2)] if "bs" in to else []
     dense = EDGES.float()
     sparse = getattr(dense, to)(*args)
-    pieces = pieces_of(sparse)
+    pieces = dense_parts(sparse)
     assert pieces[-1].sum() == dense.sum() and len(pieces) == (1 if to == "clone" else 2 if to == "to_sparse" else 3)
-    assert same_numbers(sparse, getattr(dense, to)(*args)) and not same_numbers(sparse, getattr(2 * dense, to)(*args))
-    assert not same_numbers(sparse, getattr(dense.T.contiguous(), to)(*args))
+    assert equal_values(sparse, getattr(dense, to)(*args)) and not equal_values(sparse, getattr(2 * dense, to)(*args))
+    assert not equal_values(sparse, getattr(dense.T.contiguous(), to)(*args))

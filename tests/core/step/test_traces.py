@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from l2l_core.step.micro_batch.traces import Glances, Traces
+from l2l_core.step.micro_batch.state_diff import StateDiff, StateDiffs
 
 
 class Keeping(nn.Module):
@@ -57,15 +57,15 @@ def test_a_glance_differs_where_a_look_does(change: str, drawn: int) -> None:
     """Whatever came before; one normal number that is drawn leaves another one, which comes without a trace in the memory."""
     before = np.random.get_state()
     try:
-        layer, glances = Keeping(), Glances()
+        layer, glances = Keeping(), StateDiffs()
         np.random.seed(0)
         for _ in range(drawn):
             np.random.randn()
         for _ in range(3):
-            traces, differs = Traces(layer, numpy_draws()), glances.look(layer)
-            assert not differs() and not traces.look()[0]
+            traces, differs = StateDiff(layer, numpy_draws()), glances.quick_diff(layer)
+            assert not differs() and not traces.compare()[0]
             CHANGES[change](layer)
-            assert differs() == traces.look()[0]
+            assert differs() == traces.compare()[0]
             if change in ("one less", "another for one that went"):
                 layer.nothing = None
     finally:
@@ -73,10 +73,10 @@ def test_a_glance_differs_where_a_look_does(change: str, drawn: int) -> None:
 
 
 def test_other_generators_are_seen_too() -> None:
-    layer, glances, before = Keeping(), Glances(), np.random.get_bit_generator()
+    layer, glances, before = Keeping(), StateDiffs(), np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(1))
     try:
-        differs = glances.look(layer)
+        differs = glances.quick_diff(layer)
         assert not differs()
         np.random.rand()
         assert differs()

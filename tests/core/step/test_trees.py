@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from l2l_core.model import is_cache
-from l2l_core.step.micro_batch.trees import flatten, unflatten
+from l2l_core.step.micro_batch.fast_pytree import flatten, unflatten
 
 Pair = namedtuple("Pair", "left right")
 

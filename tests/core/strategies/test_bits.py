@@ -6,7 +6,7 @@ import pytest
 from zoo import KINDS
 
 from l2l_core.strategies import Full, Lab, Offload, Periodic, Plain
-from l2l_core.strategies.recipes import mixed
+from l2l_core.strategies.fixed_plans import mixed_plan
 
 POLICIES = [Plain(), Full(), Periodic(), Offload(ahead=1)]
 REFUSED = {
@@ -21,8 +21,8 @@ CASES = [(kind.name, count) for kind in KINDS for count in (1, 3) if kind.name n
 @pytest.mark.parametrize(("name", "micro_batches"), CASES)
 def test_plans_equal_plain_training(lab_of: Callable[..., Lab], name: str, micro_batches: int) -> None:
     lab = lab_of(name, micro_batches=micro_batches)  # 7 rows: the last micro-batch is smaller
-    layers = lab.prices.stages - 1
-    for policy in [*POLICIES, mixed(("ROHK" * layers)[:layers])]:
+    layers = lab.cost_model.stages - 1
+    for policy in [*POLICIES, mixed_plan(("ROHK" * layers)[:layers])]:
         plan = lab.plan(policy)
         proof = lab.verify(plan)
         assert proof.equal, f"{plan.name}: {proof}"
@@ -36,8 +36,8 @@ def test_what_no_plan_can_run_again_is_refused_before_training(lab_of: Callable[
 
 def test_forwards_follow_the_formulas(lab_of: Callable[..., Lab]) -> None:
     lab = lab_of("gpt2")
-    layers = lab.prices.stages - 1
-    last = (lab.prices.stages - 1) // 2 * 2  # where the last segment starts
+    layers = lab.cost_model.stages - 1
+    last = (lab.cost_model.stages - 1) // 2 * 2  # where the last segment starts
     expected = {Plain(): layers, Full(): 2 * layers, Periodic(2): layers + last, Offload(): layers}
     for policy, forwards in expected.items():
         plan = lab.plan(policy)

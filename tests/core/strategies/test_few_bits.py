@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
 from l2l_core.strategies import FewBit, Full, Lab, Periodic, Plain, few_bit, randomized_linear
-from l2l_core.strategies.few_bits import pack, unpack
-from l2l_core.strategies.levels import best_levels, levels_of
+from l2l_core.strategies.derivative_levels import derivative_levels, fit_levels
+from l2l_core.strategies.few_bits import pack_bits, unpack_bits
 
 # Integral over [-10, 10] of the squared error of the tables for GELU in the authors' repository, skolai/fewbit, by bits.
 AUTHORS = {1: 0.1410, 2: 0.0444, 3: 0.01198, 4: 0.00411}
@@ -47,14 +47,14 @@ def lab(model: nn.Sequential, **settings: object) -> Lab:
 @given(st.integers(1, 8), st.lists(st.integers(0, 255), max_size=40))
 def test_packing_is_undone_by_unpacking(bits: int, values: list[int]) -> None:
     indices = torch.tensor(values, dtype=torch.int32) % 2**bits
-    packed = pack(indices, bits)
+    packed = pack_bits(indices, bits)
     assert packed.numel() == bits * -(-len(values) // 8)
-    assert torch.equal(unpack(packed, bits, indices.shape), indices)
+    assert torch.equal(unpack_bits(packed, bits, indices.shape), indices)
 
 
 @pytest.mark.parametrize("bits", AUTHORS)
 def test_levels_are_no_worse_than_the_authors_tables(bits: int) -> None:
-    levels = levels_of(nn.GELU(), bits)
+    levels = derivative_levels(nn.GELU(), bits)
     x = torch.linspace(-10, 10, 400_001, dtype=torch.float64)
     slope = 0.5 * (1 + torch.erf(x / 2**0.5)) + x * torch.exp(-(x**2) / 2) / (2 * torch.pi) ** 0.5
     index = torch.bucketize(x, torch.tensor(levels.borders, dtype=torch.float64))
@@ -72,7 +72,7 @@ def test_levels_are_the_best_of_all_cuts(slopes: list[float], pieces: int) -> No
         return sum(float(np.var(slopes[a:b])) * (b - a) for a, b in zip(ends, ends[1:], strict=False))
 
     best = min(error(cuts) for cuts in combinations(range(1, len(slopes)), pieces - 1))
-    found = best_levels(np.array(slopes), pieces, reach=len(slopes) / 2)
+    found = fit_levels(np.array(slopes), pieces, fit_range=len(slopes) / 2)
     assert found.error == pytest.approx(best, abs=1e-9)
 
 
@@ -96,16 +96,16 @@ def test_records_fall_by_the_bytes_of_the_formula(bits: int = 3) -> None:
     elements = 12 * 32
     few = lab(model)
     for i in range(4):
-        less = plain.prices.costs[0].record[i, True] - few.prices.costs[0].record[i, True]
+        less = plain.cost_model.costs[0].record_bytes[i, True] - few.cost_model.costs[0].record_bytes[i, True]
         assert less == elements * 4 - elements * bits // 8
     assert few.plan(Plain()).peak_device_bytes < plain.plan(Plain()).peak_device_bytes
 
 
 def gradients(lab: Lab, policy: object) -> dict[str, Tensor]:
-    model = lab._twins()[0]
-    course = lab._course(model)
+    model = lab._copy_model()[0]
+    course = lab._make_runner(model)
     with course.metered() as meter:
-        course.run(lab.plan(policy).operations, lab._work, meter)
+        course.run(lab.plan(policy).operations, lab._own_inputs, meter)
     return {name: param.grad for name, param in model.named_parameters()}
 
 

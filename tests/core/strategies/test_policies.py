@@ -64,7 +64,7 @@ def test_karma_lies_between_swapping_alone_and_the_best_of_all_choices(
     for share in (0.1, 0.5):
         budget = round(least + share * (most - least))
         found = lab.plan(Karma(budget))
-        swaps = [lab.plan(Offload(ahead=1, keep=keep)) for keep in range(lab.prices.stages)]
+        swaps = [lab.plan(Offload(ahead=1, keep=keep)) for keep in range(lab.cost_model.stages)]
         swap_s = min(plan.seconds for plan in swaps if plan.peak_device_bytes <= budget)
         assert lab.plan(Combined(budget)).seconds <= found.seconds <= swap_s
         assert found.peak_device_bytes <= budget

@@ -35,11 +35,11 @@ class Own(nn.Linear):
 class Shelled(nn.Module):
     def __init__(self, layer: Callable[[], nn.Module], between: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.layers, self.between = nn.ModuleList(layer() for _ in range(3)), between
+        self.layers, self.slice = nn.ModuleList(layer() for _ in range(3)), between
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = self.between(layer(x))
+            x = self.slice(layer(x))
         return x
 
 

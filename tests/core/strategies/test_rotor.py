@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from l2l_core.strategies.oracle import DROPS, INPUT, RECORD, least_seconds
+from l2l_core.strategies.exhaustive_search import DROP_KINDS, INPUT, RECORD, find_fastest
 from l2l_core.strategies.plan import check_operations
-from l2l_core.strategies.rotor import Chain, Solution
+from l2l_core.strategies.rotor import Chain, RotorSolution
 
 CHAINS = 500
 
@@ -29,8 +29,8 @@ def test_equals_the_independent_search() -> None:
     for _ in range(CHAINS):
         chain = random_chain(rng)
         budget = rng.randint(4, 30)
-        found = Solution(chain, budget).seconds(budget)
-        assert found == least_seconds(chain, budget, drops=False).seconds, (chain, budget)
+        found = RotorSolution(chain, budget).seconds(budget)
+        assert found == find_fastest(chain, budget, drops=False).seconds, (chain, budget)
         feasible += found < float("inf")
     assert 100 < feasible < CHAINS  # both kinds occur
 
@@ -39,14 +39,14 @@ def test_seconds_never_rise_with_the_budget_and_plans_take_them() -> None:
     rng = random.Random(6)
     for _ in range(40):
         chain = random_chain(rng)
-        solution = Solution(chain, 60)
+        solution = RotorSolution(chain, 60)
         seconds = [solution.seconds(m) for m in range(61)]
         assert seconds == sorted(seconds, reverse=True)
-        assert seconds[-1] == sum(chain.keep_s) + sum(chain.back_s) or min(chain.run_s) < max(chain.keep_s)
+        assert seconds[-1] == sum(chain.keep_s) + sum(chain.backward_s) or min(chain.run_s) < max(chain.keep_s)
         for m in (m for m in range(61) if seconds[m] < float("inf")):
             plan = solution.plan(m)
             check_operations(plan, chain.stages)
-            costs = {"F0": chain.run_s, "Fck": chain.run_s, "Fall": chain.keep_s, "B": chain.back_s}
+            costs = {"F0": chain.run_s, "Fck": chain.run_s, "Fall": chain.keep_s, "B": chain.backward_s}
             assert sum(costs[kind][i] for kind, i in plan) == pytest.approx(seconds[m])
 
 
@@ -63,7 +63,7 @@ def test_dropping_what_is_kept_is_never_slower_and_sometimes_faster() -> None:
     for _ in range(50):
         chain = random_chain(rng, 5)
         budget = rng.randint(6, 24)
-        free, kept = least_seconds(chain, budget), least_seconds(chain, budget, drops=False)
+        free, kept = find_fastest(chain, budget), find_fastest(chain, budget, drops=False)
         assert free.seconds <= kept.seconds
         if free.moves:
             feasible += 1
@@ -79,22 +79,22 @@ def follow(chain: Chain, budget: int, moves: tuple, seconds: float) -> None:
     for kind, i, *_ in moves:
         there = (INPUT, i) in kept or (RECORD, i - 1) in kept
         used = in_use(chain, kept, at if kind in ("F0", "Fck") and at == i else None, back)
-        if kind in DROPS.values():
+        if kind in DROP_KINDS.values():
             kept -= {(kind.removeprefix("drop "), i)}
             continue
         if kind == "B":
-            assert i == back and (RECORD, i) in kept and used + chain.back_more[i] <= budget
+            assert i == back and (RECORD, i) in kept and used + chain.backward_extra[i] <= budget
             kept -= {(RECORD, i), (INPUT, i)}
-            took, at, back = took + chain.back_s[i], None, back - 1
+            took, at, back = took + chain.backward_s[i], None, back - 1
         elif kind == "F0":
             assert there or at == i
-            assert used + chain.inputs[i + 1] + chain.run_more[i] <= budget
+            assert used + chain.inputs[i + 1] + chain.run_extra[i] <= budget
             took, at = took + chain.run_s[i], i + 1
         elif kind == "Fck":
             assert at == i
             kept, at = kept | {(INPUT, i)}, None
         else:
-            assert there and used + chain.records[i] + chain.keep_more[i] <= budget
+            assert there and used + chain.records[i] + chain.keep_extra[i] <= budget
             took, at, kept = took + chain.keep_s[i], None, kept | {(RECORD, i)}
     assert back == -1 and took == pytest.approx(seconds)
 
@@ -102,4 +102,4 @@ def follow(chain: Chain, budget: int, moves: tuple, seconds: float) -> None:
 def test_long_chains_are_not_tried() -> None:
     ones = (1,) * 7
     with pytest.raises(ValueError, match="7 stages"):
-        least_seconds(Chain((*ones, 0), ones, ones, ones, ones, ones, ones, ones), 50)
+        find_fastest(Chain((*ones, 0), ones, ones, ones, ones, ones, ones, ones), 50)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice
-from l2l_core.strategies import Lab, Plain, RelayPolicy, Swap
+from l2l_core.strategies import Lab, PartitionSwap, Plain, RelayPolicy
+from l2l_core.strategies.partition_swap import partition_plan
 from l2l_core.strategies.plan import check_operations
-from l2l_core.strategies.swap import partitioned
 
 LINK = EmulatedDevice(h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8)
 
@@ -57,7 +57,7 @@ def recurrent(length: int, link: EmulatedDevice = LINK) -> Lab:
 
 def host_bytes(lab: Lab) -> int:
     """What waits there if all goes that may."""
-    return lab.prices.peak_host_bytes(partitioned(lab.prices.stages, 1, 1))
+    return lab.cost_model.peak_host_bytes(partition_plan(lab.cost_model.stages, 1, 1))
 
 
 def deepest(make: Callable[[int], Lab], host: int) -> Lab:
@@ -69,7 +69,7 @@ def deepest(make: Callable[[int], Lab], host: int) -> Lab:
     return found
 
 
-def has_plan(lab: Lab, policy: Swap) -> bool:
+def has_plan(lab: Lab, policy: PartitionSwap) -> bool:
     try:
         lab.plan(policy)
     except DeviceOutOfMemory:
@@ -81,22 +81,22 @@ def test_partitions_are_valid_plans_of_any_size() -> None:
     for n in (2, 3, 5, 9):
         for size in range(1, n + 2):
             for near in range(1, n + 2):
-                check_operations(partitioned(n, size, near), n)
+                check_operations(partition_plan(n, size, near), n)
 
 
 def test_a_step_stays_within_both_budgets_and_errors_name_the_one_that_binds() -> None:
     lab = resnet(6, 4)
     most = lab.plan(Plain()).peak_device_bytes
-    assert lab.plan(Swap()).operations == lab.plan(Plain()).operations  # without a need nothing is moved
-    plan = lab.plan(Swap(most * 3 // 4, 10**9))
+    assert lab.plan(PartitionSwap()).operations == lab.plan(Plain()).operations  # without a need nothing is moved
+    plan = lab.plan(PartitionSwap(most * 3 // 4, 10**9))
     assert lab.verify(plan).equal
     result = lab.step(plan)
     assert result.peak_device_bytes == plan.peak_device_bytes <= most * 3 // 4
     assert 0 < result.peak_host_bytes == plan.peak_host_bytes
     with pytest.raises(DeviceOutOfMemory, match="on the device"):
-        lab.plan(Swap(most * 3 // 4, plan.peak_host_bytes // 4))
+        lab.plan(PartitionSwap(most * 3 // 4, plan.peak_host_bytes // 4))
     with pytest.raises(DeviceOutOfMemory, match="on the device"):
-        lab.plan(Swap(most // 8))
+        lab.plan(PartitionSwap(most // 8))
 
 
 @pytest.mark.slow
@@ -107,10 +107,10 @@ def test_depth_under_a_device_cap_and_what_the_host_lets_through() -> None:
     host = cap * 64 // 12  # as beside a device of 12 GB a host of 64
     assert resnet(plain + 1, 8).plan(Plain()).peak_device_bytes > cap
     lab, doubled = deepest(lambda depth: resnet(depth, 8), host), deepest(lambda depth: resnet(depth, 16), host)
-    assert lab.prices.stages - 1 >= 3.8 * plain
-    assert 1.8 < (lab.prices.stages - 1) / (doubled.prices.stages - 1) < 2.2
+    assert lab.cost_model.stages - 1 >= 3.8 * plain
+    assert 1.8 < (lab.cost_model.stages - 1) / (doubled.cost_model.stages - 1) < 2.2
     for each in (lab, doubled):
-        step = each.step(each.plan(partitioned(each.prices.stages, 1, 1)))
+        step = each.step(each.plan(partition_plan(each.cost_model.stages, 1, 1)))
         assert step.peak_device_bytes <= cap and 0.9 * host < step.peak_host_bytes <= host
 
 
@@ -123,10 +123,10 @@ def test_a_recurrent_networks_seconds_are_linear_in_its_length() -> None:
     )  # the link takes longer than compute, whose clock is noisy
     labs = [recurrent(length, slow) for length in lengths]
     assert [lab.plan(Plain()).peak_device_bytes <= cap for lab in labs] == [True, False, False, False]
-    seconds = [lab.plan(partitioned(lab.prices.stages, 2, 1)).seconds for lab in labs]
+    seconds = [lab.plan(partition_plan(lab.cost_model.stages, 2, 1)).seconds for lab in labs]
     fit = np.corrcoef(lengths, seconds)[0, 1] ** 2
     assert fit > 0.99
-    assert has_plan(labs[-1], Swap(cap))
+    assert has_plan(labs[-1], PartitionSwap(cap))
 
 
 class Mixture(nn.Module):
@@ -156,7 +156,7 @@ def test_four_times_the_experts_fit_where_their_weights_wait_on_the_host_too() -
     few, many = lab(3), lab(12)
     cap = few.plan(Plain()).peak_device_bytes
     with pytest.raises(DeviceOutOfMemory):
-        many.plan(Swap(cap))  # weights stay on the device
+        many.plan(PartitionSwap(cap))  # weights stay on the device
     (row,) = many.compare([RelayPolicy()]).rows
     assert row.peak_device_bytes <= cap
     assert row.peak_host_bytes > 12 * sum(param.numel() for param in many.model.parameters())  # which bind there now

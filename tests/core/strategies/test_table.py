@@ -17,11 +17,11 @@ from l2l_core.strategies import (
     Plain,
     RelayPolicy,
     Rotor,
-    Row,
     SelectiveCheckpoint,
-    Table,
+    StrategyResult,
+    StrategyTable,
 )
-from l2l_core.strategies.ways import default_ways
+from l2l_core.strategies.ways import default_strategies
 
 
 def test_rows_are_what_steps_needed(lab_of: Callable[..., Lab]) -> None:
@@ -57,13 +57,13 @@ def test_a_way_without_a_plan_says_why(lab_of: Callable[..., Lab]) -> None:
 
 def test_the_front_is_what_nothing_beats() -> None:
     rows = [
-        Row("a", 10, seconds=3),
-        Row("b", 20, seconds=1),
-        Row("c", 20, seconds=3),
-        Row("d", 15, seconds=2),
-        Row("e", why="no"),
+        StrategyResult("a", 10, seconds=3),
+        StrategyResult("b", 20, seconds=1),
+        StrategyResult("c", 20, seconds=3),
+        StrategyResult("d", 15, seconds=2),
+        StrategyResult("e", why="no"),
     ]
-    table = Table(rows, memory_bytes=15)
+    table = StrategyTable(rows, memory_bytes=15)
     assert [row.name for row in table.pareto()] == ["a", "b", "d"]
     assert [table.fits(row) for row in rows] == [True, False, False, True, False]
     lines = str(table).splitlines()
@@ -86,7 +86,7 @@ def test_without_names_there_is_one_of_each_kind(lab_of: Callable[..., Lab]) -> 
     names = [row.name for row in lab_of("norm_outside").compare().rows]
     assert names[:5] == ["Plain", "Full", "Periodic", "Rotor", "Selective checkpoint"]
     assert names[5:] == ["Offload", "Combined", "Karma", "Relay, stash on the host"]
-    assert len(default_ways(9)) == len(default_ways(8)) - 1  # all choices of nine layers are too many
+    assert len(default_strategies(9)) == len(default_strategies(8)) - 1  # all choices of nine layers are too many
 
 
 @pytest.mark.parametrize(("name", "count"), [("norm_outside", 2), ("tied_layers", 3)])
@@ -114,9 +114,9 @@ def test_the_simulated_step_of_a_row_has_its_seconds_and_its_bytes(
 def test_a_copy_that_nothing_hides_is_waited_for_and_one_with_room_is_not(lab_of: Callable[..., Lab]) -> None:
     lab = lab_of("norm_outside", rows=6)
     operations = lab.plan(Offload(ahead=1)).operations
-    fast = replace(lab.prices, figures={"d2h_bytes_per_s": 1e15, "h2d_bytes_per_s": 1e15})
-    slow = replace(lab.prices, figures={"d2h_bytes_per_s": 1e3, "h2d_bytes_per_s": 1e3})
-    compute_s = sum(lab.prices.costs[0].tells(each) for each in operations if each.kind in ("Fall", "B"))
+    fast = replace(lab.cost_model, figures={"d2h_bytes_per_s": 1e15, "h2d_bytes_per_s": 1e15})
+    slow = replace(lab.cost_model, figures={"d2h_bytes_per_s": 1e3, "h2d_bytes_per_s": 1e3})
+    compute_s = sum(lab.cost_model.costs[0].seconds_of(each) for each in operations if each.kind in ("Fall", "B"))
     assert fast.seconds(operations) == pytest.approx(compute_s, rel=1e-6)
     moved = sum(event.nbytes for event in slow.trace(operations).lanes["d2h"])
     assert slow.seconds(operations) == pytest.approx(2 * moved / 1e3, rel=1e-2)
@@ -124,7 +124,7 @@ def test_a_copy_that_nothing_hides_is_waited_for_and_one_with_room_is_not(lab_of
 
 def test_a_lab_on_another_device_has_the_same_stages_and_another_budget_and_link(lab_of: Callable[..., Lab]) -> None:
     lab = lab_of("norm_outside", rows=6)
-    other = lab.on(EmulatedDevice(10_000, d2h_bytes_per_s=1e3, h2d_bytes_per_s=1e3))
+    other = lab.on_device(EmulatedDevice(10_000, d2h_bytes_per_s=1e3, h2d_bytes_per_s=1e3))
     one, two = lab.plan(Offload()), other.plan(Offload())
     assert one.peak_device_bytes == two.peak_device_bytes and two.seconds > 10 * one.seconds
     lab.plan(Rotor())

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from zoo import BY_NAME, KINDS
 
 from l2l_core.strategies import Lab, Operation
+from l2l_core.strategies.fixed_plans import complete_plan, mixed_plan
 from l2l_core.strategies.plan import F0, FALL, FCK, OFF, OFFX, PRE, PREX, B
-from l2l_core.strategies.recipes import completed, mixed
-from l2l_core.strategies.walk import walk
+from l2l_core.strategies.plan_memory import simulate_memory
 
 EXACT = ["gpt2", "resnet", "norm_outside"]
 # Without a plan, or with bytes that differ from step to step: docs/STRATEGIES.md says why.
@@ -26,7 +26,7 @@ class Drawn:
     """
 
     def __init__(self, draw: Callable[[st.SearchStrategy], object], stages: int) -> None:
-        self._draw, self._n = draw, stages
+        self._draw, self._stages = draw, stages
         self.operations: list[Operation] = []
         self._records: set[int] = set()
         self._held: set[int] = set()
@@ -34,16 +34,16 @@ class Drawn:
 
     def first_runs(self) -> None:
         kept = FALL
-        for i in range(self._n):
-            kept = self._run(i, kept, FALL if i == self._n - 1 else None)
+        for i in range(self._stages):
+            kept = self._run(i, kept, FALL if i == self._stages - 1 else None)
             for out, where in ((OFF, self._records), (OFFX, self._held)):
-                for j in sorted(where) if i < self._n - 1 else ():
+                for j in sorted(where) if i < self._stages - 1 else ():
                     if (out, j) not in self._away and self._draw(st.integers(0, 3)) == 0:
                         self._away.add((out, j))
                         self.operations.append(Operation(out, j))
 
     def backward(self) -> None:
-        for i in reversed(range(self._n)):
+        for i in reversed(range(self._stages)):
             for _, j in sorted(self._away):
                 if self._draw(st.booleans()):
                     self._comes(j)
@@ -96,19 +96,22 @@ def lab(name: str) -> Lab:
 
 def compare(lab: Lab, operations: list[Operation]) -> None:
     plan = lab.plan(operations)
-    course = lab._course(lab._twins()[0])
+    course = lab._make_runner(lab._copy_model()[0])
     with course.metered() as meter:
-        ran = course.run(plan.operations, lab._work, meter)
-    for costs, log in zip(lab.prices.costs, ran.logs, strict=True):
-        simulated = [(str(step.operation), step.high, step.after, step.host) for step in walk(costs, plan.operations)]
-        assert simulated == [(str(done.operation), done.high, done.after, done.host) for done in log]
+        ran = course.run(plan.operations, lab._own_inputs, meter)
+    for costs, log in zip(lab.cost_model.costs, ran.logs, strict=True):
+        simulated = [
+            (str(step.operation), step.peak_bytes, step.bytes_after, step.host_bytes)
+            for step in simulate_memory(costs, plan.operations)
+        ]
+        assert simulated == [(str(done.operation), done.peak_bytes, done.bytes_after, done.host_bytes) for done in log]
 
 
 @pytest.mark.parametrize("name", EXACT)
 @given(data=st.data())
 @settings(max_examples=8)
 def test_simulated_bytes_are_the_metered_ones(name: str, data: st.DataObject) -> None:
-    compare(lab(name), data.draw(plans(lab(name).prices.stages)))
+    compare(lab(name), data.draw(plans(lab(name).cost_model.stages)))
 
 
 @pytest.mark.slow
@@ -116,7 +119,7 @@ def test_simulated_bytes_are_the_metered_ones(name: str, data: st.DataObject) ->
 @given(data=st.data())
 @settings(max_examples=150)
 def test_simulated_bytes_are_the_metered_ones_of_many_plans(name: str, data: st.DataObject) -> None:
-    plan = data.draw(plans(lab(name).prices.stages))
+    plan = data.draw(plans(lab(name).cost_model.stages))
     compare(lab(name), plan)
     assert lab(name).verify(lab(name).plan(plan)).equal
 
@@ -126,12 +129,12 @@ def test_simulated_bytes_are_the_metered_ones_of_many_plans(name: str, data: st.
 @given(data=st.data())
 @settings(max_examples=8)
 def test_simulated_bytes_are_the_metered_ones_on_the_zoo(name: str, data: st.DataObject) -> None:
-    compare(lab(name), data.draw(plans(lab(name).prices.stages)))
+    compare(lab(name), data.draw(plans(lab(name).cost_model.stages)))
 
 
 def test_a_step_peaks_where_its_plan_says(lab_of: Callable[..., Lab]) -> None:
     lab = lab_of("gpt2", micro_batches=3)
-    for operations in (mixed("KROH"), mixed("OOOO", ahead=0), completed([FCK, F0, F0, F0, FALL])):
+    for operations in (mixed_plan("KROH"), mixed_plan("OOOO", ahead=0), complete_plan([FCK, F0, F0, F0, FALL])):
         plan = lab.plan(operations)
         for _ in range(2):  # the second has an optimizer with state
             result = lab.step(plan)

@@ -165,7 +165,7 @@ def test_parameters_of_another_kind_of_layer_join_groups_by_their_dimensions() -
     with Relay(model, torch.optim.AdamW(groups, lr=1e-2), EmulatedDevice(), loss=mse) as relay:
         relay.step(make_batch())
         relay.apply(Insert(at=2, module=Adapter(16, 16)))
-        own = relay.store.masters.by_param(relay.stack[2])
+        own = relay.store.masters.master_by_param(relay.stack[2])
         where = [[i for i, g in enumerate(relay.optimizer.param_groups) if m in set(g["params"])] for m in own.values()]
         assert where == [[0], [1]]
         with pytest.raises(ValueError, match="no state that it could inherit"):

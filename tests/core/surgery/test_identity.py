@@ -32,12 +32,12 @@ from zoo import (
 )
 
 from l2l_core.surgery.identity.identity import (
+    CallSample,
     IdentityPlan,
-    Sample,
     apply_plan,
     capture_samples,
     plan_identity,
-    sample_behind,
+    sample_after,
 )
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def insert(model: nn.Module, case: Case, batch: Batch) -> tuple[nn.Module, Ident
     wanted = [layer for layer in (before, stack[min(at, len(stack) - 1)]) if layer is not None]
     samples = capture_samples(model, lambda: loss_of(case.kind, model, batch), wanted)
     new = copy.deepcopy(stack[max(at - 1, 0)])
-    sample = samples[stack[at]] if at < len(stack) else sample_behind(stack[at - 1], samples[stack[at - 1]])
+    sample = samples[stack[at]] if at < len(stack) else sample_after(stack[at - 1], samples[stack[at - 1]])
     plan = plan_identity(new, sample, before, samples.get(before) if before is not None else None)
     apply_plan(plan, new, before)
     stack.insert(at, new)
@@ -223,7 +223,7 @@ def test_insertion_leaves_the_loss_and_can_learn(case: Case, trained: bool) -> N
         assert len(plan.zeroed) == len(case.zeroed)
         assert all(name.endswith(end) for name, end in zip(plan.zeroed, case.zeroed, strict=True))
     assert not case.minus_ones or plan.minus_ones == case.minus_ones
-    assert bool(plan.handed_over) == (not case.exact)
+    assert bool(plan.transfers) == (not case.exact)
     assert plan.exact == case.exact
 
 
@@ -247,7 +247,7 @@ def test_handing_over_is_what_keeps_bert() -> None:
     gain, shift = before.weight.detach().clone(), before.bias.detach().clone()
     loss = loss_of(case.kind, model, batch).item()
     new, plan = insert(model, case, batch)
-    assert [(item.preceding, item.new, item.neutral) for item in plan.handed_over] == [
+    assert [(item.preceding, item.new, item.neutral) for item in plan.transfers] == [
         ("output.LayerNorm.weight", "output.LayerNorm.weight", 1.0),
         ("output.LayerNorm.bias", "output.LayerNorm.bias", 0.0),
     ]
@@ -266,8 +266,8 @@ def hidden(*shape: int) -> Tensor:
     return torch.randn(*(shape or (2, STEPS, WIDTH)), generator=torch.Generator().manual_seed(3))
 
 
-def sample_of(*args: Any) -> Sample:
-    return Sample(args, {})
+def sample_of(*args: Any) -> CallSample:
+    return CallSample(args, {})
 
 
 def output_of(layer: nn.Module, plan: IdentityPlan, x: Tensor) -> Any:
@@ -395,7 +395,7 @@ def test_hidden_state_is_found_among_arguments_of_one_shape() -> None:
             return {"hidden": x.add_(self.linear(memory)), "memory": memory}  # in place: samples are copies
 
     x, memory = hidden(), hidden() + 1
-    plan = plan_identity(Cross(), Sample((memory,), {"x": x}))
+    plan = plan_identity(Cross(), CallSample((memory,), {"x": x}))
     assert plan.zeroed == ("linear.weight", "linear.bias") and plan.side_outputs == 0
     assert torch.equal(x, hidden())
 
@@ -411,7 +411,7 @@ def test_rms_norm_last() -> None:
     x = before(hidden()).detach()
     plan = plan_identity(layer, sample_of(x), before, sample_of(hidden()))
     assert plan.zeroed == ("linear.weight",) and not plan.ones
-    assert [(item.preceding, item.new) for item in plan.handed_over] == [("norm.weight", "norm.weight")]
+    assert [(item.preceding, item.new) for item in plan.transfers] == [("norm.weight", "norm.weight")]
     apply_plan(plan, layer, before)
     assert torch.allclose(layer(before(hidden())), x, rtol=0, atol=5e-6)
 
@@ -524,7 +524,7 @@ def test_a_norm_needs_a_norm_before_it() -> None:
     )
     with pytest.raises(ValueError, match="without a shift.* before it has a shift"):
         plan_identity(bare, sample_of(norm(x).detach()), norm, sample_of(x))
-    assert plan_identity(layer, sample_of(norm(x).detach()), norm, sample_of(x)).handed_over
+    assert plan_identity(layer, sample_of(norm(x).detach()), norm, sample_of(x)).transfers
 
 
 def test_a_preceding_layer_comes_with_its_sample() -> None:
@@ -536,7 +536,7 @@ def test_a_shift_that_nobody_hands_over_is_zeroed() -> None:
     x, layer, before = hidden(), post_norm(), nn.LayerNorm(WIDTH, bias=False)
     shake(layer)
     plan = plan_identity(layer, sample_of(before(x).detach()), before, sample_of(x))
-    assert "norm2.bias" in plan.zeroed and [item.new for item in plan.handed_over] == ["norm2.weight"]
+    assert "norm2.bias" in plan.zeroed and [item.new for item in plan.transfers] == ["norm2.weight"]
 
 
 def test_eps_that_would_count_is_refused() -> None:
@@ -565,11 +565,11 @@ class Noisy(ResidualMlp):
     def __init__(self) -> None:
         super().__init__()
         self.statistic, self.side = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.called = 0
+        self.unregister = 0
         self.register_forward_hook(self.count)
 
     def count(self, *_: Any) -> None:
-        self.called += 1
+        self.unregister += 1
 
     def forward(self, x: Tensor) -> Tensor:
         scale = 1 + random.random() + float(np.random.rand()) + torch.rand(()).item()
@@ -605,7 +605,7 @@ def test_planning_changes_nothing() -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         plan = plan_identity(layer, sample_of(x))
         assert torch.is_autocast_enabled("cpu")
-    assert plan.zeroed == SILENCED and layer.called == 0
+    assert plan.zeroed == SILENCED and layer.unregister == 0
     assert_same(state_of(layer), before)
     assert torch.equal(x, hidden())
     refused = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(STEPS))
@@ -621,11 +621,11 @@ def test_applying_touches_what_is_named_and_nothing_else() -> None:
     old = {name: value.clone() for name, value in model.state_dict().items()}
     donor = {name: value.clone() for name, value in model.bert.encoder.layer[0].state_dict().items()}
     new, plan = insert(model, case, batch)
-    named = {*plan.zeroed, *plan.ones, *(item.new for item in plan.handed_over)}
+    named = {*plan.zeroed, *plan.ones, *(item.new for item in plan.transfers)}
     assert {name for name, value in new.state_dict().items() if not torch.equal(value, donor[name])} <= named
     model.bert.encoder.layer.pop(1)
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, old[name])}
-    assert changed == {f"bert.encoder.layer.0.{item.preceding}" for item in plan.handed_over}
+    assert changed == {f"bert.encoder.layer.0.{item.preceding}" for item in plan.transfers}
 
 
 def test_capture_stops_early_and_leaves_nothing_behind() -> None:
@@ -634,7 +634,7 @@ def test_capture_stops_early_and_leaves_nothing_behind() -> None:
     before, x = state_of(model), hidden()
     samples = capture_samples(model, lambda: model(x), [model[2], model[1]])
     assert_same(state_of(model), before)
-    assert [layer.called for layer in model] == [1, 1, 0, 0]
+    assert [layer.unregister for layer in model] == [1, 1, 0, 0]
     assert list(samples) == [model[2], model[1]]
     (seen,), kwargs = samples[model[1]]
     assert seen.shape == x.shape and not seen.requires_grad and not kwargs
@@ -681,10 +681,10 @@ def test_a_cache_among_the_arguments_is_not_written_to() -> None:
 
 def test_what_a_layer_behind_the_last_is_given() -> None:
     layer, x, mask = post_norm().eval(), hidden(), torch.zeros(STEPS, STEPS)
-    args, kwargs = sample_behind(layer, Sample((x,), {"src_mask": mask}))
+    args, kwargs = sample_after(layer, CallSample((x,), {"src_mask": mask}))
     assert torch.allclose(args[0], layer(x), atol=1e-6) and torch.equal(kwargs["src_mask"], mask)
     with pytest.raises(ValueError, match=r"Linear is given no tensor of shape \(2, 8, 5\)"):
-        sample_behind(nn.Linear(WIDTH, 5), sample_of(x))
+        sample_after(nn.Linear(WIDTH, 5), sample_of(x))
 
 
 def test_t5_position_bias_that_is_not_passed_in_is_counted() -> None:

@@ -30,9 +30,9 @@ from zoo import (
     tokens,
 )
 
+from l2l_core.model.layer_stacks import Stack, find_stacks
 from l2l_core.model.layers import find_layers
-from l2l_core.model.stacks import Stack, find_stacks
-from l2l_core.surgery.rearrange import rearrange
+from l2l_core.surgery.layer_replacement import replace_layers
 
 Layers = tuple[nn.Module, ...]
 
@@ -272,10 +272,10 @@ def test_is_what_its_configuration_builds(name: str, edit: str) -> None:
         undone = picture(model)
         if edit in case.refused:
             with pytest.raises(ValueError, match=case.refused[edit]):
-                rearrange(model, stack, new)
+                replace_layers(model, stack, new)
             assert picture(model) == undone and settings(model.config) == config
             continue
-        undo = rearrange(model, stack, new)
+        undo = replace_layers(model, stack, new)
         assert tuple(stack.container) == new
         result = logits(model, batch)
         assert torch.equal(logits(rebuilt(model), batch), result)
@@ -291,7 +291,7 @@ def test_saves_and_loads(name: str, tmp_path: Path) -> None:
     model, batch = case.model, case.make_batch()
     for stack in stacks_of(model):
         new = stack.layers[:-1] if name in ("swin", "modernbert") else (*stack.layers, copy.deepcopy(stack.layers[-1]))
-        rearrange(model, stack, new)
+        replace_layers(model, stack, new)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path).eval()
     assert len(find_layers(loaded)) == len(find_layers(model))
@@ -308,7 +308,7 @@ def test_generates_with_a_cache(name: str, edit: str) -> None:
     if edit in case.refused:
         edit = "copy"
     for stack in stacks_of(model):
-        rearrange(model, stack, EDITS[edit](stack.layers))
+        replace_layers(model, stack, EDITS[edit](stack.layers))
     batch.pop("labels", None)
     batch.pop("decoder_input_ids", None)
     batch.pop("attention_mask", None)  # padding is on the right here
@@ -335,7 +335,7 @@ def test_many_edits_and_back(name: str, seed: int) -> None:
             new.insert(1, copy.deepcopy(new[-1]))
         elif len(new) > 2:
             del new[1]
-        undos.append(rearrange(model, stack, new))
+        undos.append(replace_layers(model, stack, new))
     assert torch.equal(logits(rebuilt(model), batch), logits(model, batch))
     for undo in reversed(undos):
         undo()
@@ -348,9 +348,9 @@ def test_many_edits_and_back(name: str, seed: int) -> None:
 def test_depth_of_encoder_and_decoder() -> None:
     model = CASES["t5"].model
     encoder, decoder = stacks_of(model)
-    rearrange(model, encoder, (*encoder.layers, copy.deepcopy(encoder.layers[-1])))
+    replace_layers(model, encoder, (*encoder.layers, copy.deepcopy(encoder.layers[-1])))
     assert (model.config.num_layers, model.config.num_decoder_layers) == (5, 3)
-    rearrange(model, decoder, decoder.layers[:2])
+    replace_layers(model, decoder, decoder.layers[:2])
     assert (model.config.num_layers, model.config.num_decoder_layers) == (5, 2)
     assert (model.encoder.config.num_layers, model.decoder.config.num_layers) == (5, 2)
 
@@ -358,19 +358,19 @@ def test_depth_of_encoder_and_decoder() -> None:
 def test_depth_of_encoder_and_decoder_in_one_configuration() -> None:
     model = CASES["bart"].model
     encoder, decoder = stacks_of(model)
-    rearrange(model, decoder, decoder.layers[:1])
+    replace_layers(model, decoder, decoder.layers[:1])
     assert (model.config.encoder_layers, model.config.decoder_layers) == (2, 1)
-    rearrange(model, encoder, (*encoder.layers, copy.deepcopy(encoder.layers[0])))
+    replace_layers(model, encoder, (*encoder.layers, copy.deepcopy(encoder.layers[0])))
     assert (model.config.encoder_layers, model.config.decoder_layers) == (3, 1)
 
 
 def test_depth_of_a_part() -> None:
     model = CASES["clip"].model
     text, vision = stacks_of(model)
-    rearrange(model, vision, vision.layers[:2])
+    replace_layers(model, vision, vision.layers[:2])
     assert (model.config.text_config.num_hidden_layers, model.config.vision_config.num_hidden_layers) == (3, 2)
     assert model.vision_model.encoder.config is model.config.vision_config
-    rearrange(model, text, text.layers[:1])
+    replace_layers(model, text, text.layers[:1])
     assert (model.config.text_config.num_hidden_layers, model.config.vision_config.num_hidden_layers) == (1, 2)
     assert model.text_model.config is model.config.text_config
 
@@ -378,16 +378,16 @@ def test_depth_of_a_part() -> None:
 def test_depth_of_a_stage() -> None:
     model = BY_NAME["swin"].make_model()  # two stages of two layers: num_layers, the number of stages, must stay
     first, second = stacks_of(model)
-    rearrange(model, first, first.layers[:1])
+    replace_layers(model, first, first.layers[:1])
     assert list(model.config.depths) == [1, 2] and model.config.num_layers == 2
-    rearrange(model, second, second.layers[:1])
+    replace_layers(model, second, second.layers[:1])
     assert list(model.config.depths) == [1, 1] and model.config.num_layers == 2 == model.swin.encoder.num_layers
 
 
 def test_depth_under_another_name() -> None:
     model = CASES["distilbert"].model
     (stack,) = stacks_of(model)
-    rearrange(model, stack, stack.layers[:2])
+    replace_layers(model, stack, stack.layers[:2])
     assert model.config.n_layers == model.config.num_hidden_layers == model.distilbert.transformer.n_layers == 2
 
 
@@ -395,11 +395,11 @@ def test_entries_travel() -> None:
     model = CASES["gpt_neo"].model
     (stack,) = stacks_of(model)
     a, b, c, d = stack.layers
-    rearrange(model, stack, (d, a, b))
+    replace_layers(model, stack, (d, a, b))
     assert model.config.attention_layers == ["local", "global", "local"]
     assert model.config.expand_attention_types_params(model.config.attention_types) == ["local", "global", "local"]
     new = copy.deepcopy(b)
-    rearrange(model, replace(stack, layers=(d, a, b)), (c, new, d, a, b))  # c comes back, with what it had
+    replace_layers(model, replace(stack, layers=(d, a, b)), (c, new, d, a, b))  # c comes back, with what it had
     assert model.config.attention_layers == ["global", "local", "local", "global", "local"]
 
 
@@ -407,9 +407,9 @@ def test_the_last_of_its_kind_comes_back() -> None:
     model = CASES["gpt_neo"].model
     (stack,) = stacks_of(model)
     a, b, c, d = stack.layers
-    rearrange(model, stack, (b, d))
+    replace_layers(model, stack, (b, d))
     assert model.config.attention_layers == ["local", "local"]
-    rearrange(model, replace(stack, layers=(b, d)), (b, d, a))
+    replace_layers(model, replace(stack, layers=(b, d)), (b, d, a))
     assert model.config.attention_layers == ["local", "local", "global"]
 
 
@@ -418,14 +418,14 @@ def test_indices_travel() -> None:
     (stack,) = stacks_of(model)
     a, b, c, d = stack.layers
     assert model.config.mlp_only_layers == [0, 2]
-    rearrange(model, stack, (b, d, copy.deepcopy(c), c, a))
+    replace_layers(model, stack, (b, d, copy.deepcopy(c), c, a))
     assert model.config.mlp_only_layers == [2, 3, 4]
 
 
 def test_positions_of_layers_and_their_copies() -> None:
     model = CASES["gemma3"].model
     (stack,) = stacks_of(model)
-    rearrange(model, stack, EDITS["double"](stack.layers[::-1]))
+    replace_layers(model, stack, EDITS["double"](stack.layers[::-1]))
     assert [layer.layer_idx for layer in model.model.layers] == list(range(8))
     assert [layer.self_attn.layer_idx for layer in model.model.layers] == list(range(8))
 
@@ -435,7 +435,7 @@ def test_what_is_no_position_stays() -> None:
     (stack,) = stacks_of(model)
     for layer in stack.layers:
         layer.first_layer_id, layer.block_index = 0, 7
-    rearrange(model, stack, stack.layers[::-1])
+    replace_layers(model, stack, stack.layers[::-1])
     assert [layer.attn.layer_idx for layer in model.transformer.h] == [0, 1, 2, 3]
     assert {layer.first_layer_id for layer in stack.layers} == {0}
 
@@ -445,7 +445,7 @@ def test_a_model_by_hand() -> None:
     (stack,) = stacks_of(model)
     a, b, c, d = stack.layers
     new = copy.deepcopy(b)
-    rearrange(model, stack, (d, new, a))
+    replace_layers(model, stack, (d, new, a))
     assert model.in_order == [d, new, a] and model.num_layers == model.config.num_layers == 3
     assert [layer.layer_number for layer in model.blocks] == [1, 2, 3]
     assert model.config.layer_kinds == ["b", "b", "a"]
@@ -456,7 +456,7 @@ def test_a_constructor_by_hand_is_not_called(monkeypatch: pytest.MonkeyPatch) ->
     model, calls = CASES["custom"].model, []
     (stack,) = stacks_of(model)
     monkeypatch.setattr(_Custom, "__init__", lambda *_: calls.append(1))
-    rearrange(model, stack, (*stack.layers, copy.deepcopy(stack.layers[0])))
+    replace_layers(model, stack, (*stack.layers, copy.deepcopy(stack.layers[0])))
     assert not calls
 
 
@@ -465,7 +465,7 @@ def test_depth_of_a_plain_dict() -> None:
     model.config = {"model": {"n_layers": 3, "width": WIDTH}, "num_heads": 3}
     model.layers = nn.ModuleList(ResidualMlp() for _ in range(3))
     old, (stack,) = model.config, stacks_of(model)
-    undo = rearrange(model, stack, stack.layers[1:])
+    undo = replace_layers(model, stack, stack.layers[1:])
     assert model.config == {"model": {"n_layers": 2, "width": WIDTH}, "num_heads": 3}
     undo()
     assert model.config is old and old["model"]["n_layers"] == 3
@@ -475,7 +475,7 @@ def test_transformer_encoder() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
     (stack,) = stacks_of(model)
-    undo = rearrange(model, stack, (*stack.layers, copy.deepcopy(stack.layers[0])))
+    undo = replace_layers(model, stack, (*stack.layers, copy.deepcopy(stack.layers[0])))
     assert model.num_layers == 4 == len(model.layers)
     undo()
     assert model.num_layers == 3 == len(model.layers)
@@ -486,7 +486,7 @@ def test_sequential_with_embedding_and_head() -> None:
     embedding, *layers, head = model
     (stack,) = stacks_of(model)
     new = ResidualMlp()
-    undo = rearrange(model, stack, (layers[2], new, layers[0], layers[1]))
+    undo = replace_layers(model, stack, (layers[2], new, layers[0], layers[1]))
     assert list(model) == [embedding, layers[2], new, layers[0], layers[1], head]
     assert list(model._modules) == ["0", "1", "2", "3", "4", "5"]
     made = nn.Sequential(nn.Embedding(9, WIDTH), *(ResidualMlp() for _ in range(4)), nn.Linear(WIDTH, 9))
@@ -503,7 +503,7 @@ def test_names_of_members_go_on() -> None:
     for name, part in parts.items():
         model.add_module(name, part)
     (stack,) = stacks_of(model)
-    rearrange(model, stack, (parts["block2"], ResidualMlp(), parts["block1"]))
+    replace_layers(model, stack, (parts["block2"], ResidualMlp(), parts["block1"]))
     assert list(model._modules) == ["stem", "block1", "block2", "block3", "head"]
     assert model.block1 is parts["block2"]
 
@@ -512,10 +512,10 @@ def test_members_between_layers_keep_their_slots() -> None:
     model = BY_NAME["inplace"].make_model()
     (stack,) = stacks_of(model)
     a, b, c, d = stack.layers
-    rearrange(model, stack, (a, d, c, b))
+    replace_layers(model, stack, (a, d, c, b))
     assert [type(part).__name__ for part in model][:4] == ["Conv2d", "ReLU", "Conv2d", "ReLU"] and model[2] is d
     with pytest.raises(ValueError, match="between the layers of Sequential are other members \\(ReLU\\)"):
-        rearrange(model, replace(stack, layers=(a, d, c, b)), (a, d, c))
+        replace_layers(model, replace(stack, layers=(a, d, c, b)), (a, d, c))
 
 
 # --- what must not happen ------------------------------------------------------------------------------------------
@@ -526,7 +526,7 @@ def test_another_model_of_the_same_configuration_keeps_its_depth() -> None:
     one, other = hf.LlamaForCausalLM(config).eval(), hf.LlamaForCausalLM(config).eval()
     before = logits(other, tokens())
     (stack,) = stacks_of(one)
-    rearrange(one, stack, stack.layers[:1])
+    replace_layers(one, stack, stack.layers[:1])
     assert (one.config.num_hidden_layers, other.config.num_hidden_layers, config.num_hidden_layers) == (1, 3, 3)
     assert torch.equal(logits(other, tokens()), before)
 
@@ -535,7 +535,7 @@ def test_every_module_holds_the_new_configuration() -> None:
     model = CASES["llama"].model
     (stack,) = stacks_of(model)
     old = model.config
-    rearrange(model, stack, (*stack.layers, copy.deepcopy(stack.layers[0])))
+    replace_layers(model, stack, (*stack.layers, copy.deepcopy(stack.layers[0])))
     holders = [module for module in model.modules() if "config" in vars(module)]
     assert len(holders) > 6 and all(module.config is model.config for module in holders) and model.config is not old
 
@@ -545,7 +545,7 @@ def test_random_state_is_left_alone() -> None:
     stack = stacks_of(model)[0]
     new = (*stack.layers, copy.deepcopy(stack.layers[-1]))
     before = torch.get_rng_state()
-    rearrange(model, stack, new)
+    replace_layers(model, stack, new)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -554,7 +554,7 @@ def test_a_dropped_layer_is_freed() -> None:
     (stack,) = stacks_of(model)
     dropped = weakref.ref(stack.layers[1])
     keep = (stack.layers[0], *stack.layers[2:])
-    rearrange(model, stack, keep)
+    replace_layers(model, stack, keep)
     del stack, keep
     gc.collect()
     assert dropped() is None
@@ -563,8 +563,8 @@ def test_a_dropped_layer_is_freed() -> None:
 def test_undone_out_of_order() -> None:
     model = CASES["gpt2"].model
     (stack,) = stacks_of(model)
-    first = rearrange(model, stack, stack.layers[:3])
-    second = rearrange(model, replace(stack, layers=stack.layers[:3]), stack.layers[:2])
+    first = replace_layers(model, stack, stack.layers[:3])
+    second = replace_layers(model, replace(stack, layers=stack.layers[:3]), stack.layers[:2])
     with pytest.raises(RuntimeError, match="undo later edits first, each once"):
         first()
     second()
@@ -579,7 +579,7 @@ def test_undone_out_of_order() -> None:
 def refuses(model: nn.Module, stack: Stack, layers: Any, message: str, **options: Any) -> None:
     before = picture(model)
     with pytest.raises(ValueError, match=re.escape(message)):
-        rearrange(model, stack, layers, **options)
+        replace_layers(model, stack, layers, **options)
     assert picture(model) == before
 
 
@@ -591,8 +591,8 @@ def test_layers_that_cannot_be() -> None:
     refuses(model, stack, (a, b, a), "positions 0, 2 of transformer.h would hold the same GPT2Block")
     refuses(model, stack, (a, model.lm_head), "is already in the model, as 'lm_head'; put in a copy")
     with pytest.raises(TypeError, match="layers contains 3"):
-        rearrange(model, stack, (a, 3))
-    rearrange(model, stack, (a, b))
+        replace_layers(model, stack, (a, 3))
+    replace_layers(model, stack, (a, b))
     refuses(model, stack, (a, b, c, d), "does not hold the stack's layers in this order any more")
 
 
@@ -605,11 +605,11 @@ def test_one_module_in_several_places() -> None:
         refuses(model, stack, layers, "holds one module in several places")
     refuses(model, stack, (layer, other, other), "positions 1, 2 of Sequential would hold the same")
     before = picture(model)
-    put_back = rearrange(model, stack, (layer, other, own))
+    put_back = replace_layers(model, stack, (layer, other, own))
     assert list(model)[1:] == [layer, other, own]
     put_back()
     assert picture(model) == before
-    rearrange(model, stack, (other, layer, layer))
+    replace_layers(model, stack, (other, layer, layer))
     assert list(model)[1:] == [other, layer, layer]
 
 
@@ -620,7 +620,7 @@ def test_layers_of_another_shape() -> None:
     refuses(
         model, stack, (*stack.layers, wider), "the new layer would stand at position 3 and has parameter mlp.up_proj"
     )
-    rearrange(model, stack, (*stack.layers, wider), trust=True)
+    replace_layers(model, stack, (*stack.layers, wider), force=True)
 
 
 def test_scale_by_depth() -> None:
@@ -634,7 +634,7 @@ def test_scale_by_depth() -> None:
         model, stack, (*stack.layers, copy.deepcopy(stack.layers[3])), "would stand at position 4 and has attn.scaling"
     )
     new = type(stack.layers[0])(model.config, layer_idx=4).eval()
-    rearrange(model, stack, (*stack.layers, new))
+    replace_layers(model, stack, (*stack.layers, new))
     assert torch.equal(logits(rebuilt(model), tokens()), logits(model, tokens()))
 
 
@@ -671,14 +671,14 @@ def test_a_role_without_configuration() -> None:
     a, b, c = stack.layers
     refuses(model, stack, (b, a, c), "only the ResidualMlp at position 0 has parameter table")
     refuses(model, stack, (b, c), "only the ResidualMlp at position 0 has parameter table")
-    rearrange(model, stack, (a, c))
+    replace_layers(model, stack, (a, c))
 
 
 def test_layers_of_another_class_without_configuration() -> None:
     model = nn.Module()
     model.blocks = nn.ModuleList([ResidualMlp(), MixtureBlock(), ResidualMlp()])
     (stack,) = find_stacks(model, list(model.blocks))
-    rearrange(model, stack, stack.layers[::-1])
+    replace_layers(model, stack, stack.layers[::-1])
 
 
 def test_a_new_layer_of_no_known_kind() -> None:
@@ -694,7 +694,7 @@ def test_a_new_layer_of_no_known_kind() -> None:
     )
     refuses(model, stack, (*stack.layers, new), "no layer of blocks", like={new: copy.deepcopy(new)})
     new.kind = "b"
-    rearrange(model, stack, (*stack.layers, new), like={new: stack.layers[1]})
+    replace_layers(model, stack, (*stack.layers, new), like={new: stack.layers[1]})
     assert model.config.layer_kinds == ["a", "b", "a", "b", "b"]
 
 
@@ -704,9 +704,12 @@ def test_layers_held_elsewhere() -> None:
     model.favourite = stack.layers[2]
     refuses(model, stack, stack.layers[:2], "a layer of transformer.h is also in the model as 'favourite'")
     del model.favourite
-    model.transformer.even = [stack.layers[0], stack.layers[2]]
+    model.transformer.uniform_numel = [stack.layers[0], stack.layers[2]]
     refuses(
-        model, stack, stack.layers[:2], "'transformer.even' holds layers of transformer.h in an arrangement of its own"
+        model,
+        stack,
+        stack.layers[:2],
+        "'transformer.uniform_numel' holds layers of transformer.h in an arrangement of its own",
     )
 
 
@@ -716,7 +719,7 @@ def test_companions_of_the_layers() -> None:
     refuses(
         model, stack, stack.layers[:3], "norms holds 4 members beside the 4 layers of layers, one per layer as it seems"
     )
-    rearrange(model, stack, stack.layers[::-1])
+    replace_layers(model, stack, stack.layers[::-1])
     other = nn.Module()
     other.layers, other.layer_gains = nn.ModuleList(ResidualMlp() for _ in range(3)), nn.Parameter(torch.ones(3))
     (stack,) = stacks_of(other)
@@ -729,7 +732,7 @@ def test_names_that_do_not_go_on() -> None:
         model.add_module(name, ResidualMlp())
     (stack,) = stacks_of(model)
     refuses(model, stack, (*stack.layers, ResidualMlp()), "are named red, green: a further one cannot be named by that")
-    rearrange(model, stack, stack.layers[1:])
+    replace_layers(model, stack, stack.layers[1:])
     assert list(model._modules) == ["red"]
 
 
@@ -749,7 +752,7 @@ def test_depth_that_the_configuration_does_not_tell() -> None:
         new,
         "Fields with this value: num_hidden_groups, inner_group_num; name the right one with depth_field=",
     )
-    rearrange(model, stack, new, depth_field="inner_group_num")
+    replace_layers(model, stack, new, depth_field="inner_group_num")
     assert model.config.inner_group_num == 2
 
 
@@ -762,20 +765,22 @@ def test_depth_that_several_fields_may_be() -> None:
     )
     refuses(model, stack, stack.layers[:3], message)
     refuses(model, stack, stack.layers[:3], "depth_field='width' is not 4, the depth of blocks", depth_field="width")
-    rearrange(model, stack, stack.layers[:3], depth_field="num_layers")
+    replace_layers(model, stack, stack.layers[:3], depth_field="num_layers")
     assert (model.config.num_layers, model.config.n_blocks) == (3, 4)
 
 
 def test_depth_of_a_part_by_name() -> None:
     model = CASES["clip"].model
-    rearrange(model, stacks_of(model)[0], stacks_of(model)[0].layers[:2], depth_field="text_config.num_hidden_layers")
+    replace_layers(
+        model, stacks_of(model)[0], stacks_of(model)[0].layers[:2], depth_field="text_config.num_hidden_layers"
+    )
     assert (model.config.text_config.num_hidden_layers, model.config.vision_config.num_hidden_layers) == (2, 3)
 
 
 def test_standard_name_wins() -> None:
     model = hf.BertModel(_bert_like(hf.BertConfig, num_layers=3))
     (stack,) = stacks_of(model)
-    rearrange(model, stack, stack.layers[:2])
+    replace_layers(model, stack, stack.layers[:2])
     assert (model.config.num_hidden_layers, model.config.num_layers) == (2, 3)
 
 

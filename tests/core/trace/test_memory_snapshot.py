@@ -13,7 +13,7 @@ from torch.cuda import _memory_viz
 
 from l2l_core import EmulatedDevice, Event, Relay, RelayConfig, Trace
 from l2l_core.trace.events import MemorySample
-from l2l_core.trace.memory_snapshot import BASE, memory_snapshot
+from l2l_core.trace.memory_snapshot import BASE_ADDRESS, memory_snapshot
 
 PLAIN = (dict, list, str, int)
 
@@ -108,7 +108,7 @@ def test_a_part_is_freed_and_gaps_are_filled_again() -> None:
     states = replayed(snapshot["device_traces"][0])
     assert [used for _, used in states] == list(uses)
     (device, host) = snapshot["segments"]
-    assert (device["address"], device["total_size"], device["active_size"]) == (BASE, 150, 110)
+    assert (device["address"], device["total_size"], device["active_size"]) == (BASE_ADDRESS, 150, 110)
     assert [(b["size"], b["state"]) for b in device["blocks"]] == [
         (60, "active_allocated"),
         (40, "inactive"),

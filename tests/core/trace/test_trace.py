@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l2l_core.trace.events import ALL_LANES, LANES, Event, MemorySample, Worker
-from l2l_core.trace.export import chrome_trace
-from l2l_core.trace.intervals import intersect, measure, merge
+from l2l_core.trace.events import ALL_LANES, LANES, Event, MemorySample, WorkerInfo
+from l2l_core.trace.intervals import intersect, merge, total_length
 from l2l_core.trace.trace import Trace
+from l2l_core.trace.trace_files import chrome_trace
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -75,7 +75,7 @@ def test_merge_against_grid(intervals: Intervals) -> None:
     assert cells(union) == cells(intervals)
     assert all(start < stop for start, stop in union)
     assert all(before[1] < after[0] for before, after in zip(union, union[1:], strict=False))
-    assert measure(union) == len(cells(intervals))
+    assert total_length(union) == len(cells(intervals))
 
 
 @given(grid_intervals, grid_intervals)
@@ -156,7 +156,7 @@ def test_an_empty_trace() -> None:
     assert trace.lanes == dict.fromkeys(LANES, ())
     assert trace.peak_bytes("host") == 0 and trace.peak_sample("host") is None
     assert "0 events" in trace.summary() and "0 events" in repr(trace)
-    assert trace.since(0) == ([], 0)
+    assert trace.events_since(0) == ([], 0)
 
 
 @pytest.mark.parametrize(
@@ -251,11 +251,11 @@ def test_four_lanes_write_while_one_reader_follows() -> None:
     seen: list[Event] = []
     cursor = 0
     while any(thread.is_alive() for thread in threads):
-        new, cursor = trace.since(cursor)
+        new, cursor = trace.events_since(cursor)
         seen += new
     for thread in threads:
         thread.join()
-    seen += trace.since(cursor)[0]
+    seen += trace.events_since(cursor)[0]
     for lane in LANES:
         assert [event.k for event in seen if event.lane == lane] == list(range(1000))
     assert len(seen) == 4000 == len(trace.events)
@@ -360,7 +360,7 @@ def test_to_chrome_goes_by_suffix(tmp_path: Path) -> None:
 
 def assert_same(a: Trace, b: Trace) -> None:
     assert (a.step, a.device, a.names, a.settings, a.worker) == (b.step, b.device, b.names, b.settings, b.worker)
-    assert a.since(0) == b.since(0)
+    assert a.events_since(0) == b.events_since(0)
     assert a.memory == b.memory
 
 
@@ -375,7 +375,7 @@ def test_jsonl_round_trip(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(ALL_LANES), st.text(), unit, unit, st.text(), st.integers(-1))))
 def test_jsonl_round_trip_of_anything(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
-    trace = Trace(names={"a": "ü\n\u2028"}, worker=Worker(1, 2, 0.5, 0.25, 0))
+    trace = Trace(names={"a": "ü\n\u2028"}, worker=WorkerInfo(1, 2, 0.5, 0.25, 0))
     for lane, kind, a, b, layer, n in rows:
         trace.add(Event(lane, kind, min(a, b), max(a, b), layer, nbytes=n))
     path = tmp_path_factory.mktemp("jsonl") / "t.jsonl"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from l2l_core.workers.channel import Meeting
-from l2l_core.workers.reducer import Exchanged
+from l2l_core.workers.channel import Handshake
+from l2l_core.workers.distributed_reducer import DistributedReducer
 
 
 class Other:
@@ -17,10 +17,10 @@ class Other:
     def __init__(self, covers: list[int]) -> None:
         self.covers, self.sent = torch.tensor(covers, dtype=torch.uint8), 0
 
-    def meet(self, what: str, note: bytes) -> Meeting:
-        return Meeting(0, (0.0, 0.0), (note, hashlib.sha256(self.covers.numpy().tobytes()).digest()[:8]))
+    def handshake(self, what: str, note: bytes) -> Handshake:
+        return Handshake(0, (0.0, 0.0), (note, hashlib.sha256(self.covers.numpy().tobytes()).digest()[:8]))
 
-    def tell(self, mine: torch.Tensor, what: str) -> torch.Tensor:
+    def all_gather_small(self, mine: torch.Tensor, what: str) -> torch.Tensor:
         self.sent += 1
         return torch.stack([mine, self.covers])
 
@@ -29,5 +29,5 @@ class Other:
 def test_covers_are_sent_where_they_differ(covers: list[int]) -> None:
     other = Other(covers)
     crew: Any = SimpleNamespace(reduces=other, count=2)
-    _, every = Exchanged(crew, keeps_apart=False)._meet({}, 2, "reduce")
+    _, every = DistributedReducer(crew, per_micro_batch=False)._handshake({}, 2, "reduce")
     assert every.tolist() == [[[0, 0]], [covers]] and other.sent == any(covers)

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from l2l_core.workers import WorkerLostError
-from l2l_core.workers.rounds import part_of_round
+from l2l_core.workers.rendezvous import round_store
 
 EXAMPLE = Path(__file__).parents[2] / "support" / "elastic_example.py"
 _FLOAT = r"(-?0x[\d.a-f]+p[+-]\d+)"  # what two workers say may stand in one line
@@ -96,7 +96,7 @@ def test_workers_keep_to_those_of_their_own_round() -> None:
 
         def come(rank: int, found: dict[int, dist.Store] = found) -> None:
             time.sleep(0.2 * rank)
-            found[rank] = part_of_round(store, rank, 2, timeout_s=30.0)
+            found[rank] = round_store(store, rank, 2, timeout_s=30.0)
 
         threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
         for thread in threads:
@@ -107,4 +107,4 @@ def test_workers_keep_to_those_of_their_own_round() -> None:
         found[0].set("left", "here")
         assert found[1].get("left") == b"here", "they are in different rounds"
     with pytest.raises(WorkerLostError, match="waited 0.3 s for the other 2"):
-        part_of_round(store, 0, 3, timeout_s=0.3)
+        round_store(store, 0, 3, timeout_s=0.3)

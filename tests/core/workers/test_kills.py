@@ -27,7 +27,7 @@ def test_twenty_random_kills(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     log = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     saved = max(int(step) for what, step, _ in log if what == "saved")
-    assert saves.load(tmp_path / "save").steps >= saved
+    assert saves.load_save(tmp_path / "save").steps >= saved
     model = KIND.make_model()
     in_core = InCore(KIND, model, adamw(model), CASE.settings)
     in_core.config = type(CASE.settings)(micro_batches=MICRO_BATCHES)

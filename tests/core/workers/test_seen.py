@@ -32,7 +32,7 @@ def test_what_they_do_together_begins_at_one_time(seen: list[dict[str, Any]]) ->
         pairs = list(zip(*(trace.lanes[lane] for trace in traces), strict=True))
         assert [a.layer for a, b in pairs] == [b.layer for a, b in pairs]
         for pair in pairs:
-            starts = [begins_s + event.start_s for begins_s, event in zip(traces.begins_s, pair, strict=True)]
+            starts = [begins_s + event.start_s for begins_s, event in zip(traces.offsets_s, pair, strict=True)]
             assert starts[0] == pytest.approx(starts[1], abs=1e-6)
             assert min(event.stalled_s for event in pair) == 0.0 and pair[0].last == pair[1].last
             assert pair[pair[0].last].stalled_s == 0.0  # the last one waits for nobody

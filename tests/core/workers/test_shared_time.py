@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from l2l_core.workers import shared_time
-from l2l_core.workers.shared_time import SharedTime
+from l2l_core.workers import shared_clock
+from l2l_core.workers.shared_clock import SharedClock
 
 NEAR_S = 5.0  # what a busy machine may add to a message; skews are far larger
 
@@ -19,25 +19,25 @@ class Room:
     """Workers that meet."""
 
     def __init__(self, skews_s: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.skews_s, self.clocks = list(skews_s), [SharedTime(rank, len(skews_s)) for rank in range(len(skews_s))]
+        self.skews_s, self.clocks = list(skews_s), [SharedClock(rank, len(skews_s)) for rank in range(len(skews_s))]
         self._told: list[torch.Tensor] = [torch.empty(0)] * len(skews_s)
-        self._barrier, self._mine = threading.Barrier(len(skews_s)), threading.local()
-        clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + self.skews_s[self._mine.rank])
-        monkeypatch.setattr(shared_time, "time", clock)
+        self._barrier, self._local = threading.Barrier(len(skews_s)), threading.local()
+        clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + self.skews_s[self._local.rank])
+        monkeypatch.setattr(shared_clock, "time", clock)
 
     def together(self, do: Callable[[int], object]) -> list[object]:
         def as_worker(rank: int) -> object:
-            self._mine.rank = rank
+            self._local.rank = rank
             return do(rank)
 
         with ThreadPoolExecutor(len(self.clocks)) as pool:
             return list(pool.map(as_worker, range(len(self.clocks))))
 
     def agree(self) -> None:
-        self.together(lambda rank: self.clocks[rank].agree(self._tell))
+        self.together(lambda rank: self.clocks[rank].synchronize(self._tell))
 
     def _tell(self, mine: torch.Tensor) -> torch.Tensor:
-        self._told[self._mine.rank] = mine
+        self._told[self._local.rank] = mine
         self._barrier.wait(30)
         every = torch.stack(self._told)
         self._barrier.wait(30)

@@ -15,7 +15,14 @@ from transformers import BertConfig
 from l2l_core import EmulatedDevice, RelayConfig, forecast_config
 from workbench import __main__ as command_line
 from workbench.commands import calibrate
-from workbench.commands.calibrate import Calibration, cache_path, load_calibration, measure, rows_of, save_calibration
+from workbench.commands.calibrate import (
+    Calibration,
+    cache_path,
+    load_calibration,
+    measure,
+    save_calibration,
+    table_rows,
+)
 
 KNOWN = Calibration(
     hardware="some machine",
@@ -62,8 +69,8 @@ def test_every_figure_is_measured_and_positive(device: EmulatedDevice, monkeypat
 
 def test_work_is_warmed_up_and_waited_for() -> None:
     done: list[str] = []
-    calibrate.typical_s(lambda: done.append("work"), 0.0, lambda: done.append("wait"))
-    assert done == ["work", "wait"] * (1 + calibrate.LEAST)
+    calibrate.median_seconds(lambda: done.append("work"), 0.0, lambda: done.append("wait"))
+    assert done == ["work", "wait"] * (1 + calibrate.MIN_REPEATS)
 
 
 def test_a_machine_is_the_best_of_its_precision() -> None:
@@ -148,7 +155,7 @@ def test_a_device_that_is_not_there_is_named(cache: Path, capsys: pytest.Capture
 
 
 def test_the_table_has_every_figure() -> None:
-    rows = dict(rows_of(KNOWN))
+    rows = dict(table_rows(KNOWN))
     assert rows["matrix products, bf16, 256 x 256"] == "400 GFLOP/s" and rows["latency of a copy"] == "10 µs"
     lines = calibrate.format_table(rows.items()).splitlines()
     assert len(lines) == 9 and len({len(line) for line in lines}) == 1

@@ -10,13 +10,23 @@ from packaging.version import Version
 import workbench
 from workbench.__main__ import main
 from workbench.commands import doctor
-from workbench.commands.doctor import GIB, Facts, Row, Wanted, diagnose, format_rows, gather, read_pins, read_project
+from workbench.commands.doctor import (
+    GIB,
+    CheckResult,
+    EnvironmentFacts,
+    RequiredPackage,
+    diagnose,
+    format_rows,
+    gather_facts,
+    read_pins,
+    read_project,
+)
 from workbench.commands.import_time import ImportTimes, measure_imports
 
-IPYKERNEL = Wanted("ipykernel", SpecifierSet(">=7.1,<8"), Version("7.4.0"))
-JUPYTERLAB = Wanted("jupyterlab", SpecifierSet(">=4.4"), Version("4.6.6"))
-TORCH = Wanted("torch", SpecifierSet(">=2.11"), Version("2.13.0"))
-HEALTHY = Facts(
+IPYKERNEL = RequiredPackage("ipykernel", SpecifierSet(">=7.1,<8"), Version("7.4.0"))
+JUPYTERLAB = RequiredPackage("jupyterlab", SpecifierSet(">=4.4"), Version("4.6.6"))
+TORCH = RequiredPackage("torch", SpecifierSet(">=2.11"), Version("2.13.0"))
+HEALTHY = EnvironmentFacts(
     python="3.11.7",
     python_range=SpecifierSet(">=3.11,<3.13"),
     wanted=(TORCH,),
@@ -35,12 +45,12 @@ HEALTHY = Facts(
 )
 
 
-def row(facts: Facts, check: str) -> Row:
+def row(facts: EnvironmentFacts, check: str) -> CheckResult:
     (found,) = (each for each in diagnose(facts) if each.check == check)
     return found
 
 
-def with_ipykernel(version: str | None) -> Facts:
+def with_ipykernel(version: str | None) -> EnvironmentFacts:
     return replace(HEALTHY, installed={**HEALTHY.installed, "ipykernel": version})
 
 
@@ -108,7 +118,7 @@ def test_a_version_without_a_tested_one_is_ok_in_range() -> None:
         (replace(HEALTHY, free_disk_bytes=GIB // 2), "disk", "note"),
     ],
 )
-def test_one_thing_wrong_shows_in_its_row_alone(facts: Facts, check: str, status: str) -> None:
+def test_one_thing_wrong_shows_in_its_row_alone(facts: EnvironmentFacts, check: str, status: str) -> None:
     assert row(facts, check).status == status
     assert "\n" not in row(facts, check).advice
     assert all(each.status == "ok" for each in diagnose(facts) if each.check != check)
@@ -152,13 +162,13 @@ def test_this_environment_passes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_status_is_1_when_something_required_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "gather", lambda: with_ipykernel(None))
+    monkeypatch.setattr(doctor, "gather_facts", lambda: with_ipykernel(None))
     assert main(["doctor"]) == 1
     assert "needs ipykernel" in capsys.readouterr().out
 
 
 def test_gather_reads_ranges_and_pins_of_the_clone() -> None:
-    facts = gather()
+    facts = gather_facts()
     by_name = {wanted.name: wanted for wanted in (*facts.wanted, *facts.extra)}
     assert {"torch", "greenlet"} <= {wanted.name for wanted in facts.wanted}
     assert by_name["ipykernel"].specifier == SpecifierSet(">=7.1,<8")
@@ -188,10 +198,10 @@ def test_outside_a_clone_the_installed_package_says_what_it_needs(
 
 
 def test_what_the_package_imports_on_first_use_is_there() -> None:
-    for name in workbench._WHERE:
+    for name in workbench._MODULE_OF:
         assert name in dir(workbench) and getattr(workbench, name).__name__ == name
 
 
 def test_no_name_of_the_package_is_hidden_by_a_folder() -> None:
     """A folder of that name would take its place as soon as something imports it."""
-    assert not {path.stem for path in Path(workbench.__file__).parent.iterdir()} & {*workbench._WHERE}
+    assert not {path.stem for path in Path(workbench.__file__).parent.iterdir()} & {*workbench._MODULE_OF}

@@ -17,8 +17,8 @@ from workbench.__main__ import main
 from workbench.lessons import demo
 from workbench.lessons.demo_charts import format_table
 from workbench.lessons.demo_values import FULL, QUICK
-from workbench.lessons.in_core import InCore, StorageMeter
-from workbench.runs.load import load_run
+from workbench.lessons.plain_training import PlainTrainer, StorageMeter
+from workbench.runs.run_loader import load_run
 
 SMALL = ("--layers", "2", "--width", "8", "--steps", "2", "--device", "cpu")
 
@@ -130,7 +130,9 @@ def test_the_run_is_recorded(quick: Outcome) -> None:
     assert [step for step, _ in run.held_out] == [10, 20, 30] and len(run.levels) == 2
     assert now.in_core_bytes == quick.summary["peak_device_bytes"]["in_core"]
     trace = Trace.from_jsonl(quick.folder / "trace.jsonl")
-    assert now.last is not None and now.last.since(0) == trace.since(0) and now.last.memory == trace.memory
+    assert (
+        now.last is not None and now.last.events_since(0) == trace.events_since(0) and now.last.memory == trace.memory
+    )
 
 
 def test_loss_curve_has_words_for_everything(quick: Outcome) -> None:
@@ -162,15 +164,15 @@ def test_threads_are_as_before(tmp_path: Path) -> None:
 
 
 def test_a_difference_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = InCore.step
+    step = PlainTrainer.step
 
-    def step_and_spoil(self: InCore, batch: demo.Batch) -> float:
+    def step_and_spoil(self: PlainTrainer, batch: demo.Batch) -> float:
         loss = step(self, batch)
         with torch.no_grad():
             self.model.transformer.h[0].ln_1.bias[3] += 1e-7
         return loss
 
-    monkeypatch.setattr(InCore, "step", step_and_spoil)
+    monkeypatch.setattr(PlainTrainer, "step", step_and_spoil)
     outcome = run_demo(tmp_path, "--quick", *SMALL)
     assert outcome.status == 1 and outcome.summary["equal"] is False
     assert [one["unequal_weights"] > 0 for one in outcome.summary["compared"]] == [True, True]

@@ -72,7 +72,7 @@ def test_the_box_says_when_another_answer_is_locked() -> None:
     assert box is not None
     box.number.value = "4"
     box.button.click()
-    assert "3 is locked already" in box.said.value and prediction.answer == 3
+    assert "3 is locked already" in box.status.value and prediction.answer == 3
 
 
 def test_an_answer_given_from_the_start_is_shown_locked() -> None:
@@ -128,7 +128,7 @@ def exercise() -> Exercise:
 
 
 def test_a_right_answer() -> None:
-    assert exercise().judge(lambda x: 2 * x) == "right: doubling"
+    assert exercise().feedback_for(lambda x: 2 * x) == "right: doubling"
 
 
 def test_hints_grow_with_every_wrong_try(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +137,7 @@ def test_hints_grow_with_every_wrong_try(capsys: pytest.CaptureFixture[str]) -> 
         asked.check(lambda x: x)
         said = capsys.readouterr().out
         assert said.startswith("wrong: ") and expected in said
-    assert asked.judge(lambda x: x + x) == "right: doubling"
+    assert asked.feedback_for(lambda x: x + x) == "right: doubling"
 
 
 def test_dots_are_not_a_try() -> None:
@@ -148,13 +148,13 @@ def test_dots_are_not_a_try() -> None:
 
     asked = exercise()
     for answer in (..., dots):
-        assert asked.judge(answer).startswith("not yet: put your answer to doubling")
+        assert asked.feedback_for(answer).startswith("not yet: put your answer to doubling")
     assert asked.tries == 0
-    assert asked.judge(not_written).startswith("wrong")  # it returns None, which is an answer
+    assert asked.feedback_for(not_written).startswith("wrong")  # it returns None, which is an answer
 
 
 def test_what_the_learners_code_raises_is_told() -> None:
-    assert "your code raised ZeroDivisionError: division by zero" in exercise().judge(lambda x: x / 0)
+    assert "your code raised ZeroDivisionError: division by zero" in exercise().feedback_for(lambda x: x / 0)
 
 
 def test_a_failing_assertion_tells_what_it_says() -> None:
@@ -163,8 +163,8 @@ def test_a_failing_assertion_tells_what_it_says() -> None:
             raise AssertionError(f"{answer} is not 4")  # pytest would add to the message of an `assert`
 
     asked = Exercise("four", test)
-    assert asked.judge(5) == "wrong: 5 is not 4"
-    assert asked.judge(4) == "right: four"
+    assert asked.feedback_for(5) == "wrong: 5 is not 4"
+    assert asked.feedback_for(4) == "right: four"
 
 
 def test_the_solution_is_folded() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from l2l_core.strategies import Full, Lab, Plain
-from workbench.lessons.links import Links, try_links
+from workbench.lessons.link_study import LinkStudy, compare_links
 
 
 def make_lab() -> Lab:
@@ -18,25 +18,25 @@ def make_lab() -> Lab:
 
 
 @pytest.fixture(scope="module")
-def links() -> Links:
+def links() -> LinkStudy:
     lab = make_lab()
     budget = (lab.plan(Plain()).peak_device_bytes + lab.plan(Full()).peak_device_bytes) // 2
-    return try_links(lab, budget, shares=(0.01, 1000.0))
+    return compare_links(lab, budget, shares=(0.01, 1000.0))
 
 
-def test_a_slow_link_recomputes_and_a_fast_one_offloads(links: Links) -> None:
-    slow, fast = links.found
+def test_a_slow_link_recomputes_and_a_fast_one_offloads(links: LinkStudy) -> None:
+    slow, fast = links.results
     assert "O" not in slow.letters("both") and "R" in slow.letters("both")
     assert "R" not in fast.letters("both") and "O" in fast.letters("both")
-    for one in links.found:
+    for one in links.results:
         alone = [x for name in ("recompute only", "offload only") if (x := one.overhead(name)) is not None]
         both = one.overhead("both")
         assert alone and both is not None and both <= min(alone)
 
 
-def test_letters_say_what_the_plan_does_with_each_layer(links: Links) -> None:
+def test_letters_say_what_the_plan_does_with_each_layer(links: LinkStudy) -> None:
     every = {"".join(letters) for letters in product("KRO", repeat=3)}
-    for one in links.found:
+    for one in links.results:
         row = one.rows["both"]
         letters = one.letters("both")
         assert letters in every and row.plan is not None
@@ -44,19 +44,19 @@ def test_letters_say_what_the_plan_does_with_each_layer(links: Links) -> None:
         assert sum(kind == "Off" for kind, _ in row.plan.operations) == letters.count("O")
 
 
-def test_picture_table_and_slider_say_the_same(links: Links) -> None:
+def test_picture_table_and_slider_say_the_same(links: LinkStudy) -> None:
     table = links.picture.table
-    for one, row in zip(links.found, table.rows, strict=True):
+    for one, row in zip(links.results, table.rows, strict=True):
         assert row[-1] == one.letters("both") and f">{row[-1]}<" in links.picture.svg
         both = one.overhead("both")
         assert both is not None and row[3] == f"{100 * both:+.0f} %"
     bundle = links._repr_mimebundle_()
     assert "<svg" in bundle["text/html"] and "K: the layer" in bundle["text/plain"]
-    assert links.found[1].letters("both") in links.shown.value
+    assert links.results[1].letters("both") in links.plan_output.value
     links.slider.value = 0
-    assert f"<strong>{links.found[0].letters('both')}</strong>" in links.shown.value
+    assert f"<strong>{links.results[0].letters('both')}</strong>" in links.plan_output.value
 
 
 def test_a_budget_in_which_nothing_fits_is_refused() -> None:
     with pytest.raises(ValueError, match="smallest budget"):
-        try_links(make_lab(), 1000, shares=(1.0,))
+        compare_links(make_lab(), 1000, shares=(1.0,))

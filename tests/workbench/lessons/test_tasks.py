@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from l2l_core import Depth, Drop, Insert, Relay, Swap
-from workbench.commands.notebooks import FOLDER, read
+from workbench.commands.notebook_runner import FOLDER, read_notebook
 from workbench.lessons.recipes import ByBranch
 from workbench.lessons.tasks import EDIT, FORK, RACE, UNDO, Tasks
 from workbench.session import Session
@@ -43,19 +43,19 @@ def test_each_task_is_done_by_what_it_asks_for() -> None:
         session.edit(IDENTITY).result(30)
         session.undo().result(30)
         tasks = Tasks(session, EDIT, UNDO, FORK, RACE)
-        assert tasks.look() == [False] * 4, "what was done before does not count"
+        assert tasks.check() == [False] * 4, "what was done before does not count"
         session.edit(IDENTITY).result(30)
-        assert tasks.look() == [True, False, False, False]
+        assert tasks.check() == [True, False, False, False]
         session.undo().result(30)
-        assert tasks.look() == [True, True, False, False]
+        assert tasks.check() == [True, True, False, False]
         session.fork("other").result(30)
         session.edit(Drop(0)).result(30)
-        assert tasks.look() == [True, True, True, False]
+        assert tasks.check() == [True, True, True, False]
         session.race("other", "main", steps=20).result(30)
-        assert tasks.look() == [True] * 4
+        assert tasks.check() == [True] * 4
         session.switch("main").result(30)
         session.discard("other").result(30)
-        assert tasks.look() == [True] * 4, "done is done"
+        assert tasks.check() == [True] * 4, "done is done"
 
 
 def test_nothing_else_does_a_task() -> None:
@@ -67,31 +67,31 @@ def test_nothing_else_does_a_task() -> None:
         session.switch("main").result(30)
         tasks = Tasks(session, EDIT, UNDO, FORK, RACE)
         train(session, 1)
-        assert not any(tasks.look()), "a step is none of them"
+        assert not any(tasks.check()), "a step is none of them"
         session.edit(Drop(0)).result(30)
-        assert not any(tasks.look()), "a drop is no insert, and was not made on a new branch"
+        assert not any(tasks.check()), "a drop is no insert, and was not made on a new branch"
         session.undo().result(30)
-        assert not any(tasks.look()), "what was undone is no identity"
+        assert not any(tasks.check()), "what was undone is no identity"
         session.edit(Insert(1, init="copy")).result(30)
-        assert not any(tasks.look()), "a copy is no identity"
+        assert not any(tasks.check()), "a copy is no identity"
         session.switch("older").result(30)
-        assert not any(tasks.look()), "what an older branch has was done before"
+        assert not any(tasks.check()), "what an older branch has was done before"
         session.switch("main").result(30)
         session.race("main", "older", steps=20).result(30)
-        assert not any(tasks.look()), "a race of branches that were there before"
+        assert not any(tasks.check()), "a race of branches that were there before"
         session.fork("other").result(30)
-        assert not any(tasks.look()), "a fork alone"
+        assert not any(tasks.check()), "a fork alone"
         session.edit(Swap(0, 1)).result(30)
-        assert not any(tasks.look()), "another edit on the new branch"
+        assert not any(tasks.check()), "another edit on the new branch"
         session.race("main", "other", steps=19).result(30)
-        assert not any(tasks.look()), "a race of fewer steps"
+        assert not any(tasks.check()), "a race of fewer steps"
         session.race("older", "other", steps=20).result(30)
-        assert not any(tasks.look()), "a race without the branch that the new one comes from"
+        assert not any(tasks.check()), "a race without the branch that the new one comes from"
 
 
 def test_no_schedule_undoes_what_is_done_in_the_notebook() -> None:
     """The cell of notebook 05 that sets the tasks, run where a schedule keeps `main` at its depth."""
-    cells = read(FOLDER / "05_dynamic_depth.ipynb").cells
+    cells = read_notebook(FOLDER / "05_dynamic_depth.ipynb").cells
     (sets_tasks,) = (cell.source for cell in cells if cell.cell_type == "code" and "tasks = Tasks(" in cell.source)
     with make_session(schedule=ByBranch({"main": Depth({0: 3}, shrink="top")})) as session:
         names = {"wb": session, "Tasks": Tasks, "EDIT": EDIT, "UNDO": UNDO, "FORK": FORK, "RACE": RACE}
@@ -102,7 +102,7 @@ def test_no_schedule_undoes_what_is_done_in_the_notebook() -> None:
         session.undo().result(30)
         assert len(session.snapshot().layers) == 3
         tasks = names["tasks"]
-        assert isinstance(tasks, Tasks) and tasks.look() == [True, True, False, False]
+        assert isinstance(tasks, Tasks) and tasks.check() == [True, True, False, False]
 
 
 def test_the_list_says_what_is_left() -> None:

@@ -9,7 +9,7 @@ from panel_reading import shown
 from sessions import make_batches, make_relay, threads_named, wait_until
 
 from l2l_core import Relay
-from workbench.panels.header import HeaderPanel
+from workbench.panels.header_panel import HeaderPanel
 from workbench.session.session import Session
 
 

@@ -12,21 +12,21 @@ from patience import HANG_S
 from sessions import make_batches, make_relay, train
 
 from l2l_core import Drop, EmulatedDevice, Insert, Relay, RelayConfig, Trace
-from workbench.panels.card import CardPanel
-from workbench.panels.edits import EditsPanel
-from workbench.panels.header import HeaderPanel
-from workbench.panels.heat import HeatPanel
-from workbench.panels.layers import LayersPanel
-from workbench.panels.loss import LossPanel
-from workbench.panels.memory import MemoryPanel
+from workbench.panels.card_panel import CardPanel
+from workbench.panels.edits_panel import EditsPanel
+from workbench.panels.header_panel import HeaderPanel
+from workbench.panels.heat_panel import HeatPanel
+from workbench.panels.layers_panel import LayersPanel
+from workbench.panels.loss_panel import LossPanel
+from workbench.panels.memory_panel import MemoryPanel
 from workbench.panels.panel import Panel
-from workbench.panels.relay import RelayPanel
-from workbench.panels.timeline import TimelinePanel
-from workbench.panels.what_if import WhatIfPanel
+from workbench.panels.relay_panel import RelayPanel
+from workbench.panels.timeline_panel import TimelinePanel
+from workbench.panels.what_if_panel import WhatIfPanel
 from workbench.runs import Recorder, load_run
-from workbench.runs.report import render_report
+from workbench.runs.html_report import render_report
 from workbench.session import Snapshot
-from workbench.session.branch_history import MOST_SHOWN
+from workbench.session.branch_history import MAX_SHOWN
 from workbench.session.session import Session
 
 OF_STEPS = (RelayPanel, TimelinePanel, MemoryPanel)
@@ -49,7 +49,7 @@ def branched(relay: Relay) -> Iterator[Session]:
 
 def still_of(panel: Panel, now: Snapshot) -> str:
     return " ".join(
-        one.to_html() + one.to_text() if hasattr(one, "to_text") else one.to_html() for one in panel.page(now)
+        one.to_html() + one.to_text() if hasattr(one, "to_text") else one.to_html() for one in panel.still_or_error(now)
     )
 
 
@@ -104,7 +104,7 @@ def test_what_if_measures_the_branch_and_checks_no_forecast_of_another(branched:
         branched.switch(branch)
         branched.wait(HANG_S)
         now = shown(panel)
-        assert panel.settle()
+        assert panel.wait_until_idle()
         said = html_of(panel) + still_of(panel, now)
         assert f"step {step} of {branch}, measured" in said and f"measured: step {step} of {branch}" in said
         assert ", forecast " not in said.replace("step, forecast<", ""), "no step was forecast on this branch"
@@ -112,7 +112,7 @@ def test_what_if_measures_the_branch_and_checks_no_forecast_of_another(branched:
         assert "The settings of the measured step." in said
     train(branched, 1)
     now = shown(panel)
-    assert panel.settle() and "step 6 of wide, measured: " in html_of(panel), "this one was"
+    assert panel.wait_until_idle() and "step 6 of wide, measured: " in html_of(panel), "this one was"
 
 
 def test_what_a_fork_shows_is_the_step_that_it_was_forked_from(session: Session) -> None:
@@ -125,7 +125,7 @@ def test_what_a_fork_shows_is_the_step_that_it_was_forked_from(session: Session)
     for panel in panels:
         now = shown(panel)
         assert now.shown_words == "step 2 of main; wide has made no step since it was forked"
-        assert panel.page(now)[0].table.whose == now.shown_words  # type: ignore[union-attr]
+        assert panel.still_or_error(now)[0].table.caption == now.shown_words  # type: ignore[union-attr]
     train(session, 1)
     assert session.snapshot().shown_words == "step 3 of wide"
 
@@ -175,7 +175,7 @@ def test_need_in_core_and_failures_are_of_a_branch(branched: Session) -> None:
 def test_traces_of_a_few_branches_are_kept_and_go_with_them(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         traces: dict[str, ref[Trace]] = {}
-        for name in ["main", *(f"b{i}" for i in range(MOST_SHOWN))]:
+        for name in ["main", *(f"b{i}" for i in range(MAX_SHOWN))]:
             if name != "main":
                 session.fork(name)
             train(session, 1)
@@ -234,7 +234,7 @@ def test_settings_that_fit_are_a_button(threads_end: None) -> None:
         now = shown(panel)
         assert now.failure is not None and now.failure.remedy is not None and now.failure.remedy.settings
         assert "Remedy: RelayConfig(" in html_of(panel) and "larger device" not in html_of(panel)
-        (button,) = [child for child in panel._trouble_box.children if child is panel._fit]
+        (button,) = [child for child in panel._error_box.children if child is panel._fit]
         assert button.layout.display == "" and button.description.startswith("Use ")
         button.click()
         now = session.wait(HANG_S)

@@ -12,9 +12,9 @@ from sessions import enter, held, make_batches, train, wait_until
 
 from l2l_core import Drop, Insert, Relay
 from workbench.app import VIEWS
-from workbench.panels.card import CardPanel
-from workbench.panels.layers import LayersPanel
-from workbench.panels.selection import selection_of
+from workbench.panels.card_panel import CardPanel
+from workbench.panels.layers_panel import LayersPanel
+from workbench.panels.selection import shared_selection
 from workbench.session.session import Session
 from workbench.session.snapshot import Snapshot
 
@@ -27,7 +27,7 @@ def panel(relay: Relay) -> Iterator[CardPanel]:
         shown(made)
         yield made
         made._trials.stop()
-    assert made._trials.settle(HANG_S)
+    assert made._trials.wait_until_idle(HANG_S)
 
 
 def choose(panel: CardPanel, key: str) -> None:
@@ -60,7 +60,7 @@ def test_a_layer_is_chosen_in_the_list_or_with_buttons(panel: CardPanel) -> None
     choose(panel, "L003")
     assert find(panel, "Next layer").disabled and not find(panel, "Previous layer").disabled
     find(panel, "Previous layer").click()
-    assert selection_of(panel.session).key == "L002" == listed.value
+    assert shared_selection(panel.session).key == "L002" == listed.value
 
 
 def test_a_choice_that_is_made_while_the_list_is_being_filled_counts(panel: CardPanel) -> None:
@@ -72,7 +72,7 @@ def test_a_choice_that_is_made_while_the_list_is_being_filled_counts(panel: Card
         wait_until(lambda: listed.label == "choose a layer")
         panel.draw(now)  # it does not know of the choice yet
     person.join(HANG_S)
-    assert selection_of(panel.session).key is None and listed.label == "choose a layer"
+    assert shared_selection(panel.session).key is None and listed.label == "choose a layer"
 
 
 def test_the_card_says_what_the_layer_is(panel: CardPanel) -> None:
@@ -95,7 +95,7 @@ def test_the_selection_is_shared_stays_through_edits_and_goes_with_its_layer(pan
     assert "3 · L002" in html_of(panel)
     panel.session.edit(Drop("L002"))
     rested(panel)
-    assert selection_of(panel.session).key is None
+    assert shared_selection(panel.session).key is None
     assert find(panel, "card of").label == "choose a layer" and find(panel, "card of").index == 0, "it is not blank"
     panel.session.undo()
     rested(panel)
@@ -166,9 +166,13 @@ def test_the_probe_says_what_a_layer_is_worth(panel: CardPanel) -> None:
     assert now.layers == before.layers and now.journal == before.journal == ()
     found = {how: panel._trials.found["L001", how] for how in ("without", "twice")}  # type: ignore[index]
     judged = panel.session.measure(Drop("L001")).result(HANG_S)
-    assert found["without"].judged is not None and found["without"].judged.after.losses == judged.after.losses
+    assert found["without"].loss_change is not None and found["without"].loss_change.after.losses == judged.after.losses
     for one in found.values():
-        assert one.judged is not None and one.judged.verdict in one.words and f"<strong>{one.words}" in html_of(panel)
+        assert (
+            one.loss_change is not None
+            and one.loss_change.verdict in one.summary
+            and f"<strong>{one.summary}" in html_of(panel)
+        )
     train(panel.session, 1)
     rested(panel)
     assert "old: after step 2, now it is step 3" in html_of(panel)
@@ -178,10 +182,10 @@ def test_all_layers_are_tried_in_turn_while_a_run_goes_on(panel: CardPanel) -> N
     panel.session.run()
     find(panel, "All layers").click()
     assert find(panel, "All layers").disabled and "8 measurements left" in html_of(panel)
-    assert panel._trials.settle(HANG_S)
+    assert panel._trials.wait_until_idle(HANG_S)
     panel.session.pause()
     rested(panel)
-    steps = [one.moment.step for one in panel._trials.found.values()]
+    steps = [one.version.step for one in panel._trials.found.values()]
     assert len(steps) == 8 and steps == sorted({*steps}), "a step of the run between any two"
     assert not find(panel, "All layers").disabled and find(panel, "Stop measuring").disabled
     (_, picture) = panel.still(panel.session.snapshot())
@@ -198,12 +202,12 @@ def test_a_sweep_can_be_stopped_and_ends_with_the_probe(panel: CardPanel, relay:
         (queued,) = panel.session.snapshot().queued
         assert queued == "measure without 0 · L000, and 7 more after it"
         find(panel, "Stop measuring").click()
-    assert panel._trials.settle(HANG_S)
+    assert panel._trials.wait_until_idle(HANG_S)
     rested(panel)
     assert len(panel._trials.found) == 1 and "stopped with 7 left" in html_of(panel)
     panel.session.probe_on = False
     find(panel, "All layers").click()
-    assert panel._trials.settle(HANG_S)
+    assert panel._trials.wait_until_idle(HANG_S)
     rested(panel)
     assert "the probe is off" in html_of(panel) and len(panel._trials.found) == 1
 
@@ -213,12 +217,12 @@ def test_a_sweep_ends_when_it_is_taken_out_of_the_queue_or_the_session_closes(pa
         with held(relay):
             panel.session.step()
             enter(relay)
-            panel._trials.ask_all(["L000", "L001"])
+            panel._trials.request_all(["L000", "L001"])
             wait_until(lambda: bool(panel.session.snapshot().queued))
             end()
-        assert panel._trials.settle(HANG_S)
+        assert panel._trials.wait_until_idle(HANG_S)
         panel.session.wait(HANG_S)
-        assert panel._trials.stopped == "taken out of the queue" and not panel._trials.found
+        assert panel._trials.stop_reason == "taken out of the queue" and not panel._trials.found
     shown(panel)
     assert all(one.disabled for one in widgets_of(panel) if one.has_trait("disabled"))
 

@@ -10,11 +10,11 @@ from patience import HANG_S
 from sessions import make_relay, train
 
 from l2l_core import EmulatedDevice, Insert, Relay, RelayConfig
-from workbench.panels.header import HeaderPanel
-from workbench.panels.memory import MemoryPanel
-from workbench.panels.relay import RelayPanel
-from workbench.panels.timeline import TimelinePanel
-from workbench.panels.what_if import WhatIf, WhatIfPanel
+from workbench.panels.header_panel import HeaderPanel
+from workbench.panels.memory_panel import MemoryPanel
+from workbench.panels.relay_panel import RelayPanel
+from workbench.panels.timeline_panel import TimelinePanel
+from workbench.panels.what_if_panel import WhatIf, WhatIfPanel
 from workbench.pictures import text_view
 from workbench.pictures.layer_strip import HEIGHT
 from workbench.pictures.theme import KIND_COLOURS
@@ -53,17 +53,21 @@ def test_what_if_says_which_step_it_needs_and_answers_when_there_is_one(session:
     find(panel, "▸ What if").value = True
     train(session, 1)
     now = shown(panel)
-    assert panel.settle() and html_of(panel).count("need a step with schedule=") == 2, "next step, and what is asked"
+    assert panel.wait_until_idle() and html_of(panel).count("need a step with schedule=") == 2, (
+        "next step, and what is asked"
+    )
     assert "cannot be" not in html_of(panel) and "need a step with" in panel._repr_mimebundle_()["text/plain"]
     with pytest.raises(DepthFirstStep, match="step 1 runs depth first.*schedule='breadth_first'"):
         WhatIf(now.last)
     session.reconfigure(schedule="breadth_first")
     train(session, 2)
     shown(panel)
-    assert panel.settle() and "next step, forecast" in html_of(panel) and "need a step with" not in html_of(panel)
+    assert (
+        panel.wait_until_idle() and "next step, forecast" in html_of(panel) and "need a step with" not in html_of(panel)
+    )
     session.reconfigure(schedule="depth_first")
     shown(panel)
-    assert panel.settle() and "The next step runs depth first" in html_of(panel)
+    assert panel.wait_until_idle() and "The next step runs depth first" in html_of(panel)
 
 
 def test_a_further_layer_stays_too(session: Session, header: HeaderPanel) -> None:

@@ -23,10 +23,10 @@ from traitlets.config import Config
 
 from l2l_core import Relay
 from workbench.app import Workbench
-from workbench.panels.display import WIDGET
-from workbench.panels.layers import LayersPanel
-from workbench.panels.loss import LossPanel
-from workbench.panels.timeline import TimelinePanel
+from workbench.panels.display import WIDGET_VIEW_TYPE
+from workbench.panels.layers_panel import LayersPanel
+from workbench.panels.loss_panel import LossPanel
+from workbench.panels.timeline_panel import TimelinePanel
 from workbench.session.session import Session
 
 
@@ -120,8 +120,8 @@ def test_a_workbench_as_one_output(relay: Relay) -> None:
     bench = Workbench(relay, make_batches())
     train(bench.session, 1)
     bundle = bench._repr_mimebundle_()
-    assert set(bundle) == {WIDGET, "text/html", "image/svg+xml", "text/plain"}
-    assert bundle[WIDGET]["model_id"] == bench.widget.model_id
+    assert set(bundle) == {WIDGET_VIEW_TYPE, "text/html", "image/svg+xml", "text/plain"}
+    assert bundle[WIDGET_VIEW_TYPE]["model_id"] == bench.widget.model_id
     assert bundle["text/html"].count("<svg") == 6, "all but the layers, which are a table"
     bench.close()
 
@@ -134,8 +134,8 @@ def test_a_widget_and_its_still_are_two_outputs(page: Page, relay: Relay) -> Non
     bench = Workbench(relay, make_batches())
     bench._ipython_display_()
     live, still = (output["data"] for output in page.outputs)
-    assert live == {WIDGET: {"model_id": bench.widget.model_id, "version_major": 2, "version_minor": 0}}
-    assert "text/html" in still and WIDGET not in still
+    assert live == {WIDGET_VIEW_TYPE: {"model_id": bench.widget.model_id, "version_major": 2, "version_minor": 0}}
+    assert "text/html" in still and WIDGET_VIEW_TYPE not in still
     assert "idle" in header_of(bench), "drawn at once"
     bench.close()
 
@@ -272,7 +272,7 @@ def test_what_was_closed_shows_its_still(page: Page, relay: Relay) -> None:
     bench = Workbench(relay, make_batches())
     train(bench.session, 1)
     bench.close()
-    assert WIDGET not in bench._repr_mimebundle_() and "closed" in bench._repr_mimebundle_()["text/plain"]
+    assert WIDGET_VIEW_TYPE not in bench._repr_mimebundle_() and "closed" in bench._repr_mimebundle_()["text/plain"]
     bench._ipython_display_()
     assert len(page.outputs) == 1 and "closed" in page.stills[-1]
     assert not threads_named("pump")
@@ -299,7 +299,7 @@ def test_running_a_cell_again_closes_what_it_has_made_before(page: Page, relay: 
     with make_relay() as other:
         second = Workbench(other, make_batches())
         assert first.widget.comm is None and len(_instances) == before
-        first.session._worker.join()
+        first.session._commands.join()
         assert first.snapshot().state == "closed" and second.snapshot().state == "idle"
         second.close()
 

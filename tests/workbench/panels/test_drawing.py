@@ -12,15 +12,15 @@ from patience import HANG_S
 from sessions import enter, held, train
 
 from l2l_core import Drop, Freeze
-from workbench.panels.heat import HeatPanel
-from workbench.panels.layers import LayersPanel
-from workbench.panels.loss import LossPanel
-from workbench.panels.memory import MemoryPanel
+from workbench.panels.heat_panel import HeatPanel
+from workbench.panels.layers_panel import LayersPanel
+from workbench.panels.loss_panel import LossPanel
+from workbench.panels.memory_panel import MemoryPanel
 from workbench.panels.panel import Panel
-from workbench.panels.relay import RelayPanel
-from workbench.panels.timeline import TimelinePanel
-from workbench.pictures.heat import draw_heat
-from workbench.pictures.memory import memory_table
+from workbench.panels.relay_panel import RelayPanel
+from workbench.panels.timeline_panel import TimelinePanel
+from workbench.pictures.heat_map import draw_heat
+from workbench.pictures.memory_chart import memory_table
 from workbench.session.session import Session
 
 
@@ -94,7 +94,7 @@ def test_an_edit_changes_the_heat_map_at_once(session: Session) -> None:
     now = shown(panel)
     assert panel.widget.children[0].value != drawn
     assert [track.key for track in now.statistics.stack] == ["L000", "L002", "L003"]
-    assert [track.key for track in now.statistics.gone] == ["L001"] and not before.statistics.gone
+    assert [track.key for track in now.statistics.removed] == ["L001"] and not before.statistics.removed
 
 
 def test_a_session_keeps_the_figures_of_all_its_steps(session: Session) -> None:

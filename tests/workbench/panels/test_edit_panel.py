@@ -15,8 +15,8 @@ from sessions import enter, held, make_batches, train, wait_until
 from torch import nn
 
 from l2l_core import Drop, EmulatedDevice, Insert, Relay
-from workbench.panels.edits import EditsPanel
-from workbench.panels.layers import LayersPanel
+from workbench.panels.edits_panel import EditsPanel
+from workbench.panels.layers_panel import LayersPanel
 from workbench.panels.panel import Panel
 from workbench.session.session import Session
 from workbench.session.snapshot import Snapshot
@@ -40,7 +40,7 @@ def find(panel: Panel, words: str) -> Any:
 
 def choose(panel: Panel, **answers: Any) -> None:
     for name, answer in answers.items():
-        panel._questions.asked[name].value = answer  # type: ignore[attr-defined]
+        panel._form.asked[name].value = answer  # type: ignore[attr-defined]
 
 
 def read(panel: Panel) -> str:
@@ -64,13 +64,13 @@ def test_only_questions_of_the_kind_are_asked(panel: EditsPanel) -> None:
     asked = {}
     for kind in find(panel, "edit").options:
         find(panel, "edit").value = kind
-        asked[kind] = {name for name, one in panel._questions.asked.items() if one.layout.display != "none"}
+        asked[kind] = {name for name, one in panel._form.fields.items() if one.layout.display != "none"}
     assert asked["Insert"] == {"at", "like", "init", "optimizer", "warmup"}
     assert asked["Drop"] == {"first", "last", "park"} and asked["Swap"] == {"layer", "other"}
     assert asked["Replace"] == set() and find(panel, "Apply").disabled and "YourLayer()" in read(panel)
     find(panel, "edit").value = "Duplicate"
     choose(panel, optimizer="scaled")
-    assert panel._questions.asked["factor"].layout.display != "none" and not find(panel, "Apply").disabled
+    assert panel._form.fields["factor"].layout.display != "none" and not find(panel, "Apply").disabled
 
 
 def test_what_is_chosen_is_said_and_then_done(panel: EditsPanel) -> None:
@@ -80,7 +80,7 @@ def test_what_is_chosen_is_said_and_then_done(panel: EditsPanel) -> None:
     find(panel, "Apply").click()
     assert keys(panel) == ["L000", "L001", "L004", "L002", "L003"]
     assert "+ before 2 · L002 (identity)" in read(panel)
-    assert [label for label, _ in panel._questions.asked["first"].options][2] == "2 · L004"
+    assert [label for label, _ in panel._form.fields["first"].options][2] == "2 · L004"
 
     find(panel, "edit").value = "Drop"
     choose(panel, first="L001", last="L004", park="disk")
@@ -114,7 +114,7 @@ def test_a_group_is_carried_out_as_a_whole_or_not_at_all(panel: EditsPanel) -> N
         find(panel, "Add to group").click()
     assert [words for words, _ in panel._members.options] == ["− 0 · L000", "− 1 · L001", "− 3 · L003"]
     panel._members.value = 1
-    panel._leave.click()
+    panel._remove_button.click()
     assert len(keys(panel)) == 4, "nothing so far"
     apply.click()
     now = shown(panel)
@@ -220,15 +220,15 @@ def test_choices_stay_when_the_stack_changes(panel: EditsPanel) -> None:
     choose(panel, last="L003", first="L003")
     panel.session.edit(Drop("L000"))
     shown(panel)
-    assert (panel._questions.asked["first"].value, panel._questions.asked["last"].value) == ("L003", "L003")
+    assert (panel._form.fields["first"].value, panel._form.fields["last"].value) == ("L003", "L003")
     panel.session.edit(Drop("L003"))
     shown(panel)
-    assert panel._questions.asked["first"].value == "L002", "what stands at its place, or before it"
-    assert panel._questions.asked["at"].value == "", "after the last layer, as before"
+    assert panel._form.fields["first"].value == "L002", "what stands at its place, or before it"
+    assert panel._form.fields["at"].value == "", "after the last layer, as before"
 
 
 def test_a_span_is_one_layer_until_somebody_wants_more_and_again_after_apply(panel: EditsPanel) -> None:
-    first, last = panel._questions.asked["first"], panel._questions.asked["last"]
+    first, last = panel._form.fields["first"], panel._form.fields["last"]
     find(panel, "edit").value = "Drop"
     assert first.value == last.value == "L000"
     for key in ("L002", "L003", "L001"):
@@ -258,9 +258,9 @@ def test_a_span_is_one_layer_until_somebody_wants_more_and_again_after_apply(pan
 def test_a_span_stays_in_order(panel: EditsPanel) -> None:
     find(panel, "edit").value = "Freeze"
     choose(panel, first="L002")
-    assert panel._questions.asked["last"].value == "L002"
+    assert panel._form.fields["last"].value == "L002"
     choose(panel, last="L001")
-    assert panel._questions.asked["first"].value == "L001"
+    assert panel._form.fields["first"].value == "L001"
     find(panel, "Apply").click()
     assert [row.frozen for row in shown(panel).layers] == [False, True, False, False]
 
@@ -293,7 +293,7 @@ def test_with_several_stacks_one_is_chosen() -> None:
             stack = find(panel, "in")
             assert stack.layout.display != "none" and [words for words, _ in stack.options] == ["up", "down"]
             stack.value = "down"
-            assert [key for _, key in panel._questions.asked["first"].options] == ["L002", "L003", "L004"]
+            assert [key for _, key in panel._form.fields["first"].options] == ["L002", "L003", "L004"]
             choose(panel, init="copy", at="")
             find(panel, "Apply").click()
             assert [row.name for row in shown(panel).layers if row.key == "L006"] == ["down.3"]
@@ -333,7 +333,7 @@ def test_what_is_refused_on_evidence_can_be_trusted() -> None:
             shown(panel)
             find(panel, "edit").value = "Swap"
             find(panel, "Apply").click()
-            assert keys(panel) == ["L000", "L001", "L002"] and "trust=True" in read(panel)
+            assert keys(panel) == ["L000", "L001", "L002"] and "force=True" in read(panel)
             find(panel, "trust").value = True
             find(panel, "Apply").click()
             assert keys(panel) == ["L001", "L000", "L002"] and 'role="alert"' not in read(panel)
@@ -371,7 +371,7 @@ def test_numbers_in_the_form_follow_what_others_edit(panel: EditsPanel) -> None:
     panel.session.edit(Insert("L001"))
     shown(panel)
     assert [words for words, _ in panel._members.options] == ["− 3 · L002"]
-    assert panel._questions.asked["first"].label == "3 · L002" and "3 · L002 leaves the stack" in read(panel)
+    assert panel._form.fields["first"].label == "3 · L002" and "3 · L002 leaves the stack" in read(panel)
 
 
 def test_a_closed_session_says_why_nothing_is_done(panel: EditsPanel) -> None:

@@ -12,26 +12,26 @@ from sessions import enter, held, make_batches, train, wait_until
 
 from l2l_core import Relay
 from workbench.app import Workbench
-from workbench.panels.card import CardPanel
-from workbench.panels.display import WIDGET
-from workbench.panels.edits import EditsPanel
-from workbench.panels.explore import ExplorePanel
-from workbench.panels.export import ExportPanel
-from workbench.panels.header import HeaderPanel
-from workbench.panels.heat import HeatPanel
-from workbench.panels.inside import InsidePanel
-from workbench.panels.layers import LayersPanel
-from workbench.panels.loss import LossPanel
-from workbench.panels.memory import MemoryPanel
+from workbench.panels.card_panel import CardPanel
+from workbench.panels.display import WIDGET_VIEW_TYPE
+from workbench.panels.edits_panel import EditsPanel
+from workbench.panels.explore_panel import ExplorePanel
+from workbench.panels.export_panel import ExportPanel
+from workbench.panels.header_panel import HeaderPanel
+from workbench.panels.heat_panel import HeatPanel
+from workbench.panels.inside_panel import InsidePanel
+from workbench.panels.layers_panel import LayersPanel
+from workbench.panels.loss_panel import LossPanel
+from workbench.panels.memory_panel import MemoryPanel
 from workbench.panels.panel import Panel
-from workbench.panels.race import RacePanel
-from workbench.panels.relay import RelayPanel
-from workbench.panels.timeline import TimelinePanel
-from workbench.panels.verdict import VerdictPanel, WhyPanel
-from workbench.panels.what_if import WhatIfPanel
+from workbench.panels.race_panel import RacePanel
+from workbench.panels.relay_panel import RelayPanel
+from workbench.panels.timeline_panel import TimelinePanel
+from workbench.panels.verdict_panel import BoundsPanel, VerdictPanel
+from workbench.panels.what_if_panel import WhatIfPanel
 from workbench.session.session import Session
+from workbench.session.session_state import CLOSED, TAKEN_OVER
 from workbench.session.snapshot import Snapshot
-from workbench.session.standing import CLOSED, TAKEN_OVER
 
 KINDS: Sequence[type[Panel]] = (
     HeaderPanel,
@@ -57,7 +57,7 @@ KINDS: Sequence[type[Panel]] = (
 def test_a_panel_stands_alone(session: Session, kind: type[Panel], capsys: pytest.CaptureFixture[str]) -> None:
     panel = kind(session)
     before = panel._repr_mimebundle_()
-    assert {WIDGET, "text/html", "text/plain"} <= set(before)
+    assert {WIDGET_VIEW_TYPE, "text/html", "text/plain"} <= set(before)
     panel._ipython_display_()
     train(session, 2)
     wait_until(lambda: session.snapshot().step == 2)
@@ -66,11 +66,11 @@ def test_a_panel_stands_alone(session: Session, kind: type[Panel], capsys: pytes
     bundle = panel._repr_mimebundle_()
     tables = (VerdictPanel, LayersPanel, EditsPanel, CardPanel, InsidePanel, RacePanel)
     pictures = {"image/svg+xml"} if kind not in tables else set()
-    assert set(bundle) == {WIDGET, "text/html", "text/plain"} | pictures
+    assert set(bundle) == {WIDGET_VIEW_TYPE, "text/html", "text/plain"} | pictures
     assert bundle["text/plain"].strip() and bundle["text/html"].count("<svg") == len(pictures)
     panel.close()
     panel.close()
-    assert WIDGET not in panel._repr_mimebundle_()
+    assert WIDGET_VIEW_TYPE not in panel._repr_mimebundle_()
     panel._ipython_display_()
     assert "<svg" not in capsys.readouterr().out
     assert session.snapshot().state == "idle"
@@ -110,7 +110,7 @@ def test_a_panel_is_drawn_at_any_moment(relay: Relay, kind: type[Panel]) -> None
     assert "could not be drawn" not in html_of(panel)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, WhyPanel, ExplorePanel, ExportPanel])
+@pytest.mark.parametrize("kind", [*KINDS, BoundsPanel, ExplorePanel, ExportPanel])
 def test_a_panel_that_cannot_be_drawn_says_so_and_comes_back(session: Session, kind: type[Panel]) -> None:
     class Broken(kind):  # type: ignore[misc, valid-type]
         broken = True
@@ -147,7 +147,7 @@ def test_the_controls_of_a_session_that_has_ended_are_grey(relay: Relay, kind: t
 
 def test_the_pump_outlives_a_panel_that_cannot_be_drawn(relay: Relay) -> None:
     bench = Workbench(relay, make_batches(), view=["relay", "loss"])
-    relay_panel, loss = bench.views.seen
+    relay_panel, loss = bench.views.visible_panels
     relay_panel.draw = lambda now: 1 / 0  # type: ignore[method-assign]
     bench._ipython_display_()
     for steps in (1, 2):

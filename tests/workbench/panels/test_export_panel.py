@@ -14,10 +14,10 @@ from sessions import make_batches, train
 
 from l2l_core import Relay
 from workbench.app import VIEWS, Workbench
-from workbench.panels.export import ExportPanel
-from workbench.replayed import replay
+from workbench.panels.export_panel import ExportPanel
+from workbench.replay_bench import replay
 from workbench.runs import EXPORTS, load_run
-from workbench.runs.report import render_report
+from workbench.runs.html_report import render_report
 from workbench.session import Session
 
 

@@ -10,7 +10,7 @@ from patience import HANG_S
 from sessions import Batch, enter, held, make_batches
 
 from l2l_core import Relay
-from workbench.panels.header import HeaderPanel
+from workbench.panels.header_panel import HeaderPanel
 from workbench.session.session import Session
 
 

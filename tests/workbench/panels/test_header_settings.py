@@ -12,7 +12,7 @@ from patience import HANG_S
 from sessions import make_batches, make_relay, train
 
 from l2l_core import Device, EmulatedDevice, RelayConfig
-from workbench.panels.header import HeaderPanel
+from workbench.panels.header_panel import HeaderPanel
 from workbench.session.session import Session
 
 
@@ -127,7 +127,7 @@ class Chip(Device):
         return self._inside.issue(*args, **named)
 
     def start(self, *args: Any, **named: Any) -> Any:
-        return self._inside.start(*args, **named)
+        return self._inside.start_timer(*args, **named)
 
     def close(self) -> None:
         self._inside.close()

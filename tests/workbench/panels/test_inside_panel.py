@@ -16,7 +16,7 @@ from small import make_relay as make_decoder
 
 from l2l_core import Drop, Insert, Inside, Relay
 from workbench.app import VIEWS
-from workbench.panels.inside import InsidePanel
+from workbench.panels.inside_panel import InsidePanel
 from workbench.session.session import Session
 
 
@@ -36,12 +36,12 @@ def panel(threads_end: None) -> Iterator[InsidePanel]:
 
 def press(panel: InsidePanel) -> Inside:
     """Press Look, and wait until what was seen is shown."""
-    before = panel._seen
+    before = panel._inside
     find(panel, "Look").click()
-    wait_until(lambda: panel._seen is not before or bool(panel._why_not))
+    wait_until(lambda: panel._inside is not before or bool(panel._failure_reason))
     shown(panel)
-    assert panel._seen is not None
-    return panel._seen
+    assert panel._inside is not None
+    return panel._inside
 
 
 def code(panel: InsidePanel) -> str:
@@ -142,16 +142,18 @@ def test_a_look_waits_for_the_step_under_way_and_the_run_goes_on(relay: Relay) -
             find(panel, "Look").click()
             assert "Looking, or waiting" in html_of(panel) and find(panel, "Look").disabled
         now = session.wait(HANG_S)
-        wait_until(lambda: panel._seen is not None)
+        wait_until(lambda: panel._inside is not None)
         shown(panel)
-        assert now.step == 3 and panel._seen is not None and panel._seen.step == 1 and not find(panel, "Look").disabled
+        assert (
+            now.step == 3 and panel._inside is not None and panel._inside.step == 1 and not find(panel, "Look").disabled
+        )
 
 
 def test_what_cannot_be_seen_is_said_and_the_run_goes_on(relay: Relay) -> None:
     with Session(relay, make_batches(), probe=False) as session:
         panel = InsidePanel(session)
         find(panel, "Look").click()
-        wait_until(lambda: bool(panel._why_not))
+        wait_until(lambda: bool(panel._failure_reason))
         shown(panel)
         assert "Nothing was seen: no batch has been trained on yet" in html_of(panel)
         assert session.wait(HANG_S).state == "idle"

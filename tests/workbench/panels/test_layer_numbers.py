@@ -12,18 +12,18 @@ from patience import HANG_S
 from sessions import train
 
 from l2l_core import Drop, Edit, Insert, Move
-from workbench.panels.edits import EditsPanel
-from workbench.panels.layers import LayersPanel
-from workbench.panels.memory import MemoryPanel
+from workbench.panels.edits_panel import EditsPanel
+from workbench.panels.layers_panel import LayersPanel
+from workbench.panels.memory_panel import MemoryPanel
 from workbench.panels.panel import Panel
-from workbench.panels.relay import RelayPanel
-from workbench.panels.timeline import TimelinePanel
-from workbench.pictures.figures import timeline_figure
-from workbench.pictures.frames import relay_frames
-from workbench.pictures.heat import draw_heat
+from workbench.panels.relay_panel import RelayPanel
+from workbench.panels.timeline_panel import TimelinePanel
 from workbench.pictures.heat_cells import heat_table
-from workbench.pictures.layers import layers_table
-from workbench.pictures.relay import show_relay
+from workbench.pictures.heat_map import draw_heat
+from workbench.pictures.packed_frames import relay_frames
+from workbench.pictures.plotly_figures import timeline_figure
+from workbench.pictures.relay_picture import show_relay
+from workbench.pictures.stack_table import layers_table
 from workbench.session.session import Session
 
 EDITS: list[tuple[Edit, ...]] = [
@@ -66,7 +66,7 @@ def test_every_view_calls_a_layer_the_same(session: Session, edits: tuple[Edit, 
     for _ in range(4):
         find(player, "Next visit").click()
         check(html_of(player), numbers, everyone)
-    assert player._moments().keys == tuple(numbers)  # type: ignore[union-attr]
+    assert player._load_timeline().keys == tuple(numbers)  # type: ignore[union-attr]
 
     timeline = TimelinePanel(session)
     shown(timeline)
@@ -108,7 +108,7 @@ def test_every_view_calls_a_layer_the_same(session: Session, edits: tuple[Edit, 
                 CALLED.match(label.removeprefix("before ")).groups()[::-1] for label, _ in one.options if "·" in label
             )  # type: ignore[union-attr]
             assert labels == numbers, one.description
-    check(form._questions.outlook.value, numbers)
+    check(form._form.preview.value, numbers)
 
 
 def test_the_journal_keeps_the_numbers_of_its_time(session: Session) -> None:

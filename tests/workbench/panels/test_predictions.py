@@ -17,7 +17,7 @@ from small import make_batch, make_gpt
 from small import make_relay as make_decoder
 
 from l2l_core import Drop, Relay
-from workbench.panels.card import CardPanel
+from workbench.panels.card_panel import CardPanel
 from workbench.session.session import Session
 
 BATCH = make_batch(5)

@@ -13,7 +13,7 @@ import pytest
 from patience import HANG_S
 from sessions import enter, held, make_batches, make_relay, threads_named, train, wait_until
 
-from workbench.panels.pump import Pump
+from workbench.panels.refresh_loop import RefreshLoop
 from workbench.session.session import Session
 from workbench.session.snapshot import Snapshot
 
@@ -39,16 +39,16 @@ def session() -> Iterator[Session]:
 
 
 @pytest.fixture
-def pump(session: Session) -> Iterator[Pump]:
+def pump(session: Session) -> Iterator[RefreshLoop]:
     """One that may be as fast as it likes."""
-    made = Pump(session, hz=200, share=1.0)
+    made = RefreshLoop(session, hz=200, share=1.0)
     yield made
     for view in list(made._views):
         made.remove(view)
     made.join()
 
 
-def test_a_view_is_shown_the_session_at_once_and_then_what_changes(session: Session, pump: Pump) -> None:
+def test_a_view_is_shown_the_session_at_once_and_then_what_changes(session: Session, pump: RefreshLoop) -> None:
     view = View()
     pump.add(view)
     assert [now.step for now in view.seen] == [0], "before `add` returns"
@@ -58,7 +58,7 @@ def test_a_view_is_shown_the_session_at_once_and_then_what_changes(session: Sess
     assert numbers == sorted(numbers), "never an older one after a newer one"
 
 
-def test_where_nothing_changes_nothing_is_drawn(session: Session, pump: Pump) -> None:
+def test_where_nothing_changes_nothing_is_drawn(session: Session, pump: RefreshLoop) -> None:
     view = View()
     pump.add(view)
     train(session, 1)
@@ -69,7 +69,7 @@ def test_where_nothing_changes_nothing_is_drawn(session: Session, pump: Pump) ->
     assert (pump.frames, len(view.seen)) == (frames, seen)
 
 
-def test_a_step_under_way_is_drawn_again_and_again(session: Session, pump: Pump) -> None:
+def test_a_step_under_way_is_drawn_again_and_again(session: Session, pump: RefreshLoop) -> None:
     view = View()
     pump.add(view)
     with held(session.relay):
@@ -82,7 +82,7 @@ def test_a_step_under_way_is_drawn_again_and_again(session: Session, pump: Pump)
 
 
 def test_there_are_at_most_so_many_frames_a_second(session: Session) -> None:
-    pump, view = Pump(session, hz=20, share=1.0), View()
+    pump, view = RefreshLoop(session, hz=20, share=1.0), View()
     pump.add(view)
     with held(session.relay):
         session.step()
@@ -101,7 +101,7 @@ def test_a_view_that_takes_long_is_drawn_less_often(session: Session) -> None:
         while time.thread_time() < until_s:
             pass
 
-    pump = Pump(session, hz=1000, share=share)
+    pump = RefreshLoop(session, hz=1000, share=share)
     began_s = time.monotonic()
     pump.add(burn)
     with held(session.relay):
@@ -114,7 +114,7 @@ def test_a_view_that_takes_long_is_drawn_less_often(session: Session) -> None:
     assert busy_s / wall_s <= 2 * share
 
 
-def test_who_is_late_gets_the_newest_snapshot_and_no_others(session: Session, pump: Pump) -> None:
+def test_who_is_late_gets_the_newest_snapshot_and_no_others(session: Session, pump: RefreshLoop) -> None:
     seen: list[int] = []
     busy, go_on = threading.Event(), threading.Event()
 
@@ -133,7 +133,7 @@ def test_who_is_late_gets_the_newest_snapshot_and_no_others(session: Session, pu
 
 
 def test_the_thread_ends_with_the_last_view_and_begins_with_another(session: Session) -> None:
-    pump, first, second = Pump(session, hz=1e-6), View(), View()  # a frame in eleven days
+    pump, first, second = RefreshLoop(session, hz=1e-6), View(), View()  # a frame in eleven days
     assert not threads_named("pump"), "without views there is nothing to do"
     pump.add(first)
     pump.add(second)
@@ -151,7 +151,7 @@ def test_the_thread_ends_with_the_last_view_and_begins_with_another(session: Ses
     wait_until(lambda: not threads_named("pump"))
 
 
-def test_a_view_that_has_been_removed_is_not_called(session: Session, pump: Pump) -> None:
+def test_a_view_that_has_been_removed_is_not_called(session: Session, pump: RefreshLoop) -> None:
     views = [View() for _ in range(3)]
     for view in views:
         pump.add(view)
@@ -165,7 +165,7 @@ def test_a_view_that_has_been_removed_is_not_called(session: Session, pump: Pump
     assert len(views[1].seen) == seen
 
 
-def test_a_view_may_remove_itself_and_others(session: Session, pump: Pump) -> None:
+def test_a_view_may_remove_itself_and_others(session: Session, pump: RefreshLoop) -> None:
     other, calls = View(), []
 
     def once(now: Snapshot) -> None:
@@ -184,7 +184,7 @@ def test_a_view_may_remove_itself_and_others(session: Session, pump: Pump) -> No
 
 
 def test_a_view_that_fails_is_shown_no_more_and_the_others_go_on(
-    session: Session, pump: Pump, caplog: pytest.LogCaptureFixture
+    session: Session, pump: RefreshLoop, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(now: Snapshot) -> None:
         if threading.current_thread().name == "pump":
@@ -200,7 +200,7 @@ def test_a_view_that_fails_is_shown_no_more_and_the_others_go_on(
     assert "no page to draw on" in caplog.text
 
 
-def test_views_come_and_go_from_several_threads(session: Session, pump: Pump) -> None:
+def test_views_come_and_go_from_several_threads(session: Session, pump: RefreshLoop) -> None:
     views = [View() for _ in range(4)]
     session.run()
 
@@ -225,16 +225,16 @@ def test_views_come_and_go_from_several_threads(session: Session, pump: Pump) ->
 
 
 def test_panels_of_a_session_share_one_pump(session: Session) -> None:
-    assert Pump.of(session) is Pump.of(session)
+    assert RefreshLoop.for_session(session) is RefreshLoop.for_session(session)
 
 
 def test_a_session_that_nobody_looks_at_any_more_is_let_go() -> None:
     with make_relay() as relay:
         session, view = Session(relay, make_batches()), View()
-        Pump.of(session).add(view)
+        RefreshLoop.for_session(session).add(view)
         train(session, 1)
         session.close()
-        Pump.of(session).remove(view)
+        RefreshLoop.for_session(session).remove(view)
         wait_until(lambda: not threads_named("pump", "session"))
         view.seen.clear()
         left = ref(session)

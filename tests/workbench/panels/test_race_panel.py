@@ -7,8 +7,8 @@ from patience import HANG_S
 from sessions import enter, held, train, wait_until
 
 from l2l_core import Drop, Relay
-from workbench.panels.header import HeaderPanel
-from workbench.panels.race import RacePanel
+from workbench.panels.header_panel import HeaderPanel
+from workbench.panels.race_panel import RacePanel
 from workbench.pictures import Picture
 from workbench.session.session import Session
 

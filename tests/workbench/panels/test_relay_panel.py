@@ -9,8 +9,8 @@ from patience import HANG_S
 from sessions import enter, held, train
 
 from workbench.panels.panel import Panel
-from workbench.panels.relay import RelayPanel
-from workbench.readings.moments import Moments
+from workbench.panels.relay_panel import RelayPanel
+from workbench.readings.state_timeline import StateTimeline
 from workbench.session.session import Session
 
 
@@ -28,10 +28,10 @@ def picture_of(panel: Panel) -> str:
     return panel.widget.children[0].value
 
 
-def moments_of(panel: Panel) -> Moments:
+def moments_of(panel: Panel) -> StateTimeline:
     now = panel.session.snapshot()
     assert now.last is not None
-    return Moments.of(now.last, [layer.key for layer in now.layers])
+    return StateTimeline.of(now.last, [layer.key for layer in now.layers])
 
 
 def test_without_a_step_the_player_has_nowhere_to_go(session: Session) -> None:
@@ -66,7 +66,7 @@ def test_events_one_by_one(player: RelayPanel) -> None:
 
 
 def test_visits_one_by_one(player: RelayPanel) -> None:
-    visits, at = list(moments_of(player).visits()), find(player, "event")
+    visits, at = list(moments_of(player).visit_starts()), find(player, "event")
     seen = []
     for _ in visits:
         find(player, "Next visit").click()
@@ -147,9 +147,9 @@ def test_live_shows_the_step_under_way(player: RelayPanel) -> None:
 def test_live_stops_the_player_and_is_not_undone_by_its_last_ticks(player: RelayPanel) -> None:
     panel = player
     panel._play.playing = True
-    panel._at.value = 5
+    panel._slider.value = 5
     assert not find(panel, "Live").value
     find(panel, "Live").value = True
     assert not panel._play.playing
-    panel._at.value = 6  # was under way from the page
+    panel._slider.value = 6  # was under way from the page
     assert find(panel, "Live").value and "no step is under way" in picture_of(panel)

@@ -14,18 +14,18 @@ from sessions import make_batches, make_relay, threads_named, train, wait_until
 
 import workbench
 from l2l_core import Drop
-from workbench.commands.replay import write_notebook
-from workbench.panels.display import WIDGET
-from workbench.panels.edits import EditsPanel
-from workbench.panels.header import HeaderPanel
-from workbench.panels.recorded import FactsPanel, JournalPanel, MomentsPanel
-from workbench.panels.timeline import TimelinePanel
-from workbench.pictures.loss import draw_loss
-from workbench.replayed import Replay
-from workbench.runs.load import load_run
-from workbench.runs.recorded import Recording
+from workbench.commands.replay import write_replay_notebook
+from workbench.panels.display import WIDGET_VIEW_TYPE
+from workbench.panels.edits_panel import EditsPanel
+from workbench.panels.header_panel import HeaderPanel
+from workbench.panels.recorded_run_panels import FactsPanel, JournalPanel, RecordedRelayPanel
+from workbench.panels.timeline_panel import TimelinePanel
+from workbench.pictures.loss_chart import draw_loss
+from workbench.replay_bench import ReplayBench
+from workbench.runs.html_report import render_report
+from workbench.runs.recorded_run import RunCursor
 from workbench.runs.recorder import Recorder
-from workbench.runs.report import render_report
+from workbench.runs.run_loader import load_run
 from workbench.session.session import Session
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -37,7 +37,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def replay(path: Path) -> Iterator[Replay]:
+def replay(path: Path) -> Iterator[ReplayBench]:
     made = workbench.replay(path)
     yield made
     made.close()
@@ -53,16 +53,16 @@ def words_of(widget: ipywidgets.Widget) -> str:
 # The widget ----------------------------------------------------------------------------------------------------------
 
 
-def test_it_shows_the_end_at_first(replay: Replay, path: Path) -> None:
+def test_it_shows_the_end_at_first(replay: ReplayBench, path: Path) -> None:
     bundle = replay._repr_mimebundle_()
     now = load_run(path).snapshot()
-    assert WIDGET in bundle and now.step == replay.snapshot().step == 10
+    assert WIDGET_VIEW_TYPE in bundle and now.step == replay.snapshot().step == 10
     assert draw_loss(now.steps, now.changes, branch=now.branch, others=now.elsewhere) in bundle["text/html"]
     assert "Journal of edits" in bundle["text/plain"] and "Relay" in bundle["text/html"]
     assert "a &lt;run&gt;" in words_of(replay.widget) and "<run>" not in words_of(replay.widget)
 
 
-def test_the_slider_goes_to_steps_that_were_recorded_whole(replay: Replay) -> None:
+def test_the_slider_goes_to_steps_that_were_recorded_whole(replay: ReplayBench) -> None:
     assert [name for name, _ in replay.slider.options] == ["1", "2", "4", "5", "6", "7", "8", "10"]
     replay.slider.value = dict(replay.slider.options)["5"]
     now = replay.snapshot()
@@ -71,22 +71,22 @@ def test_the_slider_goes_to_steps_that_were_recorded_whole(replay: Replay) -> No
     said = words_of(replay.widget)
     assert "step 5" in said and "micro_batches 2 → 3" not in said
     replay.slider.value = dict(replay.slider.options)["8"]
-    replay.views.turn_to("loss")
+    replay.views.show_view("loss")
     assert "micro_batches 2 → 3" in words_of(replay.widget)
 
 
-def test_there_is_nothing_to_press_but_the_player(replay: Replay) -> None:
+def test_there_is_nothing_to_press_but_the_player(replay: ReplayBench) -> None:
     assert not any(isinstance(panel, HeaderPanel | EditsPanel) for panel in replay.panels)
-    (player,) = [panel for panel in replay.panels if isinstance(panel, MomentsPanel)]
+    (player,) = [panel for panel in replay.panels if isinstance(panel, RecordedRelayPanel)]
     assert player._live.layout.display == "none" and not player._live.value
 
 
-def test_the_player_goes_through_the_step(replay: Replay) -> None:
+def test_the_player_goes_through_the_step(replay: ReplayBench) -> None:
     replay._show(replay.snapshot())
-    (player,) = [panel for panel in replay.panels if isinstance(panel, MomentsPanel)]
+    (player,) = [panel for panel in replay.panels if isinstance(panel, RecordedRelayPanel)]
     before = player._picture.value
-    assert f"event {player._at.value + 1} of" in before
-    player._at.value = 0
+    assert f"event {player._slider.value + 1} of" in before
+    player._slider.value = 0
     assert "event 1 of" in player._picture.value != before
     replay._show(replay.snapshot())  # nothing new: the player stays where it was put
     assert "event 1 of" in player._picture.value
@@ -95,7 +95,7 @@ def test_the_player_goes_through_the_step(replay: Replay) -> None:
     assert "event 1 of" not in player._picture.value
 
 
-def test_it_follows_the_slider_while_it_is_shown(replay: Replay, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_follows_the_slider_while_it_is_shown(replay: ReplayBench, capsys: pytest.CaptureFixture[str]) -> None:
     replay._ipython_display_()
     assert "Loss" in capsys.readouterr().out  # in plain Python the text is printed
     (facts,) = [panel for panel in replay.panels if isinstance(panel, FactsPanel)]
@@ -104,7 +104,7 @@ def test_it_follows_the_slider_while_it_is_shown(replay: Replay, capsys: pytest.
     wait_until(lambda: "step 2" in facts._title.value)
 
 
-def test_a_replay_is_a_source_for_single_panels_but_not_for_buttons(replay: Replay) -> None:
+def test_a_replay_is_a_source_for_single_panels_but_not_for_buttons(replay: ReplayBench) -> None:
     panel = TimelinePanel(replay)
     panel.show(replay.snapshot())
     assert "<svg" in words_of(panel.widget)
@@ -119,8 +119,8 @@ def test_layers_that_are_gone_are_seen_in_their_step(tmp_path: Path) -> None:
             train(session, 2)
             session.edit(Drop(3)).result(HANG_S)
     run = load_run(tmp_path)
-    assert len(run.snapshot().layers) == 3 and len(run.snapshot(run.whole()).layers) == 4
-    panel = MomentsPanel(Recording(run))
+    assert len(run.snapshot().layers) == 3 and len(run.snapshot(run.traced_moment()).layers) == 4
+    panel = RecordedRelayPanel(RunCursor(run))
     panel.show(run.snapshot())
     assert "keeps 4 layers" in words_of(panel.widget)
     assert "keeps 4 layers" in render_report([run])
@@ -128,7 +128,7 @@ def test_layers_that_are_gone_are_seen_in_their_step(tmp_path: Path) -> None:
 
 
 def test_moments_out_of_range_are_refused(path: Path) -> None:
-    recording = Recording(load_run(path))
+    recording = RunCursor(load_run(path))
     with pytest.raises(ValueError, match="number=12: .* moments 0 to 11"):
         recording.select(12)
     assert recording.number == 11
@@ -137,7 +137,7 @@ def test_moments_out_of_range_are_refused(path: Path) -> None:
 
 def test_without_edits_the_journal_is_empty(tmp_path: Path, path: Path) -> None:
     run = load_run(path)
-    panel = JournalPanel(Recording(run))
+    panel = JournalPanel(RunCursor(run))
     assert panel.still(run.snapshot(3)) == [] and len(panel.still(run.snapshot())) == 1
 
 
@@ -149,7 +149,7 @@ def refuse(self, *args, **kwargs):
     raise AssertionError("a module is built")
 torch.nn.Module.__init__ = refuse
 import workbench
-from workbench.runs.report import write_report
+from workbench.runs.html_report import write_report
 replay = workbench.replay(sys.argv[1])
 replay.slider.value = replay.slider.options[0][1]
 replay._show(replay.snapshot())
@@ -199,14 +199,14 @@ def test_equal_losses_are_said_to_be_equal(path: Path, tmp_path: Path) -> None:
 
 
 def test_the_notebook_replays_the_run_beside_it(path: Path, tmp_path: Path) -> None:
-    one = write_notebook([load_run(path)])
+    one = write_replay_notebook([load_run(path)])
     assert one == path.parent / "replay.ipynb"
     cells = nbformat.read(one, as_version=4).cells
     assert [cell.source for cell in cells if cell.cell_type == "code"] == [
         "import workbench\n\nworkbench.replay('run.jsonl.gz')"
     ]
     other = load_run(record(tmp_path / "run.jsonl"))
-    cells = nbformat.read(write_notebook([load_run(path), other]), as_version=4).cells
+    cells = nbformat.read(write_replay_notebook([load_run(path), other]), as_version=4).cells
     assert [cell.source.splitlines()[-1] for cell in cells if cell.cell_type == "code"] == [
         f"workbench.compare('run.jsonl.gz', {str(other.path)!r})",
         "workbench.replay('run.jsonl.gz')",

@@ -15,9 +15,9 @@ from torch import nn
 
 from l2l_core import Drop, Relay
 from workbench.app import Workbench
-from workbench.panels.layers import LayersPanel
-from workbench.panels.selection import selection_of
-from workbench.panels.touch import Touch
+from workbench.panels.layer_picker import LayerPicker
+from workbench.panels.layers_panel import LayersPanel
+from workbench.panels.selection import shared_selection
 from workbench.session.session import Session
 
 
@@ -29,8 +29,8 @@ def bench(relay: Relay) -> Iterator[Workbench]:
     made.close()
 
 
-def touch_of(bench: Workbench) -> Touch:
-    (touch,) = [one for one in _below(bench.widget) if isinstance(one, Touch)]
+def touch_of(bench: Workbench) -> LayerPicker:
+    (touch,) = [one for one in _below(bench.widget) if isinstance(one, LayerPicker)]
     return touch
 
 
@@ -39,12 +39,12 @@ def keys(bench: Workbench) -> str:
     return " ".join(row.key for row in bench.snapshot().layers)
 
 
-def send(touch: Touch, **content: object) -> None:
+def send(touch: LayerPicker, **content: object) -> None:
     touch._handle_custom_msg(content, [])
 
 
 def test_a_choice_in_the_page_is_that_of_the_board_and_goes_with_its_layer(bench: Workbench) -> None:
-    touch, selection = touch_of(bench), selection_of(bench.session)
+    touch, selection = touch_of(bench), shared_selection(bench.session)
     touch.chosen = "L002"
     assert selection.key == "L002"
     selection.choose("L001")
@@ -57,9 +57,9 @@ def test_a_choice_in_the_page_is_that_of_the_board_and_goes_with_its_layer(bench
 
 def test_every_picture_says_of_which_layer_its_parts_are(bench: Workbench) -> None:
     for view in ("relay", "time", "memory", "layers", "figures"):
-        bench.views.turn_to(view)
+        bench.views.show_view(view)
         bench._show(bench.snapshot())
-        drawn = " ".join(html_of(panel) for panel in bench.views.seen)
+        drawn = " ".join(html_of(panel) for panel in bench.views.visible_panels)
         assert set(re.findall(r'data-key="(\w+)"', drawn)) == {"L000", "L001", "L002", "L003"}, view
 
 
@@ -107,7 +107,7 @@ def test_a_layer_in_no_stack_is_refused_with_the_reason() -> None:
         Relay(model, partial(torch.optim.SGD, lr=0.1), layers=[model.a, model.b], loss=mse) as relay,
         Session(relay, [(torch.randn(4, 4), torch.randn(4, 4))]) as session,
     ):
-        send(Touch(session), insert="L000", behind=True)
+        send(LayerPicker(session), insert="L000", behind=True)
         session.wait(HANG_S)
         refusal = session.snapshot().refusal
         assert refusal is not None and "L000" in refusal.message
@@ -131,9 +131,9 @@ def test_an_ended_session_takes_no_edits(bench: Workbench, relay: Relay) -> None
 def test_a_panel_alone_can_be_touched(session: Session) -> None:
     panel = LayersPanel(session)
     panel._ipython_display_()
-    (touch,) = [one for one in _below(panel._display._widget) if isinstance(one, Touch)]
+    (touch,) = [one for one in _below(panel._display._widget) if isinstance(one, LayerPicker)]
     touch.chosen = "L003"
-    assert selection_of(session).key == "L003"
+    assert shared_selection(session).key == "L003"
     panel.close()
 
 

@@ -14,15 +14,15 @@ from sessions import make_batches, make_relay, train
 
 from l2l_core import Relay
 from workbench.app import Workbench
-from workbench.panels.tour import POINTED, STOPS
-from workbench.panels.verdict import VerdictPanel, WhyPanel
-from workbench.pictures.glossary import GLOSSARY, glossary_table, term
-from workbench.pictures.verdict import plain, verdict_of
+from workbench.panels.tour import HIGHLIGHT_CLASS, TOUR_STOPS
+from workbench.panels.verdict_panel import BoundsPanel, VerdictPanel
+from workbench.pictures.glossary import GLOSSARY, glossary_table, term_html
+from workbench.pictures.step_verdict import plain_text, verdict_of
 from workbench.session.session import Session
 
 
 def visible(bench: Workbench) -> list[str]:
-    return [name for name in bench.views.names if bench.views.box(name).layout.display != "none"]
+    return [name for name in bench.views.names if bench.views.box_of(name).layout.display != "none"]
 
 
 def test_one_view_is_seen_and_only_that_is_drawn(relay: Relay) -> None:
@@ -35,7 +35,7 @@ def test_one_view_is_seen_and_only_that_is_drawn(relay: Relay) -> None:
         next(text for kind, text in drawn.items() if kind.__name__ == name) for name in ("LayersPanel", "HeatPanel")
     )
     assert "L000" in table and "L000" not in heat
-    with_table.views.turn_to("figures")
+    with_table.views.show_view("figures")
     assert visible(with_table) == ["figures"]
     heat = next(html_of(panel) for panel in with_table.panels if type(panel).__name__ == "HeatPanel")
     assert "L000" in heat, "what is turned to is drawn at once"
@@ -50,7 +50,7 @@ def test_views_can_be_stacked(relay: Relay) -> None:
         "in the order that was asked for"
     )
     with pytest.raises(ValueError, match="view='time': there are 'memory', 'relay'"):
-        bench.views.turn_to("time")
+        bench.views.show_view("time")
     bench.close()
 
 
@@ -100,14 +100,16 @@ def test_the_tour_points_and_can_be_left(relay: Relay) -> None:
         button.click()
 
     def pointed() -> int:
-        return sum(POINTED in one._dom_classes for one in everything(bench.widget) if hasattr(one, "_dom_classes"))
+        return sum(
+            HIGHLIGHT_CLASS in one._dom_classes for one in everything(bench.widget) if hasattr(one, "_dom_classes")
+        )
 
     press("Tour")
-    for stop in STOPS:
+    for stop in TOUR_STOPS:
         assert pointed() == 1
         if stop.view:
-            assert visible(bench) == [stop.view] and POINTED in bench.views.box(stop.view)._dom_classes
-        press("Done" if stop is STOPS[-1] else "Next")
+            assert visible(bench) == [stop.view] and HIGHLIGHT_CLASS in bench.views.box_of(stop.view)._dom_classes
+        press("Done" if stop is TOUR_STOPS[-1] else "Next")
     assert pointed() == 0
     press("Tour")
     press("Next")
@@ -133,7 +135,7 @@ def test_the_verdict_is_that_of_the_trace(session: Session) -> None:
     last = now.last
     assert last is not None
     assert f"{100 * last.overlap():.0f} % of copies" in html_of(panel) and "step 1" in html_of(panel)
-    why = WhyPanel(session)
+    why = BoundsPanel(session)
     why.show(now)
     find(why, "▸ Why: what binds each phase").value = True
     said = unescape(html_of(why))
@@ -145,10 +147,10 @@ def test_it_says_how_much_is_to_spare(session: Session, budget: int | None) -> N
     train(session, 1)
     last = session.snapshot().last
     assert last is not None
-    words = plain(verdict_of(last, last.bound_by(), budget, 10**9))
+    words = plain_text(verdict_of(last, last.bound_by(), budget, 10**9))
     peak = last.peak_bytes("device")
     assert ("to spare" in words) == (budget is not None) and "(1 GB in core)" in words
-    assert "in core" not in plain(verdict_of(last, last.bound_by(), budget, peak)), "no more than by relay"
+    assert "in core" not in plain_text(verdict_of(last, last.bound_by(), budget, peak)), "no more than by relay"
 
 
 def test_a_slow_link_is_named() -> None:
@@ -157,12 +159,12 @@ def test_a_slow_link_is_named() -> None:
         session.step()
         last = session.wait(HANG_S).last
         assert last is not None
-        assert "link-bound" in plain(verdict_of(last, last.bound_by(), None, None))
+        assert "link-bound" in plain_text(verdict_of(last, last.bound_by(), None, None))
 
 
 def test_words_explain_themselves_to_everybody() -> None:
-    said = term("stash", "the <stash>")
+    said = term_html("stash", "the <stash>")
     assert 'tabindex="0"' in said and GLOSSARY["stash"] in said and "&lt;stash&gt;" in said
     assert len(glossary_table().rows) == len(GLOSSARY)
     with pytest.raises(KeyError):
-        term("flux")
+        term_html("flux")

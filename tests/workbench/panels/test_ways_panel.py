@@ -7,20 +7,20 @@ import pytest
 from some_ways import ROWS, recomputing
 
 import workbench
-from l2l_core.strategies import Table
-from workbench.panels.touch import Touch
+from l2l_core.strategies import StrategyTable
+from workbench.panels.layer_picker import LayerPicker
 from workbench.panels.ways import Ways
 
 ONE, OTHER = recomputing(), replace(recomputing(), name="Other", seconds=0.006)
-TABLE = Table([ONE, OTHER, ROWS[3]], 100)
+TABLE = StrategyTable([ONE, OTHER, ROWS[3]], 100)
 
 
 def shown(ways: Ways) -> str:
     return ways._plan.value
 
 
-def touch_of(ways: Ways) -> Touch:
-    (touch,) = [one for one in ways.widget.children if isinstance(one, Touch)]
+def touch_of(ways: Ways) -> LayerPicker:
+    (touch,) = [one for one in ways.widget.children if isinstance(one, LayerPicker)]
     return touch
 
 

@@ -11,8 +11,8 @@ from patience import HANG_S
 from sessions import enter, held, make_batches, make_relay, train, wait_until
 
 from l2l_core import Drop, EmulatedDevice, Relay, RelayConfig
-from workbench.panels.display import WIDGET
-from workbench.panels.what_if import WhatIf, WhatIfPanel
+from workbench.panels.display import WIDGET_VIEW_TYPE
+from workbench.panels.what_if_panel import WhatIf, WhatIfPanel
 from workbench.session.session import Session
 
 
@@ -23,7 +23,7 @@ def what_if(session: Session) -> WhatIfPanel:
     find(panel, "▸ What if").value = True
     train(session, 2)
     shown(panel)
-    assert panel.settle()
+    assert panel.wait_until_idle()
     return panel
 
 
@@ -31,7 +31,7 @@ def asked(panel: WhatIfPanel, values: dict[str, Any]) -> str:
     """Move controls, by their words; what the panel then says."""
     for words, value in values.items():
         find(panel, words).value = value
-    assert panel.settle()
+    assert panel.wait_until_idle()
     return html_of(panel)
 
 
@@ -46,20 +46,20 @@ def test_moving_a_slider_answers_and_touches_nothing(what_if: WhatIfPanel) -> No
 def test_a_folded_what_if_has_no_sliders_and_forecasts_all_the_same(session: Session) -> None:
     panel = WhatIfPanel(session)
     shown(panel)
-    assert panel.settle() and "a guess by formula" in html_of(panel)
+    assert panel.wait_until_idle() and "a guess by formula" in html_of(panel)
     train(session, 3)
     shown(panel)
-    assert panel.settle() and "next step, forecast" in html_of(panel) and "<svg" not in html_of(panel)
+    assert panel.wait_until_idle() and "next step, forecast" in html_of(panel) and "<svg" not in html_of(panel)
     assert ", forecast " not in html_of(panel).replace("step, forecast<", ""), "a guess is not checked"
     assert not [one for one in widgets_of(panel) if isinstance(one, ipywidgets.SelectionSlider)]
     train(session, 1)
     shown(panel)
-    assert panel.settle() and "step 4, measured: " in html_of(panel) and "(exact)" in html_of(panel)
-    said = panel._error
+    assert panel.wait_until_idle() and "step 4, measured: " in html_of(panel) and "(exact)" in html_of(panel)
+    said = panel._forecast_error
     for micro_batches in (3, 2):  # there and back: this forecast is of the next step, and not of the one behind it
         session.reconfigure(micro_batches=micro_batches)
         shown(panel)
-        assert panel.settle() and panel._error == said
+        assert panel.wait_until_idle() and panel._forecast_error == said
     assert panel.still(session.snapshot()) == []
 
 
@@ -69,11 +69,11 @@ def test_a_rehearsal_forecasts_the_first_step(session: Session) -> None:
     shown(panel)
     find(panel, "Rehearse").click()
     wait_until(lambda: "simulated with the costs of a rehearsal" in panel._line.value)
-    assert panel.settle() and session.snapshot().step == 0
+    assert panel.wait_until_idle() and session.snapshot().step == 0
     assert "simulated with the costs of a rehearsal" in html_of(panel).lower().replace(panel._line.value.lower(), "")
     train(session, 1)
     shown(panel)
-    assert panel.settle() and "step 1, measured: " in html_of(panel) and "(exact)" in html_of(panel)
+    assert panel.wait_until_idle() and "step 1, measured: " in html_of(panel) and "(exact)" in html_of(panel)
     assert find(panel, "Rehearse").layout.display == "none"
 
 
@@ -104,7 +104,7 @@ def test_apply_hands_over_what_can_be_set_and_says_how_the_rest_is(what_if: What
     assert "handed to the next step; layers: an edit, offered below" in said and "width: with another model" in said
     train(session, 1)
     now = shown(what_if)
-    assert what_if.settle() and now.last is not None and now.last.settings["precision"] == "bf16"
+    assert what_if.wait_until_idle() and now.last is not None and now.last.settings["precision"] == "bf16"
     assert "<strong>layers 4 → 6; width × 1 → × 2</strong>" in html_of(what_if), "what could not be set is still asked"
 
 
@@ -129,11 +129,11 @@ def test_weights_that_stay_and_graphs_that_are_kept(what_if: WhatIfPanel) -> Non
     assert (session.relay.config.resident, session.relay.config.keep) == (2, 4)
     train(session, 2)
     shown(what_if)
-    assert what_if.settle() and "The settings of the measured step." in html_of(what_if)
+    assert what_if.wait_until_idle() and "The settings of the measured step." in html_of(what_if)
     find(what_if, "graphs kept").value = 0
-    assert what_if.settle() and "graphs kept 4 → 0" in html_of(what_if)
+    assert what_if.wait_until_idle() and "graphs kept 4 → 0" in html_of(what_if)
     find(what_if, "Reset").click()
-    assert what_if.settle() and (stay.value, keep.value) == (2, 4)
+    assert what_if.wait_until_idle() and (stay.value, keep.value) == (2, 4)
 
 
 def test_a_session_that_asks_for_more_than_there_is_is_shown_as_it_is() -> None:
@@ -142,7 +142,7 @@ def test_a_session_that_asks_for_more_than_there_is_is_shown_as_it_is() -> None:
         find(panel, "▸ What if").value = True
         train(made, 2)
         shown(panel)
-        assert panel.settle() and find(panel, "graphs kept").value == 9
+        assert panel.wait_until_idle() and find(panel, "graphs kept").value == 9
         assert "The settings of the measured step." in html_of(panel)
 
 
@@ -155,17 +155,19 @@ def test_a_next_step_that_would_not_fit_has_a_button_for_what_does(threads_end: 
             panel = WhatIfPanel(session)
             train(session, 1)
             shown(panel)
-            assert panel.settle() and panel._fit.widget.layout.display == "none", "this one fits"
+            assert panel.wait_until_idle() and panel._fit_suggestion.widget.layout.display == "none", "this one fits"
             session.reconfigure(ahead=3, stash="device")
             session.wait(HANG_S)
             shown(panel)
-            assert panel.settle() and "which is too much" in html_of(panel)
-            assert panel._fit.widget.layout.display == "" and "on the device, by the forecast" in html_of(panel)
+            assert panel.wait_until_idle() and "which is too much" in html_of(panel)
+            assert panel._fit_suggestion.widget.layout.display == "" and "on the device, by the forecast" in html_of(
+                panel
+            )
             find(panel, "Use these settings for the next step; by the forecast it then fits").click()
             session.wait(HANG_S)
             shown(panel)
-            assert panel.settle() and "which is too much" not in html_of(panel)
-            assert panel._fit.widget.layout.display == "none"
+            assert panel.wait_until_idle() and "which is too much" not in html_of(panel)
+            assert panel._fit_suggestion.widget.layout.display == "none"
             train(session, 1)
             now = session.snapshot()
             assert now.failure is None and now.step == 2 and now.config.ahead < 3 and now.config.micro_batches == 6
@@ -181,7 +183,7 @@ def test_reset_goes_back_to_the_next_step_which_controls_follow(what_if: WhatIfP
     assert values == [96, 5, 3e6], "what a hand has set stays"
     assert find(what_if, "link to device").label == "3 MB/s"
     find(what_if, "Reset").click()
-    assert what_if.settle() and find(what_if, "layers").value == 4
+    assert what_if.wait_until_idle() and find(what_if, "layers").value == 4
     assert "micro-batches 2 → 5; link to the device no limit → 3 MB/s" in html_of(what_if)
     session.edit(Drop("L001"))
     session.wait(HANG_S)
@@ -200,7 +202,7 @@ def test_another_depth_offers_the_edits_that_it_means(what_if: WhatIfPanel) -> N
     find(what_if, "Insert 2 layers").click()
     session.wait(HANG_S)
     now = shown(what_if)
-    assert len(now.layers) == 6 and now.journal[-1].preserves_function and what_if.settle()
+    assert len(now.layers) == 6 and now.journal[-1].preserves_function and what_if.wait_until_idle()
     assert not offered(what_if) and "Insert 2 layers: done" in html_of(what_if)
     asked(what_if, {"layers": 3})
     assert offered(what_if) == ["Drop 3 layers"] and "workbench.edit(Drop(slice(3, 6)))" in html_of(what_if)
@@ -214,14 +216,14 @@ def test_another_depth_offers_the_edits_that_it_means(what_if: WhatIfPanel) -> N
 
 
 def offered(panel: WhatIfPanel) -> list[str]:
-    return [row.children[0].description for row in panel._offer._rows if row.layout.display != "none"]
+    return [row.children[0].description for row in panel._depth_suggestions._rows if row.layout.display != "none"]
 
 
 def test_what_if_follows_the_newest_step(what_if: WhatIfPanel) -> None:
     assert "step 2, measured" in html_of(what_if)
     train(what_if.session, 1)
     shown(what_if)
-    assert what_if.settle() and "step 3, measured" in html_of(what_if)
+    assert what_if.wait_until_idle() and "step 3, measured" in html_of(what_if)
 
 
 def test_an_apply_that_is_refused_says_why(what_if: WhatIfPanel) -> None:
@@ -234,7 +236,7 @@ def test_an_apply_that_is_refused_says_why(what_if: WhatIfPanel) -> None:
 def test_the_newest_question_is_answered_however_many_there_were(what_if: WhatIfPanel) -> None:
     for depth in (8, 16, 32, 64, 128):
         find(what_if, "layers").value = depth
-    assert what_if.settle()
+    assert what_if.wait_until_idle()
     assert "layers 4 → 128" in html_of(what_if)
 
 
@@ -244,7 +246,7 @@ def test_what_if_without_a_session(session: Session) -> None:
     assert trace is not None
     shown_alone = WhatIf(trace, depth=50)
     bundle = shown_alone._repr_mimebundle_()
-    assert {WIDGET, "text/html", "image/svg+xml", "text/plain"} <= set(bundle)
+    assert {WIDGET_VIEW_TYPE, "text/html", "image/svg+xml", "text/plain"} <= set(bundle)
     assert shown_alone.answer.question.depth == 50 and "what if, simulated" in bundle["text/html"]
     with pytest.raises(ValueError, match="depth=0"):
         WhatIf(trace, depth=0)

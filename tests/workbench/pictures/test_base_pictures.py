@@ -19,16 +19,16 @@ from l2l_core import RelayConfig
 from l2l_core.trace.events import ALL_LANES, CATEGORIES, LANES, PLACES, Event, MemorySample
 from l2l_core.trace.trace import Trace
 from workbench.pictures import svg, theme
-from workbench.pictures.header import STATE_COLOURS, header_html, header_picture, pending_html, progress_html
-from workbench.pictures.page import bundle_of
+from workbench.pictures.page_bundle import bundle_of
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
-from workbench.pictures.sweep import SHORT_S, sweep_of
-from workbench.readings.columns import Columns
+from workbench.pictures.session_header import STATE_COLOURS, header_html, header_picture, pending_html, progress_html
+from workbench.pictures.sweep import SHORT_S, make_sweep
+from workbench.readings.trace_columns import Columns
 from workbench.session.shown_step import ShownStep
 from workbench.session.snapshot import Snapshot
+from workbench.session.snapshot_values import LayerRow, Progress, StepRow
 from workbench.session.statistics import StatisticsLog
-from workbench.session.values import LayerRow, Progress, StepRow
 
 NAUGHTY = "<b>&\"'</b>"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -59,7 +59,7 @@ def test_everything_that_a_trace_can_hold_has_a_colour() -> None:
 @pytest.mark.parametrize("colour", sorted({*theme.KIND_COLOURS.values(), *theme.CATEGORY_COLOURS.values()}))
 def test_text_on_a_colour_can_be_read(colour: str) -> None:
     inks = {"#000": "#000000", "#fff": "#ffffff"}
-    assert contrast(inks[theme.ink_on(colour)], colour) >= 3.0
+    assert contrast(inks[theme.text_colour_on(colour)], colour) >= 3.0
 
 
 def test_what_is_not_known_is_grey() -> None:
@@ -300,14 +300,18 @@ def test_columns_hold_every_event_and_sample() -> None:
         assert columns.sample_bytes[i].sum() == sample.total
     assert columns.sample_bytes.shape == (50, len(CATEGORIES))
     for lane in LANES:
-        assert columns.start_s[columns.on(lane)].tolist() == sorted(e.start_s for e in events if e.lane == lane)
-    assert np.array_equal(columns.at("host"), range(1, 50, 2))
+        assert columns.start_s[columns.events_on(lane)].tolist() == sorted(e.start_s for e in events if e.lane == lane)
+    assert np.array_equal(columns.samples_at("host"), range(1, 50, 2))
 
 
 def test_columns_of_nothing() -> None:
     columns = Columns.of(Trace())
     assert columns.end_s == 0.0 and len(columns.start_s) == len(columns.sample_s) == 0
-    assert not len(columns.on("h2d")) and not len(columns.at("device")) and columns.kinds == columns.layers == ()
+    assert (
+        not len(columns.events_on("h2d"))
+        and not len(columns.samples_at("device"))
+        and columns.kinds == columns.layers == ()
+    )
 
 
 def test_columns_are_those_of_the_moment_that_is_asked_for() -> None:
@@ -389,25 +393,25 @@ def make_snapshot(**fields: Any) -> Snapshot:
 
 
 def test_before_the_first_step_there_is_nothing_to_draw() -> None:
-    assert sweep_of(make_snapshot()) is None
+    assert make_sweep(make_snapshot()) is None
 
 
 def test_a_finished_step_is_drawn_whole() -> None:
-    sweep = sweep_of(make_snapshot(last=make_trace(2.0)))
+    sweep = make_sweep(make_snapshot(last=make_trace(2.0)))
     assert sweep is not None and (sweep.now.end_s, sweep.before, sweep.now_s) == (2.0, None, None)
     assert sweep.span_s == round_up(1.05 * 2.0) > 2.0
 
 
 def test_the_first_step_has_none_before_it() -> None:
     progress = Progress(make_trace(1.0), 1, 0, 1.5)
-    sweep = sweep_of(make_snapshot(progress=progress))
+    sweep = make_sweep(make_snapshot(progress=progress))
     assert sweep is not None and sweep.before is None and sweep.now_s == 1.5 and sweep.span_s >= 1.5
 
 
 def test_a_step_under_way_is_drawn_over_the_one_before_as_far_as_it_was() -> None:
     trace = make_trace(1.0)
     trace.add(Event("compute", "forward", 1.0, 1.4, "L000", 1))
-    sweep = sweep_of(make_snapshot(last=make_trace(4.0), progress=Progress(trace, 1, 0, 1.2)))
+    sweep = make_sweep(make_snapshot(last=make_trace(4.0), progress=Progress(trace, 1, 0, 1.2)))
     assert sweep is not None and sweep.before is not None
     assert (len(sweep.now.start_s), sweep.before.end_s, sweep.now_s) == (1, 4.0, 1.2)
     assert sweep.span_s >= 4.0, "so that the axis does not move when the step ends"
@@ -415,7 +419,7 @@ def test_a_step_under_way_is_drawn_over_the_one_before_as_far_as_it_was() -> Non
 
 def test_steps_that_are_over_in_a_few_frames_are_drawn_when_they_are_finished() -> None:
     last = make_trace(0.9 * SHORT_S)
-    sweep = sweep_of(make_snapshot(last=last, progress=Progress(make_trace(0.01), 1, 0, 0.02)))
+    sweep = make_sweep(make_snapshot(last=last, progress=Progress(make_trace(0.01), 1, 0, 0.02)))
     assert sweep is not None and (sweep.now.end_s, sweep.before, sweep.now_s) == (0.9 * SHORT_S, None, None)
 
 
@@ -423,7 +427,7 @@ def test_the_axis_moves_only_when_it_must() -> None:
     span_s = 0.0
     spans = []
     for end_s in (2.0, 2.1, 1.9, 2.05, 1.2, 4.0, 3.0, 0.5):
-        sweep = sweep_of(make_snapshot(last=make_trace(end_s)), span_s)
+        sweep = make_sweep(make_snapshot(last=make_trace(end_s)), span_s)
         assert sweep is not None
         span_s = sweep.span_s
         assert span_s >= end_s
@@ -434,7 +438,7 @@ def test_the_axis_moves_only_when_it_must() -> None:
 
 def test_a_step_without_events_has_an_axis_too() -> None:
     for span_s in (0.0, 5.0):
-        sweep = sweep_of(make_snapshot(last=Trace()), span_s)
+        sweep = make_sweep(make_snapshot(last=Trace()), span_s)
         assert sweep is not None and sweep.span_s > 0
 
 

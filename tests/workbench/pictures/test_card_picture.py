@@ -8,17 +8,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from workbench.pictures.card import PARTS_UP_TO, card_table, facts_html, moment_words, spread_words
 from workbench.pictures.card_charts import draw_figures, draw_histogram
-from workbench.pictures.trials import MOST, show_trials
+from workbench.pictures.layer_card import MAX_PARAMETERS, card_table, describe_age, describe_spread, facts_html
+from workbench.pictures.trials_chart import MAX_LAYERS, show_trials
 from workbench.readings import number_layers
-from workbench.session.facts import LayerFacts, Part
-from workbench.session.judgement import Judged, Measured
+from workbench.session.layer_facts import LayerFacts, ParameterFacts
+from workbench.session.layer_trial import LayerTrial, StateVersion, TrialKind
+from workbench.session.probe_verdict import LossChange, ProbeLosses
+from workbench.session.snapshot_values import LayerRow
 from workbench.session.statistics import StatisticsLog
-from workbench.session.trial import How, Moment, Trial
-from workbench.session.values import LayerRow
 
-NOW = Moment("main", 7, 1, 1)
+NOW = StateVersion("main", 7, 1, 1)
 
 
 def layer(i: int, norm: float | None = 0.5, stack: str | None = "h") -> LayerRow:
@@ -26,13 +26,13 @@ def layer(i: int, norm: float | None = 0.5, stack: str | None = "h") -> LayerRow
 
 
 def facts(counts: tuple[int, ...] = (1, 0, 4, 2), parts: int = 1, broken: int = 0) -> LayerFacts:
-    made = tuple(Part(f"<w{i}>", (2, 3), "float32", bool(i % 2)) for i in range(parts))
+    made = tuple(ParameterFacts(f"<w{i}>", (2, 3), "float32", bool(i % 2)) for i in range(parts))
     return LayerFacts("L001", "Block", made, counts, -1.0, 1.0, 0.25, 0.5, broken, 7, "main")
 
 
-def trial(key: str, how: How, change: float, spread: float = 0.1, moment: Moment = NOW) -> Trial:
+def trial(key: str, how: TrialKind, change: float, spread: float = 0.1, moment: StateVersion = NOW) -> LayerTrial:
     before, after = (1.0, 1.0), (1 + change - spread, 1 + change + spread)
-    return Trial(key, how, Judged(Measured(before, 0.1), Measured(after, 0.1)), "", moment)
+    return LayerTrial(key, how, LossChange(ProbeLosses(before, 0.1), ProbeLosses(after, 0.1)), "", moment)
 
 
 def bars(svg: str) -> dict[str, tuple[float, float]]:
@@ -51,7 +51,7 @@ def test_the_histogram_has_a_bar_for_every_bin_with_weights_in_proportion() -> N
 
 
 def test_weights_of_which_none_is_finite_are_said_to_be() -> None:
-    words = spread_words(facts((), broken=1200))
+    words = describe_spread(facts((), broken=1200))
     assert words == "1,200 weights are not finite; no finite weights, after step 7"
     assert words in draw_histogram(facts((), broken=1200))
 
@@ -72,7 +72,7 @@ def test_figures_are_drawn_over_the_steps_without_those_that_are_not_finite() ->
 
 def test_names_are_escaped_and_many_parameters_cut_short() -> None:
     numbers = number_layers(["L000", "L001"])
-    said = facts_html(layer(1, stack=None), numbers, facts(parts=PARTS_UP_TO + 3))
+    said = facts_html(layer(1, stack=None), numbers, facts(parts=MAX_PARAMETERS + 3))
     assert "<w0>" not in said and "&lt;w0&gt;" in said and "… 3 more" in said and "2 × 3" in said
     assert "1 · L001" in said and "cannot be edited" in said and "Block" in said
     text = card_table(layer(1), numbers, facts(), [trial("L001", "twice", 0.5)], NOW).to_text()
@@ -83,18 +83,18 @@ def test_names_are_escaped_and_many_parameters_cut_short() -> None:
     "moment, words",
     [
         (NOW, "after step 7"),
-        (Moment("main", 5, 1, 1), "old: after step 5, now it is step 7"),
-        (Moment("main", 7, 0, 0), "old: after step 7 and edits or settings since"),
-        (Moment("wide", 7, 1, 1), "old: after step 7 of wide, now it is step 7"),
+        (StateVersion("main", 5, 1, 1), "old: after step 5, now it is step 7"),
+        (StateVersion("main", 7, 0, 0), "old: after step 7 and edits or settings since"),
+        (StateVersion("wide", 7, 1, 1), "old: after step 7 of wide, now it is step 7"),
     ],
 )
-def test_what_is_of_another_moment_is_said_to_be_old(moment: Moment, words: str) -> None:
-    assert moment_words(moment, NOW) == words
+def test_what_is_of_another_moment_is_said_to_be_old(moment: StateVersion, words: str) -> None:
+    assert describe_age(moment, NOW) == words
     assert words in show_trials([layer(0)], [trial("L000", "without", 0.5, moment=moment)], {"L000": 0}, NOW).svg
 
 
 def test_bars_of_several_steps_say_which_and_how_many_are_old() -> None:
-    found = [trial(f"L00{i}", "without", 0.5, moment=Moment("main", 5 + i, 1, 1)) for i in range(3)]
+    found = [trial(f"L00{i}", "without", 0.5, moment=StateVersion("main", 5 + i, 1, 1)) for i in range(3)]
     rows = [layer(i) for i in range(3)]
     svg = show_trials(rows, found, number_layers(row.key for row in rows), NOW).svg
     assert "after steps 5–7; 2 of 3 are old, now it is step 7" in svg
@@ -113,8 +113,8 @@ def test_bars_are_as_high_as_the_change_and_have_their_spread() -> None:
 
 
 def test_what_could_not_be_measured_is_listed_and_not_drawn() -> None:
-    failed = Trial("L000", "without", None, "one must stay", NOW)
-    broken = Trial("L000", "twice", Judged(Measured((1.0,), 0.1), Measured((math.inf,), 0.1)), "", NOW)
+    failed = LayerTrial("L000", "without", None, "one must stay", NOW)
+    broken = LayerTrial("L000", "twice", LossChange(ProbeLosses((1.0,), 0.1), ProbeLosses((math.inf,), 0.1)), "", NOW)
     picture = show_trials([layer(0)], [failed, broken], {"L000": 0}, NOW)
     assert "nothing measured that is finite" in picture.svg and not bars(picture.svg)
     assert "not measured: one must stay" in picture.table.to_text() and "not finite" in picture.table.to_text()
@@ -126,6 +126,6 @@ def test_of_many_layers_those_that_change_most_are_shown_in_little_room() -> Non
         trial(row.key, how, math.sin(i) * (1 + i / 1000)) for i, row in enumerate(rows) for how in ("without", "twice")
     ]  # type: ignore[arg-type]
     picture = show_trials(rows, found, number_layers(row.key for row in rows), NOW)
-    assert len(bars(picture.svg)) == len(picture.table.rows) == MOST and len(picture.svg.encode()) < 60_000
-    assert f"the {MOST} of 2000 that change most" in picture.svg
+    assert len(bars(picture.svg)) == len(picture.table.rows) == MAX_LAYERS and len(picture.svg.encode()) < 60_000
+    assert f"the {MAX_LAYERS} of 2000 that change most" in picture.svg
     assert picture.table.note in picture.table.to_text()

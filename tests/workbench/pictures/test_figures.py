@@ -10,9 +10,9 @@ import pytest
 
 from l2l_core.trace.events import LANES, Event, MemorySample
 from l2l_core.trace.trace import Trace
-from workbench.pictures.figures import loss_figure, memory_figure, timeline_figure
+from workbench.pictures.plotly_figures import loss_figure, memory_figure, timeline_figure
 from workbench.pictures.theme import LANE_NAMES
-from workbench.session.values import Change, StepRow
+from workbench.session.snapshot_values import Change, StepRow
 
 
 def step(layers: int = 3, micro_batches: int = 2) -> Trace:

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from workbench.pictures.heat import HIGHEST, MOST_ROWS, ROW, TOP, draw_heat, heat_table, show_heat
-from workbench.pictures.heat_cells import KINDS
-from workbench.pictures.layers import BAND
-from workbench.pictures.loss import draw_loss
+from workbench.pictures.colour_map import NOT_FINITE, SHADES, ColourScale, format_figure, palette, scale_marks
+from workbench.pictures.heat_cells import FIGURE_KINDS
+from workbench.pictures.heat_map import HIGHEST, MAX_ROWS, ROW, TOP, draw_heat, heat_table, show_heat
+from workbench.pictures.loss_chart import draw_loss
 from workbench.pictures.png import write_png
-from workbench.pictures.shades import NOT_FINITE, SHADES, Shades, palette, shades_marks, show_figure
-from workbench.pictures.steps import LEFT, RIGHT, steps_scale
+from workbench.pictures.stack_table import USUAL_RATIOS
+from workbench.pictures.step_axis import LEFT, RIGHT, steps_scale
+from workbench.session.snapshot_values import Change, LayerRow, StepRow
 from workbench.session.statistics import Statistics, StatisticsLog
-from workbench.session.values import Change, LayerRow, StepRow
 
 LIMIT = 60_000
 
@@ -99,7 +99,7 @@ def cells(svg: str) -> tuple[Box, NDArray[np.uint8]]:
 # Cells ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("figure", KINDS)
+@pytest.mark.parametrize("figure", FIGURE_KINDS)
 def test_more_is_a_later_shade_and_a_pixel_is_a_step(figure: str) -> None:
     values = [[0.001 * 1.3 ** ((7 * i + 3 * j) % 20) for j in range(30)] for i in range(5)]
     box, pixels = cells(draw_heat(record(values), figure))
@@ -161,7 +161,7 @@ def test_of_many_dropped_layers_those_are_shown_that_left_last() -> None:
     log = StatisticsLog()
     log.append(1, stack("abcdefghij"))
     for left in ("abcdefghi", "abcdefgh", "bcdefgh", "bcdefg", "bcdef", "bcde", "bcd", "bc"):
-        log.arrange(stack(left))
+        log.set_stack(stack(left))
     svg = draw_heat(log.view(), "grad_norm")
     assert images(svg)[-1][1].shape == (6, 1)
     assert any(word.startswith("dropped: 2 before and a, h") for word in words(svg))
@@ -188,7 +188,7 @@ def test_dropped_layers_are_below_the_others() -> None:
     log = StatisticsLog()
     log.append(1, stack("abcd"))
     log.append(2, stack("abd"))
-    log.arrange(stack("ad"))
+    log.set_stack(stack("ad"))
     svg = draw_heat(log.view(), "grad_norm")
     _, (kept, rows), (dropped, below) = images(svg)
     assert rows.shape == (2, 2) and rows.all()
@@ -228,9 +228,9 @@ def test_usual_ratios_are_marked_on_the_bar() -> None:
     svg = draw_heat(record([[1e-3, 1.1e-3]]), "update_ratio")
     left, right = map(float, re.findall(r'd="M([\d.]+) 17v-4H([\d.]+)v4"', svg)[0])
     (bar_left, _, bar_width, _), _ = images(svg)[0]
-    shades = Shades.of(np.float32([[1e-3, 1.1e-3]]), KINDS["update_ratio"])
-    assert shades.low < BAND[0] and BAND[1] < shades.high
-    for x, value in ((left, BAND[0]), (right, BAND[1])):
+    shades = ColourScale.of(np.float32([[1e-3, 1.1e-3]]), FIGURE_KINDS["update_ratio"])
+    assert shades.low < USUAL_RATIOS[0] and USUAL_RATIOS[1] < shades.high
+    for x, value in ((left, USUAL_RATIOS[0]), (right, USUAL_RATIOS[1])):
         share = math.log(value / shades.low) / math.log(shades.high / shades.low)
         assert x == pytest.approx(bar_left + bar_width * share, abs=0.06)
     assert "usual" in words(svg) and "usual" not in words(draw_heat(record([[1e-3]]), "grad_norm"))
@@ -261,23 +261,23 @@ def test_shades_get_lighter_from_little_to_much() -> None:
 @pytest.mark.parametrize("low", [1e-7, 3e-4, 0.9, 1.0, 12.0, 8e8])
 @pytest.mark.parametrize("factor", [1.0, 1.5, 30.0, 1e6])
 def test_scales_hold_their_values_and_have_marks_apart(low: float, factor: float) -> None:
-    shades = Shades.of(np.float32([low, low * factor]), KINDS["grad_norm"])
+    shades = ColourScale.of(np.float32([low, low * factor]), FIGURE_KINDS["grad_norm"])
     assert shades.low <= low * 1.02 and low * factor <= shades.high * 1.02 and shades.high >= 4 * shades.low
-    marks = shades_marks(shades, 210)
-    places = [210 * float(shades.place(mark)) for mark in marks]
+    marks = scale_marks(shades, 210)
+    places = [210 * float(shades.position(mark)) for mark in marks]
     assert marks[0] == shades.low and marks[-1] == shades.high
     assert all(b - a >= 30 for a, b in zip(places, places[1:], strict=False))
 
 
 def test_figures_are_short() -> None:
-    shown = [show_figure(value) for value in (0.0, 0.0123, 3.2e-4, 1e-5, 1.5e6, 1.0, math.inf)]
+    shown = [format_figure(value) for value in (0.0, 0.0123, 3.2e-4, 1e-5, 1.5e6, 1.0, math.inf)]
     assert shown == ["0", "0.0123", "3.2e-4", "1e-5", "1.5e6", "1", "inf"]
 
 
 # Many layers, few steps, odd figures ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("figure", KINDS)
+@pytest.mark.parametrize("figure", FIGURE_KINDS)
 @pytest.mark.parametrize(("count", "steps"), [(64, 255), (65, 255), (1000, 255), (5000, 30)])
 def test_many_layers_share_rows_in_a_small_picture(figure: str, count: int, steps: int) -> None:
     random = np.random.default_rng(count)
@@ -289,8 +289,8 @@ def test_many_layers_share_rows_in_a_small_picture(figure: str, count: int, step
     svg = draw_heat(view, figure, [Change(step, f"change {step}") for step in range(0, steps, 10)])
     box, pixels = cells(svg)
     assert len(svg.encode()) < LIMIT
-    assert len(pixels) <= MOST_ROWS and pixels.shape[1] == steps and box[3] == pytest.approx(HIGHEST, abs=0.1)
-    assert any(word.startswith("a row is the") for word in words(svg)) == (count > MOST_ROWS)
+    assert len(pixels) <= MAX_ROWS and pixels.shape[1] == steps and box[3] == pytest.approx(HIGHEST, abs=0.1)
+    assert any(word.startswith("a row is the") for word in words(svg)) == (count > MAX_ROWS)
     names = [word for word in words(svg) if word.isdecimal() and int(word) < count]
     assert "0" in names and len(tips(svg)) == len(pixels)
 
@@ -344,7 +344,7 @@ def test_extremes_are_told_in_words() -> None:
     assert "Smallest gradient norm 1e-3 in layer 1 · L001, at step 120." in said
 
 
-@pytest.mark.parametrize("figure", KINDS)
+@pytest.mark.parametrize("figure", FIGURE_KINDS)
 @pytest.mark.parametrize(
     "figures",
     [
@@ -373,7 +373,7 @@ def test_any_figures_are_drawn(figure: str, figures: list[list[float | None]]) -
 
 def test_before_the_first_step_and_without_figures_the_picture_says_so() -> None:
     log = StatisticsLog()
-    log.arrange(stack("abc"))
+    log.set_stack(stack("abc"))
     svg = draw_heat(log.view(), "grad_norm")
     assert "no step yet" in words(svg) and description(svg) == "No step yet." and len(images(svg)) == 1
     assert "no influence is known yet" in words(draw_heat(record([[None]]), "influence"))

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from l2l_core import Inside
-from l2l_core.inside import BINS, Depth, Passing, Spread, Written
+from l2l_core.inside import BINS, ActivationStats, Continuation, LayerObservation, LensResult
 from workbench.pictures import Picture, show_attention, show_lens, show_spreads, show_stream, text_html, text_table
-from workbench.pictures.inside import cost_words, drawn_of
+from workbench.pictures.inside_stream import describe_cost, drawn_layers
 from workbench.readings import number_layers
 
 LETTERS: Callable[[Sequence[int]], str] = lambda tokens: "".join(chr(97 + token % 26) for token in tokens)  # noqa: E731
 
 
-def spread(scale: float = 1.0) -> Spread:
+def spread(scale: float = 1.0) -> ActivationStats:
     counts = tuple(range(BINS))
-    return Spread(2000, 0.25 * scale, scale, 1.5 * scale, 0.125, 3, counts, -2 * scale, 2 * scale, 7)
+    return ActivationStats(2000, 0.25 * scale, scale, 1.5 * scale, 0.125, 3, counts, -2 * scale, 2 * scale, 7)
 
 
 def make(layers: int = 3, heads: int = 2, positions: int = 4, **changes: object) -> Inside:
@@ -31,13 +31,13 @@ def make(layers: int = 3, heads: int = 2, positions: int = 4, **changes: object)
     maps = torch.rand(layers, heads, positions, positions, generator=generator).tril()
     maps = maps / maps.sum(-1, keepdim=True)
     passings = tuple(
-        Passing(
+        LayerObservation(
             key, f"h.{i}", 0, i, spread(), spread(1.0 + i), 0.5 / (1 + i), 0.75, torch.rand(positions) + 0.1, (maps[i],)
         )
         for i, key in enumerate(keys)
     )
     depths = tuple(
-        Depth(
+        LensResult(
             i + 1,
             key,
             f"h.{i}",
@@ -48,7 +48,7 @@ def make(layers: int = 3, heads: int = 2, positions: int = 4, **changes: object)
         )
         for i, key in enumerate(keys)
     )
-    written = tuple(Written(i + 1, key, f"h.{i}", (2, 0, 19)) for i, key in enumerate(keys))
+    written = tuple(Continuation(i + 1, key, f"h.{i}", (2, 0, 19)) for i, key in enumerate(keys))
     values = {
         "step": 7,
         "branch": "main",
@@ -124,7 +124,7 @@ def test_attention_shows_the_heads_of_one_layer_and_all_layers() -> None:
 def test_without_attention_the_picture_says_why() -> None:
     seen = make()
     bare = tuple(
-        Passing(one.key, one.name, 0, 0, None, None, None, None, None, (), "this layer calls no attention")
+        LayerObservation(one.key, one.name, 0, 0, None, None, None, None, None, (), "this layer calls no attention")
         for one in seen.passings
     )
     pictures = all_of(make(passings=bare, depths=()))
@@ -154,7 +154,7 @@ def test_the_lens_has_a_token_for_every_position_and_depth() -> None:
 
 def test_a_depth_that_could_not_be_run_is_a_gap_with_a_reason() -> None:
     seen = make()
-    gap = Depth(1, "L000", "h.0", 0, why_not="ValueError: all of <it> would sit out")
+    gap = LensResult(1, "L000", "h.0", 0, why_not="ValueError: all of <it> would sit out")
     picture = all_of(make(depths=(gap, *seen.depths[1:])))["lens"]
     assert "would sit out" in picture.svg and f"1 layer: {gap.why_not}." in picture.table.note
     assert "ValueError" in words(all_of(make(depths=(gap,)))["lens"])
@@ -167,17 +167,19 @@ def test_text_is_shown_as_it_is_and_escaped() -> None:
     assert "<mark>ab</mark>cat" in text_html(seen, numbers, LETTERS)
     assert "<mark> 0 1</mark> 2 0 19" in text_html(seen, numbers, None), "numbers where nobody can decode"
     assert text_table(seen, numbers, LETTERS).rows[2] == ("3 layers, up to 2 · L002", "cat")
-    failed = make(written=(Written(1, "L000", "h.0", (), "ValueError: <no>"),))
+    failed = make(written=(Continuation(1, "L000", "h.0", (), "ValueError: <no>"),))
     assert "ValueError: &lt;no&gt;" in text_html(failed, numbers, LETTERS)
 
 
 def test_what_it_cost_is_said() -> None:
-    assert re.fullmatch(r"took 250 ms for 13 passes of a micro-batch, keeps [\d.]+ kB on the host", cost_words(make()))
+    assert re.fullmatch(
+        r"took 250 ms for 13 passes of a micro-batch, keeps [\d.]+ kB on the host", describe_cost(make())
+    )
 
 
 def test_pictures_stay_small_and_whole_at_any_size() -> None:
     seen = make(layers=200, heads=64, positions=64)
-    assert [one.key for one in drawn_of(seen)][::23] == ["L000", "L199"]
+    assert [one.key for one in drawn_layers(seen)][::23] == ["L000", "L199"]
     for name, picture in all_of(seen).items():
         assert len(picture.svg.encode()) < 60_000, (name, len(picture.svg.encode()))
         ElementTree.fromstring(picture.svg)
@@ -187,8 +189,8 @@ def test_pictures_stay_small_and_whole_at_any_size() -> None:
 def test_figures_that_are_not_finite_break_no_picture() -> None:
     seen = make()
     nan = math.nan
-    wild = Spread(8, nan, nan, nan, 0.0, 8, (), 0.0, 0.0, 0)
-    odd = Passing("L000", "h.0", 0, 0, wild, wild, nan, nan, torch.tensor([nan, 1.0, math.inf, 0.0]))
+    wild = ActivationStats(8, nan, nan, nan, 0.0, 8, (), 0.0, 0.0, 0)
+    odd = LayerObservation("L000", "h.0", 0, 0, wild, wild, nan, nan, torch.tensor([nan, 1.0, math.inf, 0.0]))
     for name, picture in all_of(make(passings=(odd, *seen.passings[1:]))).items():
         ElementTree.fromstring(picture.svg)
         assert "nan" not in re.sub(r"<title>[^<]*</title>", "", picture.svg), name

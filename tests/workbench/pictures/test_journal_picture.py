@@ -6,27 +6,27 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 from typing import Literal
 
-from l2l_core.edits.history import Entry
-from workbench.pictures.journal import MOST, draw_journal, journal_table
+from l2l_core.edits.history import JournalEntry
+from workbench.pictures.edit_journal import MAX_ENTRIES, draw_journal, journal_table
 from workbench.pictures.theme import GREEN, VERMILION
-from workbench.session.journal_state import turns_of
-from workbench.session.judgement import PENDING, Judged, Measured
-from workbench.session.values import Change
+from workbench.session.journal_state import journal_state_of
+from workbench.session.probe_verdict import PENDING, LossChange, ProbeLosses
+from workbench.session.snapshot_values import Change
 
 
 def entry(
     number: int, kind: Literal["edit", "undo", "redo"] = "edit", of: int = -1, what: str = "Drop(layers=3)"
-) -> Entry:
-    return Entry(number, 10 + number, kind, what, of, False, "parked (memory)", 7, -72, -320)
+) -> JournalEntry:
+    return JournalEntry(number, 10 + number, kind, what, of, False, "parked (memory)", 7, -72, -320)
 
 
 def change(number: int, before: list[float], after: list[float]) -> Change:
     """What a session knows of an edit."""
-    judged = Judged(Measured(tuple(before), 0.1), Measured(tuple(after), 0.1))
+    judged = LossChange(ProbeLosses(tuple(before), 0.1), ProbeLosses(tuple(after), 0.1))
     return Change(10 + number, "an edit", entry=number, judged=judged)
 
 
-def lines(journal: list[Entry], changes: list[Change] | None = None) -> list[list[str]]:
+def lines(journal: list[JournalEntry], changes: list[Change] | None = None) -> list[list[str]]:
     """Cells of the drawn table, by line."""
     root = ET.fromstring(draw_journal(journal, changes or []))
     return [["".join(cell.itertext()) for cell in row] for row in root.iter("tr")][1:]
@@ -34,9 +34,9 @@ def lines(journal: list[Entry], changes: list[Change] | None = None) -> list[lis
 
 def test_edits_that_are_in_force_and_those_that_a_redo_brings_back() -> None:
     journal = [entry(0), entry(1), entry(2, "undo", 1), entry(3, "undo", 0), entry(4, "redo", 0)]
-    turns = turns_of(journal)
+    turns = journal_state_of(journal)
     assert [e.number for e in turns.in_force] == [0] and [e.number for e in turns.undone] == [1]
-    turns = turns_of([*journal, entry(5)])
+    turns = journal_state_of([*journal, entry(5)])
     assert [e.number for e in turns.in_force] == [0, 5] and turns.undone == ()
 
 
@@ -88,11 +88,11 @@ def test_what_people_name_is_escaped() -> None:
 
 
 def test_a_long_journal_is_cut_and_says_so() -> None:
-    journal = [entry(i) for i in range(3 * MOST)]
-    changes = [change(i, [1.2345, 2.3456, 1.7], [1.3456, 2.5, 1.9]) for i in range(3 * MOST)]
+    journal = [entry(i) for i in range(3 * MAX_ENTRIES)]
+    changes = [change(i, [1.2345, 2.3456, 1.7], [1.3456, 2.5, 1.9]) for i in range(3 * MAX_ENTRIES)]
     shown = lines(journal, changes)
-    assert len(shown) == MOST + 1 and shown[0][0] == str(3 * MOST - 1)
-    assert shown[-1] == [f"… {2 * MOST} earlier"]
+    assert len(shown) == MAX_ENTRIES + 1 and shown[0][0] == str(3 * MAX_ENTRIES - 1)
+    assert shown[-1] == [f"… {2 * MAX_ENTRIES} earlier"]
     assert len(draw_journal(journal, changes)) < 60_000
 
 

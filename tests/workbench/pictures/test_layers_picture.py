@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from workbench.pictures.layers import BAND, STYLE, draw_layers, layers_table
-from workbench.session.values import LayerRow
+from workbench.pictures.stack_table import STYLE, USUAL_RATIOS, draw_layers, layers_table
+from workbench.session.snapshot_values import LayerRow
 
 
 def layer(
@@ -90,7 +90,7 @@ def test_bars_are_logarithmic_over_the_layers() -> None:
 def test_the_band_holds_a_thousandth() -> None:
     html = draw_layers([layer(0, ratio=1e-3)])
     low, high = re.findall(r'<b style="left:(\d+)%;right:(\d+)%', html)[0]
-    assert BAND[0] < 1e-3 < BAND[1]
+    assert USUAL_RATIOS[0] < 1e-3 < USUAL_RATIOS[1]
     assert float(low) < bars(html)[1] < 100 - float(high)
 
 

@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from workbench.pictures.loss import BOTTOM, LEFT, RIGHT, TOP, draw_loss, loss_table
+from workbench.pictures.loss_chart import BOTTOM, LEFT, RIGHT, TOP, draw_loss, loss_table
 from workbench.pictures.scale import ticks
-from workbench.session.values import Change, StepRow
+from workbench.session.snapshot_values import Change, StepRow
 
 LIMIT = 60_000
 

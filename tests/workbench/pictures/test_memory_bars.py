@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 
 from l2l_core.trace.events import CATEGORIES
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace.formatting import format_bytes
 from workbench.pictures.memory_bars import LEFT, RIGHT, draw_memory_bars, show_memory_bars
 from workbench.pictures.theme import category_colour
 

@@ -5,9 +5,9 @@ import re
 import pytest
 
 from l2l_core import Trace
-from l2l_core.trace import Event, Failed, MemorySample
+from l2l_core.trace import Event, MemorySample, StepFailure
 from workbench.pictures import common_span_s, draw_memory, memory_table, show_memory, show_relay, show_timeline
-from workbench.pictures.memory import DEVICE
+from workbench.pictures.memory_chart import DEVICE
 from workbench.readings import Columns
 
 BUDGET = 1000
@@ -19,7 +19,7 @@ def failed_step(asked: int = 300, t_s: float = 2.0) -> Trace:
     samples = [MemorySample(i + 0.9, "device", {"weights": 400, "activations": 100 * (i + 1)}) for i in range(2)]
     trace = Trace.of(events, samples, step=6, settings={"memory_bytes": BUDGET})
     missing = max(0, 900 + asked - BUDGET)
-    trace.fail(Failed(t_s, "DeviceOutOfMemory", asked, "activations for <L002>", 900, missing), held)
+    trace.mark_failed(StepFailure(t_s, "DeviceOutOfMemory", asked, "activations for <L002>", 900, missing), held)
     return trace
 
 
@@ -64,7 +64,7 @@ def test_tables_and_other_pictures_say_that_the_step_failed() -> None:
 
 def test_a_step_that_failed_otherwise_has_no_mark() -> None:
     trace = failed_step()
-    trace.failed = Failed(2.0, "ValueError")
+    trace.failed = StepFailure(2.0, "ValueError")
     svg = show_memory(trace).svg
     assert "✕ failed at 2 s" in svg and "ValueError" in svg and "too much" not in svg
 

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig, Trace
-from l2l_core.simulator.formula import Machine, Shapes
+from l2l_core.simulator.cost_formula import Machine, Shapes
 from l2l_core.simulator.profile import Profile
-from l2l_core.simulator.simulate import simulate
+from l2l_core.simulator.simulation import simulate
 from l2l_core.trace.events import CATEGORIES, LANES, Event, MemorySample
-from l2l_core.trace.words import format_bytes
-from workbench.pictures.memory import DEVICE, HOST, draw_memory, memory_table, show_memory
+from l2l_core.trace.formatting import format_bytes
+from workbench.pictures.memory_chart import DEVICE, HOST, draw_memory, memory_table, show_memory
 from workbench.pictures.theme import category_colour
-from workbench.readings.columns import Columns
-from workbench.readings.memory_levels import Levels
+from workbench.readings.memory_levels import MemoryLevels
+from workbench.readings.trace_columns import Columns
 
 LIMIT = 60_000
 
@@ -139,7 +139,7 @@ def _squares(outputs: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) ->
 def test_a_microsecond_in_a_minute_is_not_lost_and_the_picture_stays_small() -> None:
     columns = big()
     svg = draw_memory(columns, top_bytes=2e10, budget_bytes=15 * 10**9, in_core_bytes=10**12)
-    peak = int(columns.sample_bytes[columns.at("device")].sum(axis=1).max())
+    peak = int(columns.sample_bytes[columns.samples_at("device")].sum(axis=1).max())
     assert peak > 10**10 and abs(drawn_bytes(svg, 2e10) - peak) <= 2e10 / (DEVICE.bottom - DEVICE.top) / 2
     assert len(svg) < LIMIT
     assert len(draw_memory(columns, before=columns, now_s=30.0, top_bytes=2e10)) < LIMIT
@@ -158,9 +158,9 @@ def test_every_column_has_the_categories_of_its_highest_moment() -> None:
     rng = np.random.default_rng(1)
     t_s = np.sort(rng.uniform(0, 10, 500))
     nbytes = rng.integers(0, 1000, (500, len(CATEGORIES)))
-    levels = Levels(t_s, nbytes, nbytes.sum(axis=1), t_s)
+    levels = MemoryLevels(t_s, nbytes, nbytes.sum(axis=1), t_s)
     edges = np.linspace(0, 10, 38)
-    drawn = levels.at(edges)
+    drawn = levels.column_maxima(edges)
     for i, (a, b) in enumerate(zip(edges, edges[1:], strict=False)):
         inside = [j for j in range(500) if a <= t_s[j] < b or (t_s[j] <= a and (j == 499 or t_s[j + 1] > a))]
         expected = nbytes[max(inside, key=lambda j: (levels.totals[j], -j))] if inside else np.zeros(len(CATEGORIES))
@@ -170,8 +170,8 @@ def test_every_column_has_the_categories_of_its_highest_moment() -> None:
 def test_the_highest_sample_covers_its_event() -> None:
     """The relay samples at an event's end; the picture shows the bytes over the event, not a spike behind it."""
     columns = Columns.of(step(layers=1, micro_batches=1, event_s=1.0))
-    levels = Levels.of(columns, "device", columns.on("compute"))
-    shown = levels.at(np.array([0.1, 0.9, 0.95, 1.1, 1.9])).sum(axis=1)
+    levels = MemoryLevels.of(columns, "device", columns.events_on("compute"))
+    shown = levels.column_maxima(np.array([0.1, 0.9, 0.95, 1.1, 1.9])).sum(axis=1)
     assert list(shown) == [6000, 6000, 6110, 6110]
 
 

@@ -7,11 +7,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from workbench.pictures.race import AXES, BARS, MOST, TREE, Axis, draw_race, race_table, show_race
-from workbench.pictures.steps import LEFT, RIGHT
-from workbench.session.judgement import Measured
-from workbench.session.race_values import Race, Racer
-from workbench.session.values import Change, StepRow
+from workbench.pictures.race_chart import AXES, BARS, MAX_RACERS, TREE, Axis, draw_race, race_table, show_race
+from workbench.pictures.step_axis import LEFT, RIGHT
+from workbench.session.probe_verdict import ProbeLosses
+from workbench.session.race_result import Race, Racer
+from workbench.session.snapshot_values import Change, StepRow
 
 LIMIT = 60_000
 
@@ -19,7 +19,7 @@ LIMIT = 60_000
 def racer(name: str, count: int, flop: int, seconds: float, peak: int, probe: Sequence[float], **more: object) -> Racer:
     losses = [2 + 1 / (i + 1) + 0.1 * math.sin(7 * i) for i in range(count)]
     steps = [StepRow(i + 3, loss, seconds, 6, peak, 1, 1, 0.5, name) for i, loss in enumerate(losses)]
-    told = tuple((round(i * count / (len(probe) - 1)), Measured((p, p + 0.5), 0.1)) for i, p in enumerate(probe))
+    told = tuple((round(i * count / (len(probe) - 1)), ProbeLosses((p, p + 0.5), 0.1)) for i, p in enumerate(probe))
     return Racer(name, 2, 4, steps, [flop] * count, told, **more)  # type: ignore[arg-type]
 
 
@@ -99,14 +99,14 @@ def test_before_the_first_step_there_is_a_picture_too() -> None:
 
 def test_losses_that_are_not_finite_are_left_out() -> None:
     steps = [StepRow(i, loss, 1.0, 1, 1, 1, 1, 1.0) for i, loss in enumerate((1.0, math.nan, math.inf, 2.0))]
-    broken = Racer("a", 0, 3, steps, [1] * 4, ((4, Measured((math.nan,), 0.0)),))
+    broken = Racer("a", 0, 3, steps, [1] * 4, ((4, ProbeLosses((math.nan,), 0.0)),))
     svg = draw_race(Race(4, [broken, main(4)]))
     assert "nan" not in svg and "inf" not in svg
 
 
 @pytest.mark.parametrize("axis", AXES)
 def test_a_long_race_of_many_branches_is_a_small_picture(axis: Axis) -> None:
-    many = [racer(f"branch {i}", 20_000, 1 + i, 0.1 + i, 10, (1.0, 2.0)) for i in range(MOST + 4)]
+    many = [racer(f"branch {i}", 20_000, 1 + i, 0.1 + i, 10, (1.0, 2.0)) for i in range(MAX_RACERS + 4)]
     assert len(draw_race(Race(20_000, many), axis)) < LIMIT
 
 

@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 import pytest
 
 from l2l_core import EmulatedDevice, Event, Machine, Profile, RelayConfig, Shapes, Trace, simulate
-from workbench.pictures.relay import draw_relay, relay_table, show_relay
-from workbench.pictures.shelf import Grid
-from workbench.readings.moment import Moment, Slot, Travel, Work
-from workbench.readings.moments import Moments
+from workbench.pictures.eps_box import CellGrid
+from workbench.pictures.relay_picture import draw_relay, relay_table, show_relay
+from workbench.readings.state_timeline import StateTimeline
+from workbench.readings.step_state import LaneActivity, PushState, SlotState, StepState
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 
@@ -41,37 +41,37 @@ def keys_of(depth: int) -> list[str]:
     return [f"L{i:03d}" for i in range(depth)]
 
 
-def busy(keys: list[str]) -> Moment:
+def busy(keys: list[str]) -> StepState:
     """All lanes at work in mid-backward, by hand."""
-    return Moment(
-        i=142,
-        count=528,
+    return StepState(
+        event=142,
+        num_events=528,
         t_s=0.214,
         phase="backward",
         lanes={
-            "compute": Work("backward", keys[2], 2, 0, 0.5),
-            "h2d": Work("load", keys[1], -1, 50_000, 0.62),
-            "d2h": Work("push", keys[3], -1, 40_000, 0.25),
-            "eps": Work("update", keys[4], -1, 0, 0.5),
+            "compute": LaneActivity("backward", keys[2], 2, 0, 0.5),
+            "h2d": LaneActivity("load", keys[1], -1, 50_000, 0.62),
+            "d2h": LaneActivity("push", keys[3], -1, 40_000, 0.25),
+            "eps": LaneActivity("update", keys[4], -1, 0, 0.5),
         },
-        slots=(Slot(keys[2]), Slot(keys[1], 0.62)),
+        slots=(SlotState(keys[2]), SlotState(keys[1], 0.62)),
         layer=keys[2],
         k=2,
         micro_batches=8,
         kind="backward",
-        adding=keys[2],
-        leaving=(Travel(keys[3], 0.25),),
+        accumulating=keys[2],
+        pushing=(PushState(keys[3], 0.25),),
         eps_layer=keys[4],
         eps_kind="update",
         updated=(keys[5],),
-        stashed=24,
+        num_stashed=24,
         stash="host",
         device={"weights": 1_000_000, "stash": 20_000},
         host={"weights": 6_000_000, "stash": 400_000},
         device_peak_bytes=1_500_000,
         stash_peak_bytes=800_000,
         line=8,
-        beside=((6, "h2d"), (9, "d2h"), (10, "eps")),
+        other_lines=((6, "h2d"), (9, "d2h"), (10, "eps")),
     )
 
 
@@ -87,14 +87,19 @@ def test_a_busy_moment_says_everything() -> None:
 @pytest.mark.parametrize("depth, ahead", [(1, 0), (3, 0), (12, 3), (24, 1), (96, 1), (384, 5), (1000, 1), (1000, 30)])
 def test_any_depth_is_well_formed_and_small(depth: int, ahead: int) -> None:
     trace = step(depth, 2, ahead)
-    moments = Moments.of(trace)
+    moments = StateTimeline.of(trace)
     names = {key: f"model.decoder.layers.{key}.with.a.long.name" for key in moments.keys}
     versions = dict.fromkeys(moments.keys, 12345)
-    everywhere = [0, 1, moments.count // 3, moments.telling(), moments.count - 1]
+    everywhere = [0, 1, moments.count // 3, moments.busiest_event(), moments.count - 1]
     for i in everywhere:
         for frozen in ((), moments.keys[: depth // 2], moments.keys):
             drawn = draw_relay(
-                moments.at(i), moments.keys, names=names, versions=versions, frozen=frozen, budget_bytes=64_000_000
+                moments.at_event(i),
+                moments.keys,
+                names=names,
+                versions=versions,
+                frozen=frozen,
+                budget_bytes=64_000_000,
             )
             ElementTree.fromstring(drawn)
             assert len(drawn.encode()) < 60_000
@@ -113,14 +118,14 @@ def test_states_that_alternate_stay_small() -> None:
 
 @pytest.mark.parametrize("depth", [3, 12, 24, 32, 96])
 def test_every_layer_has_its_number(depth: int) -> None:
-    moments = Moments.of(step(depth))
-    words = words_of(draw_relay(moments.at(moments.telling()), moments.keys))
+    moments = StateTimeline.of(step(depth))
+    words = words_of(draw_relay(moments.at_event(moments.busiest_event()), moments.keys))
     assert {str(i) for i in range(depth)} <= set(words)
 
 
 def test_cells_follow_the_order_of_the_stack() -> None:
     keys = ["L003", "L000", "L007"]
-    drawn = draw_relay(Moment(), keys)
+    drawn = draw_relay(StepState(), keys)
     assert [word for word in words_of(drawn) if word in ("0", "1", "2", "3", "7")] == ["0", "1", "2"]
     tips = [e.text for e in ElementTree.fromstring(drawn).iter(f"{NAMESPACE}title") if "·" in (e.text or "")]
     assert tips == ["0 · L003", "1 · L000", "2 · L007"]
@@ -128,7 +133,7 @@ def test_cells_follow_the_order_of_the_stack() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 8, 9, 32, 33, 100, 1000])
 def test_cells_lie_side_by_side_in_their_box(depth: int) -> None:
-    grid = Grid(depth, 20, 40, 300, 170)
+    grid = CellGrid(depth, 20, 40, 300, 170)
     places = [tuple(map(float, re.findall(r"-?[\d.]+", grid.boxes([i])))) for i in range(depth)]
     assert len({place[:2] for place in places}) == depth
     for x, y, wide, high, _ in places:
@@ -137,10 +142,10 @@ def test_cells_lie_side_by_side_in_their_box(depth: int) -> None:
 
 
 def test_nothing_moves_while_states_change() -> None:
-    moments = Moments.of(step(24))
+    moments = StateTimeline.of(step(24))
     places = set()
     for i in range(0, moments.count, 7):
-        root = ElementTree.fromstring(draw_relay(moments.at(i), moments.keys))
+        root = ElementTree.fromstring(draw_relay(moments.at_event(i), moments.keys))
         texts = [e for e in root.iter(f"{NAMESPACE}text")]
         numbers = tuple((e.get("x"), e.get("y")) for e in texts if e.get("font-size") == "11.9" or e.text == "memory")
         cards = tuple((e.get("x"), e.get("width")) for e in root.iter(f"{NAMESPACE}rect") if e.get("class") == "card")
@@ -160,9 +165,9 @@ def test_what_users_name_is_escaped() -> None:
 
 def test_the_same_moment_is_the_same_string() -> None:
     trace = step(12)
-    first, second = Moments.of(trace), Moments.of(trace)
-    i = first.telling()
-    assert draw_relay(first.at(i), first.keys) == draw_relay(second.at(i), second.keys)
+    first, second = StateTimeline.of(trace), StateTimeline.of(trace)
+    i = first.busiest_event()
+    assert draw_relay(first.at_event(i), first.keys) == draw_relay(second.at_event(i), second.keys)
 
 
 def test_the_line_of_the_algorithm_stands_out() -> None:
@@ -196,12 +201,12 @@ def test_between_steps_all_layers_rest() -> None:
     assert words.count("empty") >= 2 and "at rest" in words
     assert not any(word.startswith(("back k", "updates 4", "load 1", "push 3", "event")) for word in words)
     assert any("6 layers rest in the EPS" in word for word in words)
-    assert words_of(draw_relay(Moment(), [])) and "no step" in relay_table(Moment(), []).title
+    assert words_of(draw_relay(StepState(), [])) and "no step" in relay_table(StepState(), []).title
 
 
 def test_more_slots_than_there_is_room_for_are_counted() -> None:
     keys = keys_of(20)
-    moment = replace(busy(keys), slots=tuple(Slot(key) for key in keys[:12]))
+    moment = replace(busy(keys), slots=tuple(SlotState(key) for key in keys[:12]))
     assert "and 4 more" in words_of(draw_relay(moment, keys))
 
 

@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from workbench.pictures.roofline import BOTTOM, TOP, Point, show_roofline
+from workbench.pictures.roofline_chart import BOTTOM, TOP, RooflinePoint, show_roofline
 
 SVG = "{http://www.w3.org/2000/svg}"
-POINTS = [Point("K = 1", 10, 90.0), Point("K = <4>", 40, 380.0), Point("K = 100", 1000, 450.0)]
+POINTS = [RooflinePoint("K = 1", 10, 90.0), RooflinePoint("K = <4>", 40, 380.0), RooflinePoint("K = 100", 1000, 450.0)]
 
 
 def drawn(flops_per_s: float = 500.0, bytes_per_s: float = 10.0) -> tuple[list[tuple[float, float]], list[tuple]]:
@@ -54,7 +54,7 @@ def test_names_are_escaped_and_the_picture_is_a_value() -> None:
     [
         ((0.0, 10.0, POINTS), "flops_per_s=0.0"),
         ((500.0, math.inf, POINTS), "bytes_per_s=inf"),
-        ((500.0, 10.0, [Point("a", 1.0, -1.0)]), "flops_per_s of a=-1.0"),
+        ((500.0, 10.0, [RooflinePoint("a", 1.0, -1.0)]), "flops_per_s of a=-1.0"),
         ((500.0, 10.0, []), "at least one"),
     ],
 )

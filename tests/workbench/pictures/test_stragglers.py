@@ -4,9 +4,9 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 from l2l_core import Event, Trace, Traces
-from l2l_core.trace import Worker
+from l2l_core.trace import WorkerInfo
 from workbench.pictures import (
-    MOST_STEPS,
+    MAX_STEPS,
     VERMILION,
     StepWaits,
     show_stragglers,
@@ -27,7 +27,7 @@ def traces(late_s: float, step: int = 4) -> Traces:
     waited = (late_s, 0.0)
     return Traces(
         [
-            Trace.of(events, [], step=step, worker=Worker(rank, 2, 10.0, waited[rank], 1))
+            Trace.of(events, [], step=step, worker=WorkerInfo(rank, 2, 10.0, waited[rank], 1))
             for rank, events in enumerate((first, second))
         ]
     )
@@ -72,10 +72,10 @@ def test_over_steps_there_is_a_bar_for_every_worker_and_step_in_which_it_waited(
 
 
 def test_only_the_last_steps_are_shown() -> None:
-    steps = [StepWaits.of(traces(1.0, step)) for step in range(MOST_STEPS + 5)]
+    steps = [StepWaits.of(traces(1.0, step)) for step in range(MAX_STEPS + 5)]
     shown = show_waits(steps)
-    assert shown.table.title == f"Who waited for whom in steps 6 to {MOST_STEPS + 5}"
-    assert shown.svg.count(f'fill="{VERMILION}"') == MOST_STEPS and len(shown.svg) < 60_000
+    assert shown.table.title == f"Who waited for whom in steps 6 to {MAX_STEPS + 5}"
+    assert shown.svg.count(f'fill="{VERMILION}"') == MAX_STEPS and len(shown.svg) < 60_000
 
 
 def test_a_timeline_has_the_lanes_of_the_network_with_what_was_waited_for() -> None:

@@ -31,9 +31,9 @@ from l2l_core import (
     Unfreeze,
 )
 from l2l_core.trace import format_bytes
-from workbench.pictures.terminal import ALL_UP_TO, ENDS, LEVELS, print_view, readable, sparkline, text_view
+from workbench.pictures.terminal_view import ALL_UP_TO, ENDS, LEVELS, encodable, print_view, sparkline, text_view
 from workbench.session import Session, Snapshot
-from workbench.session.edit_words import _SAY, edit_words
+from workbench.session.edit_text import _DESCRIBERS, describe_edit
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = [path for room in ("l2l_core", "workbench") for path in sorted((ROOT / room).rglob("*.py"))]
@@ -77,8 +77,8 @@ def test_where_only_ascii_can_be_written_every_letter_stays_one_letter(now: Snap
     wide, narrow = text_view(now), text_view(now, encoding="ascii")
     assert narrow.isascii() and not wide.isascii() and "?" not in narrow
     assert [len(line) for line in narrow.splitlines()] == [len(line) for line in wide.splitlines()]
-    assert readable("Größe ▁█", "latin-1") == "Gr??e _#" and readable("Größe", "latin-1") == "Größe"
-    assert readable("·", "no such encoding") == "|"
+    assert encodable("Größe ▁█", "latin-1") == "Gr??e _#" and encodable("Größe", "latin-1") == "Größe"
+    assert encodable("·", "no such encoding") == "|"
 
 
 def test_signs_of_edits_have_a_letter_of_ascii_each(now: Snapshot) -> None:
@@ -95,9 +95,9 @@ def test_signs_of_edits_have_a_letter_of_ascii_each(now: Snapshot) -> None:
         Unfreeze(2),
         Delink(slice(1, 3)),
     ]
-    assert {type(edit).__name__ for edit in edits} == set(_SAY), "one of every kind"
+    assert {type(edit).__name__ for edit in edits} == set(_DESCRIBERS), "one of every kind"
     numbers = {layer.key: i for i, layer in enumerate(now.layers)}
-    said = text_view(replace(now, queued=[edit_words(edit, numbers) for edit in edits]), encoding="ascii")
+    said = text_view(replace(now, queued=[describe_edit(edit, numbers) for edit in edits]), encoding="ascii")
     waiting = " ".join(said[said.index("Waiting: ") : said.index("\nStep 6")].split())
     assert said.isascii() and "?" not in waiting
     assert "; - 1-3 | L001-L003; 3 ~ 4; " in waiting and "1 | L001 < 50 % 2 | L002" in waiting
@@ -106,7 +106,7 @@ def test_signs_of_edits_have_a_letter_of_ascii_each(now: Snapshot) -> None:
 def test_every_sign_that_the_workbench_writes_has_a_letter_of_ascii() -> None:
     signs = {sign: path for path in SOURCES for words in texts_in(path) for sign in words if not sign.isascii()}
     assert {"−", "⇄", "←", "▲", "⑂", "✱"} <= signs.keys()
-    assert {sign: path.name for sign, path in signs.items() if readable(sign, "ascii") == "?"} == {}
+    assert {sign: path.name for sign, path in signs.items() if encodable(sign, "ascii") == "?"} == {}
 
 
 def texts_in(path: Path) -> Iterator[str]:

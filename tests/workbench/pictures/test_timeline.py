@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from l2l_core import Machine, Profile, RelayConfig, Shapes, simulate
-from l2l_core.analysis.phases import cuts_of
+from l2l_core.analysis.phases import split_phases
 from l2l_core.trace.events import LANES, Event
 from l2l_core.trace.trace import Trace
-from workbench.pictures.timeline import draw_timeline, show_timeline, timeline_summary, timeline_table
+from workbench.pictures.timeline_chart import draw_timeline, show_timeline, summarize_timeline, timeline_table
 from workbench.readings.bars import Bars, make_bars
-from workbench.readings.busy import phases_of
-from workbench.readings.columns import Columns
+from workbench.readings.lane_usage import find_phases
+from workbench.readings.trace_columns import Columns
 
 SVG = "{http://www.w3.org/2000/svg}"
 LEFT, WIDE = 96, 848  # px
@@ -121,7 +121,7 @@ def drawn_boxes(root: ElementTree.Element) -> list[tuple[float, float, float, fl
 
 @traces
 def test_the_summary_says_what_the_trace_says(trace: Trace) -> None:
-    summary = timeline_summary(Columns.of(trace))
+    summary = summarize_timeline(Columns.of(trace))
     assert summary.span_s == pytest.approx(trace.span_s, abs=1e-12)
     assert summary.overlap == pytest.approx(trace.overlap(), abs=1e-9)
     for lane in LANES:
@@ -134,13 +134,13 @@ def test_phases_are_those_of_the_core(trace: Trace) -> None:
     events = trace.events
     for count in {len(events), len(events) // 2, len(events) // 5, 3}:  # also of a step under way
         part = Trace.of(events[:count], [])
-        assert phases_of(Columns.of(part)) == list(cuts_of(part.lanes))
+        assert find_phases(Columns.of(part)) == list(split_phases(part.lanes))
 
 
 def test_hidden_work_is_exposed_for_exactly_no_time() -> None:
     third = 1 / 3
     trace = hand_made(("compute", "forward", 0, third, "L000"), ("h2d", "load", 0.1, third, "L001"))
-    assert timeline_summary(Columns.of(trace)).exposed_s["h2d"] == 0.0
+    assert summarize_timeline(Columns.of(trace)).exposed_s["h2d"] == 0.0
     assert "0 ms" in words(parse(draw_timeline(Columns.of(trace))))
 
 
@@ -212,10 +212,10 @@ def test_a_gap_stays_a_gap() -> None:
 
 def test_a_large_step_is_a_small_picture_of_few_elements() -> None:
     trace = TRACES["huge"]
-    assert len(trace.since(0)[0]) > 130_000
+    assert len(trace.events_since(0)[0]) > 130_000
     columns = Columns.of(trace)
     for picture in (
-        draw_timeline(columns, said=[str(bound) for bound in TRACES["stash on the host"].bound_by()]),
+        draw_timeline(columns, sentences=[str(bound) for bound in TRACES["stash on the host"].bound_by()]),
         draw_timeline(columns, before=columns, now_s=columns.end_s / 2),
     ):
         root = parse(picture)
@@ -237,7 +237,7 @@ def test_the_size_has_a_limit_when_every_column_differs() -> None:
         for i, (start_s, stop_s) in enumerate(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)):
             events.append(Event(lane, kinds.split()[i % 2], start_s, stop_s, f"L{i % 97:03d}", visit=i))
     columns = Columns.of(Trace.of(events, []))
-    parse(draw_timeline(columns, span_s=1.0, said=["forward: " + "x" * 1_000] * 4))
+    parse(draw_timeline(columns, span_s=1.0, sentences=["forward: " + "x" * 1_000] * 4))
     parse(draw_timeline(columns, span_s=1.0, before=columns, now_s=0.5))
 
 
@@ -291,7 +291,7 @@ def test_the_legend_names_the_kinds_that_are_there() -> None:
 
 def test_names_kinds_and_sentences_are_escaped() -> None:
     trace = hand_made(("compute", "<odd & new>", 0, 1, "L000"), ("compute", "forward", 1, 2, "<script>&'\""))
-    picture = draw_timeline(Columns.of(trace), keys=["L000", "<script>&'\""], said=["forward: a < b & c"])
+    picture = draw_timeline(Columns.of(trace), keys=["L000", "<script>&'\""], sentences=["forward: a < b & c"])
     root = parse(picture)
     assert "<script>" not in picture and "<odd" not in picture
     assert "<odd & new>" in words(root) and "a < b & c" in words(root)
@@ -316,7 +316,7 @@ def test_sentences_are_at_fixed_places_and_cut_after_two_lines() -> None:
     def at(said: Sequence[str]) -> dict[str, str]:
         return {
             element.text or "": element.get("y", "")
-            for element in parse(draw_timeline(columns, said=said)).iter(f"{SVG}text")
+            for element in parse(draw_timeline(columns, sentences=said)).iter(f"{SVG}text")
         }
 
     assert at(tail)["t"] == at(all_of_them)["t"]
@@ -326,8 +326,8 @@ def test_sentences_are_at_fixed_places_and_cut_after_two_lines() -> None:
     def height(picture: str) -> float:
         return float(parse(picture).get("viewBox", "").split()[3])
 
-    assert height(draw_timeline(columns, said=tail)) == height(draw_timeline(columns, said=all_of_them))
-    assert height(draw_timeline(columns)) < height(draw_timeline(columns, said=tail))
+    assert height(draw_timeline(columns, sentences=tail)) == height(draw_timeline(columns, sentences=all_of_them))
+    assert height(draw_timeline(columns)) < height(draw_timeline(columns, sentences=tail))
 
 
 # -- sweep -----------------------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_events_beyond_the_end_of_the_axis_are_cut_off() -> None:
 
 @traces
 def test_the_same_trace_gives_the_same_picture(trace: Trace) -> None:
-    again = Trace.of(trace.since(0)[0], [])
+    again = Trace.of(trace.events_since(0)[0], [])
     assert draw_timeline(Columns.of(trace)) == draw_timeline(Columns.of(again))
 
 

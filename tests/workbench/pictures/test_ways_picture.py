@@ -7,15 +7,22 @@ from xml.etree import ElementTree
 import pytest
 from some_ways import ROWS, recomputing
 
-from l2l_core.strategies import Row, Table
-from workbench.pictures.way import CHART, LANE, LEFT, RIGHT, TOP, show_way, way_table
-from workbench.pictures.ways import BOTTOM, best_way, draw_ways, show_ways, ways_html, ways_table
-from workbench.pictures.ways import LEFT as FIRST
-from workbench.pictures.ways import RIGHT as LAST
-from workbench.pictures.ways import TOP as UPPER
+from l2l_core.strategies import StrategyResult, StrategyTable
+from workbench.pictures.strategy_comparison import (
+    BOTTOM,
+    best_strategy,
+    draw_strategies,
+    show_strategies,
+    strategies_html,
+    strategies_table,
+)
+from workbench.pictures.strategy_comparison import LEFT as FIRST
+from workbench.pictures.strategy_comparison import RIGHT as LAST
+from workbench.pictures.strategy_comparison import TOP as UPPER
+from workbench.pictures.strategy_timeline import CHART, LANE, LEFT, RIGHT, TOP, show_strategy, strategy_table
 
 LIMIT = 60_000
-TABLE = Table(ROWS, 6_000_000)
+TABLE = StrategyTable(ROWS, 6_000_000)
 
 
 def marks(svg: str) -> dict[int, tuple[float, float, str]]:
@@ -33,7 +40,7 @@ def words(svg: str) -> list[str]:
 
 
 def test_a_mark_lies_where_its_row_says_and_tells_its_cells() -> None:
-    picture = show_ways(TABLE)
+    picture = show_strategies(TABLE)
     found = marks(picture.svg)
     assert found.keys() == {0, 1, 2, 4}, "a way without a step has no mark"
     xs = {i: (row.peak_device_bytes, found[i][0]) for i, row in enumerate(ROWS) if i in found}
@@ -50,11 +57,11 @@ def test_a_mark_lies_where_its_row_says_and_tells_its_cells() -> None:
 
 
 def test_the_table_and_its_page_say_the_same_and_keep_measured_and_simulated_apart() -> None:
-    (rows, note), html = (ways_table(TABLE).rows, ways_table(TABLE).note), ways_html(TABLE, chosen=1)
+    (rows, note), html = (strategies_table(TABLE).rows, strategies_table(TABLE).note), strategies_html(TABLE, chosen=1)
     assert rows[0] == ("Plain", "9 MB", "–", "4", "10 ms", "front, does not fit")
     assert rows[1] == ("Full <b>", "3 MB", "–", "8", "16 ms", "front")
     assert rows[2][-1] == "" and rows[3] == ("Rotor", "–", "–", "–", "–", "no plan") and ROWS[3].why in note
-    assert "<b>" not in html and "<b>" not in draw_ways(TABLE)
+    assert "<b>" not in html and "<b>" not in draw_strategies(TABLE)
     for i, row in enumerate(rows):
         (body,) = re.findall(rf'<tr data-key="way-{i}"[^>]*>(.*?)</tr>', html)
         cells = re.findall(r"<td[^>]*>(.*?)</td>", body)
@@ -64,7 +71,7 @@ def test_the_table_and_its_page_say_the_same_and_keep_measured_and_simulated_apa
 
 
 def test_the_front_goes_through_what_no_other_beats() -> None:
-    svg = draw_ways(TABLE)
+    svg = draw_strategies(TABLE)
     (x4, y4, _), (x1, y1, _), (x0, y0, _) = (marks(svg)[i] for i in (4, 1, 0))
     stairs = f"M{x4:.1f} {UPPER}V{y4:.1f}H{x1:.1f}V{y1:.1f}H{x0:.1f}V{y0:.1f}H{LAST}"
     assert f'd="{stairs}"' in svg
@@ -73,22 +80,24 @@ def test_the_front_goes_through_what_no_other_beats() -> None:
 
 @pytest.mark.parametrize(("budget", "best"), [(None, 0), (6_000_000, 1), (2_500_000, 4), (1_000, 4), (10**12, 0)])
 def test_the_best_way_is_the_fastest_that_fits_or_the_smallest(budget: int | None, best: int) -> None:
-    table = Table(ROWS, budget)
-    assert best_way(table) == best and ROWS[best].name in ways_table(table).note
-    assert ("None of these ways fits" in ways_table(table).note) == (budget == 1_000)
-    svg = draw_ways(table, best)
+    table = StrategyTable(ROWS, budget)
+    assert best_strategy(table) == best and ROWS[best].name in strategies_table(table).note
+    assert ("None of these ways fits" in strategies_table(table).note) == (budget == 1_000)
+    svg = draw_strategies(table, best)
     assert len(svg) < LIMIT and all(FIRST - 1 < x < LAST + 1 for x, _, _ in marks(svg).values())
     assert ("far above" in svg) == (budget == 10**12)
 
 
 def test_a_table_without_a_step_is_still_a_picture() -> None:
-    table = Table([ROWS[3]], 5)
-    assert best_way(table) is None and "no way has a step" in words(draw_ways(table))
+    table = StrategyTable([ROWS[3]], 5)
+    assert best_strategy(table) is None and "no way has a step" in words(draw_strategies(table))
 
 
 def test_labels_of_ways_that_need_about_the_same_do_not_meet() -> None:
-    rows = [Row(f"way of length {i}", 10**6 + i, 0, 4, 0.01 + 1e-9 * i) for i in range(9)]
-    root = ElementTree.fromstring(draw_ways(Table([*rows, Row("other", 2 * 10**6, 0, 4, 0.1)])))
+    rows = [StrategyResult(f"way of length {i}", 10**6 + i, 0, 4, 0.01 + 1e-9 * i) for i in range(9)]
+    root = ElementTree.fromstring(
+        draw_strategies(StrategyTable([*rows, StrategyResult("other", 2 * 10**6, 0, 4, 0.1)]))
+    )
     texts = [e for e in root.iter() if e.tag.endswith("}text") and "way of" in "".join(e.itertext())]
     ys = sorted(float(e.attrib["y"]) for e in texts if float(e.attrib["x"]) == float(texts[0].attrib["x"]))
     assert len(ys) > 2 and all(b - a >= 13 for a, b in zip(ys, ys[1:], strict=False))
@@ -98,7 +107,7 @@ def test_labels_of_ways_that_need_about_the_same_do_not_meet() -> None:
 
 
 def test_the_plan_of_a_way_is_drawn_over_its_time_above_its_bytes() -> None:
-    picture = show_way(recomputing(), 100, span_s=0.008, top_bytes=200)
+    picture = show_strategy(recomputing(), 100, span_s=0.008, top_bytes=200)
     px = (RIGHT - LEFT) / 0.008
     bars = re.findall(r'<path d="((?:M[\d.]+ [\d.]+v-24h[\d.]+v24z)+)"', picture.svg)
     drawn = sorted((float(x), float(w)) for d in bars for x, w in re.findall(r"M([\d.]+) [\d.]+v-24h([\d.]+)", d))
@@ -120,9 +129,9 @@ def test_the_plan_of_a_way_is_drawn_over_its_time_above_its_bytes() -> None:
 
 def test_a_relay_has_no_plan_and_no_update_behind_its_end() -> None:
     relay = replace(recomputing(), plan=None)
-    assert "update" not in words(show_way(relay, None).svg) and way_table(relay).note == ""
+    assert "update" not in words(show_strategy(relay, None).svg) and strategy_table(relay).note == ""
 
 
 def test_a_way_without_a_step_is_refused_with_its_reason() -> None:
     with pytest.raises(ValueError, match="no plan within 1 B"):
-        show_way(ROWS[3], None)
+        show_strategy(ROWS[3], None)

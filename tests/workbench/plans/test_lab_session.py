@@ -16,8 +16,8 @@ import workbench
 from l2l_core import EmulatedDevice
 from l2l_core.strategies import Full, Lab, Offload, Plain, RelayPolicy, Rotor
 from workbench.lab_bench import LabBench
-from workbench.panels.memory import MemoryPanel
-from workbench.panels.plan_header import PlanHeaderPanel
+from workbench.panels.memory_panel import MemoryPanel
+from workbench.panels.plan_header_panel import PlanHeaderPanel
 from workbench.plans import LabSession
 
 ROWS = 24
@@ -114,7 +114,7 @@ def test_an_update_without_room_is_refused_before_it_begins() -> None:
     model, batch = make_model(), make_batches(1, rows=1)[0]
     probe = Lab(copy.deepcopy(model), batch, loss=loss_of, layers=["0", "1", "2"])
     most = probe.plan(Full()).peak_device_bytes
-    assert most == probe.prices.fixed_bytes + probe.prices.update_bytes, "the update is what needs most"
+    assert most == probe.cost_model.fixed_bytes + probe.cost_model.update_bytes, "the update is what needs most"
     lab = Lab(model, batch, device=EmulatedDevice(most - 1), loss=loss_of, layers=["0", "1", "2"])
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(MemoryError, match=f"{most} bytes"):
@@ -131,8 +131,8 @@ def test_ways_without_a_plan_are_grey_and_say_why() -> None:
     assert session.chosen.name == "Plain" and find(panel, "Plain").icon == "check"
     assert [find(panel, name).disabled for name in ("Plain", "Full", "Offload", "Relay")] == [False] * 3 + [True]
     rotor = session.choices[3]
-    assert find(panel, rotor.name).disabled and "the smallest budget for which it has one is" in rotor.why
-    assert rotor.why in html_of(panel) and "Workbench(Relay(" in html_of(panel)
+    assert find(panel, rotor.name).disabled and "the smallest budget for which it has one is" in rotor.reason
+    assert rotor.reason in html_of(panel) and "Workbench(Relay(" in html_of(panel)
     with pytest.raises(ValueError, match="Relay is no plan over stages"):
         session.follow("Relay")
     with pytest.raises(ValueError, match="there is no plan 'Ful' to choose; there are 'Plain', 'Full'"):
@@ -174,7 +174,7 @@ def test_a_second_bench_on_a_model_takes_it_over() -> None:
     assert "in the step" in repr(with_views) or "compute-bound" in repr(with_views)
     still = with_views._repr_mimebundle_()["text/html"]
     assert "Timeline of step 1" in still and "Memory over a step" in still and "The next step follows" in still
-    second = workbench.LabBench(lab.on(EmulatedDevice()), make_batches())
+    second = workbench.LabBench(lab.on_device(EmulatedDevice()), make_batches())
     second.step()
     assert second.wait(HANG_S).state == "idle" and lab.steps == 1
     assert "taken over" in with_views.snapshot().ended

@@ -10,10 +10,10 @@ import rank_training
 from patience import HANG_S
 
 from l2l_core import Drop, Duplicate, Relay
-from workbench.ranks import Conductor, LaunchError, Ranks
-from workbench.replayed import Replay
+from workbench.ranks import LaunchError, RankController, RankProcesses
+from workbench.replay_bench import ReplayBench
 from workbench.runs import RecordedRun, load_run
-from workbench.runs.report import render_report
+from workbench.runs.html_report import render_report
 
 
 def alone(relay: Relay, steps: int) -> list[float]:
@@ -31,16 +31,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def conductor(folder: Path) -> Iterator[Conductor]:
+def conductor(folder: Path) -> Iterator[RankController]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RANKS_RECORDED_IN", str(folder))
-        made = Conductor(Ranks(rank_training.train, 2))
+        made = RankController(RankProcesses(rank_training.train, 2))
     yield made
     made.close()
     assert not any(one.process.is_alive() for one in made.ranks)
 
 
-def test_steps_edits_and_settings_reach_all_ranks(conductor: Conductor) -> None:
+def test_steps_edits_and_settings_reach_all_ranks(conductor: RankController) -> None:
     """Whenever they are asked for, and the loss is that of one process with all rows."""
     conductor.run(3)
     conductor.wait(HANG_S)
@@ -62,7 +62,7 @@ def test_steps_edits_and_settings_reach_all_ranks(conductor: Conductor) -> None:
     conductor.stop()
 
 
-def test_each_rank_shows_its_own_step(conductor: Conductor) -> None:
+def test_each_rank_shows_its_own_step(conductor: RankController) -> None:
     conductor.step()
     conductor.wait(HANG_S)
     traces = [one.snapshot().last for one in conductor.ranks]
@@ -71,7 +71,7 @@ def test_each_rank_shows_its_own_step(conductor: Conductor) -> None:
     assert conductor.ranks[0].snapshot().shown is shown  # a player that looks at it keeps its place
 
 
-def test_an_edit_that_is_refused_changes_no_rank(conductor: Conductor) -> None:
+def test_an_edit_that_is_refused_changes_no_rank(conductor: RankController) -> None:
     before = [one.snapshot().layers for one in conductor.ranks]
     with pytest.raises(ValueError, match=r"worker 0: .*; worker 1: "):
         conductor.edit(Drop("nothing")).result(HANG_S)
@@ -83,7 +83,7 @@ def test_an_edit_that_is_refused_changes_no_rank(conductor: Conductor) -> None:
     assert conductor.snapshot().failure is None
 
 
-def test_branches_are_made_and_left_on_all_ranks(conductor: Conductor) -> None:
+def test_branches_are_made_and_left_on_all_ranks(conductor: RankController) -> None:
     conductor.fork("slim").result(HANG_S)
     conductor.edit(Drop(1)).result(HANG_S)
     conductor.step()
@@ -100,7 +100,7 @@ def test_branches_are_made_and_left_on_all_ranks(conductor: Conductor) -> None:
     assert conductor.snapshot().failure is None
 
 
-def test_a_rank_that_is_killed_is_named_and_all_end(conductor: Conductor) -> None:
+def test_a_rank_that_is_killed_is_named_and_all_end(conductor: RankController) -> None:
     """The last test of these ranks."""
     conductor.run()
     os.kill(conductor.ranks[1].process.pid, signal.SIGKILL)
@@ -117,7 +117,7 @@ def test_a_rank_that_is_killed_is_named_and_all_end(conductor: Conductor) -> Non
 
 
 @pytest.fixture(scope="module")
-def recorded(conductor: Conductor, folder: Path) -> RecordedRun:
+def recorded(conductor: RankController, folder: Path) -> RecordedRun:
     if not conductor.snapshot().step:
         conductor.run(2)
         conductor.wait(HANG_S)
@@ -131,17 +131,17 @@ def test_a_recorded_run_shows_every_rank(recorded: RecordedRun) -> None:
     traces = recorded.traces(number)
     assert traces is not None and [trace.worker.rank for trace in traces] == [0, 1]
     assert all({*trace.lanes} >= {"gather", "reduce"} and trace.lanes["gather"] for trace in traces)
-    text = render_report([recorded.until(number)])
+    text = render_report([recorded.truncated(number)])
     assert "<h2>2 workers</h2>" in text and "Who waits for whom in step" in text and "Lanes of worker 1" in text
     assert "Who waited for whom in steps" in text
 
 
 def test_a_replay_shows_every_ranks_lanes(recorded: RecordedRun) -> None:
-    replay = Replay(recorded)
+    replay = ReplayBench(recorded)
     number = max({*recorded.traced} & {*recorded.others[0].traced})
     replay.session.select(number)
-    replay.views.turn_to("waits")
-    (panel,) = replay.views.seen
+    replay.views.show_view("waits")
+    (panel,) = replay.views.visible_panels
     panel.show(replay.snapshot())
     shown = panel.still(replay.snapshot())
     assert len(shown) == 4 and shown[0].table.title.startswith("Who waits for whom")
@@ -154,13 +154,13 @@ def test_a_replay_shows_every_ranks_lanes(recorded: RecordedRun) -> None:
 @pytest.mark.slow
 def test_a_rank_that_cannot_begin_ends_all() -> None:
     with pytest.raises(LaunchError, match="rank 1 of 2 could not begin(.|\n)*FileNotFoundError: no data on this rank"):
-        Ranks(rank_training.train_but_one, 2)
+        RankProcesses(rank_training.train_but_one, 2)
 
 
 @pytest.mark.slow
 def test_relays_that_train_alone_are_refused() -> None:
     with pytest.raises(LaunchError, match=r"Relay\(..., workers=Workers\(\)\)"):
-        Ranks(rank_training.train_alone, 2)
+        RankProcesses(rank_training.train_alone, 2)
 
 
 def test_functions_that_processes_cannot_import_are_refused() -> None:
@@ -168,6 +168,6 @@ def test_functions_that_processes_cannot_import_are_refused() -> None:
 
     for wrong in (train, lambda: None, 7):
         with pytest.raises(TypeError, match="must be a function in a module"):
-            Ranks(wrong, 2)  # type: ignore[arg-type]
+            RankProcesses(wrong, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="workers=1: must be 2 or more"):
-        Ranks(rank_training.train, 1)
+        RankProcesses(rank_training.train, 1)

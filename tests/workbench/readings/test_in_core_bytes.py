@@ -11,12 +11,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig, Trace
-from l2l_core.simulator.formula import Machine, Shapes
+from l2l_core.simulator.cost_formula import Machine, Shapes
 from l2l_core.simulator.profile import Profile
-from l2l_core.simulator.simulate import simulate
+from l2l_core.simulator.simulation import simulate
 from l2l_core.trace.events import Event
-from workbench.lessons.in_core import InCore
-from workbench.readings.in_core_bytes import estimate_bytes, in_core_bytes
+from workbench.lessons.plain_training import PlainTrainer
+from workbench.readings.memory_estimate import estimate_in_core_bytes, estimate_peak_bytes
 
 Batch = dict[str, torch.Tensor]
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
@@ -110,9 +110,9 @@ def errors(name: str, config: RelayConfig, optimizer: MakeOptimizer = ADAMW) -> 
     def schedule(of: torch.optim.Optimizer) -> LambdaLR:
         return LambdaLR(of, lambda _: 1.0)
 
-    needed = InCore(model, make, schedule, config, torch.device("cpu")).measure_peak_bytes(batch)
+    needed = PlainTrainer(model, make, schedule, config, torch.device("cpu")).measure_peak_bytes(batch)
     with Relay(model, make(model), device=EmulatedDevice(), config=config) as relay:
-        return [in_core_bytes(relay, relay.step(batch).trace) / needed - 1 for _ in range(2)]
+        return [estimate_in_core_bytes(relay, relay.step(batch).trace) / needed - 1 for _ in range(2)]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -144,27 +144,27 @@ def test_frozen_layers_have_no_gradient() -> None:
     for param in model.layers[:3].parameters():
         param.requires_grad_(False)
     with Relay(model, ADAMW, device=EmulatedDevice(), config=RelayConfig(micro_batches=2)) as relay:
-        frozen = in_core_bytes(relay, relay.step(batch).trace)
+        frozen = estimate_in_core_bytes(relay, relay.step(batch).trace)
     for param in model.parameters():
         param.requires_grad_(True)
     with Relay(model, ADAMW, device=EmulatedDevice(), config=RelayConfig(micro_batches=2)) as relay:
-        trained = in_core_bytes(relay, relay.step(batch).trace)
+        trained = estimate_in_core_bytes(relay, relay.step(batch).trace)
     spared = sum(3 * 4 * param.numel() for param in model.layers[:3].parameters())  # gradient and two moments
     assert trained - frozen >= spared
 
 
 def test_a_trace_without_events_needs_weights_and_gradients() -> None:
-    assert estimate_bytes(Trace(), 100, {"L000": 60, "shell": 30}) == 190
+    assert estimate_peak_bytes(Trace(), 100, {"L000": 60, "shell": 30}) == 190
 
 
 def test_a_trace_without_samples_needs_weights_and_gradients() -> None:
     events = [Event("compute", kind, t, t + 1.0, "L000", 0, 0, t) for t, kind in enumerate(("forward", "backward"))]
-    assert estimate_bytes(Trace.of(events, []), 100, {"L000": 60}) == 160
-    assert estimate_bytes(Trace.of([events[0]._replace(visit=-1)], []), 100, {"L000": 60}) == 160
+    assert estimate_peak_bytes(Trace.of(events, []), 100, {"L000": 60}) == 160
+    assert estimate_peak_bytes(Trace.of([events[0]._replace(visit=-1)], []), 100, {"L000": 60}) == 160
 
 
 def test_a_simulated_step_can_be_estimated() -> None:
     shapes = Shapes(layer_params=[1000] * 50, shell_params=10, tokens=8, boundary_bytes=64, micro_batches=2)
     trace = simulate(Profile.of_shapes(shapes, Machine(1e9, 1e9, 1e9, 1e9)), RelayConfig(micro_batches=2))
     gradients = {f"L{i:03d}": 4000 for i in range(50)}
-    assert estimate_bytes(trace, 200_040, gradients) >= 200_040 + 200_000
+    assert estimate_peak_bytes(trace, 200_040, gradients) >= 200_040 + 200_000

@@ -6,7 +6,7 @@ import pytest
 
 from l2l_core import Event, Trace
 from l2l_core.trace import MemorySample
-from workbench.readings import Columns, layer_costs
+from workbench.readings import Columns, layer_usage
 
 
 def compute(layer: str, kind: str, start_s: float, stop_s: float, stalled_s: float = 0.0) -> Event:
@@ -28,9 +28,9 @@ def test_a_layer_costs_what_its_own_events_say_and_the_fullest_moment_in_them() 
         MemorySample(t_s, "device", {"weights": nbytes // 2, "stash": nbytes - nbytes // 2}) for t_s, nbytes in held
     ]
     samples.append(MemorySample(9.5, "host", {"weights": 10_000}))
-    first, second, absent = layer_costs(Columns.of(Trace.of(events, samples)), ["L000", "L001", "L007"])
-    assert (first.key, first.compute_s, first.waited_s, first.device_bytes) == ("L000", 3.0, 1.25, 60)
-    assert (second.compute_s, second.waited_s, second.device_bytes) == (5.0, 0.5, 90), (
+    first, second, absent = layer_usage(Columns.of(Trace.of(events, samples)), ["L000", "L001", "L007"])
+    assert (first.key, first.compute_s, first.waiting_s, first.device_bytes) == ("L000", 3.0, 1.25, 60)
+    assert (second.compute_s, second.waiting_s, second.device_bytes) == (5.0, 0.5, 90), (
         "the peak between its events is no one's"
     )
     assert absent[1:] == (0.0, 0.0, 0)
@@ -38,5 +38,5 @@ def test_a_layer_costs_what_its_own_events_say_and_the_fullest_moment_in_them() 
 
 @pytest.mark.parametrize("events", [[], [compute("L000", "forward", 0.0, 1.0)]])
 def test_without_samples_no_bytes_are_told(events: list[Event]) -> None:
-    (cost,) = layer_costs(Columns.of(Trace.of(events, [])), ["L000"])
+    (cost,) = layer_usage(Columns.of(Trace.of(events, [])), ["L000"])
     assert cost.compute_s == len(events) and cost.device_bytes == 0

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from l2l_core import EmulatedDevice, Event, Machine, Profile, Relay, RelayConfig, Shapes, Trace, simulate
 from l2l_core.trace.events import MemorySample
-from workbench.readings.algorithm import LINES, line_of, line_words
-from workbench.readings.columns import Columns
-from workbench.readings.moment import Moment
-from workbench.readings.moments import Moments
+from workbench.readings.algorithm_text import BREADTH_FIRST_LINES, line_index, line_text
+from workbench.readings.state_timeline import StateTimeline
+from workbench.readings.step_state import StepState
+from workbench.readings.trace_columns import Columns
 
 SETTINGS = [(ahead, stash) for ahead in (0, 1, 2) for stash in ("device", "host")]
 settings = pytest.mark.parametrize("ahead, stash", SETTINGS)
@@ -78,13 +78,13 @@ def simulated(depth: int, micro_batches: int, ahead: int = 1, stash: str = "host
     )
 
 
-def check(trace: Trace, ahead: int, trained: int) -> list[Moment]:
+def check(trace: Trace, ahead: int, trained: int) -> list[StepState]:
     """What holds in every moment of a step that trains so many layers."""
-    moments = Moments.of(trace)
-    seen = [moments.at(i) for i in range(moments.count)]
+    moments = StateTimeline.of(trace)
+    seen = [moments.at_event(i) for i in range(moments.count)]
     shares: dict[tuple[str, int], float] = {}
     loads = {key: 0 for key in moments.keys}
-    before: Moment | None = None
+    before: StepState | None = None
     for moment, event in zip(seen, trace.events, strict=True):
         held = [slot.layer for slot in moment.slots if slot.layer is not None]
         assert len(moment.slots) == ahead + 1
@@ -93,7 +93,7 @@ def check(trace: Trace, ahead: int, trained: int) -> list[Moment]:
         if event.kind in ("forward", "backward"):
             assert moment.layer == event.layer and moment.k == event.k and moment.phase == event.kind
             assert next(slot for slot in moment.slots if slot.layer == event.layer).share == 1.0
-        assert moment.line == line_of(event.kind, event.layer, moment.line > 4)
+        assert moment.line == line_index(event.kind, event.layer, moment.line > 4)
         for place, slot in enumerate(moment.slots):
             assert 0.0 <= slot.share <= 1.0
             if slot.layer is None or before is None:
@@ -104,11 +104,11 @@ def check(trace: Trace, ahead: int, trained: int) -> list[Moment]:
                 assert slot.share >= before.slots[place].share, moment
             shares[slot.layer, loads[slot.layer]] = slot.share
         assert before is None or moment.updated[: len(before.updated)] == before.updated
-        assert moment.stashed >= 0
+        assert moment.num_stashed >= 0
         before = moment
-    end = moments.when(moments.end_s)
+    end = moments.at_time(moments.end_s)
     assert len(end.updated) == len(set(end.updated)) == trained
-    assert end.stashed == 0 and not end.arrived and not end.leaving and end.adding is None
+    assert end.num_stashed == 0 and not end.arrived and not end.pushing and end.accumulating is None
     assert set(shares.values()) == {1.0}, "every load that began was over before its slot was given away"
     return seen
 
@@ -138,11 +138,11 @@ def test_deferred_updates_wait_in_the_eps() -> None:
 @settings
 def test_the_number_of_residencies_is_the_number_of_loads(ahead: int, stash: str) -> None:
     """V visits load 2V - min(V, ahead + 1) layers: at the turn the last ones are still there."""
-    moments = Moments.of(recorded(ahead, stash))
+    moments = StateTimeline.of(recorded(ahead, stash))
     came = 0
     before: tuple[str | None, ...] = (None,) * (ahead + 1)
     for i in range(moments.count):
-        now = tuple(slot.layer for slot in moments.at(i).slots)
+        now = tuple(slot.layer for slot in moments.at_event(i).slots)
         came += sum(a != b for a, b in zip(before, now, strict=True))
         before = now
     assert came == 2 * 5 - (ahead + 1)
@@ -151,22 +151,22 @@ def test_the_number_of_residencies_is_the_number_of_loads(ahead: int, stash: str
 @pytest.mark.parametrize("make", [recorded, partial(simulated, 8, 4)], ids=["recorded", "simulated"])
 def test_an_event_and_its_time_agree(make: Callable[[], Trace]) -> None:
     trace = make()
-    moments = Moments.of(trace)
+    moments = StateTimeline.of(trace)
     starts = [event.start_s for event in trace.events]
     for i, start_s in enumerate(starts):
         if i + 1 == len(starts) or starts[i + 1] > start_s:
-            assert moments.when(start_s) == moments.at(i)
+            assert moments.at_time(start_s) == moments.at_event(i)
 
 
 def test_bytes_are_those_of_the_samples() -> None:
     trace = recorded()
-    moments = Moments.of(trace)
+    moments = StateTimeline.of(trace)
     for t_s in (0.0, trace.span_s / 3, trace.span_s):
-        moment = moments.when(t_s)
+        moment = moments.at_time(t_s)
         for place, used in (("device", moment.device), ("host", moment.host)):
             samples = [s for s in trace.memory if s.place == place and s.t_s <= t_s]
             assert sum(used.values()) == (samples[-1].total if samples else 0)
-    assert moments.at(0).device_peak_bytes == trace.peak_bytes("device")
+    assert moments.at_event(0).device_peak_bytes == trace.peak_bytes("device")
 
 
 def test_a_load_in_pieces_counts_bytes() -> None:
@@ -177,17 +177,17 @@ def test_a_load_in_pieces_counts_bytes() -> None:
         Event("h2d", "load", 3.0, 4.0, "L000", nbytes=300, slot=0, piece=1, pieces=2),
         Event("compute", "forward", 5.0, 6.0, "L000", k=0, visit=0),
     ]
-    moments = Moments.of(Trace.of(events, []))
-    shares = [moments.when(t_s).slots[0].share for t_s in (0.0, 1.0, 2.5, 3.5, 4.0)]
+    moments = StateTimeline.of(Trace.of(events, []))
+    shares = [moments.at_time(t_s).slots[0].share for t_s in (0.0, 1.0, 2.5, 3.5, 4.0)]
     assert shares == [0.0, 0.125, 0.25, 0.625, 1.0]
-    assert moments.when(1.0).waits_for == "L000" and moments.when(1.0).phase == "fill"
+    assert moments.at_time(1.0).waits_for == "L000" and moments.at_time(1.0).phase == "fill"
 
 
 def test_a_copy_under_way_is_as_large_as_its_pieces_say() -> None:
     """One of four pieces is over: a quarter is there, whatever an earlier step had."""
     events = [Event("h2d", "load", 0.0, 1.0, "L000", nbytes=100, slot=1, piece=0, pieces=4)]
-    moments = Moments(Columns.of(Trace.of(events, [])), ["L000"], live=True)
-    assert [slot.share for slot in moments.when(1.0).slots] == [0.0, 0.25]
+    moments = StateTimeline(Columns.of(Trace.of(events, [])), ["L000"], live=True)
+    assert [slot.share for slot in moments.at_time(1.0).slots] == [0.0, 0.25]
 
 
 def test_what_happens_together_is_seen_together() -> None:
@@ -196,7 +196,7 @@ def test_what_happens_together_is_seen_together() -> None:
         Event("compute", "forward", 0.0, 1.0, "L000", k=0, visit=0),
         Event("compute", "forward", 1.0, 2.0, "L000", k=1, visit=0),
     ]
-    moment = Moments.of(Trace.of(events, [])).at(1)
+    moment = StateTimeline.of(Trace.of(events, [])).at_event(1)
     assert moment.lanes["d2h"] is not None and moment.lanes["compute"] is not None
     assert moment.lanes["compute"].k == moment.k == 1
 
@@ -223,13 +223,13 @@ def test_backward_says_where_nothing_is_recomputed(resident: int, keep: int, kep
         relay.step((torch.randn(6, 4),))
         ran.clear()
         trace = relay.step((torch.randn(6, 4),)).trace
-    moments = Moments.of(trace)
-    seen = [moments.at(i) for i in range(moments.count)]
+    moments = StateTimeline.of(trace)
+    seen = [moments.at_event(i) for i in range(moments.count)]
     said: dict[str, set[str]] = {}
     for event, moment in zip(trace.events, seen, strict=True):
         if event.kind == "backward":
             assert moment.line is not None
-            said.setdefault(line_words(moment.line, moment.graph_kept), set()).add(event.layer)
+            said.setdefault(line_text(moment.line, moment.graph_kept), set()).add(event.layer)
     assert said["no recompute, back-propagate"] == {key for key in moments.keys if ran[key] == 3}
     assert len(said["no recompute, back-propagate"]) == kept
     assert said.get("recompute, back-propagate", set()) == {key for key in moments.keys if ran[key] == 6}
@@ -248,25 +248,31 @@ def test_a_kept_graph_whose_weights_have_left_is_recomputed() -> None:
         Event("compute", "backward", 6.0, 7.0, "L000", k=0, visit=3, stay=2),
     ]
     trace = Trace.of(events, [], settings={"keep": 2, "ahead": 1, "resident": 0})
-    moments = Moments.of(trace)
-    assert [moments.at(i).graph_kept for i in range(len(events))] == [False, False, False, False, True, False, False], (
-        "while the next layer is loaded, its own fate counts"
-    )
+    moments = StateTimeline.of(trace)
+    assert [moments.at_event(i).graph_kept for i in range(len(events))] == [
+        False,
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ], "while the next layer is loaded, its own fate counts"
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
 def test_a_step_under_way_never_flickers(stash: str) -> None:
     """Played in real time: from the first layer's event to the last one a resident layer computes, in the right order."""
     trace = recorded(stash=stash)
-    arrivals, keys = trace.since(0)[0], Moments.of(trace).keys
+    arrivals, keys = trace.events_since(0)[0], StateTimeline.of(trace).keys
     order: list[str] = []
     passes = [e for e in arrivals if e.kind in ("forward", "backward")]
-    full = Moments.of(trace)
+    full = StateTimeline.of(trace)
     for t_s in sorted(e.stop_s for e in arrivals if passes[0].stop_s <= e.stop_s <= passes[-1].stop_s):
         known = [e for e in arrivals if e.stop_s <= t_s]
         memory = [s for s in trace.memory if s.t_s <= t_s]
         now = Columns.of(Trace.of(known, memory))
-        moment = Moments(now, keys, micro_batches=3, ahead=1, stash=stash, before=full, live=True).when(t_s)
+        moment = StateTimeline(now, keys, micro_batches=3, ahead=1, stash=stash, previous=full, live=True).at_time(t_s)
         assert moment.layer is not None or moment.waits_for is not None, moment
         assert moment.layer is None or moment.layer in [slot.layer for slot in moment.slots], moment
         assert moment.phase in ("forward", "backward")
@@ -279,74 +285,76 @@ def test_a_step_under_way_never_flickers(stash: str) -> None:
 def test_a_frozen_layer_under_way_has_no_gradient(stash: str) -> None:
     """At every event of a step under way, beside the one before it."""
     trace = recorded(stash=stash, frozen=(1, 3))
-    arrivals, full = trace.since(0)[0], Moments.of(trace)
+    arrivals, full = trace.events_since(0)[0], StateTimeline.of(trace)
     adding = set()
     for event in arrivals:
         known = [e for e in arrivals if e.stop_s <= event.stop_s]
         now = Columns.of(Trace.of(known, []))
-        moment = Moments(now, full.keys, micro_batches=3, ahead=1, stash=stash, before=full, live=True).when(
+        moment = StateTimeline(now, full.keys, micro_batches=3, ahead=1, stash=stash, previous=full, live=True).at_time(
             event.stop_s
         )
-        adding |= {moment.adding, *(travel.layer for travel in moment.leaving)} - {None}
+        adding |= {moment.accumulating, *(travel.layer for travel in moment.pushing)} - {None}
     assert adding == {full.keys[i] for i in (0, 2, 4)}
 
 
 def test_the_stash_counts_inputs_until_their_recompute() -> None:
     trace = simulated(6, 4, stash="device")
-    moments = Moments.of(trace)
-    assert max(moments.at(i).stashed for i in range(moments.count)) == 6 * 4 - 3  # the last layer goes back at once
-    together = Moments.of(simulated(400, 32))
-    assert max(together.at(i).stashed for i in range(0, together.count, 5)) == 400 * 32
+    moments = StateTimeline.of(trace)
+    assert (
+        max(moments.at_event(i).num_stashed for i in range(moments.count)) == 6 * 4 - 3
+    )  # the last layer goes back at once
+    together = StateTimeline.of(simulated(400, 32))
+    assert max(together.at_event(i).num_stashed for i in range(0, together.count, 5)) == 400 * 32
 
 
 def test_the_telling_moment_is_in_backward_and_busy() -> None:
     for trace in (recorded(), simulated(24, 8)):
-        moments = Moments.of(trace)
-        moment = moments.at(moments.telling())
+        moments = StateTimeline.of(trace)
+        moment = moments.at_event(moments.busiest_event())
         assert moment.phase == "backward" and moment.layer is not None
     assert moment.updated and any(slot.share < 1 for slot in moment.slots)
 
 
 def test_compute_waits_for_a_layer_that_is_not_there_yet() -> None:
     """A link so slow that every load takes longer than a visit; nothing runs ahead."""
-    moments = Moments.of(simulated(4, 1, ahead=0, stash="device"))
+    moments = StateTimeline.of(simulated(4, 1, ahead=0, stash="device"))
     loads = [e for e in simulated(4, 1, ahead=0, stash="device").events if e.kind == "load" and e.layer != "shell"]
     for load in loads:
-        moment = moments.when((load.start_s + load.stop_s) / 2)
+        moment = moments.at_time((load.start_s + load.stop_s) / 2)
         assert moment.waits_for == load.layer and moment.layer is None
         assert moment.slots[0].layer == load.layer and moment.slots[0].share == pytest.approx(0.5)
     assert len(loads) == 2 * 4 - 1
 
 
 def test_nothing_has_a_moment_too() -> None:
-    moments = Moments.of(Trace())
-    assert moments.count == 0 and moments.when(1.0).phase == "idle" and moments.telling() == 0
+    moments = StateTimeline.of(Trace())
+    assert moments.count == 0 and moments.at_time(1.0).phase == "idle" and moments.busiest_event() == 0
     with pytest.raises(ValueError, match="event 0: the step has 0 events"):
-        moments.at(0)
-    live = Moments(Columns.of(Trace()), ["L000"], live=True).when(0.1)
+        moments.at_event(0)
+    live = StateTimeline(Columns.of(Trace()), ["L000"], live=True).at_time(0.1)
     assert live.layer is None and live.line is None
 
 
 def test_after_the_end_of_a_step_nothing_is_under_way() -> None:
     trace = recorded()
-    moments = Moments.of(trace)
-    after = moments.when(moments.end_s + 1)
+    moments = StateTimeline.of(trace)
+    after = moments.at_time(moments.end_s + 1)
     assert after.phase == "idle" and after.layer is None and not any(after.lanes.values()) and after.line is None
 
 
 def test_samples_without_events_are_shown() -> None:
     trace = Trace.of([], [MemorySample(0.0, "device", {"weights": 3}), MemorySample(0.5, "host", {"stash": 4})])
-    moment = Moments.of(trace).when(1.0)
+    moment = StateTimeline.of(trace).at_time(1.0)
     assert moment.device == {"weights": 3} and moment.host == {"stash": 4}
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_every_kind_of_event_has_a_line(backward: bool) -> None:
     words = {
-        kind: LINES[line_of(kind, "L000", backward)].words
+        kind: BREADTH_FIRST_LINES[line_index(kind, "L000", backward)].text
         for kind in ("forward", "loss", "backward", "load", "push", "stash", "reduce", "update", "shell", "batch")
     }
     assert "run layer" in words["forward"] and "loss" in words["loss"] and "recompute" in words["backward"]
     assert words["load"].startswith("load") and words["push"].startswith("push") and "update" in words["update"]
-    assert line_of("load", "L000", backward) == (6 if backward else 1)
+    assert line_index("load", "L000", backward) == (6 if backward else 1)
     assert ("reversed" in words["shell"]) == backward

@@ -38,8 +38,8 @@ def now(session: Session) -> Snapshot:
 
 def test_perfetto_gets_every_event_of_the_step(session: Session, now: Snapshot, tmp_path: Path) -> None:
     written = export("Perfetto", session, tmp_path / "a" / "b")
-    assert written.path == tmp_path / "a" / "b" / "step_5.json.gz" and written.what == "step 5"
-    assert written.site == "https://ui.perfetto.dev"
+    assert written.path == tmp_path / "a" / "b" / "step_5.json.gz" and written.description == "step 5"
+    assert written.viewer_url == "https://ui.perfetto.dev"
     rows = json.loads(gzip.decompress(written.path.read_bytes()))["traceEvents"]
     assert now.last is not None
     assert sum(row["ph"] == "X" for row in rows) == now.last.counts[0] > 20
@@ -61,7 +61,7 @@ def test_tensorboard_gets_every_step_and_change(session: Session, now: Snapshot,
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     written = export("TensorBoard", session, tmp_path)
-    assert written.path == tmp_path / "tensorboard" / "step_5" and str(tmp_path / "tensorboard") in written.then
+    assert written.path == tmp_path / "tensorboard" / "step_5" and str(tmp_path / "tensorboard") in written.next_step
     found = EventAccumulator(str(written.path))
     found.Reload()
     losses = [(event.step, event.value) for event in found.Scalars("loss")]
@@ -166,7 +166,7 @@ def test_of_a_step_that_failed_the_memory_up_to_there_is_written(tmp_path: Path)
         now = session.wait(HANG_S)
         assert now.failure is not None and now.failure.trace is not None and now.last is None
         written = export("Memory viewer", session, tmp_path)
-        assert written.path.name == "failed_step_1_memory.pickle" and written.what == "step 1, which failed"
+        assert written.path.name == "failed_step_1_memory.pickle" and written.description == "step 1, which failed"
         assert pickle.loads(written.path.read_bytes())["device_traces"][0]
         with pytest.raises(ValueError, match="no step to write yet"):
             export("Perfetto", session, tmp_path)

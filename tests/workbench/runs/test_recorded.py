@@ -14,15 +14,15 @@ from recordings import record
 from sessions import make_batches, make_relay, train
 
 from l2l_core import Move
-from workbench.pictures.journal import journal_table
-from workbench.runs.lines import Told, to_json
-from workbench.runs.load import load_run
+from workbench.pictures.edit_journal import journal_table
+from workbench.runs.html_report import render_report
 from workbench.runs.recorder import Recorder
-from workbench.runs.report import render_report
-from workbench.session.branch_history import Pasts
+from workbench.runs.run_lines import SnapshotDelta, to_json
+from workbench.runs.run_loader import load_run
+from workbench.session.branch_history import BranchHistories
 from workbench.session.session import Session
 from workbench.session.snapshot import Snapshot
-from workbench.what_if.guess import Guess
+from workbench.what_if.assumed_costs import AssumedCosts
 
 SHOWN = (
     "model",
@@ -149,7 +149,7 @@ def test_traces_come_back_exactly(path: Path, seen: list[Snapshot]) -> None:
     for number in run.traced:
         mine, its = run.trace(number), seen[number].last
         assert its is not None
-        assert mine.since(0) == its.since(0) and mine.memory == its.memory
+        assert mine.events_since(0) == its.events_since(0) and mine.memory == its.memory
         assert (mine.step, mine.device, mine.names, mine.settings) == (its.step, its.device, its.names, its.settings)
         assert mine.overlap() == its.overlap()
     assert run.snapshot(2).last is run.trace(1)  # the third step was not recorded whole
@@ -309,8 +309,8 @@ def test_an_event_that_says_less_is_refused(path: Path, seen: list[Snapshot], tm
 def test_what_is_trained_comes_back() -> None:
     with make_relay() as relay, Session(relay, make_batches()) as session:
         now = session.snapshot()
-    told = Told()
-    told.take(json.loads(to_json(Told().tell(now))))
-    again = told.show(1, Pasts("main", ["main"]), None)
+    told = SnapshotDelta()
+    told.apply(json.loads(to_json(SnapshotDelta().encode(now))))
+    again = told.decode(1, BranchHistories("main", ["main"]), None)
     assert again.shell_trained == relay.shell.num_trained and again.layers[0].num_trained == now.layers[0].num_trained
-    assert Guess.of(again).layer_trained is not None
+    assert AssumedCosts.of(again).layer_trained is not None

@@ -15,15 +15,15 @@ from small import make_batch, make_gpt
 from small import make_relay as make_decoder
 
 from l2l_core import Drop, Inside
-from workbench.panels.recorded import SeenPanel
+from workbench.panels.recorded_run_panels import RecordedInsidePanel
 from workbench.pictures import inside_pages
 from workbench.readings import number_layers
-from workbench.replayed import replay
-from workbench.runs.lines import to_json
-from workbench.runs.load import load_run
-from workbench.runs.look_lines import look_of, look_row
+from workbench.replay_bench import replay
+from workbench.runs.html_report import render_report
+from workbench.runs.look_lines import look_from_row, look_row
 from workbench.runs.recorder import Recorder
-from workbench.runs.report import render_report
+from workbench.runs.run_lines import to_json
+from workbench.runs.run_loader import load_run
 from workbench.session.session import Session
 
 
@@ -60,14 +60,14 @@ def test_looks_come_back_as_they_were(path: Path, looks: list[Inside]) -> None:
     assert len(run.looks) == 2, "none of a model with layers left out, which was another one"
     for (number, look), seen in zip(run.looks, looks, strict=True):
         keys = [row.key for row in run.snapshot(number).layers]
-        assert shown(look.seen, keys, look.decode) == shown(seen, keys, letters)
-        assert (look.seen.step, look.seen.branch, look.seen.passes) == (seen.step, seen.branch, seen.passes)
-        for back, was in zip(look.seen.passings, seen.passings, strict=True):
+        assert shown(look.inside, keys, look.decode) == shown(seen, keys, letters)
+        assert (look.inside.step, look.inside.branch, look.inside.passes) == (seen.step, seen.branch, seen.passes)
+        for back, was in zip(look.inside.passings, seen.passings, strict=True):
             assert (back.entered, back.left, back.added, back.cosine) == (was.entered, was.left, was.added, was.cosine)
             assert all(map(torch.equal, back.attention, was.attention)) and len(back.attention) == len(was.attention)
     assert [number for number, _ in run.looks] == [0, len(run.moments) - 1]
     assert run.look(0) == run.looks[0] and run.look() == run.looks[1]
-    assert run.until(1).looks == run.looks[:1]
+    assert run.truncated(1).looks == run.looks[:1]
 
 
 def test_a_look_changes_nothing_of_what_is_recorded_else(path: Path, looks: list[Inside]) -> None:
@@ -78,9 +78,9 @@ def test_a_look_changes_nothing_of_what_is_recorded_else(path: Path, looks: list
 def test_numbers_that_json_does_not_have_and_text_that_is_not_known_come_back(looks: list[Inside]) -> None:
     row = json.loads(to_json(look_row(looks[0], None)))
     row["passings"][0]["left"]["mean"] = "nan"
-    look = look_of(row)
-    assert look.decode is None and look.seen.passings[0].left is not None
-    assert look.seen.passings[0].left.mean != look.seen.passings[0].left.mean
+    look = look_from_row(row)
+    assert look.decode is None and look.inside.passings[0].left is not None
+    assert look.inside.passings[0].left.mean != look.inside.passings[0].left.mean
 
 
 def test_the_report_shows_the_last_look(path: Path, looks: list[Inside]) -> None:
@@ -90,14 +90,14 @@ def test_the_report_shows_the_last_look(path: Path, looks: list[Inside]) -> None
         and "It is the last of 2 looks." in page
         and 'aria-label="The stream over depth"' in page
     )
-    first = render_report([load_run(path).until(0)])
+    first = render_report([load_run(path).truncated(0)])
     assert "Text at each depth" in first and letters(looks[0].written[0].tokens) in first
 
 
 def test_the_replay_shows_the_look_of_that_moment(path: Path, looks: list[Inside]) -> None:
     replayed = replay(path)
     try:
-        panel = SeenPanel(replayed.session)
+        panel = RecordedInsidePanel(replayed.session)
         panel.show(replayed.session.snapshot())
         assert "after step 2 of main" in panel._pages.value and "Text at each depth" not in panel._pages.value
         replayed.session.select(0)

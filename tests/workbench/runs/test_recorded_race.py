@@ -13,18 +13,18 @@ from patience import HANG_S
 from sessions import make_batches, make_relay, train
 
 from l2l_core import Drop
-from workbench.panels.recorded import RacedPanel
+from workbench.panels.recorded_run_panels import RecordedRacePanel
 from workbench.pictures import AXES, race_table, show_race
-from workbench.replayed import replay
-from workbench.runs.lines import to_json
-from workbench.runs.load import load_run
-from workbench.runs.race_lines import race_of, race_row
+from workbench.replay_bench import replay
+from workbench.runs.html_report import render_report
+from workbench.runs.race_lines import race_from_row, race_row
 from workbench.runs.recorder import Recorder
-from workbench.runs.report import render_report
-from workbench.session.judgement import Measured
-from workbench.session.race_values import Race, Racer
+from workbench.runs.run_lines import to_json
+from workbench.runs.run_loader import load_run
+from workbench.session.probe_verdict import ProbeLosses
+from workbench.session.race_result import Race, Racer
 from workbench.session.session import Session
-from workbench.session.values import StepRow
+from workbench.session.snapshot_values import StepRow
 
 HELD_OUT = make_batches(8)[5:]
 
@@ -81,7 +81,7 @@ def test_the_report_shows_every_race_with_its_table(path: Path, races: list[Race
 def test_the_replay_shows_the_race_that_was_over_by_then(path: Path, races: list[Race]) -> None:
     shown = replay(path)
     try:
-        panel = RacedPanel(shown.session)
+        panel = RecordedRacePanel(shown.session)
         panel.show(shown.session.snapshot())
         assert "main is the solid line" in panel._picture.value
         panel._axis.value = "flop"
@@ -124,9 +124,9 @@ def test_a_race_that_the_end_of_the_session_ends_is_recorded(tmp_path: Path) -> 
 
 def test_numbers_that_json_does_not_have_come_back() -> None:
     step = StepRow(1, float("inf"), 0.5, 6, 100, 1, 1, 0.5)
-    racer = Racer("a", 0, 1, (step,), (10**30,), ((1, Measured((float("-inf"), 2.0), 0.1)),), left="it was full")
+    racer = Racer("a", 0, 1, (step,), (10**30,), ((1, ProbeLosses((float("-inf"), 2.0), 0.1)),), left="it was full")
     race = Race(3, (racer, replace(racer, name="b")), is_over=True, ended="stopped")
-    assert race_of(json.loads(to_json(race_row(race)))) == race
+    assert race_from_row(json.loads(to_json(race_row(race)))) == race
 
 
 DAMAGE: dict[str, Any] = {

@@ -15,13 +15,13 @@ from sessions import make_batches, make_relay, train
 
 from l2l_core import RelayConfig
 from workbench.__main__ import main
-from workbench.pictures.frames import relay_frames
-from workbench.pictures.relay import describe, draw_relay
-from workbench.readings.moments import Moments
-from workbench.runs.load import load_run
-from workbench.runs.recorded import RecordedRun, name_runs
+from workbench.pictures.packed_frames import relay_frames
+from workbench.pictures.relay_picture import describe_state, draw_relay
+from workbench.readings.state_timeline import StateTimeline
+from workbench.runs.html_report import render_report
+from workbench.runs.recorded_run import RecordedRun, name_runs
 from workbench.runs.recorder import Recorder
-from workbench.runs.report import render_report
+from workbench.runs.run_loader import load_run
 from workbench.session.session import Session
 
 VOID = {"meta", "input", "br"}
@@ -142,14 +142,14 @@ def test_frames_in_the_page_are_the_pictures(page: Page, run: RecordedRun) -> No
     now = run.snapshot()
     assert now.last is not None
     keys, names = [layer.key for layer in now.layers], {layer.key: layer.name for layer in now.layers}
-    moments = Moments.of(now.last, keys)
+    moments = StateTimeline.of(now.last, keys)
     assert len(step["frames"]) == step["events"] == moments.count == now.last.counts[0]
-    assert step["visits"] == moments.visits() and step["start"] == moments.telling()
+    assert step["visits"] == moments.visit_starts() and step["start"] == moments.busiest_event()
     for number, pieces in enumerate(step["frames"]):
         picture, _, words = "".join(step["pieces"][i] for i in pieces).split("\x00")
-        moment = moments.at(number)
+        moment = moments.at_event(number)
         assert picture == draw_relay(moment, keys, names=names, device=now.device, budget_bytes=10_000)
-        assert words == describe(moment, keys)
+        assert words == describe_state(moment, keys)
 
 
 def test_of_many_events_some_are_shown(run: RecordedRun) -> None:

@@ -56,8 +56,8 @@ class Columns(NamedTuple):
 
 def test_every_row_of_a_loader_with_batches_of_its_own_type_is_trained_once(relay: Relay) -> None:
     plain, kinds = make_batches(), list[type]()
-    loss = relay._call._loss
-    relay._call._loss = lambda outputs, batch: kinds.append(type(batch)) or loss(outputs, batch)
+    loss = relay._model_call._loss
+    relay._model_call._loss = lambda outputs, batch: kinds.append(type(batch)) or loss(outputs, batch)
     loader = DataLoader([Columns(x, y) for x, y in plain], batch_size=None)
     with Session(relay, loader) as session:
         session.run(5)

@@ -7,7 +7,7 @@ from sessions import assert_equal, changes_of, make_batches, make_relay, train, 
 
 from l2l_core import Drop, Insert, Relay
 from workbench.session.session import Session
-from workbench.session.values import Change, StepRow
+from workbench.session.snapshot_values import Change, StepRow
 
 
 class Log:

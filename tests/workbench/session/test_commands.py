@@ -13,7 +13,7 @@ from sessions import changes_of, make_batches, wait_until
 
 from l2l_core import Depth, Drop, Edit, Freezing, Insert, LayerDrop, Relay, RelayConfig
 from workbench.session.session import Session
-from workbench.session.values import Change
+from workbench.session.snapshot_values import Change
 
 
 def test_commands_happen_in_the_order_in_which_they_were_given(relay: Relay) -> None:

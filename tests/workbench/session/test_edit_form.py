@@ -8,8 +8,8 @@ import pytest
 from sessions import make_batches, make_relay, mse
 
 from l2l_core import Delink, Drop, Duplicate, EmulatedDevice, Freeze, Insert, Interpolate, Move, Relay, Swap, Unfreeze
-from workbench.session.edit_form import END, PREVIOUS, QUESTIONS, foresee, make_edit
-from workbench.session.rows import layer_rows
+from workbench.session.edit_form import END, FORM_FIELDS, PREVIOUS, make_edit, preview_edit
+from workbench.session.snapshot_rows import layer_rows
 
 NEW = {"optimizer": "fresh", "factor": 0.5, "warmup": 3}
 MADE: list[tuple[str, dict[str, Any], Any]] = [
@@ -31,13 +31,13 @@ MADE: list[tuple[str, dict[str, Any], Any]] = [
 
 @pytest.mark.parametrize(("kind", "answers", "edit"), MADE, ids=[f"{i} {made[0]}" for i, made in enumerate(MADE)])
 def test_an_edit_does_what_was_foretold(kind: str, answers: dict[str, Any], edit: Any) -> None:
-    assert set(answers) == set(QUESTIONS[kind])
+    assert set(answers) == set(FORM_FIELDS[kind])
     with make_relay() as relay:
         relay.step(make_batches()[0])
         before = layer_rows(relay)
         made = make_edit(kind, answers, before)
         assert made == edit
-        outlook = foresee(made, before, {})
+        outlook = preview_edit(made, before, {})
         relay.apply(made)
         after = layer_rows(relay)
         entry = relay.journal[-1]
@@ -47,14 +47,14 @@ def test_an_edit_does_what_was_foretold(kind: str, answers: dict[str, Any], edit
     )
     assert outlook.nbytes == sum(row.nbytes for row in after) - sum(row.nbytes for row in before)
     assert (outlook.keeps_function, outlook.optimizer) == (entry.preserves_function, entry.optimizer)
-    assert outlook.does.endswith(".") and all(outlook.facts(before))
+    assert outlook.effect.endswith(".") and all(outlook.facts(before))
 
 
 def test_facts_name_what_changes() -> None:
     with make_relay() as relay:
         rows = layer_rows(relay)
-        drop = foresee(Drop(("L001", "L002")), rows, {}).facts(rows)
-        swap = foresee(Swap("L001", "L002"), rows, {}).facts(rows)
+        drop = preview_edit(Drop(("L001", "L002")), rows, {}).facts(rows)
+        swap = preview_edit(Swap("L001", "L002"), rows, {}).facts(rows)
     assert drop[:3] == ("≠ computes something else", "4 → 2 layers", "288 → 144 weights")
     assert swap[1] == "4 layers"
 
@@ -63,7 +63,7 @@ def test_of_shared_weights_rows_do_not_tell_who_shares_them() -> None:
     with make_relay() as relay:
         rows = layer_rows(relay)
         made = make_edit("Delink", {"first": "L000", "last": "L002", **NEW, "optimizer": "copy"}, rows)
-        outlook = foresee(made, rows, {})
+        outlook = preview_edit(made, rows, {})
     assert made == Delink(("L000", "L002"), "copy", 3)
     assert (outlook.layers, outlook.params, outlook.nbytes) == (None, None, None) and outlook.keeps_function
     assert outlook.facts(rows)[:2] == ("= computes the same", "a layer for every place")

@@ -7,8 +7,8 @@ from sessions import Layer, make_batches, make_relay
 from torch import nn
 
 from l2l_core import Delink, Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Move, Replace, Swap, Unfreeze
-from l2l_core.edits.history import Entry
-from workbench.session.edit_words import edit_words, entry_words
+from l2l_core.edits.history import JournalEntry
+from workbench.session.edit_text import describe_edit, describe_entry
 
 LINEAR = nn.Linear(2, 2)
 
@@ -55,21 +55,21 @@ NUMBERED: list[tuple[Edit, str]] = [
 
 @pytest.mark.parametrize(("edit", "words"), NUMBERED, ids=[words for _, words in NUMBERED])
 def test_layers_that_are_named_by_keys_have_their_number_beside_them(edit: Edit, words: str) -> None:
-    assert edit_words(edit, NUMBERS) == words
-    entry = Entry(0, 1, "edit", repr(edit), -1, False, "kept", 4, 0, 0, places=NUMBERS)
-    assert entry_words(entry, [entry]) == words
+    assert describe_edit(edit, NUMBERS) == words
+    entry = JournalEntry(0, 1, "edit", repr(edit), -1, False, "kept", 4, 0, 0, places=NUMBERS)
+    assert describe_entry(entry, [entry]) == words
 
 
 @pytest.mark.parametrize(("edit", "words"), WORDS, ids=[words for _, words in WORDS])
 def test_an_edit_is_said_in_a_few_words_also_as_it_was_printed(edit: Edit, words: str) -> None:
-    assert edit_words(edit) == words
+    assert describe_edit(edit) == words
     assert from_print(edit) == words
 
 
 def from_print(edit: Edit) -> str:
     """As the journal has it."""
-    entry = Entry(0, 1, "edit", repr(edit), -1, False, "kept", 4, 0, 0)
-    return entry_words(entry, [entry])
+    entry = JournalEntry(0, 1, "edit", repr(edit), -1, False, "kept", 4, 0, 0)
+    return describe_entry(entry, [entry])
 
 
 def test_an_edit_of_ones_own_is_said_as_it_prints_itself() -> None:
@@ -79,7 +79,7 @@ def test_an_edit_of_ones_own_is_said_as_it_prints_itself() -> None:
 
         def carry_out(self, editor: object, do: object) -> None: ...
 
-    assert edit_words(Odd()) == "Odd(1)"
+    assert describe_edit(Odd()) == "Odd(1)"
     assert from_print(Odd()) == "Odd(1)"
 
 
@@ -91,8 +91,8 @@ def test_the_journal_reads_well_also_with_undo_groups_and_modules_that_print_lin
         relay.undo(), relay.undo(), relay.redo()
         relay.apply(Freeze(0))
         journal = relay.journal
-        assert edit_words(back).startswith("back from ")
-    words = [entry_words(entry, journal) for entry in journal]
+        assert describe_edit(back).startswith("back from ")
+    words = [describe_entry(entry, journal) for entry in journal]
     assert words[0] == "+ at 2 (identity); − 0 · L000"
     assert words[2].startswith("undo Replace(") or words[2] == "undo 0 · L001 becomes Sequential"
     assert words[3:] == ["undo + at 2 (identity); − 0 · L000", "redo + at 2 (identity); − 0 · L000", "freeze layer 0"]

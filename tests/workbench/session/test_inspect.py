@@ -14,10 +14,10 @@ from sessions import Layer, assert_equal, enter, held, make_batches, mse, train,
 from torch import nn
 
 from l2l_core import Drop, Duplicate, EmulatedDevice, Freeze, Insert, Relay, RelayConfig
-from workbench.session.facts import BINS
-from workbench.session.layer_edits import code_of, edits_of
+from workbench.session.layer_edits import edit_code, edits_for_layer
+from workbench.session.layer_facts import BINS
+from workbench.session.layer_trial import TRIAL_EDITS
 from workbench.session.session import Session
-from workbench.session.trial import TRIED
 
 
 def test_the_facts_are_those_of_the_weights(relay: Relay) -> None:
@@ -28,9 +28,9 @@ def test_the_facts_are_those_of_the_weights(relay: Relay) -> None:
         layer: Any = relay.stack[1].module
         flat = torch.cat([param.detach().flatten() for param in layer.parameters()]).double()
     assert found is not None and (found.module, found.step, found.branch) == ("Layer", 2, "main")
-    told = [(part.name, part.shape, part.dtype, part.trained) for part in found.parts]
+    told = [(part.name, part.shape, part.dtype, part.trained) for part in found.parameters]
     assert told == [("linear.weight", (8, 8), "float32", False), ("linear.bias", (8,), "float32", False)]
-    assert (found.low, found.high) == (float(flat.min()), float(flat.max())) and found.broken == 0
+    assert (found.low, found.high) == (float(flat.min()), float(flat.max())) and found.non_finite == 0
     assert found.mean == pytest.approx(float(flat.mean()))
     assert found.deviation == pytest.approx(float(flat.std(correction=0)))
     assert found.counts == tuple(map(int, flat.histc(BINS, found.low, found.high).tolist())) and sum(found.counts) == 72
@@ -45,9 +45,9 @@ def test_weights_that_are_not_finite_are_counted_apart_and_equal_ones_have_a_bin
             param.fill_(float("nan"))
     with Session(relay, make_batches()) as session:
         equal, none = (session.inspect(key).result(HANG_S) for key in ("L000", "L001"))
-    assert equal is not None and equal.broken == 2 and max(equal.counts) == sum(equal.counts) == 70
+    assert equal is not None and equal.non_finite == 2 and max(equal.counts) == sum(equal.counts) == 70
     assert equal.low < 3 < equal.high and equal.deviation == 0
-    assert none is not None and none.broken == 72 and none.counts == ()
+    assert none is not None and none.non_finite == 72 and none.counts == ()
 
 
 def test_a_layer_that_is_gone_by_then_is_no_error(relay: Relay) -> None:
@@ -91,7 +91,7 @@ def test_looking_and_trying_change_no_bit_of_training() -> None:
     seen = trained(
         lambda session, key: [
             session.inspect(key),
-            *(session.measure(tried(key)) for tried in TRIED.values()),
+            *(session.measure(tried(key)) for tried in TRIAL_EDITS.values()),
             session.look([key], attention=True, lens=True),
         ]
     )
@@ -102,13 +102,13 @@ def test_looking_and_trying_change_no_bit_of_training() -> None:
 def test_code_is_what_python_would_make_the_same_edit_of(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         rows = session.snapshot().layers
-    assert code_of(Drop("L006")) == "Drop(layers='L006')" and code_of(Duplicate()) == "Duplicate()"
+    assert edit_code(Drop("L006")) == "Drop(layers='L006')" and edit_code(Duplicate()) == "Duplicate()"
     for row in rows:
-        edits = edits_of(row, rows)
+        edits = edits_for_layer(row, rows)
         moves = ["Move earlier"] * (row is not rows[0]) + ["Move later"] * (row is not rows[-1])
         assert [*edits] == ["Drop", "Duplicate", "Freeze", "Insert before", "Insert after", *moves]
         for edit in edits.values():
-            assert eval(code_of(edit), vars(__import__("l2l_core"))) == edit
+            assert eval(edit_code(edit), vars(__import__("l2l_core"))) == edit
 
 
 @pytest.mark.parametrize("words, place", [("Insert before", 0), ("Insert after", 1)])
@@ -117,5 +117,5 @@ def test_a_new_layer_stands_where_it_was_asked_for(relay: Relay, number: int, wo
     with Session(relay, make_batches()) as session:
         train(session, 1)  # so that what makes a layer the identity can be found
         rows = session.snapshot().layers
-        session.edit(edits_of(rows[number], rows)[words]).result(HANG_S)
+        session.edit(edits_for_layer(rows[number], rows)[words]).result(HANG_S)
         assert [row.key for row in session.wait(HANG_S).layers].index("L004") == number + place

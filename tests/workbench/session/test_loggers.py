@@ -14,7 +14,7 @@ from sessions import make_batches
 from l2l_core import Relay
 from workbench.session.loggers import JsonLines, Logger, TensorBoard
 from workbench.session.session import Session
-from workbench.session.values import Change, StepRow
+from workbench.session.snapshot_values import Change, StepRow
 
 ROW = StepRow(
     step=3,

@@ -19,16 +19,23 @@ from sessions import Batch, changes_of, held, make_batches, make_relay, mse, tra
 from torch import nn
 
 from l2l_core import Depth, Drop, Edit, EmulatedDevice, Insert, Interpolate, LayerDrop, Move, Relay, RelayConfig, Swap
-from workbench.session.judgement import NOT_MEASURED, PENDING, Judged, Measured, change_words, judged_words
 from workbench.session.loggers import JsonLines, TensorBoard
+from workbench.session.probe_verdict import (
+    NOT_MEASURED,
+    PENDING,
+    LossChange,
+    ProbeLosses,
+    describe_change,
+    describe_loss_change,
+)
 from workbench.session.session import Session
 from workbench.session.snapshot import Snapshot
-from workbench.session.values import Change
+from workbench.session.snapshot_values import Change
 
 HELD_OUT = make_batches(8)[5:]  # three that no session here trains on
 
 
-def judged(now: Snapshot) -> list[Judged]:
+def judged(now: Snapshot) -> list[LossChange]:
     """Of every change, which must all have been measured."""
     assert not [change.why_not for change in now.changes if change.judged is None]
     return [change.judged for change in now.changes if change.judged is not None]
@@ -459,8 +466,8 @@ def test_a_probe_that_fails_only_after_the_edit_says_so(relay: Relay) -> None:
 # In words, and for loggers --------------------------------------------------------------------------------------------
 
 
-def made(before: list[float], after: list[float]) -> Judged:
-    return Judged(Measured(tuple(before), 0.5), Measured(tuple(after), 0.5))
+def made(before: list[float], after: list[float]) -> LossChange:
+    return LossChange(ProbeLosses(tuple(before), 0.5), ProbeLosses(tuple(after), 0.5))
 
 
 @pytest.mark.parametrize(
@@ -478,8 +485,8 @@ def made(before: list[float], after: list[float]) -> Judged:
     ],
 )
 def test_it_is_said_in_words(before: list[float], after: list[float], verdict: str, said: str) -> None:
-    assert (made(before, after).verdict, judged_words(made(before, after))) == (verdict, said)
-    assert said.endswith(change_words(made(before, after)))
+    assert (made(before, after).verdict, describe_loss_change(made(before, after))) == (verdict, said)
+    assert said.endswith(describe_change(made(before, after)))
 
 
 def test_loggers_hear_of_an_edit_once_it_is_judged(relay: Relay, tmp_path: Path) -> None:
@@ -490,7 +497,7 @@ def test_loggers_hear_of_an_edit_once_it_is_judged(relay: Relay, tmp_path: Path)
         now = session.wait(HANG_S)
     assert tuple(log.changes) == now.changes and log.changes[0].judged is not None
     (row,) = [row for row in map(json.loads, lines.path.read_text().splitlines()) if row["type"] == "change"]
-    assert Judged.of_plain(row["judged"]) == log.changes[0].judged and row["entry"] == 0
+    assert LossChange.of_plain(row["judged"]) == log.changes[0].judged and row["entry"] == 0
 
 
 def test_numbers_that_json_does_not_have_are_null_in_a_judgement_too(tmp_path: Path) -> None:

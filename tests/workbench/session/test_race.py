@@ -25,11 +25,11 @@ from sessions import (
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from l2l_core import Drop, Freeze, Relay
-from workbench.session.flop import count_flop, tokens_of
-from workbench.session.judgement import Measured
-from workbench.session.race_values import ROUND, Race, Racer
+from workbench.session.probe_verdict import ProbeLosses
+from workbench.session.race_result import STEPS_PER_ROUND, Race, Racer
 from workbench.session.session import Session
-from workbench.session.values import StepRow
+from workbench.session.snapshot_values import StepRow
+from workbench.session.step_estimates import count_flop, count_tokens
 
 BATCHES = make_batches(7)
 HELD_OUT = make_batches(10)[7:]
@@ -63,7 +63,7 @@ def raced(session: Session, *names: str, steps: int) -> Race:
 
 
 @pytest.mark.parametrize("order", [("main", "slim"), rarely(("slim", "main"))])
-@pytest.mark.parametrize("steps", [1, rarely(ROUND), 2 * ROUND + 3])
+@pytest.mark.parametrize("steps", [1, rarely(STEPS_PER_ROUND), 2 * STEPS_PER_ROUND + 3])
 def test_every_branch_ends_with_the_bits_of_training_alone(order: Sequence[str], steps: int) -> None:
     ends = {}
     with noisy_relay() as relay, Session(relay, BATCHES, probe=HELD_OUT) as session:
@@ -88,7 +88,7 @@ def test_a_source_that_fills_its_batch_again_is_no_trouble() -> None:
     def race_on(source: Callable[[], Any]) -> Race:
         with noisy_relay() as relay, Session(relay, source, probe=False) as session:
             prepare(session)
-            return raced(session, "main", "slim", steps=ROUND + 2)
+            return raced(session, "main", "slim", steps=STEPS_PER_ROUND + 2)
 
     filled, fresh = copy.deepcopy(BATCHES[0]), iter(BATCHES * 3)
 
@@ -145,7 +145,7 @@ def row(loss: float, step: int = 1) -> StepRow:
 
 def racer(name: str, flop: int, losses: Sequence[float], measured: Sequence[tuple[int, Sequence[float]]]) -> Racer:
     steps = [row(loss, i + 1) for i, loss in enumerate(losses)]
-    points = [(at, Measured(tuple(found), 0.0)) for at, found in measured]
+    points = [(at, ProbeLosses(tuple(found), 0.0)) for at, found in measured]
     return Racer(name, 0, 1, steps, [flop] * len(steps), points)
 
 
@@ -179,8 +179,8 @@ def test_frozen_layers_below_all_that_is_trained_have_no_backward(relay: Relay) 
 
 
 def test_tokens_are_those_of_the_table_of_whole_numbers() -> None:
-    assert tokens_of({"input_ids": torch.ones(3, 7, dtype=torch.long), "labels": torch.ones(3)}, 3) == 21
-    assert tokens_of((torch.ones(3, 7), torch.ones(3, dtype=torch.long)), 3) == 3
+    assert count_tokens({"input_ids": torch.ones(3, 7, dtype=torch.long), "labels": torch.ones(3)}, 3) == 21
+    assert count_tokens((torch.ones(3, 7), torch.ones(3, dtype=torch.long)), 3) == 3
 
 
 # Who fails, who waits -------------------------------------------------------------------------------------------------
@@ -289,13 +289,18 @@ RATES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-ROUNDS = slice(0, ROUND), slice(ROUND, 2 * ROUND), slice(2 * ROUND, 2 * ROUND + 2), slice(2 * ROUND + 2, None)
+ROUNDS = (
+    slice(0, STEPS_PER_ROUND),
+    slice(STEPS_PER_ROUND, 2 * STEPS_PER_ROUND),
+    slice(2 * STEPS_PER_ROUND, 2 * STEPS_PER_ROUND + 2),
+    slice(2 * STEPS_PER_ROUND + 2, None),
+)
 
 
 @pytest.mark.parametrize("kind", RATES)
 def test_every_branch_has_a_scheduler_of_its_own(kind: str) -> None:
     """As if each had trained alone from here, and at home the scheduler goes on."""
-    steps, ends = ROUND + 2, {}
+    steps, ends = STEPS_PER_ROUND + 2, {}
     with noisy_relay() as relay:
         with Session(relay, BATCHES, scheduler=RATES[kind](relay.optimizer), probe=False) as session:
             prepare(session)

@@ -93,7 +93,7 @@ def work(session: Session) -> list[float]:
     session.forecast().result(HANG_S)
     train(session, 2)
     session.fork("wide").result(HANG_S)
-    session.edit(Duplicate(slice(0, 2), mode="interleaved"), trust=True).result(HANG_S)
+    session.edit(Duplicate(slice(0, 2), mode="interleaved"), force=True).result(HANG_S)
     session.edit(Freeze(0)).result(HANG_S)
     train(session, 2)
     wide = losses()
@@ -164,7 +164,7 @@ def test_the_script_reads_as_what_was_done() -> None:
         "relay.apply(Drop(layers='L000'), Swap(a=0, b=1))",
         "relay.config = replace(relay.config, micro_batches=6)",
         "relay.fork('wide')",
-        "relay.apply(Duplicate(layers=slice(0, 2, None), mode='interleaved'), trust=True)",
+        "relay.apply(Duplicate(layers=slice(0, 2, None), mode='interleaved'), force=True)",
         f"race({{'main': 10, 'wide': 10}}, {last})",
         "relay.discard('gone')",
     ]

@@ -13,7 +13,7 @@ from sessions import WIDTH, Layer, make_batches, mse
 from torch import nn
 
 from l2l_core import EmulatedDevice, Relay
-from workbench.readings.in_core_bytes import in_core_bytes
+from workbench.readings.memory_estimate import estimate_in_core_bytes
 from workbench.session.session import Session
 from workbench.session.snapshot import Snapshot
 
@@ -27,12 +27,12 @@ def test_a_snapshot_in_mid_step_shows_how_far_it_is_and_stays_as_it_is(relay: Re
         now = session.snapshot()
         assert now.progress is not None and now.state == "running" and now.steps == ()
         events = now.progress.events
-        part = now.progress.trace.since(0)[0][:events]
+        part = now.progress.trace.events_since(0)[0][:events]
         assert {event.layer for event in part if event.kind == "forward"} == {"L000", "L001", "L002"}
         last.gate.set()
         session.wait(HANG_S)
     assert now.progress.events == events < len(now.progress.trace.events)
-    assert now.progress.trace.since(0)[0][:events] == part
+    assert now.progress.trace.events_since(0)[0][:events] == part
 
 
 def test_snapshots_tell_what_waits(relay: Relay) -> None:
@@ -107,7 +107,7 @@ def test_in_core_needs_follow_how_long_batches_are(relay: Relay) -> None:
         session.step()
         second = session.wait(HANG_S)
     assert first.in_core_bytes is not None and second.in_core_bytes is not None
-    assert second.in_core_bytes == in_core_bytes(relay, second.last) > 2 * first.in_core_bytes
+    assert second.in_core_bytes == estimate_in_core_bytes(relay, second.last) > 2 * first.in_core_bytes
 
 
 def test_in_core_needs_follow_what_is_trained(relay: Relay) -> None:
@@ -122,7 +122,7 @@ def test_in_core_needs_follow_what_is_trained(relay: Relay) -> None:
         session.step()
         frozen = session.wait(HANG_S)
     assert frozen.in_core_bytes is not None and whole.in_core_bytes is not None
-    assert frozen.in_core_bytes == in_core_bytes(relay, frozen.last) != whole.in_core_bytes
+    assert frozen.in_core_bytes == estimate_in_core_bytes(relay, frozen.last) != whole.in_core_bytes
     assert whole.layers[0].grad_norm and frozen.layers[0].frozen
     assert frozen.layers[0].grad_norm is None and frozen.layers[0].update_ratio is None, "statistics of the last step"
 

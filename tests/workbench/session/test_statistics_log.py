@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from workbench.session.statistics import FIGURES, MOST_COLUMNS, MOST_GONE, Statistics, StatisticsLog
-from workbench.session.values import LayerRow
+from workbench.session.snapshot_values import LayerRow
+from workbench.session.statistics import FIGURES, MAX_COLUMNS, MAX_REMOVED, Statistics, StatisticsLog
 
 
 def layer(
@@ -27,7 +27,7 @@ def stack(keys: str, norm: float | None = 1.0) -> list[LayerRow]:
 
 def lines(record: Statistics, figure: str = "grad_norm") -> dict[str, list[float]]:
     """Figures of all layers by key, those that are gone too."""
-    tracks = (*record.stack, *record.gone)
+    tracks = (*record.stack, *record.removed)
     return {track.key: line for track, line in zip(tracks, record.values(figure, tracks).tolist(), strict=True)}
 
 
@@ -58,8 +58,8 @@ def test_ten_thousand_steps_are_few_columns_whose_cells_are_means() -> None:
     for step, norms in enumerate(figures.tolist(), start=1):
         log.append(step, [layer(f"L{i:03d}", norm) for i, norm in enumerate(norms)])
     record = log.view()
-    assert MOST_COLUMNS / 2 <= len(record.first) <= MOST_COLUMNS
-    assert record.closed.size <= (len(FIGURES) + 1) * MOST_COLUMNS * 15
+    assert MAX_COLUMNS / 2 <= len(record.first) <= MAX_COLUMNS
+    assert record.closed.size <= (len(FIGURES) + 1) * MAX_COLUMNS * 15
     assert record.first[0] == 1 and record.last[-1] == 10_000
     assert (record.first[1:] == record.last[:-1] + 1).all(), "every step is in one column"
     widths = record.last - record.first + 1
@@ -94,20 +94,20 @@ def test_a_layer_that_is_inserted_was_not_there_before() -> None:
     assert keys(record.stack) == "axb"
     assert same(lines(record)["x"], [math.nan] * 50 + [float(step) for step in range(51, 101)])
     assert same(lines(record)["b"], [float(step) for step in range(1, 101)])
-    assert record.there(record.stack).sum(axis=1).tolist() == [100, 50, 100]
+    assert record.present(record.stack).sum(axis=1).tolist() == [100, 50, 100]
 
 
 def test_a_layer_that_is_dropped_is_kept_apart_and_comes_back_to_its_row() -> None:
     log = StatisticsLog()
     for now in ("abc", "ac", "cab"):
         log.append(len(log.view().first), stack(now))
-    log.arrange(stack("ca"))
+    log.set_stack(stack("ca"))
     record = log.view()
-    assert keys(record.stack) == "ca" and keys(record.gone) == "b"
+    assert keys(record.stack) == "ca" and keys(record.removed) == "b"
     assert same(lines(record)["b"], [1, math.nan, 1])
     assert same(lines(record)["a"], [1, 1, 1]) and same(lines(record)["c"], [1, 1, 1])
     log.append(3, stack("bca"))
-    assert keys(log.view().stack) == "bca" and not log.view().gone
+    assert keys(log.view().stack) == "bca" and not log.view().removed
     assert same(lines(log.view())["b"], [1, math.nan, 1, 1])
 
 
@@ -123,18 +123,18 @@ def test_layers_follow_the_order_of_the_stack_and_their_names() -> None:
 def test_an_edit_is_seen_before_the_next_step() -> None:
     log = StatisticsLog()
     log.append(1, stack("abc"))
-    log.arrange(stack("acx"))
+    log.set_stack(stack("acx"))
     record = log.view()
-    assert keys(record.stack) == "acx" and keys(record.gone) == "b"
-    assert math.isnan(lines(record)["x"][0]) and not record.there(record.stack)[2, 0]
+    assert keys(record.stack) == "acx" and keys(record.removed) == "b"
+    assert math.isnan(lines(record)["x"][0]) and not record.present(record.stack)[2, 0]
 
 
 def test_a_layer_that_never_took_part_in_a_step_leaves_no_trace() -> None:
     log = StatisticsLog()
     log.append(1, stack("ab"))
-    log.arrange(stack("axb"))
-    log.arrange(stack("ab"))
-    assert not log.view().gone
+    log.set_stack(stack("axb"))
+    log.set_stack(stack("ab"))
+    assert not log.view().removed
 
 
 def test_a_frozen_layer_is_there_without_a_figure() -> None:
@@ -142,7 +142,7 @@ def test_a_frozen_layer_is_there_without_a_figure() -> None:
     log.append(1, stack("ab"))
     log.append(2, [*stack("a"), *stack("b", norm=None)])
     record = log.view()
-    assert same(lines(record)["b"], [1, math.nan]) and record.there(record.stack).all()
+    assert same(lines(record)["b"], [1, math.nan]) and record.present(record.stack).all()
 
 
 @pytest.mark.parametrize("figure", [math.inf, -math.inf, math.nan, 1e200])
@@ -162,7 +162,7 @@ def test_a_view_stays_as_it_is() -> None:
         log.append(step, stack(now, norm=float(step)))
         view = log.view()
         views.append(view)
-        copies.append((keys(view.stack), keys(view.gone), view.first.tolist(), view.last.tolist(), lines(view)))
+        copies.append((keys(view.stack), keys(view.removed), view.first.tolist(), view.last.tolist(), lines(view)))
     for view, (in_stack, gone, first, last, figures) in zip(views, copies, strict=True):
         assert (keys(view.stack), keys(view.gone)) == (in_stack, gone)
         assert (view.first.tolist(), view.last.tolist()) == (first, last)
@@ -179,7 +179,7 @@ def test_a_view_is_made_once_for_what_is_known() -> None:
     log.append(1, stack("a"))
     view = log.view()
     assert view is log.view() and view is not empty
-    log.arrange(stack("a"))
+    log.set_stack(stack("a"))
     assert log.view() is view, "nothing has changed"
     log.append(2, stack("a"))
     assert log.view() is not view
@@ -190,8 +190,8 @@ def test_layers_that_come_and_go_without_end_take_no_more_memory() -> None:
     for step in range(2000):
         log.append(step, [layer("first", float(step)), layer(f"guest {step}", 1.0)])
     record = log.view()
-    assert len(record.gone) == MOST_GONE and record.gone[-1].key == "guest 1998"
-    assert record.closed.shape[2] <= 2 * (MOST_GONE + 2)
+    assert len(record.removed) == MAX_REMOVED and record.removed[-1].key == "guest 1998"
+    assert record.closed.shape[2] <= 2 * (MAX_REMOVED + 2)
     means = (record.first + record.last) / 2
     np.testing.assert_allclose(lines(record)["first"], means, rtol=1e-6)
     assert lines(record)["guest 1999"][-1] == 1.0

@@ -9,9 +9,9 @@ import pytest
 from sessions import make_batches, make_relay
 
 from l2l_core import Drop, Duplicate, Edit, Insert
-from workbench.session.rows import layer_rows
-from workbench.session.values import LayerRow
-from workbench.what_if.depth import depth_edits
+from workbench.session.snapshot_rows import layer_rows
+from workbench.session.snapshot_values import LayerRow
+from workbench.what_if.depth_change import depth_edits
 
 
 class Workbench:
@@ -45,14 +45,14 @@ def test_each_way_leads_to_the_depth(depth: int) -> None:
             keys = [unit.key for unit in relay.stack]
             relay.apply(*made.edits)
             assert len(relay.stack) == depth and [unit.key for unit in relay.stack][:depth][:4] == keys[:depth]
-            assert relay.journal[-1].preserves_function == ("computes the same" in made.words)
+            assert relay.journal[-1].preserves_function == ("computes the same" in made.description)
 
 
 def test_of_several_stacks_the_last_one_is_edited() -> None:
     insert, duplicate = depth_edits(rows(up=2, down=3), 6)
     assert insert.code == "workbench.edit(Insert(('down', 3)))" and run(insert.code) == [Insert(("down", 3))]
     assert run(duplicate.code) == list(duplicate.edits) == [Duplicate(("down", slice(2, 3)), "top")]
-    assert "of down" in insert.words and "of down" in duplicate.words
+    assert "of down" in insert.description and "of down" in duplicate.description
     twice = depth_edits(rows(up=2, down=3), 16)[1]
     assert run(twice.code) == list(twice.edits)
     (drop,) = depth_edits(rows(up=2, down=3), 3)

@@ -8,7 +8,7 @@ import pytest
 from sessions import make_batches, make_relay
 
 from l2l_core import EmulatedDevice, RelayConfig
-from workbench.what_if import MeasuredStep, Question, answer, fitting
+from workbench.what_if import MeasuredStep, Question, answer_question, find_fitting_settings
 
 BATCH = make_batches(1)[0]  # of six rows
 
@@ -27,9 +27,9 @@ def test_what_is_offered_fits_on_a_device_of_that_size(ahead: int, share: float)
     with make_relay(RelayConfig(micro_batches=1, ahead=ahead, meter="always")) as relay:
         relay.step(BATCH)
         base = MeasuredStep.of(relay.step(BATCH).trace)
-    budget = int(share * answer(base, Question.of(base)).peak_device_bytes)
+    budget = int(share * answer_question(base, Question.of(base)).peak_device_bytes)
     asked = replace(Question.of(base), memory_bytes=budget)
-    found = fitting(lambda question: answer(base, question), asked)
+    found = find_fitting_settings(lambda question: answer_question(base, question), asked)
     if found.fastest is None:
         assert share < 0.8 and found.smallest.budget_bytes > budget
         return
@@ -40,10 +40,12 @@ def test_what_is_offered_fits_on_a_device_of_that_size(ahead: int, share: float)
 
 
 def test_where_nothing_fits_the_least_is_told(base: MeasuredStep) -> None:
-    found = fitting(lambda question: answer(base, question), replace(Question.of(base), memory_bytes=100))
+    found = find_fitting_settings(
+        lambda question: answer_question(base, question), replace(Question.of(base), memory_bytes=100)
+    )
     assert found.fastest is None and not found.settings and found.smallest.budget_bytes > 100
 
 
 def test_a_device_without_a_budget_is_refused(base: MeasuredStep) -> None:
     with pytest.raises(ValueError, match="memory_bytes=None: a device without a limit has room"):
-        fitting(lambda question: answer(base, question), Question.of(base))
+        find_fitting_settings(lambda question: answer_question(base, question), Question.of(base))

@@ -18,14 +18,14 @@ from sessions import make_batches, make_relay
 from l2l_core import Drop, EmulatedDevice, Machine, Profile, Relay, RelayConfig, Shapes, Trace, simulate
 from l2l_core.analysis.bounds import Bound
 from workbench.session.session import Session
-from workbench.what_if.differences import changed_settings, differences, forecast_error, what_if_table
-from workbench.what_if.guess import Guess, guess
-from workbench.what_if.known_steps import KnownSteps
+from workbench.what_if.answer import Answer, answer_question, measured_answer
+from workbench.what_if.assumed_costs import AssumedCosts, assumed_answer
+from workbench.what_if.differences import changed_settings, comparison_table, describe_differences, forecast_error
 from workbench.what_if.measured_step import MeasuredStep
-from workbench.what_if.picture import draw_what_if, row_of
 from workbench.what_if.question import Question
-from workbench.what_if.rescale import MOST_EVENTS
-from workbench.what_if.what_if import Answer, answer, measured
+from workbench.what_if.rescale import MAX_EVENTS
+from workbench.what_if.step_cache import StepCache
+from workbench.what_if.what_if_picture import draw_what_if, pictured_step
 
 MACHINE = Machine(1e10, 1e9, 1e9, 1e9)
 
@@ -42,7 +42,7 @@ def ran(rows: int = 12, **settings: Any) -> Trace:
 
 def asked(trace: Trace, **settings: Any) -> Answer:
     base = MeasuredStep.of(trace)
-    return answer(base, replace(Question.of(base), **settings))
+    return answer_question(base, replace(Question.of(base), **settings))
 
 
 def by_formula(depth: int = 24, micro_batches: int = 4, stash: str = "device") -> Profile:
@@ -65,12 +65,15 @@ def test_the_settings_that_ran_are_answered_as_simulate_does(stash: str) -> None
     assert found.trace.events == replay.events and found.trace.memory == replay.memory
     assert found.seconds == pytest.approx(replay.span_s) and found.overlap == pytest.approx(replay.overlap())
     assert found.by_formula == () and found.per_layer == 1
-    assert found.device_bytes == measured(trace).device_bytes and found.host_bytes == measured(trace).host_bytes
+    assert (
+        found.device_bytes == measured_answer(trace).device_bytes
+        and found.host_bytes == measured_answer(trace).host_bytes
+    )
 
 
 def test_bytes_without_overlap_are_near() -> None:
     for stash in ("device", "host"):
-        found, truth = asked(ran(stash=stash), ahead=0), measured(ran(stash=stash, ahead=0))
+        found, truth = asked(ran(stash=stash), ahead=0), measured_answer(ran(stash=stash, ahead=0))
         assert found.peak_device_bytes == pytest.approx(truth.peak_device_bytes, rel=0.01)
 
 
@@ -86,13 +89,15 @@ def test_bytes_without_overlap_are_near() -> None:
     ids=str,
 )
 def test_bytes_on_the_device_are_exact_for(stash: str, settings: dict[str, Any], really: dict[str, Any]) -> None:
-    assert asked(ran(stash=stash), **settings).device_bytes == measured(ran(stash=stash, **really)).device_bytes
+    assert asked(ran(stash=stash), **settings).device_bytes == measured_answer(ran(stash=stash, **really)).device_bytes
 
 
 @pytest.mark.parametrize("update", ["eager", "deferred"])
 def test_what_compression_leaves_on_the_device_is_known(update: str) -> None:
     trace = ran(compress="int8", update=update)
-    assert asked(trace, ahead=3).device_bytes == measured(ran(compress="int8", update=update, ahead=3)).device_bytes
+    assert (
+        asked(trace, ahead=3).device_bytes == measured_answer(ran(compress="int8", update=update, ahead=3)).device_bytes
+    )
     now, deeper = asked(trace), asked(trace, depth=8)
     copies = {"eager": 1, "deferred": 2}[update]  # 4 more layers of 8 x 8 weights and a bias; with a copy of each
     more = deeper.device_bytes["gradients"] - now.device_bytes["gradients"]
@@ -112,7 +117,7 @@ def test_what_compression_leaves_on_the_device_is_known(update: str) -> None:
     ids=str,
 )
 def test_bytes_by_formula_are_near(was: dict[str, Any], settings: dict[str, Any]) -> None:
-    found, truth = asked(ran(**was), **settings), measured(ran(**{**was, **settings}))
+    found, truth = asked(ran(**was), **settings), measured_answer(ran(**{**was, **settings}))
     assert found.peak_device_bytes == pytest.approx(truth.peak_device_bytes, rel=0.2)
     assert found.peak_host_bytes == pytest.approx(truth.peak_host_bytes, rel=0.2)
     for fixed in ("weights", "gradients"):
@@ -147,13 +152,13 @@ STAYS = [
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("was, settings", STAYS, ids=str)
 def test_what_stays_is_answered_as_it_really_is(was: dict[str, Any], settings: dict[str, Any], stash: str) -> None:
-    found, truth = asked(ran(stash=stash, **was), **settings), measured(ran(stash=stash, **{**was, **settings}))
+    found, truth = asked(ran(stash=stash, **was), **settings), measured_answer(ran(stash=stash, **{**was, **settings}))
     assert found.question == truth.question
     loads = [[(e.layer, e.nbytes) for e in a.trace.lanes["h2d"] if e.kind == "load"] for a in (found, truth)]
     assert loads[0] == loads[1]
     assert found.device_bytes["weights"] == truth.device_bytes["weights"], "slots are known"
     assert found.peak_device_bytes == pytest.approx(truth.peak_device_bytes, rel=0.02)
-    kept = [MeasuredStep.of(a.trace).kept for a in (found, truth)]
+    kept = [MeasuredStep.of(a.trace).num_kept_graphs for a in (found, truth)]
     assert kept[0] == kept[1] and found.question.kept == kept[0]
     assert any("a recompute as long as forward" in words for words in found.by_formula) == (
         "resident" not in settings or "keep" in settings
@@ -171,7 +176,7 @@ def test_graphs_of_a_transformer_are_known_from_a_step_that_kept_none() -> None:
         (streams, keeps, {"resident": 2, "keep": 4}),
         (keeps, streams, {"resident": 0, "keep": 0}),
     ):
-        found, truth = asked(trace, **settings), measured(other)
+        found, truth = asked(trace, **settings), measured_answer(other)
         assert found.peak_device_bytes == truth.peak_device_bytes
         assert found.device_bytes["activations"] == truth.device_bytes["activations"]
     there_and_back = asked(streams, resident=2, keep=4, depth=8), asked(keeps, depth=8)
@@ -181,7 +186,7 @@ def test_graphs_of_a_transformer_are_known_from_a_step_that_kept_none() -> None:
 def test_a_kept_graph_saves_one_forward() -> None:
     profile, micro_batches = by_formula(depth=6), 4
     spent = [
-        answer(profile, replace(Question.of(profile), resident=4, keep=n)).summary.busy_s["compute"]
+        answer_question(profile, replace(Question.of(profile), resident=4, keep=n)).summary.busy_s["compute"]
         for n in (0, 1, 4, 6, 9)
     ]
     forward_s = [op.seconds for turn in profile.turns for op in turn.ops if op.kind == "forward"][0]
@@ -203,8 +208,8 @@ def test_layers_taken_together_keep_as_many_graphs(stash: str) -> None:
 
 def test_a_guess_has_room_for_graphs_too(session: Session) -> None:
     now = session.snapshot()
-    plain = guess(Guess.of(now), Question.next_of(now))
-    kept = guess(Guess.of(now), replace(Question.next_of(now), resident=2, keep=4))
+    plain = assumed_answer(AssumedCosts.of(now), Question.next_of(now))
+    kept = assumed_answer(AssumedCosts.of(now), replace(Question.next_of(now), resident=2, keep=4))
     assert kept.device_bytes["activations"] > plain.device_bytes.get("activations", 0)
     assert kept.summary.busy_s["compute"] < plain.summary.busy_s["compute"]
 
@@ -215,7 +220,7 @@ def test_a_guess_has_room_for_graphs_too(session: Session) -> None:
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("depth", [1, 5, 40])
 def test_a_stack_by_repetition_is_that_of_the_shapes(stash: str, depth: int) -> None:
-    found = answer(by_formula(stash=stash), Question(depth=depth, micro_batches=4, stash=stash))
+    found = answer_question(by_formula(stash=stash), Question(depth=depth, micro_batches=4, stash=stash))
     truth = simulate(by_formula(depth, stash=stash), RelayConfig(micro_batches=4, stash=stash))
     assert found.seconds == pytest.approx(truth.span_s)
     for lane in ("compute", "h2d", "d2h", "eps"):
@@ -246,8 +251,8 @@ def test_twice_the_width_is_four_times_the_weights_and_the_work() -> None:
 @pytest.mark.parametrize("depth, micro_batches", [(1000, 4), (1000, 32), (24, 64)])
 def test_long_steps_are_simulated_in_few_events_and_come_out_alike(stash: str, depth: int, micro_batches: int) -> None:
     question = Question(depth=depth, micro_batches=micro_batches, stash=stash, same_batch=False)
-    found = answer(by_formula(stash=stash), question)
-    assert found.trace.counts[0] < 1.5 * MOST_EVENTS
+    found = answer_question(by_formula(stash=stash), question)
+    assert found.trace.counts[0] < 1.5 * MAX_EVENTS
     truth = simulate(by_formula(depth, micro_batches, stash), RelayConfig(micro_batches=micro_batches, stash=stash))
     assert found.seconds == pytest.approx(truth.span_s, rel=0.05)
     assert found.trace.busy_s("compute") == pytest.approx(truth.busy_s("compute"))
@@ -259,7 +264,7 @@ def test_long_steps_are_simulated_in_few_events_and_come_out_alike(stash: str, d
 def test_a_measured_step_of_a_thousand_layers_needs_as_much_memory_with_the_stash_on_the_host() -> None:
     trace = ran(stash="host")
     deep = asked(trace, depth=1000)
-    assert deep.peak_device_bytes == measured(trace).peak_device_bytes, "flat in depth"
+    assert deep.peak_device_bytes == measured_answer(trace).peak_device_bytes, "flat in depth"
     assert deep.per_layer > 1 and any("layers" in words for words in deep.by_formula)
     on_device = asked(ran(), depth=1000)
     grown = (on_device.device_bytes["stash"] - asked(ran(), depth=500).device_bytes["stash"]) / 500
@@ -288,16 +293,16 @@ def test_more_layers_ahead_need_one_more_slot_each() -> None:
 
 def test_a_link_without_limit_where_one_was_measured_takes_no_time() -> None:
     profile = replace(by_formula(), settings={**by_formula().settings, "h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 1e9})
-    found = answer(profile, replace(Question.of(profile), h2d_bytes_per_s=None))
+    found = answer_question(profile, replace(Question.of(profile), h2d_bytes_per_s=None))
     assert found.trace.busy_s("h2d") == 0 and found.trace.busy_s("d2h") > 0
     assert found.trace.settings["h2d_bytes_per_s"] is None and str(found.bound)
 
 
 def test_a_budget_that_does_not_suffice_is_named() -> None:
-    was = measured(ran())
+    was = measured_answer(ran())
     found = asked(ran(), memory_bytes=float(was.peak_device_bytes - 1))
     assert not found.fits and "too much" in str(found)
-    assert any("does not fit" in line for line in differences(was, found))
+    assert any("does not fit" in line for line in describe_differences(was, found))
     assert asked(ran(), memory_bytes=float(was.peak_device_bytes)).fits
 
 
@@ -325,9 +330,9 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], said: str) 
 
 def test_what_is_no_step_is_refused() -> None:
     with pytest.raises(TypeError, match="is not a step"):
-        answer("step 3", Question(depth=1))  # type: ignore[arg-type]
+        answer_question("step 3", Question(depth=1))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not a whole training step"):
-        answer(Trace(), Question(depth=1))
+        answer_question(Trace(), Question(depth=1))
 
 
 # -- words and figures -----------------------------------------------------------------------------------------------
@@ -335,39 +340,39 @@ def test_what_is_no_step_is_refused() -> None:
 
 def test_words_say_what_differs_and_why() -> None:
     profile = by_formula()
-    slow = answer(profile, replace(Question.of(profile), h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8))
-    fast = answer(profile, replace(Question.of(profile), h2d_bytes_per_s=1e11, d2h_bytes_per_s=1e11))
+    slow = answer_question(profile, replace(Question.of(profile), h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8))
+    fast = answer_question(profile, replace(Question.of(profile), h2d_bytes_per_s=1e11, d2h_bytes_per_s=1e11))
     assert slow.seconds > fast.seconds
-    assert "the link is hidden now" in differences(slow, fast)[0]
-    assert "the link is no longer hidden" in differences(fast, slow)[0]
-    assert differences(slow, slow)[0].endswith("as long as the measured one.")
+    assert "the link is hidden now" in describe_differences(slow, fast)[0]
+    assert "the link is no longer hidden" in describe_differences(fast, slow)[0]
+    assert describe_differences(slow, slow)[0].endswith("as long as the measured one.")
     assert changed_settings(slow.question, replace(slow.question, depth=30, micro_batches=8, same_batch=False)) == [
         "layers 24 → 30", "micro-batches 4 → 8", "of a batch that grows with them",
     ]  # fmt: skip
-    moved = differences(measured(ran(stash="host")), asked(ran(stash="host"), stash="device"))
+    moved = describe_differences(measured_answer(ran(stash="host")), asked(ran(stash="host"), stash="device"))
     assert any("the stash stays there" in line for line in moved)
 
 
 def test_figures_are_those_of_the_steps() -> None:
-    was, now = measured(ran()), asked(ran(), ahead=3)
-    rows = {row[0]: row[1:] for row in what_if_table(was, now).rows}
+    was, now = measured_answer(ran()), asked(ran(), ahead=3)
+    rows = {row[0]: row[1:] for row in comparison_table(was, now).rows}
     assert rows["· gradients"][2] == "=" and rows["· weights"][2].startswith("+")
     assert list(rows["device at its peak"][:2]) == [
         f"{n / 1000:.3g} kB" for n in (was.peak_device_bytes, now.peak_device_bytes)
     ]
-    alone = what_if_table(None, now)
+    alone = comparison_table(None, now)
     assert all(row[1] == "–" for row in alone.rows)
 
 
 def test_a_forecast_is_compared_with_the_step_that_it_was_of() -> None:
-    step = measured(ran())
+    step = measured_answer(ran())
     assert "(exact)" in forecast_error(asked(ran()), step) and forecast_error(asked(ran()), step).startswith("step 3")
     assert forecast_error(asked(ran(), ahead=2), step) == "", "another step"
 
 
 def test_the_picture_has_both_steps_on_one_axis() -> None:
-    was, now = measured(ran(stash="host")), asked(ran(stash="host"), depth=1000, memory_bytes=1e4)
-    for rows in ((row_of(was), row_of(now)), (None, row_of(now))):
+    was, now = measured_answer(ran(stash="host")), asked(ran(stash="host"), depth=1000, memory_bytes=1e4)
+    for rows in ((pictured_step(was), pictured_step(now)), (None, pictured_step(now))):
         drawn = draw_what_if(*rows)
         assert len(drawn.encode()) < 60_000 and "nan" not in drawn
         said = "".join(ElementTree.fromstring(drawn).itertext())
@@ -394,20 +399,20 @@ def test_graphs_kept_by_bytes_are_asked_for_by_number(session: Session) -> None:
 
 def test_a_guess_before_the_first_step_says_so(session: Session) -> None:
     now = session.snapshot()
-    found = guess(Guess.of(now), Question.next_of(now))
+    found = assumed_answer(AssumedCosts.of(now), Question.next_of(now))
     assert found.guessed and "assumed" in found.basis and found.seconds > 0 and found.question.depth == 4
-    deeper = guess(Guess.of(now), replace(Question.next_of(now), depth=8))
+    deeper = assumed_answer(AssumedCosts.of(now), replace(Question.next_of(now), depth=8))
     assert deeper.seconds > found.seconds
 
 
 def test_what_was_measured_needs_no_formula(session: Session) -> None:
-    known = KnownSteps()
+    known = StepCache()
 
     def train(**settings: Any) -> Trace:
         session.reconfigure(**settings)
         session.step()
         now = session.wait(HANG_S)
-        known.note(now)
+        known.add(now)
         assert now.last is not None
         return now.last
 
@@ -415,8 +420,8 @@ def test_what_was_measured_needs_no_formula(session: Session) -> None:
     other = train(stash="host", micro_batches=3)
     question = replace(Question.of(first), h2d_bytes_per_s=1e6)
     assert known.nearest(question).trace is first
-    assert known.nearest(Question.of(other)).trace is other and known.last().trace is other
-    assert answer(known.nearest(question), question).by_formula == ()
+    assert known.nearest(Question.of(other)).trace is other and known.last_answer().trace is other
+    assert answer_question(known.nearest(question), question).by_formula == ()
     session.edit(Drop("L001"))
     shorter = train()
     assert known.nearest(question).trace is shorter, "steps of another stack are forgotten"
@@ -437,7 +442,7 @@ def test_a_transformer_is_answered_to_the_byte() -> None:
     trace = run(3, 3)
     for settings, really in (({"depth": 7}, (7, 3)), ({"depth": 1}, (1, 3)), ({"micro_batches": 5}, (3, 5))):
         found = asked(trace, same_batch=False, **settings)
-        assert found.device_bytes == measured(run(*really)).device_bytes, settings
+        assert found.device_bytes == measured_answer(run(*really)).device_bytes, settings
         assert min(n for sample in found.trace.memory for n in sample.bytes_by_category.values()) > 0
 
 
@@ -459,21 +464,23 @@ def ran_partly_frozen(rows: int = 12, **settings: Any) -> Trace:
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("settings", [{"ahead": 3}, {"ahead": 0}, {"precision": "bf16"}], ids=str)
 def test_gradients_of_adapters_are_known_under_other_settings(stash: str, settings: dict[str, Any]) -> None:
-    found = answer(base := MeasuredStep.of(ran_partly_frozen(stash=stash)), replace(Question.of(base), **settings))
-    truth = measured(ran_partly_frozen(stash=stash, **settings))
+    found = answer_question(
+        base := MeasuredStep.of(ran_partly_frozen(stash=stash)), replace(Question.of(base), **settings)
+    )
+    truth = measured_answer(ran_partly_frozen(stash=stash, **settings))
     assert found.device_bytes["gradients"] == truth.device_bytes["gradients"] < truth.device_bytes["weights"] / 3
     pushes = [sum(e.nbytes for e in a.trace.lanes["d2h"] if e.kind == "push") for a in (found, truth)]
     assert pushes[0] == pushes[1] > 0
 
 
 def test_a_guess_knows_what_is_trained() -> None:
-    def pushed(known: Guess, **settings: Any) -> tuple[int, int]:
-        found = guess(known, replace(Question.next_of(now), **settings))
+    def pushed(known: AssumedCosts, **settings: Any) -> tuple[int, int]:
+        found = assumed_answer(known, replace(Question.next_of(now), **settings))
         moved = sum(e.nbytes for e in found.trace.lanes["d2h"] if e.kind == "push")
         return moved, found.device_bytes["gradients"]
 
     with make_relay() as relay, Session(relay, make_batches()) as session:
-        whole = Guess.of(now := session.snapshot())
+        whole = AssumedCosts.of(now := session.snapshot())
         bytes_of_all, _ = pushed(whole)
         assert bytes_of_all == 4 * (4 * whole.layer_params[0] + whole.shell_params)
     with make_relay() as relay:
@@ -481,7 +488,7 @@ def test_a_guess_knows_what_is_trained() -> None:
         relay.stack[1].params[0].requires_grad_(True)
         size = relay.stack[1].params[0].numel()
         with Session(relay, make_batches()) as session:
-            known = Guess.of(now := session.snapshot())
+            known = AssumedCosts.of(now := session.snapshot())
     assert known.layer_trained == (0, size, 0, 0) and known.shell_trained == 0
     assert pushed(known) == (4 * size, 8 * size)
     assert pushed(known, depth=8) == (2 * 4 * size, 8 * size)
@@ -490,11 +497,11 @@ def test_a_guess_knows_what_is_trained() -> None:
 
 def test_steps_that_train_other_weights_are_forgotten_and_need_other_bytes_in_core(session: Session) -> None:
     """A part of each layer is frozen by hand, so no layer is frozen as a whole."""
-    known = KnownSteps()
+    known = StepCache()
 
     def train() -> Any:
         session.step()
-        known.note(now := session.wait(HANG_S))
+        known.add(now := session.wait(HANG_S))
         return now
 
     session.reconfigure(stash="device")

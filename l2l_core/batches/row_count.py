@@ -1,0 +1,129 @@
+"""How many rows a batch has, by the rules that `batch.py` begins with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from l2l_core.batches.containers import is_sequence, leaves_in, open_container
+
+
+class AmbiguousRowsError(ValueError):
+    """A list that may hold one item per row, or be a container of tensors with rows."""
+
+
+class NoRowsError(ValueError):
+    """Tensors that have no number of rows in common, as the nodes and the edges of one graph."""
+
+
+def count_rows(batch: Any) -> int:
+    """Count the rows of a batch.
+
+    Raises:
+        NoRowsError: its tensors disagree.
+        ValueError: it is empty, or its lists may be read in two ways that do not agree.
+    """
+    outside: list[int] = []
+    lists: list[Any] = []
+    _collect_rows(batch, outside, lists, is_root=True)
+    rows = _common_size(outside)
+    if 0 in outside or (rows is None and outside):
+        raise _disagreement(batch, outside)
+    # Tensors outside of lists decide; a single row may be one for all, and then the lists tell.
+    if rows is not None and (rows > 1 or not lists):
+        return rows
+    inside = _sizes_in(lists)
+    if rows == 1 and not inside:
+        return 1
+    lengths = {len(each) for each in lists}
+    by_list = lengths.pop() if len(lengths) == 1 else None
+    if rows == 1 and by_list == 1:
+        return 1
+    # A list of records has one per row, whatever their tensors have.
+    by_tensor = None if any(_holds_records(each) for each in lists) else _common_size([*outside, *inside])
+    if by_list and by_tensor and by_list != by_tensor:
+        raise AmbiguousRowsError(
+            f"the batch has {by_list} row(s) if its lists have one item per row, and {by_tensor} if they are containers: "
+            f"{_describe(batch)}. Stack what has one item per row into a tensor, or put containers into a dict or namedtuple"
+        )
+    if not (found := by_tensor or by_list):
+        raise _disagreement(batch, inside)
+    return found
+
+
+def _collect_rows(value: Any, outside: list[int], lists: list[Any], is_root: bool = False) -> None:
+    """Find the rows of tensors that are in no list, and the outermost lists."""
+    if is_sequence(value) and not is_root:
+        lists.append(value)
+    elif (opened := open_container(value)) is not None:
+        for part in opened.parts:
+            _collect_rows(part, outside, lists)
+    elif has_rows(value):
+        outside.append(len(value))
+
+
+def _sizes_in(value: Any) -> list[int]:
+    return [len(leaf) for leaf in leaves_in(value) if has_rows(leaf)]
+
+
+def _holds_records(value: Sequence[Any]) -> bool:
+    """Whether items of a list are records: then it has one per row, as columns are no records themselves."""
+    return any(open_container(item) is not None and not is_sequence(item) for item in value)
+
+
+def _common_size(sizes: Sequence[int]) -> int | None:
+    """Return the number of rows, where some tensors may have a single one; None if there is none."""
+    several = {*sizes} - {1}
+    return (several.pop() if several else 1) if sizes and len(several) < 2 else None
+
+
+def has_rows(value: Any) -> bool:
+    """Whether this is a tensor or an array with at least one dimension."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, torch.Tensor if numpy is None else (torch.Tensor, numpy.ndarray)) and value.ndim > 0
+
+
+def _disagreement(batch: Any, sizes: Sequence[int]) -> ValueError:
+    if not sizes or {*sizes} == {0}:
+        return ValueError(f"the batch is empty: no tensor with at least one row in {_describe(batch)}")
+    return NoRowsError(
+        f"tensors of the batch disagree on dim 0, the number of rows: {_describe(batch)}. Give those that are of no row a first "
+        "dimension of 1, or take RelayConfig(micro_batches=1), with which nothing is cut"
+    )
+
+
+def _describe(batch: Any) -> str:
+    opened = open_container(batch)
+    assert opened is not None
+    if not isinstance(batch, Mapping) or len(batch) != len(opened.parts):
+        items = [(name.strip(".[]"), part) for name, part in zip(opened.names, opened.parts, strict=True)]
+    else:
+        items = list(batch.items())
+    return "{" + ", ".join(f"{name}: {_shown(value)}" for name, value in items) + "}"
+
+
+def _shown(value: Any) -> str:
+    if has_rows(value):
+        return str(tuple(value.shape))
+    return f"{type(value).__name__} of {len(value)}" if is_sequence(value) else type(value).__name__
+
+
+def is_one_per_row(value: Any, rows: int, where: str, is_root: bool) -> bool:
+    """Whether a list has one item per row.
+
+    Raises:
+        BothReadingsError: its items may as well be columns of their own.
+    """
+    if is_root or rows == 1 or not is_sequence(value) or len(value) != rows:
+        return False
+    found = [_sizes_in(item) for item in value]
+    if not _holds_records(value) and all(sizes and {*sizes} == {rows} for sizes in found):
+        raise AmbiguousRowsError(
+            f"{where} is a {type(value).__name__} of {rows} items, as many as the batch has rows, and each holds tensors with "
+            f"{rows} rows: is it one item per row, or are the items columns? Stack the items into one tensor if it is one per "
+            "row, or put columns into a dict, a namedtuple or a dataclass"
+        )
+    return True

@@ -1,0 +1,71 @@
+"""What a batch's loss may be a mean over: for every candidate, what each row counts for.
+
+Integer tensors may hold targets, -100 being none (``ignore_index`` of PyTorch's losses), as they are or shifted by one as
+causal language models do; a list of one item per row may hold as many targets as an item has. Or rows count alike. A caller
+may also give the count of targets in the batch, as transformers' Trainer does; losses that are divided by it add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from l2l_core.batches.batch import BatchRows
+from l2l_core.batches.containers import is_sequence, leaves_in
+from l2l_core.batches.row_count import has_rows
+
+IGNORE_INDEX = -100
+COUNT_KEY = "num_items_in_batch"
+_WHOLE, _SHIFTED = "targets in {}", "targets in {} after a shift by one"
+ROWS, SUM = "rows", f"nothing, as {COUNT_KEY} is in the batch"
+
+CandidateCounts = dict[str, list[int] | None]  # by candidate, of every row; None: the losses of parts add up
+
+
+def normaliser_candidates(rows: BatchRows) -> CandidateCounts:
+    """Say for every candidate what each row counts for. Which there are depends on the batch's structure alone."""
+    found: CandidateCounts = {ROWS: [1] * rows.count}
+    for name, column in rows.columns():
+        found |= count_targets(name, column)
+    if isinstance(rows.batch, Mapping) and rows.batch.get(COUNT_KEY) is not None:
+        found[SUM] = None
+    return found
+
+
+def count_targets(name: str, column: Any) -> Iterator[tuple[str, list[int]]]:
+    """Count the targets of every row, with and without the first of a row, for every place where a row has integers."""
+    column = _as_tensor(column)
+    if has_rows(column):
+        if is_integer(column):
+            is_target = column != IGNORE_INDEX
+            yield _WHOLE.format(name), _sums(is_target)
+            if column.ndim > 1:
+                yield _SHIFTED.format(name), _sums(is_target[..., 1:])
+        return
+    rows = [leaves_in(_as_tensor(item)) for item in column]
+    places = zip(*rows, strict=True) if len({len(row) for row in rows}) == 1 else ()
+    for position, items in enumerate(places):
+        if all(has_rows(item) and is_integer(item) for item in items):
+            masks = [item != IGNORE_INDEX for item in items]
+            yield _WHOLE.format(f"{name}[:][{position}]"), [int(mask.sum()) for mask in masks]
+            yield _SHIFTED.format(f"{name}[:][{position}]"), [int(mask[..., 1:].sum()) for mask in masks]
+
+
+def _sums(mask: Any) -> list[int]:
+    return mask.reshape(len(mask), -1).sum(1).tolist()
+
+
+def _as_tensor(value: Any) -> Any:
+    """Make a tensor of a list of integers; anything else stays as it is."""
+    # What does not fit into int64 is no target, and would not become a tensor.
+    is_numbers = is_sequence(value) and len(value) > 0 and all(isinstance(n, int) and abs(n) < 2**63 for n in value)
+    return torch.tensor(list(value)) if is_numbers else value
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a tensor or an array holds whole numbers that may be targets: those of images and sound are smaller."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype in (torch.int32, torch.int64)
+    return value.dtype.kind == "i" and value.dtype.itemsize >= 4

@@ -1,0 +1,115 @@
+"""Buffers of modules (running statistics, position tables, masks): their values, and where they are during a visit.
+
+Between passes a model's buffers are host tensors. A device with memory of its own gets copies of them for as long as it
+computes with them: the shell's for a pass, a layer's for a visit. So those on the device are as many as there are slots.
+Plain tensors that modules keep as attributes stay where they are, as they do when a model is moved by `Module.to`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from l2l_core.devices import Device
+from l2l_core.model import equal_values, is_sparse, nbytes_of
+
+BufferKey = tuple[nn.Module, str]
+
+_CPU = torch.device("cpu")
+
+
+class ModuleBuffers:
+    """Handles buffers of modules by place: a module may write into a buffer or put another tensor in its place.
+
+    Invariant: values that were copied are on the host.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.keys: list[BufferKey] = [(module, name) for module in modules for name in module._buffers]
+        self._device = _CPU  # where the tensors stand now
+
+    def __bool__(self) -> bool:
+        return bool(self.keys)
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """List the tensors as they stand."""
+        return [module._buffers[name] for module, name in self.keys]
+
+    def copy(self) -> list[torch.Tensor | None]:
+        """Copy the values to the host."""
+        return [None if buffer is None else buffer.detach().to(_CPU, copy=True) for buffer in self.tensors()]
+
+    def equal(self, values: Sequence[torch.Tensor | None]) -> bool:
+        """Compare by value, since BatchNorm changes its statistics without counting a version. A GPU is waited for."""
+        return all(
+            a is b if a is None or b is None else equal_values(a.to(_CPU), b)
+            for a, b in zip(self.tensors(), values, strict=True)
+        )
+
+    def restore(self, values: Sequence[torch.Tensor | None]) -> None:
+        """Put values back, into the same tensors where they still fit."""
+        for (module, name), buffer, value in zip(self.keys, self.tensors(), values, strict=True):
+            if buffer is None or value is None or not _fits(buffer, value):
+                module._buffers[name] = None if value is None else value.to(self._device, copy=True)
+            else:
+                with torch.no_grad():
+                    buffer.copy_(value)
+
+    @contextmanager
+    def on_device(self, device: Device, owner: str) -> Iterator[list[torch.Tensor]]:
+        """Let the modules hold copies on `device` in the block; afterwards the host's own tensors have the new values.
+
+        Yields the copies. Their bytes are booked to `owner`. Nothing happens on a device that computes on host memory.
+
+        Raises:
+            DeviceOutOfMemory: the device's budget does not allow for the copies.
+        """
+        if device.in_host_memory or not self.keys:
+            yield []
+            return
+        homes = self.tensors()
+        nbytes = sum(map(nbytes_of, {id(home): home for home in homes if home is not None}.values()))
+        device.ledger.book("weights", owner, nbytes)
+        copies: dict[int, torch.Tensor] = {}  # one tensor under two names stays one
+        try:
+            for home in homes:
+                if home is not None and id(home) not in copies:
+                    copies[id(home)] = home.detach().to(device.torch_device, non_blocking=True, copy=True)
+            self._assign([None if home is None else copies[id(home)] for home in homes], device.torch_device)
+            yield list(copies.values())
+        finally:
+            after = self.tensors()
+            self._assign(homes, _CPU)  # first of all, whatever may still go wrong
+            device.ledger.release("weights", owner, nbytes)
+            self._copy_back(homes, after)
+
+    def _assign(self, tensors: Sequence[torch.Tensor | None], at: torch.device) -> None:
+        for (module, name), tensor in zip(self.keys, tensors, strict=True):
+            module._buffers[name] = tensor
+        self._device = at
+
+    def _copy_back(self, homes: Sequence[torch.Tensor | None], after: Sequence[torch.Tensor | None]) -> None:
+        for (module, name), home, buffer in zip(self.keys, homes, after, strict=True):
+            if buffer is None:
+                module._buffers[name] = None
+                continue
+            value = buffer.detach().to(_CPU)
+            # Into the host's own tensor, since others may hold it; what has not changed keeps its version counter too
+            same = home is not None and home.shape == value.shape and home.dtype == value.dtype
+            if same and equal_values(home, value):  # type: ignore[arg-type]
+                continue
+            if same and _fits(home, value):  # type: ignore[arg-type]
+                with torch.no_grad():
+                    home.copy_(value)  # type: ignore[union-attr]
+            else:
+                module._buffers[name] = value
+
+
+def _fits(buffer: torch.Tensor, value: torch.Tensor) -> bool:
+    """Tell whether `value` can be written into `buffer`: an expanded tensor has fewer places than elements."""
+    if is_sparse(buffer) or is_sparse(value):
+        return buffer.layout is value.layout is torch.sparse_coo and buffer.shape == value.shape
+    return buffer.shape == value.shape and 0 not in buffer.stride()

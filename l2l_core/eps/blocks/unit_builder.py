@@ -1,0 +1,180 @@
+"""How units come to be: a model's parameters move into masters, and keep their identity."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence, Set
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from l2l_core.eps.blocks.layout import Layout
+from l2l_core.eps.blocks.module_buffers import ModuleBuffers
+from l2l_core.eps.blocks.units import SHELL, Block, Unit, is_placeholder
+
+EmptyFn = Callable[..., torch.Tensor]  # makes a host buffer of so many elements, and of a `dtype`
+
+
+def build_units(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    init_master: Callable[[Block], None] | None = None,
+    bf16: bool = False,
+) -> tuple[Unit, list[Unit]]:
+    """Move the model's parameters into flat masters and return the shell and the layers.
+
+    Args:
+        model: any module; its parameters keep their identity, their data become views of the masters.
+        layers: permanent key -> module, in stack order.
+        settle: finds a place for the weights of a block that holds none yet; default host memory.
+        bf16: whether parameters may be of bfloat16, since the optimizer rounds weights to that.
+
+    Raises:
+        ValueError: a parameter that is not a dense float32 tensor on the CPU, nor one of bfloat16 that may be.
+    """
+    init_master = init_master or host_master_init(torch.empty)
+    module_names = {module: name for name, module in model.named_modules()}
+    members = {key: list(module.modules()) for key, module in layers.items()}
+    members = {SHELL: shell_modules(model, set(layers.values())), **members}
+    owners = {key: _parameter_owners(modules) for key, modules in members.items()}
+    names = {param: name for name, param in model.named_parameters()}
+    _check_parameters(names, bf16)
+
+    users: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for key, held in owners.items():
+        for _, _, param in held:
+            if key not in users[param]:
+                users[param].append(key)
+    several = [param for param, keys in users.items() if len(keys) > 1]
+    shared = {param: _make_block(shared_key(names[param]), [param], names, True, init_master) for param in several}
+
+    units = []
+    for key, held in owners.items():
+        params = list(dict.fromkeys(param for _, _, param in held))
+        own = [param for param in params if param not in shared]
+        blocks = [_make_block(key, own, names, False, init_master)] if own else []
+        blocks += [shared[param] for param in params if param in shared]
+        module = layers.get(key, model)
+        name = module_names[module] if key != SHELL else SHELL
+        units.append(Unit(key, name, module, blocks, ModuleBuffers(members[key]), held))
+    return units[0], units[1:]
+
+
+def build_layer(
+    key: str,
+    name: str,
+    module: nn.Module,
+    empty: EmptyFn = torch.empty,
+    shared: Mapping[nn.Parameter, Block] = MappingProxyType({}),
+    bf16: bool = False,
+) -> Unit:
+    """A layer of its own: its parameters move into a flat master, as in `build_units`.
+
+    Args:
+        key: permanent identity.
+        name: dotted name that it will have in the model.
+        module: the layer.
+        empty: as in `into_memory`.
+        bf16: as in `build_units`.
+        shared: blocks of the parameters that it has in common with other units.
+
+    Raises:
+        ValueError: as in `build_units`.
+    """
+    names = {param: f"{name}.{inner}" for inner, param in module.named_parameters()}
+    _check_parameters(names, bf16)
+    members = list(module.modules())
+    held = _parameter_owners(members)
+    params = list(dict.fromkeys(param for _, _, param in held))
+    own = [param for param in params if param not in shared]
+    blocks = [_make_block(key, own, names, False, host_master_init(empty))] if own else []
+    blocks += [shared[param] for param in params if param in shared]
+    return Unit(key, name, module, blocks, ModuleBuffers(members), held)
+
+
+def make_masters(block: Block) -> list[nn.Parameter]:
+    """Make the optimizer's own parameters, over the memory of a block; their gradients are of float32."""
+    masters = [nn.Parameter(view, p.requires_grad) for p, view in zip(block.params, block.views, strict=True)]
+    for master in masters:
+        if master.dtype != torch.float32:
+            master.grad_dtype = torch.float32
+    return masters
+
+
+def shell_modules(model: nn.Module, layers: Set[nn.Module]) -> list[nn.Module]:
+    """Modules that the model reaches without going through a layer; a layer may hold some of them too."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        if module not in found and module not in layers:
+            found[module] = None
+            for child in module.children():
+                visit(child)
+
+    visit(model)
+    return list(found)
+
+
+def shared_key(name: str) -> str:
+    """Key of a block that several units use, by the parameter's name in the model."""
+    return f"shared:{name}"
+
+
+def _parameter_owners(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    return [(m, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
+
+
+def _check_parameters(names: Mapping[nn.Parameter, str], bf16: bool) -> None:
+    for param, name in names.items():
+        if param.device.type != "cpu" or param.layout is not torch.strided:
+            raise ValueError(
+                f"parameter {name} is on {param.device} ({param.layout}): the masters live in host memory as dense tensors. "
+                "Call model.cpu() before the relay takes over; it moves layers to the device itself"
+            )
+        if param.dtype != torch.float32 and not (bf16 and param.dtype == torch.bfloat16):
+            raise ValueError(
+                f"parameter {name} is {param.dtype}: the masters are float32. Call model.float() first; for bfloat16 "
+                "compute use RelayConfig(precision='bf16'). For masters in bfloat16 the optimizer has to round them at "
+                "random, as in_bf16(torch.optim.AdamW, weights=True) does"
+            )
+
+
+def host_master_init(empty: EmptyFn) -> Callable[[Block], None]:
+    """Make what copies the weights of a block from its parameters into a master in host memory.
+
+    Args:
+        empty: makes a buffer of so many elements of a `dtype`; a device's `host_empty` copies fast.
+    """
+
+    def settle(block: Block) -> None:
+        for param, name in zip(block.params, block.names, strict=True):
+            if is_placeholder(param):
+                raise ValueError(
+                    f"parameter {name} has no values here: the model's weights are in the files of a shelf. Go on with "
+                    "them by FileShelf(..., resume=True), or load others: model.load_state_dict(weights, assign=True)"
+                )
+        master = empty(block.layout.numel, dtype=block.params[0].dtype).zero_()
+        for param, view in zip(block.params, block.layout.views(master), strict=True):
+            view.copy_(param.detach())
+        block.set_master(master, block.params)
+
+    return settle
+
+
+def _make_block(
+    key: str,
+    params: list[nn.Parameter],
+    names: Mapping[nn.Parameter, str],
+    shared: bool,
+    init_master: Callable[[Block], None],
+) -> Block:
+    kinds = {param.dtype: names[param] for param in params}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{key} has parameters of {' and '.join(map(str, kinds))} ({', '.join(kinds.values())}), and its master is one "
+            "buffer: make the whole layer bfloat16 (model.bfloat16()) or float32"
+        )
+    block = Block(key, params, [names[param] for param in params], Layout.of(params), torch.empty(0), shared)
+    init_master(block)
+    return block

@@ -1,0 +1,281 @@
+"""A waiting room on the disk: what leaves the device passes through a few buffers to a scratch file, and back.
+
+Which buffer is taken, and what has to be read, `buffer_rotation.py` says; here the bytes move, behind compute.
+
+The file has no name: whatever ends the process, nothing of it stays. It is no part of a whole step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+
+from l2l_core.devices import Ledger, StashSlot, StashStore, Ticket, disk_full_error, is_disk_full
+from l2l_core.shelf.buffer_rotation import (
+    READ_AHEAD,
+    BufferRotation,
+    BufferSupplier,
+    ExtentRead,
+    FileExtent,
+    StashBuffer,
+)
+from l2l_core.shelf.direct_io import PAGE, ScratchFile, page_aligned, round_to_pages
+from l2l_core.shelf.record_store import RecordStore
+from l2l_core.trace import Event, Trace
+
+_GROWTH = 8  # the file grows by an eighth at least, so that room is asked for seldom
+_REMEDY = "The last whole step is kept; make room there, or keep the stash in memory (RelayConfig(stash='host'))"
+
+StalledFn = Callable[[], AbstractContextManager[None]]
+
+
+class _DiskBuffer(StashBuffer):
+    """Is page-aligned memory for what moves at a turn.
+
+    Attributes:
+        flat: (nbytes,) uint8.
+        work: the read that fills it, or the write that empties it.
+        is_read: which of them. What is written was there when the storage was dropped.
+        load: may still read it.
+    """
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        super().__init__()
+        self.flat = flat
+        self.work: Future[None] | None = None
+        self.is_read = False
+        self.load: Ticket | None = None
+
+    def view(self, extent: FileExtent) -> torch.Tensor:
+        return self.flat[extent.buffer_offset : extent.buffer_offset + extent.nbytes]
+
+    def finish(self) -> None:
+        """Wait for whatever uses it, however that ends."""
+        if self.work is not None:
+            self.work.exception()
+        if self.load is not None:
+            self.load.abandon()
+
+
+class _BufferMemory(BufferSupplier[_DiskBuffer]):
+    """Makes the buffers, and books them.
+
+    Attributes:
+        stalled: compute waits inside of it.
+    """
+
+    def __init__(self, empty: Callable[[int, torch.dtype], torch.Tensor], host: Ledger) -> None:
+        self._empty, self._host = empty, host
+        self.stalled: StalledFn = _no_stall
+
+    def create(self, nbytes: int) -> _DiskBuffer:
+        self._host.book("stash", "disk buffers", nbytes + PAGE)
+        return _DiskBuffer(page_aligned(self._empty(nbytes + PAGE, torch.uint8), nbytes))
+
+    def reuse(self, buffer: _DiskBuffer, nbytes: int) -> _DiskBuffer:
+        """Make one ready for another use.
+
+        Raises:
+            OSError: what was in it could not be written.
+        """
+        work = buffer.work
+        if work is not None and not work.done():
+            with self.stalled():
+                buffer.finish()
+        buffer.finish()
+        failure = work.exception() if work is not None else None
+        if failure is None and len(buffer.flat) == nbytes:
+            buffer.work, buffer.load, buffer.is_read = None, None, False
+            return buffer
+        self.release(buffer)
+        if failure is not None:
+            raise failure
+        return self.create(nbytes)
+
+    def release(self, buffer: _DiskBuffer) -> None:
+        """Book it no longer."""
+        self._host.release("stash", "disk buffers", len(buffer.flat) + PAGE)
+
+
+class DiskStashStore(StashStore):
+    """Lets storages wait in a scratch file.
+
+    Invariant: the bytes of an extent are in its buffer, or all written before they are read: one lane writes, in the order in
+    which storages leave, and a read waits for the last write of what it reads.
+
+    Args:
+        path: of the file while it is made.
+        records: on the same disk, with which it shares the lanes.
+        empty: makes host memory that copies can reach.
+        host: gets the buffers booked.
+    """
+
+    prefetch_turns = READ_AHEAD
+
+    def __init__(
+        self,
+        path: Path,
+        records: RecordStore,
+        empty: Callable[[int, torch.dtype], torch.Tensor],
+        host: Ledger,
+    ) -> None:
+        self._path, self._records = path, records
+        self._file: ScratchFile | None = None
+        self._trace = Trace()
+        self._buffers = _BufferMemory(empty, host)
+        self._rotation = BufferRotation(self._buffers)
+
+    def begin(self, trace: Trace, stalled: StalledFn) -> None:
+        self._trace, self._buffers.stalled = trace, stalled
+        self._file = self._records.files.open_scratch(self._path)
+
+    def allocate(self, nbytes: int) -> StashSlot:
+        if (used := self._rotation.reuse_extent(nbytes)) is not None:
+            return used
+        if (end := self._rotation.file_bytes + round_to_pages(nbytes)) > self._scratch.nbytes:
+            self._grow(end)
+        return self._rotation.append_extent(nbytes)
+
+    def targets(self, slots: Sequence[StashSlot]) -> list[torch.Tensor]:
+        extents = _extents(slots)
+        buffer = self._rotation.assign_buffer(extents)
+        return [buffer.view(extent) for extent in extents]
+
+    def write_started(self, slots: Sequence[StashSlot], ticket: Ticket, k: int, visit: int) -> None:
+        extents = _extents(slots)
+        buffer, file, trace = _buffer_of(extents[0]), self._scratch, self._trace
+        runs = [(start, buffer.flat[a:b]) for start, a, b in _contiguous_runs(extents)]
+
+        def write() -> None:
+            ticket.join()
+            start_s = time.perf_counter()
+            try:
+                for start, part in runs:
+                    file.write(part, start)
+            except OSError as error:
+                if not is_disk_full(error):
+                    raise
+                raise disk_full_error(error, self._path.parent, sum(len(part) for _, part in runs), _REMEDY) from error
+            _record_event(trace, "disk write", "stash", "", k, visit, start_s, runs)
+
+        buffer.work, buffer.is_read = self._records.writes.submit(write), False
+        for extent in extents:
+            extent.last_write = buffer.work
+
+    def prefetch(self, turns: Sequence[tuple[Sequence[StashSlot], str, int, int]]) -> None:
+        for read in self._rotation.plan_prefetch([_extents(spots) for spots, *_ in turns]):
+            self._start_read(read, *turns[read.turn][1:])
+
+    def sources(self, slots: Sequence[StashSlot], layer: str, k: int, visit: int) -> list[torch.Tensor]:
+        extents = _extents(slots)
+        if (read := self._rotation.plan_fetch(extents)) is not None:
+            self._start_read(read, layer, k, visit)
+        buffers = [_buffer_of(extent) for extent in extents]
+        for work in {buffer.work for buffer in buffers if buffer.is_read and buffer.work is not None}:
+            self._wait_for(work)
+        return [buffer.view(extent) for buffer, extent in zip(buffers, extents, strict=True)]
+
+    def read_started(self, slots: Sequence[StashSlot], ticket: Ticket) -> None:
+        for extent in _extents(slots):
+            _buffer_of(extent).load = ticket
+
+    def free(self, slot: StashSlot) -> None:
+        self._rotation.release(*_extents([slot]))
+
+    def clear(self) -> None:
+        for buffer in self._rotation.buffers:
+            buffer.finish()
+            self._buffers.release(buffer)
+        self._rotation = BufferRotation(self._buffers)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _start_read(self, read: ExtentRead[_DiskBuffer], layer: str, k: int, visit: int) -> None:
+        """Begin to bring extents back to a buffer."""
+        buffer, file, trace = read.buffer, self._scratch, self._trace
+        written = {extent.last_write for extent in read.extents if extent.last_write is not None}
+        runs = [(start, buffer.flat[a:b]) for start, a, b in _contiguous_runs(read.extents)]
+
+        def bring() -> None:
+            for each in written:
+                each.result()
+            start_s = time.perf_counter()
+            for start, part in runs:
+                file.read(part, start)
+            _record_event(trace, "disk read", "fetch", layer, k, visit, start_s, runs)
+
+        buffer.work, buffer.is_read = self._records.reads.submit(bring), True
+
+    def _wait_for(self, work: Future[None]) -> None:
+        if work.done():
+            work.result()
+            return
+        with self._buffers.stalled():
+            work.result()
+
+    # -- the file ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _scratch(self) -> ScratchFile:
+        assert self._file is not None, "no pass is under way"
+        return self._file
+
+    def _grow(self, nbytes: int) -> None:
+        file, ample = self._scratch, nbytes + round_to_pages(nbytes // _GROWTH)
+        try:
+            file.grow(ample)
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            try:
+                file.grow(nbytes)
+            except OSError as last:
+                if not is_disk_full(last):
+                    raise
+                raise disk_full_error(last, self._path.parent, nbytes, _REMEDY) from last
+
+
+def _extents(slots: Sequence[StashSlot]) -> list[FileExtent]:
+    assert all(isinstance(spot, FileExtent) for spot in slots), "spots of another room"
+    return list(slots)  # type: ignore[arg-type]
+
+
+def _buffer_of(extent: FileExtent) -> _DiskBuffer:
+    assert isinstance(extent.buffer, _DiskBuffer), "an extent is in no buffer"
+    return extent.buffer
+
+
+def _contiguous_runs(extents: Iterable[FileExtent]) -> Iterator[tuple[int, int, int]]:
+    """Join extents that follow one another in the file and in their buffer: first byte there, first and last byte here."""
+    first = begin = end = -1
+    for extent in extents:
+        if begin < 0 or (extent.file_offset, extent.buffer_offset) != (first + end - begin, end):
+            if begin >= 0:
+                yield first, begin, end
+            first, begin = extent.file_offset, extent.buffer_offset
+        end = extent.buffer_offset + extent.size
+    yield first, begin, end
+
+
+def _no_stall() -> AbstractContextManager[None]:
+    raise AssertionError("no pass is under way")
+
+
+def _record_event(
+    trace: Trace,
+    lane: str,
+    kind: str,
+    layer: str,
+    k: int,
+    visit: int,
+    start_s: float,
+    runs: list[tuple[int, torch.Tensor]],
+) -> None:
+    t0, nbytes = trace.began_s, sum(len(part) for _, part in runs)
+    trace.add(Event(lane, kind, start_s - t0, time.perf_counter() - t0, layer, k, nbytes, visit))

@@ -1,0 +1,262 @@
+"""What any pass over the model stands on, set up before it and taken down after it, whatever happens.
+
+Slots and shell on the device, the stash, the meter, random streams. An exception anywhere leaves no booked byte and no moved
+parameter behind. `breadth_first.py` adds what forwards need that pause, `depth_first.py` what those need that do not.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from l2l_core.batches import map_tensors
+from l2l_core.config import RelayConfig
+from l2l_core.devices import Copy
+from l2l_core.eps import LayerStore
+from l2l_core.eps.blocks import Block, Unit
+from l2l_core.model import RandomState, ThreadState, dense_parts, is_sparse, modules_of
+from l2l_core.schedule_rules import chunks_per_copy, gradient_slots
+from l2l_core.step.cycles import manual_gc
+from l2l_core.step.memory_advice import suggest_remedy
+from l2l_core.step.pass_plan import PassPlan
+from l2l_core.step.relay_parts import RelayParts
+from l2l_core.step.traffic import (
+    ComputeClock,
+    CountedLane,
+    CurrentTurn,
+    Gradient,
+    GradientHooks,
+    GradientRoutes,
+    GradientSlots,
+    Lane,
+    MemoryMeter,
+    MeterRecord,
+    Prefetch,
+    Stash,
+    StorageTracker,
+)
+from l2l_core.trace import Trace
+
+# What most attributes of modules are: sorted out first, since to be asked whether they are tensors takes them long.
+_PLAIN_TYPES = frozenset((type(None), bool, int, float, str, tuple, list, dict, set, OrderedDict))
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+PassTask = Callable[[nn.Module, Any], Any]
+
+
+class PassRuntime(ABC):
+    """One pass, set up as far as all passes are alike. Use as a context manager.
+
+    Args:
+        parts: of the relay.
+        config: how to run.
+        plan: which weights stay on the device.
+        trace: gets events and memory.
+        replay: activation bytes of an earlier step; None counts them operation by operation.
+
+    Attributes:
+        outside: the state that the thread is in where no forward runs.
+    """
+
+    def __init__(
+        self, parts: RelayParts, config: RelayConfig, plan: PassPlan, trace: Trace, replay: MeterRecord | None
+    ) -> None:
+        self.parts, self.config, self._plan, self.trace, self._replay = parts, config, plan, trace, replay
+        turns = chunks_per_copy(config.micro_batches, config.ahead, config.stash)
+        self.clock = ComputeClock(parts.device, trace)
+        stalled = None if config.ahead else self.clock.stalled
+        self.h2d, self.d2h = (Lane(parts.device, trace, name, turns, stalled) for name in ("h2d", "d2h"))
+        self.loads, self.pushes = CountedLane(self.h2d, "load"), CountedLane(self.d2h, "push")
+        self._dtype = _DTYPES[config.precision]  # of weights on the device
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with self._stack:
+            try:
+                self._set_up()
+            except torch.OutOfMemoryError as error:
+                raise self.parts.device.ledger.allocator_error(error) from error
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        """Take the pass down.
+
+        Raises:
+            DeviceOutOfMemory: in place of the error of the device's own allocator; says what was booked.
+        """
+        ledger = self.parts.device.ledger
+        if isinstance(error, Exception) and not isinstance(error, MemoryError) and (doing := ledger.activity()):
+            note = f"The relay was at: {doing}."
+            if note not in getattr(error, "__notes__", ()):  # the same error object may come again
+                error.add_note(note)
+        if error is not None:
+            self.clock.stop()  # the trace shows what was being computed
+        refused = (
+            ledger.allocator_error(error) if isinstance(error, torch.OutOfMemoryError) else None
+        )  # while all is booked
+        is_whole = False
+        try:
+            self._stack.close()
+            is_whole = error is None
+        finally:
+            if not is_whole:  # a second interrupt may have come just as parameters were pointed to a slot, or back
+                for unit in self.parts.units:
+                    unit.set_data([home for block in unit.blocks for home in block.host_views])
+        if refused is not None:
+            raise refused from error
+
+    def _set_up(self) -> None:
+        parts, enter, later = self.parts, self._stack.enter_context, self._stack.callback
+        ledger = parts.device.ledger
+        slot_bytes = self._dtype.itemsize * parts.slot_numel
+        ledger.advise = partial(
+            suggest_remedy, ledger, self.config, slot_bytes, slot_bytes + self._min_bytes_beside_slot()
+        )
+        self._collect_garbage = enter(manual_gc())
+        enter(parts.device.current())
+        later(parts.device.synchronize)  # last of all: then nothing is under way, and the trace has every event
+        parts.weight_source.begin(parts.units, self._dtype, self.trace)
+        later(parts.weight_source.end)
+        later(
+            RandomState.capture().restore
+        )  # forwards draw from streams of their own; the caller's stands where it stood
+        self.outer_state = ThreadState.capture()
+        enter(parts.shell.buffers.on_device(parts.device, "shell buffers"))
+        # After the shell's buffers came: modules hold their copies now.
+        buffers, self._attributes = module_tensors(modules_of(parts.model))
+        exempt = [*buffers, *self._attributes, *(master for unit in parts.units for master in unit.masters)]
+        at_work = CurrentTurn()
+        room, moves = parts.stash_store(self.config.stash), self.config.stash != "device"
+        room.begin(self.trace, self.clock.stalled)
+        later(room.clear)
+        self._tracker = StorageTracker(parts.device, room, at_work, exempt)
+        self.stash = Stash(
+            parts.device,
+            self._tracker,
+            at_work,
+            stash_store=room,
+            offloads=moves,
+            overlap=self.config.ahead > 0,
+            metering=self._replay is None,
+            h2d=self.h2d,
+            d2h=self.d2h,
+            clock=self.clock,
+        )
+        self._set_up_guards()
+        self.meter = MemoryMeter(ledger, parts.host, self.trace, self._replay, self.config.keep > 0)
+        later(self.meter.close)
+        shell = self._load_shell()
+        self.prefetch = Prefetch(
+            parts.device,
+            parts.slot_numel,
+            self.config.ahead,
+            self.loads.send_chunked,
+            self.clock,
+            shell,
+            parts.weight_source,
+            self._dtype,
+            self._load_buffers,
+            self._plan.resident,
+        )
+        later(self.prefetch.close)
+        self._tracker.exempt([slot.flat for slot in self.prefetch.slots], weights=True)
+
+    @abstractmethod
+    def _set_up_guards(self) -> None:
+        """Set up who looks at what tensors are used for; they look until nothing is held any more."""
+
+    def _min_bytes_beside_slot(self) -> int:
+        """Device bytes that a pass takes besides a layer's weights, whatever the settings."""
+        layers = [sum(block.trained.numel for block in unit.blocks) for unit in self.parts.layers]
+        shell = sum(block.trained.numel for block in self.parts.shell.blocks)
+        gradients = 4 * (shell + max(layers, default=0)) if torch.is_grad_enabled() else 0
+        return self._dtype.itemsize * self.parts.shell.numel + gradients
+
+    def _load_shell(self) -> Mapping[nn.Parameter, torch.Tensor]:
+        """Put the shell on the device; return where its parameters are for the length of the pass."""
+        shell, device = self.parts.shell, self.parts.device
+        flat = device.empty(shell.numel, self._dtype)
+        self._stack.callback(device.recycle, flat)
+        # Booking may raise: then the buffer is recycled, and nothing is released.
+        device.ledger.book("weights", "shell", flat.nbytes)
+        self._stack.callback(device.ledger.release, "weights", "shell", flat.nbytes)
+        self._tracker.exempt([flat], weights=True)
+        self._tracker.exempt([master for unit in self.parts.units for master in unit.masters], weights=True)
+        pairs = zip(shell.ranges(flat), shell.blocks, strict=True)
+        with self.clock.stalled():
+            load = self.loads(shell.key, [(part, self.parts.weight_source.acquire(block)) for part, block in pairs])
+            load.wait()
+        for block in shell.blocks:
+            self.parts.weight_source.release(block, load)
+        views = shell.views(flat)
+        self._stack.callback(shell.set_data, [home for block in shell.blocks for home in block.host_views])
+        shell.set_data(views)
+        return dict(zip(shell.params, views, strict=True))
+
+    @contextmanager
+    def _load_buffers(self, unit: Unit) -> Iterator[None]:
+        """Bring what a visit needs besides weights: the layer's buffers, which are part of no image."""
+        with unit.buffers.on_device(self.parts.device, "buffers") as copies, self._tracker.exempting(copies):
+            yield
+        self._collect_garbage()
+
+    def make_gradients(
+        self, store: LayerStore, is_per_micro_batch: Callable[[Block], bool]
+    ) -> tuple[GradientSlots, Gradient]:
+        """Make device buffers for the gradients of layers, and the gradient of the shell."""
+        parts = self.parts
+        takers = GradientHooks(parts.units)
+        count = gradient_slots(self.config.ahead, self.config.schedule, len(parts.layers))
+        self._stack.callback(takers.close)
+        ways = GradientRoutes(parts.device, self.clock, takers, store, self.pushes, is_per_micro_batch)
+        slots = GradientSlots(ways, parts.layers, count, "slots")
+        self._stack.callback(slots.close)
+        shell = GradientSlots(ways, [parts.shell], 1, "shell")
+        self._stack.callback(shell.close)
+        self._tracker.exempt([*slots.tensors, *shell.tensors])
+        return slots, shell.acquire(parts.shell)
+
+    def initial_states(self, seeds: Sequence[int]) -> list[ThreadState]:
+        """Return the state in which the forward of each micro-batch begins."""
+        base = self.outer_state
+        if self._dtype != torch.float32:  # operations cast activations to the weights' type, or compute in float32
+            base = base._replace(autocast=tuple((True, self._dtype) for _ in base.autocast), autocast_cache=False)
+        return [base.with_random_state(RandomState.from_seed(seed)) for seed in seeds]
+
+    def load_micro_batch(self, k: int, micro_batch: Any) -> Any:
+        """Copy a micro-batch to the device."""
+        copies: list[Copy] = []
+
+        def brought(tensor: torch.Tensor) -> torch.Tensor:
+            to = self.parts.device.torch_device
+            fresh = tensor.detach().to(to, copy=True) if is_sparse(tensor) else torch.empty_like(tensor, device=to)
+            target = self._register_input(fresh, k)
+            for piece, source in zip(dense_parts(target), dense_parts(tensor.detach()), strict=True):
+                self.stash.track(piece, k, "other", "", fresh=True)
+                copies.append((piece, source))
+            return target
+
+        rows = map_tensors(micro_batch, brought)
+        if copies:
+            with self.clock.stalled():
+                self.h2d.send("batch", "", copies, k).wait()
+        return rows
+
+    def _register_input(self, tensor: torch.Tensor, k: int) -> torch.Tensor:
+        """Return a tensor that is part of micro-batch `k`'s rows, whoever looks out for it."""
+        return tensor
+
+
+def module_tensors(modules: Sequence[nn.Module]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """List the tensors that modules keep between passes: buffers, and those on plain attributes."""
+    buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
+    held = (value for module in modules for value in vars(module).values() if type(value) not in _PLAIN_TYPES)
+    return buffers, [value for value in held if isinstance(value, torch.Tensor)]

@@ -1,0 +1,179 @@
+"""Put another list of layers into a model so that it stays an ordinary model.
+
+`rearrange` changes a stack's container and lets everything follow that knows the depth or a layer's position: the
+configuration, its lists with one entry per layer, `layer_idx`. What cannot follow is refused before anything changes.
+Weights, optimizers and the relay are not its business, and neither is whether shapes chain.
+
+The configuration is replaced by a changed copy, in every module that holds it: models that were built from one
+configuration object must not change together (Llama runs as many layers as its configuration says).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from l2l_core.model import Stack
+from l2l_core.surgery import config_depth
+from l2l_core.surgery.assignments import Assignments
+from l2l_core.surgery.config_update import assign_configs, copy_configs, find_depth_fields
+from l2l_core.surgery.layer_entries import move_entries, renumber, save_removed_entries
+from l2l_core.surgery.layer_features import forget_description
+from l2l_core.surgery.position_check import check_interchangeable
+from l2l_core.surgery.stack_context import (
+    StackContext,
+    owner_per_layer_fields,
+    update_depth_attributes,
+    update_layer_lists,
+)
+
+__all__ = ["replace_layers"]
+
+
+def replace_layers(
+    model: nn.Module,
+    stack: Stack,
+    layers: Sequence[nn.Module],
+    like: Mapping[nn.Module, nn.Module] | None = None,
+    depth_field: str | None = None,
+    force: bool = False,
+    without_role: Collection[nn.Module] = (),
+) -> Callable[[], None]:
+    """Put `layers` in place of the stack's; what knows the depth or a position follows.
+
+    `model.config` is another object afterwards, so look it up anew. The stack given is of the past then:
+    ``replace(stack, layers=tuple(layers))`` is the new one.
+
+    Args:
+        model: the whole model.
+        stack: one of `find_stacks`.
+        layers: at least one module, of the stack or new, in any order. Each once; those of which the stack holds one in several
+            places may do so again, as long as the number of places stays.
+        like: new layer -> layer of the stack whose entries it gets in lists of the configuration (`layer_types`). Not
+            needed for layers that were in the stack before, nor where attributes or shapes tell.
+        depth_field: name of the configuration's field that is the depth, if it cannot be found ("decoder.num_layers").
+        force: skip the refusals that rest on evidence: layers that differ by position, modules beside the stack with one
+            member per layer, a configuration that does not tell the depth.
+        without_role: layers that edits brought in: no other layer relies on what only they have.
+
+    Returns:
+        A function that puts everything back: the same modules, attributes and configuration objects. Several are undone
+        in reverse order; RuntimeError otherwise.
+
+    Raises:
+        ValueError, TypeError: what cannot be done, and why; nothing has changed.
+    """
+    new = tuple(layers)
+    # All that may be refused comes first, and gathers assignments; none is made before the last line.
+    surroundings = StackContext.of(model, stack)
+    _check_layers(stack, new, surroundings, force)
+    members = _new_members(stack, new)
+    for layer in set(new) - set(stack.layers):
+        forget_description(layer)  # what is in no stack may have been changed by its owner meanwhile
+    assignments = Assignments()
+    update_layer_lists(assignments, surroundings, new, force)
+    followed = find_depth_fields(surroundings, depth_field, len(new) != len(stack), force)
+    lists = [
+        each
+        for config in {id(f.config): f.config for f in followed}.values()
+        for each in config_depth.find_per_layer_fields(config, surroundings.location)
+    ]
+    lists += owner_per_layer_fields(surroundings)
+    travelled = move_entries(lists, stack, new, like or {})
+    # On copies, which also say what the model's class would build from them.
+    copies = copy_configs(surroundings, followed, lists, travelled, len(new))
+    if not force:
+        check_interchangeable(model, stack, new, lists, travelled, copies, bool(followed), without_role)
+    assign_configs(assignments, surroundings, new, copies)
+    for each, entries in zip(lists, travelled, strict=True):  # lists of a configuration are in its copy already
+        if each.config is vars(surroundings.owner):
+            assignments.set(each.config, each.name, each.to_value(entries))
+    update_depth_attributes(assignments, surroundings, followed, len(new))
+    renumber(assignments, stack, new)
+    save_removed_entries(stack, new, lists)
+    assignments.fill(stack.container._modules, members)
+    return assignments.apply(stack.title)
+
+
+def _check_layers(stack: Stack, new: tuple[nn.Module, ...], context: StackContext, force: bool) -> None:
+    """Refuse a list that is none of layers, links layers to one, holds one of the shell's, or is of a stack of the past."""
+    title = stack.title
+    if not new:
+        raise ValueError(f"{title} would be left without layers; at least one must stay")
+    for layer in new:
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"layers contains {layer!r}; give modules")
+    inside = set(stack.layers)
+    held = [child for child in stack.container if child in inside]
+    if tuple(held) != stack.layers:
+        raise ValueError(f"{title} does not hold the stack's layers in this order any more; call find_stacks again")
+    if len(inside) < len(held) != len(new) and not force:
+        raise ValueError(
+            f"{title} holds one module in several places: its layers share weights and have no position of their own, so their "
+            f"number stays {len(held)}. Give every place a layer of its own first (Delink)"
+        )
+    for layer in new if len(set(new)) < len(new) and not force else ():
+        if new.count(layer) > max(1, held.count(layer)):
+            _refuse_twice(title, new, layer)
+    names = {module: name for name, module in context.shell}
+    for layer in new:
+        if layer in names:
+            raise ValueError(
+                f"a {type(layer).__name__} among the new layers is already in the model, as {names[layer]!r}; "
+                "put in a copy of it (copy.deepcopy)"
+            )
+
+
+def _refuse_twice(title: str, new: tuple[nn.Module, ...], layer: nn.Module) -> None:
+    places = [i for i, each in enumerate(new) if each is layer]
+    raise ValueError(
+        f"positions {', '.join(map(str, places))} of {title} would hold the same {type(layer).__name__}: it would be two layers "
+        "with one set of weights and one position; put in a copy (copy.deepcopy)"
+    )
+
+
+def _new_members(stack: Stack, new: tuple[nn.Module, ...]) -> dict[str, Any]:
+    """List the container's members by name, with `new` in place of the stack's layers."""
+    old = list(stack.container._modules.items())
+    inside = set(stack.layers)
+    slots = [i for i, (_, child) in enumerate(old) if child in inside]
+    first, last = slots[0], slots[-1]
+    between = [type(child).__name__ for _, child in old[first:last] if child not in inside]
+    if between:
+        if len(new) != len(slots):
+            raise ValueError(
+                f"between the layers of {stack.title} are other members ({', '.join(dict.fromkeys(between))}), and it does not "
+                "show which belong to which layer: they can change places but not their number. Put what belongs together "
+                "into one module"
+            )
+        children = [child for _, child in old]
+        for i, layer in zip(slots, new, strict=True):
+            children[i] = layer
+        return {name: child for (name, _), child in zip(old, children, strict=True)}
+    before, after = old[:first], old[last + 1 :]
+    # Numbered throughout: members behind the layers get other names, as in a container that is built anew
+    if [name for name, _ in old] == [str(i) for i in range(len(old))]:
+        children = [child for _, child in before] + list(new) + [child for _, child in after]
+        return {str(i): child for i, child in enumerate(children)}
+    names = _member_names(stack, [old[i][0] for i in slots], len(new), {name for name, _ in before + after})
+    return dict(before) | dict(zip(names, new, strict=True)) | dict(after)
+
+
+def _member_names(stack: Stack, old: list[str], count: int, taken: set[str]) -> list[str]:
+    """Name `count` members as the old ones are numbered ("block1", "block2")."""
+    numbered = [re.fullmatch(r"(.*?)(\d+)", name) for name in old]
+    names = old[:count]
+    if count > len(old):
+        heads = {match[1] for match in numbered if match}
+        begin = int(numbered[0][2]) if numbered[0] else 0
+        expected = [f"{head}{begin + i}" for head in heads for i in range(count)]
+        if len(heads) != 1 or expected[: len(old)] != old or taken & set(expected):
+            raise ValueError(
+                f"the layers of {stack.title} are named {', '.join(old)}: a further one cannot be named by that. Number them "
+                "(layer0, layer1, ...), or use a ModuleList"
+            )
+        names = expected
+    return names

@@ -1,0 +1,167 @@
+"""What is around a stack in its model, and how it follows other layers: it does, or the edit is refused.
+
+The configuration has a file of its own, `config_update.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from l2l_core.model import Stack
+from l2l_core.surgery import config_depth
+from l2l_core.surgery.assignments import Assignments
+from l2l_core.surgery.config_depth import DepthField, PerLayerField, StackLocation
+
+REMEDY = "force=True does it all the same"
+
+
+@dataclass(frozen=True)
+class StackContext:
+    """Tells what is around a stack.
+
+    Attributes:
+        chain: (name, module) from the model down to the owner of the container.
+        shell: (name, module) of everything but the stack's container and what is in its layers.
+        place: names and numbers to recognise what belongs to the stack.
+        configs: (first module of the chain that holds it, config), nearest to the stack first.
+    """
+
+    stack: Stack
+    chain: list[tuple[str, nn.Module]]
+    shell: list[tuple[str, nn.Module]]
+    location: StackLocation
+    configs: list[tuple[nn.Module, Any]]
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module that holds the container; the container itself if that is the model."""
+        return self.chain[-1][1]
+
+    @classmethod
+    def of(cls, model: nn.Module, stack: Stack) -> StackContext:
+        modules = [("", model)]
+        for part in filter(None, stack.name.split(".")):
+            name, module = modules[-1]
+            child = module._modules.get(part)
+            if child is None:
+                break
+            modules.append((f"{name}.{part}".lstrip("."), child))
+        if modules[-1][1] is not stack.container:
+            raise ValueError(
+                f"{stack.title} is not where the stack says: the model was changed; call find_stacks again"
+            )
+        around, stage, stages = modules[:-1] or modules, None, 0
+        for (_, outer), (name, _) in reversed(list(zip(modules, modules[1:], strict=False))):
+            if isinstance(outer, nn.ModuleList | nn.Sequential) and name.rpartition(".")[2].isdigit():
+                stage, stages = (int(name.rpartition(".")[2]), len(outer)) if len(outer) > 1 else (None, 0)
+                break
+        # A list in between owns nothing: configuration and depth are kept by the module that has the list
+        owner = next((m for _, m in reversed(around) if not isinstance(m, nn.ModuleList)), model)
+        names = config_depth.name_words(stack.name.replace(".", "_")) | config_depth.name_words(type(owner).__name__)
+        configs: dict[int, tuple[nn.Module, Any]] = {}
+        for _, module in around:
+            for name, value in vars(module).items():
+                if config_depth.is_config(name, value):
+                    configs.setdefault(id(value), (module, value))
+        chain = around[: [m for _, m in around].index(owner) + 1]
+        inside = set(stack.layers)
+        shell = list(_walk_shell(model, "", inside, set()))
+        place = StackLocation(names, len(stack.layers), stage, stages)
+        return cls(stack, chain, shell, place, list(configs.values())[::-1])
+
+
+def _walk_shell(
+    module: nn.Module, name: str, layers: set[nn.Module], seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    if module in seen or module in layers:
+        return
+    seen.add(module)
+    yield name, module
+    for part, child in module._modules.items():
+        if child is not None:
+            yield from _walk_shell(child, f"{name}.{part}".lstrip("."), layers, seen)
+
+
+def update_layer_lists(
+    assignments: Assignments, context: StackContext, new: tuple[nn.Module, ...], force: bool
+) -> None:
+    """Let lists of the layers follow, and refuse all else that knows single layers, or how many there are."""
+    stack, inside = context.stack, set(context.stack.layers)
+    for name, module in context.shell:
+        for part, child in module._modules.items():
+            if child in inside and module is not stack.container:
+                raise ValueError(
+                    f"a layer of {stack.title} is also in the model as {f'{name}.{part}'.lstrip('.')!r}, which would not follow; "
+                    "hold each layer in one place"
+                )
+        for attribute, value in vars(module).items():
+            if attribute in ("_modules", "_parameters", "_buffers") or not isinstance(value, list | tuple | dict | set):
+                continue
+            held = [
+                each for each in (value.values() if isinstance(value, dict) else value) if isinstance(each, nn.Module)
+            ]
+            if not inside & set(held):
+                continue
+            label = f"{name}.{attribute}".lstrip(".")
+            if isinstance(value, list | tuple) and tuple(value) == stack.layers:
+                assignments.set(vars(module), attribute, type(value)(new))
+            else:
+                raise ValueError(
+                    f"{label!r} holds layers of {stack.title} in an arrangement of its own, which cannot follow; "
+                    f"let it hold all {len(stack)} in order, or take them from the container when needed"
+                )
+    if len(new) != len(stack) and len(stack) > 1 and not force:
+        _check_companions(context)
+
+
+def _check_companions(context: StackContext) -> None:
+    """Refuse what has as many members beside the container as it has layers: it would have to grow with it."""
+    owner, stack, count = context.owner, context.stack, len(context.stack)
+    prefix = f"{context.chain[-1][0]}.".lstrip(".")
+    for name, child in owner._modules.items():
+        is_list = isinstance(child, nn.ModuleList | nn.ParameterList) and child is not stack.container
+        if is_list and len(child) == count and len({type(member) for member in child}) == 1:
+            raise ValueError(
+                f"{prefix}{name} holds {count} members beside the {count} layers of {stack.title}, one per layer as it seems, "
+                "and would not follow: a layer and what belongs to it go into one module. If they have nothing to do with "
+                f"each other, {REMEDY}"
+            )
+    for path, module in context.chain:
+        for name, param in module._parameters.items():
+            rows = param.shape[0] if param is not None and param.ndim else 0
+            if "layer" in config_depth.name_words(name) and rows in (count, count + 1):
+                raise ValueError(
+                    f"parameter {f'{path}.{name}'.lstrip('.')} has {rows} rows, for the {count} layers of {stack.title} as it "
+                    f"seems, and would not follow. If it has nothing to do with them, {REMEDY}"
+                )
+
+
+def owner_per_layer_fields(context: StackContext) -> list[PerLayerField]:
+    """Find plain lists with one entry per layer that the owner of the container keeps as attributes."""
+    attributes = vars(context.owner)
+    found = (
+        config_depth.read_per_layer_field(attributes, name, value, context.location)
+        for name, value in attributes.items()
+    )
+    return [
+        each for each in found if each is not None and not any(isinstance(value, nn.Module) for value in each.values)
+    ]
+
+
+def update_depth_attributes(
+    assignments: Assignments, context: StackContext, depth_fields: list[DepthField], count: int
+) -> None:
+    """Set the depth as an attribute: of the container's owner by its name, further up only as the field is called."""
+    if context.location.stage is not None:
+        return
+    names = {each.name for each in depth_fields} | ({"num_hidden_layers"} if depth_fields else set())
+    for _, module in context.chain:
+        for name, value in vars(module).items():
+            if isinstance(value, bool) or not isinstance(value, int) or value != context.location.depth:
+                continue
+            if name in names or (module is context.owner and config_depth.is_depth_name(name, context.location)):
+                assignments.set(vars(module), name, count)

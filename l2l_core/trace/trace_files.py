@@ -1,0 +1,302 @@
+"""Files of a trace: Chrome trace JSON for viewers, JSON lines for reading back.
+
+Pure writers and readers. They take a finished `Trace` as it is, and `trace.py` calls them; nothing here imports it.
+
+Chrome JSON, one `tid` per lane because Perfetto wants the slices of a track to nest
+(https://perfetto.dev/docs/getting-started/other-formats); the categories, `args.stream`, `args.correlation`,
+`schemaVersion` and `distributedInfo` are what Holistic Trace Analysis reads. That program tells copies and communication from
+kernels by name, hence the slice names "Memcpy HtoD ...", "Memcpy DtoH ..." and "ncclKernel ...", whatever library it was.
+Several workers are several processes of one file for Perfetto, and a file each for that program.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from l2l_core.trace.events import DISK_LANES, NETWORK_LANES, Event, TraceLike
+
+JsonObject = dict[str, Any]
+T = TypeVar("T")
+
+CHROME_CATEGORIES = {
+    "compute": "kernel",
+    "h2d": "gpu_memcpy",
+    "d2h": "gpu_memcpy",
+    "eps": "cpu_op",
+    "gather": "kernel",
+    "reduce": "kernel",
+    **dict.fromkeys(DISK_LANES, "cpu_op"),
+}
+COPY_PREFIXES = {"h2d": "Memcpy HtoD ", "d2h": "Memcpy DtoH "}
+COLLECTIVE_PREFIXES = dict.fromkeys(NETWORK_LANES, "ncclKernel ")
+SCHEMA = "l2l-trace"
+VERSION = 3
+
+
+def clock_tolerance_s(t_s: float) -> float:
+    """Say by how much two clock readings at `t_s` may contradict each other, in seconds.
+
+    cudaEventElapsedTime resolves about 0.5 microseconds and returns milliseconds as float32 (relative error 6e-8):
+    https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__EVENT.html
+    """
+    return 1e-6 + 1.2e-7 * abs(t_s)
+
+
+# ---- Chrome trace JSON -----------------------------------------------------------------------------------------
+
+
+def write_chrome(traces: Sequence[TraceLike], path: Path, compress: bool | None = None) -> None:
+    """Write `chrome_trace(*traces)`; compressed if `path` ends in .gz, unless `compress` says otherwise.
+
+    Raises ValueError for other names than *.json and *.json.gz: viewers go by the name.
+    """
+    if not path.name.endswith((".json", ".json.gz")):
+        raise ValueError(f"cannot export to {str(path)!r}: viewers go by the name, use .json or .json.gz")
+    # A space behind each colon: without one, Holistic Trace Analysis does not find the rank of a file in a folder
+    data = json.dumps(chrome_trace(*traces), separators=(",", ": "), allow_nan=False).encode()
+    if path.suffix == ".gz" if compress is None else compress:
+        data = gzip.compress(data, compresslevel=6, mtime=0)
+    path.write_bytes(data)
+
+
+def chrome_trace(*traces: TraceLike) -> JsonObject:
+    """Write traces as a Chrome trace object: metadata, slices, flow arrows from load to use, byte counters.
+
+    Args:
+        traces: of one step by several workers, each of which becomes a process; or one. Time begins with the first of them,
+            or with its waiting for others to begin.
+    """
+    first = traces[0]
+    began_s = min(trace.worker.began_s - trace.worker.waited_s for trace in traces)
+    return {
+        "schemaVersion": 1,
+        "distributedInfo": {"rank": first.worker.rank, "world_size": first.worker.count},
+        "displayTimeUnit": "ms",
+        "otherData": {"settings": first.settings},
+        "traceEvents": [row for trace in traces for row in _process_rows(trace, trace.worker.began_s - began_s)],
+    }
+
+
+def _process_rows(trace: TraceLike, offset_s: float) -> Iterator[JsonObject]:
+    """Write one process, whose time begins so much later than that of the file."""
+    slices = list(_make_slices(trace))
+    pid, later_us = (
+        trace.worker.rank + 1,
+        round(offset_s * 1e9) / 1e3,
+    )  # no 0, which Perfetto takes for the idle process
+    slice_rows = [_slice_row(trace, one) for one in slices]
+    for row in (
+        *_metadata_rows(trace),
+        *slice_rows,
+        *_wait_rows(trace, slices),
+        *_flow_rows(slices),
+        *_counter_rows(trace),
+    ):
+        yield {**row, "pid": pid} | ({"ts": row["ts"] + later_us} if later_us and "ts" in row else {})
+
+
+class _Slice(NamedTuple):
+    """An event on its track, in whole nanoseconds so that neighbours do not overlap by rounding."""
+
+    event: Event
+    id: int
+    tid: int
+    start_ns: int
+    stop_ns: int
+
+
+def _make_slices(trace: TraceLike) -> Iterator[_Slice]:
+    number = count(1 + (trace.worker.rank << 32))  # arrows go by number, through all processes
+    for tid, (lane, events) in enumerate(trace.lanes.items(), start=1):
+        free_s = -math.inf
+        for event in events:
+            assert free_s - event.start_s <= clock_tolerance_s(event.start_s), (
+                f"lane {lane} is serial, but {event.label()!r} starts at {event.start_s} s "
+                f"while the lane is busy until {free_s} s"
+            )
+            start_s = max(event.start_s, free_s)
+            free_s = max(start_s, event.stop_s)
+            yield _Slice(event, next(number), tid, round(start_s * 1e9), round(free_s * 1e9))
+
+
+def _metadata_rows(trace: TraceLike) -> Iterator[JsonObject]:
+    process = f"worker {trace.worker.rank} of {trace.worker.count}, " if trace.worker.count > 1 else ""
+    process += f"relay step {trace.step}" + (f" on {trace.device}" if trace.device else "")
+    process += f", {trace.failed}" if trace.failed is not None else ""
+    yield {"ph": "M", "name": "process_name", "args": {"name": process}}
+    yield {"ph": "M", "name": "process_sort_index", "args": {"sort_index": trace.worker.rank}}
+    for tid, lane in enumerate(trace.lanes, start=1):
+        yield {"ph": "M", "tid": tid, "name": "thread_name", "args": {"name": lane}}
+        yield {"ph": "M", "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+
+
+def _slice_row(trace: TraceLike, item: _Slice) -> JsonObject:
+    event, duration_ns = item.event, item.stop_ns - item.start_ns
+    name = trace.names.get(event.layer, event.layer)
+    args = {
+        "layer": event.layer,
+        "layer_name": name,
+        "k": event.k,
+        "bytes": event.nbytes,
+        "visit": event.visit,
+        "stream": -1 if event.lane == "eps" else item.tid,
+        "correlation": item.id,
+    }  # -1: not on the device
+    if event.lane in COPY_PREFIXES and duration_ns:
+        args["memory bandwidth (GB/s)"] = event.nbytes / duration_ns
+    return {
+        "ph": "X",
+        "tid": item.tid,
+        "ts": item.start_ns / 1e3,
+        "dur": duration_ns / 1e3,
+        "cat": CHROME_CATEGORIES[event.lane],
+        "name": (COPY_PREFIXES | COLLECTIVE_PREFIXES).get(event.lane, "") + event._replace(layer=name).label(),
+        "args": args,
+    }
+
+
+def _wait_rows(trace: TraceLike, slices: list[_Slice]) -> Iterator[JsonObject]:
+    """Write how long a worker waited for another one, before the step and before they could exchange anything."""
+    worker = trace.worker
+    waits = [(one.tid, one.start_ns, one.event.stalled_s, one.event.last, one.event.layer) for one in slices
+             if one.event.lane in NETWORK_LANES]  # fmt: skip
+    for tid, until_ns, waited_s, last, layer in [(1, 0, worker.waited_s, worker.last, ""), *waits]:
+        waited_ns = round(waited_s * 1e9)
+        if waited_ns:
+            yield {
+                "ph": "X",
+                "tid": tid,
+                "ts": (until_ns - waited_ns) / 1e3,
+                "dur": waited_ns / 1e3,
+                "cat": "cpu_op",
+                "name": f"wait for worker {last}",
+                "args": {"layer": layer, "stream": -1},
+            }
+
+
+def _flow_rows(slices: list[_Slice]) -> Iterator[JsonObject]:
+    for load, use in _pair_loads_with_uses(slices):
+        arrow = {"cat": "load_to_use", "name": "load to use", "id": load.id}
+        # the arrow leaves from the start of the load: at its end the next slice of the track may begin
+        yield {**arrow, "ph": "s", "tid": load.tid, "ts": load.start_ns / 1e3}
+        yield {**arrow, "ph": "f", "bp": "e", "tid": use.tid, "ts": use.start_ns / 1e3}
+
+
+def _pair_loads_with_uses(slices: list[_Slice]) -> Iterator[tuple[_Slice, _Slice]]:
+    """Pair every load with the first forward or backward of its layer after it and before that layer's next load."""
+    loads, uses = defaultdict(list), defaultdict(list)
+    for one in slices:  # a lane is sorted by start, hence so is each list
+        if one.event.kind == "load":
+            loads[one.event.layer].append(one)
+        elif one.event.kind in ("forward", "backward"):
+            uses[one.event.layer].append(one)
+    for layer, of_layer in loads.items():
+        for load, following in zip(of_layer, [*of_layer[1:], None], strict=True):
+            ready_ns = max(load.start_ns, load.stop_ns - round(clock_tolerance_s(load.event.stop_s) * 1e9))
+            first = bisect_left(uses[layer], ready_ns, key=lambda use: use.start_ns)
+            for use in uses[layer][first : first + 1]:
+                if following is None or use.start_ns < following.start_ns:
+                    yield load, use
+
+
+def _counter_rows(trace: TraceLike) -> Iterator[JsonObject]:
+    """Write one counter track per place. A category that a sample leaves out is 0, or viewers keep its last."""
+    categories: dict[str, JsonObject] = defaultdict(dict)
+    for sample in trace.memory:
+        categories[sample.place].update(dict.fromkeys(sample.bytes_by_category, 0))
+    for sample in trace.memory:
+        yield {
+            "ph": "C",
+            "name": f"{sample.place} bytes",
+            "ts": round(sample.t_s * 1e9) / 1e3,
+            "args": {**categories[sample.place], **sample.bytes_by_category},
+        }
+
+
+# ---- JSON lines ------------------------------------------------------------------------------------------------
+
+
+def write_jsonl(path: Path, header: JsonObject, rows: Sequence[JsonObject]) -> None:
+    """Write a header with schema and version, then one row per line. Floats keep all their digits."""
+    first = {"schema": SCHEMA, "version": VERSION, "type": "trace", **header, "rows": len(rows)}
+    path.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in (first, *rows)), encoding="utf-8")
+
+
+def read_jsonl(path: Path, handlers: Mapping[str, Callable[[JsonObject], None]]) -> None:
+    """Hand every row of `path` to the taker of its type, the header first.
+
+    Raises ValueError with the file and line if the file is damaged or cut short, and `OtherVersionError` if its format has
+    another version.
+    """
+    lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
+    promised = 0
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            if number == 1:
+                check_version(path, row, SCHEMA, VERSION, "record the step again")
+                promised = int(row["rows"])
+            handlers[row.pop("type")](row)
+        except OtherVersionError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+            raise ValueError(
+                f"{path}, line {number}: this is not what Trace.to_jsonl writes: {type(error).__name__}: {error}"
+            ) from error
+    if len(lines) - 1 != promised:
+        raise ValueError(
+            f"{path}, line {len(lines)}: the file ends after {len(lines) - 1} rows of the {promised} "
+            "that its header promises; was its writer interrupted?"
+        )
+
+
+class OtherVersionError(ValueError):
+    """Raised for a file whose format has another version than the one that this release reads."""
+
+
+def check_version(path: Path, header: Mapping[str, Any], schema: str, version: int, remedy: str) -> None:
+    """Refuse a file of another format, or of another version of it.
+
+    Args:
+        path: of the file, for the message.
+        header: what the file begins with; its entries "schema" and "version" name the format.
+        schema, version: of the format that is read.
+        remedy: how to make such a file with this release, for the message.
+
+    Raises:
+        OtherVersionError: the version differs.
+        ValueError: the schema differs.
+        KeyError: the header has no such entries.
+    """
+    if header["schema"] != schema:
+        raise ValueError(f"schema {header['schema']!r}, expected {schema!r}")
+    if header["version"] != version:
+        raise OtherVersionError(
+            f"{path} has version {header['version']!r} of the format {schema!r}, and this release reads version {version}: "
+            f"{remedy}, or read the file with the release that wrote it"
+        )
+
+
+_TYPE_CHECKS: Mapping[str, Callable[[Any], bool]] = {
+    "str": lambda value: isinstance(value, str),
+    "int": lambda value: isinstance(value, int),
+    "float": lambda value: isinstance(value, int | float),
+    "Mapping[str, int]": lambda value: isinstance(value, dict) and all(isinstance(n, int) for n in value.values()),
+}
+
+
+def build_record(record: type[T], row: JsonObject) -> T:
+    """Make `record(**row)`, every field present and of its annotated type. Raises KeyError or TypeError otherwise."""
+    for name, annotation in record.__annotations__.items():
+        kind = getattr(annotation, "__forward_arg__", annotation)  # how a NamedTuple keeps the text
+        if not _TYPE_CHECKS[kind](row[name]):
+            raise TypeError(f"{name} is {row[name]!r}, expected {kind}")
+    return record(**row)

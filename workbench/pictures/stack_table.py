@@ -1,0 +1,228 @@
+"""The layers as a table: sizes, versions, gradient norms, update-to-weight ratios with small bars, and influence.
+
+HTML, not SVG: text of a page can be selected, searched and scrolled under a fixed header. A page needs `STYLE` once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from html import escape
+
+from l2l_core.trace import format_bytes
+from workbench.pictures.picture import Table
+from workbench.pictures.theme import BLUE, GREEN, VERMILION
+from workbench.readings import number_layers, short_name
+from workbench.session import LayerRow
+
+ALL_UP_TO = 40  # rows; of more layers, head, tail and the notable ones are shown
+NUM_ENDS = 12  # of them, at head and at tail
+NUM_NOTABLE = 3  # with the largest and the smallest of each figure
+TEXT_UP_TO = 60
+USUAL_RATIOS = (3e-4, 3e-3)  # update over weight: about 1e-3 is healthy, a rule of thumb (A. Karpathy)
+UNUSUAL_RATIOS = (1e-5, 1e-2)  # beyond, a ratio gets an exclamation mark
+RATIO_AXIS = (1e-6, 1e-1)  # ends of the ratios' bars
+
+STYLE = f"""
+.l2l-layers{{max-height:26em;overflow:auto;border:1px solid var(--jp-border-color2,#8886);
+color:var(--jp-ui-font-color1,CanvasText);background:var(--jp-layout-color1,Canvas);
+font:12px var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tabular-nums}}
+.l2l-layers table{{border-collapse:separate;border-spacing:0;width:100%;min-width:74em;margin:0;table-layout:fixed;
+font-size:inherit}}
+.l2l-layers th,.l2l-layers td{{box-sizing:border-box;padding:2px 10px;text-align:right;white-space:nowrap;font-weight:inherit;
+border-bottom:1px solid var(--jp-border-color3,#8883);background:none}}
+.l2l-layers thead th{{position:sticky;top:0;z-index:1;background:var(--jp-layout-color2,Canvas);font-weight:600;
+border-bottom:1px solid var(--jp-border-color1,#888a)}}
+.l2l-layers .l2l-name{{text-align:left;overflow:hidden;text-overflow:ellipsis}}
+.l2l-layers .l2l-ends{{direction:rtl}}
+.l2l-layers .l2l-computing{{background:color-mix(in srgb,{GREEN} 24%,transparent)}}
+.l2l-layers .l2l-computing td:first-child::before{{content:"▶ "}}
+.l2l-layers .l2l-changed td.l2l-name::after{{content:" ✱ changed";font-weight:600}}
+.l2l-layers .l2l-frozen{{opacity:.62}}
+.l2l-layers tr[data-key]{{cursor:pointer}}
+.l2l-layers .l2l-more td{{text-align:left;opacity:.62;font-style:italic}}
+.l2l-odd{{display:inline-block;width:.8em;font-weight:600;text-align:center}}
+.l2l-bar{{display:inline-block;position:relative;width:72px;height:9px;margin-left:6px;vertical-align:-1px;
+background:color-mix(in srgb,currentColor 9%,transparent)}}
+.l2l-bar i{{position:absolute;left:0;top:0;bottom:0;min-width:1px}}
+.l2l-bar b{{position:absolute;top:-2px;bottom:-2px;border:solid currentColor;border-width:0 1px;opacity:.45}}
+""".replace("\n", "")
+
+_HEADER = ("layer", "key", "name", "weights", "bytes", "version", "gradient norm", "update / weight", "influence", "")
+_WIDTHS = (4.5, 7, 0, 8.5, 6.5, 6, 13, 15, 7, 8)  # em, so that nothing moves while numbers change; 0: what is left
+_USUAL = "norm of the update over norm of the weights; about 1e-3 is usual, the marks stand at 3e-4 and 3e-3"
+_NUMBER = "position among the layers, from 0: it moves when layers before it come or go"
+_KEY = "stays with the layer through all edits"
+_INFLUENCE = "1 minus the mean cosine between the layer's input and output: near 0, the layer changes little"
+
+
+def draw_layers(
+    layers: Sequence[LayerRow], *, computing: str = "", changed: Collection[str] = (), selected: str = ""
+) -> str:
+    """Write an HTML table of the layers, in a box that scrolls.
+
+    Args:
+        layers: the stack, in order.
+        computing: key of the layer that computes now.
+        changed: keys of layers to mark, as after an edit.
+        selected: key of the layer that is chosen; of many layers, it is always among those that are shown.
+    """
+    head = "".join(
+        f'<th scope="col" style="{f"width:{width}em" if width else ""}"{_HEADER_ATTRIBUTES.get(name, "")}>{name}</th>'
+        for name, width in zip(_HEADER, _WIDTHS, strict=True)
+    )
+    norms = [layer.grad_norm for layer in layers]
+    ends = _axis_ends(norms)
+    rows, last, numbers = [], -1, number_layers(layer.key for layer in layers)
+    for number in _visible_layers(layers, {computing, selected, *changed}):
+        if number > last + 1:
+            rows.append(_more_row(number - last - 1))
+        layer = layers[number]
+        states = {
+            "l2l-computing": layer.key == computing,
+            "l2l-changed": layer.key in changed,
+            "l2l-frozen": layer.frozen,
+        }
+        rows.append(
+            _row(short_name(layer.key, numbers), layer, ends, [name for name, holds in states.items() if holds])
+        )
+        last = number
+    if not layers:
+        rows.append(f'<tr class="l2l-more"><td colspan="{len(_HEADER)}">no layers</td></tr>')
+    return f'<div class="l2l-layers"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def layers_table(layers: Sequence[LayerRow]) -> Table:
+    """Make a table of the same in text: up to 60 layers all of them, of more the ends and the notable ones."""
+    numbers = range(len(layers)) if len(layers) <= TEXT_UP_TO else _visible_layers(layers, ())
+    rows, names = [], number_layers(layer.key for layer in layers)
+    for number in numbers:
+        layer = layers[number]
+        rows.append(
+            (
+                short_name(layer.key, names),
+                layer.key,
+                layer.name,
+                f"{layer.num_params:,}",
+                format_bytes(layer.nbytes),
+                str(layer.version),
+                _figure(layer.grad_norm),
+                _figure(layer.update_ratio),
+                _figure(layer.influence),
+                _describe_trained(layer),
+            )
+        )
+    header = (
+        "layer",
+        "key",
+        "name",
+        "weights",
+        "bytes",
+        "version",
+        "gradient norm",
+        "update/weight",
+        "influence",
+        "frozen",
+    )
+    note = f"… {len(layers) - len(rows)} more" if len(rows) < len(layers) else ""
+    return Table("Layers", header, rows, note)
+
+
+def _visible_layers(layers: Sequence[LayerRow], besides: Collection[str]) -> Sequence[int]:
+    """Numbers of the layers to show, ascending."""
+    count = len(layers)
+    if count <= ALL_UP_TO:
+        return range(count)
+    chosen = {*range(NUM_ENDS), *range(count - NUM_ENDS, count)}
+    for figures in zip(*((layer.grad_norm, layer.update_ratio, layer.influence) for layer in layers), strict=True):
+        known = [i for _, i in sorted((figure, i) for i, figure in enumerate(figures) if _is_finite(figure))]
+        chosen |= {*known[:NUM_NOTABLE], *known[-NUM_NOTABLE:]}
+        chosen |= set(
+            [i for i, figure in enumerate(figures) if figure is not None and not _is_finite(figure)][:NUM_NOTABLE]
+        )
+    chosen |= set([i for i, layer in enumerate(layers) if layer.key in besides][:NUM_ENDS])
+    return sorted(chosen)
+
+
+_HEADER_ATTRIBUTES = {
+    "layer": f' title="{_NUMBER}"',
+    "key": f' class="l2l-name" title="{_KEY}"',
+    "name": ' class="l2l-name"',
+    "update / weight": f' title="{_USUAL}"',
+    "influence": f' title="{_INFLUENCE}"',
+}
+
+
+def _row(number: str, layer: LayerRow, ends: tuple[float, float], states: Sequence[str]) -> str:
+    style = " ".join(states)
+    ratio = layer.update_ratio
+    odd = _is_finite(ratio) and not UNUSUAL_RATIOS[0] <= ratio <= UNUSUAL_RATIOS[1]  # type: ignore[operator]
+    mark = f'<span class="l2l-odd">{"!" if odd else ""}</span>'
+    low, high = (100 * _share(bound, RATIO_AXIS) for bound in USUAL_RATIOS)
+    band = f'<b style="left:{low:.0f}%;right:{100 - high:.0f}%"></b>'
+    cells = [
+        f"<td>{number}</td>",
+        f'<th scope="row" class="l2l-name" title="{escape(layer.key)}">{escape(layer.key)}</th>',
+        f'<td class="l2l-name l2l-ends" title="{escape(layer.name)}"><bdi>{escape(layer.name)}</bdi></td>',
+        f"<td>{layer.num_params:,}</td>",
+        f"<td>{format_bytes(layer.nbytes)}</td>",
+        f"<td>{layer.version}</td>",
+        f"<td>{_figure(layer.grad_norm)}{_bar(layer.grad_norm, ends, VERMILION)}</td>",
+        f"<td>{_figure(ratio)}{mark}{_bar(ratio, RATIO_AXIS, BLUE, band)}</td>",
+        f"<td>{_figure(layer.influence)}</td>",
+        f"<td>{_describe_trained(layer)}</td>",
+    ]
+    styled = f' class="{style}"' if style else ""
+    return f'<tr data-key="{escape(layer.key)}"{styled}>{"".join(cells)}</tr>'
+
+
+def _describe_trained(layer: LayerRow) -> str:
+    """How much of a layer is trained, if it is not all of it."""
+    if layer.frozen:
+        return "frozen"
+    if layer.num_trained >= layer.num_params:
+        return ""
+    return f"trains {min(99, 100 * layer.num_trained / layer.num_params):.2g} %"  # 100 % would say all of it
+
+
+def _more_row(count: int) -> str:
+    return f'<tr class="l2l-more"><td></td><td colspan="{len(_HEADER) - 1}">… {count:,} more</td></tr>'
+
+
+def _bar(figure: float | None, ends: tuple[float, float], colour: str, inside: str = "") -> str:
+    filled = ""
+    if _is_finite(figure):
+        filled = f'<i style="width:{100 * _share(figure, ends):.0f}%;background:{colour}"></i>'  # type: ignore[arg-type]
+    return f'<span class="l2l-bar" aria-hidden="true">{filled}{inside}</span>'
+
+
+def _axis_ends(figures: Sequence[float | None]) -> tuple[float, float]:
+    """Ends of a logarithmic scale: whole powers of ten around all figures, two of them at least."""
+    known = list(_positive(figures))
+    if not known:
+        return 1e-3, 1.0
+    # a little lower than the smallest figure, so that it has a bar, too
+    low, high = math.floor(math.log10(min(known)) - 0.3), math.ceil(math.log10(max(known)))
+    return 10.0**low, 10.0 ** max(high, low + 2)
+
+
+def _share(figure: float, ends: tuple[float, float]) -> float:
+    """Where a figure lies between the ends, in [0, 1], on a logarithmic scale."""
+    if figure <= 0:
+        return 0.0
+    low, high = math.log10(ends[0]), math.log10(ends[1])
+    return min(1.0, max(0.0, (math.log10(figure) - low) / (high - low)))
+
+
+def _positive(figures: Sequence[float | None]) -> Iterator[float]:
+    return (figure for figure in figures if figure is not None and math.isfinite(figure) and figure > 0)
+
+
+def _is_finite(figure: float | None) -> bool:
+    return figure is not None and math.isfinite(figure)
+
+
+def _figure(figure: float | None) -> str:
+    if figure is None:
+        return "–"
+    return f"{figure:.2e}" if figure and math.isfinite(figure) and not 1e-2 <= abs(figure) < 1e4 else f"{figure:.3g}"

@@ -1,0 +1,249 @@
+"""The timeline: lanes over the time of a step, what was exposed, the figures of overlap, and what binds each phase.
+
+It draws what a trace says and computes no advice. How events become few bars is in `bars.py`, the numbers are from
+`lane_usage.py`, the words on and under bars from `timeline_labels.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from l2l_core.trace import NETWORK_LANES, Trace, format_bytes
+from workbench.pictures import svg, timeline_labels
+from workbench.pictures.picture import Picture, Table
+from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
+from workbench.pictures.theme import LANE_NAMES, VERMILION, kind_colour
+from workbench.pictures.timeline_layout import LANE, LEFT, RIGHT, TOP, WIDTH, TimelineLayout
+from workbench.pictures.timeline_text import draw_figures, draw_legend, draw_sentences, percent, sentences_height
+from workbench.readings import (
+    Bars,
+    Columns,
+    TimelineSummary,
+    find_phases,
+    make_bars,
+    make_hatched,
+    number_layers,
+    summarize_timeline,
+)
+
+__all__ = ["draw_timeline", "show_timeline", "summarize_timeline", "timeline_table"]
+
+MAX_LIVE_BARS = 130  # of a lane at most, in pictures that are drawn many times a second
+MAX_BYTES = 55_000  # tooltips are left out rather than to exceed this
+
+
+def draw_timeline(
+    now: Columns,
+    *,
+    before: Columns | None = None,
+    now_s: float | None = None,
+    span_s: float | None = None,
+    keys: Iterable[str] = (),
+    sentences: Sequence[str] = (),
+) -> str:
+    """Draw the lanes of a step as SVG, below 60 kB whatever the number of events.
+
+    Args:
+        now: the events of the step.
+        before: of the step before; what lies right of `now_s` is shown pale.
+        now_s: seconds since a step under way began; None: the step is finished.
+        span_s: end of the time axis; default a round number from the last event on.
+        keys: of all layers of that step, in order: they say the numbers on bars, as the names of its trace do.
+        said: sentences such as "forward: ...", one per phase, shown under the figures.
+    """
+    summary, numbers = summarize_timeline(now), number_layers(keys)
+    reach_s = max([now.end_s, now_s or 0.0, *([before.end_s] if before is not None else [])])
+    axis = Scale(0.0, span_s or round_up(reach_s), LEFT, RIGHT)
+    sheet = TimelineLayout(now.lanes)
+    height = sheet.text + sentences_height(sentences)
+    parts = [*_draw_lane_backgrounds(sheet, LEFT, RIGHT)]
+    if before is not None and now_s is not None:
+        cursor = axis(min(now_s, axis.high))  # left of it, the ghost is covered by the colour of the page
+        parts += [_draw_previous(before, axis), svg.rect(LEFT, TOP, cursor - LEFT, sheet.axis - TOP, style="page")]
+        parts += _draw_lane_backgrounds(sheet, LEFT, cursor)
+    parts += [*_draw_axis(axis, sheet.axis), *_draw_phases(now, axis)]
+    px_s = axis.high / (RIGHT - LEFT)
+    narrowest_s = px_s * (timeline_labels.MIN_TIP_PX if now_s is None else timeline_labels.MIN_LABEL_PX)
+    on = {lane: now.events_on(lane) for lane in now.lanes}
+    units = {lane: timeline_labels.group_events(now, lane, on[lane], narrowest_s) for lane in now.lanes}
+    for lane, y in sheet.rows:
+        exposed_s = summary.exposed[lane]
+        parts += _draw_bars(_bars(now, on[lane], axis, MAX_LIVE_BARS if now_s is not None else 260), now, y)
+        parts += timeline_labels.draw_separators(now, lane, on[lane], axis, y, LANE)
+        exposed = make_hatched(_to_pixels(exposed_s[0], axis), _to_pixels(exposed_s[1], axis), (LEFT, RIGHT))
+        parts += _draw_hatch(exposed, y)
+        parts += timeline_labels.draw_labels(units[lane], exposed, axis, y + LANE / 2 + 4, numbers)
+        parts += _draw_waits(now, on[lane], axis, y) if lane in NETWORK_LANES else ()
+    parts += _draw_lane_names(sheet, summary)
+    if now_s is not None:
+        parts.append(svg.path(f"M{axis(min(now_s, axis.high)):.1f} {TOP - 6}V{sheet.axis}", style="axis", width=1.5))
+    parts += [*draw_legend(sheet.legend, now, before), *draw_figures(sheet, summary, now_s)]
+    parts += draw_sentences(sentences, sheet.text)
+    if now_s is None:
+        room = MAX_BYTES - sum(len(part.encode()) for part in parts)
+        parts += timeline_labels.draw_tips([(units[lane], y) for lane, y in sheet.rows], LANE, axis, numbers, room)
+    else:  # no tooltips in a picture that is replaced many times a second
+        parts += timeline_labels.draw_pickable(units["compute"], TOP, LANE, axis, numbers)
+    return svg.document(WIDTH, height, "Timeline of a step", _describe(summary, now_s, sentences), parts)
+
+
+def show_timeline(trace: Trace, span_s: float | None = None) -> Picture:
+    """Show the timeline of a step with what binds each phase, and its table; of a step that failed, with how it ended.
+
+    Args:
+        trace: of the step.
+        span_s: end of the time axis, for pictures that are compared; see `common_span_s`.
+    """
+    said = _failure_of(trace) or [str(bound) for bound in trace.bound_by()]
+    drawn = draw_timeline(Columns.of(trace), span_s=span_s, keys=trace.names, sentences=said)
+    return Picture(drawn, timeline_table(trace))
+
+
+def _failure_of(trace: Trace) -> list[str]:
+    return [f"This step {trace.failed}."] if trace.failed is not None else []
+
+
+def timeline_table(trace: Trace) -> Table:
+    """List per lane events, bytes, busy and exposed seconds; the note has overlap and what binds each phase."""
+    columns = Columns.of(trace)
+    summary = summarize_timeline(columns)
+    rows = []
+    for lane in columns.lanes:
+        on, busy_s = columns.events_on(lane), summary.busy_s[lane]
+        moved = format_bytes(int(columns.nbytes[on].sum())) if lane in ("h2d", "d2h", *NETWORK_LANES) else "–"
+        exposed = format_seconds(summary.exposed_s[lane]) if lane != "compute" else "–"
+        share = percent(busy_s / summary.span_s if summary.span_s else 0.0)
+        rows.append((LANE_NAMES[lane], f"{len(on):,}", moved, format_seconds(busy_s), share, exposed))
+    said = [f"{percent(summary.overlap)} of copy time hidden under compute.", *(f"{b}." for b in trace.bound_by())]
+    failed = ", which failed" if trace.failed is not None else ""
+    return Table(
+        title=f"Timeline of step {trace.step + 1}{failed}: {format_seconds(summary.span_s)}",
+        header=("lane", "events", "bytes", "busy", "share of step", "exposed"),
+        rows=rows,
+        note=" ".join([*_failure_of(trace), *said]),
+    )
+
+
+# ---- lanes -----------------------------------------------------------------------------------------------------
+
+
+def _draw_lane_backgrounds(sheet: TimelineLayout, left: float, right: float) -> Iterator[str]:
+    for _, y in sheet.rows:
+        yield svg.rect(left, y, right - left, LANE, style="well")
+
+
+@lru_cache(maxsize=4)
+def _draw_previous(before: Columns, axis: Scale) -> str:
+    """The whole step before: it stays the same while the cursor moves over it, so it is drawn once."""
+    ghosts = (
+        _draw_bars(_bars(before, before.events_on(lane), axis, MAX_LIVE_BARS), before, y)
+        for lane, y in TimelineLayout(before.lanes).rows
+    )
+    return svg.group(("".join(ghost) for ghost in ghosts), style="ghost")
+
+
+def _bars(columns: Columns, on: NDArray[np.intp], axis: Scale, at_most: int = 260) -> Bars:
+    """Bars of the events of a lane, as far as the axis goes."""
+    on = on[columns.start_s[on] < axis.high]
+    left, right = _to_pixels(columns.start_s[on], axis), _to_pixels(columns.stop_s[on], axis)
+    return make_bars(left, right, columns.kind[on], at_most, within=(axis.first, axis.last))
+
+
+def _to_pixels(times_s: NDArray[np.float64], axis: Scale) -> NDArray[np.float64]:
+    """Where times lie, in pixels, at most at the end of the axis."""
+    return np.clip(axis.first + (axis.last - axis.first) * times_s / axis.high, axis.first, axis.last)
+
+
+def _draw_bars(bars: Bars, columns: Columns, y: float) -> Iterator[str]:
+    """One path per kind: full bars reach over the whole lane, others over their share of it, from below.
+
+    A thin rail under the lane shows where something happened that is too short, or too rare, to be seen as a bar.
+    """
+    for code in np.unique(bars.kind):
+        of_kind = bars.kind == code
+        left, right, share = (column[of_kind].tolist() for column in bars[:3])
+        body = "".join(
+            f"M{x:.2f} {y + LANE:g}v-{LANE * part:.4g}h{to - x:.2f}v{LANE * part:.4g}z"
+            for x, to, part in zip(left, right, share, strict=True)
+        )
+        colour = kind_colour(columns.kinds[code])
+        yield svg.path(body, style="bars", fill=colour)
+        rail = "".join(
+            f"M{x:.1f} {y + LANE + 2:g}h{max(to - x, 0.6):.1f}"
+            for x, to, part in zip(left, right, share, strict=True)
+            if part < 0.07 or (to - x) * part < 0.6
+        )
+        if rail:
+            yield svg.path(rail, style="rail", stroke=colour, width=2)
+
+
+def _draw_hatch(exposed: Bars, y: float) -> Iterator[str]:
+    boxes = zip(exposed.left.tolist(), exposed.right.tolist(), (LANE * exposed.share).tolist(), strict=True)
+    lines = "".join(svg.hatch(x, y + LANE - high, to - x, high, 6) for x, to, high in boxes)
+    if lines:
+        yield svg.path(lines, style="hatch")
+
+
+def _draw_waits(now: Columns, on: NDArray[np.intp], axis: Scale, y: float) -> Iterator[str]:
+    """When the worker waited for another one, pale: no work, but it may be what others wait for."""
+    on = on[now.stalled_s[on] > 0]
+    left, right = (
+        _to_pixels(np.maximum(now.start_s[on] - now.stalled_s[on], 0.0), axis),
+        _to_pixels(now.start_s[on], axis),
+    )
+    seen = right - left > 0.5
+    boxes = zip(left[seen].tolist(), right[seen].tolist(), strict=True)
+    drawn = "".join(f"M{x:.1f} {y:g}h{to - x:.1f}v{LANE}H{x:.1f}z" for x, to in boxes)
+    if drawn:
+        yield svg.path(drawn, style="ghost", fill=VERMILION)
+
+
+def _draw_lane_names(sheet: TimelineLayout, summary: TimelineSummary) -> Iterator[str]:
+    for lane, y in sheet.rows:
+        share = summary.busy_s[lane] / summary.span_s if summary.span_s else 0.0
+        yield svg.text(LEFT - 8, y + 15, LANE_NAMES[lane], anchor="end")
+        yield svg.text(LEFT - 8, y + 29, f"busy {percent(share)}", anchor="end", style="small dim")
+
+
+# ---- axis and phases -------------------------------------------------------------------------------------------
+
+
+def _draw_axis(axis: Scale, y: float) -> Iterator[str]:
+    marks = ticks(0.0, axis.high, 9)
+    yield svg.path("".join(f"M{axis(mark):.1f} {TOP}V{y}" for mark in marks), style="rule")
+    yield svg.path(f"M{LEFT} {y}H{RIGHT}" + "".join(f"M{axis(mark):.1f} {y}v5" for mark in marks), style="axis")
+    for mark in marks:
+        anchor = "end" if axis(mark) > RIGHT - 20 else "middle"
+        yield svg.text(axis(mark), y + 18, format_seconds(mark) if mark else "0", anchor=anchor)
+
+
+def _draw_phases(columns: Columns, axis: Scale) -> Iterator[str]:
+    """Brackets above compute; a phase that is too short for its name has a bracket only."""
+    brackets = []
+    for name, start_s, stop_s in find_phases(columns):
+        low, high = axis(min(start_s, axis.high)) + 0.75, axis(min(stop_s, axis.high)) - 0.75
+        if high - low < 2:
+            continue
+        brackets.append(f"M{low:.1f} {TOP - 4}v-5H{high:.1f}v5")
+        if high - low > 7 * len(name) + 8:
+            yield svg.text((low + high) / 2, TOP - 14, name, anchor="middle", style="dim")
+    if brackets:
+        yield svg.path("".join(brackets), style="axis")
+
+
+def _describe(summary: TimelineSummary, now_s: float | None, sentences: Sequence[str]) -> str:
+    exposed = ", ".join(
+        f"{lane} {format_seconds(summary.exposed_s[lane])}" for lane in summary.exposed_s if lane != "compute"
+    )
+    busy = ", ".join(f"{lane} {format_seconds(seconds)}" for lane, seconds in summary.busy_s.items())
+    begin = (
+        f"A step of {format_seconds(summary.span_s)}" if now_s is None else f"A step, {format_seconds(now_s)} so far"
+    )
+    return (
+        f"{begin}. Busy: {busy}. Exposed, hatched: {exposed}. {percent(summary.overlap)} of copy time hidden under "
+        "compute. Bars lower than their lane were busy for that share of the time. " + " ".join(sentences)
+    ).strip()

@@ -1,0 +1,111 @@
+"""From the file of a recorded run to the run: line by line, each tried, so that a damaged one is named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from l2l_core.trace import OtherVersionError, check_version
+from workbench.runs.look_lines import RecordedLook, look_from_row
+from workbench.runs.race_lines import race_from_row
+from workbench.runs.recorded_run import RecordedRun
+from workbench.runs.run_file import DAMAGE_ERRORS, damage_error, find_run, other_rank_files, read_lines
+from workbench.runs.run_lines import SCHEMA, VERSION, JsonRow, SnapshotDelta
+from workbench.session import Race
+
+
+def load_run(path: str | Path) -> RecordedRun:
+    """Read a recorded run, a file or the folder of the demo; what its last line lost in a crash is left out.
+
+    A run of several workers is a folder with `rank0.jsonl`, `rank1.jsonl` and so on, one by each worker's `Recorder`.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: a damaged line, which is named, nothing to show, or a file whose format has another version than the one
+            that this release reads.
+    """
+    file = find_run(Path(path))
+    return replace(_load(file), others=tuple(_load(other) for other in other_rank_files(file)))
+
+
+def _load(file: Path) -> RecordedRun:
+    reader = _RunReader(file)
+    lines = list(read_lines(file))
+    for number, (line, is_whole) in enumerate(lines, start=1):
+        try:
+            reader.read_row(number, json.loads(line))
+        except OtherVersionError:
+            raise
+        except DAMAGE_ERRORS as error:
+            if number == len(lines) > 1 and not is_whole:
+                break  # its writer was interrupted
+            raise damage_error(file, number, error) from error
+    return reader.result()
+
+
+class _RunReader:
+    """Takes one line after another."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._header: JsonRow = {}
+        self._moments: list[JsonRow] = []
+        self._traces: dict[int, tuple[int, JsonRow]] = {}
+        self._held_out: list[tuple[float, float]] = []
+        self._levels: list[tuple[str, float]] = []
+        self._facts: dict[str, str] = {}
+        self._races: list[tuple[int, Race]] = []
+        self._looks: list[tuple[int, RecordedLook]] = []
+        self._complete = False
+        self._delta = SnapshotDelta()
+
+    def read_row(self, number: int, row: JsonRow) -> None:
+        kind = row.pop("type")
+        if (kind == "run") != (number == 1):
+            raise ValueError(f"a line of the type {kind!r} cannot be here")
+        if kind == "run":
+            check_version(self._path, row, SCHEMA, VERSION, "record the run again")
+            self._header = {name: row[name] for name in ("title", "began", "machine")}
+        elif kind == "moment":
+            self._delta.apply(row)
+            # Tried now, so that a damaged line is named by `load_run` and not by a picture.
+            self._delta.layers(), self._delta.branches, bool(row["stepped"])
+            self._moments.append(row)
+        elif kind == "trace":
+            if not 0 <= (of := row.pop("of")) < len(self._moments):
+                raise ValueError(f"a trace of moment {of}, of {len(self._moments)}")
+            self._traces[of] = number, row  # as it is: a step has many events, and few steps are looked at
+        elif kind == "race":
+            self._races.append((max(0, len(self._moments) - 1), race_from_row(row)))
+        elif kind == "look":
+            self._looks.append((max(0, len(self._moments) - 1), look_from_row(row)))
+        elif kind == "held_out":
+            self._held_out.append((int(row["step"]), float(row["loss"])))
+        elif kind == "level":
+            self._levels.append((str(row["name"]), float(row["loss"])))
+        elif kind == "fact":
+            self._facts[str(row["name"])] = str(row["words"])
+        elif kind == "end":
+            self._complete = True
+        else:
+            raise ValueError(f"a line of the unknown type {kind!r}")
+
+    def result(self) -> RecordedRun:
+        if not self._moments:
+            raise ValueError(f"{self._path} holds no step and no change: there is nothing to show")
+        title = self._header.pop("title") or self._path.name.partition(".")[0]
+        return RecordedRun(
+            path=self._path,
+            title=title,
+            **self._header,
+            moments=tuple(self._moments),
+            traced=tuple(sorted(self._traces)),
+            held_out=tuple(self._held_out),
+            levels=tuple(self._levels),
+            facts=self._facts,
+            races=tuple(self._races),
+            looks=tuple(self._looks),
+            complete=self._complete,
+            _traces=self._traces,
+        )

@@ -1,0 +1,281 @@
+"""A measured step above a simulated one on one axis of time: lanes, and what fills the device.
+
+A small sister of the timeline and of the memory chart, for comparing. What is simulated has a dashed frame and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from l2l_core.trace import CATEGORIES, LANES, format_bytes
+from workbench.pictures import (
+    KIND_COLOURS,
+    LANE_NAMES,
+    Scale,
+    category_colour,
+    format_seconds,
+    kind_colour,
+    round_up,
+    svg,
+    ticks,
+)
+from workbench.readings import Columns, MemoryLevels, make_bars, make_hatched, summarize_timeline
+from workbench.what_if.answer import Answer
+
+STYLE = """
+.l2l-what-if{gap:6px;padding-top:4px}
+.l2l-opens.widget-toggle-button{align-self:flex-start;background:none;box-shadow:none;font-size:13px;font-weight:600;
+height:26px;line-height:26px;padding:0 4px;color:inherit}
+.l2l-forecast{padding-left:4px;font-size:12px;line-height:1.5;min-height:36px;font-variant-numeric:tabular-nums}
+.l2l-what-if-answer{align-items:flex-start;gap:18px;overflow:visible}
+.l2l-what-if .l2l-what-if-answer>.widget-html{flex:0 0 660px;width:660px}
+.l2l-what-if .l2l-what-if-answer>.widget-html.l2l-words{flex:1 1 220px;min-width:0;max-height:374px;overflow:auto}
+.l2l-what-if-answer .widget-html-content{white-space:normal}
+.l2l-figures p{font-size:12px;opacity:.75;margin:4px 0;white-space:normal;max-width:540px}
+.l2l-figures td,.l2l-figures th{white-space:nowrap}
+.l2l-what-if .l2l-settings .widget-readout{min-width:4.4em}
+.l2l-what-if .l2l-settings .l2l-count .widget-readout{min-width:2.6em}
+.l2l-what-if-words{font-size:13px;line-height:1.45}
+.l2l-what-if-words ul{margin:4px 0 0;padding-left:18px}
+"""
+
+WIDTH, LEFT, RIGHT = 660, 92, 648  # px, so that controls, picture and words fit a screen
+LANE, PITCH, ROW = 12, 14, 78  # px: a lane, from lane to lane, from step to step
+LANES_TOP, MEMORY_TOP, CHART, CHART_PITCH = 40, 238, 38, 60
+HEIGHT = MEMORY_TOP + 2 * CHART_PITCH - 6
+STACK = ("weights", "optimizer", "gradients", "stash", "activations", "other")  # from the bottom up
+_TEXTURES = {"gradients": 8, "stash": 5}  # px between upright lines
+_BARS, _COLUMN = 90, 2.0  # of a lane at most; px of a column of memory
+_FAR_BUDGET = 4.0  # times the bytes in use; a budget beyond is named above the edge
+
+
+@dataclass(frozen=True, eq=False)
+class PicturedStep:
+    """A step of the picture.
+
+    Attributes:
+        columns: its events and samples.
+        title: as "step 3, measured".
+        figures: a few words on the right of it.
+        simulated: whether it is framed.
+        budget_bytes: of the device.
+    """
+
+    columns: Columns
+    title: str
+    figures: str
+    simulated: bool
+    budget_bytes: float | None = None
+
+
+def pictured_step(answer: Answer) -> PicturedStep:
+    """Make a row with the figures of an answer."""
+    figures = f"{format_seconds(answer.seconds)} · {answer.overlap:.0%} of copies hidden under compute"
+    title = "what if, simulated" if answer.simulated else answer.basis
+    return PicturedStep(answer.columns, title, figures, answer.simulated, answer.question.memory_bytes)
+
+
+def draw_what_if(measured: PicturedStep | None, asked: PicturedStep, span_s: float | None = None) -> str:
+    """Draw both steps as SVG, below 60 kB whatever the number of events.
+
+    Args:
+        measured: above; None: no step has been measured.
+        asked: below.
+        span_s: end of the axis of time, default a round number from the later end on.
+    """
+    rows = [measured, asked]
+    there = [row for row in rows if row is not None]
+    time = Scale(0.0, span_s or round_up(max(row.columns.end_s for row in there)), LEFT, RIGHT)
+    levels = [MemoryLevels.of(row.columns, "device", row.columns.on("compute")) if row else None for row in rows]
+    parts = [*_kinds(there)]
+    for i, row in enumerate(rows):
+        parts += _lanes(row, time, LANES_TOP + i * ROW)
+    parts += [*_time_axis(time, LANES_TOP + ROW + 4 * PITCH + 3), *_categories(MEMORY_TOP - 36)]
+    top = _top([level for level in levels if level is not None], there)
+    for i, (row, level) in enumerate(zip(rows, levels, strict=True)):
+        parts += _memory(row, level, time, top, MEMORY_TOP + i * CHART_PITCH)
+    return svg.document(WIDTH, HEIGHT, "What if: a measured step above a simulated one", _describe(there), parts)
+
+
+# -- lanes -----------------------------------------------------------------------------------------------------------
+
+
+def _lanes(row: PicturedStep | None, time: Scale, top: float) -> Iterator[str]:
+    bottom = top + 3 * PITCH + LANE
+    for i, lane in enumerate(LANES):
+        y = top + i * PITCH
+        yield svg.rect(LEFT, y, RIGHT - LEFT, LANE, style="well")
+        yield svg.text(LEFT - 8, y + LANE - 3.5, LANE_NAMES[lane], anchor="end", style="small")
+    yield from _title(row, top - 8, "no step measured yet")
+    if row is None:
+        return
+    exposed = summarize_timeline(row.columns).exposed
+    for i, lane in enumerate(LANES):
+        y = top + i * PITCH
+        yield from _bars(row.columns, lane, time, y)
+        starts_s, stops_s = exposed[lane]
+        hatched = make_hatched(_place(starts_s, time), _place(stops_s, time), (LEFT, RIGHT))
+        boxes = zip(hatched.left.tolist(), hatched.right.tolist(), strict=True)
+        lines = "".join(svg.hatch(x, y, to - x, LANE, 5) for x, to in boxes)
+        if lines:
+            yield svg.path(lines, style="hatch")
+    end = time(min(row.columns.end_s, time.high))
+    yield svg.path(f"M{end:.1f} {top - 3:g}V{bottom + 3:g}", style="axis", width=1.5)
+    if row.simulated:
+        yield _frame(top - 4, bottom + 4)
+
+
+def _bars(columns: Columns, lane: str, time: Scale, y: float) -> Iterator[str]:
+    on = columns.events_on(lane)
+    on = on[columns.start_s[on] < time.high]
+    left, right = _place(columns.start_s[on], time), _place(columns.stop_s[on], time)
+    bars = make_bars(left, right, columns.kind[on], _BARS, within=(LEFT, RIGHT))
+    for code in np.unique(bars.kind):
+        of_kind = bars.kind == code
+        body = "".join(
+            f"M{x:.1f} {y + LANE:g}v-{LANE * share:.3g}h{max(to - x, 0.4):.1f}v{LANE * share:.3g}z"
+            for x, to, share in zip(*(column[of_kind].tolist() for column in bars[:3]), strict=True)
+        )
+        yield svg.path(body, fill=kind_colour(columns.kinds[code]))
+
+
+def _place(times_s: NDArray[np.float64], time: Scale) -> NDArray[np.float64]:
+    return np.clip(LEFT + (RIGHT - LEFT) * times_s / time.high, LEFT, RIGHT)
+
+
+def _title(row: PicturedStep | None, y: float, missing: str) -> Iterator[str]:
+    if row is None:
+        yield svg.text(LEFT, y, missing, style="dim")
+        return
+    yield svg.text(LEFT, y, row.title, style="strong")
+    yield svg.text(RIGHT, y, row.figures, anchor="end")
+
+
+def _frame(top: float, bottom: float) -> str:
+    return svg.path(f"M{LEFT - 3} {top:g}H{RIGHT + 3}V{bottom:g}H{LEFT - 3}Z", style="axis", dash="6 4")
+
+
+def _time_axis(time: Scale, y: float) -> Iterator[str]:
+    marks = ticks(0.0, time.high, 11)
+    yield svg.path(f"M{LEFT} {y:g}H{RIGHT}" + "".join(f"M{time(mark):.1f} {y:g}v5" for mark in marks), style="axis")
+    for mark in marks:
+        anchor = "end" if mark and time(mark) > RIGHT - 12 else "middle"
+        yield svg.text(time(mark), y + 18, format_seconds(mark) if mark else "0", style="small dim", anchor=anchor)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _top(levels: Sequence[MemoryLevels], rows: Sequence[PicturedStep]) -> float:
+    """End of the axis of bytes: the same for both, with room for budgets that are near."""
+    used = max((int(level.totals.max(initial=0)) for level in levels), default=0)
+    near = [row.budget_bytes for row in rows if row.budget_bytes and row.budget_bytes <= _FAR_BUDGET * used]
+    return round_up(1.06 * max([used, *near, 1]))
+
+
+def _memory(
+    row: PicturedStep | None, levels: MemoryLevels | None, time: Scale, top_bytes: float, top: float
+) -> Iterator[str]:
+    bottom = top + CHART
+    scale = Scale(0.0, top_bytes, bottom, top)
+    yield svg.rect(LEFT, top, RIGHT - LEFT, CHART, style="well")
+    marks = ticks(0.0, top_bytes, 4)
+    yield svg.path("".join(f"M{LEFT} {scale(mark):.1f}H{RIGHT}" for mark in marks), style="rule")
+    for mark in marks:
+        yield svg.text(LEFT - 8, scale(mark) + 4, format_bytes(mark) if mark else "0", style="small dim", anchor="end")
+    if row is None or levels is None:
+        return
+    end = max(time(min(row.columns.end_s, time.high)), LEFT + 1)
+    yield from _areas(levels, time, scale, end)
+    peak = int(levels.totals.max(initial=0))
+    yield svg.text(LEFT, top - 7, f"device, {row.title}: at most {format_bytes(peak)}", style="strong")
+    yield from _budget(row, scale, top, peak)
+    if row.simulated:
+        yield _frame(top - 3, bottom + 3)
+
+
+def _areas(levels: MemoryLevels, time: Scale, scale: Scale, end: float) -> Iterator[str]:
+    if not len(levels.totals):
+        return
+    edges = np.append(np.arange(LEFT, end, _COLUMN), end)
+    edges_s = time.low + (edges - LEFT) * time.high / (RIGHT - LEFT)
+    edges_s[-1] = np.inf
+    order = [CATEGORIES.index(category) for category in STACK]
+    stacked = np.cumsum(levels.column_maxima(edges_s)[:, order], axis=1)
+    ys = np.round(2 * (scale.first + (scale.last - scale.first) * stacked / scale.high)) / 2
+    for index in reversed(range(len(STACK))):
+        below = ys[:, index - 1] if index else np.full(len(ys), scale.first)
+        if not (ys[:, index] < below).any():
+            continue
+        yield svg.path(_outline(edges, ys[:, index], scale.first), fill=category_colour(STACK[index]))
+    for index, category in enumerate(STACK):
+        if category in _TEXTURES:
+            below = ys[:, index - 1] if index else np.full(len(ys), scale.first)
+            yield from _texture(edges, ys[:, index], below, _TEXTURES[category])
+
+
+def _outline(edges: NDArray[np.float64], ys: NDArray[np.float64], bottom: float) -> str:
+    turns = np.flatnonzero(np.diff(ys)) + 1
+    steps = "".join(f"H{x:g}V{y:g}" for x, y in zip(np.round(edges[turns], 1), ys[turns], strict=True))
+    return f"M{edges[0]:.4g} {bottom:g}V{ys[0]:g}{steps}H{edges[-1]:.1f}V{bottom:g}Z"
+
+
+def _texture(
+    edges: NDArray[np.float64], upper: NDArray[np.float64], lower: NDArray[np.float64], pitch: int
+) -> Iterator[str]:
+    """Upright lines in an area, so that it is known without its hue."""
+    xs = np.arange(edges[0] + pitch, edges[-1], pitch)
+    at = np.searchsorted(edges, xs, "right") - 1
+    seen = lower[at] - upper[at] > 2
+    d = "".join(f"M{x:g} {a:g}V{b:g}" for x, a, b in zip(xs[seen], upper[at][seen], lower[at][seen], strict=True))
+    if d:
+        yield svg.path(d, style="hatch", dash="2 2" if pitch < 8 else "")
+
+
+def _budget(row: PicturedStep, scale: Scale, top: float, peak: int) -> Iterator[str]:
+    if row.budget_bytes is None:
+        return
+    words = f"budget {format_bytes(row.budget_bytes)}"
+    if row.budget_bytes > scale.high:
+        yield svg.text(RIGHT - 2, top - 7, f"{words}, far above ▲", anchor="end", style="dim")
+        return
+    full = "" if peak <= row.budget_bytes else ", too little ✕"
+    yield svg.path(f"M{LEFT} {scale(row.budget_bytes):.1f}H{RIGHT}", style="axis", width=1.5)
+    yield svg.text(RIGHT - 2, top - 7, f"― {words}{full}", anchor="end", style="strong" if full else "dim")
+
+
+# -- around ----------------------------------------------------------------------------------------------------------
+
+
+def _kinds(rows: Sequence[PicturedStep]) -> Iterator[str]:
+    """Colours of the bars, and what is hatched."""
+    present = {kind for row in rows for kind in row.columns.kinds}
+    x = 0.0
+    for kind in [kind for kind in KIND_COLOURS if kind in present]:
+        yield svg.rect(x, 4, 11, 11, fill=kind_colour(kind))
+        yield svg.text(x + 15, 14, kind, style="small")
+        x += 19 + 6.2 * len(kind)
+    yield svg.rect(x, 4, 16, 11, fill=kind_colour("shell"))
+    yield svg.path(svg.hatch(x, 4, 16, 11, 5), style="hatch")
+    yield svg.text(x + 20, 14, "exposed", style="small")
+
+
+def _categories(y: float) -> Iterator[str]:
+    x = float(LEFT)
+    for category in STACK:
+        yield svg.rect(x, y, 16, 11, fill=category_colour(category))
+        if category in _TEXTURES:
+            dash = "2 2" if _TEXTURES[category] < 8 else ""
+            yield svg.path(f"M{x + 5:g} {y:g}v11M{x + 11:g} {y:g}v11", style="hatch", dash=dash)
+        yield svg.text(x + 20, y + 10, category, style="small")
+        x += 34 + 5.8 * len(category)
+
+
+def _describe(rows: Sequence[PicturedStep]) -> str:
+    return (
+        " ".join(f"{row.title}: {row.figures}." for row in rows) + " Hatched: copies and updates while compute waits."
+    )
