@@ -1,4 +1,4 @@
-"""Settings of a relay: one frozen value, validated once."""
+"""Settings of a relay: one frozen value, validated when it is made."""
 
 from __future__ import annotations
 
@@ -9,49 +9,39 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 StashLocation = Literal["device", "host", "disk"]
-MEMORY_STASHES: tuple[StashLocation, ...] = ("device", "host")  # what any relay has, and what a search tries
+MEMORY_STASHES: tuple[StashLocation, ...] = ("device", "host")  # for any relay, and for searches
 UpdateMode = Literal["eager", "deferred"]
 Precision = Literal["fp32", "bf16"]
 MeterMode = Literal["on_change", "always"]
 WireFormat = Literal["bf16", "int8", "int4"]
 Schedule = Literal["breadth_first", "depth_first"]
 
-_UNITS = {
-    "B": 1,
-    "kB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-}
+_DECIMAL_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BINARY_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNITS = _DECIMAL_UNITS | _BINARY_UNITS
 _BYTES = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})")
 
 
 @dataclass(frozen=True)
 class Compress:
-    """In how few bits gradients go to the host, and what becomes of what that leaves out.
+    """Compression of gradients on the way to the host.
 
-    A gradient ``g`` that is pushed whole goes as ``Q(g)``: "bf16" in 2 bytes per element; "int8" and "int4" as whole numbers
-    from -127 to 127, or from -7 to 7, two to a byte, of steps of which each 256 elements of a parameter, as they lie in memory,
-    have their own: a 127th, or a 7th, of the largest magnitude among them, one float32. Gradients that are kept apart by
-    micro-batch (parameters that several units share, layers that are visited several times, a shell whose parts share
-    parameters, as a tied embedding) go in float32 as without compression.
+    A gradient ``g`` is sent as ``Q(g)``. "bf16" takes 2 bytes per element. "int8" and "int4" send integers from -127 to 127, or
+    from -7 to 7 (two per byte), and one float32 scale per 256 elements of a parameter in memory order: their largest magnitude,
+    divided by 127 or 7. Per-micro-batch gradients (of parameters that several units share, layers with several visits, a shell
+    with a tied embedding) are sent in float32.
 
     Attributes:
         format: "bf16", "int8" or "int4".
-        feedback: whether the device keeps what was left out, ``e``, and adds it to the next gradient: it sends ``Q(g + e)`` and
-            keeps ``g + e - Q(g + e)`` (Seide et al., Interspeech 2014; Karimireddy et al., arXiv 1901.09847), rounded to nearest.
-            That is 4 bytes on the device for every trained parameter whose gradient is compressed, so device memory grows with
-            depth; and as much again while a step runs, so that one that fails can be taken back: of all of them where a step is
-            taken back as a whole (``update="deferred"``, ``rollback=True``), otherwise of the three largest. Without
-            feedback nothing stays on the device, and rounding is at random, with the right mean (QSGD: Alistarh et al., arXiv
-            1610.02132); the numbers are a function of seed, step, block and element.
+        feedback: keep the rounding error ``e`` on the device and add it to the next gradient: send ``Q(g + e)``, keep
+            ``g + e - Q(g + e)``, rounded to nearest (Seide et al., Interspeech 2014; Karimireddy et al., arXiv 1901.09847). This
+            takes 4 bytes on the device per trained parameter with a compressed gradient, so device memory grows with depth; and
+            as much again during a step, to undo it: for all blocks with ``update="deferred"`` or ``rollback=True``, otherwise for
+            the three largest. Without feedback nothing stays on the device, and rounding is stochastic and unbiased (QSGD:
+            Alistarh et al., arXiv 1610.02132), determined by seed, step, block and element.
 
     Raises:
-        ValueError: no such format, or a feedback that is neither True nor False.
+        ValueError: an unknown format, or a feedback other than True and False.
     """
 
     format: WireFormat
@@ -59,52 +49,50 @@ class Compress:
 
     def __post_init__(self) -> None:
         _check_choice("compress", self.format, WireFormat)
-        if not isinstance(self.feedback, bool):
-            raise ValueError(f"feedback={self.feedback!r}: must be True or False")
+        _check_bool("feedback", self.feedback)
 
     @staticmethod
-    def of(value: Compress | Mapping[str, Any] | str | None) -> Compress | None:
-        """Read what settings say: all of it, a mapping of its fields as saves have it, or a format alone."""
+    def of(value: Compress | Mapping[str, Any] | WireFormat | None) -> Compress | None:
+        """Convert a setting: a `Compress`, a mapping of its fields (as in saves), a format, or None."""
         if value is None or isinstance(value, Compress):
             return value
-        return Compress(**value) if isinstance(value, Mapping) else Compress(value)  # type: ignore[arg-type]
+        return Compress(**value) if isinstance(value, Mapping) else Compress(value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RelayConfig:
-    """How a relay runs; what it computes does not depend on these settings, but for `precision` and `compress`.
+    """Settings of a relay. Results equal plain training to the bit, except with ``precision="bf16"`` or `compress`.
 
     Args:
-        micro_batches: slices of a batch that pass through a layer during one visit.
-        ahead: layers loaded ahead of the one that computes. 1 or more overlap copies and updates with compute (L2L-p). 0 is
-            serial (plain L2L): each is waited for at once, and on an emulated device done by the thread that computes, on all its
-            cores. On a CPU without a link, whose copies take the cores that compute wants, small layers are faster so.
-        resident: further layers for which the device has room. The last ``ahead + 1 + resident`` layers of forward are still
-            there when backward comes to them, and are not loaded again.
-        keep: of how many of the last layers the graphs of all micro-batches are kept until backward, so that these are not
-            recomputed. It costs their activations, and is possible for as many layers as stay: at most
-            ``ahead + 1 + resident``. Or how much of the device they may take, as text: ``"500 MB"``, ``"1.5 GiB"``. The relay
-            then finds out by rehearsals how many layers that are, before the first step of a kind.
-        stash: where boundary activations wait for their recompute. On the ``"host"``, device memory does not grow
-            with depth or with the number of micro-batches. On the ``"disk"``, host memory does not either: they pass through a
-            few buffers to a scratch file in the folder of a `FileShelf`, which the relay must have.
-        schedule: what comes first. ``"breadth_first"``, the relay: a layer runs all micro-batches before it gives way.
-            ``"depth_first"``, as plain accumulation does: a micro-batch runs through all layers, and back, before the next one
-            begins. So nothing gives way: all layers stay with their graphs, however many there are and whatever `resident` and
-            `keep` say. It costs the least time, has the graph of one micro-batch at a time, and the gradients of all layers at
-            once, 4 bytes per trained parameter. For one worker, with weights in memory and the stash on the device.
-        update: ``"eager"`` updates each layer as soon as its gradient arrives; ``"deferred"`` waits for all of them, as step
-            hooks of the optimizer need.
+        micro_batches: number of slices of a batch; each layer runs all of them during one visit.
+        ahead: layers loaded ahead of the one that computes. With 1 or more, copies and updates overlap with compute (L2L-p).
+            With 0 each is waited for (plain L2L), and on an emulated device the computing thread does it, on all its cores. On
+            a CPU without a link, where copies compete for the cores, 0 is faster for small layers.
+        resident: further weight slots. The last ``ahead + 1 + resident`` layers of forward are still on the device when
+            backward begins, and are not loaded again.
+        keep: number of last layers whose graphs stay on the device until backward instead of being recomputed, at most
+            ``ahead + 1 + resident``. It costs their activations for all micro-batches. Or the device bytes for them, as text:
+            ``"500 MB"``, ``"1.5 GiB"``; the relay then finds the number of layers by rehearsals, before the first step of a kind.
+        stash: where boundary activations wait for the recompute. With ``"host"``, device memory does not grow with depth or
+            with the number of micro-batches. With ``"disk"``, host memory does not either: they are written through a few
+            buffers to a scratch file in the folder of the relay's `FileShelf`, which is required.
+        schedule: ``"breadth_first"``, the relay: a layer runs all micro-batches before the next layer. ``"depth_first"``, plain
+            accumulation: a micro-batch runs through all layers and back before the next one. All layers then stay on the
+            device, with the graph of one micro-batch and the gradients of all layers (4 bytes per trained parameter); `resident`
+            and `keep` have no effect. It is the fastest. For one worker, with weights in memory and ``stash="device"``.
+        update: ``"eager"`` updates each layer as soon as its gradient arrives; ``"deferred"`` waits for all gradients, as step
+            hooks of the optimizer require.
         precision: ``"fp32"``, or ``"bf16"`` for bfloat16 weights on the device and compute under autocast. Masters,
             gradient sums and the optimizer stay float32.
         max_grad_norm: clip the global gradient norm to this; needs ``update="deferred"``.
-        compress: gradients go to the host in fewer bits: ``"bf16"``, ``"int8"``, ``"int4"``, or a `Compress`, which says whether
-            the device keeps what that leaves out; the formats alone say that it does. None for float32. If settings are
-            exchanged for some without feedback, what the device has kept goes with the next step. Not with several workers or
-            weights in files, and with feedback not with branches.
-        meter: when activation bytes are counted operation by operation: the first step after a change, or every step.
-        rollback: keep an undo log of eager updates (12 bytes per parameter) so that an exception restores the old step.
-        seed: start of every random stream, see `micro_batch_seed`.
+        compress: send gradients to the host in fewer bits: ``"bf16"``, ``"int8"``, ``"int4"`` (all with feedback), or a
+            `Compress`. None for float32. After a change to settings without feedback, kept rounding errors are added to the next
+            gradient. Not with several workers or weights in files; feedback not with branches.
+        meter: count activation bytes operation by operation in the first step after a change (``"on_change"``), or in every
+            step (``"always"``).
+        rollback: keep an undo log of eager updates (12 bytes per parameter), so that an exception restores the state before the
+            step.
+        seed: seed of all random streams, see `micro_batch_seed`.
 
     Raises:
         ValueError: a value out of range, or ``eager`` together with ``max_grad_norm``.
@@ -126,27 +114,25 @@ class RelayConfig:
 
     def __post_init__(self) -> None:
         _check_int("micro_batches", self.micro_batches, least=1)
-        _check_int("ahead", self.ahead, least=0)
-        _check_int("resident", self.resident, least=0)
+        for name in ("ahead", "resident", "seed"):
+            _check_int(name, getattr(self, name), least=0)
         if isinstance(self.keep, str):
             parse_bytes(self.keep, "keep", "layers, as 4, or of ")
         else:
             _check_int("keep", self.keep, least=0)
-        _check_int("seed", self.seed, least=0)
         _check_choice("stash", self.stash, StashLocation)
         _check_choice("schedule", self.schedule, Schedule)
         _check_choice("update", self.update, UpdateMode)
         _check_choice("precision", self.precision, Precision)
         _check_choice("meter", self.meter, MeterMode)
-        if isinstance(self.compress, Mapping):  # as saves have it
-            object.__setattr__(self, "compress", self.wire)
-        self.wire  # noqa: B018 - for what it refuses
-        if not isinstance(self.rollback, bool):
-            raise ValueError(f"rollback={self.rollback!r}: must be True or False")
+        wire = self.wire  # raises if it is not valid
+        if isinstance(self.compress, Mapping):  # as in saves
+            object.__setattr__(self, "compress", wire)
+        _check_bool("rollback", self.rollback)
         if self.schedule == "depth_first" and (isinstance(self.keep, str) or self.stash != "device"):
             raise ValueError(
-                f"schedule='depth_first' with keep={self.keep!r}, stash={self.stash!r}: micro-batches that run one after "
-                "another have all their graphs on the device, and nothing waits elsewhere. Leave keep out, with stash='device'"
+                f"schedule='depth_first' with keep={self.keep!r}, stash={self.stash!r}: it keeps all graphs of a micro-batch on "
+                "the device, and no micro-batch waits elsewhere. Leave keep out, with stash='device'"
             )
         if self.max_grad_norm is None:
             return
@@ -162,11 +148,11 @@ class RelayConfig:
 
     @property
     def wire(self) -> Compress | None:
-        """How gradients are compressed, in whole; None where they are not."""
+        """The compression of gradients; None for float32."""
         return Compress.of(self.compress)
 
     def for_layers(self, layers: int) -> RelayConfig:
-        """Return the settings of a step over so many layers: depth first, all of them stay."""
+        """Return the settings of a step over `layers` layers: depth first, all of them stay on the device."""
         if self.schedule == "breadth_first":
             return self
         return replace(self, keep=layers, resident=max(0, layers - self.ahead - 1))
@@ -176,19 +162,19 @@ class RelayConfig:
 
         A plain loop that calls ``torch.manual_seed`` with it before each micro-batch draws the same numbers.
         """
-        return zlib.crc32(f"{self.seed}/{step}/{k}".encode())  # `hash` of text differs from process to process
+        return zlib.crc32(f"{self.seed}/{step}/{k}".encode())  # `hash` of a string differs between processes
 
 
 def parse_bytes(text: str, name: str, alternative: str = "") -> int:
-    """Return the bytes that a setting says in words, as "500 MB" or "1.5 GiB".
+    """Convert a number of bytes with a unit, as "500 MB" or "1.5 GiB", to an integer.
 
     Args:
-        text: that it says.
-        name: of the setting, for the error.
-        or_of: of what else it may be a number, in words.
+        text: the value of a setting.
+        name: name of the setting, for the error.
+        alternative: other numbers that the setting accepts, for the error.
 
     Raises:
-        ValueError: it says no number of bytes.
+        ValueError: not a number of bytes with a unit.
     """
     found = _BYTES.fullmatch(text.strip())
     if found is None:
@@ -199,27 +185,32 @@ def parse_bytes(text: str, name: str, alternative: str = "") -> int:
 
 
 def checked_config(config: object, has_disk: bool) -> RelayConfig:
-    """Return the settings if they are some, and if a relay can have them that has a shelf on disk, or none.
+    """Return `config` if it is valid for a relay with (`has_disk`) or without a shelf on disk.
 
     Raises:
-        TypeError: they are no settings.
-        ValueError: there is nowhere for the stash.
+        TypeError: not a `RelayConfig`.
+        ValueError: ``stash="disk"`` without a shelf.
     """
     if not isinstance(config, RelayConfig):
         raise TypeError(
-            f'config={config!r}: give a RelayConfig, or "auto" to a new relay so that it looks for settings itself'
+            f'config={config!r}: give a RelayConfig, or "auto" for a new relay, which then searches for settings'
         )
     if config.stash == "disk" and not has_disk:
         raise ValueError(
-            "stash='disk' lies in a scratch file of a shelf's folder, and this relay has no shelf: give "
+            "stash='disk' needs a scratch file in the folder of a shelf, and this relay has no shelf: give "
             "Relay(shelf=FileShelf(folder=..., memory_bytes=...)), or RelayConfig(stash='host')"
         )
     return config
 
 
 def _check_int(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:  # to Python, True is a number
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:  # bool is a subclass of int
         raise ValueError(f"{name}={value!r}: must be an integer of at least {least}")
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: must be True or False")
 
 
 def _check_choice(name: str, value: object, choices: object) -> None:

@@ -1,19 +1,20 @@
-"""One pass over the model; everything in it dies with the pass.
+"""One pass over the model: a training step, an inference or a rehearsal. No object here outlives its pass, except caches.
 
-May import `step.micro_batch`, `step.traffic`, `step.graph`, `eps`, `surgery`, `devices`, `batches`, `model`, `trace`.
-Begin reading at `loop.py`, the algorithm; then `passes.py`, which puts a pass together.
+May import `step.micro_batch`, `step.traffic`, `step.graph`, `eps`, `eps.optimizers`, `eps.blocks`, `devices`, `batches`,
+`model`, `trace`, `config`, `schedule_rules`.
+Begin reading at `loop.py`, the algorithm; then `passes.py`, which assembles a pass.
 """
 
 from l2l_core.step.breadth_first import BreadthFirstRuntime as BreadthFirstRuntime
+from l2l_core.step.failure import defer_interrupts as defer_interrupts
 from l2l_core.step.failure import record_failure as record_failure
-from l2l_core.step.interrupt import defer_interrupts as defer_interrupts
 from l2l_core.step.pass_cache import LayerFlags as LayerFlags
 from l2l_core.step.pass_cache import PassCache as PassCache
 from l2l_core.step.pass_cache import PassKind as PassKind
 from l2l_core.step.pass_plan import PassPlan as PassPlan
-from l2l_core.step.pass_runtime import PassTask as PassTask
+from l2l_core.step.pass_plan import PassSpec as PassSpec
+from l2l_core.step.pass_plan import PassTask as PassTask
 from l2l_core.step.passes import PassResult as PassResult
-from l2l_core.step.passes import PassSpec as PassSpec
 from l2l_core.step.passes import run_forward as run_forward
 from l2l_core.step.passes import run_step as run_step
 from l2l_core.step.relay_parts import RelayParts as RelayParts

@@ -1,11 +1,12 @@
-"""What any pass over the model stands on, set up before it and taken down after it, whatever happens.
+"""Set-up and tear-down that all passes over the model share.
 
-Slots and shell on the device, the stash, the meter, random streams. An exception anywhere leaves no booked byte and no moved
-parameter behind. `breadth_first.py` adds what forwards need that pause, `depth_first.py` what those need that do not.
+Slots and shell on the device, the stash, the meter, random streams. An exception at any point leaves no booked byte and no
+moved parameter behind. `breadth_first.py` adds suspended forwards, `depth_first.py` the schedule without them.
 """
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,15 +18,13 @@ import torch
 from torch import nn
 
 from l2l_core.batches import map_tensors
-from l2l_core.config import RelayConfig
 from l2l_core.devices import Copy
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.model import RandomState, ThreadState, dense_parts, is_sparse, modules_of
 from l2l_core.schedule_rules import chunks_per_copy, gradient_slots
-from l2l_core.step.cycles import manual_gc
 from l2l_core.step.memory_advice import suggest_remedy
-from l2l_core.step.pass_plan import PassPlan
+from l2l_core.step.pass_plan import PassSpec
 from l2l_core.step.relay_parts import RelayParts
 from l2l_core.step.traffic import (
     ComputeClock,
@@ -44,31 +43,25 @@ from l2l_core.step.traffic import (
 )
 from l2l_core.trace import Trace
 
-# What most attributes of modules are: sorted out first, since to be asked whether they are tensors takes them long.
+# Types of most module attributes, excluded first: `isinstance(value, Tensor)` is slow for them.
 _PLAIN_TYPES = frozenset((type(None), bool, int, float, str, tuple, list, dict, set, OrderedDict))
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-PassTask = Callable[[nn.Module, Any], Any]
-
 
 class PassRuntime(ABC):
-    """One pass, set up as far as all passes are alike. Use as a context manager.
+    """Runtime of one pass, as far as all passes are alike. Use as a context manager.
 
     Args:
-        parts: of the relay.
-        config: how to run.
-        plan: which weights stay on the device.
-        trace: gets events and memory.
-        replay: activation bytes of an earlier step; None counts them operation by operation.
+        trace: gets events and memory samples.
+        replay: meter record of an earlier step; None meters this one.
 
     Attributes:
-        outside: the state that the thread is in where no forward runs.
+        outer_state: the thread's state outside of forwards.
     """
 
-    def __init__(
-        self, parts: RelayParts, config: RelayConfig, plan: PassPlan, trace: Trace, replay: MeterRecord | None
-    ) -> None:
-        self.parts, self.config, self._plan, self.trace, self._replay = parts, config, plan, trace, replay
+    def __init__(self, parts: RelayParts, spec: PassSpec, trace: Trace, replay: MeterRecord | None) -> None:
+        self.parts, self.spec, self.trace, self._replay = parts, spec, trace, replay
+        self.config = config = spec.config
         turns = chunks_per_copy(config.micro_batches, config.ahead, config.stash)
         self.clock = ComputeClock(parts.device, trace)
         stalled = None if config.ahead else self.clock.stalled
@@ -87,27 +80,27 @@ class PassRuntime(ABC):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
-        """Take the pass down.
+        """Tear the pass down.
 
         Raises:
-            DeviceOutOfMemory: in place of the error of the device's own allocator; says what was booked.
+            DeviceOutOfMemory: in place of an error of the device's allocator, with the booked bytes.
         """
         ledger = self.parts.device.ledger
-        if isinstance(error, Exception) and not isinstance(error, MemoryError) and (doing := ledger.activity()):
-            note = f"The relay was at: {doing}."
-            if note not in getattr(error, "__notes__", ()):  # the same error object may come again
+        if isinstance(error, Exception) and not isinstance(error, MemoryError) and (activity := ledger.activity()):
+            note = f"The relay was at: {activity}."
+            if note not in getattr(error, "__notes__", ()):  # the same error object may be raised twice
                 error.add_note(note)
+        refused = None
         if error is not None:
-            self.clock.stop()  # the trace shows what was being computed
-        refused = (
-            ledger.allocator_error(error) if isinstance(error, torch.OutOfMemoryError) else None
-        )  # while all is booked
-        is_whole = False
+            self.clock.stop()  # so that the trace has the event that failed
+            if isinstance(error, torch.OutOfMemoryError):
+                refused = ledger.allocator_error(error)  # while everything is still booked
+        completed = False
         try:
             self._stack.close()
-            is_whole = error is None
+            completed = error is None
         finally:
-            if not is_whole:  # a second interrupt may have come just as parameters were pointed to a slot, or back
+            if not completed:  # a second interrupt may have occurred while parameters were pointed to a slot, or back
                 for unit in self.parts.units:
                     unit.set_data([home for block in unit.blocks for home in block.host_views])
         if refused is not None:
@@ -120,30 +113,28 @@ class PassRuntime(ABC):
         ledger.advise = partial(
             suggest_remedy, ledger, self.config, slot_bytes, slot_bytes + self._min_bytes_beside_slot()
         )
-        self._collect_garbage = enter(manual_gc())
+        self._collect_garbage = enter(_manual_gc())
         enter(parts.device.current())
-        later(parts.device.synchronize)  # last of all: then nothing is under way, and the trace has every event
+        later(parts.device.synchronize)  # undone last: then all copies are done, and the trace has every event
         parts.weight_source.begin(parts.units, self._dtype, self.trace)
         later(parts.weight_source.end)
-        later(
-            RandomState.capture().restore
-        )  # forwards draw from streams of their own; the caller's stands where it stood
+        later(RandomState.capture().restore)  # forwards draw from their own streams; the caller's is unchanged
         self.outer_state = ThreadState.capture()
         enter(parts.shell.buffers.on_device(parts.device, "shell buffers"))
-        # After the shell's buffers came: modules hold their copies now.
+        # After the shell's buffers were loaded: modules hold the copies now.
         buffers, self._attributes = module_tensors(modules_of(parts.model))
         exempt = [*buffers, *self._attributes, *(master for unit in parts.units for master in unit.masters)]
-        at_work = CurrentTurn()
-        room, moves = parts.stash_store(self.config.stash), self.config.stash != "device"
-        room.begin(self.trace, self.clock.stalled)
-        later(room.clear)
-        self._tracker = StorageTracker(parts.device, room, at_work, exempt)
+        turn = CurrentTurn()
+        stash_store = parts.stash_store(self.config.stash)
+        stash_store.begin(self.trace, self.clock.stalled)
+        later(stash_store.clear)
+        self._tracker = StorageTracker(parts.device, stash_store, turn, exempt)
         self.stash = Stash(
             parts.device,
             self._tracker,
-            at_work,
-            stash_store=room,
-            offloads=moves,
+            turn,
+            stash_store=stash_store,
+            offloads=self.config.stash != "device",
             overlap=self.config.ahead > 0,
             metering=self._replay is None,
             h2d=self.h2d,
@@ -151,7 +142,8 @@ class PassRuntime(ABC):
             clock=self.clock,
         )
         self._set_up_guards()
-        self.meter = MemoryMeter(ledger, parts.host, self.trace, self._replay, self.config.keep > 0)
+        keeps_graphs = self.config.keep != 0
+        self.meter = MemoryMeter(ledger, parts.host, self.trace, self._replay, keeps_graphs)
         later(self.meter.close)
         shell = self._load_shell()
         self.prefetch = Prefetch(
@@ -164,32 +156,31 @@ class PassRuntime(ABC):
             parts.weight_source,
             self._dtype,
             self._load_buffers,
-            self._plan.resident,
+            self.spec.plan.resident,
         )
         later(self.prefetch.close)
         self._tracker.exempt([slot.flat for slot in self.prefetch.slots], weights=True)
 
     @abstractmethod
     def _set_up_guards(self) -> None:
-        """Set up who looks at what tensors are used for; they look until nothing is held any more."""
+        """Set up the modes and guards that check and fetch tensors."""
 
     def _min_bytes_beside_slot(self) -> int:
-        """Device bytes that a pass takes besides a layer's weights, whatever the settings."""
+        """Return the device bytes of a pass besides a layer's weights, under any settings."""
         layers = [sum(block.trained.numel for block in unit.blocks) for unit in self.parts.layers]
         shell = sum(block.trained.numel for block in self.parts.shell.blocks)
         gradients = 4 * (shell + max(layers, default=0)) if torch.is_grad_enabled() else 0
         return self._dtype.itemsize * self.parts.shell.numel + gradients
 
     def _load_shell(self) -> Mapping[nn.Parameter, torch.Tensor]:
-        """Put the shell on the device; return where its parameters are for the length of the pass."""
+        """Load the shell for the length of the pass; return its parameters' tensors on the device."""
         shell, device = self.parts.shell, self.parts.device
         flat = device.empty(shell.numel, self._dtype)
         self._stack.callback(device.recycle, flat)
         # Booking may raise: then the buffer is recycled, and nothing is released.
         device.ledger.book("weights", "shell", flat.nbytes)
         self._stack.callback(device.ledger.release, "weights", "shell", flat.nbytes)
-        self._tracker.exempt([flat], weights=True)
-        self._tracker.exempt([master for unit in self.parts.units for master in unit.masters], weights=True)
+        self._tracker.exempt([flat, *(master for unit in self.parts.units for master in unit.masters)], weights=True)
         pairs = zip(shell.ranges(flat), shell.blocks, strict=True)
         with self.clock.stalled():
             load = self.loads(shell.key, [(part, self.parts.weight_source.acquire(block)) for part, block in pairs])
@@ -203,7 +194,7 @@ class PassRuntime(ABC):
 
     @contextmanager
     def _load_buffers(self, unit: Unit) -> Iterator[None]:
-        """Bring what a visit needs besides weights: the layer's buffers, which are part of no image."""
+        """Load a layer's buffers for a visit; they are part of no stash."""
         with unit.buffers.on_device(self.parts.device, "buffers") as copies, self._tracker.exempting(copies):
             yield
         self._collect_garbage()
@@ -211,31 +202,31 @@ class PassRuntime(ABC):
     def make_gradients(
         self, store: LayerStore, is_per_micro_batch: Callable[[Block], bool]
     ) -> tuple[GradientSlots, Gradient]:
-        """Make device buffers for the gradients of layers, and the gradient of the shell."""
-        parts = self.parts
-        takers = GradientHooks(parts.units)
+        """Make the gradient slots of layers, and the gradient of the shell."""
+        parts, later = self.parts, self._stack.callback
+        hooks = GradientHooks(parts.units)
         count = gradient_slots(self.config.ahead, self.config.schedule, len(parts.layers))
-        self._stack.callback(takers.close)
-        ways = GradientRoutes(parts.device, self.clock, takers, store, self.pushes, is_per_micro_batch)
-        slots = GradientSlots(ways, parts.layers, count, "slots")
-        self._stack.callback(slots.close)
-        shell = GradientSlots(ways, [parts.shell], 1, "shell")
-        self._stack.callback(shell.close)
+        later(hooks.close)
+        routes = GradientRoutes(parts.device, self.clock, hooks, store, self.pushes, is_per_micro_batch)
+        slots = GradientSlots(routes, parts.layers, count, "slots")
+        later(slots.close)
+        shell = GradientSlots(routes, [parts.shell], 1, "shell")
+        later(shell.close)
         self._tracker.exempt([*slots.tensors, *shell.tensors])
         return slots, shell.acquire(parts.shell)
 
-    def initial_states(self, seeds: Sequence[int]) -> list[ThreadState]:
-        """Return the state in which the forward of each micro-batch begins."""
+    def initial_states(self) -> list[ThreadState]:
+        """Return the thread state in which each micro-batch's forward begins."""
         base = self.outer_state
         if self._dtype != torch.float32:  # operations cast activations to the weights' type, or compute in float32
             base = base._replace(autocast=tuple((True, self._dtype) for _ in base.autocast), autocast_cache=False)
-        return [base.with_random_state(RandomState.from_seed(seed)) for seed in seeds]
+        return [base.with_random_state(RandomState.from_seed(seed)) for seed in self.spec.seeds]
 
     def load_micro_batch(self, k: int, micro_batch: Any) -> Any:
         """Copy a micro-batch to the device."""
         copies: list[Copy] = []
 
-        def brought(tensor: torch.Tensor) -> torch.Tensor:
+        def load(tensor: torch.Tensor) -> torch.Tensor:
             to = self.parts.device.torch_device
             fresh = tensor.detach().to(to, copy=True) if is_sparse(tensor) else torch.empty_like(tensor, device=to)
             target = self._register_input(fresh, k)
@@ -244,19 +235,38 @@ class PassRuntime(ABC):
                 copies.append((piece, source))
             return target
 
-        rows = map_tensors(micro_batch, brought)
+        rows = map_tensors(micro_batch, load)
         if copies:
             with self.clock.stalled():
                 self.h2d.send("batch", "", copies, k).wait()
         return rows
 
     def _register_input(self, tensor: torch.Tensor, k: int) -> torch.Tensor:
-        """Return a tensor that is part of micro-batch `k`'s rows, whoever looks out for it."""
+        """Return `tensor`, an input of micro-batch `k`, registered with the guard if the pass has one."""
         return tensor
 
 
+@contextmanager
+def _manual_gc() -> Iterator[Callable[[], object]]:
+    """Disable Python's collector of reference cycles in the block; yield a function that collects young objects.
+
+    A pass makes thousands of small objects that live until backward. The collector would promote them and scan the whole process
+    every few passes: a tenth of a step with small layers. Instead it scans young objects after each visit, so that a cycle that a
+    layer leaves does not keep tensors for longer. If it is disabled already, by the user or a pass in another thread, nothing is
+    collected.
+    """
+    if not gc.isenabled():
+        yield lambda: None
+        return
+    gc.disable()
+    try:
+        yield partial(gc.collect, 0)
+    finally:
+        gc.enable()
+
+
 def module_tensors(modules: Sequence[nn.Module]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """List the tensors that modules keep between passes: buffers, and those on plain attributes."""
+    """Return the tensors that modules keep between passes: buffers, and those on plain attributes."""
     buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
-    held = (value for module in modules for value in vars(module).values() if type(value) not in _PLAIN_TYPES)
-    return buffers, [value for value in held if isinstance(value, torch.Tensor)]
+    values = (value for module in modules for value in vars(module).values() if type(value) not in _PLAIN_TYPES)
+    return buffers, [value for value in values if isinstance(value, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""Which gradients are kept apart by micro-batch until all have come, so that they are added in the order of plain training."""
+"""Blocks whose gradients are kept apart by micro-batch, so that they are added in the order of plain training."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from l2l_core.eps.blocks import Block, Unit
 
 
 class PerMicroBatch:
-    """Blocks to which several visits or segments contribute, as far as a step knows them by now.
+    """Blocks to which several visits or segments contribute; the set grows during a step.
 
     Args:
-        shell: what is in no layer.
-        visits_of: how often each layer, by key, was visited so far.
-        all_are: whether every block's micro-batches are kept apart, whoever contributes.
+        visit_counts: number of visits of each layer so far, by key.
+        always: keep the gradients of every block apart.
 
     Attributes:
-        shell_is: whether segments of the shell, or micro-batches that take different ways, share its parameters.
-        parted: keys of layers whose first visit was thought to be the last.
+        includes_shell: several segments, or micro-batches in different orders, share parameters of the shell.
+        revisited: keys of layers that were visited again after a visit that was expected to be the last.
     """
 
     def __init__(self, shell: Unit, visit_counts: Counter[str], always: bool = False) -> None:
@@ -26,7 +25,7 @@ class PerMicroBatch:
         self.revisited: set[str] = set()
 
     def __call__(self, block: Block) -> bool:
-        """Whether the block's micro-batches are kept apart."""
+        """Whether the gradients of the block are kept apart by micro-batch."""
         if block.shared or self._always:
             return True
         if block in self._shell:

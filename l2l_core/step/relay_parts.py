@@ -1,4 +1,4 @@
-"""A relay's lasting parts, which every pass is made over."""
+"""Parts of a relay that outlive a pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from l2l_core.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class RelayParts:
-    """The model, cut into shell and layers, and where it lives and runs."""
+    """The model, split into shell and layers, with its device and its stores."""
 
     model: nn.Module
     device: Device
@@ -25,10 +25,10 @@ class RelayParts:
     shell: Unit
     layers: Sequence[Unit]
     weight_source: WeightSource
-    disk_stash: StashStore | None = None  # a room on the disk, where there is one
+    disk_stash: StashStore | None = None
 
     def stash_store(self, stash: str) -> StashStore:
-        """Say where a stash waits; with "disk" there must be one."""
+        """Return the stash store for a setting of `RelayConfig.stash`."""
         if stash != "disk":
             return HostStashStore(self.device, self.host)
         assert self.disk_stash is not None, "stash='disk' without a shelf is refused where it is set"
@@ -45,23 +45,23 @@ class RelayParts:
         return {unit.key: unit.name for unit in self.units}
 
     def shell_modules(self) -> list[nn.Module]:
-        """Find the modules that are in no layer."""
+        """Return the modules that are in no layer."""
         return shell_modules(self.model, {unit.module for unit in self.layers})
 
     def layer_only_params(self) -> dict[torch.Tensor, str]:
-        """Find the parameters that only layers use, each with the name of a layer."""
+        """Return the parameters that only layers use, each with the name of a layer."""
         own = set(self.shell.params)
         return {param: unit.name for unit in self.layers for param in unit.params if param not in own}
 
     def snapshot_buffers(self) -> Callable[[], None]:
-        """Copy the values of all buffers; the result puts them back."""
+        """Copy the values of all buffers; return a function that restores them."""
         values = [unit.buffers.copy() for unit in self.units]
 
-        def put_back() -> None:
+        def restore() -> None:
             for unit, old in zip(self.units, values, strict=True):
                 unit.buffers.restore(old)
 
-        return put_back
+        return restore
 
     @property
     def slot_numel(self) -> int:
@@ -69,6 +69,6 @@ class RelayParts:
         return max((unit.numel for unit in self.layers), default=0)
 
     def new_trace(self, config: RelayConfig, step: int = 0) -> Trace:
-        """Make an empty trace of a pass that begins now."""
+        """Make the empty trace of a pass that begins now."""
         settings = {**asdict(config), **self.device.figures()}
         return Trace(step=step, device=self.device.name, names=self.names, settings=settings)

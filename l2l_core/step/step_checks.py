@@ -1,4 +1,4 @@
-"""What is looked at when a micro-batch's forward is over: the last moment before anything of it is trained."""
+"""Checks after a micro-batch's forward, the last moment before it trains anything."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from l2l_core.step.per_micro_batch import PerMicroBatch
 
 
 class StepChecks:
-    """Refuses what would be trained wrong.
+    """Refuses steps whose result would differ from plain training.
 
     Args:
-        run: the pass.
-        shell: what is in no layer.
-        inside: parameters that only layers use, and a layer's name.
-        apart: told which parameters of the shell several segments read.
-        besides: looks at what others want to have looked at.
+        layer_params: parameters that only layers use, each with the name of a layer.
+        per_micro_batch: updated when several segments use a parameter of the shell.
+        extra_check: called after each forward; it may raise.
     """
 
     def __init__(
@@ -33,38 +31,29 @@ class StepChecks:
         shell: Unit,
         layer_params: Mapping[torch.Tensor, str],
         per_micro_batch: PerMicroBatch,
-        extra_check: Callable[[], None] = lambda: None,
+        extra_check: Callable[[], None],
     ) -> None:
-        self._ctx, self._shell, self._layer_params, self._per_micro_batch, self._extra_check = (
-            ctx,
-            shell,
-            layer_params,
-            per_micro_batch,
-            extra_check,
-        )
+        self._ctx, self._shell, self._layer_params = ctx, shell, layer_params
+        self._per_micro_batch, self._extra_check = per_micro_batch, extra_check
         self._stamps = stamps_of(shell.params)
 
     def check_visit(self, unit: Unit, is_revisit: bool) -> None:
-        """Look at a layer that is about to run; `again`: not for the first time in this pass.
-
-        Raises:
-            RuntimeError: it cannot run twice.
-        """
+        """Raise RuntimeError if the layer runs again in this pass (`is_revisit`) and must not."""
         if is_revisit:
-            refuse_param_hooks(unit, unit.params)
+            _refuse_param_hooks(unit, unit.params)
             if unit in self._ctx.reentrant_layers:
                 raise RuntimeError(reentrant_message(f"layer {unit.name}"))
 
     def check_forward(self, forward: SuspendedForward, tail: GradientEdge | None, is_irregular: bool) -> list[Segment]:
-        """Look through a finished forward; returns the segments of its shell code.
+        """Check a finished forward; return the segments of its shell code.
 
         Args:
-            forward: of one micro-batch.
-            tail: its loss, if that depends on a parameter.
-            is_irregular: whether micro-batches take different ways.
+            forward: forward of one micro-batch.
+            tail: edge of its loss; None if no parameter contributes to it.
+            is_irregular: whether micro-batches call layers in different orders.
 
         Raises:
-            RuntimeError: training would not equal plain training, and why.
+            RuntimeError: the step would differ from plain training.
         """
         self._extra_check()
         for call in forward.calls:
@@ -72,18 +61,19 @@ class StepChecks:
         check_stamps(self._shell.params, self._stamps, "the model's own code")
         forward.segmenter.check(tail, self._layer_params)
         segments = forward.segmenter.segments
-        several = _shared_across_segments(segments, self._shell.params)
-        self._per_micro_batch.includes_shell |= is_irregular or bool(several)
-        refuse_param_hooks(self._shell, several)
-        if any(segment.has_reentrant for segment in segments):
+        uses = Counter(leaf for segment in segments for leaf in segment.uses)
+        shared = [param for param in self._shell.params if uses[param] > 1]
+        self._per_micro_batch.includes_shell |= is_irregular or bool(shared)
+        _refuse_param_hooks(self._shell, shared)
+        if forward.segmenter.has_reentrant:
             raise RuntimeError(reentrant_message("the model's own code"))
         return segments
 
     def check_loss(self, forward: SuspendedForward, loss: torch.Tensor) -> GradientEdge | None:
-        """Return where backward of the loss starts; None if it depends on no parameter.
+        """Return the edge at which backward of the loss starts; None if no parameter contributes to it.
 
         Raises:
-            NonFiniteError: it is not finite; names the layer that gave out the first such value.
+            NonFiniteError: the loss is not finite; names the first layer with such an output.
         """
         if not torch.isfinite(loss):  # the host waits for the device here, once per micro-batch
             raise NonFiniteError(self._explain_nonfinite(loss, forward))
@@ -102,32 +92,19 @@ class StepChecks:
 
 
 def nonfinite_message(k: int, loss: torch.Tensor, producer: str) -> str:
-    """The message about a loss that is not finite."""
+    """Return the message for a loss that is not finite."""
     return f"the loss of micro-batch {k} is {loss.item()}; first produced by {producer}. Nothing was updated"
 
 
 def refuse_frozen_model() -> NoReturn:
-    """Refuse a step that would train nothing.
-
-    Raises:
-        RuntimeError: always.
-    """
+    """Raise RuntimeError for a step that would train nothing."""
     raise RuntimeError("no loss depends on a parameter that requires a gradient: is the whole model frozen?")
 
 
-def refuse_param_hooks(unit: Unit, params: Sequence[torch.Tensor]) -> None:
-    """Refuse hooks on parameters whose gradient comes in several parts: they would see each by itself.
-
-    Raises:
-        RuntimeError: names the parameter.
-    """
-    names = {param: name for block in unit.blocks for param, name in zip(block.params, block.names, strict=True)}
+def _refuse_param_hooks(unit: Unit, params: Sequence[torch.Tensor]) -> None:
+    """Raise RuntimeError if parameters with several partial gradients have hooks, which would get each part alone."""
+    named = ((param, name) for block in unit.blocks for param, name in zip(block.params, block.names, strict=True))
+    names: dict[torch.Tensor, str] = dict(named)
     for param in params:
         if param._backward_hooks:
             raise RuntimeError(gradient_hook_message(names[param]))
-
-
-def _shared_across_segments(segments: Sequence[Segment], params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Find which of these parameters get gradients from several segments."""
-    reads = Counter(leaf for segment in segments for leaf in segment.uses)
-    return [param for param in params if reads[param] > 1]

@@ -1,7 +1,7 @@
-"""Relay against in-core accumulation, from the same state: the proof, in one call.
+"""Comparison of one relay step with the same step in core, from the same state.
 
-The judge shares nothing with what it judges: the in-core side is a deep copy of the model with an optimizer of its own,
-made of copies of state, groups, defaults and attributes. `Relay.verify` sees to it that the step leaves no trace.
+The step in core shares no code or state with the relay: it trains a deep copy of the model with a separate optimizer, made from
+copies of state, groups, defaults and attributes. `Relay.verify` undoes the relay's step.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from l2l_core.batches import map_tensors
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.eps.optimizers import clone_state, differing_settings, differing_state, is_same, settings_of
-from l2l_core.model import deep_copy, is_sparse, train_step
-from l2l_core.surgery import preserve_random_state
-from l2l_core.trace import StepResult
+from l2l_core.model import deep_copy, is_sparse, preserve_random_state, train_step
+from l2l_core.trace import StepResult, Trace
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyRow:
-    """One unit after a step.
+    """Comparison of one unit after a step.
 
     Attributes:
         key, name: of the unit.
-        equal: its weights and buffers have the same bits.
+        equal: its weights and buffers are bitwise equal.
         max_abs_diff: largest difference of any weight or buffer.
-        several_visits: parameters that several visits contribute to.
+        several_visits: parameters to which several visits contribute.
         different: parameters and buffers that differ.
     """
 
@@ -47,14 +46,14 @@ class VerifyRow:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """Relay and in-core training of one step, compared.
+    """Comparison of one step in the relay and in core.
 
     Attributes:
-        equal: losses, all updated weights, all buffers and what the optimizer keeps are bitwise equal.
+        equal: losses, updated weights, buffers and the optimizer's state and settings are bitwise equal.
         max_abs_diff: largest difference of any weight or buffer.
-        loss, reference_loss: of the step.
+        loss, reference_loss: loss of the relay, loss in core.
         rows: one per unit.
-        optimizer: what differs of the optimizer: names in its state, and its settings and counters.
+        optimizer: names of the optimizer's states, settings and counters that differ.
     """
 
     equal: bool
@@ -73,18 +72,18 @@ class VerifyReport:
             if not row.equal
         ]
         if self.optimizer:
-            lines.append(f"  the optimizer keeps other values of {_listed(self.optimizer)}")
+            lines.append(f"  the optimizer has different values of {_listed(self.optimizer)}")
         shared = sorted({name for row in self.rows for name in row.several_visits})
         return "\n".join(lines + ([f"  parameters of several visits: {', '.join(shared)}"] if shared else []))
 
 
 class InCoreStep:
-    """A step in core, made on a copy of a model that is whole; keeps what came of it.
+    """A step in core on a copy of the model, and its result.
 
     Args:
         model, store: the relay's.
-        micro_batches, objective, divisors, seeds, max_grad_norm: as of `train_step`.
-        torch_device: where it runs.
+        micro_batches, objective, divisors, seeds, max_grad_norm: as for `train_step`.
+        torch_device: runs the step.
     """
 
     def __init__(
@@ -99,87 +98,82 @@ class InCoreStep:
         max_grad_norm: float | None,
         torch_device: torch.device,
     ) -> None:
-        self._store, self._copy = store, (twin := _copy_model(model))
+        twin = _copy_model(model)
+        self._store = store
         self._weights = dict(zip(model.parameters(), twin.parameters(), strict=True))
         self._buffers = _pair_buffers(model, twin)
         states: dict[nn.Parameter, dict[str, Any]] = {}
         for block in store.masters.blocks:  # weights and state may be in files
             with store.storage.lease(block):
                 for param, master, view in zip(block.params, store.masters.params_of(block), block.views, strict=True):
-                    # Masters may be of bfloat16; computed is in float32
+                    # Masters may be bfloat16; the step computes in float32.
                     self._weights[param].data = view.detach().to(torch.float32, copy=True)
                     if master in store.optimizer.state:
                         states[master] = clone_state(store.optimizer.state[master])
         optimizer = store.masters.copy_optimizer(twin, model, states)
         if torch_device.type != "cpu":
             twin.to(torch_device)
-            optimizer.load_state_dict(optimizer.state_dict())  # puts the state where the parameters are now
-        with preserve_random_state():  # NumPy's too: both sides begin with the same ones
+            optimizer.load_state_dict(optimizer.state_dict())  # moves the state to the parameters' device
+        with preserve_random_state():  # of NumPy too: both steps begin with the same state
             copied = partial(map_tensors, change=lambda tensor: tensor.detach().to(torch_device, copy=True))
             losses = train_step(twin, optimizer, micro_batches, objective, divisors, seeds, max_grad_norm, copied)
         self._loss = float(sum(losses))
-        twin.cpu()  # before the relay needs the room
+        twin.cpu()  # frees device memory for the relay
         self._expected = {
-            param: pytree.tree_map_only(torch.Tensor, _on_host, dict(optimizer.state.get(own, {})))
+            param: pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), dict(optimizer.state.get(own, {})))
             for param, own in self._weights.items()
         }
         self._settings = settings_of(optimizer)
 
     def compare(self, result: StepResult, units: Sequence[Unit], with_buffers: bool) -> VerifyReport:
-        """Compare it with the relay, which is whole again and has made the same step.
+        """Compare this step with the same step of the relay.
 
         Args:
-            result: of that step.
+            result: result of the relay's step.
             units: the shell and the layers.
-            with_buffers: whether buffers are of the whole batch, as they are in core.
+            with_buffers: compare buffers; only if the relay's see the whole batch, as in core.
         """
         buffers = self._buffers if with_buffers else {}
         visits = _visit_counts(result.trace)
-        unlike, kept = self._compare_weights()
-        rows = tuple(_row(unit, unlike, buffers, visits) for unit in units)
+        differences, optimizer = self._compare_weights()
+        rows = tuple(_row(unit, differences, buffers, visits) for unit in units)
         found = settings_of(self._store.optimizer)
-        if len(self._settings) == len(found):  # a layer that warms up has a group of its own in core
-            kept += [f"setting {name!r}" for name in differing_settings(self._settings, found)]
+        if len(self._settings) == len(found):  # during warm-up a layer has its own group, in core only
+            optimizer += [f"setting {name!r}" for name in differing_settings(self._settings, found)]
         return VerifyReport(
-            equal=result.loss == self._loss and all(row.equal for row in rows) and not kept,
+            equal=result.loss == self._loss and all(row.equal for row in rows) and not optimizer,
             max_abs_diff=max((row.max_abs_diff for row in rows), default=0.0),
             loss=result.loss,
             reference_loss=self._loss,
             rows=rows,
-            optimizer=tuple(kept),
+            optimizer=tuple(optimizer),
         )
 
     def _compare_weights(self) -> tuple[dict[Block, dict[str, float]], list[str]]:
-        """List by block the weights that differ, and by how much; and names in the optimizer's state that differ anywhere."""
+        """Return differences of weights by block and name, and names of optimizer state that differs."""
         weights: dict[Block, dict[str, float]] = {}
         names: list[str] = []
         store = self._store
         for block in store.masters.blocks:
             with store.storage.lease(block):
-                # What is rounded to bfloat16 by the optimizer is so whatever memory it lies in: the cast changes no value
+                # An optimizer that rounds to bfloat16 does so in float32 memory too: the cast is exact.
                 views = (view.detach().float() for view in block.views)
-                theirs = (self._weights[param].detach() for param in block.params)
-                weights[block] = _differing(zip(block.names, views, theirs, strict=True))
+                expected = (self._weights[param].detach() for param in block.params)
+                weights[block] = _differing(zip(block.names, views, expected, strict=True))
                 for param, master in zip(block.params, store.masters.params_of(block), strict=True):
                     names += differing_state(self._expected[param], store.optimizer.state.get(master, {}))
         return weights, list(dict.fromkeys(f"state {name!r}" for name in names))
 
 
 def _copy_model(model: nn.Module) -> nn.Module:
-    """Copy the model deeply; a tensor with a graph, which a forward has left on a module, is copied without it."""
+    """Copy the model deeply; tensors with a graph, left on modules by a forward, are copied without it."""
     # `deepcopy` refuses tensors with a graph.
-    held = [value for module in model.modules() for value in vars(module).values()]
-    graphs = {
-        id(value): value.detach().clone() for value in held if isinstance(value, torch.Tensor) and not value.is_leaf
-    }
-    return deep_copy(model, graphs)
+    values = [value for module in model.modules() for value in vars(module).values()]
+    copies = {id(v): v.detach().clone() for v in values if isinstance(v, torch.Tensor) and not v.is_leaf}
+    return deep_copy(model, copies)
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu()
-
-
-def _visit_counts(trace: Any) -> dict[str, int]:
+def _visit_counts(trace: Trace) -> dict[str, int]:
     visits: dict[str, set[int]] = {}
     for event in trace.events:
         if event.kind == "forward":
@@ -187,7 +181,7 @@ def _visit_counts(trace: Any) -> dict[str, int]:
     return {key: len(indices) for key, indices in visits.items()}
 
 
-TensorPair = tuple[str, torch.Tensor | None, torch.Tensor | None]  # name, the relay's tensor, the one in core
+TensorPair = tuple[str, torch.Tensor | None, torch.Tensor | None]  # name, tensor of the relay, tensor in core
 
 
 def _row(
@@ -203,12 +197,12 @@ def _row(
 
 
 def _differing(pairs: Iterable[TensorPair]) -> dict[str, float]:
-    """Give by how much tensors differ, by name, if they do."""
+    """Return the largest difference of each pair that differs, by name."""
     return {name: _difference(ours, theirs) for name, ours, theirs in pairs if not is_same(ours, theirs)}
 
 
 def _pair_buffers(model: nn.Module, other: nn.Module) -> dict[int, TensorPair]:
-    """List the model's buffers by identity, beside those of its copy at the same place."""
+    """Return the model's buffers by identity, each with the same buffer of its copy."""
     modules = zip(model.named_modules(), other.modules(), strict=True)
     return {
         id(buffer): (f"{prefix}.{name}" if prefix else name, buffer, own._buffers.get(name))
@@ -229,6 +223,5 @@ def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
     return float(off.nan_to_num(math.inf).max()) if off.numel() else 0.0
 
 
-def _listed(names: Sequence[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

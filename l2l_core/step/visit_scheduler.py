@@ -1,10 +1,10 @@
-"""Which layer is visited next, which micro-batches run in a visit, and how visits are numbered.
+"""Order of visits and turns: the next layer, and the micro-batches that it runs.
 
-The order is not given, it is found: every micro-batch waits at the layer that its own forward has come to. As long as all
-take the same way, a visit serves all of them, in ascending k. Where their ways part, the least advanced go first, so that
-the others are caught up with and gather again.
+The order follows from the model's own forward: each micro-batch waits at its next layer call. While all micro-batches call the
+layers in the same order, a visit runs all of them, in ascending k. Where the orders differ, the least advanced micro-batches
+run first, until the others wait at the same layer again.
 
-Visits are numbered 0 .. V-1 in forward; backward goes on counting: the last layer's is V, the first one's 2V-1.
+Visits are numbered 0 .. V-1 in forward and V .. 2V-1 in backward: V is the last layer, 2V-1 the first one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from l2l_core.eps.blocks import Unit
 from l2l_core.step.micro_batch import LayerCall, SuspendedForward
 from l2l_core.step.traffic import Gradient, SlotStay
 
-_LOOKAHEAD = 4  # calls told of that come after one: as many as any waiting room asks for
+_LOOKAHEAD = 4  # calls announced after the next one: the most that any stash store prefetches
 
 
 @dataclass(eq=False, slots=True)
@@ -25,9 +25,9 @@ class Visit:
     """One stay of a layer on the device during forward.
 
     Attributes:
-        stay: of the layer in its slot, which may be over before backward comes.
-        calls: those made there that are not back-propagated yet.
-        gradient: what backward has brought so far.
+        stay: the stay in the slot; it may be over before backward.
+        calls: layer calls of this visit that are not back-propagated yet.
+        gradient: gradient accumulated so far.
     """
 
     unit: Unit
@@ -38,16 +38,16 @@ class Visit:
 
 
 class VisitScheduler:
-    """The way of one pass through the layers.
+    """Order of visits of one pass.
 
     Args:
-        forwards: one paused forward per micro-batch.
+        forwards: one suspended forward per micro-batch.
         layers: the stack.
-        expected: the order of visits that the pass will probably take.
+        expected: predicted order of visits.
 
     Attributes:
-        visits: so far.
-        visits_of: how often each layer, by key, was visited so far.
+        visits: the visits so far.
+        visit_counts: number of visits of each layer so far, by key.
     """
 
     def __init__(self, forwards: Sequence[SuspendedForward], layers: Sequence[Unit], expected: Sequence[Unit]) -> None:
@@ -55,21 +55,21 @@ class VisitScheduler:
         self.visits: list[Visit] = []
         self.visit_counts: Counter[str] = Counter()
         self._rank = {unit: position for position, unit in enumerate(layers)}
-        self._cursors = [0] * len(self.forwards)  # how far each micro-batch has come in the expected order
+        self._cursors = [0] * len(self.forwards)  # position of each micro-batch in the expected order
 
     @property
     def layer_order(self) -> list[Unit]:
-        """The layers in the order in which they were visited."""
+        """The layers in the order of their visits."""
         return [visit.unit for visit in self.visits]
 
     def next_unit(self, excluding: SuspendedForward | None = None) -> Unit | None:
-        """Find the layer that the least advanced micro-batches wait for; None if none waits."""
+        """Return the layer at which the least advanced micro-batches wait; None if none waits."""
         waiting: dict[Unit, tuple[int, int]] = {}
         for forward in self.forwards:
             if forward.waiting_call is not None and forward is not excluding:
                 unit = forward.waiting_call.unit
                 waiting[unit] = min(waiting.get(unit, (1 << 60, 0)), self._progress(forward, unit))
-        # Of several that are as far along, the first one in the stack: every run of the same model takes the same way.
+        # A tie is broken by the order of the stack, so that every run of a model has the same order of visits.
         return min(waiting, key=waiting.__getitem__, default=None)
 
     def _progress(self, forward: SuspendedForward, unit: Unit) -> tuple[int, int]:
@@ -87,47 +87,39 @@ class VisitScheduler:
         return self.visits[-1]
 
     def iter_turns(self, visit: Visit) -> Iterator[tuple[SuspendedForward, list[LayerCall]]]:
-        """Go through the micro-batches that wait for the layer, each with the calls that come after, as far as they are known.
-
-        The input of the first of these may arrive meanwhile.
-        """
+        """Yield the micro-batches that wait for the layer, each with the calls that are expected to follow."""
         waiting = self._waiting_for(visit.unit)
-        for at, forward in enumerate(waiting):
-            here = [
-                each.waiting_call for each in waiting[at + 1 : at + 1 + _LOOKAHEAD] if each.waiting_call is not None
-            ]
-            next_one = [self._first_call_after(visit, forward)] if at + 1 == len(waiting) else []
-            there = [
-                call for each in waiting[: min(at, _LOOKAHEAD)] if (call := each.waiting_call) not in (None, *next_one)
-            ]
-            for call in here:
-                call.visit = visit.index  # its fetch begins before its turn does, and is recorded with the visit
-            for call in filter(None, there):
+        for turn, forward in enumerate(waiting):
+            following = [f.waiting_call for f in waiting[turn + 1 : turn + 1 + _LOOKAHEAD]]
+            first_after = [self._first_call_after(visit, forward)] if turn + 1 == len(waiting) else []
+            turned = [f.waiting_call for f in waiting[: min(turn, _LOOKAHEAD)] if f.waiting_call not in first_after]
+            # A fetch begins before its turn, and is recorded with the visit of that turn.
+            this_visit, next_visit = [c for c in following if c is not None], [c for c in turned if c is not None]
+            for call in this_visit:
+                call.visit = visit.index
+            for call in next_visit:
                 call.visit = visit.index + 1
-            yield forward, [call for call in (*here, *next_one, *there) if call is not None]
+            yield forward, [*this_visit, *(c for c in first_after if c is not None), *next_visit]
 
     def _first_call_after(self, visit: Visit, current: SuspendedForward) -> LayerCall | None:
-        """Find the first call of the next visit, as far as is known before `last` has had its turn in this one.
+        """Find the first call of the next visit, as far as it is determined before the turn of `current`.
 
-        With one micro-batch nothing is known; at the turn the first call of backward is.
+        With one micro-batch it is undetermined, except after the last visit: there it is the first call of backward.
         """
         if (unit := self.next_unit(excluding=current)) is not None:
             call = next(forward.waiting_call for forward in self._waiting_for(unit) if forward is not current)
             assert call is not None
             call.visit = visit.index + 1
             return call
-        for turned in reversed(self.visits) if self.is_last(visit) else ():
+        is_last = visit.index == len(self._expected) - 1
+        for turned in reversed(self.visits) if is_last else ():
             if turned.calls:
                 turned.calls[0].visit = self.backward_index(turned)
                 return turned.calls[0]
         return None
 
-    def is_last(self, visit: Visit) -> bool:
-        """Whether no visit is expected after this one."""
-        return visit.index == len(self._expected) - 1
-
     def begin_backward(self) -> list[Visit]:
-        """Turn round, forward being over; return the visits that backward makes, the last one first."""
+        """Return the visits of backward, the last one of forward first."""
         rest = [visit for visit in reversed(self.visits) if visit.calls]
         for visit in rest:
             for call in visit.calls:
@@ -135,14 +127,14 @@ class VisitScheduler:
         return rest
 
     def backward_index(self, visit: Visit) -> int:
-        """Return the number of the visit that back-propagates what this one has run."""
+        """Return the number of the backward visit that back-propagates the calls of a forward visit."""
         return 2 * len(self.visits) - 1 - visit.index
 
     def is_irregular(self) -> bool:
-        """Whether micro-batches take different ways, so that their gradients reach the shell out of order."""
-        # Whoever still waits in this visit has its layer ahead: that alone is no other way.
-        ways = [[c.unit for c in f.calls] + ([f.waiting_call.unit] if f.waiting_call else []) for f in self.forwards]
-        return any(way != ways[0] for way in ways)
+        """Whether micro-batches call layers in different orders, so that the shell's gradients arrive out of order."""
+        # The call at which a micro-batch waits counts: it will run in the present visit.
+        orders = [[c.unit for c in f.calls] + ([f.waiting_call.unit] if f.waiting_call else []) for f in self.forwards]
+        return any(order != orders[0] for order in orders)
 
     def _waiting_for(self, unit: Unit) -> list[SuspendedForward]:
         return [f for f in self.forwards if f.waiting_call is not None and f.waiting_call.unit is unit]

@@ -1,20 +1,15 @@
-"""Tensors of micro-batches that take turns: where their graph is cut, and who may touch them when.
+"""Autograd graph boundaries, guarded tensors and the order of buffer accesses.
 
 May import `eps.blocks`, `model`.
 Begin reading at `boundary.py`, `guarded_tensor.py`.
 """
 
 from l2l_core.step.graph.boundary import BoundaryGradient as BoundaryGradient
-from l2l_core.step.graph.boundary import EdgeId as EdgeId
 from l2l_core.step.graph.boundary import Root as Root
 from l2l_core.step.graph.boundary import Segment as Segment
 from l2l_core.step.graph.boundary import Subgraph as Subgraph
-from l2l_core.step.graph.boundary import count_uses as count_uses
 from l2l_core.step.graph.boundary import detach_in_place as detach_in_place
 from l2l_core.step.graph.boundary import detach_to as detach_to
-from l2l_core.step.graph.boundary import edge_id as edge_id
-from l2l_core.step.graph.boundary import edge_of as edge_of
-from l2l_core.step.graph.boundary import is_leaf as is_leaf
 from l2l_core.step.graph.boundary import is_segment_input as is_segment_input
 from l2l_core.step.graph.boundary import reentrant_message as reentrant_message
 from l2l_core.step.graph.boundary import run_backward as run_backward

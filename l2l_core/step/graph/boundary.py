@@ -1,28 +1,27 @@
-"""Where the autograd graph of a micro-batch is cut: at tensors that one stretch of the forward makes and a later one reads.
+"""Boundaries: tensors at which the autograd graph of a micro-batch is cut.
 
-A tensor that crosses a cut is read through an *entry*: the same storage, at the start of a new graph. Backward through
-what reads it ends there and hands the gradient to a `Sink`; when everything that was made later has run, the sink's
-gradient goes on into the graph behind. So each layer, and each *segment* of shell code between two layer calls, runs
-backward by itself, and nothing of an earlier one runs with it: neither its nodes nor the user's hooks on its tensors.
+A tensor that crosses a boundary is read through a *segment input*: the same storage at the start of a new graph. Backward
+through the code that reads it ends there and adds the gradient to a `BoundaryGradient`. When all later code has run backward,
+that gradient continues into the graph before the boundary. So backward of each layer, and of each *segment* of shell code
+between two layer calls, is a separate run that reaches no node of an earlier one and no user hook on its tensors.
 
-Sums come out in the order of plain training: a gradient that waits in a sink takes part in the next run as a root at the
-entry, where autograd adds to it what that run brings, one contribution after the other.
+Sums are in the order of plain training: a gradient held at a boundary is a root of the next run at the segment input, where
+autograd adds the contributions of that run to it one after the other.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from l2l_core._torch import (
     AccumulateGrad,
     DisableFuncTorch,
-    PythonNode,
     enable_single_level_autograd_function,
     run_engine,
     transforms_are_active,
@@ -31,16 +30,15 @@ from l2l_core._torch import sequence_number as sequence_number
 from l2l_core.step.graph.guarded_tensor import unguard
 
 Root = tuple[GradientEdge, torch.Tensor]
-EdgeId = tuple[int, int]  # a graph's node, by autograd's number, and which of its outputs
 
 
 class BoundaryGradient:
-    """Holds the gradient of one tensor of one micro-batch until the graph behind it runs backward.
+    """The gradient of one tensor of one micro-batch, held until the graph before the boundary runs backward.
 
     Invariant: contributions are added in the order in which backward produces them.
 
     Attributes:
-        is_part: whether the graph behind reads the tensor too, so that this is a part of its gradient only.
+        is_partial: whether the graph before the boundary reads the tensor too, so that this is only a part of its gradient.
     """
 
     __slots__ = ("grad", "is_partial")
@@ -50,60 +48,60 @@ class BoundaryGradient:
         self.is_partial = False
 
     def add(self, grad: torch.Tensor) -> None:
-        """Add one contribution; same shape as the tensor."""
-        # Not in place: backward of an addition hands one and the same tensor to both sides.
+        """Add one contribution of the same shape as the tensor."""
+        # Not in place: backward of an addition passes one tensor to both operands.
         self.grad = grad if self.grad is None else self.grad + grad
 
     def take(self) -> torch.Tensor | None:
-        """Take out the gradient so far; the sink is empty afterwards."""
+        """Return the gradient collected so far and reset it to None."""
         grad, self.grad = self.grad, None
         return grad if grad is None else unguard(grad)
 
 
 class _SegmentInput(torch.autograd.Function):
-    """A node without a history, whose output is a new tensor, or one that is in place of what it was made of."""
+    """Graph node without inputs whose output is a segment input."""
 
     @staticmethod
-    def forward(ctx: Any, phony: torch.Tensor, x: torch.Tensor | None, held: tuple[Any, ...]) -> torch.Tensor:  # type: ignore[override]
-        sink, tensor = held  # unseen by autograd, which would look for its history
-        ctx.boundary = sink
-        ctx.set_materialize_grads(False)  # no zeros where nobody reads it: plain training has no gradient there
+    def forward(ctx: Any, phony: torch.Tensor, x: torch.Tensor | None, held: tuple[Any, ...]) -> torch.Tensor:
+        boundary, tensor = held  # in a tuple, so that autograd does not connect the node to the tensor's history
+        ctx.boundary = boundary
+        ctx.set_materialize_grads(False)  # plain training has no gradient for an output that is not read
         if x is not None:
             ctx.mark_dirty(x)
             return x
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, None]:
         if grad is not None:
             ctx.boundary.add(grad)
         return None, None, None
 
 
 def detach_to(x: torch.Tensor, boundary: BoundaryGradient) -> torch.Tensor:
-    """Make `x` the start of a new graph: same storage, no leaf (in-place use is allowed), its gradient goes to `sink`.
+    """Return a segment input for `x`: same storage, a new graph, no leaf; its gradient is added to `boundary`.
 
     Gradients must be enabled.
     """
     if not transforms_are_active():
         return _apply_segment_input(_PHONY, None, (boundary, x))
-    # A function under `vmap` or `jvp` reads it from outside: what is transformed is the function, not the tensor.
+    # A function under `vmap` or `jvp` closes over `x`; the transform applies to the function, not to `x`.
     with DisableFuncTorch(), enable_single_level_autograd_function():
         return _apply_segment_input(_PHONY, None, (boundary, x))
 
 
 def detach_in_place(x: torch.Tensor, boundary: BoundaryGradient) -> None:
-    """Let the tensor object itself be the start of a new graph; whoever holds it holds an entry from now on.
+    """Make the tensor object `x` itself a segment input, for all who hold a reference to it.
 
     Gradients must be enabled.
 
     Raises:
-        RuntimeError: `x` is a view to which somebody holds a weak reference, so that it cannot be exchanged.
+        RuntimeError: `x` is a view with weak references, so that it cannot be swapped.
     """
-    hooks = x._backward_hooks  # the user's stay with the history, which sees the whole gradient
+    hooks = x._backward_hooks  # user hooks stay on the old graph, which receives the whole gradient
     x._backward_hooks = None
     try:
-        if x._is_view():  # cannot be detached in place; the Python object gets another tensor of the same storage
+        if x._is_view():  # a view cannot be detached in place
             torch.utils.swap_tensors(x, detach_to(x, boundary))
         else:
             x.detach_()
@@ -113,17 +111,13 @@ def detach_in_place(x: torch.Tensor, boundary: BoundaryGradient) -> None:
         raise
 
 
-_PHONY = torch.empty(0, requires_grad=True)  # makes autograd record the node; gets no gradient ever
-# What `Function.apply` ends in: past what it asks on the way, and past who watches the model's custom functions.
-_apply_segment_input = super(torch.autograd.Function, _SegmentInput).apply
+_PHONY = torch.empty(0, requires_grad=True)  # makes autograd record the node; never receives a gradient
+# The C function under `Function.apply`, without its overhead and without `patch_function_apply`.
+_base: Any = super(torch.autograd.Function, _SegmentInput)
+_apply_segment_input = _base.apply
 
 
-def edge_of(tensor: torch.Tensor, lives: bool = False) -> GradientEdge:
-    """Return where backward of a tensor starts, as `get_gradient_edge` does; `lives`: the tensor is there as long as the edge."""
-    node = tensor.grad_fn
-    if node is None or (isinstance(node, PythonNode) and not lives):
-        return get_gradient_edge(tensor)  # with a node besides, which keeps one alive that Python has made
-    return GradientEdge(node, tensor.output_nr)
+Crossing = tuple[GradientEdge, BoundaryGradient]
 
 
 @dataclass(eq=False, slots=True)
@@ -131,69 +125,57 @@ class Segment:
     """Shell code of one micro-batch between two layer calls.
 
     Attributes:
-        roots: of tensors that were made here and are read later: where backward starts.
-        entries: through which it reads what was made earlier, and the outputs of the layer before it.
-        uses: how often the graph reads each parameter; known once the forward is over.
-        is_hooked: whether somebody wants to see the gradient of an entry.
+        roots: tensors that are made here and read later, where backward starts.
+        inputs: segment inputs: tensors made earlier, and outputs of the layer before.
+        uses: how often the graph reads each parameter; complete when the forward has finished.
+        is_hooked: whether a hook is on a segment input.
     """
 
-    roots: list[tuple[GradientEdge, BoundaryGradient]] = field(default_factory=list)
-    inputs: list[tuple[GradientEdge, BoundaryGradient]] = field(default_factory=list)
+    roots: list[Crossing] = field(default_factory=list)
+    inputs: list[Crossing] = field(default_factory=list)
     uses: Counter[torch.Tensor] = field(default_factory=Counter)
     is_hooked: bool = False
-    has_reentrant: bool = False  # a reentrant checkpoint is in it
+
+    @property
+    def boundaries(self) -> list[Crossing]:
+        """All boundaries of the segment and their edges."""
+        return [*self.roots, *self.inputs]
 
     @property
     def has_gradient(self) -> bool:
-        """Whether later code has left gradients for what was made here, or for a hook."""
-        places = [*self.roots, *self.inputs] if self.is_hooked else self.roots
-        return any(sink.grad is not None for _, sink in places)
-
-    def take_gradients(self) -> list[Root]:
-        """Take every gradient that takes part in the run of this segment."""
-        return take_gradients([*self.roots, *self.inputs])
+        """Whether a gradient has arrived for a root, or for a segment input with a hook."""
+        return any(boundary.grad is not None for _, boundary in (self.boundaries if self.is_hooked else self.roots))
 
     def pending_gradients(self) -> list[torch.Tensor]:
-        """List the gradients that wait at the segment's borders."""
-        return [sink.grad for _, sink in (*self.roots, *self.inputs) if sink.grad is not None]
+        """Return the gradients held at all boundaries of the segment."""
+        return [boundary.grad for _, boundary in self.boundaries if boundary.grad is not None]
 
 
-def take_gradients(pairs: Iterable[tuple[GradientEdge, BoundaryGradient]]) -> list[Root]:
-    """Take what waits in the sinks, each with the edge where it goes on; they are empty afterwards."""
-    return [(edge, grad) for edge, sink in pairs if (grad := sink.take()) is not None]
+def take_gradients(crossings: Iterable[Crossing]) -> list[Root]:
+    """Take the gradients held at boundaries, each with the edge at which it continues."""
+    return [(edge, grad) for edge, boundary in crossings if (grad := boundary.take()) is not None]
 
 
 def run_backward(roots: Sequence[Root]) -> None:
-    """Back-propagate from `roots` to the entries and parameters in reach."""
+    """Back-propagate from `roots` to segment inputs and parameters."""
     if roots:
         edges, grads = zip(*roots, strict=True)
-        # What `torch.autograd.backward` ends in: gradients that come from sinks need not be looked at before.
+        # The engine call under `torch.autograd.backward`, without its checks of the gradients.
         run_engine(edges, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-def count_uses(starts: Iterable[GradientEdge], params_by_node: Mapping[Any, torch.Tensor]) -> Counter[torch.Tensor]:
-    """Count how often the graph behind some edges reads each parameter, by itself or through an entry (by its node)."""
-    found = walk_graph(starts)
-    return Counter([*found.leaves, *(params_by_node[node] for node in found.inputs if node in params_by_node)])
-
-
-def edge_id(edge: GradientEdge) -> EdgeId:
-    """Write the edge by numbers, which keep nothing of the graph alive."""
-    return edge.node._sequence_nr(), edge.output_nr
 
 
 @dataclass(slots=True)
 class Subgraph:
-    """What the graph behind some edges consists of, up to the entries.
+    """The graph behind some edges, up to segment inputs and leaves.
 
     Attributes:
-        leaves: parameters, and tensors that ask for a gradient themselves; one for every edge that leads to it.
-        entries: nodes at which it starts; one for every edge too.
-        nodes: what lies between.
-        again: those of them that several edges lead to; that it is a start counts as one.
-        first, last: lowest and highest sequence number of these.
-        cast: leaves that it reads in another type, as autocast makes them.
-        is_nested: whether a node runs a backward of its own, which adds to parameters at once (a reentrant checkpoint).
+        leaves: parameters and other leaves, once for every edge to them.
+        inputs: nodes of segment inputs, once for every edge to them.
+        nodes: all other nodes.
+        shared_nodes: nodes with several edges to them; a start counts as an edge.
+        first, last: lowest and highest sequence number of `nodes`.
+        cast_leaves: leaves that are read in another dtype, as under autocast.
+        has_reentrant: whether a node runs backward itself and adds to parameters (a reentrant checkpoint).
     """
 
     leaves: list[torch.Tensor]
@@ -205,62 +187,51 @@ class Subgraph:
     cast_leaves: set[torch.Tensor]
     has_reentrant: bool
 
-    def internal_reads(self) -> set[EdgeId]:
-        """Find which results of its nodes the graph itself reads, as `start_of` writes them."""
-        return {
-            (read._sequence_nr(), nr) for node in self.nodes for read, nr in node.next_functions if read is not None
-        }
+    def internal_reads(self) -> set[tuple[int, int]]:
+        """Return the results that the graph itself reads: sequence number of a node, index of its output."""
+        reads = (read for node in self.nodes for read in node.next_functions)
+        return {(node._sequence_nr(), nr) for node, nr in reads if node is not None}
 
 
 def walk_graph(starts: Iterable[GradientEdge]) -> Subgraph:
-    """Walk over a graph. It happens at every layer call, so this is written to be quick."""
-    leaves, entries, nodes = [], [], set()
-    again: set[Any] = set()
-    cast, is_nested = set(), False
-    todo = [edge.node for edge in starts]
+    """Collect the graph behind some edges. Runs at every layer call, so it is written for speed."""
+    leaves, inputs, nodes, shared, cast_leaves = [], [], set(), set(), set()
+    has_reentrant = False
+    todo: list[Any] = [edge.node for edge in starts]
     while todo:
         node = todo.pop()
         kind = type(node)
         if kind is AccumulateGrad:
             leaves.append(node.variable)
         elif kind is _SEGMENT_INPUT:
-            entries.append(node)
+            inputs.append(node)
         elif node in nodes:
-            again.add(node)
+            shared.add(node)
         else:
             nodes.add(node)
-            behind = [parent for parent, _ in node.next_functions if parent is not None]
-            todo += behind
-            if kind not in _ORDINARY:
-                name = kind.__name__
-                if name == "ToCopyBackward0":
-                    cast.update(parent.variable for parent in behind if type(parent) is AccumulateGrad)
-                elif name == "CheckpointFunctionBackward":
-                    is_nested = True
-                elif kind.__module__ == "builtins":  # a custom function's class may be one of many
-                    _ORDINARY.add(kind)
+            parents = [parent for parent, _ in node.next_functions if parent is not None]
+            todo += parents
+            name = kind.__name__
+            if name == "ToCopyBackward0":
+                cast_leaves.update(parent.variable for parent in parents if type(parent) is AccumulateGrad)
+            elif name == "CheckpointFunctionBackward":
+                has_reentrant = True
     numbers = [node._sequence_nr() for node in nodes]
     first, last = min(numbers, default=sequence_number()), max(numbers, default=0)
-    return Subgraph(leaves, entries, nodes, again, first, last, cast, is_nested)
+    return Subgraph(leaves, inputs, nodes, shared, first, last, cast_leaves, has_reentrant)
 
 
-def reentrant_message(who: str) -> str:
-    """Say what is wrong with a reentrant checkpoint where others read its weights too: nobody sees which it reads."""
+def reentrant_message(place: str) -> str:
+    """Return the error message for a reentrant checkpoint that may read weights that are used elsewhere too."""
     return (
-        f"{who} uses a reentrant checkpoint: it adds to gradients of weights, which may be used elsewhere too, in a backward of "
-        "its own, out of the order in which a relay adds them up. Use checkpoint(..., use_reentrant=False)"
+        f"{place} uses a reentrant checkpoint, which runs a separate backward and adds to gradients of weights that may be used "
+        "elsewhere too, in another order than the relay adds them. Use checkpoint(..., use_reentrant=False)"
     )
 
 
-def is_leaf(node: Any) -> bool:
-    """Whether a graph node stands for a leaf: a parameter, or a tensor that asks for a gradient itself."""
-    return type(node) is AccumulateGrad
-
-
 def is_segment_input(node: Any) -> bool:
-    """Whether a graph node is the start of an entry."""
+    """Whether a graph node belongs to a segment input."""
     return type(node) is _SEGMENT_INPUT
 
 
-_ORDINARY: set[type] = set()  # kinds of nodes of which nothing is to be known; to ask one for its name takes long
 _SEGMENT_INPUT = _SegmentInput._backward_cls

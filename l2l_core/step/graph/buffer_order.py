@@ -1,8 +1,8 @@
-"""Whether micro-batches meet the model's buffers in the order of plain training.
+"""Check that micro-batches read and write the model's buffers in the order of plain training.
 
-Plain training finishes one micro-batch before it begins the next; in a relay they take turns at the layers. A buffer that
-a forward changes (running statistics, a moving average) and that is met in one place comes out the same. One that is met
-in several places, or by micro-batches that go different ways, does not: that is refused before anything is trained.
+Plain training finishes one micro-batch before the next; in a relay they take turns at the layers. A buffer that the forward
+changes (running statistics, a moving average) has the same final value if it is used in one place only. If it is used in several
+places, or by micro-batches that take different paths, the step is refused before anything is trained.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ import torch
 from l2l_core.eps.blocks import BufferKey, ModuleBuffers
 from l2l_core.model import equal_values, storage_key
 
-_WRITES_STATISTICS = ("batch_norm", "instance_norm")  # operations that change arguments without saying so
+Values = Sequence[torch.Tensor | None]
+
+_WRITES_STATISTICS = ("batch_norm", "instance_norm")  # operations that change arguments without declaring it
 
 
 class BufferOrder:
-    """Notes which micro-batches read and changed each buffer.
+    """Records which micro-batches have read and changed each buffer.
 
-    Invariant: after a change by micro-batch k nothing of an earlier one touches the buffer, and k changes nothing that a
-    later one has read.
+    Invariant: after a change by micro-batch k no earlier one uses the buffer, and k changes no buffer that a later one has
+    read.
 
     Args:
-        shell, layers: the buffers, as they stand on the device for this pass.
-        attributes: tensors that modules keep as plain attributes; they may be views of buffers, and then follow them.
+        shell, layers: the buffers of this pass on the device.
+        attributes: tensors in plain attributes of modules; they may be views of buffers, which then are not replaced.
     """
 
     def __init__(
         self, shell: ModuleBuffers, layers: Iterable[ModuleBuffers], attributes: Iterable[torch.Tensor]
     ) -> None:
-        self._shell, self._of_shell = shell, set(shell.keys)
+        self._shell, self._shell_keys = shell, set(shell.keys)
         self._viewed = {storage_key(tensor) for tensor in attributes}
-        self._keys_by_storage: defaultdict[int, set[BufferKey]] = defaultdict(set)  # by storage
-        self._tensors: dict[BufferKey, torch.Tensor | None] = {}  # held, so that nothing else gets their addresses
+        self._keys_by_storage: defaultdict[int, set[BufferKey]] = defaultdict(set)
+        self._tensors: dict[BufferKey, torch.Tensor | None] = {}  # keeps them alive, so that addresses are not reused
         for buffers in (shell, *layers):
             self._record_replaced(buffers)
-        self._originals: dict[
-            BufferKey, torch.Tensor
-        ] = {}  # of buffers of the shell that each micro-batch has for itself
-        self._changed_this_turn: set[BufferKey] = set()  # changed in place in this turn
+        self._originals: dict[BufferKey, torch.Tensor] = {}  # shell buffers that micro-batches have private copies of
+        self._changed_this_turn: set[BufferKey] = set()  # in place
         self._last_reader: dict[BufferKey, int] = {}
         self._last_writer: dict[BufferKey, int] = {}
 
@@ -51,12 +51,12 @@ class BufferOrder:
         return bool(self._keys_by_storage)
 
     def _record_replaced(self, buffers: ModuleBuffers) -> list[BufferKey]:
-        """Find where another tensor stands now than before, and note it."""
+        """Record and return the buffers that are other tensor objects than before."""
         now = zip(buffers.keys, buffers.tensors(), strict=True)
-        changed = [(at, tensor) for at, tensor in now if at not in self._tensors or tensor is not self._tensors[at]]
-        for place, tensor in changed:
-            self._set_tensor(place, tensor)
-        return [place for place, _ in changed]
+        changed = [(key, tensor) for key, tensor in now if key not in self._tensors or tensor is not self._tensors[key]]
+        for key, tensor in changed:
+            self._set_tensor(key, tensor)
+        return [key for key, _ in changed]
 
     def _set_tensor(self, key: BufferKey, tensor: torch.Tensor | None) -> None:
         if (before := self._tensors.get(key)) is not None:
@@ -65,123 +65,103 @@ class BufferOrder:
         if tensor is not None:
             self._keys_by_storage[storage_key(tensor)].add(key)
 
-    # -- what layers do ------------------------------------------------------------------------------------------------
+    # -- layers --------------------------------------------------------------------------------------------------------
 
-    def record_layer(
-        self,
-        k: int,
-        buffers: ModuleBuffers,
-        before: Sequence[torch.Tensor | None],
-        after: Sequence[torch.Tensor | None],
-    ) -> None:
-        """A layer has run, with these values of its buffers before and after (the same list if nothing changed)."""
-        self.record_read(k, buffers.keys)
-        if before is not after:
-            trios = zip(buffers.keys, before, after, strict=True)
-            self.record_write(k, [place for place, old, new in trios if not _same(old, new)])
-            self._record_replaced(buffers)
+    def record_layer(self, k: int, buffers: ModuleBuffers, before: Values, after: Values) -> list[BufferKey]:
+        """Record a run of a layer and return the buffers that it changed.
 
-    def record_compiled_region(
-        self,
-        k: int,
-        buffers: ModuleBuffers,
-        before: Sequence[torch.Tensor | None],
-        after: Sequence[torch.Tensor | None],
-    ) -> None:
-        """A compiled part of the shell has run, which nobody could watch: as `layer_ran`, for buffers of the shell."""
-        self.record_layer(k, buffers, before, after)
-        trios = zip(buffers.keys, before, after, strict=True)
-        self._changed_this_turn.update(place for place, old, new in trios if not _same(old, new))
+        Args:
+            before, after: the values of the buffers; the same list if none has changed.
+        """
+        self._record_read(k, buffers.keys)
+        if before is after:
+            return []
+        changed = [key for key, old, new in zip(buffers.keys, before, after, strict=True) if not _same(old, new)]
+        self._record_write(k, changed)
+        self._record_replaced(buffers)
+        return changed
 
-    # -- what shell code does ------------------------------------------------------------------------------------------
+    # -- shell code ----------------------------------------------------------------------------------------------------
+
+    def record_compiled_region(self, k: int, buffers: ModuleBuffers, before: Values, after: Values) -> None:
+        """Record a run of a compiled region of the shell; arguments as for `record_layer`."""
+        self._changed_this_turn.update(self.record_layer(k, buffers, before, after))
 
     def begin_turn(self) -> None:
-        """A micro-batch goes on. What the one before has changed in place, and autograd may have saved, is its own."""
-        for place in self._changed_this_turn:
-            module, name = place
+        """Give the next micro-batch private copies of buffers that the last one changed, which autograd may have saved."""
+        for key in self._changed_this_turn:
+            module, name = key
             buffer = module._buffers[name]
             if buffer is None or storage_key(buffer) in self._viewed:
                 continue
-            self._originals.setdefault(place, buffer)
-            module._buffers[name] = own = buffer.detach().clone()
-            self._set_tensor(place, own)
+            self._originals.setdefault(key, buffer)
+            module._buffers[name] = copy = buffer.detach().clone()
+            self._set_tensor(key, copy)
         self._changed_this_turn.clear()
 
     def record_operation(self, k: int, func: Any, reads: dict[int, torch.Tensor], args: Sequence[Any]) -> None:
-        """An operation of the shell reads these storages, by key."""
-        met = [key for key in reads if self._keys_by_storage.get(key)]
-        if not met:
+        """Record an operation of shell code that reads the storages with these keys."""
+        used = [storage for storage in reads if self._keys_by_storage.get(storage)]
+        if not used:
             return
-        self.record_read(k, [place for key in met for place in self._keys_by_storage[key]])
-        if changed := written_by(func, args) & set(met):
-            places = [place for key in changed for place in self._keys_by_storage[key]]
-            self.record_write(k, places)
-            self._changed_this_turn.update(place for place in places if place in self._of_shell)
+        self._record_read(k, [key for storage in used for key in self._keys_by_storage[storage]])
+        if changed := written_by(func, args) & set(used):
+            keys = [key for storage in changed for key in self._keys_by_storage[storage]]
+            self._record_write(k, keys)
+            self._changed_this_turn.update(key for key in keys if key in self._shell_keys)
 
     def end_turn(self, k: int) -> None:
-        """A micro-batch gives way: buffers that it has replaced by other tensors are changed too."""
-        self.record_write(k, self._record_replaced(self._shell))
+        """Record the shell buffers that micro-batch `k` has replaced by other tensors in its turn."""
+        self._record_write(k, self._record_replaced(self._shell))
 
     def close(self) -> None:
-        """The pass is over: the model's own tensors have the last values."""
-        for (module, name), home in self._originals.items():
+        """Copy the final values into the model's original tensors at the end of the pass."""
+        for (module, name), original in self._originals.items():
             last = module._buffers[name]
-            if last is self._tensors[module, name] and last is not None and last.shape == home.shape:
+            if last is self._tensors[module, name] and last is not None and last.shape == original.shape:
                 with torch.no_grad():
-                    home.copy_(last)
-                module._buffers[name] = home
+                    original.copy_(last)
+                module._buffers[name] = original
         self._originals.clear()
 
     # -- the order -----------------------------------------------------------------------------------------------------
 
-    def record_read(self, k: int, keys: Iterable[BufferKey]) -> None:
-        """Micro-batch `k` reads buffers.
+    def _record_read(self, k: int, keys: Iterable[BufferKey]) -> None:
+        self._record_use(k, keys, self._last_reader, self._last_writer, "changed")
 
-        Raises:
-            RuntimeError: a later one has changed them already.
-        """
-        for place in keys:
-            if self._last_writer.get(place, k) > k:
-                self._refuse(place, k, f"micro-batch {self._last_writer[place]} has already changed")
-            self._last_reader[place] = max(k, self._last_reader.get(place, k))
+    def _record_write(self, k: int, keys: Iterable[BufferKey]) -> None:
+        self._record_use(k, keys, self._last_writer, self._last_reader, "read")
 
-    def record_write(self, k: int, keys: Iterable[BufferKey]) -> None:
-        """Micro-batch `k` changes buffers.
-
-        Raises:
-            RuntimeError: a later one has met them already.
-        """
-        for place in keys:
-            if self._last_reader.get(place, k) > k:
-                self._refuse(place, k, f"micro-batch {self._last_reader[place]} has already read")
-            self._last_writer[place] = max(k, self._last_writer.get(place, k))
-
-    def _refuse(self, key: BufferKey, k: int, reason: str) -> None:
-        module, name = key
-        raise RuntimeError(
-            f"micro-batch {k} meets the buffer {name!r} of a {type(module).__name__}, which {reason}. Micro-batches take turns at "
-            "the layers, so a buffer that the forward changes can be met in one place only: not in a layer that is called "
-            "twice, nor in the model's own code both before and after a layer. Use RelayConfig(micro_batches=1), or a module of "
-            "its own for each place"
-        )
+    def _record_use(
+        self, k: int, keys: Iterable[BufferKey], last: dict[BufferKey, int], last_other: dict[BufferKey, int], verb: str
+    ) -> None:
+        """Record the use of buffers; refuse those that a later micro-batch has already used in the other way."""
+        for key in keys:
+            if (later := last_other.get(key, k)) > k:
+                raise RuntimeError(
+                    f"micro-batch {k} uses the buffer {key[1]!r} of a {type(key[0]).__name__}, which micro-batch {later} has "
+                    f"already {verb}. Micro-batches take turns at the layers, so a buffer that the forward changes can be used "
+                    "in one place only: not in a layer that is called twice, nor in the model's own code both before and after "
+                    "a layer. Use RelayConfig(micro_batches=1), or a separate module for each place"
+                )
+            last[key] = max(k, last.get(key, k))
 
 
 def written_by(func: Any, args: Sequence[Any]) -> set[int]:
-    """Find the storages that an operation changes, by key."""
-    changed = (args[at] for at in _written_positions(func) if at < len(args))
+    """Return the keys of the storages that an operation changes."""
+    changed = (args[index] for index in _written_positions(func) if index < len(args))
     return {storage_key(value) for value in changed if isinstance(value, torch.Tensor)}
 
 
 @cache
 def _written_positions(func: Any) -> tuple[int, ...]:
-    """Say which arguments of an operation it changes: it is asked for each time that one runs."""
     schema = func._schema
-    hidden = not schema.is_mutable and any(part in schema.name for part in _WRITES_STATISTICS)
+    undeclared = not schema.is_mutable and any(part in schema.name for part in _WRITES_STATISTICS)
     return tuple(
-        at
-        for at, argument in enumerate(schema.arguments)
+        index
+        for index, argument in enumerate(schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
-        or (hidden and argument.name.startswith("running_"))
+        or (undeclared and argument.name.startswith("running_"))
     )
 
 

@@ -1,179 +1,152 @@
-"""Tensors of micro-batches that are not at work: whoever touches one is seen, at no cost to anybody else.
+"""Guarded tensors: tensors of suspended micro-batches that are checked, and fetched, before they are used.
 
-While a micro-batch waits, the bytes of its tensors may be elsewhere, and what another one would read there is not its own.
-Layers run without any mode, for speed. So the tensor objects themselves are on guard: for as long as their micro-batch
-waits they belong to a subclass of `torch.Tensor`, and whatever is done with one asks first. Then its bytes come back, or,
-if it is not for the one who asks, the step is refused.
+While a micro-batch is suspended, the bytes of its tensors may be off the device, and another micro-batch must not read them.
+Layers run without any mode, for speed. So each tensor of a suspended micro-batch is made an instance of a subclass of
+`torch.Tensor` whose `__torch_function__` fetches the bytes, or refuses the step. Unguarded tensors cost nothing.
 
-What autograd has saved is not reached in this way; backward through shell code runs under the stash's watch instead.
+Tensors saved by autograd are not covered; backward through shell code runs under the stash mode instead.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from l2l_core._torch import DisableTorchFunctionSubclass, pytree
 
-ReadCheck = Callable[[torch.Tensor, int], None]  # a tensor, and the micro-batch that made it
-unguarded = DisableTorchFunctionSubclass  # in such a block the engine looks at guarded tensors itself
+unguarded = DisableTorchFunctionSubclass  # in this block the engine uses guarded tensors without a check
 
-_METADATA = frozenset(  # methods that say something of a tensor and read none of its bytes
-    [
-        "untyped_storage",
-        "size",
-        "dim",
-        "stride",
-        "numel",
-        "nelement",
-        "ndimension",
-        "element_size",
-        "storage_offset",
-        "is_contiguous",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "get_device",
-        "register_hook",
-        "retain_grad",
-        "_is_view",
-        "_use_count",
-        "__len__",
-        "__hash__",
-    ]
-)
+_METADATA = frozenset((  # methods that read none of a tensor's bytes
+    "untyped_storage", "size", "dim", "stride", "numel", "nelement", "ndimension", "element_size", "storage_offset",
+    "is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device", "register_hook", "retain_grad",
+    "_is_view", "_use_count", "__len__", "__hash__",
+))  # fmt: skip
+_VIEW_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
 
 
 class GuardedTensor(torch.Tensor):
-    """A tensor on guard; never made, only entered and left by assigning `__class__`."""
+    """A tensor whose use is checked. Tensors enter and leave this class by assignment to `__class__`."""
+
+    _relay_guard: _GuardMark
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        # Most properties tell something of a tensor; some (`T`, `data`) give views, which nobody would guard.
+        # Most properties are metadata; some return views, which would not be guarded.
         if name in _METADATA or (name in ("__get__", "__set__") and not _is_view_property(func)):
             with unguarded():
                 return func(*args, **kwargs)
         for leaf in pytree.tree_leaves((args, kwargs)):
             if type(leaf) is GuardedTensor:
-                leaf._relay_aside.check_read(leaf)
+                leaf._relay_guard.guard.check_read(leaf)
         return func(*args, **kwargs)
 
 
 def _is_view_property(func: Any) -> bool:
-    return getattr(getattr(func, "__self__", None), "__name__", "") in ("T", "mT", "H", "mH", "real", "imag", "data")
+    return getattr(getattr(func, "__self__", None), "__name__", "") in _VIEW_PROPERTIES
 
 
 def unguard(tensor: torch.Tensor) -> torch.Tensor:
-    """Guard the tensor no longer, and return it; for the engine, which has brought its bytes."""
+    """Make a tensor an ordinary one and return it; its bytes must be on the device."""
     if type(tensor) is GuardedTensor:
-        tensor.__class__ = torch.Tensor
+        tensor.__class__ = torch.Tensor  # pyright: ignore[reportAttributeAccessIssue]  # allowed: the layouts are equal
     return tensor
 
 
 class TensorGuard:
-    """The tensors of one pass that are on guard while their micro-batch waits.
+    """The tensors of one pass that are guarded while their micro-batch is suspended; none in inference.
 
-    Invariant: after `close` none is.
+    Invariant: after `close` no tensor is guarded.
 
     Args:
-        ask: called before anything is done with a guarded tensor; raises if that must not be.
-        bring: called before anything is done, unseen, with a tensor that is not guarded.
-        active: whether there is anything to guard.
+        check: called before a guarded tensor that a micro-batch made is used; raises if the use is not allowed.
+        restore: called before an unguarded tensor is read by code that no mode observes.
     """
 
-    def __init__(self, check: ReadCheck, restore: Callable[[torch.Tensor], None], active: bool) -> None:
-        self._check, self._restore, self._active = check, restore, active
-        self._unguarded: list[weakref.ref[torch.Tensor]] = []  # of the micro-batch at work
+    def __init__(self, check: Callable[[torch.Tensor, int], None], restore: Callable[[torch.Tensor], None]) -> None:
+        self._check, self._restore, self._active = check, restore, torch.is_grad_enabled()
+        self._unguarded: list[weakref.ref[torch.Tensor]] = []  # of the current micro-batch
         self._guarded: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def register(self, tree: Any, k: int) -> Any:
-        """Note that micro-batch `k` has made these tensors; return them."""
+        """Record that micro-batch `k` made these tensors, and return them."""
         if not self._active:
             return tree
-        for tensor in (tree,) if isinstance(tree, torch.Tensor) else tree if isinstance(tree, tuple | list) else ():
+        for tensor in tree if isinstance(tree, tuple | list) else (tree,):
             if type(tensor) is torch.Tensor:
-                if not hasattr(tensor, "_relay_aside"):
-                    tensor._relay_aside = _GuardMark(self, k)  # type: ignore[attr-defined]
+                vars(tensor).setdefault("_relay_guard", _GuardMark(self, k))
                 self._unguarded.append(weakref.ref(tensor))
         return tree
 
     def guard_all(self) -> None:
-        """The micro-batch at work gives way."""
+        """Guard the tensors of the current micro-batch, which is about to be suspended."""
         for ref in self._unguarded:
             tensor = ref()
-            if tensor is not None and type(tensor) is torch.Tensor:
+            if type(tensor) is torch.Tensor:
                 tensor.__class__ = GuardedTensor
                 self._guarded[id(tensor)] = ref
         self._unguarded.clear()
 
     def mark_replaced(self, tensor: torch.Tensor, k: int) -> bool:
-        """Note that `k` keeps something else where `tensor` was; whether it, or one before it, has read that."""
-        mark = getattr(tensor, "_relay_aside", None)
+        """Record that `k` keeps another value in place of `tensor`; return whether a later micro-batch has read `tensor`."""
+        mark = getattr(tensor, "_relay_guard", None)
         if mark is None or mark.k >= k:
             return False
         mark.is_replaced = True
         return mark.is_shared
 
-    def check_read(self, tensor: torch.Tensor, k: int) -> None:
-        """Somebody is about to do something with a guarded tensor."""
-        self._check(tensor, k)
-        self._unguard(tensor)
+    def check_read(self, tensor: GuardedTensor) -> None:
+        """Check the use of a guarded tensor, and unguard it."""
+        self._check(tensor, tensor._relay_guard.k)
+        self.unguard_all([tensor])
 
     def unguard_all(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are for the one at work: code that looks for subclasses, to take another path, shall find none."""
+        """Unguard tensors of the current micro-batch, since some code takes another path for subclasses."""
         for tensor in tensors:
             if type(tensor) is GuardedTensor:
-                self._unguard(tensor)
+                unguard(tensor)
+                self._guarded.pop(id(tensor), None)
+                self._unguarded.append(weakref.ref(tensor))  # guarded again at the next suspension
 
     def check_reads(self, values: Iterable[Any], k: int | None = None) -> None:
-        """Somebody is about to read the tensors among these where it is not seen; of guarded ones all, or those of `k`."""
+        """Check and fetch the tensors among `values`, or only those of `k`, before unobserved code reads them."""
         for tensor in [value for value in values if isinstance(value, torch.Tensor)]:
             if type(tensor) is not GuardedTensor:
                 self._restore(tensor)
-            elif k is None or tensor._relay_aside.k == k:
-                tensor._relay_aside.check_read(tensor)
-
-    def _unguard(self, tensor: torch.Tensor) -> None:
-        unguard(tensor)
-        ref = self._guarded.pop(id(tensor), None)
-        # Whoever asked is at work: on guard again when that one gives way.
-        self._unguarded.append(ref if ref is not None else weakref.ref(tensor))
+            elif k is None or tensor._relay_guard.k == k:
+                tensor._relay_guard.guard.check_read(tensor)
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Hold no reference to a tensor object, which is about to be exchanged."""
+        """Drop the weak references to a tensor, with which `swap_tensors` would refuse it."""
         unguard(tensor)
         self._guarded.pop(id(tensor), None)
-        # `swap_tensors` refuses a tensor with weak references.
         self._unguarded = [ref for ref in self._unguarded if ref() is not tensor]
 
     def close(self) -> None:
-        """The pass is over: every tensor is an ordinary one."""
+        """Unguard every tensor at the end of the pass."""
         for ref in [*self._unguarded, *self._guarded.values()]:
             if (tensor := ref()) is not None:
                 unguard(tensor)
-                vars(tensor).pop("_relay_aside", None)
+                vars(tensor).pop("_relay_guard", None)
         self._unguarded.clear()
         self._guarded.clear()
 
 
+@dataclass(eq=False, slots=True)
 class _GuardMark:
-    """On a tensor: which micro-batch made it, and whom to ask.
+    """Attribute of a tensor: its guard, and the micro-batch that made it.
 
     Attributes:
-        is_lent: another micro-batch has read it.
-        is_replaced: another micro-batch has put something else in its place on the layer that keeps it.
+        is_shared: whether another micro-batch has read the tensor.
+        is_replaced: whether another micro-batch has put another value in its place on the layer that keeps it.
     """
 
-    __slots__ = ("_guard", "is_replaced", "is_shared", "k")
-
-    def __init__(self, guard: TensorGuard, k: int) -> None:
-        self._guard, self.k = guard, k
-        self.is_shared = self.is_replaced = False
-
-    def check_read(self, tensor: torch.Tensor) -> None:
-        self._guard.check_read(tensor, self.k)
+    guard: TensorGuard
+    k: int
+    is_shared: bool = False
+    is_replaced: bool = False

@@ -1,6 +1,6 @@
-"""One micro-batch: its paused forward, its calls of layers, the shell code between them.
+"""One micro-batch: its suspended forward, its layer calls, and the segments of shell code between them.
 
-May import `step.traffic`, `step.graph`, `surgery`, `eps.blocks`, `devices`, `model`, `trace`.
+May import `step.traffic`, `step.graph`, `eps.blocks`, `model`.
 Begin reading at `suspended_forward.py`, `layer_call.py`, `graph_segmenter.py`.
 """
 
@@ -8,7 +8,6 @@ from l2l_core.step.micro_batch.activation_policy import KEEP as KEEP
 from l2l_core.step.micro_batch.activation_policy import KEEP_UNTIL_SUSPENDED as KEEP_UNTIL_SUSPENDED
 from l2l_core.step.micro_batch.activation_policy import RECOMPUTE as RECOMPUTE
 from l2l_core.step.micro_batch.activation_policy import ActivationPolicy as ActivationPolicy
-from l2l_core.step.micro_batch.activation_policy import suspend_all as suspend_all
 from l2l_core.step.micro_batch.compiled_regions import CompiledRegionGuard as CompiledRegionGuard
 from l2l_core.step.micro_batch.fast_pytree import flatten as flatten
 from l2l_core.step.micro_batch.graph_segmenter import GraphSegmenter as GraphSegmenter
@@ -16,10 +15,12 @@ from l2l_core.step.micro_batch.graph_segmenter import patch_function_apply as pa
 from l2l_core.step.micro_batch.influence import Influence as Influence
 from l2l_core.step.micro_batch.influence import hidden_states as hidden_states
 from l2l_core.step.micro_batch.layer_call import LayerCall as LayerCall
+from l2l_core.step.micro_batch.layer_call import suspend_all as suspend_all
 from l2l_core.step.micro_batch.module_attributes import ModuleAttributes as ModuleAttributes
 from l2l_core.step.micro_batch.module_hooks import SideOutputs as SideOutputs
 from l2l_core.step.micro_batch.module_hooks import UserHooks as UserHooks
 from l2l_core.step.micro_batch.step_context import CallObserver as CallObserver
 from l2l_core.step.micro_batch.step_context import StepContext as StepContext
-from l2l_core.step.micro_batch.suspended_forward import LayerPatches as LayerPatches
 from l2l_core.step.micro_batch.suspended_forward import SuspendedForward as SuspendedForward
+from l2l_core.step.micro_batch.suspended_forward import patch_layers as patch_layers
+from l2l_core.step.micro_batch.suspended_forward import suspending_forward as suspending_forward

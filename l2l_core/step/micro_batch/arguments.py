@@ -1,6 +1,6 @@
-"""What a layer is called with, cut from what it was made by; and the layer's run on it.
+"""Arguments of a layer call, detached from the graph that made them, and the layer's run on them.
 
-The first run and every recompute go this way, so that the same code gives the same graph.
+The first run and every recompute use the same code, so that they make the same graph.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from l2l_core.model import is_cache, refuse_hidden_tensors
-from l2l_core.step.graph import BoundaryGradient, detach_to, edge_of
+from l2l_core.step.graph import BoundaryGradient, detach_to
 from l2l_core.step.micro_batch.empty_cache import CacheView, EmptyCache
 from l2l_core.step.micro_batch.fast_pytree import flatten, unflatten
 from l2l_core.step.micro_batch.graph_segmenter import GraphSegmenter
@@ -22,98 +22,101 @@ from l2l_core.step.micro_batch.module_hooks import Locator
 
 @dataclass(slots=True)
 class LayerGraph:
-    """Edges of a layer's graph from which backward can start."""
+    """Edges of a layer's graph from which backward can start.
 
-    segment_inputs: list[torch.Tensor]  # what the layer saw of Arguments.inputs; their nodes live as long as they do
-    input_edges: list[GradientEdge]  # at these; roots for gradients that inputs already have
-    output_edges: list[GradientEdge]  # aligned with Call.outputs
-    side_edges: dict[Locator, GradientEdge]
-    kept_outputs: list[torch.Tensor] = field(default_factory=list)  # what the layer gave out, if it may be parked
+    Attributes:
+        segment_inputs: the tensors that the layer read in place of `Arguments.inputs`; they keep their nodes alive.
+        input_edges: edges at these; roots for gradients that the inputs already have.
+        output_edges: edges of the differentiable outputs.
+        kept_outputs: the outputs, if the graph is kept and its tensors may be offloaded.
+    """
+
+    segment_inputs: list[torch.Tensor]
+    input_edges: list[GradientEdge]
+    output_edges: list[GradientEdge]
+    side_edges: dict[Locator, GradientEdge] = field(default_factory=dict)
+    kept_outputs: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class LayerOutputs:
-    """What a run of the layer gave out."""
+    """Outputs of one run of a layer.
+
+    Attributes:
+        originals: id of a segment input or cache view that the layer read -> the argument that it stands for.
+        new_tensors: id -> output tensor that is not an argument.
+        differentiable: those of them that receive a gradient.
+        caches: the caches among the arguments, each with the view that the layer read.
+    """
 
     flat: list[Any]
     spec: Any
-    originals: dict[int, Any]  # arguments by the id of what the layer saw of them: an entry, a lent cache
-    new_tensors: dict[int, torch.Tensor]  # tensors that are no argument, by id
-    differentiable: list[torch.Tensor]  # those of them that receive a gradient
-    cache_views: dict[EmptyCache, CacheView]
+    originals: dict[int, Any]
+    new_tensors: dict[int, torch.Tensor]
+    differentiable: list[torch.Tensor]
+    caches: list[tuple[EmptyCache, CacheView]]
 
     def check_caches(self) -> None:
-        """Raise TypeError if the layer would have found something in a cache that it was lent empty."""
-        for cache, lent in self.cache_views.items():
-            cache.check_first_run(lent)
-
-
-@dataclass(slots=True)
-class LayerInput:
-    """A differentiable argument, and where its gradient gathers."""
-
-    tensor: torch.Tensor
-    boundary: BoundaryGradient
+        """Raise TypeError if in plain training the layer would have found an entry in one of its caches."""
+        for cache, view in self.caches:
+            cache.check_first_run(view)
 
 
 @dataclass(slots=True)
 class Arguments:
-    """A call's arguments.
+    """Arguments of a call.
 
-    Invariant: what they hold is the stash of the call.
+    Invariant: the tensors they hold are the stash of the call.
 
     Attributes:
         leaves: tensors, caches and plain values, in the order of `spec`.
-        inputs: the differentiable tensors among them, each once.
-        tensors: every tensor among them.
+        inputs: the differentiable tensors among them, each once, and their gradients.
+        tensors: all tensors among them.
     """
 
     leaves: list[Any]
     spec: Any
-    inputs: list[LayerInput]
-    tensors: list[torch.Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+    inputs: list[tuple[torch.Tensor, BoundaryGradient]]
+    tensors: list[torch.Tensor]
 
     @staticmethod
     def of(layer: str, args: tuple[Any, ...], kwargs: dict[str, Any], segmenter: GraphSegmenter) -> Arguments:
-        """Take arguments and cut their graph.
+        """Flatten arguments and place a boundary at each differentiable tensor.
 
         Raises:
-            TypeError: an argument hides tensors (a cache, an object that is no pytree).
+            TypeError: an argument hides tensors (a cache, an object that is not a pytree).
         """
         leaves, spec = flatten((args, kwargs))
-        inputs: dict[int, LayerInput] = {}
+        inputs: dict[int, tuple[torch.Tensor, BoundaryGradient]] = {}
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 if leaf.requires_grad and torch.is_grad_enabled() and id(leaf) not in inputs:
-                    inputs[id(leaf)] = LayerInput(leaf, segmenter.boundary_of(leaf))
+                    inputs[id(leaf)] = leaf, segmenter.boundary_of(leaf)
             elif is_cache(leaf):
                 leaves[index] = EmptyCache(leaf, f"argument {index} of layer {layer}")
             else:
                 refuse_hidden_tensors(leaf, f"argument {index} of layer {layer}")
-        return Arguments(leaves, spec, list(inputs.values()))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return Arguments(leaves, spec, list(inputs.values()), tensors)
 
     def run(self, layer: Callable[..., Any]) -> tuple[LayerOutputs, LayerGraph]:
-        """Call the layer with entries in place of differentiable arguments, and with caches lent empty."""
-        entered = {id(i.tensor): detach_to(i.tensor, i.boundary) for i in self.inputs}
-        lent = {leaf: leaf.make_view() for leaf in self.leaves if isinstance(leaf, EmptyCache)}
-        seen = entered | {id(cache): own for cache, own in lent.items()}
-        args, kwargs = unflatten([seen.get(id(leaf), leaf) for leaf in self.leaves], self.spec)
+        """Call the layer with segment inputs in place of differentiable arguments, and with views of empty caches."""
+        segment_inputs: list[Any] = [detach_to(*item) for item in self.inputs]
+        caches = [(leaf, leaf.make_view()) for leaf in self.leaves if isinstance(leaf, EmptyCache)]
+        shown = {id(tensor): made for (tensor, _), made in zip(self.inputs, segment_inputs, strict=True)}
+        shown |= {id(cache): view for cache, view in caches}
+        args, kwargs = unflatten([shown.get(id(leaf), leaf) for leaf in self.leaves], self.spec)
         flat, spec = flatten(layer(*args, **kwargs))
-        # A layer may return what it was given, or a part of it. The shell then sees its own tensor and not the entry, so that
-        # the gradient takes the way past the layer.
-        own: dict[int, Any] = {id(entered[id(i.tensor)]): i.tensor for i in self.inputs}
-        own.update((id(seen), cache.original) for cache, seen in lent.items())
-        passed = {id(leaf) for leaf in self.leaves} | set(own)
+        # A layer may return an argument, or a part of it. The shell then gets its own tensor and not the segment input, so
+        # that the gradient bypasses the layer.
+        originals = {id(shown[id(tensor)]): tensor for tensor, _ in self.inputs}
+        originals |= {id(view): cache.original for cache, view in caches}
+        passed = {id(leaf) for leaf in self.leaves} | set(originals)
         new = {id(t): t for t in flat if isinstance(t, torch.Tensor) and id(t) not in passed}
-        flowing = [t for t in new.values() if t.requires_grad and torch.is_grad_enabled()]
-        entries = list(entered.values())
-        graph = LayerGraph(
-            entries, [edge_of(entry, lives=True) for entry in entries], [edge_of(t) for t in flowing], {}
-        )
-        return LayerOutputs(flat, spec, own, new, flowing, lent), graph
+        differentiable = [t for t in new.values() if t.requires_grad and torch.is_grad_enabled()]
+        input_edges = [GradientEdge(tensor.grad_fn, tensor.output_nr) for tensor in segment_inputs]
+        graph = LayerGraph(segment_inputs, input_edges, [get_gradient_edge(t) for t in differentiable])
+        return LayerOutputs(flat, spec, originals, new, differentiable, caches), graph
 
 
-NO_ARGUMENTS = Arguments([], None, [])  # of a call that is over
+NO_ARGUMENTS = Arguments([], None, [], [])  # of a released call

@@ -1,145 +1,140 @@
-"""Spies on classes, for the length of a pass: they tell who reads and who sets an attribute of an instance.
+"""Descriptors on classes that report reads and writes of attributes of their instances during a pass.
 
-A spy is a descriptor on the class, and a `__setattr__` tells of attributes that are new. Relays may step in several threads at
-once, on models of the same classes: then the spies of one pass stand before those of another, and go from wherever they stand.
+Existing attributes get a descriptor; a wrapped `__setattr__` reports writes to new ones. Passes may run in several threads, on
+models of the same classes: they share the descriptors, and a descriptor reports to the pass that owns the instance.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import RLock
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 _MISSING = object()
 _LOCK = RLock()
 _ACTIVE: list[AttributeTracer] = []
+_INSTALLED: dict[tuple[type, str], tuple[Any, Any]] = {}  # the class's own value, and ours
+_UNDO = ExitStack()  # also if an interrupt arrives meanwhile
 
 
-class AccessListener(Protocol):
-    """Whoever is told."""
+class AttributeTracer(ABC):
+    """A pass that receives the reads and writes of attributes of its modules.
 
-    def owns(self, module: nn.Module) -> bool:
-        """Tell whether a module is of its pass, and not of one in another thread."""
-
-    def on_read(self, module: nn.Module, name: str) -> Any:
-        """Somebody reads an attribute that there is; returns what is read."""
-
-    def on_set(self, module: nn.Module, name: str) -> None:
-        """Somebody has set an attribute."""
-
-
-class AttributeTracer:
-    """All that stand for one pass.
-
-    Invariant: after `end` every class is as it was before, also where passes in several threads overlap.
+    Invariant: after the `end` of the last pass every class is as before.
     """
 
-    def __init__(self, listener: AccessListener) -> None:
-        self.listener = listener
-        self._installed: dict[tuple[type, str], tuple[Any, Any]] = {}  # with what the class itself had there
-        self._undo = ExitStack()
+    @abstractmethod
+    def owns(self, module: nn.Module) -> bool:
+        """Whether a module belongs to this pass, and not to one in another thread."""
+
+    @abstractmethod
+    def on_read(self, module: nn.Module, name: str) -> Any:
+        """Handle the read of an existing attribute, and return its value."""
+
+    @abstractmethod
+    def on_set(self, module: nn.Module, name: str) -> None:
+        """Handle a write to an attribute."""
 
     def begin(self) -> None:
-        """A pass begins."""
-        _ACTIVE.append(self)
-        self._undo.callback(_ACTIVE.remove, self)
+        """Receive reads and writes until `end`."""
+        with _LOCK:
+            _ACTIVE.append(self)
 
     def end(self) -> None:
-        """It is over: take all away, the last one first, also where an interrupt comes meanwhile."""
-        self._undo.close()
+        """Receive no more; the last pass removes everything."""
+        with _LOCK:
+            _ACTIVE[:] = [tracer for tracer in _ACTIVE if tracer is not self]
+            if not _ACTIVE:
+                _UNDO.close()
 
     def trace(self, cls: type, name: str) -> None:
-        """See who reads and sets the attribute `name` of instances, from now on."""
-        with _LOCK:  # from the look at what stands there
-            if (cls, name) in self._installed:
-                return
+        """Report reads and writes of the attribute `name` of instances from now on."""
+        with _LOCK:
             found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _MISSING)
-            below = found if isinstance(found, _TracedAttribute) and found.tracer is not self else None
-            if below is not None:
-                found = below.default
-            elif hasattr(type(found), "__set__"):
-                return  # a property: instances hold nothing under this name
-            self._install(cls, name, _TracedAttribute(self, name, found, below))
+            if not hasattr(type(found), "__set__"):  # a property: instances hold no value; or traced already
+                _install(cls, name, _TracedAttribute(name, found))
 
     def trace_all_sets(self, classes: Collection[type]) -> None:
-        """See whatever is set on instances of these."""
-        # All are looked up before any is replaced: a class may get its own from another one.
+        """Report writes to any attribute of instances of these classes."""
         with _LOCK:
-            setters = {cls: cls.__setattr__ for cls in classes}
-            for cls, plain in setters.items():
-                self._install(cls, "__setattr__", self._traced_setattr(plain))
+            for cls in classes:
+                home = next(base for base in cls.__mro__ if "__setattr__" in vars(base))
+                if (home, "__setattr__") not in _INSTALLED:
+                    _install(cls, "__setattr__", _traced_setattr(cls.__setattr__))
 
     @contextmanager
     def pause(self, classes: Collection[type]) -> Iterator[None]:
-        """In the block these are as they are."""
-        there = [(cls, name) for cls, name in self._installed if cls in classes]
-        for at in there:
-            self._restore(*at)
+        """Restore these classes in the block, while no pass runs in another thread."""
+        keys = [key for key in _INSTALLED if key[0] in classes]
+        for cls, name in keys:
+            _restore(cls, name)
         try:
             yield
         finally:
-            for cls, name in there:
-                type.__setattr__(cls, name, self._installed[cls, name][0])
+            for cls, name in keys:
+                type.__setattr__(cls, name, _INSTALLED[cls, name][1])
 
-    def _install(self, cls: type, name: str, descriptor: Any) -> None:
-        self._installed[cls, name] = descriptor, vars(cls).get(name, _MISSING)
-        self._undo.callback(self._uninstall, cls, name)
-        type.__setattr__(cls, name, descriptor)  # a metaclass may refuse, or do something else
 
-    def _uninstall(self, cls: type, name: str) -> None:
-        with _LOCK:
-            spy, own = self._installed[cls, name]
-            if vars(cls).get(name) is spy:
-                self._restore(cls, name)
-            for other in _ACTIVE:  # one that began later stands before it
-                above, below = other._installed.get((cls, name), (None, None))
-                if below is spy:
-                    other._installed[cls, name] = above, own
+def _install(cls: type, name: str, value: Any) -> None:
+    _INSTALLED[cls, name] = vars(cls).get(name, _MISSING), value
+    _UNDO.callback(_INSTALLED.pop, (cls, name))
+    _UNDO.callback(_restore, cls, name)
+    type.__setattr__(cls, name, value)  # bypasses the `__setattr__` of a metaclass
 
-    def _restore(self, cls: type, name: str) -> None:
-        if (own := self._installed[cls, name][1]) is _MISSING:
-            type.__delattr__(cls, name)
-        else:
-            type.__setattr__(cls, name, own)
 
-    def _traced_setattr(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Make a `__setattr__` that tells of every name that is assigned to, where no spy of these stands yet."""
+def _restore(cls: type, name: str) -> None:
+    own, value = _INSTALLED[cls, name]
+    if vars(cls).get(name) is not value:
+        return  # replaced since, or not installed because of an interrupt
+    if own is _MISSING:
+        type.__delattr__(cls, name)
+    else:
+        type.__setattr__(cls, name, own)
 
-        def setting(module: nn.Module, name: str, value: Any) -> None:
-            original(module, name, value)
-            spy = vars(type(module)).get(name)
-            if not isinstance(spy, _TracedAttribute) or spy.tracer is not self:
-                self.listener.on_set(module, name)
 
-        return setting
+def _owner_of(module: nn.Module) -> AttributeTracer | None:
+    for tracer in tuple(_ACTIVE):  # a copy: passes in other threads begin and end
+        if tracer.owns(module):
+            return tracer
+    return None
+
+
+def _traced_setattr(original: Callable[..., None]) -> Callable[..., None]:
+    """Return a `__setattr__` that reports writes to names without a descriptor."""
+
+    def traced(module: nn.Module, name: str, value: Any) -> None:
+        original(module, name, value)
+        is_reported = isinstance(vars(type(module)).get(name), _TracedAttribute)
+        if not is_reported and (tracer := _owner_of(module)) is not None:
+            tracer.on_set(module, name)
+
+    return traced
 
 
 class _TracedAttribute:
-    """Stands on a class in place of an attribute of its instances, and before that of another pass, if there is one."""
+    """Descriptor for an attribute of instances; `default` is the class's own value."""
 
-    def __init__(self, tracer: AttributeTracer, name: str, default: Any, below: _TracedAttribute | None) -> None:
-        self.tracer, self._name, self.default, self._below = tracer, name, default, below
+    def __init__(self, name: str, default: Any) -> None:
+        self._name, self._default = name, default
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if self._name in ({} if instance is None else vars(instance)):
-            return self._listener_of(instance).on_read(instance, self._name)
-        if self.default is _MISSING:
+        if instance is not None and self._name in vars(instance):
+            tracer = _owner_of(instance)
+            return vars(instance)[self._name] if tracer is None else tracer.on_read(instance, self._name)
+        if self._default is _MISSING:
             raise AttributeError(f"{owner.__name__ if owner else instance!r} has no attribute {self._name!r}")
-        get = getattr(type(self.default), "__get__", None)
-        return self.default if get is None else get(self.default, instance, owner)
+        get = getattr(type(self._default), "__get__", None)
+        return self._default if get is None else get(self._default, instance, owner)
 
     def __set__(self, instance: Any, value: Any) -> None:
         vars(instance)[self._name] = value
-        self._listener_of(instance).on_set(instance, self._name)
+        if (tracer := _owner_of(instance)) is not None:
+            tracer.on_set(instance, self._name)
 
     def __delete__(self, instance: Any) -> None:
         if vars(instance).pop(self._name, _MISSING) is _MISSING:
             raise AttributeError(self._name)
-
-    def _listener_of(self, instance: Any) -> AccessListener:
-        if self._below is None or self.tracer.listener.owns(instance):
-            return self.tracer.listener
-        return self._below._listener_of(instance)

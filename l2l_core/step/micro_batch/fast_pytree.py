@@ -1,13 +1,11 @@
-"""Arguments and outputs of layers taken apart into leaves and put together again.
+"""Flatten and unflatten arguments and outputs of layers, faster than PyTorch's pytrees.
 
-PyTorch's pytrees do that for everything, and take longer than a small layer. So what nearly all layers take and give, plain
-tuples, lists and dicts of tensors and plain values, is done here; the rest is left to them, caches being leaves.
+Tuples, lists and dicts of tensors and plain values are handled here. Other trees are passed to PyTorch, with caches as leaves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -21,41 +19,35 @@ _LEAF_TYPES = frozenset(
 )
 
 
-class _UnsupportedTree(Exception):
-    """Something else is in the tree."""
-
-
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Take a tree apart: its leaves in order, and what `unflatten` needs besides."""
+    """Return the leaves of a tree in order, and the spec for `unflatten`."""
     leaves: list[Any] = []
     try:
         return leaves, _spec_of(tree, leaves)
-    except _UnsupportedTree:
+    except TypeError:  # another type of value
         return pytree.tree_flatten(tree, is_leaf=is_cache)
 
 
 def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
-    """Put together what `flatten` has taken apart, or other leaves in the same way."""
+    """Build the tree with this spec from leaves."""
     return pytree.tree_unflatten(leaves, spec) if isinstance(spec, pytree.TreeSpec) else _build(iter(leaves), spec)
 
 
 def _spec_of(tree: Any, leaves: list[Any]) -> Any:
-    """None for a leaf; of a container its type, the keys of a dict, and the specs of what is in it, or how many leaves are."""
+    """Return None for a leaf, else (type, keys of a dict, specs of parts)."""
     kind = type(tree)
     if kind in _LEAF_TYPES:
         leaves.append(tree)
         return None
     if kind is not tuple and kind is not list and kind is not dict:
-        raise _UnsupportedTree
+        raise TypeError
     parts = [_spec_of(part, leaves) for part in (tree.values() if kind is dict else tree)]
-    return kind, list(tree) if kind is dict else None, parts if any(parts) else len(parts)
+    return kind, list(tree) if kind is dict else None, parts
 
 
 def _build(leaves: Iterator[Any], spec: Any) -> Any:
     if spec is None:
         return next(leaves)
     kind, keys, parts = spec
-    items = list(islice(leaves, parts)) if isinstance(parts, int) else [_build(leaves, part) for part in parts]
-    if kind is dict:
-        return dict(zip(keys, items, strict=True))
-    return items if kind is list else tuple(items)
+    items = [_build(leaves, part) for part in parts]
+    return dict(zip(keys, items, strict=True)) if kind is dict else kind(items)

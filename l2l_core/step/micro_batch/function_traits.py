@@ -1,4 +1,4 @@
-"""What the crossing has to know of an operation of shell code before it runs, and of a tensor that it may change."""
+"""Traits of the functions that shell code calls, and the storage extents of tensors that they may change."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Functions that mean the tensor itself, not what flows through it.
-_HOOKS = frozenset((torch.Tensor.register_hook, torch.Tensor.retain_grad))
-_ON_OBJECT = _HOOKS | frozenset(
+HOOKS = frozenset((torch.Tensor.register_hook, torch.Tensor.retain_grad))
+_ON_OBJECT = HOOKS | frozenset(
     getattr(torch.Tensor, name)
     for name in ("register_post_accumulate_grad_hook", "requires_grad_", "detach_", "__hash__", "__repr__")
 )
-_BACKWARD = frozenset((torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward))
+BACKWARD = frozenset((torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward))
 _VIEW_PROPERTIES = ("T", "mT", "H", "mH", "real", "imag")  # properties that make a differentiable view
 _IN_PLACE = frozenset(
     f"__i{name}__"
@@ -21,43 +20,38 @@ _IN_PLACE = frozenset(
 )
 
 
-class FunctionTraits(NamedTuple):
-    """What the crossing has to know of a function.
-
-    Attributes:
-        hooks: it puts a hook on the tensor.
-        asks_the_graph: it gives out the tensor's node, on which hooks can be put that nobody sees.
-        asks_the_object: it means the tensor itself, not what flows through it: an attribute that is no view, a hook.
-        differentiates: it runs backward.
-        is_in_place: it changes its first argument.
-    """
-
-    adds_hook: bool
-    reads_grad_fn: bool
-    acts_on_object: bool
-    runs_backward: bool
-    is_in_place: bool
-
-
 @lru_cache(maxsize=4096)
-def traits_of(func: Any) -> FunctionTraits:
-    """Say what a function is; asked of every operation, so it is kept."""
+def acts_on_object(func: Any) -> bool:
+    """Whether a function acts on the tensor object, not on its values: an attribute that is not a view, a hook."""
     name = getattr(func, "__name__", "")
-    of = getattr(func.__self__, "__name__", "") if name == "__get__" else ""
-    sets, gets = name == "__set__", name == "__get__" and of not in _VIEW_PROPERTIES
-    changes = name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    return FunctionTraits(
-        func in _HOOKS, of == "grad_fn", func in _ON_OBJECT or sets or gets, func in _BACKWARD, changes
+    return (
+        func in _ON_OBJECT or name == "__set__" or (name == "__get__" and _attribute_of(func) not in _VIEW_PROPERTIES)
     )
 
 
+@lru_cache(maxsize=4096)
+def reads_grad_fn(func: Any) -> bool:
+    """Whether a function returns a tensor's graph node, on which unobserved hooks can be put."""
+    return getattr(func, "__name__", "") == "__get__" and _attribute_of(func) == "grad_fn"
+
+
+@lru_cache(maxsize=4096)
+def is_in_place(func: Any) -> bool:
+    """Whether a function changes its first argument."""
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def _attribute_of(getter: Any) -> str:
+    return getattr(getter.__self__, "__name__", "")
+
+
 class StorageExtent(NamedTuple):
-    """Where what a layer gives out lies.
+    """The part of a storage that a tensor may use.
 
     Attributes:
-        storage, first, last: which bytes it may touch.
-        is_view: whether it is a view in the layer.
-        keeps_strides: whether a gradient in its strides gives its base one in the base's.
+        first, last: the range of its elements.
+        keeps_strides: whether a gradient in the view's strides gives the base a gradient in the base's strides.
     """
 
     storage: int
@@ -68,17 +62,18 @@ class StorageExtent(NamedTuple):
 
     @staticmethod
     def of(tensor: torch.Tensor) -> StorageExtent:
-        base, shape = tensor._base, tensor.shape
-        strides = [stride for stride, size in zip(tensor.stride(), shape, strict=True) if size > 1]
-        last = sum((size - 1) * stride for size, stride in zip(shape, tensor.stride(), strict=True) if size > 1)
-        first = tensor.storage_offset()
+        base = tensor._base
+        steps = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+        strides = [stride for _, stride in steps]
+        first = int(tensor.storage_offset())
+        last = first + sum((size - 1) * stride for size, stride in steps)
         is_whole = base is None or tensor.numel() == base.numel()
         in_order = base is None or (base.is_contiguous() and strides == sorted(strides, reverse=True))
         storage = tensor.untyped_storage()._cdata
-        return StorageExtent(storage, first, first + last, base is not None, is_whole or in_order)
+        return StorageExtent(storage, first, last, base is not None, is_whole or in_order)
 
     def overlaps(self, other: StorageExtent) -> bool:
-        """Whether another one may lie in the same bytes."""
+        """Whether another extent may share elements with this one."""
         return (
             other is not self
             and self.storage == other.storage

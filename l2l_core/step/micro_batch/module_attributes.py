@@ -1,13 +1,13 @@
-"""Plain attributes of modules, which micro-batches share while they take turns.
+"""Plain attributes of modules, kept separate for micro-batches that take turns.
 
-A model that notes something on itself (`self.rows = len(x)`) and reads it after a layer call would find what another
-micro-batch has noted meanwhile. So what a micro-batch has set is set again before it goes on. What one leaves for the
-next (a memory of the last forward) can only be had in the order of plain training; where turns change that order, it is
-refused. So is a number that the shell sets on a layer anew for every micro-batch: the layer would run with another's.
+A model that sets an attribute (`self.rows = len(x)`) and reads it after a layer call would find the value of another micro-batch.
+So the values that a micro-batch has set are restored at its next turn. A value passed from one forward to the next (a memory of
+the last forward) needs the order of plain training; where turns change that order, the step is refused. So is a number that the
+shell sets on a layer for every micro-batch, as the layer would run with that of another one.
 
-Reads and writes are seen by spies on the classes of the model's own modules (`attribute_tracer.py`), for the length of a pass. What goes
-past them (a hook's note on a module of torch's own, `object.__setattr__`, another submodule in a place) is found by a look at
-what modules hold, before and after each turn: at all of them while metering, later where something was found, or has come.
+Descriptors on the classes of the model's own modules (`attribute_tracer.py`) report reads and writes during a pass. Other writes
+(a hook's write to a module of torch's own, `object.__setattr__`, a replaced submodule) are found by comparing the modules' dicts
+before and after each turn: of all modules in the metered pass, later of those where such a write was found or an entry was added.
 """
 
 from __future__ import annotations
@@ -25,30 +25,25 @@ from l2l_core.eps.blocks import Unit
 from l2l_core.model import modules_of
 from l2l_core.step.graph import TensorGuard
 from l2l_core.step.micro_batch.attribute_tracer import AttributeTracer
-from l2l_core.step.micro_batch.module_hooks import SideOutputs
-from l2l_core.step.micro_batch.temporary_attribute import TemporaryAttribute
+from l2l_core.step.micro_batch.module_hooks import SideOutputs, temporarily
 
 AttributeKey = tuple[nn.Module, str]
 
 _MISSING = object()
-_LAYER_ATTRIBUTES: weakref.WeakKeyDictionary[type, set[str]] = (
-    weakref.WeakKeyDictionary()
-)  # numbers that layers of a class set
-_UNTRACED_WRITES: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that are written to past the spies
+# Plain attributes that layers of a class set on themselves.
+_LAYER_ATTRIBUTES: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
+_UNTRACED_WRITES: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules written to past the descriptors
 MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
 
 
-class ModuleAttributes:
-    """Sees which micro-batch reads and sets which attribute. Use as a context manager around a pass.
+class ModuleAttributes(AttributeTracer):
+    """Records which micro-batch reads and sets which attribute. Use as a context manager around a pass.
 
-    Invariant: after the block every class is as it was before, also where passes in several threads overlap.
+    Invariant: after the block every class is as before, also if passes in several threads overlap.
 
     Args:
-        shell: modules of the shell; those of torch's own classes set nothing in their forward, so no spies stand there.
-        layers: the layers.
-        asides: told what a layer keeps on itself, and for which micro-batch it ran.
-        sides: knows which layers keep what can be differentiated.
-        metering: whether to find out which numbers layers keep; later passes see the same ones.
+        shell: modules of the shell; those of torch's own classes set nothing in their forward, so they are not traced.
+        metering: whether to find out which plain attributes layers set; later passes use the result.
     """
 
     def __init__(
@@ -61,108 +56,120 @@ class ModuleAttributes:
     ) -> None:
         self._metering, self._side_outputs, self._guard = metering, side_outputs, guard
         self._checks_recompute = False
-        self._unstable: set[AttributeKey] = set()  # numbers that a recompute would set to something else
-        self._layer_values: dict[
-            tuple[AttributeKey, int], Any
-        ] = {}  # numbers that layers keep on themselves, by micro-batch
-        self._kept_tensors: dict[AttributeKey, list[weakref.ref[torch.Tensor]]] = {}  # what layers keep on themselves
+        self._unstable: set[AttributeKey] = set()  # plain attributes that a recompute sets to another value
+        self._layer_values: dict[tuple[AttributeKey, int], Any] = {}  # plain attributes of layers, by micro-batch
+        self._kept_tensors: dict[AttributeKey, list[weakref.ref[torch.Tensor]]] = {}  # that layers keep on attributes
         self._shell = dict.fromkeys(shell)
-        tops = [unit.module for unit in layers if _is_torch_class(unit.module)]
-        self._dicts = [(m, held) for m in (*self._shell, *tops) for held in (vars(m), m._modules)]
-        self._compared_dicts = [(m, held) for m, held in self._dicts if metering or m in _UNTRACED_WRITES]
+        torch_layers = [unit.module for unit in layers if _is_torch_class(unit.module)]
+        self._dicts = [(m, entries) for m in (*self._shell, *torch_layers) for entries in (vars(m), m._modules)]
+        self._compared_dicts = [(m, entries) for m, entries in self._dicts if metering or m in _UNTRACED_WRITES]
         self._unit_of = {module: unit for unit in layers for module in modules_of(unit.module)}
-        self._k = -1  # whose turn it is
-        self._own_values: dict[AttributeKey, Any] = {}  # what that micro-batch has set so far
+        self._k = -1  # micro-batch of the current turn
+        self._own_values: dict[AttributeKey, Any] = {}  # set by it so far
         self._in_layer = False
-        self._last_reader: dict[AttributeKey, int] = {}  # the last micro-batch that has read what others left
+        self._last_reader: dict[AttributeKey, int] = {}  # the last micro-batch that has read a value of another one
         self._last_writer: dict[AttributeKey, int] = {}
-        self._set_on_layers: dict[Unit, set[AttributeKey]] = {}  # what the shell has set there
-        self._tracer = AttributeTracer(self)
+        self._set_on_layers: dict[Unit, set[AttributeKey]] = {}  # by the shell
 
     def __enter__(self) -> ModuleAttributes:
         with ExitStack() as undo:
-            undo.callback(self._tracer.end)
-            self._install()
+            undo.callback(self.end)
+            self.begin()
+            own = [module for module in self._shell if not _is_torch_class(module)]
+            names = {(type(m), name) for m, name in attributes_of(own)}
+            names |= {(type(m), name) for m in self._unit_of for name in self._plain_names(m)}
+            for cls, name in names:
+                self.trace(cls, name)
+            self.trace_all_sets({type(m) for m in (*own, *self._unit_of)})
             undo.pop_all()
         return self
 
-    def _install(self) -> None:
-        self._tracer.begin()
-        own = [module for module in self._shell if not _is_torch_class(module)]
-        names = {(type(m), name) for m in own for name in vars(m) if name not in MODULE_INTERNALS}
-        names |= {(type(m), name) for m in self._unit_of for name in self._plain_names(m)}
-        for cls, name in names:
-            self._tracer.trace(cls, name)
-        self._tracer.trace_all_sets({type(m) for m in (*own, *self._unit_of)})
-
     def __exit__(self, *exc: object) -> None:
-        self._tracer.end()
+        self.end()
 
     def owns(self, module: nn.Module) -> bool:
-        """Whether a module is of this pass, and not of one in another thread."""
         return module in self._shell or module in self._unit_of
 
     def _plain_names(self, module: nn.Module) -> Iterable[str]:
-        """List the names of what a layer's module may keep, which the shell may read before the layer has run."""
+        """Return names of plain attributes of a layer's module, which the shell may read before the layer has run."""
         if _is_torch_class(module):
             return ()
         if not self._metering:
             return _LAYER_ATTRIBUTES.get(type(module), ())
-        return [name for name, value in vars(module).items() if name not in MODULE_INTERNALS and is_plain(value)]
+        return [name for (_, name), value in attributes_of([module]).items() if is_plain(value)]
 
-    def turn(self, k: int, own_values: dict[AttributeKey, Any]) -> AbstractContextManager[None]:
-        """Micro-batch `k` is at work in the block; `own` is what it has set so far, and gets what it sets."""
-        return _AttributeTurn(self, k, own_values)
+    @contextmanager
+    def turn(self, k: int, own_values: dict[AttributeKey, Any]) -> Iterator[None]:
+        """Run a turn of micro-batch `k` in the block; `own_values` are those it has set, and is updated."""
+        for (module, name), value in own_values.items():
+            attribute_dict(module, name)[name] = value  # in place of another micro-batch's value
+        self._k, self._own_values = k, own_values
+        sizes = [len(entries) for _, entries in self._dicts]
+        before = [dict(entries) for _, entries in self._compared_dicts]
+        try:
+            yield
+            for module, name in dict.fromkeys((*self._added(sizes), *self._changed(before))):
+                _UNTRACED_WRITES.add(module)
+                self.on_set(module, name)
+        finally:
+            self._k, self._own_values = -1, {}
+
+    def _added(self, sizes: Sequence[int]) -> Iterator[AttributeKey]:
+        """Yield entries added in this turn, in dicts that have grown."""
+        for (module, entries), size in zip(self._dicts, sizes, strict=True):
+            if len(entries) > size:
+                yield from ((module, name) for name in [*entries][size:] if name not in MODULE_INTERNALS)
+
+    def _changed(self, dicts_before: Sequence[dict[str, Any]]) -> Iterator[AttributeKey]:
+        """Yield entries that are new, or other objects than at the begin of the turn, in the compared dicts."""
+        for (module, entries), before in zip(self._compared_dicts, dicts_before, strict=True):
+            if len(before) != len(entries) or not all(map(is_, before.values(), entries.values())):
+                names = [name for name, value in entries.items() if before.get(name, _MISSING) is not value]
+                yield from ((module, name) for name in names if name not in MODULE_INTERNALS)
 
     def in_layer(self) -> AbstractContextManager[None]:
-        """A layer is at work in the block: what it sets on itself is its own affair."""
-        return TemporaryAttribute(self, "_in_layer", True)
+        """Run a layer in the block."""
+        return temporarily(self, "_in_layer", True)
 
     @contextmanager
     def record_compiled_region(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Compiled code of `modules` runs in the block, past the spies: it may read all, and what it has set shows afterwards."""
-        before = {(m, name): value for m in modules for name, value in vars(m).items() if name not in MODULE_INTERNALS}
-        for place in before:
-            if place[0] in self._shell:
-                self.on_read(*place)
-        classes = {cls for kind in {type(module) for module in modules} for cls in kind.__mro__}
-        with self._tracer.pause(classes):
+        """Run compiled code of `modules` in the block, untraced: every attribute counts as read, and changed ones as set."""
+        before = attributes_of(modules)
+        for module, name in before:
+            if module in self._shell:
+                self.on_read(module, name)
+        with self.pause({cls for module in modules for cls in type(module).__mro__}):
             yield
-        for place in [(m, n) for m in modules for n in vars(m) if n not in MODULE_INTERNALS]:
-            if vars(place[0])[place[1]] is not before.get(place, _MISSING):
-                self.on_set(*place)
+        for key, value in attributes_of(modules).items():
+            if value is not before.get(key, _MISSING):
+                self.on_set(*key)
 
     def on_read(self, module: nn.Module, name: str) -> Any:
-        """Somebody reads an attribute that there is; returns its value for the micro-batch at work.
-
-        Raises:
-            RuntimeError: a later micro-batch has set it already.
-        """
-        place, value = (module, name), vars(module)[name]
-        is_own = self._k < 0 or place in self._own_values or (self._in_layer and module in self._unit_of)
-        if is_own or not (module in self._shell or module in self._unit_of):
+        """Return the attribute's value for the current micro-batch; refuse it if a later one has already set it."""
+        key, value = (module, name), vars(module)[name]
+        if self._k < 0 or key in self._own_values or (self._in_layer and module in self._unit_of):
             return value
-        if place in self._unstable:
-            raise RuntimeError(_unstable_message(*place))
-        if (place, self._k) in self._layer_values:
-            return self._layer_values[place, self._k]
-        if self._last_writer.get(place, -1) > self._k:
-            self._refuse(place)
-        self._last_reader[place] = max(self._k, self._last_reader.get(place, -1))
+        if key in self._unstable:
+            raise RuntimeError(
+                f"the model reads attribute {name!r} of {type(module).__name__}, which a layer computes from its last value: a "
+                "layer runs a second time in backward, so it would count twice. Set it from the layer's arguments alone, or "
+                "count in the model's own code"
+            )
+        if (key, self._k) in self._layer_values:
+            return self._layer_values[key, self._k]
+        if self._last_writer.get(key, -1) > self._k:
+            self._refuse(key)
+        self._last_reader[key] = max(self._k, self._last_reader.get(key, -1))
         return value
 
     def on_set(self, module: nn.Module, name: str) -> None:
-        """Somebody has set an attribute.
-
-        Raises:
-            RuntimeError: a later micro-batch has read the value before.
-        """
+        """Record that an attribute was set; refuse it if a later micro-batch has already read the old value."""
         if self._k < 0:
             return
         if module in self._shell:
-            self._record_set(module, name)
-            if name in (held := attribute_dict(module, name)):
-                self._own_values[module, name] = held[name]
+            self.record_change((module, name))
+            if name in (entries := attribute_dict(module, name)):
+                self._own_values[module, name] = entries[name]
         elif module in self._unit_of and self._in_layer:
             self._record_layer_set(module, name)
         elif module in self._unit_of:
@@ -170,98 +177,59 @@ class ModuleAttributes:
                 self._layer_values[(module, name), self._k] = self._own_values[module, name] = value
             self._set_on_layers.setdefault(self._unit_of[module], set()).add((module, name))
 
-    def _record_set(self, module: nn.Module, name: str) -> None:
-        place = module, name
-        if self._last_reader.get(place, -1) > self._k:
-            self._refuse(place)
-        self._last_writer[place] = max(self._k, self._last_writer.get(place, -1))
+    def record_change(self, key: AttributeKey) -> None:
+        """Record that the current micro-batch, or a layer for it, has set an attribute or changed it in place."""
+        module, name = key
+        if self._last_reader.get(key, -1) > self._k:
+            self._refuse(key)
+        self._last_writer[key] = max(self._k, self._last_writer.get(key, -1))
         if name in vars(module):
-            self._tracer.trace(type(module), name)
+            self.trace(type(module), name)
 
-    def record_layer_change(self, key: AttributeKey) -> None:
-        """A layer has changed what it keeps, for the micro-batch at work, in a way that need not show when it is set."""
-        self._record_set(*key)
-
-    @contextmanager
-    def checking_recompute(self) -> Iterator[None]:
-        """A layer runs once more in the block: numbers that it then counts on from its first run are unsteady."""
-        self._checks_recompute = True
-        try:
-            yield
-        finally:
-            self._checks_recompute = False
+    def checking_recompute(self) -> AbstractContextManager[None]:
+        """Run a layer for the second time in the block, to find attributes that it then sets to other values."""
+        return temporarily(self, "_checks_recompute", True)
 
     def _record_layer_set(self, module: nn.Module, name: str) -> None:
-        place, value = (module, name), vars(module).get(name)
+        key, value = (module, name), vars(module).get(name)
         self._side_outputs.check_attribute(self._unit_of[module], value)
         if is_plain(value):
             if self._checks_recompute:
-                if self._layer_values.get((place, self._k), value) != value:
-                    self._unstable.add(place)
+                if self._layer_values.get((key, self._k), value) != value:
+                    self._unstable.add(key)
                 return
             _LAYER_ATTRIBUTES.setdefault(type(module), set()).add(name)
-            self._record_set(module, name)
-            self._layer_values[place, self._k] = value
+            self.record_change(key)
+            self._layer_values[key, self._k] = value
             return
-        before = [
-            tensor for ref in self._kept_tensors.get(place, []) if (tensor := ref()) is not None and tensor is not value
-        ]
-        if any([self._guard.mark_replaced(tensor, self._k) for tensor in before]):
-            self._refuse(place)
-        self._kept_tensors[place] = [
-            weakref.ref(tensor) for tensor in (*before, value) if isinstance(tensor, torch.Tensor)
-        ]
+        refs = self._kept_tensors.get(key, [])
+        before = [tensor for ref in refs if (tensor := ref()) is not None and tensor is not value]
+        were_shared = [self._guard.mark_replaced(tensor, self._k) for tensor in before]
+        if any(were_shared):
+            self._refuse(key)
+        self._kept_tensors[key] = [weakref.ref(t) for t in (*before, value) if isinstance(t, torch.Tensor)]
         self._guard.register(value, self._k)
 
     def _refuse(self, key: AttributeKey) -> None:
         module, name = key
         raise RuntimeError(
-            f"attribute {name!r} of {type(module).__name__} goes from one micro-batch's forward to the next one's, and "
-            "micro-batches take turns at the layers: it would come too late or too early. Keep such a memory between steps, "
+            f"attribute {name!r} of {type(module).__name__} passes a value from one micro-batch's forward to the next, but "
+            "micro-batches take turns at the layers, so it would arrive too late or too early. Keep such a memory between steps, "
             "pass it in the batch, or use RelayConfig(micro_batches=1)"
         )
 
     def values_set_on(self, unit: Unit) -> dict[AttributeKey, Any]:
-        """Return what the shell has set on a layer's modules in this pass, with the values as they stand."""
+        """Return the current values of attributes that the shell has set on a layer's modules in this pass."""
         return {(m, name): vars(m).get(name) for m, name in self._set_on_layers.get(unit, ())}
 
 
-class _AttributeTurn(AbstractContextManager[None]):
-    def __init__(self, attributes: ModuleAttributes, k: int, own_values: dict[AttributeKey, Any]) -> None:
-        self._attributes, self._k, self._own_values = attributes, k, own_values
-
-    def __enter__(self) -> None:
-        for (module, name), value in self._own_values.items():
-            attribute_dict(module, name)[name] = value  # another micro-batch has left its own there
-        self._attributes._k, self._attributes._own_values = self._k, self._own_values
-        self._sizes = [len(held) for _, held in self._attributes._dicts]
-        self._before = [(module, held, dict(held)) for module, held in self._attributes._compared_dicts]
-
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        try:
-            if kind is None:
-                for module, name in dict.fromkeys((*self._added(), *self._changed())):
-                    _UNTRACED_WRITES.add(module)
-                    self._attributes.on_set(module, name)
-        finally:
-            self._attributes._k, self._attributes._own_values = -1, {}
-
-    def _added(self) -> Iterator[AttributeKey]:
-        """List what there was not when the turn began, where their number tells."""
-        for (module, held), size in zip(self._attributes._dicts, self._sizes, strict=True):
-            if len(held) > size:
-                yield from ((module, name) for name in [*held][size:] if name not in MODULE_INTERNALS)
-
-    def _changed(self) -> Iterator[AttributeKey]:
-        """List what is another object now than when the turn began, or new, on modules that are looked at."""
-        for module, held, before in self._before:
-            if len(before) != len(held) or not all(map(is_, before.values(), held.values())):
-                names = [name for name, value in held.items() if before.get(name, _MISSING) is not value]
-                yield from ((module, name) for name in names if name not in MODULE_INTERNALS)
+def attributes_of(modules: Iterable[nn.Module]) -> dict[AttributeKey, Any]:
+    """Return the attributes of modules, except those that every module has."""
+    return {(m, name): value for m in modules for name, value in vars(m).items() if name not in MODULE_INTERNALS}
 
 
 def attribute_dict(module: nn.Module, name: str) -> dict[str, Any]:
-    """Where a module holds an attribute of this name."""
+    """Return the dict of a module that holds an attribute of this name."""
     return module._modules if name in module._modules else vars(module)
 
 
@@ -269,16 +237,8 @@ def _is_torch_class(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.")
 
 
-def _unstable_message(module: nn.Module, name: str) -> str:
-    return (
-        f"the model reads attribute {name!r} of {type(module).__name__}, which a layer counts on from what it found there: "
-        "a layer runs a second time in backward, so it would count twice. Set it from the layer's arguments alone, or count "
-        "in the model's own code"
-    )
-
-
 def is_plain(value: Any) -> bool:
-    """Whether a value is numbers and words, or consists of them."""
+    """Whether a value is None, a number or a string, or a tuple or list of these."""
     if isinstance(value, tuple | list):
         return all(is_plain(item) for item in value)
     return value is None or isinstance(value, bool | int | float | str)

@@ -1,16 +1,17 @@
-"""Hooks of modules during a relay: gradients that leave a layer sideways, and the user's hooks fired once.
+"""Hooks on modules of layers: one finds side outputs, and those of the user are silenced in a recompute.
 
-A layer may hand tensors to the rest of the model without returning them: a hook that the model has installed records
-router logits, a submodule leaves an auxiliary loss on an attribute. Such *side outputs* are found by being still alive
-when the layer's own graph is gone, and are named by where they came from, so that the recompute finds them again.
+A layer may pass tensors to the rest of the model without returning them: a hook of the model records router logits, a submodule
+keeps an auxiliary loss on an attribute. Such *side outputs* are the tensors that are still alive after the layer's graph is
+dropped. Each is identified by its module and position, so that the recompute finds it again.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -22,119 +23,143 @@ from torch.utils.hooks import RemovableHandle
 from l2l_core.eps.blocks import Unit
 from l2l_core.model import compiled_modules, modules_in_graph, modules_of
 from l2l_core.step.graph import is_segment_input
-from l2l_core.step.micro_batch.temporary_attribute import TemporaryAttribute
 from l2l_core.step.traffic import MeterRecord, StaleMeterError
 
 Locator = tuple[str, ...]  # ("output", path, call, index) or ("attribute", path, name)
 
 
-class SideOutputs:
-    """Watches the submodules of the layer that runs.
+@contextmanager
+def temporarily(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute in the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
-    It installs one global forward hook while a layer runs, and none in the shell. Such a hook makes every call of a module
-    slower, so that layers which gave out nothing on the side while a pass was metered are not watched in passes like it.
+
+class InstancePatch:
+    """A value in place of a module's entry point, which is an attribute of the instance or a method of its class."""
+
+    def __init__(self, module: nn.Module, name: str, value: Any) -> None:
+        self._attributes, self._name, self._value = vars(module), name, value
+        self._own = self._attributes.get(name)
+
+    @property
+    def is_applied(self) -> bool:
+        return self._attributes.get(self._name) is self._value
+
+    def apply(self) -> None:
+        self._attributes[self._name] = self._value
+
+    def undo(self) -> None:
+        if self._own is None:
+            self._attributes.pop(self._name, None)
+        else:
+            self._attributes[self._name] = self._own
+
+
+class SideOutputs:
+    """Finds side outputs of the running layer.
+
+    It installs one global forward hook while a layer runs, and none in the shell. The hook makes every call of a module slower,
+    so layers without side outputs in the metered pass are not watched in later passes of the same kind.
 
     Args:
-        metered: what is known of passes of this kind, or gets to be known.
-        learns: whether this is the metered pass.
+        record: filled by the metered pass of this kind.
     """
 
     def __init__(self, record: MeterRecord, is_metering: bool) -> None:
         self._record, self._is_metering = record, is_metering
-        self._paths: dict[nn.Module, str] = {}
-        self._paths_by_layer: dict[nn.Module, dict[nn.Module, str]] = {}
-        self._calls: dict[str, int] = {}  # how often each has been called in this run, less one
-        self._outputs: dict[Locator, Any] | None = None
-        self._strong = False
-        self._handle: RemovableHandle | None = None
+        self._hook: Callable[..., None] | None = None
+        self._handle: RemovableHandle | None = None  # of the hook, while it is registered
 
     def record_layer(self, unit: Unit) -> None:
-        """A layer has given out something on the side."""
+        """Record that a layer has side outputs."""
         if self._is_metering:
             self._record.side_output_layers.add(unit.key)
 
     def check_attribute(self, unit: Unit, value: Any) -> None:
-        """A layer keeps something on an attribute.
-
-        Raises:
-            NewHabit: it can be differentiated, and the layer gave out nothing on the side before.
-        """
-        if not isinstance(value, torch.Tensor) or value.grad_fn is None or self._is_watched(unit):
-            return
-        if not is_segment_input(value.grad_fn):  # what the layer was given is cut already
+        """Raise StaleMeterError if a layer without side outputs in the metered pass keeps a differentiable tensor."""
+        if isinstance(value, torch.Tensor) and not self._is_watched(unit) and _has_own_graph(value):
             raise StaleMeterError(f"layer {unit.name} keeps a tensor that has a gradient on an attribute")
 
     def _is_watched(self, unit: Unit) -> bool:
         return self._is_metering or unit.key in self._record.side_output_layers
 
-    def watch(self, unit: Unit, strong: bool = False) -> AbstractContextManager[dict[Locator, Any]]:
-        """Note what submodules of a layer give out in the block: weakly, or `strong` references while recomputing."""
-        return self._watch(unit, strong) if self._is_watched(unit) else nullcontext({})
-
     @contextmanager
-    def _watch(self, unit: Unit, strong: bool) -> Iterator[dict[Locator, Any]]:
-        layer = unit.module
-        if layer not in self._paths_by_layer:
-            self._paths_by_layer[layer] = {module: path for path, module in layer.named_modules() if path}
-        self._paths, self._strong, self._outputs = self._paths_by_layer[layer], strong, {}
-        self._calls.clear()
-        self._handle = nn_module.register_module_forward_hook(self._on_output)
+    def watch(self, unit: Unit, strong: bool = False) -> Iterator[dict[Locator, Any]]:
+        """Collect outputs of a layer's submodules in the block: weak references, or `strong` ones for a recompute."""
+        outputs: dict[Locator, Any] = {}
+        if not self._is_watched(unit):
+            yield outputs
+            return
+        paths = {module: path for path, module in unit.module.named_modules()}
+        calls = Counter[str]()
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not (path := paths.get(module)):  # another module, or the layer itself
+                return
+            for index, tensor in enumerate(_tensors(output)):
+                if tensor.grad_fn is not None:
+                    locator = "output", path, str(calls[path]), str(index)
+                    outputs[locator] = tensor if strong else weakref.ref(tensor)
+            calls[path] += 1
+
+        self._hook, self._handle = hook, nn_module.register_module_forward_hook(hook)
         try:
-            yield self._outputs
+            yield outputs
         finally:
             self._handle.remove()
-            self._handle = self._outputs = None
+            self._hook = self._handle = None  # the hook holds the outputs
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Take every hook of the engine away in the block."""
-        if self._handle is None:
+        """Remove the global hook in the block."""
+        if self._hook is None or self._handle is None:
             yield
             return
         self._handle.remove()
         try:
             yield
         finally:
-            self._handle = nn_module.register_module_forward_hook(self._on_output)
+            self._handle = nn_module.register_module_forward_hook(self._hook)
 
     def attribute_tensors(self, unit: Unit) -> dict[Locator, torch.Tensor]:
-        """Find tensors with a graph that the layer's modules keep as plain attributes."""
+        """Return the tensors with a graph that the layer's modules keep as plain attributes."""
         found: dict[Locator, torch.Tensor] = {}
         if not self._is_watched(unit):
             return found
-        for module, path in [(unit.module, ""), *self._paths_by_layer[unit.module].items()]:
-            held = vars(module)
-            for name in [name for name, value in held.items() if isinstance(value, torch.Tensor)]:
-                if (node := held[name].grad_fn) is not None and not is_segment_input(node):
-                    found["attribute", path, name] = held[name]
+        for path, module in unit.module.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and _has_own_graph(value):
+                    found["attribute", path, name] = value
         return found
 
-    def _on_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._outputs is None or (path := self._paths.get(module)) is None:
-            return
-        self._calls[path] = call = self._calls.get(path, -1) + 1
-        for index, tensor in enumerate((output,) if isinstance(output, torch.Tensor) else _tensors(output)):
-            if tensor.grad_fn is not None:
-                self._outputs["output", path, str(call), str(index)] = tensor if self._strong else weakref.ref(tensor)
+
+def _has_own_graph(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was made by differentiable operations of its layer."""
+    return tensor.grad_fn is not None and not is_segment_input(tensor.grad_fn)
 
 
 def alive_outputs(weak_outputs: Mapping[Locator, Any]) -> dict[Locator, torch.Tensor]:
-    """Find which weakly noted tensors Python code still holds; what only autograd has saved does not count."""
+    """Return the tensors that Python code still holds, without those that only autograd has saved."""
     found = {locator: tensor for locator, ref in weak_outputs.items() if (tensor := _alive_tensor(ref)) is not None}
     unique = {id(tensor): locator for locator, tensor in reversed(found.items())}
     return {locator: found[locator] for locator in unique.values()}
 
 
-def _alive_tensor(ref: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+def _alive_tensor(ref: Callable[[], Any]) -> torch.Tensor | None:
     tensor = ref()
-    if tensor is None or tensor.grad_fn is None or is_segment_input(tensor.grad_fn):
+    if tensor is None or not _has_own_graph(tensor):
         return None
     return tensor if tensor._use_count() == 1 or sys.getrefcount(tensor) > _refcount_when_saved() else None
 
 
 @cache
 def _refcount_when_saved() -> int:
-    """Ask `sys.getrefcount`, in `_held`, of a tensor that autograd alone keeps alive: torch's versions differ."""
+    """Return `sys.getrefcount` in `_alive_tensor` of a tensor that only autograd holds; it depends on torch's version."""
     x = torch.ones(1, requires_grad=True) * 2
     saved_by = x * x
     ref = weakref.ref(x)
@@ -156,16 +181,15 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
 
 
 class UserHooks:
-    """Keeps hooks on submodules of layers from firing again when a layer is recomputed.
+    """Silences hooks on submodules of layers while a layer is recomputed.
 
-    Hooks that change what flows (they returned a value, or are torch's own: spectral norm, pruning) do run again, or the
-    recompute would compute something else.
+    Hooks that change values (they returned one, or are torch's own: spectral norm, pruning) run again, since the recompute needs
+    them.
     """
 
-    def __init__(self, layers: Mapping[Any, nn.Module]) -> None:
-        self._layers = list(layers.values())
-        self._wrapped: list[tuple[dict[int, Any], int, Any]] = []  # where, under which key, what was there
-        self._wrapped_keys: set[tuple[int, int]] = set()
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._layers = list(layers)
+        self._originals: dict[tuple[int, int], tuple[dict[int, Any], Any]] = {}  # id, key -> hooks of a module, hook
         self._modules: dict[nn.Module, list[nn.Module]] = {}
         self._silent = False
 
@@ -175,38 +199,34 @@ class UserHooks:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for hooks, key, hook in self._wrapped:
+        for (_, key), (hooks, hook) in self._originals.items():
             if key in hooks:
                 hooks[key] = hook
 
     def wrap_layer(self, layer: nn.Module) -> None:
-        """Keep the hooks on a layer's submodules in check too that were put there since."""
+        """Wrap the hooks on a layer's submodules that are not wrapped yet, except in compiled regions."""
         if layer not in self._modules:
-            compiled = {
-                module for part in compiled_modules(layer) for module in modules_in_graph(part)
-            }  # of those there are none
+            compiled = {module for region in compiled_modules(layer) for module in modules_in_graph(region)}
             self._modules[layer] = [m for m in modules_of(layer) if m is not layer and m not in compiled]
         for module in self._modules[layer]:
-            if module._forward_pre_hooks or module._forward_hooks:
-                for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                    for key in [key for key in hooks if (id(hooks), key) not in self._wrapped_keys]:
-                        self._wrapped_keys.add((id(hooks), key))
-                        self._wrapped.append((hooks, key, hooks[key]))
-                        hooks[key] = self._wrap(hooks[key])
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key in [key for key in hooks if (id(hooks), key) not in self._originals]:
+                    self._originals[id(hooks), key] = hooks, hooks[key]
+                    hooks[key] = self._wrap(hooks[key])
 
     def silenced(self) -> AbstractContextManager[None]:
-        """Keep observers quiet in the block."""
-        return TemporaryAttribute(self, "_silent", True)
+        """Skip hooks that only observe in the block."""
+        return temporarily(self, "_silent", True)
 
     def _wrap(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        acts = (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.")
+        changes_values = (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.")
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            nonlocal acts
-            if self._silent and not acts:
+            nonlocal changes_values
+            if self._silent and not changes_values:
                 return None
             result = hook(*args, **kwargs)
-            acts = acts or result is not None
+            changes_values = changes_values or result is not None
             return result
 
         return wrapped

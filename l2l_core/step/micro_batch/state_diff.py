@@ -1,56 +1,30 @@
-"""What a run of a layer leaves behind on its modules, and in NumPy's random state."""
+"""Changes that a layer's run makes to attributes of its modules and to NumPy's random state."""
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import pickle
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from l2l_core.step.micro_batch.module_attributes import MODULE_INTERNALS, AttributeKey, is_plain
+from l2l_core.step.micro_batch.module_attributes import MODULE_INTERNALS, AttributeKey, attributes_of, is_plain
 
-
-class StateDiff:
-    """What a layer's modules keep as attributes, and NumPy's random state, to see whether a run has changed any of it."""
-
-    def __init__(self, layer: nn.Module, numpy_drawn: Callable[[], bool]) -> None:
-        """`drawn` tells whether NumPy's generator has been drawn from since."""
-        self._modules = list(layer.modules())
-        self._before, self._numpy_drawn = self._now(), numpy_drawn
-
-    def compare(self) -> tuple[bool, list[AttributeKey]]:
-        """Look again, when it has run.
-
-        Returns whether a recompute could find something else than this run did, as far as can be seen from outside; and where
-        something else is kept than before, or what is kept has changed in place.
-        """
-        now = self._now()
-        differs = (
-            now.keys() != self._before.keys()
-            or any(
-                now[at].value is not held.value or now[at].extent != held.extent for at, held in self._before.items()
-            )
-            or self._numpy_drawn()
-        )
-        return differs, [at for at, held in now.items() if not held.is_same(self._before.get(at))]
-
-    def _now(self) -> dict[AttributeKey, _AttributeState]:
-        kept = (
-            (m, name, value) for m in self._modules for name, value in vars(m).items() if name not in MODULE_INTERNALS
-        )
-        return {(module, name): _AttributeState(value, _extent(value), _content(value)) for module, name, value in kept}
+StateDiff = Callable[[], tuple[bool, list[AttributeKey]]]
 
 
 class StateDiffs:
-    """Whether a run of a layer has left traces, seen at a glance: what `Traces.look` finds, without a copy of everything.
+    """Finds changes that a run of a layer makes: all in the metered pass, fewer later.
 
-    Most runs change nothing, so what each layer keeps is only compared with what it kept before, object by object.
+    A diff is taken before the run, and compares when it is called after it. It returns whether a recompute could find another
+    state than this run did, and the attributes that were replaced or changed in place.
     """
 
     def __init__(self) -> None:
@@ -58,85 +32,84 @@ class StateDiffs:
         self._numpy = _NumpyRandomDiff()
 
     def full_diff(self, layer: nn.Module) -> StateDiff:
-        """Look closely at a layer before its run."""
-        return StateDiff(layer, self._numpy.watch())
+        """Compare every attribute."""
+        modules, drawn = list(layer.modules()), self._numpy.watch()
+        before = _states_of(modules)
 
-    def quick_diff(self, layer: nn.Module) -> Callable[[], bool]:
-        """Look at a layer before its run; calling the result tells whether the run has changed something that may matter."""
-        known = self._fingerprints.get(layer)
-        if known is None or not known.is_same():
-            known = self._fingerprints[layer] = _StateFingerprint.of(layer)
-        else:
-            known.measure()
-        drawn = self._numpy.watch()
+        def compare() -> tuple[bool, list[AttributeKey]]:
+            now = _states_of(modules)
+            pairs = [(key, before.get(key, _NO_STATE), new) for key, new in now.items()]
+            differs = len(now) != len(before) or any(
+                a.value is not b.value or a.extent != b.extent for _, a, b in pairs
+            )
+            changed = [key for key, a, b in pairs if a.value is not b.value or a.content != b.content]
+            return differs or drawn(), changed
 
-        def differs() -> bool:
-            differing = not known.is_same() or known.has_grown() or drawn()
-            if differing:
-                del self._fingerprints[layer]  # holds on to what was there before
-            return differing
+        return compare
 
-        return differs
+    def quick_diff(self, layer: nn.Module) -> StateDiff:
+        """Compare by identity with the attributes before the last run, since most runs change nothing; list none."""
+        fingerprint = self._fingerprints.get(layer)
+        if fingerprint is None or not fingerprint.is_same():
+            fingerprint = self._fingerprints[layer] = _StateFingerprint(layer)
+        extents, drawn = fingerprint.extents(), self._numpy.watch()
+
+        def compare() -> tuple[bool, list[AttributeKey]]:
+            differs = not fingerprint.is_same() or fingerprint.extents() != extents or drawn()
+            if differs:
+                del self._fingerprints[layer]  # it keeps the old values alive
+            return differs, []
+
+        return compare
 
 
 class _StateFingerprint:
-    """What the modules of a layer hold, as objects, and of those that can change in place how large or how old they are."""
+    """Values in a layer's modules by identity, and the extents of those that can change in place."""
 
-    __slots__ = ("_attributes", "_changing", "_extents", "_values")
-
-    def __init__(self, attributes: list[dict[str, Any]]) -> None:
-        self._attributes = attributes
-        self._values = [value for held in attributes for value in held.values()]
+    def __init__(self, layer: nn.Module) -> None:
+        self._attributes = [vars(module) for module in layer.modules()]
+        self._values = self._now()
+        named = (item for attributes in self._attributes for item in attributes.items())
         self._changing = [
-            value
-            for held in attributes
-            for name, value in held.items()
-            if (name not in MODULE_INTERNALS or name == "_modules")
-            and _can_grow(value)  # a new module is not looked at yet
+            v for name, v in named if (name not in MODULE_INTERNALS or name == "_modules") and _can_grow(v)
         ]
-        self.measure()
 
-    @staticmethod
-    def of(layer: nn.Module) -> _StateFingerprint:
-        return _StateFingerprint([vars(module) for module in layer.modules()])
-
-    def measure(self) -> None:
-        self._extents = [_extent(value) for value in self._changing]
+    def _now(self) -> list[Any]:
+        return [value for attributes in self._attributes for value in attributes.values()]
 
     def is_same(self) -> bool:
-        now = [value for held in self._attributes for value in held.values()]
+        now = self._now()
         return len(now) == len(self._values) and all(map(is_, now, self._values))
 
-    def has_grown(self) -> bool:
-        return self._extents != [_extent(value) for value in self._changing]
+    def extents(self) -> list[int]:
+        return [_extent(value) for value in self._changing]
 
 
 class _NumpyRandomDiff:
-    """Whether NumPy's global generator has drawn, seen in its memory: to read its state takes as long as a small layer."""
+    """Detects draws from NumPy's global generator in its memory; reading its state takes as long as a small layer."""
 
     def __init__(self) -> None:
         self._generator: Any = None
         self._memory: Any = None
-        self._has_spare = False  # a normal number that it can give without touching that memory
+        self._has_spare = False  # a normal number that is drawn without a change of that memory
         self._last: bytes | None = None
 
     def watch(self) -> Callable[[], bool]:
         memory = self._find_memory()
-        if memory is None:
-            before = _numpy_state()
-            return lambda: _numpy_state() != before
-        now = bytes(memory)
-        if now != self._last:
-            self._has_spare, self._last = bool(sys.modules["numpy"].random.get_state(legacy=False)["has_gauss"]), now
-        if self._has_spare:
-            before = _numpy_state()
-            return lambda: _numpy_state() != before
-        return lambda: bytes(memory) != now
+        if memory is not None:
+            now = bytes(memory)
+            if now != self._last:
+                state = sys.modules["numpy"].random.get_state(legacy=False)
+                self._has_spare, self._last = bool(state["has_gauss"]), now
+            if not self._has_spare:
+                return lambda: bytes(memory) != now
+        before = _numpy_state()
+        return lambda: _numpy_state() != before
 
     def _find_memory(self) -> Any:
-        """The state of a Mersenne Twister, 624 words and a position; None of any other generator."""
+        """Return the state of a Mersenne Twister, 624 words and a position; None for other generators."""
         numpy = sys.modules.get("numpy")
-        generator = numpy and numpy.random.mtrand._rand._bit_generator
+        generator: Any = numpy and numpy.random.mtrand._rand._bit_generator
         if generator is not self._generator:
             self._generator, self._memory = generator, None
             if type(generator).__name__ == "MT19937":
@@ -144,25 +117,30 @@ class _NumpyRandomDiff:
         return self._memory
 
 
+def _states_of(modules: Sequence[nn.Module]) -> dict[AttributeKey, _AttributeState]:
+    found = attributes_of(modules)
+    return {key: _AttributeState(value, _extent(value), _content(value)) for key, value in found.items()}
+
+
 def _can_grow(value: Any) -> bool:
     return isinstance(value, torch.Tensor | dict | set | list | deque)
 
 
 class _AttributeState(NamedTuple):
-    """What an attribute held when it was looked at.
+    """State of an attribute.
 
     Attributes:
-        extent: of a tensor its version, of a container its length. What else changes in a container need not matter to a
-            recompute (a cache that is filled anew), so that this alone asks for a proof.
-        content: changes with everything in it that the model could read.
+        extent: version of a tensor, length of a container. Other changes in a container (a cache that is filled again) need not
+            affect a recompute, so only this one requires a check.
+        content: changes with every part that the model could read.
     """
 
     value: Any
     extent: int
     content: Any
 
-    def is_same(self, before: _AttributeState | None) -> bool:
-        return before is not None and before.value is self.value and before.content == self.content
+
+_NO_STATE = _AttributeState(object(), 0, None)  # of an attribute that did not exist
 
 
 def _extent(value: Any) -> int:
@@ -172,7 +150,7 @@ def _extent(value: Any) -> int:
 
 
 def _content(value: Any, depth: int = 2) -> Any:
-    """Return what shows a change in place: a tensor's version, an array's bytes, what containers and objects hold."""
+    """Return a value that changes with in-place changes: a tensor's version, an array's bytes, contents of containers."""
     if isinstance(value, torch.Tensor):
         return value._version
     if depth and isinstance(value, dict):
@@ -192,6 +170,23 @@ def _content(value: Any, depth: int = 2) -> Any:
 
 
 def _numpy_state() -> bytes | None:
-    """What NumPy's global generator will draw next, whichever it is."""
     numpy = sys.modules.get("numpy")
     return None if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
+
+
+@contextmanager
+def preserved_attributes(layer: nn.Module) -> Iterator[None]:
+    """Undo changes to attributes of a layer's modules, and to the containers in them, after the block."""
+    before = [(module, dict(vars(module))) for module in layer.modules()]
+    values = [value for _, attributes in before for value in attributes.values()]
+    contents = [(value, copy.copy(value)) for value in values if isinstance(value, list | dict | set | deque)]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+        for container, content in contents:
+            if len(container) != len(content):
+                container.clear()
+                container.extend(content) if isinstance(container, list | deque) else container.update(content)

@@ -1,7 +1,7 @@
-"""What goes over the link during a step: weights, gradients, images; and what that costs.
+"""Copies between host and device during a step, and the device memory that they use.
 
-May import `step.graph`, `eps`, `devices`, `model`, `trace`.
-Begin reading at `lanes.py`, `prefetch.py`, `stash.py`.
+May import `step.graph`, `eps`, `eps.blocks`, `devices`, `model`, `trace`, `schedule_rules`.
+Begin reading at `lanes.py`, `weight_slots.py`, `stash.py`.
 """
 
 from l2l_core.step.traffic.compute_clock import ComputeClock as ComputeClock
@@ -17,9 +17,9 @@ from l2l_core.step.traffic.memory_meter import MemoryMeter as MemoryMeter
 from l2l_core.step.traffic.memory_meter import MeterRecord as MeterRecord
 from l2l_core.step.traffic.memory_meter import StaleMeterError as StaleMeterError
 from l2l_core.step.traffic.memory_meter import time_event as time_event
-from l2l_core.step.traffic.prefetch import Prefetch as Prefetch
-from l2l_core.step.traffic.prefetch import SlotStay as SlotStay
 from l2l_core.step.traffic.raw_reads import raw_read_hook as raw_read_hook
 from l2l_core.step.traffic.stash import Stash as Stash
 from l2l_core.step.traffic.stash_mode import StashMode as StashMode
 from l2l_core.step.traffic.storage_tracker import StorageTracker as StorageTracker
+from l2l_core.step.traffic.weight_slots import Prefetch as Prefetch
+from l2l_core.step.traffic.weight_slots import SlotStay as SlotStay

@@ -1,4 +1,4 @@
-"""Times the compute lane: one event after another, none of them while compute waits for a copy."""
+"""Timing of the compute lane, without the time for which compute is stalled."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from contextlib import AbstractContextManager, nullcontext
 from l2l_core.devices import Device
 from l2l_core.trace import Event, Trace
 
-_ALREADY_STALLED = nullcontext()  # a wait within another one
+_ALREADY_STALLED = nullcontext()  # a stall inside another one
 
 
 class ComputeClock:
     """Adds compute events of a device to a trace.
 
-    Invariant: at most one event is open. An event that has to wait for a copy is cut in two, so that waiting is not
-    counted as work.
+    Invariant: at most one event is open. A stall splits an event in two, so that stalled time is not compute time.
 
     Attributes:
-        stay: number of the layer's stay on the device that compute is at, from 0 on; -1 before the first one.
+        stay: number of the present layer's stay on the device, from 0; -1 before the first one.
     """
 
     def __init__(self, device: Device, trace: Trace) -> None:
@@ -34,7 +33,7 @@ class ComputeClock:
         """Open an event."""
         assert self._stop is None, f"{kind} of {layer} begins within {self._event}"
         self._event = kind, layer, k, visit
-        # Bound now: a GPU tells its times later, when these are another event's.
+        # Bound now: a GPU reports the times later, during another event.
         t0, add, stalled_s, stay = self._trace.began_s, self._trace.add, self._stalled_s, self.stay
         self._stalled_s = 0.0
         self._stop = self._device.start_timer(
@@ -43,18 +42,18 @@ class ComputeClock:
         )
 
     def stop(self) -> None:
-        """End the open event, if there is one."""
+        """Close the open event, if any."""
         if self._stop is not None:
             self._stop()
             self._stop = None
 
     def stalled(self) -> AbstractContextManager[None]:
-        """Compute waits in this block. An open event ends here, and goes on as another one after the block."""
+        """Return a context in which compute waits: an open event ends before it and continues after it."""
         return _ALREADY_STALLED if self._is_stalled else _Stall(self)
 
 
 class _Stall(AbstractContextManager[None]):
-    """A block of `Clock.stalled`; there are several at every turn, and a generator would take twice as long."""
+    """Context of `ComputeClock.stalled`. Every turn has several; a generator would take twice as long."""
 
     def __init__(self, clock: ComputeClock) -> None:
         self._clock = clock

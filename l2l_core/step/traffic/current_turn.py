@@ -1,4 +1,4 @@
-"""Who is at work: micro-batches take turns on one thread, and what is made or read belongs to the one whose turn it is."""
+"""The micro-batch and the code that run at present; tensors that they make or read are theirs."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ NO_MICRO_BATCH = -1
 
 
 class _ActivatedTurn(AbstractContextManager[None]):
-    """A block of `AtWork.turn`; several at every turn, and a generator would take twice as long."""
+    """Context of `CurrentTurn.activate`. Every turn has several; a generator would take twice as long."""
 
-    def __init__(self, current_turn: CurrentTurn, now: tuple[int, str, set[int] | None]) -> None:
-        self._current_turn, self._values = current_turn, now
+    def __init__(self, turn: CurrentTurn, values: tuple[int, str, set[int] | None]) -> None:
+        self._turn, self._values = turn, values
 
     def __enter__(self) -> None:
-        work = self._current_turn
-        self._before = work.k, work.owner, work.layer_inputs
-        work.k, work.owner, work.layer_inputs = self._values
+        turn = self._turn
+        self._before = turn.k, turn.owner, turn.layer_inputs
+        turn.k, turn.owner, turn.layer_inputs = self._values
 
     def __exit__(self, *exc: object) -> None:
-        work = self._current_turn
-        work.k, work.owner, work.layer_inputs = self._before
+        turn = self._turn
+        turn.k, turn.owner, turn.layer_inputs = self._before
 
 
 class CurrentTurn:
-    """The micro-batch at work, and in what.
+    """The micro-batch and the code that run at present.
 
     Attributes:
-        k: the micro-batch, or NOBODY.
-        owner: the key of the layer, or "shell".
-        layer_inputs: storages that the layer at work was given; None while shell code runs.
-        in_forward: whether the model's own code reads, and not backward.
-        in_compiled_part: whether a compiled part runs, to which everything was brought.
+        k: the micro-batch, or NO_MICRO_BATCH.
+        owner: key of the layer that runs, or "shell".
+        layer_inputs: storages of the arguments of the layer that runs; None while shell code runs.
+        in_forward: False while backward runs.
+        in_compiled_region: whether a compiled region runs; its inputs were fetched before it.
     """
 
     def __init__(self) -> None:
@@ -49,25 +49,25 @@ class CurrentTurn:
 
     @property
     def in_shell(self) -> bool:
-        """Whether shell code runs, or nobody does."""
+        """Whether no layer runs."""
         return self.layer_inputs is None
 
     @property
     def reader(self) -> str:
-        """Who it is, in words for a message."""
+        """Name of the code that runs, for messages."""
         return "the model's own code" if self.in_shell else f"layer {self.owner}"
 
     def activate(
         self, k: int, owner: str, inputs: Iterable[torch.Tensor] | None = None
     ) -> AbstractContextManager[None]:
-        """Micro-batch `k` is at work in the block, in `owner`; `inputs` are given while a layer runs."""
+        """Return a context in which micro-batch `k` runs `owner`; `inputs` are the arguments of a layer."""
         with unguarded():
-            given = None if inputs is None else set(storage_keys(inputs))
-        return _ActivatedTurn(self, (k, owner, given))
+            keys = None if inputs is None else set(storage_keys(inputs))
+        return _ActivatedTurn(self, (k, owner, keys))
 
     @contextmanager
     def enter_backward(self) -> Iterator[None]:
-        """What is read in the block is not read by the model's own code."""
+        """Run the block as backward."""
         before, self.in_forward = self.in_forward, False
         try:
             yield
@@ -76,7 +76,7 @@ class CurrentTurn:
 
     @contextmanager
     def enter_compiled_region(self) -> Iterator[None]:
-        """A compiled part runs in the block; what it reads has been brought."""
+        """Run the block as a compiled region."""
         before, self.in_compiled_region = self.in_compiled_region, True
         try:
             yield

@@ -1,8 +1,7 @@
-"""The link between host and device during a pass: one `Lane` per direction, and `Link`s that send one kind of copy on it.
+"""The link between host and device: a `Lane` per direction, and a `CountedLane` per kind of copy.
 
-A lane is a serial resource, so what is sent first stands in the way of what comes next. A layer's weights have a whole
-visit's time to arrive; a micro-batch's stash is wanted at the next turn. So weights and gradients *trickle*: they are cut
-into pieces, and one piece goes out at each turn, behind the stash.
+A lane is serial: a copy delays every later one. A layer's weights have a whole visit to arrive, but a micro-batch's stash is
+needed at the next turn. So weights and gradients are sent in chunks, one per turn, behind the stash.
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ class Lane:
     """One direction of the link: "h2d" or "d2h".
 
     Args:
-        device: does the copying.
-        trace: gets one event per copy, or per piece of one.
-        name: of the lane.
-        pieces: into how many pieces a trickling copy is cut: the number of turns in a visit.
-        stalled: entered while compute waits for a copy; None if it goes on meanwhile.
+        trace: gets one event per copy, or per piece of a chunked copy.
+        pieces: number of pieces of a chunked copy, one per turn of a visit.
+        stalled: context in which compute waits for a copy; None if copies overlap with compute.
     """
 
     def __init__(
@@ -39,7 +36,7 @@ class Lane:
     ) -> None:
         self._device, self._trace, self.name, self._pieces = device, trace, name, pieces
         self._overlaps, self._while_copying = stalled is None, stalled or nullcontext
-        self._chunked_copy: _ChunkedCopy | None = None  # at most one copy: another one sends out the rest of it
+        self._chunked_copy: _ChunkedCopy | None = None  # at most one: the next one flushes it
         self._owner = threading.get_ident()
 
     def send(
@@ -53,7 +50,7 @@ class Lane:
         piece: int = 0,
         pieces: int = 1,
     ) -> Ticket:
-        """Start copies that belong to `layer`, micro-batch `k` and the visit with that number, as one event; see `Event`."""
+        """Start copies as one event; see `Event` for the arguments."""
         nbytes = sum(target.nbytes for target, _ in copies)
         t0, add, lane = self._trace.began_s, self._trace.add, self.name
         with self._while_copying():
@@ -68,7 +65,7 @@ class Lane:
             )
 
     def send_chunked(self, kind: str, layer: str, copies: Sequence[Copy], slot: int = -1) -> Ticket:
-        """Start copies that have time; the first piece goes out at once, the others one per `turn`."""
+        """Start a chunked copy: the first piece is sent at once, the others one per `send_chunk`."""
         self.flush()
         pieces = _split_copies(copies, self._pieces)
         if len(pieces) < 2:
@@ -78,19 +75,19 @@ class Lane:
         return self._chunked_copy
 
     def send_chunk(self) -> None:
-        """A micro-batch has had its turn: let one piece follow."""
+        """Send the next piece of the chunked copy, if any."""
         if self._chunked_copy is not None and self._chunked_copy.send_next():
             self._chunked_copy = None
 
     def flush(self) -> None:
-        """Send what still waits."""
+        """Send all remaining pieces."""
         while self._chunked_copy is not None:
             self.send_chunk()
 
     def cancel(self, copy: _ChunkedCopy) -> None:
-        """Give up what of `trickle` still waits."""
+        """Drop the remaining pieces of a chunked copy; threads that wait for it raise RuntimeError."""
         if copy is self._chunked_copy:
-            copy.cancel()
+            copy._all_sent.set()
             self._chunked_copy = None
 
     @property
@@ -100,7 +97,7 @@ class Lane:
 
 
 class _ChunkedCopy:
-    """A copy that goes out in pieces. Its ticket may be joined by another thread before the last piece has gone out."""
+    """Ticket of a copy sent in pieces. Another thread may join it before the last piece is sent."""
 
     def __init__(self, lane: Lane, kind: str, layer: str, pieces: Sequence[list[Copy]], slot: int) -> None:
         self._lane, self._kind, self._layer, self._slot = lane, kind, layer, slot
@@ -109,19 +106,15 @@ class _ChunkedCopy:
         self._all_sent = threading.Event()
 
     def send_next(self) -> bool:
-        """Send the next piece; whether it was the last one."""
+        """Send the next piece; return whether it was the last one."""
         piece = self._count - len(self._pieces)
         self._tickets.append(
             self._lane.send(self._kind, self._layer, self._pieces[0], slot=self._slot, piece=piece, pieces=self._count)
         )
-        self._pieces.popleft()  # only now: if it could not be sent, whoever waits is told so
+        self._pieces.popleft()  # last: after an error in `send`, threads that wait must find a piece left
         if not self._pieces:
             self._all_sent.set()
         return not self._pieces
-
-    def cancel(self) -> None:
-        """Send no more; whoever waits wakes, finds pieces left, and is told so."""
-        self._all_sent.set()
 
     def wait(self) -> None:
         self._wait_until_sent()
@@ -140,10 +133,10 @@ class _ChunkedCopy:
 
     def _wait_until_sent(self) -> None:
         if self._lane.on_owner_thread and not self._all_sent.is_set():
-            self._lane.flush()  # nobody else would send the rest
+            self._lane.flush()  # no other thread sends the rest
         self._all_sent.wait()
         if self._pieces:
-            raise RuntimeError(f"the {self._kind} of {self._layer} was given up: the step failed")
+            raise RuntimeError(f"the {self._kind} of {self._layer} was cancelled because the step failed")
 
 
 class CountedLane:
@@ -154,18 +147,18 @@ class CountedLane:
         self.nbytes = 0
 
     def __call__(self, layer: str, copies: Sequence[Copy], k: int = -1, visit: int = -1) -> Ticket:
-        """Start copies that belong to `layer`, and to micro-batch `k` in `visit`."""
+        """Start copies of `layer`, for micro-batch `k` in `visit`."""
         self.nbytes += sum(target.nbytes for target, _ in copies)
         return self.lane.send(self.kind, layer, copies, k, visit)
 
     def send_chunked(self, layer: str, copies: Sequence[Copy], slot: int = -1) -> Ticket:
-        """Start copies of flat tensors that belong to `layer` and may take a visit's time; weights go to that slot."""
+        """Start a chunked copy of flat tensors of `layer`; `slot` is the number of a weight slot."""
         self.nbytes += sum(target.nbytes for target, _ in copies)
         return self.lane.send_chunked(self.kind, layer, copies, slot)
 
 
 def _split_copies(copies: Sequence[Copy], pieces: int) -> list[list[Copy]]:
-    """Cut `copies` of flat tensors of one type into lists of about the same number of bytes."""
+    """Split copies of flat tensors of one dtype into pieces of about the same number of bytes."""
     if not copies or pieces < 2:
         return []
     edges = chunk_bounds(sum(target.numel() for target, _ in copies), copies[0][0].element_size(), pieces)
@@ -173,7 +166,7 @@ def _split_copies(copies: Sequence[Copy], pieces: int) -> list[list[Copy]]:
 
 
 def _slice_copies(copies: Sequence[Copy], start: int, stop: int) -> list[Copy]:
-    """Take elements `start` to `stop` of `copies`, counted through all of them."""
+    """Return elements `start` to `stop` of `copies`, counted through all of them."""
     parts, passed = [], 0
     for target, source in copies:
         a, b = max(start - passed, 0), min(stop - passed, target.numel())

@@ -1,8 +1,7 @@
-"""Notice reads of a tensor that bypass PyTorch's dispatcher: Python numbers and NumPy views.
+"""Notification of tensor reads that bypass PyTorch's dispatcher: Python numbers and NumPy views.
 
-A dispatch mode does not see `tolist` or `numpy`, and a function mode would: but code that looks for function modes
-(nn.TransformerEncoder) takes another path under one, with other bits. So the methods themselves are wrapped, as long as
-anybody wants to know.
+A dispatch mode does not intercept `tolist` or `numpy`. A function mode does, but under one nn.TransformerEncoder takes another
+path, with other bits. So the methods themselves are wrapped while a hook is registered.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ import torch
 _RAW_READS = ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr")
 _lock = threading.Lock()
 _hooks: list[Callable[[torch.Tensor], None]] = []
-_originals: dict[str, Any] = {}  # what torch.Tensor itself defines; the rest it inherits
+_originals: dict[str, Any] = {}  # methods that torch.Tensor itself defines; it inherits the rest
 
 
 @contextmanager
 def raw_read_hook(hook: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Call `listener` with every tensor that is about to be read in such a way, in any thread."""
+    """Call `hook` with every tensor about to be read in such a way, in any thread, within the block."""
     with _lock:
         _hooks.append(hook)
         if len(_hooks) == 1:
@@ -54,9 +53,9 @@ def _unwrap() -> None:
 
 def _hooked(read: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(read)
-    def reader(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        for listener in tuple(_hooks):  # a copy: passes in other threads come and go
-            listener(tensor)
+    def hooked_read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        for hook in tuple(_hooks):  # a copy: other threads add and remove hooks
+            hook(tensor)
         return read(tensor, *args, **kwargs)
 
-    return reader
+    return hooked_read

@@ -1,7 +1,7 @@
-"""Who may read what: every operation of shell code, and of backward through it, is seen before it runs.
+"""Dispatch mode that fetches offloaded tensors before shell code, or backward through it, reads them.
 
-An emptied storage that is read would end the process, and another micro-batch's value would train the model wrongly. So
-what is away is brought back first, and what was made for another micro-batch is refused.
+Reading an emptied storage would crash the process, and reading another micro-batch's value would train the model wrongly. So
+the first are fetched and the second refused.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from l2l_core.step.traffic.storage_tracker import TrackedStorage
 
 
 class StashMode(TorchDispatchMode):
-    """Sees every operation that runs while it is on: what it reads is brought back first, what it makes is noted.
+    """Before each operation, fetches the tensors that it reads; after it, tracks the tensors that it makes.
 
     Args:
-        stash: brings what is away.
-        order: told of what shell code does to buffers.
+        stash: fetches tensors.
+        buffer_order: records reads and writes of buffers by shell code.
     """
 
     def __init__(self, stash: Stash, buffer_order: BufferOrder) -> None:
@@ -35,7 +35,7 @@ class StashMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code shall be what it is in plain training; of what runs in it, the watch sees what PyTorch runs."""
+        """Keep compiled code as it is in plain training; the mode gets the operations that PyTorch runs in it."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,98 +47,97 @@ class StashMode(TorchDispatchMode):
 
     @property
     def is_active_in_shell(self) -> bool:
-        """Whether shell code is at work that may read what is not on the device."""
+        """Whether shell code runs that may read offloaded tensors."""
         return self.stash.offloads and self.current_turn.in_shell and not self.current_turn.in_compiled_region
 
     @property
     def needed_in_shell(self) -> bool:
-        """Whether shell code must run under the watch."""
+        """Whether shell code must run under this mode."""
         return self.stash.needs_watch or bool(self._buffer_order)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
     def _prepare_reads(self, func: Any, reads: dict[int, torch.Tensor], args: Sequence[Any]) -> None:
-        """An operation is about to read these storages."""
-        here, stash, images = self.current_turn, self.stash, self._tracker
-        if here.in_forward and here.in_shell and self._buffer_order:
-            self._buffer_order.record_operation(here.k, func, reads, args)
-        if stash.metering and here.in_forward and (changed := written_by(func, args) & images.weight_keys):
-            raise RuntimeError(weights_changed_message(here.reader, reads[changed.pop()]))
-        known = [key for key in reads if key in images.storages]
-        if not known:
+        """Check and fetch the storages that an operation is about to read."""
+        turn, stash, tracker = self.current_turn, self.stash, self._tracker
+        if turn.in_forward and turn.in_shell and self._buffer_order:
+            self._buffer_order.record_operation(turn.k, func, reads, args)
+        if stash.metering and turn.in_forward and (changed := written_by(func, args) & tracker.weight_keys):
+            raise RuntimeError(weights_changed_message(turn.reader, reads[changed.pop()]))
+        tracked_keys = [key for key in reads if key in tracker.storages]
+        if not tracked_keys:
             return
-        if stash.metering and here.k != NO_MICRO_BATCH and here.in_forward:
-            self._check_reads(known, reads)
-        moved = [h for key in known if not (h := images.storages[key]).on_device or h.in_transit]
+        if stash.metering and turn.k != NO_MICRO_BATCH and turn.in_forward:
+            self._check_reads(tracked_keys, reads)
+        moved = [h for key in tracked_keys if not (h := tracker.storages[key]).on_device or h.in_transit]
         if moved:
             stash.restore([(s, h) for h in moved if (s := h.ref()) is not None])
         if func._schema.is_mutable:
-            for held in (images.storages[key] for key in known):
-                if held.ticket is not None:
-                    held.ticket.wait()  # it may still be leaving, though it stays
-                held.dirty = True
+            for tracked in (tracker.storages[key] for key in tracked_keys):
+                if tracked.ticket is not None:
+                    tracked.ticket.wait()  # a copy may still read it
+                tracked.dirty = True
 
     def track_outputs(self, out: Any, reads: dict[int, torch.Tensor]) -> None:
-        """An operation has made `out` of what it has read."""
+        """Track the results `out` of an operation that read `reads`."""
         if not self.stash.needs_watch:
             return
-        here, images = self.current_turn, self._tracker
-        # What a layer or backward makes is counted, but part of no image before it crosses to the shell (`hold`).
-        k = here.k if here.in_shell and here.in_forward else NO_MICRO_BATCH
+        turn, tracker = self.current_turn, self._tracker
+        # Results of layers and of backward are counted, but belong to no stash before the shell gets them (`Stash.track`).
+        k = turn.k if turn.in_shell and turn.in_forward else NO_MICRO_BATCH
         for tensor in _tensors_in(out):
             storage = tensor.untyped_storage()
-            key = storage._cdata
-            is_new = key not in reads and key not in images.storages
+            is_new = storage._cdata not in reads and storage._cdata not in tracker.storages
             if is_new and self.stash.is_on_device(tensor) and not tensor._is_zerotensor():
-                images.add(storage, k, "activations", exact=self.stash.metering)
+                tracker.add(storage, k, "activations", exact=self.stash.metering)
 
-    # -- whose it is ---------------------------------------------------------------------------------------------------
+    # -- ownership -----------------------------------------------------------------------------------------------------
 
     def check_guarded_read(self, tensor: torch.Tensor, made_by: int) -> None:
-        """Somebody is about to do something with a tensor that micro-batch `maker` has made and left.
+        """Check and fetch a guarded tensor that is about to be used; micro-batch `made_by` made it.
 
         Raises:
-            RuntimeError: another micro-batch, or a layer that was not given it.
+            RuntimeError: another micro-batch uses it, or a layer that did not get it as an argument.
         """
-        key, here = storage_key(tensor), self.current_turn
-        is_given = made_by == here.k and (here.layer_inputs is None or key in here.layer_inputs)
-        if here.k != NO_MICRO_BATCH and not is_given:
-            mark = tensor._relay_aside  # type: ignore[attr-defined]
-            if made_by > 0 or mark.is_replaced:  # what the first one leaves, and no other replaces, may be a table
+        key, turn = storage_key(tensor), self.current_turn
+        is_allowed = made_by == turn.k and (turn.layer_inputs is None or key in turn.layer_inputs)
+        if turn.k != NO_MICRO_BATCH and not is_allowed:
+            mark = vars(tensor)["_relay_guard"]  # set by TensorGuard
+            if made_by > 0 or mark.is_replaced:  # a tensor that only the first micro-batch makes may be a table
                 raise RuntimeError(self._foreign_message(tensor, made_by))
-            mark.is_shared = here.k != made_by
+            mark.is_shared = turn.k != made_by
             if key in self._tracker.storages:
                 self._tracker.keep_on_device(self._tracker.storages[key])
         self.stash.restore_tensor(tensor)
 
-    def _check_reads(self, known: list[int], reads: dict[int, torch.Tensor]) -> None:
-        """Refuse what another micro-batch has made and left; what the first one left stays: it may be a table."""
-        given = self.current_turn.layer_inputs or set()
-        for held, tensor in ((self._tracker.storages[key], reads[key]) for key in known if key not in given):
-            if held.made_by == NO_MICRO_BATCH or self._is_own(held):
+    def _check_reads(self, tracked_keys: list[int], reads: dict[int, torch.Tensor]) -> None:
+        """Refuse tensors of other micro-batches; those of the first one stay on the device, as they may be tables."""
+        inputs = self.current_turn.layer_inputs or set()
+        for tracked, tensor in ((self._tracker.storages[key], reads[key]) for key in tracked_keys if key not in inputs):
+            if tracked.made_by == NO_MICRO_BATCH or self._is_own(tracked):
                 continue
-            if held.made_by > 0:
-                raise RuntimeError(self._foreign_message(tensor, held.made_by))
-            self._tracker.keep_on_device(held)
+            if tracked.made_by > 0:
+                raise RuntimeError(self._foreign_message(tensor, tracked.made_by))
+            self._tracker.keep_on_device(tracked)
 
-    def _is_own(self, storage: TrackedStorage) -> bool:
-        here = self.current_turn
-        return storage.made_by == here.k and (
-            here.in_shell or (storage.k == NO_MICRO_BATCH and storage.owner == here.owner)
+    def _is_own(self, tracked: TrackedStorage) -> bool:
+        turn = self.current_turn
+        return tracked.made_by == turn.k and (
+            turn.in_shell or (tracked.k == NO_MICRO_BATCH and tracked.owner == turn.owner)
         )
 
     def _foreign_message(self, tensor: torch.Tensor, made_by: int) -> str:
         return (
-            f"{self.current_turn.reader} reads a tensor of shape {tuple(tensor.shape)} that was made for micro-batch {made_by} and not "
-            "passed as an argument (left on an attribute or in a shared container?). Micro-batches take turns, so it "
-            "may be another micro-batch's value. Pass it as an argument of the layer, or return it"
+            f"{self.current_turn.reader} reads a tensor of shape {tuple(tensor.shape)} that was made for micro-batch {made_by} "
+            "and not passed as an argument (left on an attribute or in a shared container?). Micro-batches take turns, so "
+            "it may be another micro-batch's value. Pass it as an argument of the layer, or return it"
         )
 
 
 def _tensors_in(*trees: Any) -> list[torch.Tensor]:
-    """List the tensors among an operation's arguments or results, in order; of sparse ones indices and values."""
+    """Return the tensors among an operation's arguments or results, in order; sparse ones as indices and values."""
     found: list[torch.Tensor] = []
-    for tree in trees:  # a loop and no generator: every operation that is watched comes by here
+    for tree in trees:  # a loop and no generator, since it runs for every operation under the mode
         if isinstance(tree, torch.Tensor):
             if tree.layout is torch.strided:
                 found.append(tree)

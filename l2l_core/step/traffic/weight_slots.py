@@ -1,8 +1,8 @@
 """Weight slots on the device, and loads that run ahead of compute.
 
-The plan is the list of visits still to come: forward as predicted from the last step, then the same layers in reverse.
-While one layer computes, the next `ahead` of the plan are loading. A slot is reused for the layer whose next visit is
-farthest away, so at the turn the last layers of forward are still there when backward begins.
+The plan is the list of remaining visits: forward as predicted from the last step, then the same layers in reverse order.
+While a layer computes, the next `ahead` layers of the plan are loaded. A load takes the slot of the layer whose next visit is
+farthest away, so the last layers of forward are still in their slots when backward begins.
 """
 
 from __future__ import annotations
@@ -21,26 +21,23 @@ from l2l_core.schedule_rules import weight_slots
 from l2l_core.step.traffic.compute_clock import ComputeClock
 
 
+@dataclass(eq=False, slots=True)
 class SlotStay:
-    """A layer's time in one slot.
+    """The time for which a layer's weights occupy a slot.
 
     Attributes:
-        is_over: whether the slot was given to another layer. What a graph has saved of the weights is that layer's then, and
-            no version counter tells: whoever keeps a graph asks here.
+        is_over: whether another layer has the slot. A kept graph then has that layer's weights among its saved tensors, and no
+            version counter shows it: check this before its backward.
     """
 
-    __slots__ = ("is_over",)
-
-    def __init__(self) -> None:
-        self.is_over = False
+    is_over: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class WeightSlot:
-    """A device buffer that holds one layer's weights.
+    """A device buffer for the weights of one layer.
 
-    Invariant: `unit` is the layer whose weights are in `flat`, or on their way there until `ticket` is done; `lent` is what
-    that load still reads. `seen_as` is what has been asked for by `views`.
+    Invariant: `flat` holds the weights of `unit`, or will when `ticket` is done; that load reads the `borrowed` blocks.
     """
 
     number: int
@@ -52,7 +49,7 @@ class WeightSlot:
     view_cache: dict[tuple[Layout, ...], list[torch.Tensor]] = field(default_factory=dict)
 
     def views(self, unit: Unit) -> list[torch.Tensor]:
-        """See the slot as the parameters of a unit; layers of one layout share the views."""
+        """Return the unit's parameters as views of the slot; layers of one layout share them."""
         layouts = tuple(block.layout for block in unit.blocks)
         if layouts not in self.view_cache:
             self.view_cache[layouts] = unit.views(self.flat[: unit.numel])
@@ -60,19 +57,18 @@ class WeightSlot:
 
 
 class Prefetch:
-    """`ahead + 1` slots for the layers of one step, and as many more as layers shall stay.
+    """Weight slots and their loads: `ahead + 1` slots, and `resident` further ones.
 
     Args:
-        device: where the slots are.
         numel: elements of the largest layer.
-        ahead: how many layers are loaded ahead of the one that computes.
-        load: issues the copies of one layer to the slot of a number, and returns their ticket.
-        clock: of compute, which may have to wait for a load.
-        shell: parameters of the shell, and where they are on the device; a layer may share one.
-        place: lends what a load copies from.
+        ahead: number of layers loaded ahead of the one that computes.
+        load: starts the copies of a layer to the slot with a number, and returns their ticket.
+        clock: of compute, which may be stalled.
+        shell: device tensors of the shell's parameters; a layer may share some.
+        weight_source: lends the host buffers that loads read.
         dtype: of the weights on the device; a load casts.
-        visiting: entered for the length of a visit, when the weights are there; brings the layer's buffers.
-        resident: slots besides those that streaming needs.
+        on_visit: context of each visit, entered when the weights are loaded; it loads the layer's buffers.
+        resident: number of further slots.
     """
 
     def __init__(
@@ -98,20 +94,18 @@ class Prefetch:
         self._position = 0
 
     def begin(self, plan: Sequence[Unit]) -> None:
-        """Start a step whose visits are expected to be `plan`; what earlier steps left in the slots is old."""
-        for slot in self.slots:
-            slot.unit = None
-        self._plan, self._position = list(plan), 0
+        """Set the expected visits."""
+        self._plan = list(plan)
 
     def replan(self, rest: Sequence[Unit]) -> None:
-        """Say what comes after the visit that just ended, as soon as it is known better than predicted."""
+        """Replace the visits after the one that just ended."""
         self._plan[self._position :] = rest
 
     @contextmanager
     def visit(self, unit: Unit) -> Iterator[SlotStay]:
-        """Let `unit` compute: its weights are in a slot and its parameters point there until the block ends.
+        """Point the unit's parameters to a slot with its weights, within the block.
 
-        Yields the layer's stay in that slot, which may go on after the block.
+        Yields the layer's stay in the slot, which may last longer than the block.
         """
         self._advance_to(unit)
         rest = self._plan[self._position : self._position + self._ahead + 2]
@@ -135,27 +129,22 @@ class Prefetch:
             self._position += 1
 
     def _set_params(self, unit: Unit, views: Sequence[torch.Tensor]) -> None:
-        """Let a unit's parameters be `views`; what the shell has too is read there, since its code may keep a view."""
+        """Point the unit's parameters to `views`; those shared with the shell stay there, as its code may keep views."""
         if any(block.shared for block in unit.blocks):
             views = [self._shell.get(param, view) for param, view in zip(unit.params, views, strict=True)]
         unit.set_data(views)
 
-    def drain(self) -> None:
-        """Wait for loads that are still on their way."""
+    def close(self) -> None:
+        """Abandon loads in progress and release the slots."""
         for slot in self.slots:
             self._abandon_load(slot)
-            slot.unit = slot.ticket = None
-
-    def close(self) -> None:
-        """Give the slots' bytes back."""
-        self.drain()
         self._device.ledger.release("weights", "slots", self._nbytes)
         for slot in self.slots:
             self._device.recycle(slot.flat)
         self.slots.clear()
 
     def _advance_to(self, unit: Unit) -> None:
-        """Move along the plan to `unit`; a visit that was not expected is put in."""
+        """Move to the next visit of `unit` in the plan; insert one if none is expected."""
         try:
             self._position = self._plan.index(unit, self._position)
         except ValueError:
@@ -166,8 +155,8 @@ class Prefetch:
 
     def _start_load(self, unit: Unit, keep: Sequence[Unit]) -> None:
         free = [slot for slot in self.slots if slot.unit not in keep]
-        slot = max(free, key=self._next_use)  # Belady: what is wanted last goes first, and the plan knows the future
-        self._abandon_load(slot)  # perhaps a load that nobody came for
+        slot = max(free, key=self._next_use)  # Belady: evict the layer needed last
+        self._abandon_load(slot)  # of a layer that was loaded and not visited
         slot.stay.is_over = True
         slot.unit, slot.stay, copies = unit, SlotStay(), []
         for target, block in zip(unit.ranges(slot.flat[: unit.numel]), unit.blocks, strict=True):
@@ -189,5 +178,5 @@ class Prefetch:
     def _next_use(self, slot: WeightSlot) -> int:
         rest = self._plan[self._position :]
         if slot.unit is None:
-            return len(rest) + 1  # before one whose layer the plan does not have: it may compute until the step ends
+            return len(rest) + 1  # before a layer outside of the plan, which may compute until the step ends
         return rest.index(slot.unit) if slot.unit in rest else len(rest)
