@@ -1,14 +1,14 @@
-"""A CUDA GPU as the relay's device: three streams, and host memory that it copies to and from at full speed.
+"""A CUDA GPU as the relay's device: three streams and pinned host memory.
 
-    compute   whatever stream is current while the relay runs
-    h2d, d2h  one stream of our own per direction
+    compute   the stream that is current while the relay runs
+    h2d, d2h  one separate stream per direction
 
-    issue: the copy stream waits for compute as issued so far [1], copies, and records an event [2]
-    wait:  the compute stream waits for that event [3]; the host goes on
+    issue: the copy stream waits for the compute issued so far [1], copies, and records an event [2]
+    wait:  the compute stream waits for that event [3]; the host continues
     join:  the host waits for that event
 
-The host runs ahead of the GPU and waits for nothing except where its own code reads a result. Times of events are those
-of the GPU, brought to the axis of `time.perf_counter`; they reach their trace when the event is seen to be over.
+The host runs ahead of the GPU and waits only where its code reads a result. Event times are measured by the GPU, converted to
+`time.perf_counter`, and delivered to the trace when the event is found to be complete.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -29,7 +29,7 @@ from l2l_core.devices.device import Copy, Device, RecordFn, Ticket
 from l2l_core.devices.ledger import Ledger
 from l2l_core.devices.pinned_memory import PinnedMemory
 
-_POLL_S = 2e-3  # how often finished events are looked for while a pass runs
+_POLL_S = 2e-3  # interval between checks for finished events during a pass
 
 
 class _CudaTicket:
@@ -49,10 +49,9 @@ class _CudaTicket:
 
 @dataclass(slots=True)
 class _PendingEvent:
-    """An event of the trace whose end has not been seen yet.
+    """An event of the trace that is not known to be complete.
 
-    Invariant: what the host side of a copy is made of stays allocated until then. (The device side need not be held: the
-    allocator was told which stream uses it.)
+    Keeps the host tensors of a copy allocated until then. Device tensors are protected by `record_stream`.
     """
 
     begun: Any
@@ -62,32 +61,32 @@ class _PendingEvent:
 
 
 class _CudaClock:
-    """Places CUDA events on the axis of `time.perf_counter`."""
+    """Converts CUDA events to the time of `time.perf_counter`."""
 
     def __init__(self, cuda: Any, stream: Any) -> None:
         self._zero: Any = None
         self._zero_s, least_s = 0.0, math.inf
-        for _ in range(4):  # the first is slow; the quickest is the most exact
+        for _ in range(4):  # the first is slow; the quickest is the most accurate
             event = cuda.Event(enable_timing=True)
             before_s = time.perf_counter()
             event.record(stream)
             event.synchronize()
             took_s = time.perf_counter() - before_s
-            if took_s < least_s:  # rather a little early than late: what the host does after an event, comes after it
+            if took_s < least_s:  # early rather than late, so that later host times stay later
                 self._zero, self._zero_s, least_s = event, before_s, took_s
 
     def seconds(self, event: Any) -> float:
-        """Say when a finished event was recorded, to 1e-7 of the time since the zero (CUDA counts in float32)."""
+        """Return the time of a finished event, to 1e-7 of the time since the zero (CUDA counts in float32)."""
         return self._zero_s + self._zero.elapsed_time(event) / 1e3
 
 
 class CudaDevice(Device):
-    """A GPU.
+    """A CUDA GPU.
 
     Args:
         device: "cuda" (PyTorch's current one), "cuda:n" or n.
-        memory_bytes: budget of the ledger, checked when something is booked; None for what the GPU has. What PyTorch
-            itself keeps (workspaces of libraries, rounding to 512 bytes, fragments) is not in the ledger.
+        memory_bytes: budget of the ledger, checked at every booking; None for no limit but the GPU's memory. The ledger leaves
+            out PyTorch's overhead (workspaces of libraries, rounding to 512 bytes, fragmentation).
 
     Raises:
         ValueError: no such GPU, or a budget that is not positive.
@@ -111,13 +110,13 @@ class CudaDevice(Device):
     def __repr__(self) -> str:
         return f"CudaDevice({str(self.torch_device)!r}, memory_bytes={self.memory_bytes})"
 
-    # -- what a test can replace to run without a GPU ------------------------------------------------------------------
+    # -- replaced by tests that run without a GPU ----------------------------------------------------------------------
 
     def _runtime(self) -> Any:
         return torch.cuda
 
     def _resolve(self, device: str | int) -> torch.device:
-        """Return the device with its index; CUDA is initialised: random states include its generator from now on."""
+        """Return the device with its index, and initialise CUDA so that random states include its generator."""
         try:
             found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         except RuntimeError:
@@ -141,9 +140,8 @@ class CudaDevice(Device):
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         """Enqueue one copy on `stream`, which is current.
 
-        The allocator may hand out the memory of a tensor as soon as nobody on the host holds it, in the belief that all
-        work on it was issued to the stream that it was allocated on. `record_stream` corrects that: memory that is freed
-        (or a storage that is emptied) while copies on `stream` are under way is kept until they are over.
+        The allocator reuses a tensor's memory once the host drops it, assuming that all work on it was issued to the stream of
+        its allocation. `record_stream` delays the reuse until the copies on `stream` are complete.
         """
         target.copy_(source, non_blocking=True)
         for tensor in (target, source):
@@ -151,29 +149,26 @@ class CudaDevice(Device):
                 tensor.record_stream(stream)
 
     def _clear_error(self) -> None:
-        try:
+        with suppress(RuntimeError):  # the error of the call before, reported once more
             torch.zeros(1, device=self.torch_device)
-        except RuntimeError:
-            pass  # the error of the call before, reported once more
 
-    # -- verbs ---------------------------------------------------------------------------------------------------------
+    # -- interface of Device -------------------------------------------------------------------------------------------
 
     def current(self) -> AbstractContextManager[object]:
         return self._cuda.device(self.torch_device)
 
     def compute_stream(self) -> Any:
-        """Return the stream that layers run on: the caller's current one. By way of autograd, backward has it too."""
+        """Return the stream that layers run on: the caller's current one, which autograd also uses for backward."""
         return self._cuda.current_stream(self.torch_device)
 
     def free_bytes(self) -> int:
         free, _ = self._cuda.mem_get_info(self.torch_device)
-        # What PyTorch's allocator holds and nobody uses can be had too.
-        idle = self._cuda.memory_reserved(self.torch_device) - self._cuda.memory_allocated(self.torch_device)
-        return int(free + idle)
+        cached = self._cuda.memory_reserved(self.torch_device) - self._cuda.memory_allocated(self.torch_device)
+        return int(free + cached)
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of host memory that are pinned now."""
+        """Bytes of host memory pinned now."""
         return self._pinned.nbytes
 
     def host_empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -191,13 +186,13 @@ class CudaDevice(Device):
     ) -> Ticket:
         stream, compute = self._stream(lane), self.compute_stream()
         self._start_clock()
-        # Blocking: a thread that joins sleeps meanwhile, and leaves its core to others.
+        # Blocking: a thread that joins sleeps and leaves its core to others.
         begun, done = self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True, blocking=True)
         shown = self._cuda.nvtx.range_start(label)
-        with no_dispatch(), self._cuda.stream(stream):  # the dispatch modes of a forward are not to see engine's copies
-            stream.wait_stream(compute)  # [1] what is read has been computed; what is overwritten has been read
+        with no_dispatch(), self._cuda.stream(stream):  # hide the engine's copies from dispatch modes
+            stream.wait_stream(compute)  # [1] sources are computed, and old values of targets read
             if after is not None:
-                stream.wait_event(after.done)  # type: ignore[attr-defined]  # a ticket of this device
+                stream.wait_event(cast("_CudaTicket", after).done)
             begun.record(stream)
             for target, source in copies:
                 assert target.dtype == source.dtype, f"{label}: {source.dtype} to {target.dtype}; copies do not cast"
@@ -227,18 +222,18 @@ class CudaDevice(Device):
         self.compute_stream().synchronize()
         for stream in self._streams.values():
             stream.synchronize()
-        self._deliver_events(all_over=True)
-        self._clock = None  # a fresh one per pass: events are timed in float32, from its zero
+        self._deliver_events(all_complete=True)
+        self._clock = None  # a new one per pass, since float32 loses accuracy over time
         self._pinned.end_pass()
 
     def close(self) -> None:
-        """Wait for everything and unpin host memory; masters stay valid as ordinary memory."""
+        """Wait for all work and unpin host memory; masters stay valid as ordinary memory."""
         try:
             self.synchronize()
         finally:
             self._streams.clear()
-            for outstanding in self._pending.values():
-                outstanding.clear()
+            for pending in self._pending.values():
+                pending.clear()
             with self.current():
                 self._pinned.close()
 
@@ -255,20 +250,20 @@ class CudaDevice(Device):
             with self.current():
                 self._clock = _CudaClock(self._cuda, self._stream("h2d"))
 
-    def _deliver_events(self, all_over: bool = False) -> None:
-        """Hand over the events that have ended, lane by lane in order; often called, and cheap when called often.
+    def _deliver_events(self, all_complete: bool = False) -> None:
+        """Deliver the completed events, lane by lane in order; cheap when called often.
 
-        Copies are issued by the relay's thread and, where backward touches the stash, by autograd's.
+        Called from the relay's thread and, where backward touches the stash, from autograd's.
         """
         now_s = time.perf_counter()
-        # Whoever finds another thread at it leaves the events to that one, which delivers them in order.
-        if (now_s < self._next_poll_s and not all_over) or not self._delivering.acquire(blocking=all_over):
+        # A thread that already delivers keeps doing so, in order; this one returns.
+        if (now_s < self._next_poll_s and not all_complete) or not self._delivering.acquire(blocking=all_complete):
             return
         try:
             self._next_poll_s = now_s + _POLL_S
-            for outstanding in self._pending.values():
-                while outstanding and (all_over or outstanding[0].done.query()):
-                    event = outstanding.popleft()
+            for pending in self._pending.values():
+                while pending and (all_complete or pending[0].done.query()):
+                    event = pending.popleft()
                     assert self._clock is not None
                     event.record(self._clock.seconds(event.begun), self._clock.seconds(event.done))
         finally:

@@ -1,4 +1,4 @@
-"""Devices by the names that PyTorch gives them."""
+"""Devices by PyTorch's names for them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from l2l_core.devices.emulated import EmulatedDevice
 
 
 def resolve_device(device: str | Device) -> Device:
-    """Make a device from its name: "auto" (a GPU if there is one), "cpu" (emulated, without limits), or "cuda[:n]".
+    """Return the device called "auto" (a GPU if available), "cpu" (emulated, without limits), or "cuda[:n]".
 
     Raises:
-        ValueError: no such device here.
+        ValueError: no such device on this machine.
         TypeError: neither a name nor a Device.
     """
     if isinstance(device, Device):

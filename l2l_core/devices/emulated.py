@@ -1,7 +1,7 @@
-"""A device emulated on the CPU: real computation, an arena of its own with a byte budget, real copies over a stated link.
+"""A device emulated on the CPU: real computation, a memory budget, and copies delayed to a given bandwidth.
 
-Copies run on one thread per direction, or in the caller's where nothing is to overlap, in real time: a copy takes at least its
-latency plus bytes over bandwidth. What it is not: a model of a GPU's arithmetic. Compute runs at the speed of this CPU.
+A copy takes at least latency plus bytes over bandwidth, in real time. Copies run on one thread per direction, or in the caller's
+thread if nothing overlaps with them. Compute runs at the speed of this CPU; a GPU's arithmetic is not modelled.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ _INLINE = InlineExecutor(NoTorchModes)
 
 
 class _CopyTicket:
-    """A copy that somebody has been asked for."""
-
     def __init__(self, job: FutureLike) -> None:
         self._job = job
 
@@ -38,16 +36,16 @@ class _CopyTicket:
 
 
 class EmulatedDevice(Device):
-    """CPU memory set apart as a device, behind a link.
+    """CPU memory with a budget, used as a device behind a link.
 
     Args:
         memory_bytes: budget of the device; None for no limit.
-        h2d_bytes_per_s: bandwidth to the device; None for as fast as memory copies.
+        h2d_bytes_per_s: bandwidth to the device; None for the speed of a memory copy.
         d2h_bytes_per_s: bandwidth from the device, independent of the other direction.
         latency_s: fixed cost of every copy, in seconds.
 
     Raises:
-        ValueError: a figure that is not positive (latency may be 0).
+        ValueError: a figure is not positive (the latency may be 0).
     """
 
     in_host_memory = True
@@ -71,7 +69,7 @@ class EmulatedDevice(Device):
         self.torch_device = torch.device("cpu")
         self.ledger = Ledger("device", f"The {self.name}", memory_bytes)
         self._lanes: dict[str, ThreadPoolExecutor] = {}
-        self._free_buffers: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)  # free buffers
+        self._free_buffers: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
 
     def __repr__(self) -> str:
         return (
@@ -88,12 +86,9 @@ class EmulatedDevice(Device):
         }
 
     def throttle(
-        self,
-        h2d_bytes_per_s: float | None = None,
-        d2h_bytes_per_s: float | None = None,
-        latency_s: float = 0.0,
+        self, h2d_bytes_per_s: float | None = None, d2h_bytes_per_s: float | None = None, latency_s: float = 0.0
     ) -> None:
-        """Give the link new figures, as in the constructor; copies that have begun keep the old ones."""
+        """Change the figures of the link, as in the constructor; copies that have begun keep the old ones."""
         checked = EmulatedDevice(None, h2d_bytes_per_s, d2h_bytes_per_s, latency_s)
         self.bytes_per_s, self.latency_s = checked.bytes_per_s, latency_s
 
@@ -116,8 +111,8 @@ class EmulatedDevice(Device):
         label: str = "",
         overlaps: bool = True,
     ) -> Ticket:
-        hands: Executor = self._thread(lane) if overlaps else _INLINE
-        return _CopyTicket(hands.submit(self._run, lane, list(copies), record, after))
+        executor: Executor = self._thread(lane) if overlaps else _INLINE
+        return _CopyTicket(executor.submit(self._run, lane, list(copies), record, after))
 
     def _thread(self, lane: str) -> ThreadPoolExecutor:
         if lane not in self._lanes:
@@ -127,12 +122,10 @@ class EmulatedDevice(Device):
     def _run(self, lane: str, copies: list[Copy], record: RecordFn, after: Ticket | None) -> None:
         if after is not None:
             after.join()
-        start_s = time.perf_counter()
+        start_s, bytes_per_s = time.perf_counter(), self.bytes_per_s[lane]
         nbytes = sum(target.copy_(source).nbytes for target, source in copies)
-        bytes_per_s = self.bytes_per_s[lane]
-        until_s = start_s + self.latency_s + (nbytes / bytes_per_s if bytes_per_s else 0.0)
-        sleep_until(until_s)
-        copies.clear()  # the thread holds on to them a while longer, and what waits for the copy may count the bytes
+        sleep_until(start_s + self.latency_s + (nbytes / bytes_per_s if bytes_per_s else 0.0))
+        copies.clear()  # the thread keeps its arguments a while longer; the tensors must be free when the wait ends
         record(start_s, time.perf_counter())
 
     def start_timer(self, record: RecordFn, label: str = "") -> Callable[[], None]:

@@ -1,7 +1,8 @@
-"""Threads on which devices and the EPS work, one thing after the other; or the caller's own, where nothing is to overlap."""
+"""Threads that run submitted work in order, or an executor that runs it in the caller's thread."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,28 +19,27 @@ from l2l_core._torch import (
     push_dispatch_mode,
     push_function_mode,
 )
-from l2l_core.devices.fork_guard import ForkGuard
 
 
 class FutureLike(Protocol):
-    """Work that was submitted; a `Future` is one."""
+    """Submitted work; a `concurrent.futures.Future` qualifies."""
 
     def result(self) -> Any:
-        """Wait for it; raise what it raised."""
+        """Wait for the work; return its result or raise its error."""
+        ...
 
     def exception(self) -> BaseException | None:
-        """Wait for it; return what it raised."""
+        """Wait for the work; return its error."""
+        ...
 
 
 class Executor(Protocol):
-    """Who does what is submitted, in order; an `Executor` is one."""
+    """Runs submitted functions in order; a `concurrent.futures.Executor` qualifies."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> FutureLike: ...
 
 
 class _FinishedFuture:
-    """A job that is over."""
-
     def __init__(self, value: Any, error: Exception | None) -> None:
         self._value, self._error = value, error
 
@@ -53,19 +53,19 @@ class _FinishedFuture:
 
 
 class InlineExecutor:
-    """The caller's own hands: what is submitted is done before `submit` returns, on as many cores as compute has.
+    """Executor that runs the work in `submit`, in the caller's thread and with all its cores.
 
-    For whoever would wait for it anyway. A thread would take a core of two that compute shares, and turns for Python's lock.
+    Used where the caller would wait anyway: a thread would compete with compute for cores and for the interpreter lock.
 
     Args:
-        state: entered meanwhile, so that the work meets nothing of what the caller's thread stands in.
+        context: returns a context entered around the work, so that the caller's modes do not affect it.
     """
 
     def __init__(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
         self._context = context
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> FutureLike:
-        """Do it; what it raises is for whoever waits, as with a thread."""
+        """Run the function now; its error is raised by the future's `result`."""
         try:
             with self._context():
                 return _FinishedFuture(fn(*args), None)
@@ -74,10 +74,10 @@ class InlineExecutor:
 
 
 class NoTorchModes(AbstractContextManager[None]):
-    """Shows operations in the block to no mode in force: to none of the user's, and none of the engine's.
+    """Context that hides operations from all active torch modes, the user's and the engine's.
 
-    There is one at every copy, and a generator would take three times as long. PyTorch's own guards are not for this: they
-    take the operations of tensor subclasses away with the modes.
+    A class because it is entered at every copy, where a generator would take three times as long. PyTorch's own guards do not
+    fit: they also disable tensor subclasses.
     """
 
     def __enter__(self) -> None:
@@ -91,29 +91,45 @@ class NoTorchModes(AbstractContextManager[None]):
             push_dispatch_mode(mode)
 
 
-class _SerialExecutor(ThreadPoolExecutor):
-    """One thread, of the process that made it."""
+class ForkGuard:
+    """Detects use of a thread-owning object in a forked child, where a wait for its threads would never end."""
 
+    __slots__ = ("_id",)
+
+    def __init__(self) -> None:
+        self._id = os.getpid()
+
+    @property
+    def is_current(self) -> bool:
+        """False in a child that was forked since."""
+        return os.getpid() == self._id
+
+    def check(self, what: str) -> None:
+        """Raise RuntimeError if this is not the process that made `what`."""
+        if not self.is_current:
+            raise RuntimeError(
+                f"{what} was made in process {self._id}, and this is process {os.getpid()}, forked from it: the threads that "
+                "copy and update stayed behind. Make the relay in the process that trains: in one started by "
+                "multiprocessing.get_context('spawn'), or after the fork"
+            )
+
+
+class _SerialExecutor(ThreadPoolExecutor):
     def __init__(self, name: str) -> None:
         super().__init__(max_workers=1, thread_name_prefix=f"relay-{name}")
         self._name, self._fork_guard = name, ForkGuard()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """As in the base class.
-
-        Raises:
-            RuntimeError: in a process that was forked since.
-        """
         self._fork_guard.check(f"the device's or the relay's thread {self._name!r}")
         return super().submit(fn, *args, **kwargs)
 
 
 def serial_executor(name: str, cores: int = 1) -> ThreadPoolExecutor:
-    """Start one worker thread that runs what is submitted in order, each operation of PyTorch on `cores` cores.
+    """Start one worker thread that runs submitted work in order, each PyTorch operation on `cores` cores.
 
-    PyTorch counts its CPU threads per calling thread. A new thread takes the default at its first operation, whatever it
-    was told before, so it asks first and is told then. `set_num_threads` also changes the default for others, so the
-    caller's number is put back.
+    PyTorch counts CPU threads per calling thread, and a new thread takes the default at its first operation, overriding any
+    earlier setting; so the number is read first and then set. `set_num_threads` also changes the default for other threads, so
+    the caller's number is restored.
     """
     executor = _SerialExecutor(name)
     threads = torch.get_num_threads()
@@ -126,5 +142,5 @@ def serial_executor(name: str, cores: int = 1) -> ThreadPoolExecutor:
 def sleep_until(until_s: float) -> None:
     """Sleep until time.perf_counter() reaches `until_s`, to within tens of microseconds."""
     while (left_s := until_s - time.perf_counter()) > 0:
-        # A sleep ends up to tens of microseconds late (Linux lets timers slip by 50), so the last of it is spent awake.
+        # Linux ends a sleep up to 50 microseconds late, so the last part is a busy wait.
         time.sleep(left_s - 5e-5 if left_s > 1e-4 else 0.0)

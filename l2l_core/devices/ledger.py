@@ -1,7 +1,6 @@
-"""What fills a memory: bytes by category and owner, the budget, and the error when it is exceeded.
+"""Bytes in use in one memory, by category and owner, with a budget.
 
-A ledger books; it does not allocate. Every number in a memory chart, a forecast or an out-of-memory message is read
-from here.
+A ledger counts; it does not allocate. Memory charts, forecasts and out-of-memory messages read their numbers here.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 from l2l_core.trace import format_bytes
 
-_TRIED = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")  # PyTorch's words
+_TRIED = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")  # of PyTorch's message
 _BINARY_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -24,13 +23,13 @@ class DeviceOutOfMemory(MemoryError):
 
     Attributes:
         requested_bytes: size of the allocation that failed.
-        limit_bytes: the budget; without one, what was booked when the allocator gave up.
-        bytes_by_category: what filled the device at that moment.
-        requested_for: what for, and during what, in words; empty if the allocator did not say.
-        raised_s: the moment, as `time.perf_counter` has it.
-        remedy: the last lines of the message; a relay exchanges them for what it has found by trying.
-        settings: of `RelayConfig`, with which the step was found to fit, if any were.
-        least_bytes: the smallest budget that was found to fit, with whatever settings; None if none was looked for.
+        limit_bytes: the budget; without one, the bytes booked when the allocator failed.
+        bytes_by_category: bytes in use at that moment.
+        requested_for: purpose of the allocation and the activity, in words; empty if unknown.
+        raised_s: time of the error, in seconds of `time.perf_counter`.
+        remedy: last lines of the message; a relay replaces them with remedies that it has tried.
+        settings: fields of `RelayConfig` with which the step was found to fit, if any.
+        least_bytes: smallest budget found to fit, with any settings; None without a search.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class DeviceOutOfMemory(MemoryError):
 
     @property
     def missing_bytes(self) -> int:
-        """By how much the allocation was too large."""
+        """Bytes by which the allocation exceeded the budget."""
         return max(0, sum(self.bytes_by_category.values()) + self.requested_bytes - self.limit_bytes)
 
     def __str__(self) -> str:
@@ -62,13 +61,13 @@ class DeviceOutOfMemory(MemoryError):
 
 
 class Ledger:
-    """Bytes in use at one place ("device" or "host").
+    """Bytes in use in one memory ("device" or "host").
 
-    Invariant: the total equals the sum over categories and never exceeds `limit_bytes`. Booking is thread-safe: storages
-    may die, and so release their bytes, in any thread.
+    Invariant: the total equals the sum over categories and never exceeds `limit_bytes`. Booking is thread-safe: storages may die,
+    and so release their bytes, in any thread.
 
     Attributes:
-        changes: how often something was booked or released: who has looked since need not look again.
+        changes: number of bookings and releases; if unchanged, so is everything else.
     """
 
     def __init__(self, place: str, name: str, limit_bytes: int | None = None) -> None:
@@ -79,21 +78,18 @@ class Ledger:
         self.advise: Callable[[int], str] = lambda missing_bytes: ""
         self.activity: Callable[[], str] = lambda: ""
         self._owned: Counter[tuple[str, str]] = Counter()
-        self._sums: Counter[str] = Counter()  # by category, kept along, so that a sample costs the same at any depth
-        self._cached_categories: tuple[int, dict[str, int]] = (
-            0,
-            {},
-        )  # what `by_category` said last, and after how many changes
+        self._sums: Counter[str] = Counter()  # by category
+        self._cached_categories: tuple[int, dict[str, int]] = (0, {})  # value of `changes`, result of `by_category`
         self._high_water: dict[str, int] = {}
         self._high_water_total = -1
-        # Reentrant: the garbage collector may end a storage, which then releases, while this very thread books.
+        # Reentrant: the garbage collector may free a storage, which releases its bytes, while this thread books.
         self._lock = threading.RLock()
 
     def book(self, category: str, owner: str, nbytes: int) -> None:
-        """Count `nbytes` more.
+        """Add `nbytes` to a category and owner.
 
         Raises:
-            DeviceOutOfMemory: the budget does not allow it; nothing is booked.
+            DeviceOutOfMemory: the budget would be exceeded; nothing is booked.
         """
         with self._lock:
             if self.limit_bytes is not None and self.total + nbytes > self.limit_bytes:
@@ -107,10 +103,10 @@ class Ledger:
             self.peak = max(self.peak, self.total)
 
     def release(self, category: str, owner: str, nbytes: int) -> None:
-        """Count `nbytes` less."""
+        """Subtract `nbytes` from a category and owner."""
         with self._lock:
             if self.total == self._high_water_total and not self._high_water:
-                self._high_water = self.by_category()  # the categories of a peak are read only when it is left
+                self._high_water = self.by_category()  # copied only when the total leaves its peak
             left = self._owned[category, owner] - nbytes
             assert left >= 0, f"{self.place}: {category} of {owner} released twice ({left} bytes)"
             self._owned[category, owner] = left
@@ -121,7 +117,7 @@ class Ledger:
             self.changes += 1
 
     def move(self, category: str, owner: str, to_category: str, to_owner: str, nbytes: int) -> None:
-        """Give bytes another category or owner; the total stays."""
+        """Move bytes to another category or owner; the total stays."""
         with self._lock:
             self._owned[category, owner] -= nbytes
             if not self._owned[category, owner]:
@@ -132,40 +128,37 @@ class Ledger:
             self.changes += 1
 
     def by_category(self) -> dict[str, int]:
-        """Return the bytes now, by category, without those that have none; not to be changed, since others are given the same."""
+        """Return the bytes in use by category, without zeros. The result is shared: do not change it."""
         with self._lock:
             if self._cached_categories[0] != self.changes:
-                self._cached_categories = (
-                    self.changes,
-                    {category: nbytes for category, nbytes in self._sums.items() if nbytes},
-                )
+                self._cached_categories = self.changes, {name: nbytes for name, nbytes in self._sums.items() if nbytes}
             return self._cached_categories[1]
 
     def by_owner(self, category: str) -> dict[str, int]:
-        """Return the bytes of one category now, by owner."""
+        """Return the bytes of one category in use now, by owner."""
         with self._lock:
             return {owner: nbytes for (c, owner), nbytes in self._owned.items() if c == category}
 
     def take_high_water(self) -> dict[str, int]:
-        """Return the bytes by category at the highest total since the last call."""
+        """Return the bytes by category at the highest total since the last call, and reset it."""
         with self._lock:
             high = self._high_water or self.by_category()
             self.reset_high_water()
             return high
 
     def reset_high_water(self) -> None:
-        """Let the highest total from now on be the one of which `take_high` tells."""
+        """Restart the search for the highest total from the bytes in use now."""
         with self._lock:
             self._high_water, self._high_water_total = {}, self.total
 
     def reset_peak(self) -> None:
-        """Start a new peak from what is in use now."""
+        """Restart the peak from the bytes in use now."""
         with self._lock:
             self.peak = self.total
             self.reset_high_water()
 
     def allocator_error(self, error: BaseException) -> DeviceOutOfMemory:
-        """Tell that the device's own allocator had no memory left: its words, and what is booked at this moment."""
+        """Return the error for an allocation that the device's own allocator refused, with its message and the booked bytes."""
         found = _TRIED.search(str(error))
         nbytes = int(float(found[1]) * _BINARY_UNITS[found[2]]) if found else 0
         doing = self.activity()
@@ -190,7 +183,7 @@ class Ledger:
         return self._error(first, nbytes, self.limit_bytes, missing, what + during)
 
     def _error(self, first: str, nbytes: int, limit_bytes: int, missing: int, what: str) -> DeviceOutOfMemory:
-        """Make an error that begins with `first`, goes on with what fills the memory, and ends with a remedy."""
+        """Return the error that lists `first`, the bytes in use by category, and a remedy."""
         lines = [first]
         for kind in sorted(self.by_category(), key=lambda c: -self.by_category()[c]):
             owners = sorted(self.by_owner(kind).items(), key=lambda item: -item[1])

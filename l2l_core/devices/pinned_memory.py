@@ -1,8 +1,8 @@
-"""Host memory that a GPU copies to and from at full speed: registered with CUDA, at exactly the size asked for.
+"""Pinned host memory: buffers registered with CUDA at exactly the requested size.
 
-PyTorch's own pinned allocator rounds every block up to a power of two and never gives it back. Here each buffer is an
-anonymous mapping of its own (whole pages, shared with nothing else) that is registered in place. Registering is slow
-(pages are touched and locked one by one), so what is freed waits for a few passes for somebody who wants the same size.
+PyTorch's own pinned allocator rounds every block up to a power of two and never frees it. Here each buffer is a separate
+anonymous mapping (whole pages) that is registered in place. Registering is slow (pages are touched and locked one by one), so
+freed buffers stay available for a few passes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import mmap
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,32 +19,30 @@ import torch
 from l2l_core.trace import format_bytes
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of the process
-_IDLE_PASSES = 4  # a training shape survives a few passes of evaluation in between
+_IDLE_PASSES = 4  # a training shape survives a few evaluation passes
 _HUGE_BYTES = 2 << 20  # of a huge page, where the kernel has them
 
 
 class _Region:
-    """A mapping, registered from its making until `unpin`.
+    """A mapping that is registered with CUDA from its creation until `unpin`.
 
-    Invariant: it is never unmapped while registered. Whoever maps the same addresses next could not register them.
+    Invariant: it is never unmapped while registered; the next mapping of the same addresses could not be registered.
     """
 
     def __init__(self, nbytes: int, cudart: Any) -> None:
-        self._pinned = False  # first of all: `__del__` asks, also where mapping fails
+        self._pinned = False  # first, since `__del__` reads it even if mapping fails
         self.nbytes = nbytes
         self.last_pass = 0
         self.pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if nbytes >= _HUGE_BYTES:
-            try:
+            with suppress(AttributeError, OSError):  # a kernel without them
                 self.pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to touch now and to translate later
-            except (AttributeError, OSError):
-                pass  # a kernel without them
         self._cudart, self._address = cudart, torch.frombuffer(self.pages, dtype=torch.uint8).data_ptr()
         self.status = int(cudart.cudaHostRegister(self._address, nbytes, _PORTABLE))
         self._pinned = self.status == 0
 
     def unpin(self) -> None:
-        """Make it ordinary memory again. CUDA waits for copies that still use it."""
+        """Turn it into ordinary memory. CUDA waits for copies that still use it."""
         if self._pinned:
             self._pinned = False
             status = int(self._cudart.cudaHostUnregister(self._address))
@@ -60,9 +59,9 @@ class PinnedMemory:
     Invariant: a region is either lent to one tensor (and its views) or free.
 
     Args:
-        cudart: the CUDA runtime as `torch.cuda.cudart()` gives it.
-        forget_error: called after a call of the runtime has failed. CUDA remembers the last error and would report it
-            once more, at the next kernel.
+        cudart: the CUDA runtime, `torch.cuda.cudart()`.
+        clear_error: called after a failed call of the runtime. CUDA keeps the last error and would report it again at the next
+            kernel.
     """
 
     def __init__(self, cudart: Any, clear_error: Callable[[], None]) -> None:
@@ -77,49 +76,45 @@ class PinnedMemory:
         return sum(region.nbytes for region in tuple(self._regions))
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a pinned flat buffer, shape (numel,); its region is free when nobody holds it or a view of it.
+        """Return a pinned flat buffer, shape (numel,); its region is freed with the tensor and its views.
 
         Raises:
-            MemoryError: the operating system or CUDA refuses; names the bytes and remedies.
+            MemoryError: the operating system or CUDA refuses; the message has the bytes and remedies.
         """
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return torch.empty(numel, dtype=dtype)
         region = self._acquire(nbytes)
-        lease = memoryview(region.pages)  # lives as long as the tensor's storage, which holds it
+        lease = memoryview(region.pages)  # held by the tensor's storage
         weakref.finalize(lease, self._release, region).atexit = False
         return torch.frombuffer(lease, dtype=dtype, count=numel)
 
     def end_pass(self) -> None:
-        """Say that a pass over the model is over; what has not been wanted for some passes is unpinned."""
+        """End a pass over the model; unpin regions unused for some passes."""
         self._pass += 1
         self._unpin_free(lambda region: self._pass - region.last_pass > _IDLE_PASSES)
 
     def close(self) -> None:
-        """Unpin everything. What is lent stays valid, as ordinary memory."""
+        """Unpin everything. Lent buffers stay valid as ordinary memory."""
         self._free.clear()
         regions, self._regions = self._regions, set()
         for region in regions:
             region.unpin()
 
     def _acquire(self, nbytes: int) -> _Region:
-        free = self._free.get(nbytes)
-        if free:
-            region = free.pop()
-        else:
-            region = self._register(nbytes)
-            self._regions.add(region)
+        region = free.pop() if (free := self._free.get(nbytes)) else self._register(nbytes)
+        self._regions.add(region)
         region.last_pass = self._pass
         return region
 
     def _release(self, region: _Region) -> None:
-        """May run in any thread, whenever the garbage collector pleases: single steps that need no lock."""
+        """Free a region. May run in any thread at any time, so each step is atomic and needs no lock."""
         if region in self._regions:
             region.last_pass = self._pass
             self._free.setdefault(region.nbytes, []).append(region)
 
     def _register(self, nbytes: int) -> _Region:
-        for last in (False, True):  # once more without the regions that nobody uses
+        for last in (False, True):  # retry after unpinning the free regions
             try:
                 region = _Region(nbytes, self._cudart)
             except OSError as error:

@@ -1,4 +1,4 @@
-"""Where bytes wait that have left the device for a while: a spot for each storage, in host memory or elsewhere."""
+"""Stores for the stash: a slot for each offloaded storage, in host memory or elsewhere."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from l2l_core.trace import Trace
 
 
 class StashSlot:
-    """Is where the bytes of one storage wait.
-
-    Attributes:
-        nbytes: of the storage.
-    """
+    """Place of the bytes of one offloaded storage."""
 
     __slots__ = ("nbytes",)
 
@@ -27,51 +23,51 @@ class StashSlot:
 
 
 class StashStore(ABC):
-    """Has spots for storages. Copies to the targets of spots, and from their sources, are the caller's.
+    """Slots for offloaded storages. The caller copies to `targets` and from `sources`.
 
-    One thread at a time asks it; `forget` alone may come from any.
+    One thread at a time calls it, except for `free`, which any thread may call.
 
     Attributes:
-        looks_ahead: how many turns, after the one whose bytes are copied meanwhile, it would like to be told of.
+        prefetch_turns: number of turns that `prefetch` wants, beyond the one being fetched.
     """
 
     prefetch_turns = 0
 
     @abstractmethod
     def begin(self, trace: Trace, stalled: Callable[[], AbstractContextManager[None]]) -> None:
-        """A pass begins, with that trace; compute waits inside of `stalled`."""
+        """Begin a pass, recorded in `trace`; time spent waiting is counted inside `stalled`."""
 
     @abstractmethod
     def allocate(self, nbytes: int) -> StashSlot:
-        """Find room for a storage."""
+        """Return a slot for a storage of `nbytes` bytes."""
 
     @abstractmethod
     def targets(self, slots: Sequence[StashSlot]) -> list[torch.Tensor]:
-        """Say where the bytes of storages that leave together are to be copied, each (nbytes,) uint8."""
+        """Return the buffers to which storages are copied, each (nbytes,) uint8; all slots leave the device together."""
 
     @abstractmethod
     def write_started(self, slots: Sequence[StashSlot], ticket: Ticket, k: int, visit: int) -> None:
-        """The copies to these targets are under way: of micro-batch `k`, after its turn in `visit`."""
+        """Register the ticket of the copies to the targets, of micro-batch `k` after its turn in `visit`."""
 
     @abstractmethod
     def prefetch(self, turns: Sequence[tuple[Sequence[StashSlot], str, int, int]]) -> None:
-        """Say what the next turns want, the next one first: spots, key of the layer, micro-batch, visit."""
+        """Announce the next turns in order: (slots, layer key, micro-batch, visit)."""
 
     @abstractmethod
     def sources(self, slots: Sequence[StashSlot], layer: str, k: int, visit: int) -> list[torch.Tensor]:
-        """Say from where bytes can be copied now, each (nbytes,) uint8, until `lent` is told by when they have been."""
+        """Return buffers to copy from, each (nbytes,) uint8, valid until the ticket given to `read_started` is done."""
 
     @abstractmethod
     def read_started(self, slots: Sequence[StashSlot], ticket: Ticket) -> None:
-        """The copies from these sources are under way."""
+        """Register the ticket of the copies from the sources."""
 
     @abstractmethod
     def free(self, slot: StashSlot) -> None:
-        """A spot is free again."""
+        """Free a slot."""
 
     @abstractmethod
     def clear(self) -> None:
-        """The pass is over: give back all memory and all room. Every spot has been forgotten."""
+        """End the pass and release all memory; every slot has been freed."""
 
 
 class _HostSlot(StashSlot):
@@ -83,16 +79,11 @@ class _HostSlot(StashSlot):
 
 
 class HostStashStore(StashStore):
-    """Lets every storage wait in host memory.
-
-    Args:
-        device: makes memory that copies can reach.
-        host: gets it booked.
-    """
+    """Stash store in memory allocated by `device`, booked in the ledger `host`."""
 
     def __init__(self, device: Device, host: Ledger) -> None:
         self._device, self._host = device, host
-        self._free: dict[int, list[_HostSlot]] = {}  # by their bytes
+        self._free: dict[int, list[_HostSlot]] = {}  # by size in bytes
 
     def begin(self, trace: Trace, stalled: Callable[[], AbstractContextManager[None]]) -> None:
         pass
@@ -105,7 +96,7 @@ class HostStashStore(StashStore):
         return _HostSlot(self._device.host_empty(nbytes, torch.uint8))
 
     def targets(self, slots: Sequence[StashSlot]) -> list[torch.Tensor]:
-        return [_buffer_of(spot) for spot in slots]
+        return [_buffer_of(slot) for slot in slots]
 
     def write_started(self, slots: Sequence[StashSlot], ticket: Ticket, k: int, visit: int) -> None:
         pass
@@ -114,7 +105,7 @@ class HostStashStore(StashStore):
         pass
 
     def sources(self, slots: Sequence[StashSlot], layer: str, k: int, visit: int) -> list[torch.Tensor]:
-        return [_buffer_of(spot) for spot in slots]
+        return [_buffer_of(slot) for slot in slots]
 
     def read_started(self, slots: Sequence[StashSlot], ticket: Ticket) -> None:
         pass

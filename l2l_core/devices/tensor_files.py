@@ -1,4 +1,4 @@
-"""Tensors into files, and what is said when there is no room for them."""
+"""Writing tensors to files, and errors for a full disk."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # in Rust's words: safetensors passes no number on
+_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # safetensors gives the number only in its text
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: str | Path) -> None:
-    """Write one file in the safetensors format.
+    """Write a safetensors file.
 
     Raises:
-        OSError: the system could not write it; safetensors has an error of its own for that, which nobody expects.
+        OSError: the system could not write it (instead of safetensors' own error).
     """
     try:
         save_file(dict(tensors), path)
@@ -33,12 +33,12 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: str | Path) -> None
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether it says that there is no room: on the disk, in a quota, in a file."""
+    """Return whether an error means that the disk, a quota or a file is full."""
     return isinstance(error, OSError) and error.errno in _DISK_FULL
 
 
 def disk_full_error(error: OSError, folder: Path, needed_bytes: int, remedy: str) -> OSError:
-    """Make the error for whoever wanted to write so many bytes to `folder`."""
+    """Return the error for a failed write of `needed_bytes` to `folder`, with a remedy."""
     free_bytes = shutil.disk_usage(folder).free
-    story = f"{error.strerror}: {needed_bytes:,} bytes are to be written to {folder}, and {free_bytes:,} are free there. {remedy}"
-    return OSError(error.errno, story, str(error.filename or folder))
+    text = f"{error.strerror}: {needed_bytes:,} bytes are to be written to {folder}, and {free_bytes:,} are free there. {remedy}"
+    return OSError(error.errno, text, str(error.filename or folder))

@@ -1,7 +1,7 @@
-"""Where blocks with all that the optimizer knows of them are between two steps, and how somebody else gets at them.
+"""Storage of blocks and their optimizer state between steps.
 
-Whoever goes through a whole model asks for one block after another, and holds none of them longer than it needs to: so it works
-alike where all of them are in memory and where one at a time can be.
+A pass over a whole model leases one block after another, each as briefly as possible, so that it also works if only one block at
+a time fits into memory.
 """
 
 from __future__ import annotations
@@ -16,42 +16,43 @@ from l2l_core.eps.blocks import Block
 from l2l_core.eps.masters import Masters
 from l2l_core.eps.optimizers import state_bytes
 
-BlockStates = list[dict[str, Any] | None]  # of each parameter of a block what the optimizer knows, None where nothing
+BlockStates = list[dict[str, Any] | None]  # optimizer state of each parameter of a block, or None
 
 
 class BlockStorage(Protocol):
-    """Has the blocks of an EPS; nobody asks in the middle of a step."""
+    """Holds the blocks of an EPS; not used in the middle of a step."""
 
     def lease(self, block: Block) -> AbstractContextManager[None]:
-        """Let `values` of a block and the optimizer's state of it be here in a block of code, to be read."""
+        """Make `values` of a block and its optimizer state available inside the context, read-only."""
+        ...
 
     def nbytes(self, block: Block) -> int:
-        """Count the bytes of weights and state."""
+        """Return the bytes of weights and state."""
+        ...
 
     def load(
         self, blocks: Iterable[Block], read_state: Callable[[Block], BlockStates], fill: Callable[[Block], None]
     ) -> None:
-        """Let blocks have other weights and state; of all others the optimizer's state goes.
+        """Replace weights and state of blocks; the optimizer state of all others is dropped.
 
         Args:
             blocks: all of them, each once.
-            read: gives the state.
-            fill: writes the weights into `values`.
+            read_state: returns the state of a block.
+            fill: writes the weights of a block into `values`.
         """
+        ...
 
     def snapshot(self) -> Callable[[], None]:
-        """Keep all weights, versions and all that the optimizer keeps; the result puts them back bit by bit, after any steps."""
+        """Copy all weights, versions and optimizer state; call the result to restore them exactly."""
+        ...
 
     def commit_load(self, steps: int) -> None:
-        """Hear that all else is as it was after so many steps: settings, versions, buffers, random generators."""
+        """Commit a load after everything else (settings, versions, buffers, random states) is that of step `steps`."""
+        ...
 
 
 class MemoryBlockStorage:
-    """Has them in memory: blocks change when all that they are to have is read, so that nothing can fail between them.
-
-    Args:
-        masters: the optimizer's side of the blocks.
-    """
+    """Blocks in memory. `load` reads everything before it changes any block, so that it cannot fail half-way."""
 
     def __init__(self, masters: Masters) -> None:
         self._masters = masters
@@ -66,13 +67,13 @@ class MemoryBlockStorage:
         self, blocks: Iterable[Block], read_state: Callable[[Block], BlockStates], fill: Callable[[Block], None]
     ) -> None:
         masters, state = self._masters, self._masters.optimizer.state
-        knows = {block: read_state(block) for block in blocks}
+        states = {block: read_state(block) for block in blocks}
         with torch.no_grad():
-            for block in knows:
+            for block in states:
                 fill(block)
         state.clear()
-        for block, known in knows.items():
-            pairs = zip(masters.params_of(block), known, strict=True)
+        for block, of_params in states.items():
+            pairs = zip(masters.params_of(block), of_params, strict=True)
             state.update((param, each) for param, each in pairs if each is not None)
         masters.book_state()
 

@@ -1,6 +1,6 @@
-"""Updates without effect: what a step's updates cost, on the same thread, made to scratch copies of the weights.
+"""Updates of scratch copies of the weights, to measure the cost of a step's updates without effect.
 
-What it is not: a way to train. Masters, versions, optimizer state and hooks of the real EPS stay as they are.
+Masters, versions, optimizer state and hooks of the real EPS are unchanged.
 """
 
 from __future__ import annotations
@@ -28,16 +28,10 @@ from l2l_core.eps.updater import BlockGradients, check_can_step
 def dry_run_store(
     store: LayerStore, host: Ledger, empty: Callable[[int], torch.Tensor], reducer: Reducer, residuals: Residuals
 ) -> LayerStore:
-    """Make an EPS over the same masters, on the same thread, without effect; no step of `store` may be under way.
+    """Return an EPS over the same masters and thread whose updates have no effect; no step of `store` may be running.
 
-    It writes to nothing that `store` holds, but for `grad` of the masters while gradients are clipped, and statistics.
-
-    Args:
-        store: the real one.
-        host: gets the bytes of gradient buffers booked.
-        empty: makes a float32 host buffer of so many elements.
-        reducer: as of a store; asks no other worker.
-        residuals: scratch ones.
+    It writes only to `grad` of the masters (while gradients are clipped) and to statistics. `host` gets the bytes of gradient
+    buffers booked; `empty` returns a float32 host buffer with a number of elements.
     """
     return LayerStore(
         store.masters, GradientBuffers(host, empty), DryRunUpdater(store), store.thread, residuals, reducer
@@ -45,7 +39,7 @@ def dry_run_store(
 
 
 class DryRunUpdater:
-    """Is an `Update` that updates scratch memory of each gradient's form."""
+    """Updater of scratch weights with the layout of each gradient."""
 
     def __init__(self, store: LayerStore) -> None:
         self._masters, self._storage = store.masters, store.storage
@@ -54,9 +48,7 @@ class DryRunUpdater:
         self._by_layout: dict[Any, _ScratchWeights] = {}
         self._is_undoable = False
         self.updated: list[Block] = []
-        self._states: dict[
-            Block, Sequence[Mapping[str, Any]]
-        ] = {}  # of every block that was updated so far, in whatever step
+        self._states: dict[Block, Sequence[Mapping[str, Any]]] = {}  # of blocks updated in any step so far
 
     def begin(self, undoable: bool, deferred: bool, clock: EPSClock) -> None:
         self._is_undoable, self.updated = undoable, []
@@ -74,13 +66,13 @@ class DryRunUpdater:
     def update(self, block: Block, gradient: BlockGradient) -> Mapping[str, float]:
         scratch = self._find_scratch(block, gradient)
         for param in self._masters.params_of(block):
-            param.grad = None  # clipping has set it
+            param.grad = None  # set by clipping
         undo = clone_state(scratch.tensors()) if self._is_undoable else None
         scratch.step(gradient)
-        del undo  # it was made for what it costs
+        del undo  # copied only for its cost
         self.updated.append(block)
-        idle = self._master_states(block)  # parameters without an update have what they have from earlier steps
-        self._states[block] = [scratch.states.get(i, known) for i, known in enumerate(idle)]
+        earlier = self._master_states(block)  # for parameters without an update
+        self._states[block] = [scratch.states.get(i, state) for i, state in enumerate(earlier)]
         return {}
 
     def finish(self, gradients: BlockGradients) -> None:
@@ -90,29 +82,29 @@ class DryRunUpdater:
         self.updated = []
 
     def state_of(self, block: Block) -> Sequence[Mapping[str, Any]]:
-        known = self._states.get(block)
-        return self._master_states(block) if known is None else known
+        states = self._states.get(block)
+        return self._master_states(block) if states is None else states
 
     def _master_states(self, block: Block) -> Sequence[Mapping[str, Any]]:
         state = self._masters.optimizer.state
         return [state.get(param, {}) for param in self._masters.params_of(block)]
 
     def _find_scratch(self, block: Block, gradient: BlockGradient) -> _ScratchWeights:
-        """Find scratch memory of the gradient's form; those of one form share it."""
+        """Return scratch weights with the gradient's layout and groups; equal gradients share them."""
         groups = self._masters.entry_of(block).groups
         form = gradient.trained.layout, gradient.covers, tuple(groups[i] for i in gradient.trained.indices)
         if form not in self._by_layout:
             masters = self._masters.params_of(block)
             with self._storage.lease(block):
-                known = [self._optimizer.state.get(masters[i]) for i in gradient.trained.indices]
-                self._by_layout[form] = _ScratchWeights(gradient, form[2], self._optimizer, known)
+                states = [self._optimizer.state.get(masters[i]) for i in gradient.trained.indices]
+                self._by_layout[form] = _ScratchWeights(gradient, form[2], self._optimizer, states)
         return self._by_layout[form]
 
 
 class _ScratchWeights:
-    """Holds weights of the form of one gradient, and an optimizer of the user's kind over them.
+    """Weights with the layout of one gradient, and a copy of the user's optimizer over them.
 
-    It begins with what the optimizer knows of such weights: what is counted in groups belongs to that.
+    The copy starts with the state of the real weights, whose step counts match the counts in the groups.
     """
 
     def __init__(
@@ -120,7 +112,7 @@ class _ScratchWeights:
         gradient: BlockGradient,
         groups: tuple[int, ...],
         optimizer: Optimizer,
-        known_states: Sequence[Mapping[str, Any] | None],
+        states: Sequence[Mapping[str, Any] | None],
     ) -> None:
         layout = gradient.trained.layout
         self.flat = torch.full((layout.numel,), 0.01)
@@ -133,12 +125,12 @@ class _ScratchWeights:
             [{**group, "params": mine} for group, mine in zip(optimizer.param_groups, members, strict=True)],
             defaultdict(dict),
         )
-        states = zip(self._params, known_states, strict=True)
-        self._part.state.update({param: clone_state(state) for param, state in states if state})
-        self.step(replace(gradient, flat=torch.full((layout.numel,), 0.01)))  # the first one makes the state
+        pairs = zip(self._params, states, strict=True)
+        self._part.state.update({param: clone_state(state) for param, state in pairs if state})
+        self.step(replace(gradient, flat=torch.full((layout.numel,), 0.01)))  # the first step creates the state
 
     def step(self, gradient: BlockGradient) -> None:
-        """Update the scratch weights with a gradient of their form."""
+        """Update the scratch weights with a gradient of their layout."""
         views = gradient.views()
         for param, index in zip(self._params, gradient.trained.indices, strict=True):
             param.grad = views.get(index)
@@ -147,12 +139,12 @@ class _ScratchWeights:
             param.grad = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """List the weights and all that the optimizer keeps of them, by name."""
+        """Return the weights and their optimizer state, by name."""
         state = self._part.state
         kept = {f"{i} {name}": v for i, p in enumerate(self._params) for name, v in state.get(p, {}).items()}
         return {"flat": self.flat, **kept}
 
     @property
     def states(self) -> dict[int, Mapping[str, Any]]:
-        """What the optimizer keeps of each parameter that was updated, by index in its block."""
+        """Optimizer state of each updated parameter, by index in its block."""
         return {i: self._part.state[p] for i, p in self._by_index.items() if p in self._part.state}

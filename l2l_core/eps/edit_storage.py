@@ -1,7 +1,7 @@
-"""Where blocks and the optimizer's state of them are while no step runs, for whoever edits them; and when an edit counts.
+"""Access to blocks and optimizer state for edits, between steps.
 
-In memory all of them are at hand, and an edit counts as soon as it is done. Elsewhere a block is brought for as long as it is
-read or changed, and all that an edit has changed counts at once, when it is committed.
+In memory, an edit takes effect at once. With other storage, a block is loaded while it is read or changed, and all changes of an
+edit take effect together, at `commit`.
 """
 
 from __future__ import annotations
@@ -17,73 +17,72 @@ from l2l_core.eps.blocks import Block, Unit
 from l2l_core.eps.masters import Masters, OptimizerEntry
 
 Notes = dict[str, Any]
-BlockContents = tuple[
-    torch.Tensor, list[dict[str, Any] | None]
-]  # weights, and what the optimizer knows of each parameter
+BlockContents = tuple[torch.Tensor, list[dict[str, Any] | None]]  # weights, optimizer state of each parameter
 
 
 class StateView(NamedTuple):
-    """Is what the optimizer has of a block: its parameters, and the mapping that holds the state of these, maybe of others."""
+    """The optimizer's parameters of a block, and a mapping with their state (and possibly that of others)."""
 
     masters: Sequence[nn.Parameter]
     state: MutableMapping[nn.Parameter, dict[str, Any]]
 
 
 class EditStorage(Protocol):
-    """Brings blocks to memory between two steps. From the first change to `commit` or `abandon` is one edit.
+    """Loads blocks between two steps. One edit lasts from the first change to `commit` or `rollback`.
 
     Attributes:
-        notes: what the last `commit` was told, also by a process before this one; plain data.
+        notes: plain data given to the last `commit`, also by an earlier process.
     """
 
     notes: Notes
 
     def lease(self, blocks: Mapping[Block, StateView], writable: bool) -> AbstractContextManager[None]:
-        """Let weights and state of blocks be in memory in a block of code; what `changes` counts after `commit`."""
+        """Keep weights and state of blocks in memory inside the context; changes take effect at `commit`."""
+        ...
 
     def read(self, block: Block, view: StateView) -> BlockContents:
-        """Give weights and state of a block, to be read; what is in a file is mapped from there."""
+        """Return weights and state of a block, read-only; files are memory-mapped."""
+        ...
 
     def store_unit(self, unit: Unit, entries: Mapping[Block, OptimizerEntry]) -> None:
-        """Take over a new layer, as which it will stand in the stack; it is in memory until then.
+        """Store a new layer, in memory so far, before it joins the stack.
 
         Raises:
             ValueError, OSError: there is no room for it.
         """
+        ...
 
     def commit(self, units: Sequence[Unit], notes: Notes) -> None:
-        """Let the edit count: `units` are the shell and the layers now.
+        """Commit the edit; `units` are the shell and the layers now.
 
         Raises:
-            ValueError, OSError: it cannot be done, and what was there before is in force.
+            ValueError, OSError: the commit failed, and the state before the edit is in force.
         """
+        ...
 
     def rollback(self) -> None:
-        """Forget what was changed since the last `commit`; memory is as it was by now."""
+        """Discard changes since the last `commit`; memory has been restored by the caller."""
+        ...
 
     def undo_for(self, undo: Callable[[], object]) -> Callable[[], object]:
-        """Give what takes changed values back before `commit`: `rewrite`, unless `abandon` does it."""
+        """Return the function that restores changed values before `commit`: `undo`, unless `rollback` does so."""
+        ...
 
     def delete(self, blocks: Iterable[Block]) -> None:
-        """Give up blocks that nothing can bring back."""
+        """Delete blocks that can no longer be restored."""
+        ...
 
     def nbytes(self, blocks: Iterable[Block]) -> int:
-        """Count the bytes of the weights of blocks, and of the optimizer's state."""
+        """Return the bytes of weights and optimizer state of blocks."""
+        ...
 
     def require_all_in_memory(self, what: str, remedy: str) -> None:
-        """Hear that something needs all weights at once.
-
-        Raises:
-            ValueError: they cannot be had.
-        """
+        """Prepare for an operation that needs all weights at once, or raise ValueError."""
+        ...
 
 
 class MemoryEditStorage:
-    """Has everything at hand.
-
-    Args:
-        masters: the blocks, and the optimizer over them.
-    """
+    """Edit storage for blocks in memory."""
 
     def __init__(self, masters: Masters) -> None:
         self._masters, self.notes = masters, Notes()

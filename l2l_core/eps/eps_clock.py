@@ -1,4 +1,4 @@
-"""Times the EPS's work: one event after another on the lane ``eps``, none of them while its thread waits for others."""
+"""Timing of the EPS's work: successive events on the lane ``eps``."""
 
 from __future__ import annotations
 
@@ -10,26 +10,23 @@ from l2l_core.trace import Event, Trace
 
 
 class EPSClock:
-    """Adds events of the lane ``eps`` to a trace, from the EPS's thread.
+    """Adds events of the lane ``eps`` to the trace of a step, from the EPS's thread.
 
-    Invariant: at most one event is open. One in which the thread waits, for other workers or for a disk, is cut in two.
-
-    Attributes:
-        trace: of the step.
+    Invariant: at most one event is open. An event is split around waits for other workers or for a disk.
     """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self._start_s = 0.0
-        self._parts: list[tuple[float, float]] = []  # stretches of the open event
+        self._parts: list[tuple[float, float]] = []  # finished parts of the open event
 
     def start(self) -> None:
-        """Open an event; one that nobody stopped is forgotten."""
+        """Open an event; an earlier open event is dropped."""
         self._start_s, self._parts = time.perf_counter(), []
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The thread waits for other workers in this block, or exchanges with them, or waits for a disk."""
+        """Exclude a wait for other workers or a disk from the open event."""
         self._parts.append((self._start_s, time.perf_counter()))
         yield
         self._start_s = time.perf_counter()

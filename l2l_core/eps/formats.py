@@ -1,10 +1,10 @@
-"""Numbers in few bits: what `Compress` calls a format, on the device when a gradient leaves and on the host when it has come.
+"""Number formats for compressed gradients: bfloat16, and 8- and 4-bit integers with a scale per group.
 
-Element by element, or group by group, in plain torch: the same on any device. What is not finite stays so, in the group that it
-is in at least, so that whoever looks for it finds it.
+Plain torch operations, so the results are the same on every device. Non-finite values stay non-finite, at least within their
+group, so that checks find them.
 
-Sources: one scale per group and whole numbers, as Dettmers et al. (arXiv 2110.02861) have them for optimizer state; rounding at
-random, QSGD (Alistarh et al., arXiv 1610.02132).
+Sources: integers with one scale per group, as for optimizer state in Dettmers et al. (arXiv 2110.02861); stochastic rounding,
+QSGD (Alistarh et al., arXiv 1610.02132).
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ Encoded = tuple[torch.Tensor, torch.Tensor]  # bytes, and a float32 for each gro
 
 
 class Format(Protocol):
-    """Says how some elements of a parameter are written; they begin with a group."""
+    """Encoding of consecutive elements of a parameter, starting at the beginning of a group."""
 
     def encode(self, values: torch.Tensor, seed: int | None) -> Encoded:
-        """Write float32 values, (n,), rounded to nearest; or at random, with random numbers from a seed."""
+        """Encode float32 values, (n,), rounded to nearest, or stochastically with a seed."""
+        ...
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, numel: int) -> torch.Tensor:
-        """Read what `encode` has made of so many values: float32, (numel,)."""
+        """Decode the result of `encode` to float32, (numel,)."""
+        ...
 
     def code_bytes(self, numel: int) -> int:
-        """Count the bytes of so many values, without scales."""
+        """Return the bytes of `numel` codes, without scales."""
+        ...
 
 
 class BFloat16Format:
-    """Is bfloat16."""
+    """Values in bfloat16, without scales."""
 
     def encode(self, values: torch.Tensor, seed: int | None) -> Encoded:
-        if seed is not None:  # its arithmetic on bits would carry some NaN over to 0
+        if seed is not None:  # its bit arithmetic would turn some NaN into 0
             values = torch.where(values.isfinite(), round_at_random(values.clone(), seed), values)
         return values.to(torch.bfloat16).view(torch.uint8), values[:0]
 
@@ -50,10 +53,10 @@ class BFloat16Format:
 
 
 class IntegerFormat:
-    """Is whole numbers of few bits, each group in steps of its own.
+    """Signed integers of a few bits, with one scale per group.
 
     Args:
-        bits: of a number, 8 or 4; the largest is 127 or 7.
+        bits: 8 (up to 127) or 4 (up to 7).
     """
 
     def __init__(self, bits: int) -> None:
@@ -61,8 +64,8 @@ class IntegerFormat:
 
     def encode(self, values: torch.Tensor, seed: int | None) -> Encoded:
         groups = pad(values, (0, -values.numel() % SCALE_GROUP)).view(-1, SCALE_GROUP)
-        steps = groups.abs().amax(1, keepdim=True).div_(self._largest)  # (groups, 1); of NaN it is NaN
-        # A group of zeros has steps of 0. Beside an infinity no number counts: the step alone makes all of them NaN
+        steps = groups.abs().amax(1, keepdim=True).div_(self._largest)  # (groups, 1); NaN propagates
+        # A group of zeros has a step of 0; with an infinity, the step alone turns the whole group into NaN
         ratios = (groups / steps).nan_to_num_(0.0, 0.0, 0.0)
         numbers = _round_stochastically(ratios, seed) if seed is not None else ratios.round_()
         numbers.clamp_(-self._largest, self._largest)
@@ -91,6 +94,6 @@ FORMATS: Mapping[str, Format] = {"bf16": BFloat16Format(), "int8": IntegerFormat
 
 
 def _round_stochastically(ratios: torch.Tensor, seed: int) -> torch.Tensor:
-    """Round to a neighbour with the probability that makes the mean right; whole numbers stay."""
+    """Round to a neighbouring integer at random, so that the expected value is exact; integers are unchanged."""
     generator = torch.Generator(ratios.device).manual_seed(seed)
     return ratios.add_(torch.rand(ratios.shape, generator=generator, device=ratios.device)).floor_()

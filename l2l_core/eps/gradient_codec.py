@@ -1,11 +1,11 @@
-"""How a whole gradient gets from the device to the host: as it is, or in fewer bits, with what that leaves out kept or not.
+"""Copy of gradients to the host: in float32 or compressed, with or without error feedback.
 
     device   g ──▶ a = g + e ──▶ Q(a) ──push──▶ host   Q(a) ──▶ float32 ──▶ check, reduce, update
                        └──▶ e = a - Q(a)
 
-Both ends work in place. On the device a gradient is packed into the front of its own slot, in the order of its parameters and
-chunk by chunk, and what is written never overtakes what is read; on the host it is unpacked in the order reversed, from the front
-of the buffer that it then fills. So neither has a second buffer, and the link sees a shorter float32 tensor.
+Both ends work in place. On the device a gradient is packed into the front of its slot, in the order of its parameters and chunk
+by chunk, so that writes never overtake reads. On the host it is unpacked in reverse order, from the front of the buffer that it
+then fills. Neither side needs a second buffer, and the copy is a shorter float32 tensor.
 
 Sources: 1-bit SGD with error feedback (Seide et al., Interspeech 2014); EF-SGD (Karimireddy et al., arXiv 1901.09847).
 """
@@ -29,44 +29,49 @@ from l2l_core.schedule_rules import PACK_CHUNK, PACKING_BYTES, SCALE_GROUP, pack
 
 
 class GradientCodec(Protocol):
-    """Sends whole gradients of one step. `keep` and `unpack` are called on the EPS's thread."""
+    """Packs and unpacks the gradients of one step. `unpack` and `block_updated` are called on the EPS's thread."""
 
     def begin(self, blocks: Sequence[Block]) -> None:
-        """Hear that the step begins.
+        """Begin a step.
 
         Raises:
-            DeviceOutOfMemory: there is no room for what it needs.
+            DeviceOutOfMemory: there is no room for its buffers.
         """
+        ...
 
     def pack(self, block: Block, gradient: BlockGradient) -> torch.Tensor:
-        """Give what is to be sent of a gradient on the device: float32, (n,), in the gradient's own memory."""
+        """Pack a gradient on the device, in its own memory; return the tensor to copy, float32, (n,)."""
+        ...
 
     def unpack(self, gradient: BlockGradient) -> None:
-        """Make the gradient of what has come in the front of its buffer on the host."""
+        """Unpack a gradient on the host, from the front of its buffer, in place."""
+        ...
 
     def block_updated(self, block: Block) -> None:
-        """Hear that a block's update is done, if perhaps to be taken back."""
+        """Note that a block is updated, though an undo may follow."""
+        ...
 
     def finish(self, blocks: Sequence[Block]) -> None:
-        """Hear that the step is done."""
+        """End the step."""
+        ...
 
     def undo(self, updated: Sequence[Block]) -> None:
-        """Leave all as it was before the step, but for blocks that are updated all the same."""
+        """Restore the state before the step, except for blocks that stay updated."""
+        ...
 
 
 def make_codec(config: RelayConfig, step: int, residuals: Residuals) -> GradientCodec:
-    """Make what sends the gradients of a step as the settings say."""
+    """Return the codec for a step with these settings."""
     if config.wire is None:
         return Float32Codec(residuals)
-    spares = residual_backups(config.update, config.rollback)
-    keeper = (
-        ErrorFeedback(residuals, spares) if config.wire.feedback else StochasticRounding(residuals, config.seed, step)
-    )
-    return CompressedCodec(config.wire, keeper, residuals)
+    if config.wire.feedback:
+        backups = residual_backups(config.update, config.rollback)
+        return CompressedCodec(config.wire, ErrorFeedback(residuals, backups), residuals)
+    return CompressedCodec(config.wire, StochasticRounding(residuals, config.seed, step), residuals)
 
 
 class _NoResiduals:
-    """Keeps nothing of a gradient; what settings before these have kept goes with the step."""
+    """Keeps no residuals; those of earlier settings are dropped after the step."""
 
     def __init__(self, residuals: Residuals) -> None:
         self._residuals = residuals
@@ -79,14 +84,14 @@ class _NoResiduals:
 
     def finish(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
-            self._residuals.for_block(block).clear()  # of other settings
+            self._residuals.for_block(block).clear()
 
     def undo(self, updated: Sequence[Block]) -> None:
         pass
 
 
 class Float32Codec(_NoResiduals):
-    """Sends gradients in float32."""
+    """Copies gradients in float32."""
 
     def pack(self, block: Block, gradient: BlockGradient) -> torch.Tensor:
         return gradient.flat
@@ -96,15 +101,17 @@ class Float32Codec(_NoResiduals):
 
 
 class ResidualPolicy(Protocol):
-    """Says what becomes of what compression leaves out."""
+    """Treatment of the error that compression makes."""
 
     def begin(self, blocks: Sequence[Block]) -> None: ...
 
     def residual(self, block: Block, index: int, numel: int) -> torch.Tensor | None:
-        """Give what was left out of a parameter's gradients before, (numel,), to be written; None if that is lost."""
+        """Return a parameter's residual, (numel,), to be added and overwritten; None if errors are dropped."""
+        ...
 
     def seed(self, block: Block, index: int, chunk: int) -> int | None:
-        """Give the seed of the random numbers of a chunk of a parameter's elements; None if it is rounded to nearest."""
+        """Return the seed for stochastic rounding of a chunk of a parameter; None to round to nearest."""
+        ...
 
     def block_updated(self, block: Block) -> None: ...
 
@@ -114,7 +121,7 @@ class ResidualPolicy(Protocol):
 
 
 class StochasticRounding(_NoResiduals):
-    """Loses what is left out; rounding at random sees to it that its mean is 0."""
+    """Drops the error, whose expected value is 0 because rounding is stochastic."""
 
     def __init__(self, residuals: Residuals, seed: int, step: int) -> None:
         super().__init__(residuals)
@@ -128,22 +135,22 @@ class StochasticRounding(_NoResiduals):
 
 
 class ErrorFeedback:
-    """Keeps it on the device for the next step.
+    """Keeps the error on the device and adds it to the next gradient.
 
-    Invariant: until a block's update is done for good there is a copy of the residuals that it had before the step.
+    Invariant: until a block's update is final, a copy of its residuals from before the step exists.
 
     Args:
-        residuals: makes and finds them.
-        spares: for how many blocks room is booked for such copies; None: for all.
+        residuals: the residuals by block.
+        backups: number of blocks with memory booked for such copies; None: all.
     """
 
     def __init__(self, residuals: Residuals, backups: int | None) -> None:
         self._residuals, self._backups = residuals, backups
-        self._saved: dict[Block, dict[int, torch.Tensor | None]] = {}  # None where there was none
+        self._saved: dict[Block, dict[int, torch.Tensor | None]] = {}  # None: there was no residual
         self._booked_bytes = 0
 
     def begin(self, blocks: Sequence[Block]) -> None:
-        # The first residuals of a block need no copy: before them there was nothing
+        # The first residuals of a block need no copy
         sizes = [sum(residual.nbytes for residual in self._residuals.for_block(block).values()) for block in blocks]
         nbytes = sum(nlargest(len(sizes) if self._backups is None else self._backups, sizes))
         self._residuals.device.ledger.book(CATEGORY, "residuals before", nbytes)
@@ -183,13 +190,7 @@ class ErrorFeedback:
 
 
 class CompressedCodec:
-    """Sends gradients in fewer bits.
-
-    Args:
-        compress: how.
-        keeper: what becomes of the rest.
-        residuals: whose device packs.
-    """
+    """Compresses gradients; `policy` treats the error."""
 
     def __init__(self, compress: Compress, policy: ResidualPolicy, residuals: Residuals) -> None:
         self._name, self._format, self._policy = compress.format, FORMATS[compress.format], policy
@@ -204,47 +205,50 @@ class CompressedCodec:
 
     @torch.no_grad()
     def pack(self, block: Block, gradient: BlockGradient) -> torch.Tensor:
-        for spot in self._packed_params(gradient):
-            residual = self._policy.residual(block, spot.index, spot.values.numel())
+        for param in self._packed_params(gradient):
+            residual = self._policy.residual(block, param.index, param.values.numel())
             scales = []
-            for number, (start, stop) in enumerate(pairwise(_chunk_edges(spot.values.numel()))):
-                values = spot.values[start:stop]
+            for number, (start, stop) in enumerate(pairwise(_chunk_edges(param.values.numel()))):
+                values = param.values[start:stop]
                 if residual is not None:
                     values = values + residual[start:stop]
-                codes, chunk_scales = self._format.encode(values, self._policy.seed(block, spot.index, number))
+                codes, chunk_scales = self._format.encode(values, self._policy.seed(block, param.index, number))
                 scales.append(chunk_scales)
                 if residual is not None:
                     decoded = self._format.decode(codes, chunk_scales, stop - start)
                     torch.sub(values, decoded, out=residual[start:stop])
                 first = self._format.code_bytes(start)
-                spot.codes[first : first + codes.numel()] = codes
-            spot.scales[:] = torch.cat(scales)
-        return gradient.flat[: _packed_numel(gradient, self._name)]
+                param.codes[first : first + codes.numel()] = codes
+            param.scales[:] = torch.cat(scales)
+        numels = (math.prod(place.size) for place in gradient.trained.layout.pieces)
+        return gradient.flat[: sum(packed_numel(self._name, numel) for numel in numels)]
 
     @torch.no_grad()
     def unpack(self, gradient: BlockGradient) -> None:
-        for spot in reversed([*self._packed_params(gradient)]):
-            numel, scales = spot.values.numel(), spot.scales.clone()
+        for param in reversed([*self._packed_params(gradient)]):
+            numel, scales = param.values.numel(), param.scales.clone()
             for start, stop in reversed([*pairwise(_chunk_edges(numel))]):
                 first, last = self._format.code_bytes(start), self._format.code_bytes(stop)
-                codes, of_chunk = spot.codes[first:last], scales[start // SCALE_GROUP : -(-stop // SCALE_GROUP)]
-                spot.values[start:stop] = self._format.decode(codes, of_chunk, stop - start)
+                codes, chunk_scales = param.codes[first:last], scales[start // SCALE_GROUP : -(-stop // SCALE_GROUP)]
+                param.values[start:stop] = self._format.decode(codes, chunk_scales, stop - start)
 
     def block_updated(self, block: Block) -> None:
         self._policy.block_updated(block)
 
     def finish(self, blocks: Sequence[Block]) -> None:
         self._policy.finish(blocks)
-        self._ledger.release(CATEGORY, "packing", self._booked_bytes)
-        self._booked_bytes = 0
+        self._release_buffer()
 
     def undo(self, updated: Sequence[Block]) -> None:
         self._policy.undo(updated)
+        self._release_buffer()
+
+    def _release_buffer(self) -> None:
         self._ledger.release(CATEGORY, "packing", self._booked_bytes)
         self._booked_bytes = 0
 
     def _packed_params(self, gradient: BlockGradient) -> Iterator[_PackedParam]:
-        """Go through the parameters that have a gradient: where it is, and where it is packed."""
+        """Yield the parameters that have a gradient, with the places of the gradient and of its codes."""
         start, trained = 0, gradient.trained
         for index, place, has in zip(trained.indices, trained.layout.pieces, gradient.covers, strict=True):
             numel = math.prod(place.size)
@@ -259,13 +263,9 @@ class CompressedCodec:
 
 class _PackedParam(NamedTuple):
     index: int  # of the parameter in its block
-    values: torch.Tensor  # (numel,), as they lie in memory
+    values: torch.Tensor  # (numel,), in memory order
     codes: torch.Tensor  # bytes
     scales: torch.Tensor  # (groups,)
-
-
-def _packed_numel(gradient: BlockGradient, name: str) -> int:
-    return sum(packed_numel(name, math.prod(place.size)) for place in gradient.trained.layout.pieces)
 
 
 def _chunk_edges(numel: int) -> list[int]:

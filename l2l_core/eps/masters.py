@@ -1,7 +1,7 @@
-"""The optimizer's side of every block: its parameters over the masters, the groups that they are in, what it knows of them.
+"""Masters: the optimizer's parameters over the host buffers, their groups and their state.
 
-A model's parameter and the optimizer's are two objects over one memory: the model's one points to the device while its
-layer computes, and the optimizer must be able to update the weights meanwhile.
+A model's parameter and the optimizer's are two objects over one memory: the model's parameter points to the device while its
+layer computes, and meanwhile the optimizer must be able to update the weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from l2l_core.model import snapshot_value
 
 @dataclass(eq=False)
 class OptimizerEntry:
-    """Is what the optimizer holds of a block: its masters, the group of each (-1: in none), and their state."""
+    """The optimizer's parameters of a block, the group of each (-1: none), and their state."""
 
     masters: list[nn.Parameter]
     groups: list[int]
@@ -49,22 +49,22 @@ class _BlockOptimizer:
 
 
 class Masters:
-    """Holds the blocks of all units, and the optimizer over them.
+    """The blocks of all units, and the optimizer over them.
 
-    Invariant: the optimizer's groups hold the parameters over the masters of `blocks`, each at most once; the host's ledger
-    has the bytes of masters and of the optimizer's state.
+    Invariant: the optimizer's groups hold the parameters over the masters of `blocks`, each at most once; the host's ledger has
+    the bytes of masters and of the optimizer's state.
 
     Args:
         units: the shell and the layers.
         optimizer: over the model's parameters; from now on over the masters.
-        order: gives the model's parameters in the model's own order.
-        host: gets the bytes booked.
-        findings: about the optimizer.
+        order: returns the model's parameters in the model's order.
+        host: ledger for the bytes.
+        findings: results of the optimizer's trial.
 
     Attributes:
-        blocks: all of them, each once.
+        blocks: all blocks, each once.
         owner: the unit of every block that is not shared.
-        before_write: called by whoever is about to change a block's weights; branches that count on these copy them then.
+        before_write: called before a block's weights change, so that branches can copy them.
     """
 
     def __init__(
@@ -82,17 +82,14 @@ class Masters:
         masters = {p: master for b in self.blocks for p, master in zip(b.params, make_masters(b), strict=True)}
         self._model_params = {master: param for param, master in masters.items()}
         replace_params(optimizer, masters)
-        # Only now: a slice looks for its parameters in the whole's groups, which have held masters since the line above
+        # After the line above: a part is restricted by the parameters in the optimizer's groups
         self._block_optimizers = {
             block: _BlockOptimizer(own := [masters[p] for p in block.params], restrict_optimizer(optimizer, own))
             for block in self.blocks
         }
         self.before_write: Callable[[Block], None] = lambda block: None
-        self._order: dict[nn.Parameter, int] = {}  # made when it is needed
-        self._byte_counter, self._state_bytes = (
-            ByteCounter(),
-            0,
-        )  # of the optimizer's state; what of it is in the ledger
+        self._order: dict[nn.Parameter, int] = {}  # cache
+        self._byte_counter, self._state_bytes = ByteCounter(), 0  # bytes of the optimizer's state: counted, booked
         for block in self.blocks:
             host.book("weights", block.key, block.nbytes)
         self.book_state()
@@ -100,26 +97,26 @@ class Masters:
     # -- of a block ----------------------------------------------------------------------------------------------------
 
     def params_of(self, block: Block) -> list[nn.Parameter]:
-        """Give the optimizer's parameters of a block that is here, in the order of its own."""
+        """Return the optimizer's parameters of a block, in the block's order."""
         return self._block_optimizers[block].params
 
     def part_of(self, block: Block) -> Optimizer:
-        """Give the optimizer restricted to a block; its state is the whole one's."""
+        """Return the optimizer restricted to a block; it shares the state of the whole optimizer."""
         return self._block_optimizers[block].part
 
     def all_params(self) -> dict[Block, list[nn.Parameter]]:
-        """Give the same as `params_of`, for all blocks."""
+        """Return `params_of` for all blocks."""
         return {block: mine.params for block, mine in self._block_optimizers.items()}
 
     def entry_of(self, block: Block) -> OptimizerEntry:
-        """Collect what the optimizer holds of a block that is here."""
+        """Return the optimizer's parameters, groups and state of a block."""
         masters = self.params_of(block)
         group_of = {p: i for i, group in enumerate(self.part_of(block).param_groups) for p in group["params"]}
         state = {p: self.optimizer.state[p] for p in masters if p in self.optimizer.state}
         return OptimizerEntry(masters, [group_of.get(p, -1) for p in masters], state)
 
     def master_by_param(self, unit: Unit) -> dict[nn.Parameter, nn.Parameter]:
-        """Give the optimizer's parameter for each of a unit's."""
+        """Return the optimizer's parameter for each of a unit's parameters."""
         pairs = (zip(block.params, self.params_of(block), strict=True) for block in unit.blocks)
         return {param: master for pair in pairs for param, master in pair}
 
@@ -129,26 +126,26 @@ class Masters:
         return self._model_params
 
     def params_in_model_order(self) -> list[nn.Parameter]:
-        """List all of the optimizer's parameters in the model's order, in which a norm over all of them adds up."""
+        """Return the optimizer's parameters in the model's order, in which a joint norm is summed."""
         self._order = self._order or {param: index for index, param in enumerate(self._model_order())}
         return sorted(self._model_params, key=lambda master: self._order[self._model_params[master]])
 
-    # -- layers come and go --------------------------------------------------------------------------------------------
+    # -- edits ---------------------------------------------------------------------------------------------------------
 
     def add_unit(self, unit: Unit, entries: Mapping[Block, OptimizerEntry]) -> None:
-        """Take a layer in, between two steps; `arrange` puts its parameters where they belong."""
+        """Add a layer between steps; `reorder_groups` then sorts its parameters."""
         self.units.append(unit)
         self._order = {}
         for block, side in entries.items():
             self.blocks.append(block)
             self.owner[block] = unit
             self._model_params.update(zip(side.masters, block.params, strict=True))
-            part = []  # parts share the state with the whole optimizer, and not the groups: these are cut to the block
+            part = []  # groups of the part, restricted to the block; the state is shared
             for index, group in enumerate(self.optimizer.param_groups):
                 own = [master for master, its in zip(side.masters, side.groups, strict=True) if its == index]
                 group["params"].extend(own)
                 part.append({**group, "params": own})
-            self.optimizer.state.update(side.state)
+            self.optimizer.state.update(side.state.items())
             self._block_optimizers[block] = _BlockOptimizer(
                 side.masters, clone_shallow(self.optimizer, part, self.optimizer.state)
             )
@@ -157,15 +154,15 @@ class Masters:
             self._book_counted()
 
     def remove_units(self, units: Collection[Unit]) -> dict[Unit, dict[Block, OptimizerEntry]]:
-        """Let layers go, between two steps; the result is what `admit` needs to take them in again.
+        """Remove layers between steps; the result is the argument of `add_unit`.
 
-        Blocks that they share with others stay.
+        Blocks shared with other units stay.
         """
         self._order = {}
         kept = {unit: {block: self.entry_of(block) for block in unit.blocks if not block.shared} for unit in units}
         sides = {block: side for one in kept.values() for block, side in one.items()}
         masters = {master for side in sides.values() for master in side.masters}
-        for group in self.optimizer.param_groups:  # new lists: whoever may take this back holds the old ones
+        for group in self.optimizer.param_groups:  # new lists, since an undo holds the old ones
             group["params"] = [param for param in group["params"] if param not in masters]
         for master in masters:
             del self._model_params[master]
@@ -180,7 +177,7 @@ class Masters:
         return kept
 
     def rename(self, block: Block, names: list[str]) -> None:
-        """Say what a block's parameters are called now; the key of a shared one follows."""
+        """Rename a block's parameters; the key of a shared block follows."""
         key = shared_key(names[0]) if block.shared else block.key
         self._host.release("weights", block.key, block.nbytes)
         self._host.book("weights", key, block.nbytes)
@@ -188,63 +185,59 @@ class Masters:
 
     @property
     def groups(self) -> list[list[nn.Parameter]]:
-        """The model's parameters in every group of the optimizer."""
+        """The model's parameters in each group of the optimizer."""
         return [[self._model_params[master] for master in group["params"]] for group in self.optimizer.param_groups]
 
     def reorder_groups(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Let the optimizer's groups hold what they hold in another order, which is given by the model's parameters."""
+        """Reorder the parameters in the optimizer's groups, given as the model's parameters."""
         masters = {param: master for master, param in self._model_params.items()}
         names: dict[nn.Parameter, str] = {}
         for group, params in zip(self.optimizer.param_groups, groups, strict=True):
             group["params"] = [masters[param] for param in params]
             if "param_names" in group:
-                names = names or self._names()
+                names = names or {p: n for b in self.blocks for p, n in zip(self.params_of(b), b.names, strict=True)}
                 group["param_names"] = [names[master] for master in group["params"]]
         self._order = {}
 
     def assign_groups(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Let the optimizer's groups hold other parameters, between two steps: one list of the model's for each."""
+        """Replace the parameters in the optimizer's groups, given as the model's parameters, between steps."""
         self.reorder_groups(groups)
-        # A part is lent settings group by group: a parameter left in its old group would go by the wrong ones
+        # A part uses settings by group, so it must have the new groups
         for mine in self._block_optimizers.values():
             mine.part = restrict_optimizer(self.optimizer, mine.params)
 
     def check_groups(self) -> None:
-        """Compare the optimizer's groups with those of its parts, which are lent settings group by group.
+        """Compare the optimizer's groups with those of its parts, which use settings by group.
 
         Raises:
-            ValueError: groups, or parameters in them, came, went or changed places.
+            ValueError: groups, or parameters in them, were added, removed or moved.
         """
         groups = self.optimizer.param_groups
-        known: list[set[nn.Parameter]] = [set() for _ in groups]
+        in_parts: list[set[nn.Parameter]] = [set() for _ in groups]
         for mine in self._block_optimizers.values():
             parts = mine.part.param_groups
             if len(parts) != len(groups):
                 raise _groups_changed_error(f"it has {len(groups)} groups and had {len(parts)}")
-            for own, group in zip(known, parts, strict=True):
+            for own, group in zip(in_parts, parts, strict=True):
                 own.update(group["params"])
-        for index, (group, own) in enumerate(zip(groups, known, strict=True)):
+        for index, (group, own) in enumerate(zip(groups, in_parts, strict=True)):
             if len(group["params"]) != len(own) or not own.issuperset(group["params"]):
                 raise _groups_changed_error(
                     f"group {index} has {len(group['params'])} parameters and had {len(own)}, or has others"
                 )
 
-    def _names(self) -> dict[nn.Parameter, str]:
-        return {p: name for b in self.blocks for p, name in zip(self.params_of(b), b.names, strict=True)}
-
-    # -- all of it -----------------------------------------------------------------------------------------------------
+    # -- the whole optimizer -------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Callable[[], None]:
-        """Copy all weights, versions and all that the optimizer keeps; the result puts them back bit by bit."""
+        """Copy all weights, versions and optimizer state; call the result to restore them exactly."""
         masters = [(block, block.master.clone(), block.version) for block in self.blocks]
-        put_optimizer_back = snapshot_value(vars(self.optimizer))
+        restore_optimizer = snapshot_value(vars(self.optimizer))
 
         def undo() -> None:
             for block, master, version in masters:
-                # Into the same memory, of which the model's parameters and the optimizer's are views
-                block.master.copy_(master)
+                block.master.copy_(master)  # in place, since parameters are views
                 block.version = version
-            put_optimizer_back()
+            restore_optimizer()
             self.book_state()
 
         return undo
@@ -252,29 +245,25 @@ class Masters:
     def copy_optimizer(
         self, model_copy: nn.Module, model: nn.Module, states: Mapping[nn.Parameter, dict[str, Any]]
     ) -> Optimizer:
-        """Make a copy of the optimizer over the parameters of `twin`, a copy of `model`; the two share nothing.
+        """Return an independent copy of the optimizer over the parameters of `model_copy`, a copy of `model`.
 
         Args:
-            twin, model: as said.
-            states: what it is to know, by parameter of this optimizer; they become its own.
+            model_copy, model: modules with the same parameters in the same order.
+            states: state of the copy, by parameter of this optimizer; not copied.
         """
         counterpart = dict(zip(model.parameters(), model_copy.parameters(), strict=True))
-        stands_for = {
-            master: counterpart[param] for master, param in self._model_params.items() if param in counterpart
-        }
-        warmth = {p: warmup_factor(block) for block in self.blocks if block.warmup for p in self.params_of(block)}
+        copies = {p: counterpart[param] for p, param in self._model_params.items() if param in counterpart}
+        factors = {p: warmup_factor(block) for block in self.blocks if block.warmup for p in self.params_of(block)}
         groups = []
         for group in self.optimizer.param_groups:
-            for factor in sorted({1.0, *(warmth.get(p, 1.0) for p in group["params"])}):
-                alike = [stands_for[p] for p in group["params"] if warmth.get(p, 1.0) == factor]
-                groups.append({**group, "params": alike, **({"lr": group["lr"] * factor} if factor != 1.0 else {})})
-        state = {stands_for[p]: known for p, known in states.items() if p in stands_for}
-        return clone_deep(
-            self.optimizer, groups, defaultdict(dict, state), {**stands_for, **counterpart, model: model_copy}
-        )
+            for factor in sorted({1.0, *(factors.get(p, 1.0) for p in group["params"])}):
+                equal = [copies[p] for p in group["params"] if factors.get(p, 1.0) == factor]
+                groups.append({**group, "params": equal, **({"lr": group["lr"] * factor} if factor != 1.0 else {})})
+        state = defaultdict(dict, {copies[p]: values for p, values in states.items() if p in copies})
+        return clone_deep(self.optimizer, groups, state, {**copies, **counterpart, model: model_copy})
 
     def restore_model_params(self) -> None:
-        """Give the optimizer the model's own parameters back, and the ledger its bytes."""
+        """Give the optimizer the model's parameters again, and release the masters' bytes."""
         replace_params(self.optimizer, self._model_params)
         for block in self.blocks:
             self._host.release("weights", block.key, block.nbytes)
@@ -285,7 +274,7 @@ class Masters:
         return self._state_bytes
 
     def book_state(self) -> None:
-        """Count the bytes of the optimizer's state anew."""
+        """Recount the bytes of the optimizer's state."""
         self._byte_counter = ByteCounter(self.optimizer.state.values())
         self._book_counted()
 
@@ -302,10 +291,10 @@ def _groups_changed_error(how: str) -> ValueError:
     return ValueError(
         f"the groups of the optimizer were changed behind the relay's back: {how} (add_param_group?). Close the "
         "relay, change the groups, and make a new relay with the same optimizer; or give the optimizer all parameters from the "
-        "beginning, with layers that come later frozen until then (requires_grad_(False), or the edits Freeze and Unfreeze)"
+        "beginning, with later layers frozen until then (requires_grad_(False), or the edits Freeze and Unfreeze)"
     )
 
 
 def warmup_factor(block: Block) -> float:
-    """Give the factor of the learning rate in the block's next update, which rises to 1 over its warm-up."""
+    """Return the factor of the learning rate in the block's next update; it rises to 1 during the warm-up."""
     return min(1.0, (block.version + 1) / block.warmup) if block.warmup else 1.0

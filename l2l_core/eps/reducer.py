@@ -1,4 +1,4 @@
-"""What happens to a gradient before its update where several workers have one."""
+"""Reduction of gradients over micro-batches and workers."""
 
 from __future__ import annotations
 
@@ -18,45 +18,51 @@ GradientParts = Mapping[int, BlockGradient]
 
 
 class Reducer(Protocol):
-    """Makes one gradient of those of all micro-batches and workers. Between `begin` and `finish` is one step.
+    """Reduces the gradients of all micro-batches and workers to one. One step lasts from `begin` to `finish`.
 
-    `reduce` and `clip` are called on the EPS's thread, one after another and in one order everywhere, the others on the
-    thread that trains.
+    `reduce` and `clip` are called on the EPS's thread, one after another and in the same order on every worker; the others on the
+    training thread.
 
     Attributes:
-        keeps_apart: whether it needs the gradient of every micro-batch by itself, of all blocks.
+        per_micro_batch: whether it needs per-micro-batch gradients of all blocks.
     """
 
     per_micro_batch: bool
 
     def begin(self, masters: Masters, config: RelayConfig, clock: EPSClock) -> None:
-        """Hear that a step begins; `clock` times the EPS's thread, and shall not while that waits for others."""
+        """Begin a step; `clock` times the EPS's thread and must be paused while that waits for other workers."""
+        ...
 
     def blocks_to_reduce(self, masters: Masters, with_parts: Sequence[Block]) -> Sequence[Block]:
-        """Say which blocks are reduced when all gradients of the step have come, given those of which parts wait here."""
+        """Return the blocks to reduce once all gradients have arrived, given those with local parts."""
+        ...
 
     def reduce(self, block: Block, parts: GradientParts, gradients: GradientBuffers) -> BlockGradient | None:
-        """Give the gradient to update a block with; None if it has none in this step.
+        """Return the gradient for a block's update; None if it has none in this step.
 
         Args:
-            block: what the gradient is of.
-            parts: this worker's own, by micro-batch, or one that is their sum already. Their buffers go back to `gradients`,
-                except for one in which the result may be.
-            gradients: makes and takes back buffers.
+            block: the block of the gradient.
+            parts: this worker's gradients by micro-batch, or a single sum. Their buffers are released to `gradients`, except one
+                that may hold the result.
+            gradients: buffers.
         """
+        ...
 
     def clip(self, masters: Masters, complete: Mapping[Block, BlockGradient], max_norm: float) -> None:
-        """Scale all gradients by their norm together, as `torch.nn.utils.clip_grad_norm_` does in the model's order."""
+        """Scale all gradients by their joint norm, as `torch.nn.utils.clip_grad_norm_` does in the model's order."""
+        ...
 
     def abort(self, error: BaseException) -> None:
-        """Hear that the EPS's work has failed, on its thread: nothing more of this step will be reduced."""
+        """Abort the step after an error of the EPS; called on its thread."""
+        ...
 
     def finish(self) -> None:
-        """Hear that all updates of the step are done here; returns when they are done everywhere."""
+        """Wait until the updates of the step are done on all workers; they are done on this one."""
+        ...
 
 
 class LocalReducer:
-    """Is the reducer of one worker: its micro-batches' gradients are added in ascending k, and that is all."""
+    """Reducer of a single worker: adds the micro-batches' gradients in ascending k."""
 
     per_micro_batch = False
 
@@ -72,9 +78,7 @@ class LocalReducer:
     def clip(self, masters: Masters, complete: Mapping[Block, BlockGradient], max_norm: float) -> None:
         for block, piece in complete.items():
             set_grads(masters.params_of(block), piece)
-        nn.utils.clip_grad_norm_(
-            masters.params_in_model_order(), max_norm
-        )  # in place, so in the buffers that updates will use
+        nn.utils.clip_grad_norm_(masters.params_in_model_order(), max_norm)  # in place, in the buffers of updates
 
     def abort(self, error: BaseException) -> None:
         pass
@@ -84,9 +88,9 @@ class LocalReducer:
 
 
 class PerMicroBatchReducer(LocalReducer):
-    """Is the same where the gradient of every micro-batch comes by itself, as those of several workers may have to."""
+    """Local reducer that keeps all gradients apart by micro-batch, as reducers of several workers may."""
 
     per_micro_batch = True
 
     def blocks_to_reduce(self, masters: Masters, with_parts: Sequence[Block]) -> Sequence[Block]:
-        return [block for block in masters.blocks if block in with_parts]  # in the order that all of them have
+        return [block for block in masters.blocks if block in with_parts]  # the same order on every worker

@@ -1,7 +1,6 @@
-"""What compression leaves out of gradients, kept on the device until the next one of the same parameter goes.
+"""Residuals: the errors of compressed gradients, kept on the device for the next gradient of the same parameter.
 
-It stays between steps and belongs to its block: a layer that is dropped and comes back still has it, a new layer has none. On the
-host there would be no use for it: whoever sends it there has sent the whole gradient.
+A residual stays between steps and belongs to its block: a layer that is dropped and restored keeps it, a new layer has none.
 """
 
 from __future__ import annotations
@@ -18,23 +17,20 @@ CATEGORY, OWNER = "gradients", "residuals"
 
 
 class Residuals:
-    """Makes the residuals of a relay, and finds them again.
+    """The residuals of a relay, on `device`.
 
-    Invariant: what blocks hold is booked in the device's ledger as gradients of the owner "residuals".
-
-    Args:
-        device: whose memory they are in.
+    Invariant: the residuals of all blocks are booked in the device's ledger as gradients of the owner "residuals".
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
 
     def for_block(self, block: Block) -> dict[int, torch.Tensor]:
-        """Give those of a block, each (numel,), by index of the parameter; it may be changed."""
+        """Return the residuals of a block, each (numel,), by index of the parameter; the mapping may be changed."""
         return block.residuals
 
     def create(self, block: Block, index: int, numel: int) -> torch.Tensor:
-        """Make one of zeros.
+        """Add a residual of zeros and return it.
 
         Raises:
             DeviceOutOfMemory: there is no room for it.
@@ -42,22 +38,22 @@ class Residuals:
         ledger, nbytes = self.device.ledger, 4 * numel
         ledger.book(CATEGORY, OWNER, nbytes)
         residual = self.device.empty(numel).zero_()
-        weakref.finalize(residual, ledger.release, CATEGORY, OWNER, nbytes)  # with the last block that has it
+        weakref.finalize(residual, ledger.release, CATEGORY, OWNER, nbytes)  # freed with its block
         self.for_block(block)[index] = residual
         return residual
 
     def snapshot(self, blocks: Iterable[Block]) -> Callable[[], None]:
-        """Keep those of some blocks as they are; the result puts them back."""
-        kept = {block: {i: residual.clone() for i, residual in self.for_block(block).items()} for block in blocks}
+        """Copy the residuals of some blocks; call the result to restore them."""
+        saved = {block: {i: residual.clone() for i, residual in self.for_block(block).items()} for block in blocks}
 
-        def put_back() -> None:
-            for block, old in kept.items():
+        def undo() -> None:
+            for block, old in saved.items():
                 self.restore(block, dict.fromkeys(self.for_block(block)) | old)
 
-        return put_back
+        return undo
 
     def restore(self, block: Block, values: Mapping[int, torch.Tensor | None]) -> None:
-        """Give a block such values, by index; None where it is to have none."""
+        """Set residuals of a block, by index; None removes one."""
         held = self.for_block(block)
         for index, value in values.items():
             if value is None:
@@ -66,15 +62,15 @@ class Residuals:
                 (held[index] if index in held else self.create(block, index, value.numel())).copy_(value)
 
     def close(self) -> None:
-        """Hear that they are not needed any more."""
+        """Release what only this object holds."""
 
 
 class DryRunResiduals(Residuals):
-    """Makes residuals for steps without effect: booked as real ones are, but those of one size share their memory.
+    """Residuals for a dry run: booked like real ones, but equal sizes share memory.
 
     Args:
         device: as of the real ones.
-        is_real: whether its ledger has the real ones too, which are not booked again.
+        is_real: whether its ledger contains the real ones, which are not booked again.
     """
 
     def __init__(self, device: Device, is_real: bool) -> None:

@@ -1,11 +1,11 @@
 """The eager param-server (EPS): masters, gradients, optimizer state and version of every layer, on the host.
 
-It takes gradients, reduces them and updates each block of weights, the lane ``eps``: on a thread of its own, or, where nothing
-is to overlap, in the caller's. What it is not: it knows nothing of devices or of the order of layers.
+It receives gradients, reduces them and updates each block: the lane ``eps``, on a separate thread, or in the caller's thread if
+nothing is to overlap. It is independent of devices and of the order of layers.
 
-    take ──▶ buffer ──▶ check, reduce ──▶ whole ──▶ update        eager: as soon as a block's gradient is whole
-                           │                ▲                     deferred: in `finish`, when all are there
-                           └─▶ part of k ──▶ fold, k = 0 .. K-1
+    push_gradient ──▶ buffer ──▶ check, reduce ──▶ complete ──▶ update     eager: as soon as a block's gradient is complete
+                                    │                 ▲                    deferred: in `finish`, when all are complete
+                                    └─▶ part of k ──▶ sum, k = 0 .. K-1
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,7 @@ from l2l_core.eps.block_storage import BlockStorage, MemoryBlockStorage
 from l2l_core.eps.blocks import Block, BlockGradient, Unit
 from l2l_core.eps.edit_storage import EditStorage, MemoryEditStorage
 from l2l_core.eps.eps_clock import EPSClock
-from l2l_core.eps.finite import check_finite, joint_norm
-from l2l_core.eps.gradient_buffers import GradientBuffers
+from l2l_core.eps.gradient_buffers import GradientBuffers, check_finite, joint_norm
 from l2l_core.eps.gradient_codec import Float32Codec, GradientCodec, make_codec
 from l2l_core.eps.masters import Masters
 from l2l_core.eps.optimizers import user_hooks
@@ -43,22 +43,22 @@ _INLINE = InlineExecutor(ThreadState.new_thread)
 
 
 class LayerStore:
-    """Takes the gradients of a step and sees to it that every block is updated by them.
+    """Receives the gradients of a step and updates every block with them.
 
-    Invariant: a block is updated at most once per step, after all of its gradient has come, and `Block.version` counts
-    those updates. Only what is submitted here writes masters while a step runs, one thing after the other.
+    Invariant: a block is updated at most once per step, after all of its gradient has arrived; `Block.version` counts the
+    updates. During a step, only work submitted here writes masters, one job after another.
 
     Args:
         masters: the blocks, and the optimizer over them.
-        gradients: where gradients wait.
-        update: how a block is updated.
-        thread: does one thing after the other.
-        residuals: what compression leaves out of gradients.
-        reducer: what other workers have to say to a gradient.
+        gradients: buffers for gradients.
+        updater: updates a block.
+        thread: runs jobs in order.
+        residuals: errors of compressed gradients.
+        reducer: reduces gradients over micro-batches and workers.
 
     Attributes:
-        custody: where blocks and their state are between two steps.
-        at_hand: how edits get at blocks and state.
+        storage: storage of blocks and their state between steps.
+        edit_storage: access to blocks and state for edits.
     """
 
     def __init__(
@@ -77,19 +77,19 @@ class LayerStore:
         self._executor: Executor = thread
         self.storage: BlockStorage = MemoryBlockStorage(masters)
         self.edit_storage: EditStorage = MemoryEditStorage(masters)
-        self._received_parts: set[tuple[Block, int]] = set()  # of which blocks and micro-batches parts were taken
+        self._received_parts: set[tuple[Block, int]] = set()  # (block, k) of parts pushed in this step
         self._jobs: list[FutureLike] = []
-        self._unfinished: deque[FutureLike] = deque()  # updates of blocks whose parts have all come
+        self._unfinished: deque[FutureLike] = deque()  # updates of blocks with all parts
         self._config, self._clock, self._failed = RelayConfig(), EPSClock(Trace()), False
 
     @staticmethod
     def create(masters: Masters, gradients: GradientBuffers, residuals: Residuals, cores: int) -> LayerStore:
-        """Make the EPS of a relay, in which the user's optimizer updates.
+        """Return the EPS of a relay, with the user's optimizer as updater.
 
         Args:
-            masters, gradients, residuals: as of a store.
-            cores: for reducing and updating: one where compute is on the CPU too, most of them beside a GPU. An optimizer that
-                adds elements up has as many as in core, since the order in which they are added depends on that.
+            masters, gradients, residuals: as in the constructor.
+            cores: number of cores for reducing and updating: one if compute is on the CPU too, most of them beside a GPU. An
+                optimizer that sums over elements gets as many as in core, since the order of its sums depends on the number.
         """
         thread = serial_executor("eps", cores if masters.findings.elementwise else torch.get_num_threads())
         return LayerStore(masters, gradients, OptimizerUpdater(masters), thread, residuals)
@@ -97,10 +97,10 @@ class LayerStore:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def begin(self, config: RelayConfig, trace: Trace) -> None:
-        """Open a step.
+        """Begin a step.
 
         Raises:
-            ValueError: the optimizer has a step hook and updates are eager, or it would not take a step.
+            ValueError: the optimizer has a step hook and updates are eager, or it refuses to step.
         """
         self._config, self._clock = config, EPSClock(trace)
         self._executor = self.thread if config.ahead else _INLINE  # the serial relay: nothing runs in the background
@@ -113,7 +113,7 @@ class LayerStore:
 
     def _reset(self) -> None:
         for unit in self.masters.units:
-            unit.stats.clear()  # what this step does not tell is not known
+            unit.stats.clear()
         self.gradients.begin(bounded=self._config.update == "eager")
         self._received_parts.clear()
         self._unfinished.clear()
@@ -122,105 +122,106 @@ class LayerStore:
     def push_gradient(
         self, unit: Unit, block: Block, gradient: BlockGradient, send: SendFn, k: int | None = None
     ) -> Ticket:
-        """Take a gradient of `block`: the whole one, to be used now or at the end of the step, or what a visit adds for `k`.
+        """Push a gradient of `block` to the host: the complete one, or a part of micro-batch `k`.
 
         Args:
-            unit: whose backward has made it.
-            piece: on the device; its buffer may be used again when the ticket is done.
+            unit: the unit whose backward made it.
+            block: the block.
+            gradient: on the device; its buffer may be reused when the ticket is done.
             send: starts copies to the host.
-            k: the micro-batch, where those of a block are kept apart.
+            k: the micro-batch, for per-micro-batch gradients.
         """
-        # A part waits for its sum: counted as under way, a few of them would keep the next one waiting for ever
-        here = replace(gradient, flat=self.gradients.acquire(gradient.trained.numel, bounded=k is None))
+        # Parts are not bounded: they wait for their sum, and a few of them would block the next one for ever
+        on_host = replace(gradient, flat=self.gradients.acquire(gradient.trained.numel, bounded=k is None))
         if k is None:
             packed = self._codec.pack(block, gradient)
-            pushed = send([(here.flat[: packed.numel()], packed)])
+            pushed = send([(on_host.flat[: packed.numel()], packed)])
             if self._config.update == "eager":
                 self.updater.prefetch(block)
-            self._submit(lambda: self._receive(unit, block, here, pushed))
+            self._submit(lambda: self._receive(unit, block, on_host, pushed))
         else:
-            targets, sources = here.views(), gradient.views()
+            targets, sources = on_host.views(), gradient.views()
             pushed = send([(targets[i], source) for i, source in sources.items()])
-            self._received_parts.add((block, k))  # here, not when it is added: `has_part` must know of one on its way
-            self._submit(lambda: self._receive_part(unit, block, k, here, pushed))
+            self._received_parts.add((block, k))  # now, since `has_part` includes parts in transit
+            self._submit(lambda: self._receive_part(unit, block, k, on_host, pushed))
         return pushed
 
     def has_part(self, block: Block, k: int) -> bool:
-        """Tell whether a visit has brought a gradient of micro-batch `k` that is kept apart."""
+        """Return whether a visit has pushed a part of micro-batch `k`."""
         return (block, k) in self._received_parts
 
     def withdraw_part(self, block: Block, k: int, wanted: Sequence[int]) -> dict[int, torch.Tensor]:
-        """Give out what has come for some of the block's parameters, by index; the next part brings it back, and more."""
-        lent: dict[int, torch.Tensor] = {}
-        self._submit(lambda: lent.update(self.gradients.take_part(block, k, wanted)))
-        self._jobs[-1].exception()  # in order: all parts before are added; an error stays there for `wait`
-        return lent
+        """Remove and return gradients of some of the block's parameters, by index; the next part must contain them."""
+        taken: dict[int, torch.Tensor] = {}
+        self._submit(lambda: taken.update(self.gradients.take_part(block, k, wanted)))
+        self._jobs[-1].exception()  # in order, so all earlier parts are added; `wait` raises errors
+        return taken
 
     def finish_block(self, block: Block) -> None:
-        """Say that no more parts of `block` will come; eager updates do not wait any longer.
+        """Reduce the parts of `block`, which are complete; eager updates follow.
 
-        Where the EPS falls behind, whoever brings parts waits here: its buffers are not bounded otherwise.
+        Waits if the EPS falls behind, since the buffers of parts are not bounded otherwise.
         """
         if self._config.update == "eager":
             self.updater.prefetch(block)
-            self._submit(lambda: self._reduce_parts(block) or self._update(block))  # `_fold` gives None, so both run
+            self._submit(lambda: self._reduce_parts(block) or self._update(block))  # None, so both run
             self._unfinished.append(self._jobs[-1])
             while len(self._unfinished) > MAX_PENDING_GRADIENTS:
-                self._unfinished.popleft().exception()  # an error stays there for `wait`
+                self._unfinished.popleft().exception()  # `wait` raises errors
 
     def finish(self) -> None:
-        """Wait for all gradients and updates; deferred updates happen here.
+        """Wait for all gradients and updates; deferred updates run now.
 
         Raises:
-            NonFiniteError, or whatever the optimizer raised.
+            NonFiniteError, or the optimizer's error.
         """
-        self.wait()  # until then the thread may add to what is gone through here
+        self.wait()  # the thread may still add parts
         for block in self.reducer.blocks_to_reduce(self.masters, self.gradients.blocks_with_parts):
-            self._submit(lambda block=block: self._reduce_parts(block))  # type: ignore[misc]
+            self._submit(partial(self._reduce_parts, block))
         self.wait()
-        if self._config.max_grad_norm is not None:  # the norm is of all gradients: folded ones, too
+        if self._config.max_grad_norm is not None:  # after the sums, since the norm is of all gradients
             self._submit(self._clip)
         self.wait()
         if self._config.update == "deferred":
             self.updater.gradients_complete(self.gradients.complete)
-        whole = dict(
+        complete = dict(
             self.gradients.complete
-        )  # hooks see what updates take out: no buffer is filled before the next step
-        for block in whole:
+        )  # for hooks: updates remove entries, but buffers stay until the next step
+        for block in complete:
             self.updater.prefetch(block)
-            self._submit(lambda block=block: self._update(block))  # type: ignore[misc]
+            self._submit(partial(self._update, block))
         self.wait()
-        self.reducer.finish()  # while it can still be undone: somebody else's last update may have failed
-        self.updater.finish(whole)
+        self.reducer.finish()  # before the step is final: another worker's update may have failed
+        self.updater.finish(complete)
         self._codec.finish(self.masters.blocks)
 
     def wait(self) -> None:
-        """Wait for the work submitted so far; the first error is raised, the rest of the work was skipped."""
+        """Wait for all submitted work; raise the first error (work after it is skipped)."""
         errors = [error for job in self._jobs if (error := job.exception()) is not None]
-        self._jobs = []  # only now: whoever interrupts the wait finds them there, and waits for them before it undoes any
+        self._jobs = []  # after the wait: if that is interrupted, `rollback` must wait for the jobs
         if errors:
             raise errors[0]
 
     def raise_failure(self) -> None:
-        """Raise an error of the background work if one has happened, without waiting."""
+        """Raise an error of the background work, if any, without waiting for the rest."""
         if self._failed:
             self.wait()
 
     def rollback(self) -> None:
-        """Undo this step's updates where an undo log was kept, and forget its gradients."""
-        self._failed = True  # jobs that wait do nothing now, and the one at work must end before its writes are undone
+        """Undo this step's updates if they are undoable, and drop its gradients."""
+        self._failed = True  # queued jobs do nothing; the running one must end before the undo
         for job in self._jobs:
             job.exception()
         self.updater.undo()
         self._codec.undo(self.updated)
         for master in self.masters.model_params:
-            master.grad = None  # clipping may have set it; the next step's norm must not see it
+            master.grad = None  # clipping may have set it; the next norm must not include it
         self.gradients.clear()
         self._reset()
 
     @property
     def updated(self) -> list[Block]:
-        """Blocks that may hold new weights in this step; after one that failed, those that do."""
+        """Blocks that may have new weights in this step; after a failed step, those that do."""
         return self.updater.updated
 
     @property
@@ -230,12 +231,12 @@ class LayerStore:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether the user has registered hooks around a step of the optimizer."""
+        """True if the user has registered step hooks."""
         return bool(user_hooks(self.optimizer))
 
     def close(self) -> None:
-        """Join the thread and give the optimizer the model's own parameters back."""
-        self.thread.shutdown(wait=True)  # first: a job may still step over the masters
+        """Join the thread and give the optimizer the model's parameters again."""
+        self.thread.shutdown(wait=True)  # first, since a job may still update masters
         self.masters.restore_model_params()
         for block in self.masters.blocks:
             self.residuals.for_block(block).clear()
@@ -248,13 +249,13 @@ class LayerStore:
                 work()
             except BaseException as error:
                 self._failed = True
-                self.gradients.abort()  # the training thread may wait for room that no update will make
-                self.reducer.abort(error)  # and other workers for gradients that will not come
+                self.gradients.abort()  # the training thread may wait for a buffer that no update will release
+                self.reducer.abort(error)  # and other workers for gradients that will not be sent
                 raise
 
         self._jobs.append(self._executor.submit(guarded))
 
-    # -- what is submitted --------------------------------------------------------------------------------------------------
+    # -- jobs ----------------------------------------------------------------------------------------------------------
 
     def _receive(self, unit: Unit, block: Block, gradient: BlockGradient, pushed: Ticket) -> None:
         pushed.join()

@@ -1,4 +1,4 @@
-"""How a block's weights and the optimizer's state follow from a gradient, and how that is undone."""
+"""Updates of a block's weights and optimizer state from a gradient, and their undo."""
 
 from __future__ import annotations
 
@@ -30,62 +30,79 @@ from l2l_core.eps.optimizers import (
 )
 from l2l_core.model import snapshot_except
 
-_SAMPLES = 4096
+_SAMPLES = 4096  # weights per block from which the size of an update is estimated
 
 BlockGradients = dict[Block, BlockGradient]
 
 
-class Updater(Protocol):
-    """Says what an EPS does with whole gradients. Between `begin` and `finish` or `undo` lies one step.
+class TornStep(RuntimeError):
+    """A step failed after some layers had been updated.
 
     Attributes:
-        updated: blocks that may hold new weights in this step.
+        updated: keys of the layers with new weights.
+    """
+
+    def __init__(self, message: str, updated: Sequence[str]) -> None:
+        super().__init__(message)
+        self.updated = tuple(updated)
+
+
+class Updater(Protocol):
+    """Updates blocks from complete gradients. One step lasts from `begin` to `finish` or `undo`.
+
+    Attributes:
+        updated: blocks that may have new weights in this step.
     """
 
     updated: list[Block]
 
     def begin(self, undoable: bool, deferred: bool, clock: EPSClock) -> None:
-        """Open a step.
+        """Begin a step.
 
         Args:
-            logged: whether its updates can be undone.
-            deferred: whether they come when all gradients are there.
-            clock: times the thread of updates, and shall not while that waits.
+            undoable: whether its updates can be undone.
+            deferred: whether updates wait for all gradients.
+            clock: times the thread of updates; paused while that waits.
 
         Raises:
-            ValueError: this step could not be made, as far as that can be known before it.
+            ValueError: the step would fail, as far as this can be checked in advance.
         """
+        ...
 
     def gradients_complete(self, gradients: BlockGradients) -> None:
-        """Hear that all gradients of a deferred step are there; `whole` afterwards has what hooks leave of them."""
+        """Run before the updates of a deferred step; hooks may change `gradients`."""
+        ...
 
     def prefetch(self, block: Block) -> None:
-        """Hear, on the thread that trains, that `update` or `spare` comes for this block, after those announced before."""
+        """Announce, on the training thread, an `update` or `skip` of this block after those announced earlier."""
+        ...
 
     def skip(self, block: Block) -> None:
-        """Hear that a block has no gradient in this step after all."""
+        """Cancel an announced update: the block has no gradient in this step."""
+        ...
 
     def update(self, block: Block, gradient: BlockGradient) -> Mapping[str, float]:
-        """Update a block; returns statistics of it. Before it writes it calls `Masters.before_write`."""
+        """Update a block and return statistics. Calls `Masters.before_write` before it writes."""
+        ...
 
     def finish(self, gradients: BlockGradients) -> None:
-        """Hear that the step's last update is done; `whole` is what the updates used, where they were deferred."""
+        """End the step after its last update; `gradients` are those of deferred updates."""
+        ...
 
     def undo(self) -> None:
-        """Undo the step's updates if they were logged; else `updated` says what they were."""
+        """Undo the step's updates if they are undoable; otherwise `updated` lists them."""
+        ...
 
     def state_of(self, block: Block) -> Sequence[Mapping[str, Any]]:
-        """Give what the optimizer keeps of each of a block's parameters, to be read."""
+        """Return the optimizer state of each of a block's parameters, read-only."""
+        ...
 
 
 class OptimizerUpdater:
-    """The user's own optimizer updates the masters, block by block.
+    """Updates the masters with the user's optimizer, block by block.
 
-    Invariant: what its parts make of settings counts once per step, when the step is over; a step that is undone leaves
-    weights, versions, state and settings as they were.
-
-    Args:
-        masters: the optimizer over them.
+    Invariant: changes of settings take effect once per step, at its end; an undone step leaves weights, versions, state and
+    settings as they were.
     """
 
     def __init__(self, masters: Masters) -> None:
@@ -94,10 +111,10 @@ class OptimizerUpdater:
 
     def _reset(self) -> None:
         self.updated: list[Block] = []
-        self._undo_log: list[Callable[[], None]] = []
-        self._kept: set[Block] = set()  # blocks that this step may change
-        self._setting_changes: SettingChanges = {}  # what parts of the optimizer have made of settings in this step
-        self._restore_settings: Callable[[], None] = lambda: None  # to those before hooks
+        self._undo_log: list[Callable[[], object]] = []
+        self._kept: set[Block] = set()  # blocks with an undo
+        self._setting_changes: SettingChanges = {}  # made by parts of the optimizer in this step
+        self._restore_settings: Callable[[], object] = lambda: None  # as before hooks
         self._is_undoable = self._is_deferred = False
 
     def begin(self, undoable: bool, deferred: bool, clock: EPSClock) -> None:
@@ -123,7 +140,7 @@ class OptimizerUpdater:
         if user_hooks(self._optimizer):
             for block in self._masters.blocks:  # hooks may change any weight
                 self._keep(block)
-            # Without the state, which the log has: it may be larger than the weights
+            # Without the state, which is in the undo log and may be larger than the weights
             self._restore_settings = snapshot_except(vars(self._optimizer), {"state"})
             call_before(self._optimizer, self._masters.all_params(), gradients)
 
@@ -132,16 +149,14 @@ class OptimizerUpdater:
         set_grads(self._masters.params_of(block), gradient)
         before = _sample_weights(block, gradient.trained).clone()
         try:
-            self.updated.append(block)  # from here on the block may hold new weights
-            merge_changes(
-                self._setting_changes, update_part(self._masters.part_of(block), self._optimizer, warmup_factor(block))
-            )
+            self.updated.append(block)  # from here on the block may have new weights
+            part = self._masters.part_of(block)
+            merge_changes(self._setting_changes, update_part(part, self._optimizer, warmup_factor(block)))
         finally:
             for param in self._masters.params_of(block):
-                param.grad = None  # a view of a buffer that the next gradient gets
-        moved, size = (
-            norm.item() for norm in foreach_norm([_sample_weights(block, gradient.trained) - before, before])
-        )
+                param.grad = None  # a view of a buffer that will be reused
+        change = _sample_weights(block, gradient.trained) - before
+        moved, size = (norm.item() for norm in foreach_norm([change, before]))
         block.version += 1
         return {"update_ratio": moved / size if size else math.inf if moved else 0.0}
 
@@ -149,12 +164,13 @@ class OptimizerUpdater:
         if self._undo_log:  # settings change now, and a hook may still fail
             self._undo_log.append(snapshot_except(vars(self._optimizer), {"state"}))
         apply_changes(self._optimizer, self._setting_changes)
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look at
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # set for LR schedulers
         if self._is_deferred and user_hooks(self._optimizer):
             call_after(self._optimizer, self._masters.all_params(), gradients)
         else:
             call_torchs(self._optimizer)
-        self._undo_log.clear(), self._kept.clear()
+        self._undo_log.clear()
+        self._kept.clear()
         self._masters.book_state()
 
     def undo(self) -> None:
@@ -162,7 +178,7 @@ class OptimizerUpdater:
             undo()
         if self._undo_log:
             self.updated.clear()
-        if self.updated:  # for them the step has counted
+        if self.updated:  # for them the step is done
             apply_changes(self._optimizer, self._setting_changes)
         else:
             self._restore_settings()
@@ -176,7 +192,7 @@ class OptimizerUpdater:
         return [state.get(param, {}) for param in self._masters.params_of(block)]
 
     def _keep(self, block: Block, gradient: BlockGradient | None = None) -> None:
-        """Keep weights that are about to change, for the undo and for branches."""
+        """Copy weights before they change, for undo and for branches."""
         if block not in self._kept:
             self._kept.add(block)
             if self._is_undoable:
@@ -184,7 +200,7 @@ class OptimizerUpdater:
             self._masters.before_write(block)
 
     def _snapshot(self, block: Block, gradient: BlockGradient | None = None) -> Callable[[], None]:
-        """Copy what an update with this gradient may change, 12 bytes per parameter with AdamW; returns the undo."""
+        """Copy everything that an update with this gradient may change (12 bytes per parameter with AdamW); return the undo."""
         params, version = self._masters.params_of(block), block.version
         indices = range(len(params)) if gradient is None else gradient.views()
         values = {params[i]: block.views[i].clone() for i in indices}
@@ -192,18 +208,17 @@ class OptimizerUpdater:
 
         def undo() -> None:
             block.version = version
-            known = self._optimizer.state
             with torch.no_grad():
                 for param, value in values.items():
                     param.copy_(value)
-                    known.pop(param, None)  # also of those that had no state before the step
-            known.update(state)
+                    self._optimizer.state.pop(param, None)  # also if there was no state before the step
+            self._optimizer.state.update(state.items())
 
         return undo
 
 
 def check_newcomers(masters: Masters, has_state: Callable[[Block], bool]) -> None:
-    """Refuse to train a layer without state, between steps of an optimizer that makes state in its first step only.
+    """Refuse to train a layer without state if the optimizer creates state only in its first step.
 
     Raises:
         ValueError: names the layer.
@@ -218,15 +233,15 @@ def check_newcomers(masters: Masters, has_state: Callable[[Block], bool]) -> Non
 
 
 def check_can_step(masters: Masters, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that would not take a step at its present rates and in its present mode.
+    """Refuse a step that the optimizer cannot take with its present learning rates or in its present mode.
 
     Raises:
-        ValueError: a block warms up, and settings follow the rate; or its mode is one without steps.
+        ValueError: a block warms up although settings depend on the learning rate, or the optimizer is not in train mode.
     """
     if masters.findings.follows_rate and (warm := [block for block in masters.blocks if warmup_factor(block) < 1]):
         raise ValueError(
-            f"layer {warm[0].key} warms up, and {type(optimizer).__name__} keeps in its settings values that it computes from "
-            "the learning rate: all layers share them, and this one needs others. Insert layers with warmup=0; nothing has been "
+            f"layer {warm[0].key} warms up, and {type(optimizer).__name__} keeps in its settings values computed from the "
+            "learning rate: all layers share them, and this one needs others. Insert layers with warmup=0; nothing has been "
             "trained"
         )
     if callable(getattr(optimizer, "train", None)):
@@ -241,21 +256,16 @@ def check_can_step(masters: Masters, optimizer: Optimizer) -> None:
 
 
 def set_grads(params: list[nn.Parameter], gradient: BlockGradient) -> None:
-    """Give the optimizer's parameters of a block their gradients, and none to those that have none."""
+    """Set `grad` of a block's parameters to views of its gradient, or None."""
     views = gradient.views()
     for index, param in enumerate(params):
         param.grad = views.get(index)
 
 
 def _sample_weights(block: Block, trained: TrainedParameters) -> torch.Tensor:
-    """Give evenly spaced weights of those that are trained, by which the size of an update is told: (samples,).
-
-    They are about `_SAMPLED`; where parameters are frozen, at least one of every one that is trained.
-    """
+    """Return about `_SAMPLES` evenly spaced trained weights, (samples,); with frozen parameters, at least one of each other."""
     if all(trained.flags):
         return block.master[:: -(-len(block.master) // _SAMPLES) or 1]
-    places = [
-        (block.master_layout.pieces[i].offset, math.prod(block.master_layout.pieces[i].size)) for i in trained.indices
-    ]
+    pieces = [block.master_layout.pieces[i] for i in trained.indices]
     stride = -(-trained.layout.used // _SAMPLES) or 1
-    return torch.cat([block.master[start : start + numel : stride] for start, numel in places])
+    return torch.cat([block.master[p.offset : p.offset + math.prod(p.size) : stride] for p in pieces])

@@ -1,10 +1,9 @@
-"""Where a block's weights are while no layer computes with them, and how a load gets at them.
+"""Sources of weights for loads: host buffers with a block's weights in the dtype of the load.
 
-Masters lie in host memory. A GPU's copy engine moves bytes: to load bfloat16 weights at 2 bytes per parameter, the cast
-happens on the host, once per pass, on a thread of its own, in the order of the layers and ahead of their loads. The price
-is 2 bytes of pinned host memory per parameter, and reading 4 and writing 2 per pass. Casting anew in every pass, and not
-after every update, means that weights which somebody has changed between two steps are never missed; and backward, when
-the EPS is at work, finds the casts done.
+Masters are in host memory. A GPU's copy engine cannot cast: to load bfloat16 weights at 2 bytes per parameter, the host casts
+them once per pass, on a separate thread, in the order of the layers and ahead of their loads. This costs 2 bytes of pinned host
+memory per parameter, and 4 bytes read and 2 written per pass. A cast per pass, rather than per update, includes weights that were
+changed between steps, and is done before backward, when the EPS is busy.
 """
 
 from __future__ import annotations
@@ -22,39 +21,38 @@ from l2l_core.trace import Trace
 
 
 class WeightSource(Protocol):
-    """Knows where weights are. From `begin` to `end` is one pass, in which a block is lent before every load of it."""
+    """Lends weights for loads. One pass lasts from `begin` to `end`; a block is acquired before each load."""
 
     def begin(self, units: Sequence[Unit], dtype: torch.dtype, trace: Trace) -> None:
-        """Begin a pass that will load weights of these units, in about this order, as `dtype`; `trace` gets its events."""
+        """Begin a pass that will load these units, in about this order, as `dtype`; events are added to `trace`."""
+        ...
 
     def prefetch(self, units: Sequence[Unit]) -> None:
-        """Hear which units will probably be lent next, and in which order, so that what takes time can begin."""
+        """Announce the units that will probably be acquired next, in order."""
+        ...
 
     def acquire(self, block: Block) -> torch.Tensor:
-        """Give what a load of the block copies from, (numel,), on the host: its values as they were at `begin`."""
+        """Return a host buffer, (numel,), with the block's weights as of `begin`."""
+        ...
 
     def release(self, block: Block, load: Ticket | None) -> None:
-        """Take back what was lent: nobody will begin to read it any more.
+        """Return the buffer of a block, after compute has waited for `load`.
 
-        Args:
-            block: whose weights they are.
-            load: of the block, which compute has waited for. A GPU may still be at it: who writes there abandons it first.
+        A GPU may still be reading: abandon the ticket before writing to the buffer.
         """
+        ...
 
     def end(self) -> None:
-        """End the pass, whatever happened in it."""
+        """End the pass, also after an error."""
+        ...
 
     def close(self) -> None:
-        """Give up threads and files."""
+        """Release threads and files."""
+        ...
 
 
 class MemoryWeightSource:
-    """Lends masters in memory, as they are, or as casts of them to devices whose copies cannot cast on the way.
-
-    Args:
-        device: where the loads go, and what pins host memory.
-        host: gets the bytes of the casts booked.
-    """
+    """Lends masters in memory, or casts of them (booked in the ledger `host`) for devices whose copies cannot cast."""
 
     def __init__(self, device: Device, host: Ledger) -> None:
         self._device, self._host = device, host
@@ -71,11 +69,7 @@ class MemoryWeightSource:
         for block in blocks:
             if block.cast is None or block.cast.dtype != dtype:
                 block.cast = self._new_cast(block.master.numel(), dtype)
-            self._casts[block] = self._thread.submit(self._cast, block)
-
-    def _cast(self, block: Block) -> torch.Tensor:
-        assert block.cast is not None
-        return block.cast.copy_(block.master)
+            self._casts[block] = self._thread.submit(block.cast.copy_, block.master)
 
     def prefetch(self, units: Sequence[Unit]) -> None:
         pass
@@ -89,11 +83,11 @@ class MemoryWeightSource:
 
     def end(self) -> None:
         casts, self._casts = self._casts, {}
-        for cast in casts.values():  # all of them first: while one is waited for, the next must not begin
+        for cast in casts.values():  # all before the first wait, during which the next would begin
             cast.cancel()
         for cast in casts.values():
             if not cast.cancelled():
-                cast.exception()  # waits without raising: who wanted this cast has had its error
+                cast.exception()  # waits; `acquire` has raised the error
 
     def close(self) -> None:
         self.end()

@@ -1,7 +1,7 @@
-"""Optimizers with fewer bits, for small hosts; each is a plain torch optimizer, in a relay or without one.
+"""Optimizers with a small state, for small hosts; plain torch optimizers, with or without a relay.
 
 May import `rounding` and nothing else of the engine, so that an optimizer trains with a relay or without one.
-Begin reading at `in_bf16.py`.
+Begin reading at `bf16_optimizers.py`.
 """
 
-from l2l_core.optim.in_bf16 import in_bf16 as in_bf16
+from l2l_core.optim.bf16_optimizers import in_bf16 as in_bf16

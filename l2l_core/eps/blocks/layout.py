@@ -1,13 +1,13 @@
-"""Parameters side by side in one flat buffer: where each lies, and how to see them through any such buffer.
+"""Layouts of parameters in flat buffers, views of them, and tensors assembled from pieces.
 
-A layer travels as flat buffers, so a load is one copy. Offsets are aligned like fresh allocations (some kernels choose
-their path, and so their rounding, by alignment), and strides are kept (a channels-last weight stays channels-last).
+A layer travels as flat buffers, so a load is one copy. Offsets are aligned like fresh allocations, since some kernels choose
+their path, and so their rounding, by alignment. Strides are kept: a channels-last weight stays channels-last.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -19,10 +19,10 @@ _ALIGN_BYTES = 64  # as PyTorch aligns what it allocates on the CPU
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Is the place in a flat buffer of a tensor, or of a range of its elements; offset and strides in elements.
+    """Place of a tensor, or of a range of its elements, in a flat buffer; offset and strides in elements.
 
     Attributes:
-        first: where the range begins among the tensor's elements, in the order in which these lie in memory.
+        first: index of the range's first element in the tensor, in memory order.
     """
 
     offset: int
@@ -31,16 +31,16 @@ class Piece:
     first: int = 0
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """View this piece of `flat`: (numel,) -> `size`."""
-        # `as_strided` counts from the storage's beginning, and `flat` may be a range of a slot
+        """Return this piece of `flat` as a view: (numel,) -> `size`."""
+        # `as_strided` counts from the start of the storage, and `flat` may be a range of a slot
         return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Layout:
-    """Gives several tensors of one dtype places in a flat buffer of `numel` elements, of which `used` are theirs.
+    """Places of several tensors of one dtype in a flat buffer of `numel` elements, `used` without padding.
 
-    Of equal ones that `of` and `only` give there is one: layers that are alike find each other's views by it, at every visit.
+    Equal results of `of` and `select` are one object, so that equal layers share cached views.
     """
 
     pieces: tuple[Piece, ...]
@@ -49,7 +49,7 @@ class Layout:
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> Layout:
-        """Lay `tensors` out one after another, each aligned."""
+        """Place `tensors` one after another, each aligned."""
         pieces, offset = [], 0
         for tensor in tensors:
             pieces.append(Piece(offset, tuple(tensor.shape), _dense_strides(tensor)))
@@ -57,7 +57,7 @@ class Layout:
         return Layout(tuple(pieces), offset, sum(tensor.numel() for tensor in tensors))._interned()
 
     def select(self, indices: Sequence[int]) -> Layout:
-        """Lay only the tensors with these indices out one after another, each aligned; dtype float32."""
+        """Place only the tensors with these indices, each aligned; dtype float32."""
         if len(indices) == len(self.pieces):
             return self
         pieces, offset = [], 0
@@ -73,12 +73,12 @@ class Layout:
         return hash((self.numel, self.used, len(self.pieces)))
 
     def slice(self, start: int, stop: int) -> Layout:
-        """Lay out what is in elements `start` to `stop` of the buffer: tensors as they are, and of others rows of elements."""
+        """Return the layout of elements `start` to `stop` of the buffer: whole tensors keep their shape, cut ones become 1-D."""
         pieces = [_slice_piece(piece, start, stop) for piece in self.pieces]
         return Layout(tuple(pieces), max(0, stop - start), sum(math.prod(piece.size) for piece in pieces))
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """View every piece of `flat`: (numel,)."""
+        """Return every piece as a view of `flat`: (numel,)."""
         return [piece.view(flat) for piece in self.pieces]
 
 
@@ -91,12 +91,57 @@ def _slice_piece(piece: Piece, start: int, stop: int) -> Piece:
 
 
 def aligned(numel: int, element_size: int = 4) -> int:
-    """Round `numel` up, so that the next tensor starts on an aligned address."""
+    """Round `numel` up so that the next tensor starts at an aligned address."""
     step = _ALIGN_BYTES // element_size
     return -(-numel // step) * step
 
 
+def is_absent(piece: Piece, whole: Piece) -> bool:
+    """Return whether a piece contains nothing of its tensor."""
+    return piece.size == (0,) and whole.size != (0,)
+
+
+def assemble(into: torch.Tensor, wanted: Piece, whole: Piece, pieces: Iterable[tuple[Piece, torch.Tensor]]) -> None:
+    """Fill a piece of a tensor from other pieces of it, held by several workers or in several files.
+
+    Args:
+        into: destination, with the size and strides of `wanted`.
+        wanted: the piece to fill.
+        whole: size and strides of the tensor.
+        pieces: pieces that cover `wanted`, and their values; a whole tensor may have other strides.
+    """
+    begin = wanted.first
+    flat, missing = _flatten(into, wanted, whole), into.numel()
+    for piece, values in pieces:
+        start = max(begin, piece.first)
+        stop = min(begin + math.prod(wanted.size), piece.first + math.prod(piece.size))
+        if start >= stop:
+            continue
+        if wanted.size == piece.size == whole.size:
+            into.copy_(values)
+        else:
+            rows = _flatten(values, piece, whole)
+            flat[start - begin : stop - begin].copy_(rows[start - piece.first : stop - piece.first])
+        missing -= stop - start
+    assert missing == 0, f"{missing} of {into.numel()} elements are in no piece, or in several"
+
+
+def assemble_new(wanted: Piece, whole: Piece, pieces: Iterable[tuple[Piece, torch.Tensor]]) -> torch.Tensor:
+    """Return a piece of a tensor, assembled as by `assemble` in new memory, with the dtype of the pieces."""
+    pieces = list(pieces)
+    into = torch.empty_strided(wanted.size, wanted.stride, dtype=pieces[0][1].dtype)
+    assemble(into, wanted, whole, pieces)
+    return into
+
+
+def _flatten(values: torch.Tensor, piece: Piece, whole: Piece) -> torch.Tensor:
+    """Return the elements of a piece in memory order, (n,)."""
+    if piece.size == whole.size and values.stride() != whole.stride:  # read from a file
+        values = torch.empty_strided(whole.size, whole.stride, dtype=values.dtype).copy_(values)
+    return values.as_strided((values.numel(),), (1,))
+
+
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Give strides that keep the tensor's order of dimensions, and have neither gaps nor overlaps."""
-    # PyTorch's own rule, on the meta device, where no memory is taken
+    """Return strides that keep the tensor's order of dimensions, without gaps or overlaps."""
+    # PyTorch's own rule, on the meta device, which allocates nothing
     return tuple(torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride())

@@ -1,4 +1,4 @@
-"""Refuse what a relay cannot work with: keys that cannot name a layer, a model that was changed behind its back."""
+"""Refusals of models that a relay cannot train, and of changes made to a model behind its back."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from l2l_core._torch import caches_parametrizations
+from l2l_core._torch import caches_parametrizations, data_ptr
 from l2l_core.eps.blocks.units import SHELL, Unit
 from l2l_core.model import module_name, modules_of, refuse_compiled_hooks, refuse_compiled_whole
 
 _FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]*")
-_RESERVED_KEYS = re.compile(r"shell|relay|history|(parked|values|branch)-.*")  # files of a save that are no layer's
+_RESERVED_KEYS = re.compile(r"shell|relay|history|(parked|values|branch)-.*")  # other files of a save
+
+Stamp = tuple[int, int]  # of a parameter: changes when it is written to or gets other data
 
 
 def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Compare the model with the masters by pointer, and refuse what a relay cannot run at all.
+    """Raise if the model no longer matches its masters, or if a relay cannot run it at all.
 
     Raises:
-        RuntimeError: modules or parameters came, went, or were replaced, moved or cast, or one holds a gradient; the message
-            has the remedy.
-        ValueError: gradient checkpointing is on, layers were compiled together with what is around them or are TorchScript, or
-            parametrized weights are cached.
+        RuntimeError: modules or parameters were added, removed, replaced, moved or cast, or a parameter has a gradient.
+        ValueError: gradient checkpointing is on, layers are TorchScript or compiled together with the shell, or parametrized
+            weights are cached.
     """
     refuse_checkpointing(model)
     refuse_scripted(model)
@@ -53,12 +54,9 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def check_structure(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Refuse a model whose layers are not where they were, or that has parameters which the relay does not hold.
+    """Raise RuntimeError if layers were moved, or if the model has parameters that the relay does not train.
 
-    Without it a module that was put into the model by hand would run, and never learn.
-
-    Raises:
-        RuntimeError: names the first; the message has the remedy.
+    Without it, a module added by hand would run but never be trained.
     """
     modules, held = modules_of(model), {param for unit in units for _, _, param in unit.owners}
     gone = {unit.module: unit.name for unit in units if unit.key != SHELL}
@@ -74,17 +72,17 @@ def check_structure(model: nn.Module, units: Sequence[Unit]) -> None:
             if param is not None and param not in held:
                 where = f"{module_name(model, module)}.{name}".lstrip(".")
                 raise RuntimeError(
-                    f"parameter {where} came into the model behind the relay's back (a head? an adapter?), so it would not be "
-                    "trained. Close the relay, change the model, and make a new relay over it; the same optimizer can be given "
+                    f"parameter {where} was added to the model behind the relay's back (a head? an adapter?), so it would not be "
+                    "trained. Close the relay, change the model, and make a new relay over it; the same optimizer can be used "
                     "again, with the new parameters in its groups"
                 )
 
 
 def check_step(model: nn.Module, shell: Sequence[nn.Module], units: Sequence[Unit]) -> None:
-    """Refuse before a training step what could only be refused in the middle of it, or not at all.
+    """Raise before a training step for errors that would otherwise appear in the middle of it, or never.
 
     Raises:
-        ValueError: hooks that run in the middle of backward, sparse gradients, code that looks for function modes.
+        ValueError: hooks that run during backward, sparse gradients, or modules that take another code path in a relay.
     """
     for unit in units:
         if unit.key != SHELL:
@@ -93,7 +91,7 @@ def check_step(model: nn.Module, shell: Sequence[nn.Module], units: Sequence[Uni
             for param, name in zip(block.params, block.names, strict=True):
                 if getattr(param, "_post_accumulate_grad_hooks", None):
                     raise ValueError(
-                        f"parameter {name} has a hook for when its gradient is accumulated (an update in backward?): in a relay "
+                        f"parameter {name} has a post-accumulate-grad hook (an update in backward?): in a relay "
                         "the EPS accumulates and updates. Remove the hook; the relay updates each layer as its gradient arrives"
                     )
                 if block.shared and param._backward_hooks:
@@ -101,21 +99,21 @@ def check_step(model: nn.Module, shell: Sequence[nn.Module], units: Sequence[Uni
     for module in modules_of(model):
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ValueError(
-                f"a {type(module).__name__} gives sparse gradients, and the EPS keeps dense ones: sparse=False"
+                f"a {type(module).__name__} has sparse gradients, and the EPS keeps dense ones: make it with sparse=False"
             )
     fast = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
     for module in shell if torch.backends.mha.get_fastpath_enabled() else ():
-        # PyTorch's own conditions; the function mode that is in force in shell code keeps it off that path
+        # PyTorch's own conditions; the function mode active in shell code disables that path
         if isinstance(module, fast) and not module.training and not any(p.requires_grad for p in module.parameters()):
             raise ValueError(
                 f"a frozen {type(module).__name__} in evaluation mode outside of the layers takes PyTorch's fast path in plain "
-                "training, and another one with other bits here. Call torch.backends.mha.set_fastpath_enabled(False) for both, "
-                "or name it among layers="
+                "training, but not in a relay, where it would give other bits. Call "
+                "torch.backends.mha.set_fastpath_enabled(False) for both, or name it among layers="
             )
 
 
 def gradient_hook_message(name: str) -> str:
-    """Word the message about a parameter's hook that would see parts of the gradient one by one."""
+    """Return the message for a gradient hook on a shared parameter."""
     return (
         f"parameter {name} has a gradient hook and is used in several places: a relay adds their gradients one by one, so the "
         "hook would see each alone. Remove the hook, and clip or scale between backward and update (max_grad_norm), or untie it"
@@ -123,54 +121,71 @@ def gradient_hook_message(name: str) -> str:
 
 
 def check_keys(keys: Iterable[object]) -> list[str]:
-    """Check the keys that a caller gives to layers; they name the layers' files in a save.
+    """Return the caller's layer keys as a list; they also name files of a save.
 
     Raises:
-        ValueError: one that cannot.
+        ValueError: a key cannot be a file name or is reserved.
     """
     checked = []
     for key in keys:
         if not isinstance(key, str) or not _FILE_NAME.fullmatch(key) or _RESERVED_KEYS.fullmatch(key):
             raise ValueError(
-                f"layers has the key {key!r}: a key names a file too, so it is a string without slashes that does not begin "
-                "with a dot; 'shell', 'relay', 'history' and what begins with 'parked-', 'values-' or 'branch-' are taken"
+                f"layers has the key {key!r}: a key names a file too, so it must be a string without slashes that does not begin "
+                "with a dot; 'shell', 'relay', 'history' and keys that begin with 'parked-', 'values-' or 'branch-' are taken"
             )
         checked.append(key)
     return checked
 
 
 def refuse_scripted(model: nn.Module) -> None:
-    """Raise ValueError if a part of the model is TorchScript: its forward and its weights are not Python's to exchange."""
+    """Raise ValueError if a part of the model is TorchScript, whose weights cannot be exchanged."""
     for module in modules_of(model):
         if isinstance(module, torch.jit.ScriptModule):
             name = module_name(model, module)
-            how = (
-                "traced (torch.jit.trace)"
-                if isinstance(module, torch.jit.TracedModule)
-                else "scripted (torch.jit.script)"
-            )
+            traced = isinstance(module, torch.jit.TracedModule)
+            how = "traced (torch.jit.trace)" if traced else "scripted (torch.jit.script)"
             which = f"module {name!r}" if name else f"this {module.original_name}"
             raise ValueError(
                 f"{which} is {how}: the relay stops at layers and exchanges their weights, which TorchScript does not allow. "
-                "Give it the module as it was before, and script or trace it when it is trained; for speed use torch.compile on "
-                "layers"
+                "Give it the original module, and script or trace that after training; for speed use torch.compile on layers"
             )
 
 
 def refuse_cached(model: nn.Module) -> None:
-    """Raise ValueError in the middle of ``parametrize.cached()``, if the model has parametrized weights."""
+    """Raise ValueError inside ``parametrize.cached()`` if the model has parametrized weights."""
     if caches_parametrizations() and any(isinstance(m, parametrize.ParametrizationList) for m in modules_of(model)):
         raise ValueError(
-            "the model has parametrized weights and runs in torch.nn.utils.parametrize.cached(), which keeps each of them from "
-            "its first use on: micro-batches take turns, and a layer that is recomputed needs its weight with a graph of its "
-            "own. Leave that block out around the relay and in the model's forward; within one layer's forward it may stay"
+            "the model has parametrized weights and runs in torch.nn.utils.parametrize.cached(), which keeps each weight after "
+            "its first use: micro-batches take turns, and a recomputed layer needs its weight with a new graph. Do not use "
+            "cached() around the relay or in the model's forward; within one layer's forward it may stay"
         )
 
 
 def refuse_checkpointing(model: nn.Module) -> None:
-    """Raise ValueError if the model recomputes layers itself."""
+    """Raise ValueError if the model uses gradient checkpointing."""
     if any(getattr(module, "gradient_checkpointing", False) for module in modules_of(model)):
         raise ValueError(
             "the model has gradient checkpointing on, and the relay recomputes layers itself: call "
             "model.gradient_checkpointing_disable()"
         )
+
+
+def stamps_of(params: Iterable[torch.Tensor]) -> list[Stamp]:
+    """Return stamps by which `check_stamps` detects changed weights."""
+    return [(param._version, data_ptr(param)) for param in params]
+
+
+def check_stamps(params: Sequence[torch.Tensor], stamps: Sequence[Stamp], who: str) -> None:
+    """Raise RuntimeError if `who` changed a weight in its forward; weights on the device are copies."""
+    now = stamps_of(params)
+    if now != stamps:
+        changed = next(p for p, a, b in zip(params, stamps, now, strict=True) if a != b)
+        raise RuntimeError(weights_changed_message(who, changed))
+
+
+def weights_changed_message(who: str, weight: torch.Tensor) -> str:
+    """Return the message for a weight that changed during a step."""
+    return (
+        f"{who} changes a weight of shape {tuple(weight.shape)} in its forward: what is on the device is a copy, and the change "
+        "would be lost. Change weights between steps, under torch.no_grad(), or keep what changes in a buffer"
+    )

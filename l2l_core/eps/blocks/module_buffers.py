@@ -1,8 +1,7 @@
-"""Buffers of modules (running statistics, position tables, masks): their values, and where they are during a visit.
+"""Buffers of modules (running statistics, position tables, masks): values, snapshots, and copies on the device.
 
-Between passes a model's buffers are host tensors. A device with memory of its own gets copies of them for as long as it
-computes with them: the shell's for a pass, a layer's for a visit. So those on the device are as many as there are slots.
-Plain tensors that modules keep as attributes stay where they are, as they do when a model is moved by `Module.to`.
+Between passes a model's buffers are host tensors. A device with separate memory gets copies while it computes with them: the
+shell's for a pass, a layer's for a visit. Tensors that modules keep as plain attributes stay in place, as with `Module.to`.
 """
 
 from __future__ import annotations
@@ -22,35 +21,35 @@ _CPU = torch.device("cpu")
 
 
 class ModuleBuffers:
-    """Handles buffers of modules by place: a module may write into a buffer or put another tensor in its place.
+    """Buffers of modules by module and name, since a module may write into a buffer or replace it.
 
-    Invariant: values that were copied are on the host.
+    Invariant: copied values are on the host.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.keys: list[BufferKey] = [(module, name) for module in modules for name in module._buffers]
-        self._device = _CPU  # where the tensors stand now
+        self._device = _CPU  # of the tensors now
 
     def __bool__(self) -> bool:
         return bool(self.keys)
 
     def tensors(self) -> list[torch.Tensor | None]:
-        """List the tensors as they stand."""
+        """Return the current tensors."""
         return [module._buffers[name] for module, name in self.keys]
 
     def copy(self) -> list[torch.Tensor | None]:
-        """Copy the values to the host."""
+        """Return copies of the values on the host."""
         return [None if buffer is None else buffer.detach().to(_CPU, copy=True) for buffer in self.tensors()]
 
     def equal(self, values: Sequence[torch.Tensor | None]) -> bool:
-        """Compare by value, since BatchNorm changes its statistics without counting a version. A GPU is waited for."""
+        """Compare by value, since BatchNorm changes its statistics without a new version. Waits for a GPU."""
         return all(
             a is b if a is None or b is None else equal_values(a.to(_CPU), b)
             for a, b in zip(self.tensors(), values, strict=True)
         )
 
     def restore(self, values: Sequence[torch.Tensor | None]) -> None:
-        """Put values back, into the same tensors where they still fit."""
+        """Write values back, into the same tensors where they fit."""
         for (module, name), buffer, value in zip(self.keys, self.tensors(), values, strict=True):
             if buffer is None or value is None or not _fits(buffer, value):
                 module._buffers[name] = None if value is None else value.to(self._device, copy=True)
@@ -60,12 +59,12 @@ class ModuleBuffers:
 
     @contextmanager
     def on_device(self, device: Device, owner: str) -> Iterator[list[torch.Tensor]]:
-        """Let the modules hold copies on `device` in the block; afterwards the host's own tensors have the new values.
+        """Replace the buffers by copies on `device` inside the block; then write the new values to the host's tensors.
 
-        Yields the copies. Their bytes are booked to `owner`. Nothing happens on a device that computes on host memory.
+        Yields the copies and books their bytes to `owner`. Does nothing on a device that computes on host memory.
 
         Raises:
-            DeviceOutOfMemory: the device's budget does not allow for the copies.
+            DeviceOutOfMemory: the copies exceed the device's budget.
         """
         if device.in_host_memory or not self.keys:
             yield []
@@ -82,14 +81,14 @@ class ModuleBuffers:
             yield list(copies.values())
         finally:
             after = self.tensors()
-            self._assign(homes, _CPU)  # first of all, whatever may still go wrong
+            self._assign(homes, _CPU)  # first, since the rest may fail
             device.ledger.release("weights", owner, nbytes)
             self._copy_back(homes, after)
 
-    def _assign(self, tensors: Sequence[torch.Tensor | None], at: torch.device) -> None:
+    def _assign(self, tensors: Sequence[torch.Tensor | None], device: torch.device) -> None:
         for (module, name), tensor in zip(self.keys, tensors, strict=True):
             module._buffers[name] = tensor
-        self._device = at
+        self._device = device
 
     def _copy_back(self, homes: Sequence[torch.Tensor | None], after: Sequence[torch.Tensor | None]) -> None:
         for (module, name), home, buffer in zip(self.keys, homes, after, strict=True):
@@ -97,19 +96,20 @@ class ModuleBuffers:
                 module._buffers[name] = None
                 continue
             value = buffer.detach().to(_CPU)
-            # Into the host's own tensor, since others may hold it; what has not changed keeps its version counter too
-            same = home is not None and home.shape == value.shape and home.dtype == value.dtype
-            if same and equal_values(home, value):  # type: ignore[arg-type]
+            # Into the host's own tensor, which others may hold; an unchanged buffer also keeps its version counter
+            if home is None or home.shape != value.shape or home.dtype != value.dtype:
+                module._buffers[name] = value
+            elif equal_values(home, value):
                 continue
-            if same and _fits(home, value):  # type: ignore[arg-type]
+            elif _fits(home, value):
                 with torch.no_grad():
-                    home.copy_(value)  # type: ignore[union-attr]
+                    home.copy_(value)
             else:
                 module._buffers[name] = value
 
 
 def _fits(buffer: torch.Tensor, value: torch.Tensor) -> bool:
-    """Tell whether `value` can be written into `buffer`: an expanded tensor has fewer places than elements."""
+    """Return whether `value` can be written into `buffer`; an expanded tensor has fewer places than elements."""
     if is_sparse(buffer) or is_sparse(value):
         return buffer.layout is value.layout is torch.sparse_coo and buffer.shape == value.shape
     return buffer.shape == value.shape and 0 not in buffer.stride()

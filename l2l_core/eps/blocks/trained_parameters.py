@@ -1,7 +1,7 @@
-"""What of a block is trained: a gradient holds the parameters that require one, side by side, and nothing of the others.
+"""Trained parameters of a block, and gradients that contain only these.
 
-Weights travel whole; gradients, their slots and buffers cost what is trained. A step takes note of what that is when it
-begins, so a gradient says itself whose it is, whatever somebody does to `requires_grad` meanwhile.
+Weights travel whole; gradients and their buffers contain only trained parameters. A step fixes these at its beginning, so a later
+change of `requires_grad` does not affect its gradients.
 """
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ import torch
 
 from l2l_core.eps.blocks.layout import Layout
 
-_MAX_FLAT_NORM = (
-    1 << 18
-)  # elements: where there are many, sums of squares in float32 are better made parameter by parameter
+_MAX_FLAT_NORM = 1 << 18  # elements; in larger buffers, sums of squares in float32 are more accurate by parameter
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedParameters:
-    """Names the trained parameters of a block.
+    """The trained parameters of a block.
 
     Attributes:
-        flags: of every parameter of the block, whether it is trained.
-        indices: of those that are.
-        layout: where the gradient of each of them lies in a flat buffer.
+        flags: for every parameter of the block, True if it is trained.
+        indices: of the trained parameters.
+        layout: places of their gradients in a flat buffer.
     """
 
     flags: tuple[bool, ...]
@@ -36,26 +34,26 @@ class TrainedParameters:
 
     @staticmethod
     def of(layout: Layout, flags: Sequence[bool]) -> TrainedParameters:
-        """Say what is trained of a block whose parameters lie as `layout` says."""
+        """Return the trained parameters of a block with this layout."""
         indices = tuple(i for i, trained in enumerate(flags) if trained)
         return TrainedParameters(tuple(flags), indices, layout.select(indices))
 
     @property
     def numel(self) -> int:
-        """Elements of a buffer for the gradient, padding included."""
+        """Elements of a gradient buffer, padding included."""
         return self.layout.numel
 
 
 @dataclass(frozen=True)
 class BlockGradient:
-    """Holds the gradient of a block, or a part of it.
+    """Gradient of a block, or a part of it.
 
-    Invariant: what is not covered is garbage.
+    Invariant: elements that are not covered are garbage.
 
     Attributes:
-        flat: the buffer that holds it, (numel,).
-        trained: whose gradients they are.
-        covers: which of the trained parameters have one.
+        flat: buffer of the gradient, (numel,).
+        trained: parameters with a place in the buffer.
+        covers: for each of these, True if the gradient is present.
     """
 
     flat: torch.Tensor
@@ -63,33 +61,33 @@ class BlockGradient:
     covers: tuple[bool, ...]
 
     def views(self) -> dict[int, torch.Tensor]:
-        """Give the gradient by index of the parameter in its block, of those that have one."""
+        """Return the gradients that are present, by index of the parameter in the block."""
         return {i: view for (i, view), has in zip(self.all_views.items(), self.covers, strict=True) if has}
 
     @cached_property
     def all_views(self) -> dict[int, torch.Tensor]:
-        """Where the gradient of every trained parameter is, or would be, by index in the block."""
+        """The place of every trained parameter's gradient, present or not, by index in the block."""
         return dict(zip(self.trained.indices, self.trained.layout.views(self.flat), strict=True))
 
     def __reduce__(self) -> Any:
-        return BlockGradient, (self.flat, self.trained, self.covers)  # a copy's views are of the copy
+        return BlockGradient, (self.flat, self.trained, self.covers)  # without the cached views of this buffer
 
     def tensors(self) -> list[torch.Tensor]:
-        """Give what covers the gradient and nothing else: a small buffer in one where no place in it is garbage."""
+        """Return the gradient without garbage: a small full buffer in one tensor, others by parameter."""
         is_full = self.trained.layout.used == self.flat.numel() <= _MAX_FLAT_NORM and all(self.covers)
         return [self.flat] if is_full else list(self.views().values())
 
     def add(self, other: BlockGradient) -> BlockGradient:
-        """Add another gradient of the same block, in the buffer of this one."""
+        """Add another gradient of the same block in place; return the sum."""
         mine, added = self.views(), other.views()
         for place, view in self.all_views.items():
             if place in added:
-                # Not added to zero: what is not covered is garbage, and -0.0 + 0.0 is 0.0
+                # A copy, not an addition to zero: -0.0 + 0.0 is 0.0
                 view.add_(added[place]) if place in mine else view.copy_(added[place])
         return BlockGradient(self.flat, self.trained, tuple(i in mine or i in added for i in self.trained.indices))
 
     def without(self, indices: Sequence[int]) -> BlockGradient:
-        """Give the same gradient, in the same buffer, without the parameters of these indices."""
+        """Return the gradient without the parameters of these indices, in the same buffer."""
         mine = self.views()
         return BlockGradient(
             self.flat, self.trained, tuple(i in mine and i not in indices for i in self.trained.indices)

@@ -1,4 +1,4 @@
-"""How units come to be: a model's parameters move into masters, and keep their identity."""
+"""Construction of units: a model's parameters move into masters and keep their identity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from l2l_core.eps.blocks.layout import Layout
 from l2l_core.eps.blocks.module_buffers import ModuleBuffers
 from l2l_core.eps.blocks.units import SHELL, Block, Unit, is_placeholder
 
-EmptyFn = Callable[..., torch.Tensor]  # makes a host buffer of so many elements, and of a `dtype`
+EmptyFn = Callable[..., torch.Tensor]  # (numel, dtype=...) -> host buffer
 
 
 def build_units(
@@ -27,11 +27,11 @@ def build_units(
     Args:
         model: any module; its parameters keep their identity, their data become views of the masters.
         layers: permanent key -> module, in stack order.
-        settle: finds a place for the weights of a block that holds none yet; default host memory.
-        bf16: whether parameters may be of bfloat16, since the optimizer rounds weights to that.
+        init_master: gives a new block its master; default: in host memory.
+        bf16: whether parameters may be bfloat16, because the optimizer rounds weights to it.
 
     Raises:
-        ValueError: a parameter that is not a dense float32 tensor on the CPU, nor one of bfloat16 that may be.
+        ValueError: a parameter is not a dense float32 (or permitted bfloat16) tensor on the CPU.
     """
     init_master = init_master or host_master_init(torch.empty)
     module_names = {module: name for name, module in model.named_modules()}
@@ -51,12 +51,9 @@ def build_units(
 
     units = []
     for key, held in owners.items():
-        params = list(dict.fromkeys(param for _, _, param in held))
-        own = [param for param in params if param not in shared]
-        blocks = [_make_block(key, own, names, False, init_master)] if own else []
-        blocks += [shared[param] for param in params if param in shared]
         module = layers.get(key, model)
         name = module_names[module] if key != SHELL else SHELL
+        blocks = _make_blocks(key, held, names, shared, init_master)
         units.append(Unit(key, name, module, blocks, ModuleBuffers(members[key]), held))
     return units[0], units[1:]
 
@@ -69,32 +66,26 @@ def build_layer(
     shared: Mapping[nn.Parameter, Block] = MappingProxyType({}),
     bf16: bool = False,
 ) -> Unit:
-    """A layer of its own: its parameters move into a flat master, as in `build_units`.
+    """Build the unit of one layer: its parameters move into a flat master, as in `build_units`.
 
     Args:
         key: permanent identity.
         name: dotted name that it will have in the model.
         module: the layer.
-        empty: as in `into_memory`.
+        empty: returns a host buffer.
+        shared: blocks of parameters that other units also use.
         bf16: as in `build_units`.
-        shared: blocks of the parameters that it has in common with other units.
-
-    Raises:
-        ValueError: as in `build_units`.
     """
     names = {param: f"{name}.{inner}" for inner, param in module.named_parameters()}
     _check_parameters(names, bf16)
     members = list(module.modules())
     held = _parameter_owners(members)
-    params = list(dict.fromkeys(param for _, _, param in held))
-    own = [param for param in params if param not in shared]
-    blocks = [_make_block(key, own, names, False, host_master_init(empty))] if own else []
-    blocks += [shared[param] for param in params if param in shared]
+    blocks = _make_blocks(key, held, names, shared, host_master_init(empty))
     return Unit(key, name, module, blocks, ModuleBuffers(members), held)
 
 
 def make_masters(block: Block) -> list[nn.Parameter]:
-    """Make the optimizer's own parameters, over the memory of a block; their gradients are of float32."""
+    """Return the optimizer's parameters, which are views of a block's master; their gradients are float32."""
     masters = [nn.Parameter(view, p.requires_grad) for p, view in zip(block.params, block.views, strict=True)]
     for master in masters:
         if master.dtype != torch.float32:
@@ -103,7 +94,7 @@ def make_masters(block: Block) -> list[nn.Parameter]:
 
 
 def shell_modules(model: nn.Module, layers: Set[nn.Module]) -> list[nn.Module]:
-    """Modules that the model reaches without going through a layer; a layer may hold some of them too."""
+    """Return the modules that the model reaches without passing through a layer; a layer may contain some of them too."""
     found: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
@@ -117,7 +108,7 @@ def shell_modules(model: nn.Module, layers: Set[nn.Module]) -> list[nn.Module]:
 
 
 def shared_key(name: str) -> str:
-    """Key of a block that several units use, by the parameter's name in the model."""
+    """Return the key of a block that several units use, from the parameter's name in the model."""
     return f"shared:{name}"
 
 
@@ -135,31 +126,40 @@ def _check_parameters(names: Mapping[nn.Parameter, str], bf16: bool) -> None:
         if param.dtype != torch.float32 and not (bf16 and param.dtype == torch.bfloat16):
             raise ValueError(
                 f"parameter {name} is {param.dtype}: the masters are float32. Call model.float() first; for bfloat16 "
-                "compute use RelayConfig(precision='bf16'). For masters in bfloat16 the optimizer has to round them at "
+                "compute use RelayConfig(precision='bf16'). For masters in bfloat16 the optimizer must round at "
                 "random, as in_bf16(torch.optim.AdamW, weights=True) does"
             )
 
 
 def host_master_init(empty: EmptyFn) -> Callable[[Block], None]:
-    """Make what copies the weights of a block from its parameters into a master in host memory.
+    """Return a function that copies the weights of a block from its parameters into a new host master."""
 
-    Args:
-        empty: makes a buffer of so many elements of a `dtype`; a device's `host_empty` copies fast.
-    """
-
-    def settle(block: Block) -> None:
+    def init_master(block: Block) -> None:
         for param, name in zip(block.params, block.names, strict=True):
             if is_placeholder(param):
                 raise ValueError(
-                    f"parameter {name} has no values here: the model's weights are in the files of a shelf. Go on with "
-                    "them by FileShelf(..., resume=True), or load others: model.load_state_dict(weights, assign=True)"
+                    f"parameter {name} has no values here: the model's weights are in the files of a shelf. Resume from them "
+                    "with FileShelf(..., resume=True), or load others: model.load_state_dict(weights, assign=True)"
                 )
         master = empty(block.layout.numel, dtype=block.params[0].dtype).zero_()
         for param, view in zip(block.params, block.layout.views(master), strict=True):
             view.copy_(param.detach())
         block.set_master(master, block.params)
 
-    return settle
+    return init_master
+
+
+def _make_blocks(
+    key: str,
+    held: Sequence[tuple[nn.Module, str, nn.Parameter]],
+    names: Mapping[nn.Parameter, str],
+    shared: Mapping[nn.Parameter, Block],
+    init_master: Callable[[Block], None],
+) -> list[Block]:
+    params = list(dict.fromkeys(param for _, _, param in held))
+    own = [param for param in params if param not in shared]
+    blocks = [_make_block(key, own, names, False, init_master)] if own else []
+    return blocks + [shared[param] for param in params if param in shared]
 
 
 def _make_block(

@@ -1,7 +1,6 @@
-"""Updates of any torch optimizer block by block: parts of it, its settings and state, and the check that it works.
+"""Block-by-block updates with any torch optimizer: parts of it, settings, state, and a trial of their equality.
 
-May import `eps.blocks`, `surgery`, `model`.
-Begin reading at `factory.py`, `partial_optimizer.py`.
+May import `eps.blocks`, `model`. Begin reading at `factory.py`, `partial_optimizer.py`.
 """
 
 from l2l_core.eps.optimizers.factory import OptimizerFactory as OptimizerFactory

@@ -1,7 +1,7 @@
-"""Which optimizers a relay takes: a ready one is adopted, a factory is called, and what cannot be updated by layer is refused.
+"""Construction of the optimizer, and refusal of optimizers that cannot update layer by layer.
 
-An optimizer qualifies if updating blocks one at a time, in any order, gives the same bits as one `step` over all of
-them, and if all that it keeps can be saved. A table has torch's own; any other is tried (`optimizer_conformance.py`).
+An optimizer qualifies if block-by-block updates, in any order, give the same bits as one `step` over all blocks, and if all its
+state can be saved. Torch's own optimizers are in a table; any other is tried (`optimizer_conformance.py`).
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ logger = logging.getLogger("l2l_core")
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-_OF_TORCH = dict.fromkeys(_ELEMENTWISE, Findings()) | dict.fromkeys(("Adafactor", "Muon"), Findings(elementwise=False))
+_OF_TORCH: dict[str, Findings] = {name: Findings() for name in _ELEMENTWISE}
+_OF_TORCH |= {name: Findings(elementwise=False) for name in ("Adafactor", "Muon")}
 
 
 def make_optimizer(optimizer: OptimizerFactory | Optimizer, model: nn.Module) -> tuple[Optimizer, Findings]:
-    """Make the optimizer over the model's parameters: adopt a ready one, or call a factory once with all of them.
+    """Adopt an optimizer over the model's parameters, or call a factory once with all of them.
 
     Returns:
         The optimizer, and the findings about it.
 
     Raises:
         TypeError: neither an Optimizer nor a factory that returns one.
-        ValueError: a ready optimizer holds parameters of some other model, or the optimizer cannot work block by block.
+        ValueError: the optimizer has parameters of another model, or cannot work block by block.
     """
     made = optimizer if isinstance(optimizer, Optimizer) else _call_factory(optimizer, model)
     _check_kind(made)
-    known = set(model.parameters())  # by identity, as tensors hash
-    foreign = [p for group in made.param_groups for p in group["params"] if p not in known]
+    own = set(model.parameters())  # by identity, as tensors hash
+    foreign = [p for group in made.param_groups for p in group["params"] if p not in own]
     if foreign:
         raise ValueError(
             f"the optimizer holds {len(foreign)} parameter(s) that are not the model's (first of shape "
@@ -52,13 +53,13 @@ def make_optimizer(optimizer: OptimizerFactory | Optimizer, model: nn.Module) ->
 
 
 def known_findings(optimizer: Optimizer) -> Findings | None:
-    """Return the findings about one of torch's own optimizers; None if more than its class determines them."""
+    """Return the findings about one of torch's own optimizers; None if they also depend on its options or attributes."""
     kind, groups = type(optimizer), optimizer.param_groups
     if getattr(torch.optim, kind.__name__, None) is not kind or not kind.step.__module__.startswith("torch.optim."):
         return None
-    # LR schedulers wrap `step`; parts take the one of the class
+    # LR schedulers wrap `step`; parts use the method of the class
     changed = [name for name, value in vars(optimizer).items() if callable(value) and name not in ("step", "zero_grad")]
-    # Fused SGD with momentum raises for a parameter whose first gradient comes later
+    # Fused SGD with momentum raises for a parameter whose first gradient is in a later step
     unusual = ("capturable", "differentiable", *(("fused",) if kind is torch.optim.SGD else ()))
     strange = optimizer.state.keys() - {param for group in groups for param in group["params"]}
     if changed or strange or any(group.get(option) for group in groups for option in unusual):
@@ -67,7 +68,7 @@ def known_findings(optimizer: Optimizer) -> Findings | None:
 
 
 def rounds_weights(optimizer: Optimizer) -> bool:
-    """Whether it says of itself that it rounds weights at random after a step, so that they may be of bfloat16."""
+    """Return whether the optimizer declares that it rounds weights stochastically, so that they may be bfloat16."""
     return bool(getattr(optimizer, "rounds_weights", False))
 
 
@@ -95,13 +96,12 @@ def _check_kind(optimizer: Optimizer) -> None:
         )
     if callable(getattr(optimizer, "first_step", None)) and callable(getattr(optimizer, "second_step", None)):
         raise ValueError(
-            f"{name} needs two gradients per step (first_step, second_step), at two places, and a relay step makes one "
-            "forward and backward. Use the optimizer inside of it by itself"
+            f"{name} needs two gradients per step (first_step, second_step), and a relay step has one forward and backward. Use "
+            "the optimizer inside of it by itself"
         )
     inner = [key for key, value in vars(optimizer).items() if isinstance(value, Optimizer)]
     if inner:
         raise ValueError(
-            f"{name} is a wrapper: the optimizer that it keeps in .{inner[0]}, a {type(vars(optimizer)[inner[0]]).__name__}, has "
-            "settings and state of its own, which a relay cannot lend to one layer after another, save or branch. Give that "
-            "optimizer by itself"
+            f"{name} is a wrapper around a {type(vars(optimizer)[inner[0]]).__name__} in .{inner[0]}, whose settings and state a "
+            "relay cannot divide by layer, save or branch. Give that optimizer by itself"
         )

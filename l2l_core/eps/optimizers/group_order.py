@@ -1,8 +1,8 @@
-"""Order in which the user's function puts parameters into an optimizer's groups; edits keep to it.
+"""Order of parameters in an optimizer's groups, learned from the user's groups and kept by edits.
 
-A plain optimizer tells parameters apart by their place in its groups and by nothing else. So its state fits another one only
-if both have the same parameters in the same places: after an edit, a relay's optimizer must be in the order that the same
-function would give over the edited model. The function is unknown; what it did to the model before any edit is not.
+An optimizer identifies parameters only by their place in its groups. Its state fits another optimizer only if both have the same
+parameters in the same places: after an edit, the order must be that of the user's function over the edited model. That function
+is unknown; its result before any edit is known.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ ParamGroup = Sequence[nn.Parameter]
 
 
 class ParameterIndex:
-    """Places of parameters in a model: rank in `parameters()`, name, stack and position there.
-
-    Args:
-        model: as it is now.
-        stacks: of the model, as they are now.
-    """
+    """Places of parameters in a model: rank in `parameters()`, name, stack and position in the stack."""
 
     def __init__(self, model: nn.Module, stacks: Sequence[Stack]) -> None:
         self.names = {param: name for name, param in model.named_parameters()}
@@ -34,7 +29,7 @@ class ParameterIndex:
         for stack in stacks:
             for position, layer in enumerate(stack.layers):
                 for param in layer.parameters():
-                    self.stack.setdefault(param, stack.container)  # the first place counts, as in `parameters()`
+                    self.stack.setdefault(param, stack.container)  # first occurrence, as in `parameters()`
                     self.position.setdefault(param, position)
 
 
@@ -44,9 +39,9 @@ class _LearnedOrder:
 
     Attributes:
         fits: names of the rules that it follows; a small group follows several by chance.
-        rule: name of the rule taken; "pattern" for none of them.
-        pattern: parameters that are in no stack, and containers of stacks, in the order in which they come first.
-        downwards: containers whose layers come from the last to the first.
+        rule: name of the chosen rule; "pattern" if none fits.
+        pattern: parameters outside of stacks, and containers of stacks, by first occurrence.
+        downwards: containers whose layers are in descending order.
     """
 
     fits: list[str]
@@ -69,42 +64,37 @@ class _LearnedOrder:
         return _RULES[self.rule](group, index) if self.rule in _RULES else self._by_pattern(group, index)
 
     def _by_pattern(self, group: ParamGroup, index: ParameterIndex) -> list[nn.Parameter]:
-        """Keep the place of what is in no stack; put layers of a stack side by side where its first parameter was."""
+        """Keep the places of parameters outside of stacks; put a stack's layers at the place of its first parameter."""
         parts: dict[Any, list[nn.Parameter]] = {}
         for param in _by_rank(group, index):
             parts.setdefault(index.stack.get(param, param), []).append(param)
         for stack in self.downwards & parts.keys():
-            parts[stack].sort(key=lambda param: -index.position[param])  # stable: a layer's own stay in order
+            parts[stack].sort(key=lambda param: -index.position[param])  # stable within a layer
         return [param for token in dict.fromkeys([*self.pattern, *parts]) for param in parts.get(token, ())]
 
 
 class GroupOrder:
-    """Keeps the order of an optimizer's groups, learned from groups over a model before it is edited.
-
-    Args:
-        groups: the model's parameters in every group.
-        places: of that model.
-    """
+    """Order of an optimizer's groups, learned before the model is edited."""
 
     def __init__(self, groups: Sequence[ParamGroup], index: ParameterIndex) -> None:
         self._learned = [_LearnedOrder.of(group, index) for group in groups]
-        for rule in _RULES:  # one for all groups, where there is one: one function has made them
+        for rule in _RULES:  # prefer one rule for all groups: one function made them
             if all(rule in learned.fits for learned in self._learned):
                 for learned in self._learned:
                     learned.rule = rule
                 return
 
     def sort(self, groups: Sequence[ParamGroup], index: ParameterIndex) -> list[list[nn.Parameter]]:
-        """Sort the groups; one that has been added since is left as it is."""
-        known = [each.sort(group, index) for each, group in zip(self._learned, groups, strict=False)]
-        return known + [list(group) for group in groups[len(known) :]]
+        """Sort the groups; groups added later are unchanged."""
+        sorted_groups = [each.sort(group, index) for each, group in zip(self._learned, groups, strict=False)]
+        return sorted_groups + [list(group) for group in groups[len(sorted_groups) :]]
 
     def to_plain(self, names: Mapping[nn.Module, str]) -> list[Any]:
         """Return the rules as plain data; `names` are those of the stacks' containers."""
         return [[each.rule, sorted(names[stack] for stack in each.downwards)] for each in self._learned]
 
     def load_plain(self, plain: Sequence[Any], names: Mapping[nn.Module, str]) -> None:
-        """Take over the rules in a save of the same optimizer: a model of one layer does not show their direction."""
+        """Load the rules of a save of the same optimizer, since a model with one layer does not show a direction."""
         if len(plain) != len(self._learned):
             return
         for learned, (rule, downwards) in zip(self._learned, plain, strict=True):
@@ -118,7 +108,7 @@ def _is_same(a: ParamGroup, b: ParamGroup) -> bool:
 
 
 def _by_rank(group: ParamGroup, index: ParameterIndex) -> list[nn.Parameter]:
-    """Sort as ``model.parameters()`` does; at the end, what is not in the model."""
+    """Sort as ``model.parameters()`` does, others last."""
     return sorted(group, key=lambda param: index.rank.get(param, len(index.rank)))
 
 
@@ -127,8 +117,8 @@ def _by_rank_reversed(group: ParamGroup, index: ParameterIndex) -> list[nn.Param
 
 
 def _by_name(group: ParamGroup, index: ParameterIndex) -> list[nn.Parameter]:
-    """Sort as ``sorted(names)`` does: layer 10 comes before layer 2."""
-    return sorted(group, key=lambda param: index.names.get(param, "~"))  # "~" sorts behind every name
+    """Sort as ``sorted(names)`` does: layer 10 before layer 2."""
+    return sorted(group, key=lambda param: index.names.get(param, "~"))  # "~" sorts after every name
 
 
 _RULES: dict[str, Callable[[ParamGroup, ParameterIndex], list[nn.Parameter]]] = {

@@ -1,10 +1,10 @@
-"""Trial of an optimizer: does updating it block by block give the same bits as one step over all parameters?
+"""Trial of an optimizer: whether block-by-block updates give the same bits as one step over all parameters.
 
 Copies of the optimizer train small weights in two blocks for ten steps: in plain steps, in parts as `LayerStore` updates them,
 and resumed from a save. Weights, state and settings must agree in every bit.
 
-A trial is no proof for every input; `Relay.verify` is the proof. An optimizer that couples layers from its eleventh step on
-passes the trial. `settings.merge` refuses it in training if the coupling shows in its settings.
+A trial is no proof for every input; `Relay.verify` is. An optimizer that couples layers from its eleventh step on passes the
+trial; `merge_changes` refuses it in training if the coupling shows in its settings.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ from l2l_core.eps.optimizers.optimizer_settings import (
 from l2l_core.eps.optimizers.partial_optimizer import clone_deep, restrict_optimizer, scale_lr, update_part
 from l2l_core.eps.optimizers.states import clone_state, differing_state
 from l2l_core.eps.optimizers.step_hooks import step_part
-from l2l_core.model import Tensors, decode, encode, tensor_copier
-from l2l_core.surgery import preserve_random_state
+from l2l_core.model import Tensors, decode, encode, preserve_random_state, tensor_copier
 
 _STEPS, _RESUMES = 10, 4
-_PAUSES, _JOINS = (6, 7), (0, 1)  # steps in which the second block has no gradient: it is frozen, or comes later
-_RATE = 1e-2  # at least: at lower ones, rounding may hide for ten steps that layers are coupled
+_PAUSES, _JOINS = (6, 7), (0, 1)  # steps without a gradient of the second block: frozen, or added later
+_RATE = 1e-2  # minimum: at lower rates, rounding may hide for ten steps that layers are coupled
 _WEAK = 0.001  # scale of the second block's gradients, so that sums over both blocks differ from sums over one
-_LARGE = 4096  # elements: quantised state begins there
+_LARGE = 4096  # elements, from which optimizers quantise state
 
 Change = Callable[[Tensor], Tensor]
 
@@ -54,10 +53,10 @@ class Findings:
     """Properties of an optimizer that can be updated block by block.
 
     Attributes:
-        elementwise: it treats each element by itself. Otherwise it adds elements up, and the bits depend on the number of cores
-            that share an operation.
-        newcomers: why it cannot take a parameter whose first gradient comes in a later step; empty if it can.
-        follows_rate: it computes settings from the learning rate, so a layer that warms up would have others.
+        elementwise: it treats each element separately. Otherwise it sums over elements, and the bits depend on the number of
+            cores that share an operation.
+        newcomers: why it cannot take a parameter whose first gradient is in a later step; empty if it can.
+        follows_rate: it computes settings from the learning rate, so a layer that warms up would need other settings.
     """
 
     elementwise: bool = True
@@ -66,17 +65,17 @@ class Findings:
 
 
 def try_blockwise(optimizer: Optimizer) -> Findings:
-    """Try copies of an optimizer on small weights; the original stays as it is.
+    """Try copies of an optimizer on small weights; the original is unchanged.
 
     Raises:
-        ValueError: it couples parameters, keeps state outside of them, draws random numbers or does not step; or its state
-            cannot be copied or saved.
+        ValueError: it couples parameters, has state outside of them, draws random numbers or fails to step; or its state cannot
+            be copied or saved.
     """
     trial, pauses, newcomers = Trial(optimizer), _PAUSES, ""
     with preserve_random_state():
         try:
             whole = trial.compare(pauses)
-        except _StepError:  # plain training cannot freeze a layer with it either
+        except _StepError:  # it cannot freeze a layer in plain training either
             whole = trial.compare(pauses := ())
         try:
             trial.compare(_JOINS)
@@ -86,7 +85,7 @@ def try_blockwise(optimizer: Optimizer) -> Findings:
 
 
 class Trial:
-    """Trains copies of an optimizer on small weights, which belong to two blocks in turn."""
+    """Copies of an optimizer that train small weights, which belong to two blocks in turn."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._name = optimizer, type(optimizer).__name__
@@ -111,7 +110,7 @@ class Trial:
         self._train(whole, range(_RESUMES, _STEPS), pauses)
         if not _differences(whole, self.copy(with_state)):
             raise ValueError(
-                f"{self._name} cannot be tried: ten steps of a copy with other weights changed nothing. It seems to keep "
+                f"{self._name} cannot be tried: ten steps of a copy with other weights changed nothing. It probably keeps "
                 "references to its parameters outside of its groups; use an optimizer that reads them from its groups"
             )
         if names := _differences(whole, self._train_in_parts(self.copy(with_state), pauses)):
@@ -122,24 +121,24 @@ class Trial:
             )
         if names := _differences(whole, resumed):
             raise ValueError(
-                f"{self._name} keeps something that a save would not hold, beside its settings and the state of its parameters: "
+                f"{self._name} keeps something outside of its settings and its parameters' state that a save would not hold: "
                 f"a resume gives another {', '.join(names[:4])}. Keep it in the state of each parameter, or as a number in "
                 "param_groups"
             )
         return whole
 
     def is_elementwise(self, pauses: Sequence[int]) -> bool:
-        """Check whether elements in other places are updated alike, from the state's first value on."""
+        """Return whether permuted elements get the same updates, from the state's first value on."""
         copies = [self.copy(with_state=0), self.copy(with_state=0, change=_mixed)]
         try:
             self._train(copies[0], range(_STEPS), pauses)
             self._train(copies[1], range(_STEPS), pauses, _mixed)
         except ValueError:
             return False
-        return not _differences(*copies, _mixed)
+        return not _differences(copies[0], copies[1], _mixed)
 
     def follows_rate(self, whole: Optimizer, pauses: Sequence[int]) -> bool:
-        """Check whether another learning rate leads to settings other than those of `whole`."""
+        """Return whether another learning rate leads to settings other than those of `whole`."""
         if not all("lr" in group for group in whole.param_groups):
             return False
         other = self.copy()
@@ -148,12 +147,14 @@ class Trial:
         return differing_settings(settings_of(whole), settings_of(other)) not in ([], ["lr"])
 
     def copy(self, with_state: int = 2, change: Change = _same) -> Optimizer:
-        """Return a copy over new weights; so many blocks have the optimizer's state."""
+        """Return a copy over new weights, with the optimizer's state for the first `with_state` blocks."""
         groups, counterparts = [], {}
         for group, likes in self._groups:
             params = [nn.Parameter(change(like.detach()).clone()) for like in likes]
-            # All of the user's parameters have a counterpart, so the copy reaches none of them
-            counterparts |= dict.fromkeys(group["params"], *params[:1]) | dict(zip(likes, params, strict=True))
+            # All of the user's parameters have a counterpart, so the copy refers to none of them
+            counterparts |= dict.fromkeys(group["params"], params[0] if params else None) | dict(
+                zip(likes, params, strict=True)
+            )
             groups.append({**group, "params": params})
         with self._copying():
             state = {
@@ -161,14 +162,14 @@ class Trial:
                 for i, like in enumerate(self._likes)
                 if like in self._optimizer.state and i % 2 < with_state
             }
-        twin = clone_deep(self._optimizer, groups, defaultdict(dict, state), counterparts)
-        for group in twin.param_groups:
+        clone = clone_deep(self._optimizer, groups, defaultdict(dict, state), counterparts)
+        for group in clone.param_groups:
             group.pop("param_names", None)  # the user's
             if isinstance(rate := group.get("lr"), float | int | Tensor):
                 group["lr"] = rate.clamp(min=_RATE) if isinstance(rate, Tensor) else max(rate, _RATE)
-        if callable(getattr(twin, "train", None)):  # optimizers that average weights step in this mode
-            twin.train()
-        return twin
+        if callable(train := getattr(clone, "train", None)):  # optimizers that average weights step in this mode
+            train()
+        return clone
 
     def _train(self, optimizer: Optimizer, steps: range, pauses: Sequence[int], change: Change = _same) -> Optimizer:
         """Take plain steps over all weights."""
@@ -182,7 +183,7 @@ class Trial:
                 raise _StepError(why) from error
             if not torch.equal(before, torch.get_rng_state()):
                 raise ValueError(
-                    f"{self._name} draws random numbers in its step: updating layers one at a time, in another order, draws "
+                    f"{self._name} draws random numbers in its step: updates of one layer at a time, in another order, draw "
                     "others than one step over all. Switch that off (stochastic rounding, for instance), or use another optimizer"
                 )
         return optimizer
@@ -204,12 +205,12 @@ class Trial:
         return whole
 
     def _fill(self, optimizer: Optimizer, step: int, pauses: Sequence[int], change: Change = _same) -> None:
-        """Set gradients that mostly point one way, as real ones do."""
+        """Set gradients with a constant direction plus noise, similar to real ones."""
         for i, (param, slope, noise) in enumerate(zip(_params(optimizer), self._slopes, self._noises, strict=True)):
             param.grad = None if i % 2 and step in pauses else change(slope + noise.roll(step))
 
     def _resumed(self, optimizer: Optimizer) -> Optimizer:
-        """Return a new copy with all that a save would hold of a trained one."""
+        """Return a new copy with everything that a save of a trained one would hold."""
         self._check_keys(optimizer)
         tensors: Tensors = {}
         params, (attributes, groups) = _params(optimizer), settings_to_save(optimizer)
@@ -230,8 +231,8 @@ class Trial:
     def _check_keys(self, optimizer: Optimizer) -> None:
         if strange := optimizer.state.keys() - set(_params(optimizer)):
             raise ValueError(
-                f"{self._name} keeps a state of {strange.pop()!r}, which is no parameter: it would count once per layer, and no "
-                "save holds it. Use an optimizer that keeps its state by parameter and its counts in param_groups"
+                f"{self._name} keeps a state of {strange.pop()!r}, which is no parameter: it would count once per layer and be "
+                "missing in saves. Use an optimizer that keeps its state by parameter and its counts in param_groups"
             )
 
     @contextmanager
@@ -254,7 +255,7 @@ def _params(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _differences(one: Optimizer, other: Optimizer, change: Change = _same) -> list[str]:
-    """List by name the settings, state and weights that differ after a change of `one`."""
+    """Return the names of settings, state and weights that differ after applying `change` to `one`."""
     names = [f"setting {name!r}" for name in differing_settings(settings_of(one), settings_of(other))]
     for p, q in zip(_params(one), _params(other), strict=True):
         state = _changed(one.state.get(p, {}), p, change)
@@ -264,19 +265,19 @@ def _differences(one: Optimizer, other: Optimizer, change: Change = _same) -> li
 
 
 def _changed(state: dict[str, Any], param: Tensor, change: Change) -> dict[str, Any]:
-    """Change the tensors that have an element for each of the parameter's."""
+    """Apply `change` to the tensors with an element for each of the parameter's."""
     alike = {name for name, value in state.items() if isinstance(value, Tensor) and value.shape == param.shape}
     return {name: change(value) if name in alike else value for name, value in state.items()}
 
 
 def _mixed(tensor: Tensor) -> Tensor:
-    """Put the same elements in other places, which depend on the number of elements alone."""
+    """Permute elements, in an order that depends only on their number."""
     order = torch.randperm(tensor.numel(), generator=torch.Generator().manual_seed(tensor.numel()))
     return tensor.flatten()[order].view(tensor.shape)
 
 
 def _two_of_each_kind(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Choose groups; those of one kind have weights of the same dimensions, and differ in nonzero numbers only."""
+    """Return up to two groups of each kind: groups that differ only in nonzero numbers."""
     kinds: dict[str, list[dict[str, Any]]] = {}
     for group in groups:
         settings = {name: bool(value) if isinstance(value, float) else value for name, value in group.items()}
@@ -286,29 +287,29 @@ def _two_of_each_kind(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _likes(params: Sequence[nn.Parameter], state: Any, noise: torch.Generator) -> list[nn.Parameter]:
-    """Choose first values for two weights of every number of dimensions in a group.
+    """Return two weights for each number of dimensions in a group, with first values.
 
-    Where the optimizer has state, they are those of the user's smallest weights with it: counts in the group belong to it.
+    If the optimizer has state, they are the user's smallest weights with state, which matches the counts in the group.
     """
     likes: list[nn.Parameter] = []
     for dims in sorted({param.dim() for param in params}):
         alike = [param for param in params if param.dim() == dims]
-        known = sorted((p for p in alike if p in state), key=lambda param: (param.numel() < _LARGE, param.numel()))
+        stateful = sorted((p for p in alike if p in state), key=lambda param: (param.numel() < _LARGE, param.numel()))
         # 16 elements beyond a multiple of 32, since workers cut weights at multiples of 16 (`Layout`)
-        if dims < 2:  # vectors no longer than the user's: some optimizers need the square of that
+        if dims < 2:  # no longer than the user's, since some optimizers keep a square matrix
             side = min(max(64, *(param.numel() for param in alike)), _LARGE) // 32 * 32
             shapes = [(side,) * dims, (side - 16,) * dims]
         else:
             side = math.ceil(_LARGE ** (1 / dims) - 1e-9)
             shapes = [(side,) * dims, (16 * (side // 16 | 1), *(side + 1,) * (dims - 1))]
-        likes += known[:2] or [nn.Parameter(0.1 * torch.randn(shape, generator=noise)) for shape in shapes]
+        likes += stateful[:2] or [nn.Parameter(0.1 * torch.randn(shape, generator=noise)) for shape in shapes]
     return likes
 
 
 def _hint(error: Exception) -> str:
     words = str(error).lower()
     if "closure" in words:
-        return ". It wants a closure that runs the model again, and a relay step has one forward and backward"
+        return ". It needs a closure that runs the model again, and a relay step has one forward and backward"
     if "grad" in words and ("graph" in words or "require" in words):
-        return ". It wants gradients of gradients, and a relay keeps no graph"
+        return ". It needs gradients of gradients, and a relay keeps no graph"
     return ""

@@ -1,11 +1,11 @@
-"""What an optimizer keeps beside the state of its parameters: settings and counters, in groups, defaults and attributes.
+"""Optimizer settings: values and counters in groups, defaults and attributes, beside the state of parameters.
 
-An optimizer that runs block by block would count a step once per block, or each part would count for itself. So a part
-starts every update with copies of the whole's settings, and what it makes of them is taken over once, when the step is
-over: the whole has counted one step, as in core.
+Run block by block, an optimizer would count a step once per block, or each part would count separately. So a part starts every
+update with copies of the whole optimizer's settings, and its changes are applied once, at the end of the step: the whole counts
+one step, as in core.
 
-Only plain values travel so: numbers, strings, small tensors, and containers of them. Anything else (a dictionary by
-parameter, an object) the parts have in common.
+Only plain values are copied: numbers, strings, small tensors, and containers of them. Parts share all other values (a dictionary
+by parameter, an object).
 """
 
 from __future__ import annotations
@@ -21,20 +21,24 @@ from torch.optim import Optimizer
 
 from l2l_core.model import equal_values, is_sparse
 
-OptimizerSettings = list[dict[str, Any]]  # of the instance, of its defaults, of each group
-SettingChanges = dict[tuple[int, str], Any]  # which of these, name -> value
+OptimizerSettings = list[dict[str, Any]]  # of the instance, its defaults, each group
+SettingChanges = dict[tuple[int, str], Any]  # (index in OptimizerSettings, name) -> new value
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _IMMUTABLE = frozenset(_ATOMS)
-_SMALL = 64  # elements: a tensor of more is no setting
-_SHARED_VALUE = "\0in common"  # in place of what is no plain value
+_SMALL = 64  # elements: a larger tensor is not a setting
+_SHARED_VALUE = "\0in common"  # marks a value that is not plain
 _ABSENT = object()
-_TORCH_FLAGS = ("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name")  # PyTorch's own notes
+_TORCH_FLAGS = (
+    "_opt_called",
+    "_warned_capturable_if_run_uncaptured",
+    "_zero_grad_profile_name",
+)  # PyTorch's internal notes
 _NOT_SETTINGS = frozenset({"params", "param_names", "param_groups", "state", "defaults", *_TORCH_FLAGS})
 
 
 def settings_of(optimizer: Optimizer) -> OptimizerSettings:
-    """Copy the plain values; of the others say only that there are such."""
+    """Copy the plain values; other values are replaced by a marker."""
     return [
         {n: copy_plain(value) if is_plain(value) else _SHARED_VALUE for n, value in held.items() if _is_setting(n)}
         for held in _holders(optimizer)
@@ -42,27 +46,27 @@ def settings_of(optimizer: Optimizer) -> OptimizerSettings:
 
 
 def settings_to_save(optimizer: Optimizer) -> tuple[OptimizerSettings, OptimizerSettings]:
-    """Give what a save holds: plain values of attributes and defaults, and all that is in the groups but parameters."""
+    """Return the contents of a save: plain values of attributes and defaults, and all values of groups except parameters."""
     groups = [{name: value for name, value in group.items() if _is_setting(name)} for group in optimizer.param_groups]
     return settings_of(optimizer)[:2], groups
 
 
 def copy_settings(whole: Optimizer, part: Optimizer) -> None:
-    """Give a part the state of the whole, and settings of its own that are equal to those of the whole."""
-    part.state = whole.state  # anew every time: `load_state_dict` gives the whole another one
+    """Give a part the state of the whole optimizer and copies of its settings."""
+    part.state = whole.state  # every time, since `load_state_dict` replaces it
     for theirs, mine in zip(_holders(whole), _holders(part), strict=True):
         if not mine.keys() <= theirs.keys():
             for name in [name for name, value in mine.items() if name not in theirs and _is_plain_setting(name, value)]:
                 del mine[name]
         other = [(name, value) for name, value in theirs.items() if not _is_same_atom(value, mine.get(name, _ABSENT))]
-        # Not of the instance: hooks and bound methods among its attributes are the part's own
-        in_common = () if theirs is whole.__dict__ else [item for item in other if item[0] not in _NOT_SETTINGS]
-        mine.update(in_common)  # of groups and defaults also what is no plain value
+        # Groups and defaults share all values. Attributes do not: hooks and bound methods belong to the part
+        shared = () if theirs is whole.__dict__ else [item for item in other if item[0] not in _NOT_SETTINGS]
+        mine.update(shared)
         mine.update([(name, copy_plain(value)) for name, value in other if _is_plain_setting(name, value)])
 
 
 def changes_of(part: Optimizer, given: OptimizerSettings) -> SettingChanges:
-    """Find what a part has made of the settings that it was given."""
+    """Return the settings that a part has changed."""
     return {
         (index, name): copy_plain(value)
         for index, (held, before) in enumerate(zip(_holders(part), given, strict=True))
@@ -74,24 +78,24 @@ def changes_of(part: Optimizer, given: OptimizerSettings) -> SettingChanges:
 
 
 def merge_changes(changes: SettingChanges, more: SettingChanges) -> None:
-    """Add what another part has made of the settings in the same step.
+    """Add another part's changes of settings in the same step.
 
     Raises:
-        ValueError: another part has made something else of one of them, so they do not count the step alike.
+        ValueError: two parts changed a setting to different values.
     """
     unlike = [place for place, value in more.items() if place in changes and not is_same(changes[place], value)]
     if unlike:
         _, name = unlike[0]
         raise ValueError(
-            f"the optimizer has made {changes[unlike[0]]!r} of its setting {name!r} for one layer and {more[unlike[0]]!r} for "
-            "another: it computes it from several layers, or from a learning rate that warms up. Use an optimizer that "
-            "treats each parameter by itself, and insert layers with warmup=0"
+            f"the optimizer has computed {changes[unlike[0]]!r} as its setting {name!r} for one layer and {more[unlike[0]]!r} "
+            "for another: it depends on several layers, or on a learning rate that warms up. Use an optimizer that treats each "
+            "parameter by itself, and insert layers with warmup=0"
         )
     changes.update(more)
 
 
 def apply_changes(whole: Optimizer, changes: SettingChanges) -> None:
-    """Take over what parts have made of the settings; a tensor stays the one that others hold."""
+    """Apply the changes of settings by parts; tensors are updated in place."""
     holders = _holders(whole)
     for (index, name), value in changes.items():
         held = holders[index].get(name)
@@ -103,17 +107,16 @@ def apply_changes(whole: Optimizer, changes: SettingChanges) -> None:
 
 
 def load_settings(optimizer: Optimizer, settings: OptimizerSettings, exact: bool = True) -> None:
-    """Give an optimizer the settings that another moment, or another process, had; they are its own from now on.
+    """Set an optimizer's settings to those of another moment or process, which must not be used elsewhere.
 
     Args:
+        optimizer: the optimizer.
         settings: of the instance, its defaults and its groups, or of its groups alone.
-        only: whether plain values that are not among them go. What is no plain value stays as it is; an enumeration's stays one.
+        exact: remove plain values that are not among them. Other values are kept; enumerations keep their type.
     """
     holders = _holders(optimizer)
     for held, wanted in zip(holders[len(holders) - len(settings) :], settings, strict=True):
-        for name in [
-            name for name, value in held.items() if exact and name not in wanted and _is_plain_setting(name, value)
-        ]:
+        for name in [n for n, value in held.items() if exact and n not in wanted and _is_plain_setting(n, value)]:
             del held[name]
         for name, value in wanted.items():
             if not (isinstance(value, str) and value == _SHARED_VALUE):
@@ -121,9 +124,9 @@ def load_settings(optimizer: Optimizer, settings: OptimizerSettings, exact: bool
 
 
 def differing_settings(one: OptimizerSettings, other: OptimizerSettings) -> list[str]:
-    """List the names of settings and counters that differ; values that are not plain are not compared.
+    """Return the names of settings and counters that differ; values that are not plain are not compared.
 
-    A learning-rate scheduler replaces `step` of the instance by a function, on one side alone.
+    (A learning-rate scheduler replaces `step` of the instance by a function, in one of them.)
     """
     names = (
         name
@@ -135,7 +138,7 @@ def differing_settings(one: OptimizerSettings, other: OptimizerSettings) -> list
 
 
 def copy_plain(value: Any) -> Any:
-    """Copy a plain value; give the value itself if it is none."""
+    """Copy a plain value; return any other value itself."""
     if isinstance(value, _ATOMS) or not is_plain(value):
         return value
     if isinstance(value, torch.Tensor):
@@ -148,10 +151,10 @@ def copy_plain(value: Any) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Tell whether it is a number, a string, a small tensor, or a container of such."""
+    """Return whether a value is a number, a string, a small tensor, or a container of these."""
     if isinstance(value, _ATOMS):
         return True
-    if isinstance(value, torch.Tensor):  # of no class of its own, whose copies may be anything
+    if isinstance(value, torch.Tensor):  # no subclass, whose copies may be anything
         return type(value) is torch.Tensor and value.layout is torch.strided and value.numel() <= _SMALL
     if type(value) in (dict, OrderedDict):
         return all(isinstance(key, str | int) for key in value) and all(map(is_plain, value.values()))
@@ -159,10 +162,10 @@ def is_plain(value: Any) -> bool:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Tell whether two plain values are equal and of the same types; one NaN is like another, and -0.0 is like 0.0."""
+    """Return whether two plain values have equal values and types; NaN equals NaN, and -0.0 equals 0.0."""
     if one is other:
         return True
-    if type(one) is not type(other):  # 1, 1.0 and True are equal, and a save tells them apart
+    if type(one) is not type(other):  # 1, 1.0 and True are equal, but not in a save
         return False
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and (equal_values(one, other) or _same_with_nan(one, other))
@@ -176,10 +179,9 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def _same_with_nan(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same_shape = (
-        one.shape == other.shape and one.layout is other.layout and not is_sparse(one) and one.is_floating_point()
-    )
-    return same_shape and bool(((one == other) | ((one != one) & (other != other))).all())
+    if one.shape != other.shape or one.layout is not other.layout or is_sparse(one) or not one.is_floating_point():
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _holders(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -187,7 +189,7 @@ def _holders(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _is_same_atom(one: Any, other: Any) -> bool:
-    """Tell whether it is one value that nobody can change; of most settings that is all there is to find out."""
+    """Return whether both are one immutable object, which is true of most settings."""
     return one is other and type(one) in _IMMUTABLE
 
 
