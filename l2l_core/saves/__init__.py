@@ -1,7 +1,7 @@
-"""A whole relay as files, and back.
+"""Saving and loading of a whole relay.
 
-May import `edits`, `eps`, `surgery`, `devices`, `model`.
-Begin reading at `relay_state.py`, `save_writer.py` (how it is saved), `saved_relay.py` (how it comes back); `generations.py` is the files.
+May import `edits`, `eps`, `eps.optimizers`, `eps.blocks`, `surgery`, `devices`, `model`, `config`.
+Begin reading at `relay_state.py`, `save_writer.py` (saving) and `saved_relay.py` (loading); `generations.py` describes the files.
 """
 
 from l2l_core.saves.codec import plain_random as plain_random

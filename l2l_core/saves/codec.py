@@ -1,7 +1,7 @@
-"""Changes, histories and branches as plain data, and back.
+"""Conversion of edits, histories and branches to plain data and back.
 
-A layer stands there by its key, a block by its own, and a parameter by its number in its layer. Saves that people have are
-read by these lines, so what is written of a kind of change is here to stay.
+Layers and blocks are represented by their keys, parameters by their index in the layer. Released saves use this format, so the
+form of each kind of edit must not change.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ PlainPart = dict[str, Any]
 T = TypeVar("T")
 Keyed = TypeVar("Keyed", Unit, Block)
 
-
-# Names of commands in saves, which stay whatever the classes are called.
+# Names of commands in saves, independent of the names of the classes
 _KINDS: Mapping[type, str] = {
     commands.RestackCommand: "Restack",
     commands.RewriteCommand: "Rewrite",
@@ -56,10 +55,12 @@ _STORAGE_COMMANDS = {"Spill": commands.SpillCommand, "Fetch": commands.FetchComm
 def plain_branch(
     name: str, state: BranchState, snapshot_names: Mapping[BlockSnapshot, str], present: Collection[Unit]
 ) -> PlainPart:
-    """Describe a branch that is not trained now.
+    """Return an inactive branch as plain data.
 
     Args:
-        values: what the values of blocks are called in the save.
+        name: name of the branch.
+        state: state of the branch.
+        snapshot_names: names of block snapshots in the save.
         present: see `plain_history`.
     """
     return {
@@ -67,9 +68,7 @@ def plain_branch(
         "config": asdict(state.config),
         "steps": state.steps,
         "stacks": {stack: _keys(units) for stack, units in state.stacks.items()},
-        "values": {
-            key: snapshot_names[held] if held is not None else None for key, held in _by_key(state.snapshots).items()
-        },
+        "values": {key: value and snapshot_names[value] for key, value in _by_key(state.snapshots).items()},
         "trained": {key: list(flags) for key, flags in _by_key(state.trained).items()},
         "buffers": _by_key(state.buffers),
         "settings": state.settings,
@@ -82,13 +81,16 @@ def plain_branch(
 
 
 def plain_history(history: History, present: Collection[Unit]) -> PlainPart:
-    """Describe the way back and forth, without the journal; `present` are the layers that are not freed."""
+    """Return undo and redo stacks, without the journal, as plain data; `present` are the layers that are not freed."""
 
-    def plain(turn: UndoStep) -> list[Any]:
-        number, changes = turn
-        if gone := [unit for one in changes for unit in one.units() if unit not in present]:
-            names = ", ".join(dict.fromkeys(_keys(gone)))  # as a whole: the rest of a turn alone would be another edit
-            changes = (ImpossibleCommand(f"{names} was dropped for good: its bytes are gone, it cannot come back"),)
+    def plain(step: UndoStep) -> list[Any]:
+        number, changes = step
+        if freed := [unit for one in changes for unit in one.units() if unit not in present]:
+            # The whole step: its other commands alone would be another edit
+            names = ", ".join(dict.fromkeys(_keys(freed)))
+            changes = (
+                ImpossibleCommand(f"{names} was dropped for good: its weights are deleted and cannot be restored"),
+            )
         return [number, [plain_command(one) for one in changes]]
 
     return {
@@ -99,12 +101,12 @@ def plain_history(history: History, present: Collection[Unit]) -> PlainPart:
 
 
 def plain_command(one: EditCommand) -> list[Any]:
-    """Give the name of its kind, then what `Reader.read_command` makes it of."""
+    """Return the name of a command, followed by the arguments of `PlainReader.read_command`."""
     match one:
         case commands.RestackCommand():
             form = [one.stack, _keys(one.before), _keys(one.after), [_keys(pair) for pair in one.like.items()]]
         case commands.RewriteCommand():
-            form = [one.unit.key, [[i, *held] for i, held in _numbered(one.unit, one.values)]]
+            form = [one.unit.key, [[i, *value] for i, value in _numbered(one.unit, one.values)]]
         case commands.SetTrainedCommand():
             form = [one.unit.key, [[i, flag] for i, flag in _numbered(one.unit, one.trained)]]
         case commands.SpillCommand() | commands.FetchCommand() | commands.FreeCommand():
@@ -112,12 +114,12 @@ def plain_command(one: EditCommand) -> list[Any]:
         case ImpossibleCommand():
             form = [one.why]
         case _:
-            raise AssertionError(f"nothing says how a {type(one).__name__} is saved")
+            raise AssertionError(f"no format for a {type(one).__name__}")
     return [_KINDS[type(one)], *form]
 
 
 def plain_random(random: RandomState) -> PlainPart:
-    """Describe the generators; `read_random` is the way back."""
+    """Return the random state as plain data; the inverse of `read_random`."""
     return {slot: getattr(random, slot) for slot in RandomState.__slots__}
 
 
@@ -125,26 +127,26 @@ def _keys(units: Iterable[Unit]) -> list[str]:
     return [unit.key for unit in units]
 
 
-def _by_key(held: Mapping[Keyed, T]) -> dict[str, T]:
-    return {each.key: value for each, value in held.items()}
+def _by_key(values: Mapping[Keyed, T]) -> dict[str, T]:
+    return {item.key: value for item, value in values.items()}
 
 
-def _numbered(unit: Unit, held: Mapping[nn.Parameter, T]) -> list[tuple[int, T]]:
-    number = {param: i for i, param in enumerate(unit.params)}
-    return [(number[param], value) for param, value in held.items()]
+def _numbered(unit: Unit, values: Mapping[nn.Parameter, T]) -> list[tuple[int, T]]:
+    index = {param: i for i, param in enumerate(unit.params)}
+    return [(index[param], value) for param, value in values.items()]
 
 
-# -- and back ----------------------------------------------------------------------------------------------------------
+# -- from plain data ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class PlainReader:
-    """Finds what keys in a save stand for.
+    """Reader of plain data, which resolves the keys of layers and blocks.
 
     Args:
-        editor: of the relay.
-        units: the shell, layers and parked layers, by key.
-        missing: why a layer is not among them, by key.
+        editor: editor of the relay.
+        units: the shell, layers and detached layers, by key.
+        missing: reasons for the absence of other layers, by key.
     """
 
     editor: Editor
@@ -156,13 +158,14 @@ class PlainReader:
         self.blocks = {block.key: block for unit in self.units.values() for block in unit.blocks}
 
     def read_branch(self, part: PlainPart, snapshots: Mapping[str, BlockSnapshot]) -> BranchState:
-        """Read what `plain_branch` was given.
+        """Return the branch from the result of `plain_branch`.
 
         Args:
-            held: values of blocks, by what they are called in the save.
+            part: the plain data.
+            snapshots: block snapshots by their names in the save.
 
         Raises:
-            ValueError: one of its layers is missing; says how to give it.
+            ValueError: one of its layers is missing; explains how to supply it.
         """
         missing = [key for keys in part["stacks"].values() for key in keys if key not in self.units]
         if missing:
@@ -185,68 +188,68 @@ class PlainReader:
         )
 
     def read_history(self, history: History, part: PlainPart, journal: Sequence[JournalEntry]) -> None:
-        """Let `history` have this journal, and what `plain_history` was given."""
+        """Fill `history` with a journal and with the result of `plain_history`."""
         history.loss = part["loss"]
         done, undone = (
-            [UndoStep(number, self._read_commands(plain)) for number, plain in part[way]] for way in ("done", "undone")
+            [UndoStep(number, self._read_commands(plain)) for number, plain in part[name]]
+            for name in ("done", "undone")
         )
         history.restore(journal, done, undone)
 
     def _read_commands(self, plain: Sequence[Any]) -> tuple[EditCommand, ...]:
         try:
-            found = tuple(self.read_command(*each) for each in plain)
+            read = tuple(self.read_command(*each) for each in plain)
         except KeyError as error:
-            why = f"this was before the relay was loaded: {self.missing[error.args[0]]}"
+            why = f"the edit was made before the relay was loaded: {self.missing[error.args[0]]}"
             logger.warning("an edit cannot be undone: %s", why)
             return (ImpossibleCommand(why),)
-        for one in found:  # now that all of them are found: what is barred keeps nothing
+        for one in read:  # after all are read: an impossible command keeps no snapshots
             if isinstance(one, commands.RewriteCommand):
                 self.editor.book_snapshots(one, one.values.values())
-        return found
+        return read
 
     def read_command(self, kind: str, *form: Any) -> EditCommand:
-        """Read what `plain_change` was given.
+        """Return the command from the result of `plain_command`.
 
         Raises:
-            KeyError: of a layer that is missing.
+            KeyError: the key of a missing layer.
         """
         units = self.units
         match kind, *form:
             case "Restack", stack, before, after, pairs:
-                # One of a pair may be gone: what comes back has its entries then (`layer_entries.py`), and is like none. It
-                # stood so in the relay that was saved, so nothing has to be proven.
+                # One of a pair may be missing: the other has its optimizer entries (`layer_entries.py`) and needs no pattern.
+                # `proven`, since the stack was valid in the relay that was saved
                 like = {units[new]: units[old] for new, old in pairs if new in units and old in units}
                 return commands.RestackCommand(stack, self._layers(before), self._layers(after), like, proven=True)
             case "Rewrite", key, values:
-                return commands.RewriteCommand(
-                    unit := units[key], {unit.params[i]: ParameterSnapshot(*held) for i, *held in values}
-                )
+                snapshots = {units[key].params[i]: ParameterSnapshot(*value) for i, *value in values}
+                return commands.RewriteCommand(units[key], snapshots)
             case "Retrain", key, trained:
                 return commands.SetTrainedCommand(unit := units[key], {unit.params[i]: flag for i, flag in trained})
             case "Spill" | "Fetch" | "Lose", *keys:
                 return _STORAGE_COMMANDS[kind](self._layers(keys))
             case "Barred", why:
                 return ImpossibleCommand(why)
-        raise AssertionError(f"nothing says how a {kind} is read")
+        raise AssertionError(f"no format for a {kind}")
 
     def _layers(self, keys: Iterable[str]) -> tuple[Unit, ...]:
         return tuple(self.units[key] for key in keys)
 
 
-def _select_present(there: Mapping[str, Keyed], by_key: Mapping[str, T]) -> dict[Keyed, T]:
-    """Leave out what is not there: layers that nobody could build, and that only an undo would have brought back."""
-    return {there[key]: value for key, value in by_key.items() if key in there}
+def _select_present(present: Mapping[str, Keyed], by_key: Mapping[str, T]) -> dict[Keyed, T]:
+    """Map present layers or blocks to values; missing layers, which only an undo would have restored, are omitted."""
+    return {present[key]: value for key, value in by_key.items() if key in present}
 
 
 def parts_of_kind(kind: str, parts: Mapping[str, PlainPart]) -> dict[str, PlainPart]:
-    """Select the parts of one kind by their names, which begin with it."""
+    """Return the parts whose names begin with `kind` and a hyphen."""
     return {name: part for name, part in parts.items() if name.startswith(f"{kind}-")}
 
 
 def read_random(plain: PlainPart) -> RandomState:
-    """Read what `plain_random` was given, as much of it as this machine has generators for."""
+    """Return the random state from the result of `plain_random`, without generators that this machine lacks."""
     random = RandomState(**plain)
     if random.torch_cuda is not None and not torch.cuda.is_available():
-        logger.warning("the save has a random state of CUDA, and there is no CUDA here: it is left out")
+        logger.warning("the random state of CUDA in the save is ignored: CUDA is not available")
         return RandomState(random.torch_cpu, None, random.python)
     return random

@@ -1,4 +1,4 @@
-"""What a relay must agree in with a save to take it over."""
+"""Comparison of a save with the relay that is to load it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ logger = logging.getLogger("l2l_core")
 
 
 def check_compatible(saved: SavedRelay, state: RelayState) -> None:
-    """Refuse a save that the relay that `state` was taken from cannot take over.
+    """Refuse a save that does not match the relay with the given state.
 
     Raises:
-        ValueError: it is of another model or optimizer.
+        ValueError: it belongs to another model or optimizer.
     """
-    told, live = saved.manifest, state.outline()
+    manifest, live = saved.manifest, state.outline()
     for entry, (what, listed) in _ENTRIES.items():
-        _compare(saved.path, what, listed(told[entry]), listed(live[entry]))
-    if told["torch"] != torch.__version__:
-        logger.warning("%s is by torch %s, here is %s: bits may differ", saved.path, told["torch"], torch.__version__)
+        _compare(saved.path, what, listed(manifest[entry]), listed(live[entry]))
+    if manifest["torch"] != torch.__version__:
+        message = "%s was written with torch %s, and this is %s: results may differ in rounding"
+        logger.warning(message, saved.path, manifest["torch"], torch.__version__)
 
 
 def compare_layers(path: Path, saved: Iterable[Sequence[str]], live: Iterable[Sequence[str]]) -> None:
-    """Compare keys and names of units; `path` is that of the save.
+    """Compare keys and names of units; `path` is the save, for the message.
 
     Raises:
         ValueError: they differ.
@@ -60,7 +61,7 @@ def _list_groups(groups: Sequence[Sequence[str]]) -> dict[str, str]:
     return members | {"number of groups": str(len(groups))}
 
 
-# What is compared, in this order: what it is called, and how it is listed, item by item, for the message.
+# Entries of the manifest to compare, in this order: the name for messages, and a function that lists the items
 _ENTRIES: dict[str, tuple[str, Callable[[Any], dict[str, str]]]] = {
     "units": ("layers", _index_units),
     "shapes": ("parameters and buffers", dict),

@@ -1,10 +1,10 @@
-"""Files of a save that are on the disk when they are said to be, with a fingerprint to know them by.
+"""Durable files of a save, with checksums.
 
-Memory: tensors are written from where they are and mapped when read, file by file, without a second copy of the model.
+Memory: tensors are written from their storages and mapped when read, without a second copy of the model.
 
-Checksums: sha256, so that `sha256sum` can check them too. At 1.2 GB/s it is a quarter to a half of what writing a file
-takes, and is taken while the next file is written: a save of 2 GB in 20 layers takes as long as one without. (crc32
-would be at 2.7 GB/s. Measured on an AMD EPYC with SHA instructions and a disk of about 1 GB/s.)
+Checksums: sha256, which `sha256sum` can check too. It takes a quarter to a half of the time of writing a file, and is computed
+while the next file is written: a save of 2 GB in 20 layers takes as long as one without. (Measured at 1.2 GB/s on an AMD EPYC
+with SHA instructions and a disk of about 1 GB/s; crc32 reaches 2.7 GB/s.)
 """
 
 from __future__ import annotations
@@ -30,27 +30,30 @@ FileDigest = dict[str, Any]  # bytes and sha256 of a file
 
 
 def write_files(folder: Path, contents: Iterable[tuple[str, Tensors]]) -> dict[str, FileDigest]:
-    """Write the tensors of each file, by its name without suffix; seals are taken while the next one is being written."""
-    with ThreadPoolExecutor(1) as pool:  # leaving it waits: nobody deletes a file that is still being read
+    """Write files, given by name without suffix and tensors; return the digest of each by its name with suffix."""
+    with ThreadPoolExecutor(
+        1
+    ) as pool:  # its exit waits, also after an error, so that no file is deleted while it is read
         paths = ((f"{name}.safetensors", tensors) for name, tensors in contents)
-        sealed = {name: pool.submit(_sync_and_digest, _write_file(folder / name, tensors)) for name, tensors in paths}
-    return {name: seal.result() for name, seal in sealed.items()}
+        digests = {name: pool.submit(_sync_and_digest, _write_file(folder / name, tensors)) for name, tensors in paths}
+    return {name: digest.result() for name, digest in digests.items()}
 
 
 def write_json(path: Path, plain: Mapping[str, Any]) -> FileDigest:
-    """Write plain data as JSON."""
+    """Write plain data as JSON; return the digest."""
     content = json.dumps(plain).encode()
     write_bytes(path, content)
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file and flush it to the disk."""
     path.write_bytes(content)
     sync(path)
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of files of a folder, is on the disk itself."""
+    """Flush a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -60,9 +63,9 @@ def sync(path: Path) -> None:
 
 def _write_file(path: Path, tensors: Tensors) -> Path:
     content = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    # Buffers may overlap, and safetensors refuses tensors that do.
+    # Buffers may overlap, which safetensors refuses
     write_tensors({name: t.clone() if name.startswith("buffers/") else t for name, t in content.items()}, path)
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors leaves it to the owner alone
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes it readable for the owner alone
     return path
 
 
@@ -80,11 +83,12 @@ def _digest(path: Path) -> FileDigest:
 
 
 def read_json(path: Path, sha256: str, listed_in: Path) -> dict[str, Any]:
-    """Read plain data.
+    """Read plain data from JSON.
 
     Args:
-        sha256: what it must have.
-        said_by: the file that says so, for messages.
+        path: path of the file.
+        sha256: expected checksum.
+        listed_in: file with that checksum, for messages.
 
     Raises:
         ValueError: the file is missing or damaged.
@@ -102,8 +106,9 @@ def read_file(path: Path, digest: FileDigest, read_all: bool = True) -> Tensors:
     """Map the tensors of a file.
 
     Args:
-        seal: what it must be like.
-        read_all: whether its content is compared too, and not its size alone: somebody else does that.
+        path: path of the file.
+        digest: expected size and checksum.
+        read_all: compare the checksum too, not only the size.
 
     Raises:
         ValueError: the file is missing or damaged.
@@ -122,6 +127,7 @@ def read_file(path: Path, digest: FileDigest, read_all: bool = True) -> Tensors:
 
 
 def damaged_error(path: Path, cause: str) -> ValueError:
+    """Return the error for a damaged file."""
     return ValueError(
         f"{path} is damaged: {cause}. Restore the file or the whole folder from a copy, or load another save; nothing "
         "has been loaded"

@@ -1,22 +1,21 @@
-"""A folder that always holds one whole save: names, generations and crashes. Of what is saved it knows nothing but names.
+"""A folder that always holds one complete save, also after a crash.
 
-A save is a manifest and tensors in several files, JSON and safetensors. Nothing in it is pickled, so loading executes
-nothing::
+A save is a manifest and tensors in several files, JSON and safetensors. Nothing is pickled, so loading executes no code::
 
     folder/
-      latest.json                    names the current generation, and the checksum of its manifest
-      step-00000012-5f3a91c2/        one generation, never changed once it is named
-        manifest.json                what is saved, besides tensors; size and checksum of each other file
+      latest.json                    name of the current generation, and the checksum of its manifest
+      step-00000012-5f3a91c2/        one generation, never changed once it is current
+        manifest.json                plain data; size and checksum of each other file
         *.safetensors                tensors
-        rank-000/                    of several workers: what worker 0 alone has, and has written by itself
-          part.json                  as a manifest of these files; the manifest has the checksum of it
+        rank-000/                    with several workers: the part of worker 0
+          part.json                  manifest of the part; its checksum is in manifest.json
           *.safetensors
         rank-001/ ...
 
-Crashes: a generation is written and synced under a name that nothing refers to; then one `os.replace` of latest.json
-switches to it; then older ones and leftovers of crashes are deleted. (Renaming a folder would not do: a rename cannot
-replace a folder that has files in it.) One process at a time, or the workers of one relay, may save to a folder; any number
-may load from it. How a generation is written is in `generation_writer.py`.
+A generation is written and flushed under a name that nothing refers to; one `os.replace` of latest.json then makes it current;
+older generations and leftovers of crashes are deleted last. (A folder cannot be renamed over another one that has files.) One
+process, or the workers of one relay, may save to a folder at a time; any number may load from it. `generation_writer.py` writes
+generations.
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ from l2l_core.model import Tensors
 from l2l_core.saves.files import damaged_error, read_file, read_json, sync, write_bytes
 
 _POINTER, MANIFEST = "latest.json", "manifest.json"
-SINGLE_WORKER, SEVERAL_WORKERS = 1, 2  # schemas of a manifest: by one worker, and by several, of which each has a part
+SINGLE_WORKER, SEVERAL_WORKERS = 1, 2  # schemas of a manifest: without and with a part per worker
 _GENERATION = re.compile(r"step-\d{8,}-[0-9a-f]{8}")
 
 
 class WorkerPart(NamedTuple):
-    """Is what one worker had, as it was read: plain data, and tensors that are mapped from its files."""
+    """Part of one worker: plain data, and tensors mapped from its files."""
 
     plain: dict[str, Any]
     tensors: Tensors
 
 
 class Generation(NamedTuple):
-    """Is one save in a folder.
+    """A save, as read from its folder.
 
     Attributes:
-        path: of the manifest.
+        path: path of the manifest.
         manifest: plain data.
-        tensors: what is there once, mapped from files; of one worker alone all there is.
-        parts: of each worker, by its number.
+        tensors: common tensors, mapped from files; all tensors if one worker saved alone.
+        parts: part of each worker, by rank.
     """
 
     path: Path
@@ -64,16 +63,15 @@ class Generation(NamedTuple):
 
 
 def set_current(folder: Path, generation: str, manifest_sha256: str) -> None:
-    """Make a generation the current one."""
+    """Make a generation the current one, atomically."""
     pointer = {"generation": generation, "manifest_sha256": manifest_sha256}
     write_bytes(folder / f"{_POINTER}.tmp", json.dumps(pointer).encode())
-    # Written whole under another name first: a reader finds the old pointer or the new one, never half of one
     os.replace(folder / f"{_POINTER}.tmp", folder / _POINTER)
     sync(folder)
 
 
 def current_generation(folder: Path) -> str | None:
-    """Read which generation the folder's pointer names; None where there is no good pointer."""
+    """Return the name of the current generation, or None without a valid pointer."""
     try:
         return _read_pointer(folder)[0]
     except ValueError:
@@ -81,7 +79,7 @@ def current_generation(folder: Path) -> str | None:
 
 
 def delete_generations(folder: Path, but: str) -> None:
-    """Delete generations except one; what cannot be deleted now is tried again by the next save."""
+    """Delete all generations except `but`; the next save retries failed deletions."""
     for path in folder.iterdir():
         if _GENERATION.fullmatch(path.name) and path.name != but:
             shutil.rmtree(path, ignore_errors=True)
@@ -91,14 +89,15 @@ def delete_generations(folder: Path, but: str) -> None:
 
 
 def read_current(folder: Path, rank: int = 0, count: int = 1) -> Generation:
-    """Read what was written, and check every file of it.
+    """Read the current generation and check all of its files.
 
     Args:
-        rank, count: of a worker, where several read the folder: each compares the content of every so many files, and the
-            others' sizes. What it does not use of a file it does not read.
+        folder: folder of the save.
+        rank: rank of this worker, if several read the folder.
+        count: number of workers; each compares the checksums of every `count`-th file, and only the sizes of the others.
 
     Raises:
-        ValueError: there is no save, it is damaged or incomplete, or of another schema; names the file.
+        ValueError: there is no save, it is damaged or incomplete, or has another schema; names the file.
     """
     while True:
         pointer = _read_pointer(folder)
@@ -107,11 +106,11 @@ def read_current(folder: Path, rank: int = 0, count: int = 1) -> Generation:
         except ValueError:
             if _read_pointer(folder) == pointer:
                 raise
-            # Another process has saved meanwhile and deleted what was being read here.
+            # Else another process has saved, and deleted the generation
 
 
 def _read_pointer(folder: Path) -> tuple[str, str]:
-    """Read the name of the current generation and the checksum of its manifest."""
+    """Return the name of the current generation and the checksum of its manifest."""
     path = folder / _POINTER
     try:
         pointer = json.loads(path.read_bytes())
@@ -131,19 +130,19 @@ def _read_generation(generation: Path, checksum: str, rank: int, count: int) -> 
     manifest = read_json(path, checksum, generation.parent / _POINTER)
     if manifest["schema"] not in (SINGLE_WORKER, SEVERAL_WORKERS):
         raise ValueError(
-            f"{path} has schema {manifest['schema']!r}, and this release of l2l_core reads schemas {SINGLE_WORKER} and {SEVERAL_WORKERS}: load it "
-            "with the release that wrote it, or train and save again with this one"
+            f"{path} has schema {manifest['schema']!r}, and this release of l2l_core reads schemas {SINGLE_WORKER} and "
+            f"{SEVERAL_WORKERS}: load it with the release that wrote it, or train and save again with this one"
         )
-    said = manifest.get("parts", {})
-    plain = {(generation / name).parent: read_json(generation / name, s["sha256"], path) for name, s in said.items()}
-    told = [
-        (folder / name, s) for folder, p in {generation: manifest, **plain}.items() for name, s in p["files"].items()
+    digests = manifest.get("parts", {})
+    plain = {(generation / name).parent: read_json(generation / name, d["sha256"], path) for name, d in digests.items()}
+    listed = [
+        (folder / name, d) for folder, p in {generation: manifest, **plain}.items() for name, d in p["files"].items()
     ]
     with ThreadPoolExecutor() as pool:  # checksums take most of the time
-        compared = [index % count == rank for index in range(len(told))]
-        tensors = list(pool.map(read_file, *zip(*told, strict=True), compared))
-    held: dict[Path, Tensors] = {folder: {} for folder in (generation, *plain)}
-    for (file, _), each in zip(told, tensors, strict=True):
-        held[file.parent] |= each
-    parts = [WorkerPart(each, held[folder]) for folder, each in plain.items()]
-    return Generation(path, manifest, held[generation], parts or [WorkerPart(manifest, held[generation])])
+        read_all = [index % count == rank for index in range(len(listed))]
+        read = list(pool.map(read_file, *zip(*listed, strict=True), read_all))
+    tensors: dict[Path, Tensors] = {folder: {} for folder in (generation, *plain)}
+    for (file, _), content in zip(listed, read, strict=True):
+        tensors[file.parent] |= content
+    parts = [WorkerPart(each, tensors[folder]) for folder, each in plain.items()]
+    return Generation(path, manifest, tensors[generation], parts or [WorkerPart(manifest, tensors[generation])])

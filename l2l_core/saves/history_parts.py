@@ -1,8 +1,8 @@
-"""What a save holds beside the present state: the way back from edits, layers that wait for it, and other branches.
+"""Parts of a save beside the present state: undo history, detached layers, and other branches.
 
-All of it is plain data with tensors in it, in parts: one for each parked layer, for each block's values of another
-branch, and for each branch. The tensors of every part go to a file of their own. Values of which each worker has a part
-are saved as weights of the present state are: every worker writes what it has (`save_writer.py`).
+A part is plain data with tensors in it: one for each detached layer, each block snapshot of another branch, and each branch. The
+tensors of a part fill one file. Sharded snapshots are saved like present weights, each worker writing its shard
+(`save_writer.py`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from l2l_core.surgery import layer_entries, layer_fingerprint
 
 
 def history_parts(editor: Editor, history: History, branches: Branches) -> dict[str, PlainPart]:
-    """Describe the past of a relay, by name of the part."""
-    parts = {
-        f"parked-{parked.unit.key}": _plain_layer(parked, editor.contents_of(parked)) for parked in editor.detached
-    }
+    """Return the history, detached layers and branches of a relay as parts by name."""
+    parts = {f"parked-{layer.unit.key}": _plain_layer(layer, editor.contents_of(layer)) for layer in editor.detached}
     present = editor.units_with_values
     names = _snapshot_names(branches)
     for values, name in names.items():
@@ -41,20 +39,16 @@ def history_parts(editor: Editor, history: History, branches: Branches) -> dict[
 
 
 def snapshot_parts(branches: Branches) -> dict[str, tuple[Block, BlockSnapshot]]:
-    """Give the values of other branches of which a worker has a part, each with its block, by name of the part."""
+    """Return the sharded snapshots of other branches, each with its block, by name of the part."""
     names = _snapshot_names(branches)
-    held = (pair for state in branches.others.values() for pair in state.snapshots.items())
-    return {
-        names[values]: (block, values)
-        for block, values in held
-        if values is not None and values.local_layout is not None
-    }
+    snapshots = (pair for state in branches.others.values() for pair in state.snapshots.items())
+    return {names[v]: (block, v) for block, v in snapshots if v is not None and v.local_layout is not None}
 
 
 def _snapshot_names(branches: Branches) -> dict[BlockSnapshot, str]:
-    # By identity: what several branches hold together is written once, and held together again
-    held = dict.fromkeys(v for state in branches.others.values() for v in state.snapshots.values() if v is not None)
-    return {values: f"values-{i}" for i, values in enumerate(held)}
+    # By identity: a snapshot that several branches share is written once, and shared again after loading
+    found = dict.fromkeys(v for state in branches.others.values() for v in state.snapshots.values() if v is not None)
+    return {values: f"values-{i}" for i, values in enumerate(found)}
 
 
 def _plain_layer(layer: DetachedLayer, contents: Mapping[Block, BlockContents]) -> PlainPart:
@@ -70,10 +64,10 @@ def _plain_layer(layer: DetachedLayer, contents: Mapping[Block, BlockContents]) 
                 "version": block.version,
                 "warmup": block.warmup,
                 "trained": [param.requires_grad for param in block.params],
-                "groups": side.groups,
+                "groups": entry.groups,
                 "states": contents[block][1],
             }
-            for block, side in layer.entries.items()
+            for block, entry in layer.entries.items()
         ],
         "buffers": unit.buffers.copy(),
         "shared": [
@@ -86,19 +80,21 @@ def _plain_layer(layer: DetachedLayer, contents: Mapping[Block, BlockContents]) 
     }
 
 
-# -- and back ----------------------------------------------------------------------------------------------------------
+# -- from plain data ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class HistoryRestorer:
-    """Gives a relay that has the saved stacks its past.
+    """Restores history, detached layers and branches of a relay that has the saved stacks.
 
     Args:
-        editor, history, branches: of the relay.
-        resumption: finds modules for parked layers.
-        empty: makes a host buffer of so many elements of a `dtype`.
-        read: reads values of a block into a buffer, by name; see `Saved.values`.
-        room: says what of a block this worker holds, and in how many elements.
+        editor: editor of the relay.
+        history: history of the relay.
+        branches: branches of the relay.
+        resumption: finds modules for detached layers.
+        empty: allocates a host buffer with the given number of elements and `dtype`.
+        read_snapshot: reads a block snapshot into a buffer, by name; see `SavedRelay.read_snapshot`.
+        shard_of: returns this worker's layout of a block (None if whole) and its number of elements.
     """
 
     editor: Editor
@@ -110,75 +106,75 @@ class HistoryRestorer:
     shard_of: Callable[[Block], tuple[Layout | None, int]]
 
     def restore(self, parts: Mapping[str, PlainPart]) -> Callable[[], None]:
-        """Take over what `parts_of` gave.
+        """Restore the result of `history_parts`.
 
         Returns:
-            What gives parked layers their values. It cannot fail; until then, nothing of the caller's has changed.
+            A function that fills the detached layers. It cannot fail; before its call no object of the caller has changed.
 
         Raises:
-            ValueError: a branch has a layer that nobody can build; says how to give it.
+            ValueError: a branch needs a layer that cannot be built; explains how to supply it.
         """
         units = {unit.key: unit for unit in self.editor.registry.units}
-        missing: dict[str, str] = {}  # why, by key
-        waiting: list[tuple[PlainPart, Unit]] = []
-        parked = {each.unit.key: each.unit for each in self.editor.detached}
+        missing: dict[str, str] = {}  # reasons, by key
+        to_fill: list[tuple[PlainPart, Unit]] = []
+        detached = {layer.unit.key: layer.unit for layer in self.editor.detached}
         for part in parts_of_kind("parked", parts).values():
-            unit = self._find_layer(part, units, parked)
+            unit = self._find_layer(part, units, detached)
             if unit is None:
                 missing[part["key"]] = self.resumption.missing_message(part["key"], part["class"])
             else:
-                units[unit.key] = unit  # also as a pattern for those that come after it
-                waiting.append((part, unit))
+                units[unit.key] = unit  # also a pattern for later ones
+                to_fill.append((part, unit))
         reader = PlainReader(self.editor, units, missing)
         branches = [*parts_of_kind("branch", parts).values()]
         keys = {name: key for branch in branches for key, name in branch["values"].items() if key in reader.blocks}
-        held = {
+        snapshots = {
             name: self._read_values(name, part, reader.blocks[keys[name]])
             for name, part in parts_of_kind("values", parts).items()
-            if name in keys  # else it is of a layer that is missing
+            if name in keys  # else its layer is missing
         }
-        others = {part["name"]: reader.read_branch(part, held) for part in branches}
-        # Not before all of them are read: a branch that cannot be restored refuses the load
+        others = {part["name"]: reader.read_branch(part, snapshots) for part in branches}
+        # After all are read, since a branch that cannot be restored makes the load fail
         self.branches.restore(parts["history"]["branch"], others)
         reader.read_history(self.history, parts["history"], self.history.journal)
 
         def fill() -> None:
-            for part, unit in waiting:
+            for part, unit in to_fill:
                 self._fill(part, unit)
             self.editor.detached.rebook()
 
         return fill
 
-    def _find_layer(self, part: PlainPart, units: Mapping[str, Unit], parked: Mapping[str, Unit]) -> Unit | None:
-        """Find or build a parked layer, which may be parked here already, as it was part of the caller's model."""
-        key, unit = part["key"], parked.get(part["key"])
+    def _find_layer(self, part: PlainPart, units: Mapping[str, Unit], detached: Mapping[str, Unit]) -> Unit | None:
+        """Return a detached layer, which may be one of the caller's model, or make it; None if it cannot be built."""
+        key, unit = part["key"], detached.get(part["key"])
         if unit is None:
             shell = self.editor.registry.shell
-            there = {k: each.module for k, each in {**units, **parked}.items() if each is not shell}
-            module = self.resumption.find_module(key, part["kind"], there)
+            candidates = {k: each.module for k, each in {**units, **detached}.items() if each is not shell}
+            module = self.resumption.find_module(key, part["kind"], candidates)
             if module is None:
                 return None
-            for inner, name in part["shared"]:  # the copy has weights of its own where the layer had the model's
+            for inner, name in part["shared"]:  # the copy does not share weights with the model, the layer did
                 path, _, attribute = inner.rpartition(".")
                 module.get_submodule(path).register_parameter(attribute, self.editor.registry.model.get_parameter(name))
             unit = self.editor.layer_factory.make_empty(key, module)
         sizes = [block.layout.numel for block in unit.blocks if not block.shared]
         if sizes != (saved := [block["master"].numel() for block in part["blocks"]]):
             raise ValueError(
-                f"layer {key} has {sizes} weights of its own and had {saved} when it was saved: build the model as it was when "
-                "the relay was made"
+                f"layer {key} has {sizes} unshared weights, and {saved} in the save: build the model as it was when the "
+                "relay was made"
             )
         return unit
 
     def _fill(self, part: PlainPart, unit: Unit) -> None:
-        for (block, side), saved in zip(self.editor.detached[unit].entries.items(), part["blocks"], strict=True):
+        for (block, entry), saved in zip(self.editor.detached[unit].entries.items(), part["blocks"], strict=True):
             block.copy_from(saved["master"])
             block.version, block.warmup = saved["version"], saved["warmup"]
             self.editor.set_block_trained(block, saved["trained"])
-            side.groups[:] = saved["groups"]
-            side.state.clear()
-            states = zip(side.masters, saved["states"], strict=True)
-            side.state.update({master: state for master, state in states if state is not None})
+            entry.groups[:] = saved["groups"]
+            entry.state.clear()
+            states = zip(entry.masters, saved["states"], strict=True)
+            entry.state.update({master: state for master, state in states if state is not None})
         unit.buffers.restore(part["buffers"])
         layer_entries.restore_removed_entries(unit.module, part["entries"])
 
@@ -186,8 +182,7 @@ class HistoryRestorer:
         if "master" in plain:
             master = self.empty(plain["master"].numel(), dtype=plain["master"].dtype).copy_(plain["master"])
             return self.branches.make_snapshot(master, plain["version"], plain["states"])
-        part, numel = self.shard_of(block)
+        layout, numel = self.shard_of(block)
         master = self.empty(numel, dtype=block.values.dtype).zero_()
-        return self.branches.make_snapshot(
-            master, plain["version"], self.read_snapshot(name, block, part, master), part
-        )
+        states = self.read_snapshot(name, block, layout, master)
+        return self.branches.make_snapshot(master, plain["version"], states, layout)

@@ -1,4 +1,4 @@
-"""What there is to save of a relay, by name: its own tensors, not copies of them."""
+"""State of a relay to be saved or restored, by name; tensors are the relay's, not copies."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from l2l_core.surgery import ties_of
 
 
 class WeightPiece(NamedTuple):
-    """Is a parameter of the model, as far as it is here.
+    """Part of a parameter that this worker holds.
 
     Attributes:
-        name: of the model's parameter.
-        whole, piece: how all of it lies in its block, and what of it is here.
-        view: of the master, of the piece's size.
+        name: name of the parameter.
+        whole: the parameter in the layout of its whole block.
+        piece: the part of it that this worker holds.
+        view: view of the master, of the size of `piece`.
     """
 
     name: str
@@ -35,42 +36,43 @@ class WeightPiece(NamedTuple):
     view: torch.Tensor
 
 
-WeightPieces = list[tuple[WeightPiece, Mapping[str, Any] | None]]  # with what the optimizer knows of each
+WeightPieces = list[tuple[WeightPiece, Mapping[str, Any] | None]]  # each with its optimizer state
 
 
 def weights_of(names: Sequence[str], whole: Layout, here: Layout, master: torch.Tensor) -> list[WeightPiece | None]:
-    """List what is in a buffer of the parameters of a block, None for those of which nothing is.
+    """Return the parts of a block's parameters in a buffer, None for a parameter with none.
 
     Args:
-        names: of the parameters, in a save.
-        whole: how all of the block lies.
-        here: how what there is of it lies in `master`.
+        names: names of the parameters in a save.
+        whole: layout of the whole block.
+        here: layout of the part in `master`.
+        master: the buffer.
     """
-    held = map(WeightPiece, names, whole.pieces, here.pieces, here.views(master))
-    return [None if is_absent(each.piece, each.whole) else each for each in held]
+    weights = map(WeightPiece, names, whole.pieces, here.pieces, here.views(master))
+    return [None if is_absent(each.piece, each.whole) else each for each in weights]
 
 
 def _pieces(
     names: Sequence[str], whole: Layout, here: Layout, master: torch.Tensor, states: Sequence[Mapping[str, Any] | None]
 ) -> WeightPieces:
     pairs = zip(weights_of(names, whole, here, master), states, strict=True)
-    return [(weight, known) for weight, known in pairs if weight is not None]
+    return [(weight, state) for weight, state in pairs if weight is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class RelayState:
-    """Holds what there is to save of a relay between two steps, or to restore into one.
+    """State of a relay between two steps.
 
     Attributes:
-        config: of the relay.
-        steps: completed steps.
+        config: settings of the relay.
+        steps: number of completed steps.
         units: the shell, then the layers in order.
         store: the EPS of these units.
-        random_state: the thread's generators.
-        edited: what was edited.
-        past: parts of what is beside the present state, by name; plain data and tensors (see `history_parts.py`).
-        values: by name, blocks and values of other branches of which a part is here.
-        present: by key, blocks that have values, parked ones too.
+        random_state: random generators of the thread.
+        edited: edits of the stacks.
+        past: parts beside the present state, by name: plain data with tensors (see `history_parts.py`).
+        snapshots: sharded block snapshots of other branches, by name.
+        blocks_by_key: blocks that have values, also of detached layers.
     """
 
     config: RelayConfig
@@ -84,10 +86,9 @@ class RelayState:
     blocks_by_key: Mapping[str, Block]
 
     def outline(self) -> dict[str, Any]:
-        """List what a relay must agree in with a save that it takes over, as plain data; versions only in their keys.
+        """Return the properties that a relay must share with a save that it loads, as plain data.
 
-        These are keys and names of units, versions of blocks by key, shapes and types of weights and buffers, names that stand
-        for one tensor, names of what is trained, class of the optimizer, names of the parameters in each of its groups.
+        Of "versions" only the keys must agree.
         """
         params = named_params(self.units)
         names = {param: name for name, param in params.items()}
@@ -103,54 +104,51 @@ class RelayState:
 
     @property
     def blocks(self) -> dict[Block, Unit]:
-        """Every block, with the first unit that holds it."""
-        held: dict[Block, Unit] = {}
+        """All blocks, each with its first unit."""
+        blocks: dict[Block, Unit] = {}
         for unit in self.units:
             for block in unit.blocks:
-                # A shared block is written once, with the first one
-                held.setdefault(block, unit)
-        return held
+                blocks.setdefault(block, unit)
+        return blocks
 
     def pieces(self, block: Block) -> WeightPieces:
-        """List what is here of the weights of a block that is shown, each with what the optimizer knows of it."""
-        state = self.store.optimizer.state
-        known = [state[master] if master in state else None for master in self.store.masters.params_of(block)]
-        return _pieces(block.names, block.layout, block.master_layout, block.values, known)
+        """Return this worker's parts of a leased block's weights, each with its optimizer state."""
+        states = [self.store.optimizer.state.get(master) for master in self.store.masters.params_of(block)]
+        return _pieces(block.names, block.layout, block.master_layout, block.values, states)
 
     def snapshot_pieces(self, name: str) -> WeightPieces:
-        """List the same of the `values` of another branch."""
+        """Return the same of a sharded snapshot."""
         block, values = self.snapshots[name]
         assert values.local_layout is not None, f"{name} is whole"
-        return _pieces(
-            snapshot_param_names(name, block), block.layout, values.local_layout, values.master, values.states
-        )
+        names = snapshot_param_names(name, block)
+        return _pieces(names, block.layout, values.local_layout, values.master, values.states)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights, state and buffers that are here; without what is settings or the past."""
-        custody = self.store.storage
-        elsewhere = [piece for name in self.snapshots for piece in self.snapshot_pieces(name)]
-        kept = sum(weight.view.nbytes + state_bytes(known or {}) for weight, known in elsewhere)
-        return kept + sum(custody.nbytes(block) for block in self.blocks) + sum(b.nbytes for _, _, b in self.buffers())
+        """Bytes of this worker's weights, optimizer state and buffers, without settings and `past`."""
+        pieces = [piece for name in self.snapshots for piece in self.snapshot_pieces(name)]
+        snapshots = sum(weight.view.nbytes + state_bytes(state or {}) for weight, state in pieces)
+        blocks = sum(self.store.storage.nbytes(block) for block in self.blocks)
+        return snapshots + blocks + sum(buffer.nbytes for _, _, buffer in self.buffers())
 
     def buffers(self) -> Iterator[tuple[Unit, str, torch.Tensor]]:
-        """Go through all buffers (non-persistent ones too), by name, each with the unit that it is in."""
+        """Yield each buffer, non-persistent ones too, with its unit and name."""
         shell, *layers = self.units
         for name, buffer in shell.module.named_buffers():  # the shell's module is the whole model
             if is_sparse(buffer):
                 raise ValueError(
-                    f"buffer {name!r} is a tensor of layout {buffer.layout}, which files of safetensors do not hold: keep its "
-                    "indices and values as buffers, or the tensor as a plain attribute"
+                    f"buffer {name!r} is a tensor of layout {buffer.layout}, which safetensors cannot store: keep its indices "
+                    "and values as buffers, or the tensor as a plain attribute"
                 )
             yield next((unit for unit in layers if name.startswith(f"{unit.name}.")), shell), name, buffer
 
     def residuals(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Copy what compression has left out of gradients to the host, by key of the block and index of the parameter."""
-        held = {key: self.store.residuals.for_block(block) for key, block in self.blocks_by_key.items()}
-        return {key: {str(i): residual.cpu() for i, residual in of.items()} for key, of in held.items() if of}
+        """Return host copies of the residuals of compressed gradients, by key of the block and index of the parameter."""
+        by_key = {key: self.store.residuals.for_block(block) for key, block in self.blocks_by_key.items()}
+        return {key: {str(i): tensor.cpu() for i, tensor in own.items()} for key, own in by_key.items() if own}
 
     def shapes(self) -> dict[str, str]:
-        """Say of all weights and buffers, whole, what shape and type they have, by the names that saves have for them."""
+        """Return shape and type of all whole weights and buffers, by their names in a save."""
         weights = {
             f"weights/{name}": describe_tensor(whole.size, block.values.dtype)
             for block in self.blocks
@@ -160,16 +158,16 @@ class RelayState:
 
 
 def snapshot_param_names(name: str, block: Block) -> list[str]:
-    """Say what the parameters of a block are called in values that have this name."""
+    """Return the names of a block's parameters in the snapshot `name`."""
     return [f"{name}/{index}" for index in range(len(block.params))]
 
 
 def named_params(units: Iterable[Unit]) -> dict[str, nn.Parameter]:
-    """Give the model's parameters by the names that their blocks have for them."""
+    """Return the parameters of the model by name."""
     blocks = dict.fromkeys(block for unit in units for block in unit.blocks)
     return {name: param for b in blocks for name, param in zip(b.names, b.params, strict=True)}
 
 
 def describe_tensor(size: Sequence[int], dtype: torch.dtype) -> str:
-    """Describe a tensor for people."""
+    """Return shape and type of a tensor as text."""
     return f"{tuple(size)} {str(dtype).removeprefix('torch.')}"

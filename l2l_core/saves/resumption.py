@@ -1,8 +1,8 @@
-"""From a relay over the caller's model to the stacks of a save: the way there is made of the edits' own means.
+"""Reconstruction of the saved stacks in a relay over the caller's model, by means of edits.
 
-A relay is made over the model as it is given. Then layers that edits brought in are parked, empty, and one restacking per
-stack puts the saved layers in place; those that are not among them are parked by it. So shared weights, names and groups
-come about as they did in the relay that was saved. Nothing here writes a value.
+A relay is made over the model as given. Layers that edits had inserted are then added as empty detached layers, and one edit per
+stack puts the saved layers in place and detaches the others. Shared weights, names and optimizer groups thus arise as they did
+in the relay that was saved. No values are written here.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from l2l_core.saves.relay_state import named_params
 from l2l_core.saves.saved_relay import SavedRelay
 from l2l_core.surgery import layer_fingerprint, replace_layers
 
-SHARED = shared_key("")  # what keys of blocks that several units use begin with
+SHARED = shared_key("")  # prefix of the keys of shared blocks
 
 
 @dataclass
 class Resumption:
-    """Takes one save over.
+    """Reconstruction of the stacks of one save.
 
     Args:
         saved: the save.
-        edited: what it says of edits.
-        parts: what it says of the past, see `history_parts.py`.
-        modules: the caller's, by key, for layers that are like none of the model's.
+        edited: its edits.
+        parts: its parts beside the present state; see `history_parts.py`.
+        modules: modules of the caller, by key, for layers that cannot be copied from the model.
     """
 
     saved: SavedRelay
@@ -46,23 +46,24 @@ class Resumption:
     modules: Mapping[str, nn.Module]
 
     def __post_init__(self) -> None:
-        self._parked = {part["key"]: part for part in parts_of_kind("parked", self.parts).values()}
-        self._order: GroupOrder | None = None  # of an optimizer that was made without the holder
-        self._kinds = {**self.edited.kinds, **{key: part["kind"] for key, part in self._parked.items()}}
+        self._order: GroupOrder | None = None  # of an optimizer that was made before the holder
+        detached = {part["key"]: part["kind"] for part in parts_of_kind("parked", self.parts).values()}
+        self._kinds = {**self.edited.kinds, **detached}
         self._holder = next(key for i in count() if (key := f"holder-{i}") not in self._kinds)
 
     def prepare(self, model: nn.Module, optimizer: object, rollback: ExitStack) -> dict[str, nn.Module | str]:
-        """Find the layers for a relay over a model that is as it was before the edits, or as it is in the save.
+        """Return the layers for a relay over a model that is as before the edits, or as in the save.
 
-        In the second case layers that share weights with others may be gone. For as long as the relay is being made a holder
-        of those weights is among the layers, so that they become blocks of their own, as they are in the save.
+        In the second case layers that share weights with others may be missing. While the relay is made, a holder of those
+        weights is one of the layers, so that they become separate blocks as in the save.
 
         Args:
-            model, optimizer: the caller's.
-            back: gets what puts everything back as it was.
+            model: model of the caller.
+            optimizer: optimizer of the caller.
+            rollback: receives a callback that restores the model.
 
         Raises:
-            ValueError: the model is neither.
+            ValueError: the model has neither form.
         """
         self.built = self.edited.match_model(model, self.saved.layers, self._kinds, self.saved.path)
         layers: dict[str, nn.Module | str] = dict(self.built.layers)
@@ -72,44 +73,41 @@ class Resumption:
         stacks = find_stacks(model, [model.get_submodule(name) for name in self.built.layers.values()])
         if isinstance(optimizer, Optimizer):
             groups = [group["params"] for group in optimizer.param_groups]
-            self._order = GroupOrder(groups, ParameterIndex(model, stacks))  # it was made for the model as it is
+            self._order = GroupOrder(groups, ParameterIndex(model, stacks))  # of the model without the holder
         holder = _SharedWeightHolder([model.get_parameter(name) for name in shared])
-        rollback.callback(
-            replace_layers(
-                model, stacks[0], (*stacks[0].layers, holder), like={holder: stacks[0].layers[0]}, force=True
-            )
-        )
+        new, like = (*stacks[0].layers, holder), dict[nn.Module, nn.Module]({holder: stacks[0].layers[0]})
+        rollback.callback(replace_layers(model, stacks[0], new, like=like, force=True))
         return layers | {self._holder: holder}
 
     def restack(self, editor: Editor, rollback: ExitStack) -> None:
-        """Let a relay over those layers have the saved stacks, parameters trained and groups of the optimizer.
+        """Restore stacks, `requires_grad` and optimizer groups in a relay over the layers from `prepare`.
 
         Raises:
-            ValueError: a layer is like none that is there.
+            ValueError: a layer cannot be built.
         """
         if self._order is not None:
             editor.group_order = self._order
-        edited, lineup = self.edited, editor.registry
-        units = {unit.key: unit for unit in lineup.layers}
-        here = [[unit.key, unit.name] for unit in lineup.layers if unit.key != self._holder]
-        # In messages layers are counted as in the manifest, where the shell comes first.
+        edited, registry = self.edited, editor.registry
+        units = {unit.key: unit for unit in registry.layers}
+        here = [[unit.key, unit.name] for unit in registry.layers if unit.key != self._holder]
+        # With an entry for the shell, so that messages count layers as the manifest does
         compare_layers(self.saved.path, [["", ""], *self.built.layers.items()], [["", ""], *here])
-        # Before anything is looked up: stacks go by the names that they had first
-        lineup.set_first_structure(edited.first, self.built.containers)
-        editor.group_order.load_plain(edited.orders, lineup.first_names)
-        lineup.key_count, lineup.origin = max(edited.made, lineup.key_count), {**lineup.origin, **edited.origin}
+        # Before any look-up, which is by the first names of the stacks
+        registry.set_first_structure(edited.first, self.built.containers)
+        editor.group_order.load_plain(edited.orders, registry.first_names)
+        registry.key_count, registry.origin = max(edited.made, registry.key_count), {**registry.origin, **edited.origin}
         for name, keys in edited.stacks.items():
-            before = lineup.units_of(lineup.find_stack(name))
+            before = registry.units_of(registry.find_stack(name))
             for key in keys:
                 if key not in units:
                     units[key] = self._make_unit(editor, key, units)
             like = {units[key]: origin for key in keys if (origin := units.get(edited.origin[key])) in before}
             if (after := tuple(units[key] for key in keys)) != before:
                 new = {unit: origin for unit, origin in like.items() if unit not in before}
-                # Trusted: it stood so in the relay that was saved
+                # `force`: the stack was valid in the relay that was saved
                 rollback.callback(editor.restack(name, before, after, new, force=True))
-        if edited.stacks:  # restacking lets the layers of a stack follow one another; they may have stood apart
-            lineup.layers = [units[key] for key in self.saved.layers if key in units]
+        if edited.stacks:  # `restack` makes the layers of a stack adjacent in the registry, in the save they may not be
+            registry.layers = [units[key] for key in self.saved.layers if key in units]
         if edited.is_edited:
             self._set_trained(editor)
             self._regroup(editor)
@@ -123,31 +121,28 @@ class Resumption:
         return editor.layer_factory.make_empty(key, module)
 
     def find_module(self, key: str, kind: str, candidates: Mapping[str, nn.Module]) -> nn.Module | None:
-        """Find a module of a kind for a layer: the caller's own, or a copy of one `there`; None if there is none.
+        """Return a module with the fingerprint `kind`: the caller's, or a copy of a candidate; None if none matches.
 
         Raises:
-            ValueError: the caller's own is of another kind.
+            ValueError: the module of the caller has another fingerprint.
         """
-        if key in self.modules:
-            if layer_fingerprint(self.modules[key]) != kind:
+        if (given := self.modules.get(key)) is not None:
+            if layer_fingerprint(given) != kind:
                 raise ValueError(
-                    f"modules={{{key!r}: ...}}: this {type(self.modules[key]).__name__} is of another kind than the layer that "
-                    f"was saved (other parts, shapes or settings): build it as it was when an edit brought it in"
+                    f"modules={{{key!r}: ...}}: this {type(given).__name__} is of another kind than the saved layer (other "
+                    f"parts, shapes or settings): build it as it was when an edit inserted it"
                 )
-            return self.modules[key]
-        like = [
-            module
-            for other, module in candidates.items()
-            if (self._kinds.get(other) or layer_fingerprint(module)) == kind
-        ]
-        like += [module for module in self.modules.values() if layer_fingerprint(module) == kind]
+            return given
+        fingerprints = [(m, self._kinds.get(other) or layer_fingerprint(m)) for other, m in candidates.items()]
+        fingerprints += [(module, layer_fingerprint(module)) for module in self.modules.values()]
+        like = [module for module, fingerprint in fingerprints if fingerprint == kind]
         return deep_copy(like[0]) if like else None
 
     def missing_message(self, key: str, kind: str) -> str:
-        """Say why a layer is not there, and what would help."""
+        """Return the message for a layer that cannot be built."""
         return (
-            f"layer {key}, a {kind} like none in the model, is not there: a save has no code. Load with such a module: "
-            f"modules={{{key!r}: ...}}"
+            f"layer {key}, a {kind} like none in the model, cannot be built, since a save contains no code. Load with such a "
+            f"module: modules={{{key!r}: ...}}"
         )
 
     def _set_trained(self, editor: Editor) -> None:
@@ -156,33 +151,30 @@ class Resumption:
             editor.set_block_trained(block, [name in trained for name in block.names])
 
     def _regroup(self, editor: Editor) -> None:
-        """Let groups hold what they hold in the save, which may be other than what the optimizer was made with."""
+        """Assign parameters to optimizer groups as in the save."""
         groups, params = self.saved.manifest["groups"], named_params(editor.registry.units)
-        if len(groups) == len(editor.store.masters.groups) and all(
-            name in params for names in groups for name in names
-        ):
-            editor.store.masters.assign_groups([[params[name] for name in names] for names in groups])
+        masters = editor.store.masters
+        if len(groups) == len(masters.groups) and all(name in params for names in groups for name in names):
+            masters.assign_groups([[params[name] for name in names] for names in groups])
 
 
 class _SharedWeightHolder(nn.Module):
-    """Holds parameters, and never runs."""
+    """Module that holds parameters and never runs."""
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         super().__init__()
         self.held = nn.ParameterList(params)
 
     def forward(self) -> None:
-        raise AssertionError("a holder is gone before any step")
+        raise AssertionError("the holder is removed before any step")
 
 
 def register_restore(model: nn.Module, optimizer: object, rollback: ExitStack) -> None:
-    """Let `back` put back which parameters are trained, and what a ready optimizer holds."""
+    """Add callbacks to `rollback` that restore `requires_grad` and the contents of an optimizer."""
     for param in model.parameters():
         rollback.callback(param.requires_grad_, param.requires_grad)
     if isinstance(optimizer, Optimizer):
-        rollback.callback(
-            optimizer.state.update, dict(optimizer.state)
-        )  # called after the next one: cleared, then filled
-        rollback.callback(optimizer.state.clear)
+        rollback.callback(optimizer.state.update, dict(optimizer.state))
+        rollback.callback(optimizer.state.clear)  # callbacks run in reverse: clear, then update
         for group in optimizer.param_groups:
             rollback.callback(group.update, {name: group[name] for name in ("params", "param_names") if name in group})

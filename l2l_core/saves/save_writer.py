@@ -1,26 +1,24 @@
-"""A relay's state as a manifest and files of tensors.
+"""Manifest and tensor files of a relay's state.
 
-A generation of `generations.py` has these files::
+A generation (`generations.py`) has these files::
 
     manifest.json                config, step, layers, versions, optimizer settings
     shell.safetensors            weights, buffers and optimizer state of the shell ...
-    L000.safetensors             ... and of every layer, by its key
-    shared%3A*.safetensors       weights that several of them share, and their state
-    residuals.safetensors        what compression has left out of gradients, by block and parameter; if there is any
+    L000.safetensors             ... and of each layer, by key
+    shared%3A*.safetensors       shared weights and their optimizer state
+    residuals.safetensors        residuals of compressed gradients, by block and parameter, if there are any
     relay.safetensors            random generators, and settings that are tensors
 
-and one for each part of the past that has tensors (`history_parts.py`). Of several workers each has files of the shell and of every
-layer, with its pieces of weights and their state, and of the values that other branches have; `part.json` says of each piece
-where it begins and how many elements it has.
-Buffers are worker 0's, in its files.
+and one for each part beside the present state that has tensors (`history_parts.py`). With several workers, each has files of the
+shell, the layers, and the block snapshots of other branches, with its shards; `part.json` gives the first element and number of
+elements of each piece. Buffers are in the files of worker 0.
 
-What it is not: nothing of the model's structure is saved, nor Python attributes of modules, their training mode,
-NumPy's generator, or learning-rate schedulers. Save ``scheduler.state_dict()`` yourself. To resume with one, make the
-optimizer and the scheduler first, pass that optimizer to `Relay.load`, then load the scheduler's state: a scheduler
-made afterwards sets the learning rate back to its first value.
+Not saved: the structure of the model, Python attributes and training mode of modules, NumPy's generator, and learning-rate
+schedulers. Save ``scheduler.state_dict()`` yourself. To resume with a scheduler, make the optimizer and the scheduler, pass that
+optimizer to `Relay.load`, and then load the scheduler's state: a scheduler made later resets the learning rate.
 
-`torch.distributed.checkpoint` is not used: its metadata is pickled, its pieces are boxes and not ranges, and a save of it is
-neither checked by content nor switched to at one moment.
+`torch.distributed.checkpoint` is not used: its metadata is pickled, its pieces are boxes instead of ranges, and its saves are
+neither checked by content nor committed atomically.
 """
 
 from __future__ import annotations
@@ -41,38 +39,38 @@ from l2l_core.saves.relay_state import RelayState, WeightPieces
 
 
 def write_save(writer: GenerationWriter, state: RelayState) -> None:
-    """Write `state`, as far as it is here, into a new generation, together with all workers.
+    """Write this worker's part of `state` into a new generation, together with all workers.
 
     Raises:
-        ValueError: the optimizer keeps something that is neither tensor nor plain data.
-        OSError: disk full (says how much is needed, and free), no permission, no common folder, and so on.
+        ValueError: the optimizer state contains a value that is neither a tensor nor plain data.
+        OSError: the disk is full, permission is denied, or the folder is not shared.
     """
-    mine = _own_content(state, with_buffers=writer.is_rank_zero)
-    writer.write(state.steps, mine, _common_content(state) if writer.is_rank_zero else None)
+    own = _own_content(state, with_buffers=writer.is_rank_zero)
+    writer.write(state.steps, own, _common_content(state) if writer.is_rank_zero else None)
 
 
 def _own_content(state: RelayState, with_buffers: bool) -> FolderContent:
-    """List what this worker has of weights and of their state; block by block, since not all of it may be in memory at once."""
+    """Return this worker's weights and optimizer state, block by block, since they may exceed memory."""
     plain: dict[str, Any] = {"ranges": {}, "optimizer_state": {}}
 
-    def file_of(pieces: WeightPieces, beside: Tensors) -> Tensors:
-        """Put into `beside` the tensors of weights and of their state, and into `plain` what is no tensor."""
+    def file_of(pieces: WeightPieces, tensors: Tensors) -> Tensors:
+        """Add weights and state tensors to `tensors`, and other state to `plain`."""
         for weight, _ in pieces:
-            beside[f"weights/{weight.name}"] = weight.view
+            tensors[f"weights/{weight.name}"] = weight.view
             if weight.piece.size != weight.whole.size:
                 plain["ranges"][weight.name] = [weight.piece.first, weight.view.numel()]
-        for weight, known in pieces:
-            if known is not None:
-                plain["optimizer_state"][weight.name] = encode(known, f"optimizer/{weight.name}", beside)
-        return beside
+        for weight, param_state in pieces:
+            if param_state is not None:
+                plain["optimizer_state"][weight.name] = encode(param_state, f"optimizer/{weight.name}", tensors)
+        return tensors
 
     def files() -> Iterator[tuple[str, Tensors]]:
         buffers: dict[Unit, Tensors] = {unit: {} for unit in state.units}
         for unit, name, buffer in state.buffers() if with_buffers else ():
             buffers[unit][f"buffers/{name}"] = buffer
-        with_own = {unit for block, unit in state.blocks.items() if not block.shared}
+        with_block = {unit for block, unit in state.blocks.items() if not block.shared}
         for unit in state.units:
-            if unit not in with_own:
+            if unit not in with_block:
                 yield unit.key, buffers[unit]
         for block, unit in state.blocks.items():
             with state.store.storage.lease(block):
@@ -85,11 +83,11 @@ def _own_content(state: RelayState, with_buffers: bool) -> FolderContent:
 
 
 def _common_content(state: RelayState) -> FolderContent:
-    """Make the manifest of what all workers have alike, or what one of them has for all."""
+    """Return the data that all workers have in common, or that worker 0 writes for all."""
     own_settings, settings = settings_to_save(state.store.optimizer)
     common: Tensors = {}
     parts: dict[str, Tensors] = {name: {} for name in state.past}
-    left_out: Tensors = {}
+    residuals: Tensors = {}
     manifest: dict[str, Any] = {
         "torch": torch.__version__,
         "steps": state.steps,
@@ -100,9 +98,11 @@ def _common_content(state: RelayState) -> FolderContent:
         "past": {name: encode(part, f"past/{name}", parts[name]) for name, part in state.past.items()},
         "settings": encode(settings, "settings", common),
         "own_settings": encode(own_settings, "own_settings", common),  # attributes and defaults
-        "residuals": encode(state.residuals(), "residuals", left_out),
+        "residuals": encode(state.residuals(), "residuals", residuals),
         "random": encode(plain_random(state.random_state), "random", common),
     }
-    # Only now: encoding the manifest has put the tensors of parts and settings where they go
-    files = {name: tensors for name, tensors in {**parts, "residuals": left_out}.items() if tensors} | {"relay": common}
+    # Last: `encode` has added tensors to `parts`, `residuals` and `common`
+    files = {name: tensors for name, tensors in {**parts, "residuals": residuals}.items() if tensors} | {
+        "relay": common
+    }
     return FolderContent(manifest, files.items(), sum(t.nbytes for tensors in files.values() for t in tensors.values()))

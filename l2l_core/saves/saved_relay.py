@@ -1,12 +1,12 @@
-"""A save as it is found in a folder, and how a relay gets its values: all of them, or a worker its pieces.
+"""A save that has been read from a folder, and its transfer to a relay.
 
-Pieces of a save need not be those of whoever loads it: each value is taken from wherever it is, so any number of workers
-loads what any number has saved. Files are mapped, and what is not needed is not read.
+The number of workers that load may differ from the number that saved: each value is assembled from the parts that contain it.
+Files are mapped, so unused values are not read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -25,28 +25,28 @@ from l2l_core.saves.generation_writer import SaveGroup
 from l2l_core.saves.generations import WorkerPart, read_current
 from l2l_core.saves.relay_state import RelayState, WeightPiece, snapshot_param_names, weights_of
 
-# Entries of every manifest, besides its schema and files
+# Required entries of a manifest, besides schema and files
 _ENTRIES = (
     "torch", "steps", "config", "units", "versions", "shapes", "ties", "trainable", "optimizer", "groups", "warmups", "edits",
     "past", "settings", "own_settings", "residuals", "random",
 )  # fmt: skip
-PartPiece = tuple[Piece, int]  # what a part has of a parameter, and the number of the part
+PartPiece = tuple[Piece, int]  # piece of a parameter, and index of the part that contains it
 
 
 def load_save(folder: Path) -> SavedRelay:
-    """Read what `save` wrote, and check every file of it.
+    """Read the save in a folder and check all of its files.
 
     Raises:
-        ValueError: there is no save, it is damaged or incomplete, or of another schema; names the file.
+        ValueError: there is no save, it is damaged or incomplete, or has another schema; names the file.
     """
     return _read(folder)
 
 
 def load_save_together(folder: Path, group: SaveGroup) -> SavedRelay:
-    """Read it with all workers, who share out among them what takes long: the comparing of files.
+    """Read the save on all workers, which divide the comparison of checksums between them.
 
     Raises:
-        ValueError: the same as `load`, or workers have found different saves.
+        ValueError: as in `load_save`, or workers have found different saves.
     """
     saved = _read(folder, group.rank, group.count)
     found = group.gather_items([saved.path.parent.name], "find a save")
@@ -54,7 +54,7 @@ def load_save_together(folder: Path, group: SaveGroup) -> SavedRelay:
         listed = ", ".join(f"worker {rank}: {name}" for rank, name in enumerate(found))
         raise ValueError(
             f"workers find different saves in {folder} ({listed}): all must read one folder, on a file system that all machines "
-            "share, and nobody may save to it meanwhile. Nothing has been loaded"
+            "share, and no process may save to it at the same time. Nothing has been loaded"
         )
     return saved
 
@@ -66,7 +66,7 @@ def _read(folder: Path, rank: int = 0, count: int = 1) -> SavedRelay:
     absent += [f"edits.{field.name}" for field in fields(EditedStacks) if field.name not in edits]
     if absent:
         raise ValueError(
-            f"{saved.path} has no {', '.join(absent)}: a version of l2l_core from before the first release wrote it. Load it "
+            f"{saved.path} has no {', '.join(absent)}: it was written by a version of l2l_core before the first release. Load it "
             "with that version, or train and save again with this one"
         )
     return saved
@@ -74,13 +74,13 @@ def _read(folder: Path, rank: int = 0, count: int = 1) -> SavedRelay:
 
 @dataclass(frozen=True, slots=True)
 class SavedRelay:
-    """Is a save whose files are complete and undamaged.
+    """A save with complete and undamaged files.
 
     Attributes:
-        path: of the manifest.
-        manifest: what `save` wrote, without tensors.
-        tensors: what is there once, mapped from files; of one worker alone all there is.
-        parts: of each worker, by its number.
+        path: path of the manifest.
+        manifest: plain data of the save.
+        tensors: common tensors, mapped from files; all tensors if one worker saved alone.
+        parts: part of each worker, by rank.
     """
 
     path: Path
@@ -103,18 +103,18 @@ class SavedRelay:
 
     @property
     def edited(self) -> EditedStacks:
-        """What was edited."""
+        """Edits of the stacks."""
         return EditedStacks.from_plain(self.manifest["edits"])
 
     def past(self) -> dict[str, PlainPart]:
-        """Decode what `State.past` was, in memory of its own; every call takes that memory anew."""
+        """Return `RelayState.past` with copies of its tensors, made anew in each call."""
         past = self.manifest["past"]
         return {name: decode(part, tensor_copier(self.tensors)) for name, part in past.items()}
 
     def restore_into(self, state: RelayState) -> None:
-        """Give the relay that `state` was taken from the saved weights, buffers, optimizer and random state.
+        """Restore weights, buffers, optimizer and random state in the relay with the given state.
 
-        The relay must have passed `check` of `compatibility.py`.
+        The relay must have passed `check_compatible`.
         """
         manifest, take = self.manifest, tensor_copier(self.tensors)
         optimizer = state.store.optimizer
@@ -122,16 +122,16 @@ class SavedRelay:
         own_settings = decode(manifest["own_settings"], take)
         random_state = read_random(decode(manifest["random"], take))
         residuals = decode(manifest["residuals"], take)
-        for key, left_out in residuals.items():  # first: the device may have no room
-            if key in state.blocks_by_key:  # else it is of a parked layer that nobody can build
-                held = {int(index): residual for index, residual in left_out.items()}
-                state.store.residuals.restore(state.blocks_by_key[key], held)
-        only = bool(optimizer.state)  # it has trained before: what it has counted goes
+        for key, tensors in residuals.items():  # first, since the device may have no room
+            if key in state.blocks_by_key:  # else of a detached layer that could not be built
+                by_index = {int(index): tensor for index, tensor in tensors.items()}
+                state.store.residuals.restore(state.blocks_by_key[key], by_index)
+        exact = bool(optimizer.state)  # it has trained before: drop settings that are not in the save
         state.store.storage.load(state.blocks, self._block_states, self._fill_block)
         with torch.no_grad():
             for _, name, buffer in state.buffers():
                 _copy(buffer, self.parts[0].tensors[f"buffers/{name}"])
-        load_settings(optimizer, [*own_settings, *settings], only)
+        load_settings(optimizer, [*own_settings, *settings], exact)
         for block in state.blocks:
             block.version = manifest["versions"][block.key]
             block.warmup = manifest["warmups"].get(block.key, 0)
@@ -141,16 +141,16 @@ class SavedRelay:
     def read_snapshot(
         self, name: str, block: Block, local_layout: Layout | None, master: torch.Tensor
     ) -> list[dict[str, Any] | None]:
-        """Read the values that another branch has of a block, of which each worker that saved had a part.
+        """Read a sharded block snapshot of another branch.
 
         Args:
-            name: of the values in the save.
-            block: that they are of.
-            part: what of it is wanted; None: all of it.
-            master: gets the weights.
+            name: name of the snapshot in the save.
+            block: block of the snapshot.
+            local_layout: part to be read, or None for the whole block.
+            master: receives the weights.
 
         Returns:
-            What the optimizer knows of each parameter, None where nothing.
+            The optimizer state of each parameter, or None.
         """
         names, here = snapshot_param_names(name, block), block.layout if local_layout is None else local_layout
         for weight in weights_of(names, block.layout, here, master):
@@ -158,18 +158,17 @@ class SavedRelay:
         return self._states_of(names, block.layout, here)
 
     def _fill_block(self, block: Block) -> None:
-        """Give what is here of a block its saved weights."""
+        """Fill this worker's part of a block with the saved weights."""
         for weight in weights_of(block.names, block.layout, block.master_layout, block.values):
             self._fill(weight)
 
     def _block_states(self, block: Block) -> BlockStates:
-        """Decode what the optimizer knew of a block, as far as it is here."""
+        """Return the optimizer state of this worker's part of a block."""
         return self._states_of(block.names, block.layout, block.master_layout)
 
     def _states_of(self, names: Sequence[str], whole: Layout, here: Layout) -> BlockStates:
-        takes = [
-            tensor_copier(each.tensors) for each in self.parts
-        ]  # one each, so that what parameters share stays one
+        # One copier per part for all parameters, so that tensors they share stay shared
+        takes = [tensor_copier(part.tensors) for part in self.parts]
         weights = weights_of(names, whole, here, torch.empty(here.numel, device="meta"))
         return [
             None if weight is None else self._param_state(weight, self._find_pieces(weight), takes)
@@ -177,50 +176,45 @@ class SavedRelay:
         ]
 
     def _fill(self, weight: WeightPiece | None) -> None:
-        """Give a weight its saved values, if it is here."""
+        """Fill a weight with its saved values."""
         if weight is None:
             return
         sources = [(piece, self.parts[i].tensors[f"weights/{weight.name}"]) for piece, i in self._find_pieces(weight)]
         assemble(weight.view, weight.piece, weight.whole, sources)
 
     def _find_pieces(self, weight: WeightPiece) -> list[PartPiece]:
-        """Find the parts that have something of a parameter, and what."""
-
-        def pieces() -> Iterator[PartPiece]:
-            for number, part in enumerate(self.parts):
-                if weight.name in (ranges := part.plain["ranges"]):
-                    first, numel = ranges[weight.name]
-                    yield Piece(0, (numel,), (1,), first), number
-                elif f"weights/{weight.name}" in part.tensors:
-                    yield Piece(0, weight.whole.size, weight.whole.stride), number
-
-        return list(pieces())
+        """Return the saved pieces of a parameter."""
+        pieces: list[PartPiece] = []
+        for index, part in enumerate(self.parts):
+            if weight.name in (ranges := part.plain["ranges"]):
+                first, numel = ranges[weight.name]
+                pieces.append((Piece(0, (numel,), (1,), first), index))
+            elif f"weights/{weight.name}" in part.tensors:
+                pieces.append((Piece(0, weight.whole.size, weight.whole.stride), index))
+        return pieces
 
     def _param_state(
         self, weight: WeightPiece, pieces: Sequence[PartPiece], takes: Sequence[TensorReader]
     ) -> dict[str, Any] | None:
-        """Decode what an optimizer knew of a parameter, for the piece of it that is here.
+        """Return the optimizer state of this worker's piece of a parameter.
 
-        A tensor of the size of each piece is of the parameter's elements, and is cut as the parameter is; anything else is the
-        same in all parts.
+        State tensors of the size of their piece are divided like the parameter; other state is equal in all parts.
         """
-        piece, number = pieces[0]
-        encoded, take = self.parts[number].plain["optimizer_state"], takes[number]
-        as_it_is = weight.piece.size == weight.whole.size == piece.size
+        piece, index = pieces[0]
+        encoded, take = self.parts[index].plain["optimizer_state"], takes[index]
+        unchanged = weight.piece.size == weight.whole.size == piece.size
 
         def taken(name: str, stride: Sequence[int]) -> torch.Tensor:
-            sources = [] if as_it_is else [(piece, self.parts[i].tensors.get(name)) for piece, i in pieces]
-            found = [(piece, tensor) for piece, tensor in sources if tensor is not None and tensor.shape == piece.size]
-            return (
-                assemble_new(weight.piece, weight.whole, found)
-                if found and len(found) == len(pieces)
-                else take(name, stride)
-            )
+            sources = [] if unchanged else [(piece, self.parts[i].tensors.get(name)) for piece, i in pieces]
+            shaped = [(piece, tensor) for piece, tensor in sources if tensor is not None and tensor.shape == piece.size]
+            if shaped and len(shaped) == len(pieces):
+                return assemble_new(weight.piece, weight.whole, shaped)
+            return take(name, stride)
 
         return decode(encoded[weight.name], taken) if weight.name in encoded else None
 
 
 def _copy(target: torch.Tensor, saved: torch.Tensor) -> None:
-    """Copy into `target`, which may be an expanded buffer: each element once."""
+    """Copy into `target`, writing each element of an expanded buffer once."""
     once = tuple(slice(1) if stride == 0 else slice(None) for stride in target.stride())
     target[once].copy_(saved[once])

@@ -1,7 +1,8 @@
 """Weights and optimizer state in files, for models that do not fit in memory.
 
 May import `workers`, `saves`, `eps`, `eps.optimizers`, `eps.blocks`, `surgery`, `devices`, `model`, `trace`, `config`.
-Begin reading at `record_store.py` (why a crash loses nothing), `disk_updater.py`, `disk_weight_source.py`; `disk_backend.py` puts them at the EPS's seams.
+Begin reading at `record_store.py` (why a crash loses nothing), `disk_updater.py` and `disk_weight_source.py`;
+`disk_backend.py` connects them with the EPS.
 """
 
 from l2l_core.shelf.buffer_rotation import READ_AHEAD as READ_AHEAD

@@ -1,4 +1,4 @@
-"""Buffers through which files pass: page-aligned, pinned where a GPU copies from them, and of so many bytes at most."""
+"""Pool of page-aligned buffers for file contents, pinned where a GPU copies from them, with a limit in bytes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from l2l_core.shelf.direct_io import PAGE, page_aligned
 
 @dataclass(eq=False, slots=True)
 class PoolBuffer:
-    """Is memory for a record or its beginning.
+    """Memory for a record or its beginning.
 
     Attributes:
         flat: (nbytes,) uint8, whole pages on a page boundary.
-        load: may still read it, though its owner has given it back.
+        load: load that may still read the buffer after its release.
     """
 
     flat: torch.Tensor
@@ -27,15 +27,15 @@ class PoolBuffer:
 
 
 class BufferPool:
-    """Lends buffers, and keeps those that come back for whoever wants one of the same size.
+    """Buffers that are reused by size.
 
-    Invariant: buffers that are lent and buffers that are kept take `limit_bytes` together at most.
+    Invariant: acquired and free buffers together take at most `limit_bytes`.
 
     Args:
-        limit_bytes: of all buffers.
-        empty: makes host memory of so many elements of a type.
-        host: gets the bytes booked.
-        category: under which.
+        limit_bytes: limit for all buffers.
+        empty: allocates host memory with the given number of elements and type.
+        host: ledger for the bytes.
+        category: category in the ledger.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class BufferPool:
         self.limit_bytes, self._empty, self._host, self._category = limit_bytes, empty, host, category
         self._lock = threading.Lock()
         self._total = 0
-        self._free: OrderedDict[PoolBuffer, int] = OrderedDict()  # the one that has been there longest comes first
+        self._free: OrderedDict[PoolBuffer, int] = OrderedDict()  # the oldest first
 
     def acquire(self, nbytes: int) -> PoolBuffer | None:
-        """Lend a buffer of so many bytes, whole pages; None if there is no room for it now."""
+        """Return a buffer of `nbytes`, whole pages, or None if the limit leaves no room now."""
         with self._lock:
             buffer = next((kept for kept, size in self._free.items() if size == nbytes), None)
             if buffer is not None:
@@ -64,13 +64,13 @@ class BufferPool:
         return buffer
 
     def release(self, buffer: PoolBuffer, load: Ticket | None = None) -> None:
-        """Take a buffer back; `load` may still be reading it."""
+        """Return a buffer to the pool; `load` may still read it."""
         buffer.load = load
         with self._lock:
             self._free[buffer] = len(buffer.flat)
 
     def close(self) -> None:
-        """Let go of what is kept."""
+        """Free all buffers in the pool."""
         with self._lock:
             while self._free:
                 self._drop(self._free.popitem()[0])

@@ -1,11 +1,10 @@
-"""Which storages of a stash on the disk are in which buffer, and what has to be read: the rule, without bytes or time.
+"""Rule that assigns storages of a disk stash to buffers, and determines the reads; it moves no bytes.
 
     leaves ──▶ buffer ──▶ written to its extent in the file
     wanted ◀── buffer ◀── read ahead, turns before it is wanted
 
-A buffer keeps what it was filled with until it is taken for something else, and what is still in one is not read. Which buffer
-is taken depends on the order of what is asked alone. So whoever knows that order knows all bytes: `disk_stash.py` moves them by this
-rule, and forecasts count them by it.
+A buffer keeps its contents until it is reused; storages in a buffer are not read again. The assignment depends on the order of
+calls alone, so forecasts count bytes by the same rule by which `disk_stash.py` moves them.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from l2l_core.devices import StashSlot
 from l2l_core.shelf.direct_io import round_to_pages
 
-BUFFERS = 6  # each for what moves at a turn: three that are read ahead, and three that are filled, written and reused
+BUFFERS = 6  # of one turn each: three for reading ahead, three that are filled, written and reused
 READ_AHEAD = BUFFERS // 2
 
 
 class FileExtent(StashSlot):
-    """Is a place in the file, of whole pages, and in a buffer, if its bytes are in one.
+    """Stash slot in the file, in whole pages.
 
     Attributes:
-        start: first byte in the file.
-        buffer: that its bytes are in, None if in none.
-        within: first byte there.
-        written: the last write of it, as whoever writes knows it: it comes before any read.
+        file_offset: first byte in the file.
+        buffer: buffer that holds its bytes, or None.
+        buffer_offset: first byte in that buffer.
+        last_write: the last write to the file, which any read must wait for.
     """
 
     __slots__ = ("buffer", "buffer_offset", "file_offset", "last_write")
@@ -47,10 +46,10 @@ class FileExtent(StashSlot):
 
 
 class StashBuffer:
-    """Holds what moves at a turn.
+    """Buffer for the storages of one turn.
 
     Attributes:
-        extents: whose bytes are in it.
+        extents: extents in the buffer, in order.
     """
 
     def __init__(self) -> None:
@@ -61,24 +60,24 @@ B = TypeVar("B", bound=StashBuffer)
 
 
 class BufferSupplier(ABC, Generic[B]):
-    """Has the buffers."""
+    """Allocator of the buffers."""
 
     @abstractmethod
     def create(self, nbytes: int) -> B:
-        """Make one of so many bytes."""
+        """Make a buffer of `nbytes`."""
 
     @abstractmethod
     def reuse(self, buffer: B, nbytes: int) -> B:
-        """Make one ready for another use, of so many bytes: itself, or another one in its place. Nothing is in it any more."""
+        """Prepare a buffer, from which all extents have been removed, for another use, or replace it by one of `nbytes`."""
 
 
 class ExtentRead(NamedTuple, Generic[B]):
-    """What is to be read.
+    """Extents to be read into a buffer.
 
     Attributes:
-        turn: that wants it, by number among those that were told of.
-        extents: in the order in which they are in the file.
-        buffer: to be filled.
+        turn: index, in the argument of `plan_prefetch`, of the turn that needs them.
+        extents: extents in file order.
+        buffer: target.
     """
 
     turn: int
@@ -87,40 +86,40 @@ class ExtentRead(NamedTuple, Generic[B]):
 
 
 class BufferRotation(Generic[B]):
-    """Takes the buffers in turn.
+    """Assignment of extents to buffers, which are reused in rotation.
 
-    Invariant: what is expected keeps its buffer.
+    Invariant: an extent that a later turn expects keeps its buffer.
 
     Args:
-        supply: has the buffers.
+        supplier: allocator of the buffers.
 
     Attributes:
-        file_bytes: that extents reach to, so far.
-        buffers: the one that was taken longest ago comes first.
-        most_bytes: the most that has moved at a turn, which is what a buffer has room for.
+        file_bytes: end of the last extent.
+        buffers: the buffers, least recently assigned first.
+        buffer_bytes: size of a buffer: the most bytes of one turn so far.
     """
 
     def __init__(self, supplier: BufferSupplier[B]) -> None:
         self._supplier = supplier
         self.file_bytes = self.buffer_bytes = 0
         self.buffers: list[B] = []
-        self._free: dict[int, list[int]] = {}  # places in the file by their bytes
+        self._free: dict[int, list[int]] = {}  # file offsets by size
         self._expected: set[FileExtent] = set()
         self._freed: deque[FileExtent] = deque()
 
     def reuse_extent(self, nbytes: int) -> FileExtent | None:
-        """Find a place in the file that was used before; None if there is none of that size."""
+        """Return a freed extent of this size, or None."""
         self._reclaim()
         free = self._free.get(round_to_pages(nbytes))
         return FileExtent(nbytes, free.pop()) if free else None
 
     def append_extent(self, nbytes: int) -> FileExtent:
-        """Take a place after all others."""
+        """Return a new extent at the end of the file."""
         self.file_bytes += round_to_pages(nbytes)
         return FileExtent(nbytes, self.file_bytes - round_to_pages(nbytes))
 
     def assign_buffer(self, extents: Sequence[FileExtent], excluded: Iterable[FileExtent] = ()) -> B:
-        """Take a buffer for the bytes of these; not one that holds what is expected, or any of `but`."""
+        """Assign a buffer to extents; not one with expected extents, or with any of `excluded`."""
         self.buffer_bytes = max(self.buffer_bytes, sum(extent.size for extent in extents))
         busy = {extent.buffer for extent in (*self._expected, *excluded)}
         idle = next((buffer for buffer in self.buffers if buffer not in busy), None)
@@ -136,28 +135,28 @@ class BufferRotation(Generic[B]):
         for extent in extents:
             if extent.buffer is not None:
                 extent.buffer.extents.remove(extent)
-            extent.buffer, extent.buffer_offset = buffer, sum(each.size for each in buffer.extents)
+            extent.buffer, extent.buffer_offset = buffer, sum(other.size for other in buffer.extents)
             buffer.extents.append(extent)
         return buffer
 
     def plan_prefetch(self, turns: Iterable[Sequence[FileExtent]]) -> Iterator[ExtentRead[B]]:
-        """Go through what the next turns want, the next one first, as far as buffers go; gives what is to be read ahead."""
+        """Yield the reads for the coming turns, next turn first, as far as there are buffers."""
         self._reclaim()
         self._expected = set()
         for turn, extents in enumerate(turns):
-            away = [extent for extent in extents if extent.buffer is None]
+            missing = [extent for extent in extents if extent.buffer is None]
             pinned = {e.buffer for e in (*self._expected, *extents) if e.buffer is not None}
-            if len(pinned) + bool(away) > READ_AHEAD:
+            if len(pinned) + bool(missing) > READ_AHEAD:
                 return
             self._expected.update(extents)
-            if away:
-                yield self._plan_read(turn, away)
+            if missing:
+                yield self._plan_read(turn, missing)
 
     def plan_fetch(self, extents: Sequence[FileExtent]) -> ExtentRead[B] | None:
-        """Have all of these in buffers; gives what is to be read for that now, if anything."""
+        """Return the read that brings all of these extents into buffers, or None if they are there."""
         self._reclaim()
-        away = [extent for extent in extents if extent.buffer is None]
-        return self._plan_read(0, away, extents) if away else None
+        missing = [extent for extent in extents if extent.buffer is None]
+        return self._plan_read(0, missing, extents) if missing else None
 
     def _plan_read(
         self, turn: int, missing: Sequence[FileExtent], excluded: Iterable[FileExtent] = ()
@@ -166,7 +165,7 @@ class BufferRotation(Generic[B]):
         return ExtentRead(turn, missing, self.assign_buffer(missing, excluded))
 
     def release(self, extent: FileExtent) -> None:
-        """An extent is free again; any thread may say so, in the middle of anything."""
+        """Free an extent; thread-safe, takes effect at the next call."""
         self._freed.append(extent)
 
     def _reclaim(self) -> None:

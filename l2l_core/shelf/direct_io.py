@@ -1,8 +1,7 @@
-"""Files read and written in whole pages, past the page cache where the file system allows it.
+"""Reading and writing of files in whole pages, past the page cache where the file system allows it.
 
-A model on disk would push everything else out of the cache and gain nothing by it: what was read last is wanted last. So
-files are opened with ``O_DIRECT``; where a file system refuses that, they are read and written through the cache, which is
-told to forget them.
+A model on disk would evict everything else from the cache and gain nothing, since the records read last are needed last. Files
+are therefore opened with ``O_DIRECT``; where a file system refuses that, their pages are dropped from the cache after each call.
 """
 
 from __future__ import annotations
@@ -17,38 +16,38 @@ from pathlib import Path
 
 import torch
 
-PAGE = 4096  # of memory, of a file, and what the blocks of all common disks divide
-_MAX_CALL_BYTES = 1 << 26  # bytes per call of the system, which takes less than 2 GiB
-_sync_data = getattr(os, "fdatasync", os.fsync)  # macOS has the latter alone
-_O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux has it
+PAGE = 4096  # bytes; a multiple of the block size of all common disks
+_MAX_CALL_BYTES = 1 << 26  # bytes per system call, whose limit is 2 GiB
+_sync_data = getattr(os, "fdatasync", os.fsync)  # macOS has only `fsync`
+_O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
 
 
 def round_to_pages(nbytes: int) -> int:
-    """Round bytes up to whole pages."""
+    """Round a number of bytes up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
 def page_aligned(raw: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """View the part of `raw` (at least ``nbytes + PAGE`` bytes, uint8) that begins with a page, (nbytes,)."""
+    """Return the page-aligned part, (nbytes,), of `raw` (uint8, at least ``nbytes + PAGE`` bytes)."""
     start = -raw.data_ptr() % PAGE
     return raw[start : start + nbytes]
 
 
 class DirectFiles:
-    """Reads and writes files of a folder.
+    """Reader and writer for the files of a folder.
 
     Args:
-        folder: on the file system that is tried.
+        folder: folder on whose file system direct access is tried.
 
     Attributes:
-        is_direct: whether it goes past the page cache.
+        is_direct: whether files bypass the page cache.
     """
 
     def __init__(self, folder: Path) -> None:
         self.is_direct = bool(_O_DIRECT) and _supports_direct(folder / "direct.tmp")
 
     def read(self, path: Path, into: torch.Tensor) -> None:
-        """Fill `into` (uint8, whole pages on a page boundary) from the beginning of a file.
+        """Fill `into` (uint8, whole pages on a page boundary) from the start of a file.
 
         Raises:
             OSError: the file cannot be read, or ends too early.
@@ -58,23 +57,23 @@ class DirectFiles:
             self._drop_cache(file)
 
     def write(self, path: Path, source: torch.Tensor) -> None:
-        """Write `source` (uint8, whole pages on a page boundary) as a whole file, and wait until it is on the disk itself.
+        """Write `source` (uint8, whole pages on a page boundary) as a file, and flush it to the disk.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         with self._open(path, os.O_WRONLY | os.O_CREAT) as file:
             _write_all(source, file, 0, path)
             if os.fstat(file).st_size != len(source):
                 os.ftruncate(file, len(source))
-            _sync_data(file)  # the size too, where it is another one
+            _sync_data(file)  # a changed size too
             self._drop_cache(file)
 
     def open_scratch(self, path: Path) -> ScratchFile:
-        """Make a file that is gone when it is closed, or when the process ends.
+        """Make an unnamed file that the system deletes when it is closed or the process ends.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the file cannot be made.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | (_O_DIRECT if self.is_direct else 0)
         file = os.open(path, flags, 0o600)
@@ -95,22 +94,22 @@ class DirectFiles:
 
 
 class ScratchFile:
-    """A file without a name, read and written anywhere in whole pages. Several threads may do so.
+    """An unnamed file, read and written in whole pages at any position; thread-safe.
 
     Args:
-        file: its descriptor.
-        path: that it had, for messages.
-        forget: tells the page cache to, if the file goes through it.
+        file: descriptor.
+        path: path with which it was made, for messages.
+        drop_cache: drops its pages from the page cache unless access is direct.
     """
 
     def __init__(self, file: int, path: Path, drop_cache: Callable[[int], None]) -> None:
         self._file, self._path, self._drop_cache, self.nbytes = file, path, drop_cache, 0
 
     def grow(self, nbytes: int) -> None:
-        """Have room for so many bytes, before anything is written there.
+        """Reserve disk space up to `nbytes`.
 
         Raises:
-            OSError: there is none; nothing has changed.
+            OSError: the disk is full; nothing has changed.
         """
         more = nbytes - self.nbytes
         if hasattr(os, "posix_fallocate"):
@@ -130,7 +129,7 @@ class ScratchFile:
         self._drop_cache(self._file)
 
     def close(self) -> None:
-        """Let the file go, with all its bytes."""
+        """Close the file, which deletes it."""
         os.close(self._file)
 
 
@@ -147,14 +146,14 @@ def _write_all(source: torch.Tensor, file: int, start: int, path: Path) -> None:
     view, done = _bytes_of(source), 0
     while done < len(view):
         count = os.pwrite(file, view[done : done + _MAX_CALL_BYTES], start + done)
-        count -= count % PAGE  # a disk that is getting full takes less; the next try says so
+        count -= count % PAGE  # less on a disk that is nearly full; the next call raises
         if count == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         done += count
 
 
 def _supports_direct(path: Path) -> bool:
-    """Try it: some file systems refuse to open a file so, others to read or to write it."""
+    """Return whether direct access works: some file systems refuse to open a file, others to read or write it."""
     page = page_aligned(torch.zeros(2 * PAGE, dtype=torch.uint8), PAGE)
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | _O_DIRECT, 0o666)
@@ -171,5 +170,5 @@ def _supports_direct(path: Path) -> bool:
 
 
 def _bytes_of(flat: torch.Tensor) -> memoryview:
-    """See the memory of a contiguous tensor, which must be held meanwhile."""
+    """Return the memory of a contiguous tensor, which must outlive the view."""
     return memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())).cast("B")

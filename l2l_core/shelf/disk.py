@@ -1,4 +1,4 @@
-"""How fast a disk is, for forecasts: stated, or measured in a folder by what a shelf does there."""
+"""Speed and free space of a disk, for forecasts: given, or measured in a folder."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ import torch
 from l2l_core.shelf.direct_io import PAGE, DirectFiles, page_aligned, round_to_pages
 from l2l_core.trace import format_bytes
 
-_TRIES = 3  # the fastest counts: whoever else uses the disk only slows it down
+_TRIES = 3  # the fastest counts: other programs only slow the disk down
 
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """Figures of a disk. Reading and writing are taken not to slow one another down.
+    """Speed and free space of a disk. Forecasts assume that reads and writes do not slow each other down.
 
     Args:
-        read_bytes_per_s, write_bytes_per_s: of large files; what is written counts when it is on the disk itself.
-        free_bytes: that there are, None for no limit.
-        name: for people.
+        read_bytes_per_s: reading of large files.
+        write_bytes_per_s: writing of large files, with the flush to the disk.
+        free_bytes: free space, or None for no limit.
+        name: description for people.
 
     Raises:
         ValueError: a number out of range.
@@ -45,20 +46,20 @@ class Disk:
 
     @staticmethod
     def of(folder: str | Path, nbytes: int = 1 << 26) -> Disk:
-        """Measure the disk of a folder: a file of `nbytes` is written and read there, past the page cache where that can be.
+        """Measure the disk of a folder by writing and reading a file of `nbytes`, which is deleted afterwards.
 
-        Where it cannot, figures may be those of memory, and `name` says so. Nothing stays in the folder.
+        Where the page cache cannot be bypassed, the result may be the speed of memory; `name` then mentions the page cache.
 
         Raises:
             ValueError: `nbytes` is not positive.
-            OSError: no such folder, or no room in it.
+            OSError: the folder does not exist or is full.
         """
         if not nbytes > 0:
             raise ValueError(f"nbytes={nbytes!r}: must be a positive number of bytes")
         folder, size = Path(folder), round_to_pages(nbytes)
         flat = page_aligned(torch.zeros(size + PAGE, dtype=torch.uint8), size).random_(0, 256)  # some disks compress
-        with tempfile.TemporaryDirectory(prefix="disk-", dir=folder) as own:
-            files, path = DirectFiles(Path(own)), Path(own) / "measured"
+        with tempfile.TemporaryDirectory(prefix="disk-", dir=folder) as scratch:
+            files, path = DirectFiles(Path(scratch)), Path(scratch) / "measured"
             written_s, read_s = [], []
             for _ in range(_TRIES):
                 start_s = time.perf_counter()
@@ -75,7 +76,7 @@ class Disk:
         )
 
     def figures(self) -> dict[str, float]:
-        """Return what a trace says of it, as plain values."""
+        """Return the speeds under their names in a trace's settings."""
         return {
             "disk read_bytes_per_s": self.read_bytes_per_s,
             "disk write_bytes_per_s": self.write_bytes_per_s,

@@ -1,7 +1,7 @@
-"""What a relay asks of a shelf on disk: it is the company of one worker whose weights and state are in files.
+"""Backend of a relay whose weights and optimizer state are in files.
 
-It stands at the seams of the EPS: a place that reads (`disk_weight_source.py`), an update that reads and writes (`disk_updater.py`), and what
-edits have at hand (`disk_edit_storage.py`).
+It supplies the EPS with a weight source that reads (`disk_weight_source.py`), an updater that reads and writes
+(`disk_updater.py`), and storage for blocks and edits (`disk_block_storage.py`, `disk_edit_storage.py`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from l2l_core.shelf.disk_stash import DiskStashStore
 from l2l_core.shelf.disk_updater import DiskUpdater
 from l2l_core.shelf.disk_weight_source import DiskWeightSource
 from l2l_core.shelf.empty_weights import check_buffers, refuse_placeholder_state, refuse_state, replace_meta_params
-from l2l_core.shelf.file_shelf import FileShelf, Initialiser
-from l2l_core.shelf.folder_lock import check_folder, lock_folder
+from l2l_core.shelf.file_shelf import FileShelf, check_folder, lock_folder
 from l2l_core.shelf.initial_records import InitialWeights, check_disk_space, refuse_without_weights, write_initial
 from l2l_core.shelf.memory_budget import MemoryBudget
 from l2l_core.shelf.record_store import RecordStore
@@ -47,25 +46,25 @@ _SUPPORTED = (
     *("save", "take a save over", "verify", "forecast"),
 )
 _REMEDIES = {
-    "fit": "it may choose to load more layers ahead than the pool has room for; ask for settings one by one by "
-    "relay.forecast(batch, config), or before the model is made by fit_config",
-    "schedule='depth_first'": "what is in files comes and goes; leave schedule out of RelayConfig",
-    "make a branch": "copy the folder between two steps, and go on with each by resume=True",
+    "fit": "it might choose to load more layers ahead than the pool has room for; forecast single settings with "
+    "relay.forecast(batch, config), or use fit_config before the model is made",
+    "schedule='depth_first'": "it keeps all layers on the device; leave schedule out of RelayConfig",
+    "make a branch": "copy the folder between two steps, and resume each copy with resume=True",
 }
 
 
 class DiskBackend(LocalBackend):
-    """Keeps a relay's weights and optimizer state in files.
+    """Backend with weights and optimizer state in files.
 
     Args:
-        shelf: what the user says.
-        model: whose parameters move there; those on ``meta`` are exchanged for others that show NaN.
-        ahead: how many layers will be loaded ahead.
+        shelf: settings of the user.
+        model: model whose parameters move to the files; those on ``meta`` are replaced by placeholders.
+        ahead: number of layers that will be loaded ahead.
 
     Attributes:
-        folder: of the files.
-        memory_bytes: of the pool.
-        room: how it is shared out.
+        folder: folder of the files.
+        memory_bytes: memory for all buffers.
+        budget: division of that memory.
     """
 
     budget: MemoryBudget
@@ -84,16 +83,16 @@ class DiskBackend(LocalBackend):
         if self._shelf.weights is None and not self._shelf.resume:
             refuse_without_weights(self._model)
 
-    # -- set up, in this order -----------------------------------------------------------------------------------------
+    # -- set-up, in the order of calls -----------------------------------------------------------------------------------------
 
     def master_init(self, empty: Callable[[int], torch.Tensor]) -> Callable[[Block], None]:
-        def send_away(block: Block) -> None:
+        def offload(block: Block) -> None:
             if not self._initial_weights:
-                self._open()  # what may fail comes before the model gives anything away, and after it was checked
+                self._open()  # may fail: after the checks of the model, and before its first block is offloaded
             self._initial_weights[block] = [param.data for param in block.params]
             block.offload()
 
-        return send_away
+        return offload
 
     def _open(self) -> None:
         (self.folder / "records").mkdir(parents=True, exist_ok=True)
@@ -102,17 +101,15 @@ class DiskBackend(LocalBackend):
         self._resources.callback(self._records.close)
 
     def make_weight_source(self, device: Device, host: Ledger) -> WeightSource:
-        self._load_pool, self._update_pool = (
-            BufferPool(0, device.host_empty, host, kind) for kind in ("weights", "optimizer")
-        )
-        for pool in (self._load_pool, self._update_pool):
-            self._resources.callback(pool.close)
-        return DiskWeightSource(self._records, self._load_pool, casts=not device.in_host_memory)
+        self._load_pool = BufferPool(0, device.host_empty, host, "weights")
+        self._update_pool = BufferPool(0, device.host_empty, host, "optimizer")
+        self._resources.callback(self._load_pool.close)
+        self._resources.callback(self._update_pool.close)
+        return self.make_rehearsal_source(device, host)
 
     def make_rehearsal_source(self, device: Device, host: Ledger) -> WeightSource:
-        return DiskWeightSource(
-            self._records, self._load_pool, casts=not device.in_host_memory
-        )  # one pool: a pass at a time
+        # The same pool: only one pass runs at a time
+        return DiskWeightSource(self._records, self._load_pool, casts=not device.in_host_memory)
 
     def make_disk_stash(self, device: Device, host: Ledger) -> StashStore | None:
         return DiskStashStore(self.folder / "stash.tmp", self._records, device.host_empty, host)
@@ -120,60 +117,47 @@ class DiskBackend(LocalBackend):
     def adopt_blocks(
         self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: Callable[[], Any]
     ) -> int:
-        masters = store.masters
-        self.budget = MemoryBudget(
-            self.memory_bytes, self._ahead, not device.in_host_memory, masters, self._load_pool, self._update_pool
-        )
+        masters, pools = store.masters, (self._load_pool, self._update_pool)
+        self.budget = MemoryBudget(self.memory_bytes, self._ahead, not device.in_host_memory, masters, *pools)
         self.budget.plan_split(units)()
         self._manifest = ShelfManifest(self.folder, units, masters, self._records)
         self._load_records(masters)
         files = self._records, self._update_pool, self.budget.size_of, host, self._manifest
-        store.updater = update = DiskUpdater(masters, store.updater, *files)
-        store.storage = DiskBlockStorage(
-            masters, *files, update, on_loaded=partial(self._weights_moved, masters.optimizer)
-        )
+        store.updater = updater = DiskUpdater(masters, store.updater, *files)
+        store.storage = DiskBlockStorage(masters, *files, updater, partial(self._weights_moved, masters.optimizer))
         store.edit_storage = DiskEditStorage(
             masters, self._records, self._manifest, self.budget, device, host, self._guard_state_dict
         )
         return self._manifest.steps
 
     def record_bytes(self, block: Block) -> int:
-        """Bytes of a block's record as it is: of weights and state."""
+        """Return the bytes of a block's committed record."""
         return self._records.committed[block].layout.nbytes
 
     def _load_records(self, masters: Masters) -> None:
-        """Have the first records, or those that there are."""
+        """Write the first records, or load those in the folder."""
         if self._shelf.resume:
             self._manifest.load()()
         else:
-            check_disk_space(self.folder, masters.blocks, self.budget.state_sizes)
-            write_initial(
-                masters,
-                self._records,
-                self._update_pool,
-                self.budget.state_sizes,
-                self._initial_weights,
-                self._initialiser(),
-            )
+            given, state_sizes = self._shelf.weights, self.budget.state_sizes
+            fill = SafetensorsShards(Path(given), ties_of(self._model)) if isinstance(given, str | Path) else given
+            check_disk_space(self.folder, masters.blocks, state_sizes)
+            write_initial(masters, self._records, self._update_pool, state_sizes, self._initial_weights, fill)
             self._records.commit(partial(self._manifest.write_next, 0), partial(self._manifest.activate, 0))
         self._weights_moved(masters.optimizer)
 
     def _weights_moved(self, optimizer: Optimizer) -> None:
-        """From now on the model's weights and the optimizer's state are in files."""
+        """Complete the move of weights and optimizer state to files."""
         self._initial_weights.clear()
         self._guard_state_dict(self._model)
         optimizer.register_state_dict_pre_hook(partial(refuse_state, self.folder))
 
     def _guard_state_dict(self, module: nn.Module) -> None:
-        """Let modules refuse to give out a state of parameters without values."""
+        """Make modules refuse a state dict while their parameters have no values."""
         for part in module.modules():
             part.register_state_dict_pre_hook(partial(refuse_placeholder_state, self.folder))
 
-    def _initialiser(self) -> Initialiser | None:
-        given = self._shelf.weights
-        return SafetensorsShards(Path(given), ties_of(self._model)) if isinstance(given, str | Path) else given
-
-    # -- what a relay asks ---------------------------------------------------------------------------------------------
+    # -- interface of the relay ---------------------------------------------------------------------------------------------
 
     def sign_trace(self, trace: Trace) -> Trace:
         trace.settings |= {"shelf": "direct" if self._records.files.is_direct else "buffered"}
@@ -185,11 +169,11 @@ class DiskBackend(LocalBackend):
         return nullcontext()
 
     def layer_keys(self, names: Sequence[str]) -> list[str]:
-        """Give layers the keys that they have in the folder; one that has other layers is refused later."""
+        """Return the keys in the folder; if it has other layers, it is refused later."""
         return (layer_keys_in(self.folder, names) if self._shelf.resume else None) or numbered_keys(names)
 
     def editable(self) -> AbstractContextManager[None]:
-        return nullcontext()  # what an edit needs is brought to memory when it needs it
+        return nullcontext()  # an edit leases the blocks that it needs
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
@@ -197,46 +181,46 @@ class DiskBackend(LocalBackend):
         yield
 
     def refuse(self, verb: str, instead: str = "") -> None:
-        """Refuse what a shelf on disk cannot do.
+        """Refuse an operation that a shelf cannot do.
 
         Raises:
             ValueError: always.
         """
         raise ValueError(
-            f"{verb} is not there for a relay whose weights are in files ({self.folder}): "
+            f"{verb} is not possible for a relay with weights in files ({self.folder}): "
             f"{_REMEDIES.get(verb, _DEFAULT_REMEDY)}. Nothing was done"
         )
 
     def close(self) -> None:
-        for block, values in self._initial_weights.items():  # it has never begun: the model gets back what it had
+        for block, values in self._initial_weights.items():  # set-up has failed: restore the model
             for param, value in zip(block.params, values, strict=True):
                 param.data = value
         self._initial_weights.clear()
         self._resources.close()
 
-    # -- what a user asks ----------------------------------------------------------------------------------------------
+    # -- interface of the user ----------------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> int:
-        """Number of the whole step that the folder has."""
+        """Number of the last whole step in the folder."""
         return self._manifest.steps
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Go through all parameters by name, between two steps; a tensor is valid until the next one is asked for.
+        """Yield the name and values of each parameter, between two steps; a tensor is valid until the next iteration.
 
         Raises:
-            RuntimeError: in the middle of a step, or when the relay is closed.
+            RuntimeError: a step is running, or the relay is closed.
         """
         for tensors in self._read_blocks():
             yield from tensors.items()
 
     def save_pretrained(self, folder: str | Path) -> Path:
-        """Write weights and persistent buffers as safetensors shards, one per block, with their index; and the configuration.
+        """Write weights and persistent buffers as safetensors shards, one per block, and the model's configuration.
 
-        ``from_pretrained`` of transformers reads them, and so does ``FileShelf(weights=folder)``.
+        ``from_pretrained`` of transformers and ``FileShelf(weights=folder)`` read them.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: a file cannot be written.
         """
         buffers = {
             f"{prefix}.{name}" if prefix else name: buffer.detach().cpu().clone()
@@ -250,24 +234,18 @@ class DiskBackend(LocalBackend):
             if buffers:
                 yield buffers
 
-        write_shards(Path(folder), parts(), len(self._all_blocks) + bool(buffers))
+        write_shards(Path(folder), parts(), len(self._manifest.blocks) + bool(buffers))
         if callable(save := getattr(getattr(self._model, "config", None), "save_pretrained", None)):
             save(folder)
         return Path(folder)
 
-    @property
-    def _all_blocks(self) -> list[Block]:
-        return self._manifest.blocks
-
     def _read_blocks(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Read block by block: its parameters by name."""
-        self._records.trace = Trace()  # not that of the last step, which is over
-        for block in self._all_blocks:
+        """Yield the parameters of each block by name."""
+        self._records.trace = Trace()  # the last step, whose trace this was, is over
+        for block in self._manifest.blocks:
             buffer = self._load_pool.acquire(round_to_pages(4 * block.layout.numel))
             if buffer is None:
-                raise RuntimeError(
-                    "the shelf has no memory free in the middle of a step: go through its weights between two"
-                )
+                raise RuntimeError("the shelf has no free memory during a step: read its weights between two steps")
             try:
                 self._records.read(block, buffer.flat).result()
                 flat = buffer.flat[: 4 * block.layout.numel].view(torch.float32)
@@ -283,10 +261,11 @@ def make_disk_backend(
     config: RelayConfig | Literal["auto"],
     kind: type[DiskBackend] = DiskBackend,
 ) -> DiskBackend:
-    """Make the company of a relay with a shelf, of a kind that says what it begins with.
+    """Make the backend of a relay with a shelf.
 
     Raises:
-        ValueError, TypeError: no shelf, a folder that cannot be used, a model without weights, or several workers.
+        TypeError: `shelf` is not a `FileShelf`.
+        ValueError: the folder cannot be used, the model has no weights, or there are several workers.
     """
     if not isinstance(shelf, FileShelf):
         raise TypeError(
@@ -294,13 +273,12 @@ def make_disk_backend(
         )
     if workers is not None:
         raise ValueError(
-            "shelf does not go with workers yet: train with one worker, or keep masters in memory (no shelf=), of which each of "
-            "several workers has a part"
+            "a shelf cannot be used with workers yet: train with one worker, or keep masters in memory (no shelf=), where each "
+            "of several workers holds a shard"
         )
     if isinstance(config, str):
         raise ValueError(
-            'config="auto" looks for settings, and may load more layers ahead than the pool of a shelf has room for: give a '
-            "RelayConfig; relay.forecast(batch, config) says of each what it needs, and fit_config looks for one before the "
-            "model is made"
+            'config="auto" might choose to load more layers ahead than the pool of a shelf has room for: give a RelayConfig; '
+            "relay.forecast(batch, config) returns the needs of one, and fit_config finds one before the model is made"
         )
     return kind(shelf, model, config.ahead)

@@ -1,4 +1,4 @@
-"""Going through a whole model on a shelf: a block at a time is read, shown, and let go of; or given other values, and written."""
+"""Block storage of a shelf: reads or replaces the blocks of a model one at a time."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from l2l_core.eps.optimizers import state_bytes
 from l2l_core.model import snapshot_value
 from l2l_core.shelf.buffer_pool import BufferPool, PoolBuffer
 from l2l_core.shelf.disk_updater import DiskUpdater
-from l2l_core.shelf.here import bind_record
-from l2l_core.shelf.record_layout import RecordLayout
+from l2l_core.shelf.record_layout import RecordLayout, bind_record
 from l2l_core.shelf.record_store import RecordStore
 from l2l_core.shelf.shelf_manifest import DryRunManifest, ShelfManifest
 from l2l_core.trace import Trace
 
 
 class DiskBlockStorage:
-    """Has blocks and their state in records.
+    """Blocks and their optimizer state in records.
 
     Args:
-        masters: the optimizer's side of all blocks.
-        records, pool: files, and buffers for whole records.
-        size_of: bytes of the buffer that a block needs.
-        host: gets the bytes booked of state on its way into a buffer.
-        manifest: says on the disk which step is whole.
-        update: makes steps.
-        then: is done when a whole model was received.
+        masters: blocks and optimizer.
+        records: files of the shelf.
+        pool: buffers for whole records.
+        size_of: returns the bytes of the buffer that a block needs.
+        host: ledger for the bytes of state before it is copied to a buffer.
+        manifest: manifest of the shelf.
+        updater: updater of the shelf.
+        on_loaded: called after a whole model has been loaded.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class DiskBlockStorage:
 
     @contextmanager
     def lease(self, block: Block) -> Iterator[None]:
-        form = self._records.committed[block].layout
-        self._records.trace = Trace()  # not that of the last step, which is over
+        layout = self._records.committed[block].layout
+        self._records.trace = Trace()  # the last step, whose trace this was, is over
         with self._leased_buffer(block) as buffer:
-            self._records.read(block, buffer.flat[: form.nbytes]).result()
-            with bind_record(self._masters, block, form, buffer.flat):
+            self._records.read(block, buffer.flat[: layout.nbytes]).result()
+            with bind_record(self._masters, block, layout, buffer.flat):
                 yield
 
     def nbytes(self, block: Block) -> int:
@@ -68,46 +68,46 @@ class DiskBlockStorage:
         """Write the first record of each block.
 
         Raises:
-            ValueError: there is more state than the optimizer keeps, or something that is neither tensor nor plain data.
-            OSError: the disk refuses.
+            ValueError: the state is larger than that of the optimizer, or is neither tensors nor plain data.
+            OSError: a record cannot be written.
         """
         self._masters.optimizer.state.clear()
         for block in blocks:
             with self._leased_buffer(block) as buffer:
-                known = read_state(block)
-                form, tensors = RecordLayout.of(block.layout, known)
-                if form.nbytes > len(buffer.flat):
+                states = read_state(block)
+                layout, tensors = RecordLayout.of(block.layout, states)
+                if layout.nbytes > len(buffer.flat):
                     raise ValueError(
-                        f"{form.nbytes - form.weights_bytes:,} bytes of state of {block.key} are to be taken over, and a trial "
-                        f"with small parameters told that the optimizer keeps at most {len(buffer.flat) - form.weights_bytes:,}: "
+                        f"the state of {block.key} to be loaded has {layout.nbytes - layout.weights_bytes:,} bytes, but a trial "
+                        f"with small parameters needed at most {len(buffer.flat) - layout.weights_bytes:,} with this optimizer: "
                         "give the optimizer that the save was made with, or load it into memory (no shelf=)"
                     )
-                made = state_bytes(*(each for each in known if each is not None))
-                self._host.book("optimizer", "on its way to a record", made)
-                weights, twins = form.weights(buffer.flat, block.layout).zero_(), self._masters.params_of(block)
-                block.bind(weights, twins)
+                new = state_bytes(*(each for each in states if each is not None))
+                self._host.book("optimizer", "on its way to a record", new)
+                weights, params = layout.weights(buffer.flat, block.layout).zero_(), self._masters.params_of(block)
+                block.bind(weights, params)
                 try:
                     with torch.no_grad():
                         fill(block)
                 finally:
-                    block.unbind(twins)
-                form.write_states(buffer.flat, tensors, form)
-                self._host.release("optimizer", "on its way to a record", made)
-                self._records.write(block, form, buffer.flat[: form.nbytes], lambda: None)
+                    block.unbind(params)
+                layout.write_states(buffer.flat, tensors, layout)
+                self._host.release("optimizer", "on its way to a record", new)
+                self._records.write(block, layout, buffer.flat[: layout.nbytes], lambda: None)
                 self._records.wait_for_writes()
 
     def snapshot(self) -> Callable[[], None]:
-        """See `Custody`: the halves that are current now are left alone by one step, which does not count on the disk."""
-        update, manifest, current = self._updater, self._updater.manifest, dict(self._records.committed)
-        versions = {block: block.version for block in current}
-        put_optimizer_back = snapshot_value(vars(self._masters.optimizer))
-        update.manifest = DryRunManifest(manifest.steps)
+        """See `BlockStorage`; one step may follow, which writes the other copies and is not recorded on the disk."""
+        updater, manifest, committed = self._updater, self._updater.manifest, dict(self._records.committed)
+        versions = {block: block.version for block in committed}
+        restore_optimizer = snapshot_value(vars(self._masters.optimizer))
+        updater.manifest = DryRunManifest(manifest.steps)
 
         def undo() -> None:
-            update.manifest, self._records.committed = manifest, current
+            updater.manifest, self._records.committed = manifest, committed
             for block, version in versions.items():
                 block.version = version
-            put_optimizer_back()
+            restore_optimizer()
 
         return undo
 

@@ -1,11 +1,11 @@
-"""Edits of layers that lie in files: a few blocks are in memory at a time, and an edit is committed as a step is.
+"""Storage for edits of a shelf: a few blocks are in memory at a time, and an edit is committed like a step.
 
-    bring ──▶ read ──▶ the edit reads or changes it ──▶ changed: write to the other half ─┐
-    put_away: a new layer ──▶ is there room? ──▶ write to files of its own ───────────────┤
-                                                                       all_or_nothing ──▶ commit, or abandon
+    lease ──▶ read ──▶ the edit reads or changes the block ──▶ if changed: write to the other copy ─┐
+    store_unit: a new layer ──▶ check room ──▶ write to new files ──────────────────────────────────┤
+                                                                              commit, or rollback ◀─┘
 
-Until `commit` the manifest names the records of before, so an error or a crash leaves the old stack. Layers that left stay in
-their files for as long as undo may want them; the manifest does not name them, and whoever resumes deletes them.
+Until `commit` the manifest names the old records, so an error or a crash leaves the old stack. Files of detached layers are kept
+while undo may need them; the manifest does not name them, and `resume=True` deletes them.
 """
 
 from __future__ import annotations
@@ -30,20 +30,22 @@ from l2l_core.shelf.record_store import RecordStore
 from l2l_core.shelf.shelf_manifest import ShelfManifest
 from l2l_core.trace import Trace
 
-_NO_LIMIT = 1 << 62  # an edit holds what it must, a few blocks; the ledger has it
+_NO_LIMIT = 1 << 62  # an edit holds the few blocks that it needs; the ledger counts them
 
 
 class DiskEditStorage:
-    """Is what edits have at hand where blocks lie in files.
+    """Edit storage with blocks in files.
 
-    Invariant: outside of `bring` no block is in memory but new ones that `put_away` has not had yet.
+    Invariant: outside of `lease` no block is in memory, except new ones before `store_unit`.
 
     Args:
-        masters: the optimizer's side of all blocks in stacks.
-        records, manifest: of the shelf.
-        room: in memory, for the largest blocks there are.
-        device, host: make memory, and get it booked.
-        guard: lets a new module refuse to give out a state without values.
+        masters: blocks of the stacks, and optimizer.
+        records: records of the shelf.
+        manifest: manifest of the shelf.
+        budget: division of memory.
+        device: allocates host memory.
+        host: ledger for its bytes.
+        guard: makes a new module refuse a state dict without values.
     """
 
     def __init__(
@@ -58,41 +60,36 @@ class DiskEditStorage:
     ) -> None:
         self._masters, self._records, self._manifest, self._budget = masters, records, manifest, budget
         self._pool = BufferPool(_NO_LIMIT, device.host_empty, host, "weights")
-        self._guard = guard
+        self._guard, self.notes = guard, manifest.notes
         self._leased: set[Block] = set()
         self._changed: set[Block] = set()
 
-    @property
-    def notes(self) -> Notes:
-        """What the folder's last commit was told."""
-        return self._manifest.notes
-
     @contextmanager
     def lease(self, blocks: Mapping[Block, StateView], writable: bool) -> Iterator[None]:
-        mine = {block: known for block, known in blocks.items() if block.offloaded}
+        offloaded = {block: view for block, view in blocks.items() if block.offloaded}
         self._begin()
         buffers = []
         try:
-            for block, known in mine.items():
-                form = self._records.latest(block).layout
-                buffer = self._pool.acquire(form.nbytes)
+            for block, view in offloaded.items():
+                layout = self._records.latest(block).layout
+                buffer = self._pool.acquire(layout.nbytes)
                 assert buffer is not None
                 buffers.append(buffer)
                 self._records.read(block, buffer.flat).result()
-                self._bind(block, known, form, buffer.flat)
+                self._bind(block, view, layout, buffer.flat)
             if writable:
                 self._changed.update(self._leased & blocks.keys())
             yield
-            for block in mine:
+            for block, view in offloaded.items():
                 if block in self._changed:
-                    self._write(block, mine[block])
+                    self._write(block, view)
         finally:
-            for block, known in mine.items():
-                self._release(block, known)
+            for block, view in offloaded.items():
+                self._release(block, view)
             for buffer in buffers:
                 self._pool.release(buffer)
             self._pool.close()
-            if mine:
+            if offloaded:
                 self._masters.book_state()
 
     def read(self, block: Block, view: StateView) -> BlockContents:
@@ -119,54 +116,55 @@ class DiskEditStorage:
         self._budget.check_fits(unit, entries)
         self._check_disk_space(entries)
         self._begin()
-        for block, side in entries.items():
-            known = StateView(side.masters, side.state)
-            self._write(block, known)
-            self._release(block, known)
+        for block, entry in entries.items():
+            view = StateView(entry.masters, entry.state)
+            self._write(block, view)
+            self._release(block, view)
         self._guard(unit.module)
         self._pool.close()
 
     def _write(self, block: Block, view: StateView) -> None:
-        form, tensors = RecordLayout.of(block.layout, [view.state.get(master) for master in view.masters])
-        buffer = self._pool.acquire(form.nbytes)
+        layout, tensors = RecordLayout.of(block.layout, [view.state.get(master) for master in view.masters])
+        buffer = self._pool.acquire(layout.nbytes)
         assert buffer is not None
-        form.weights(buffer.flat, block.layout).copy_(block.values)
-        form.write_states(buffer.flat, tensors, form)
-        self._records.write(block, form, buffer.flat, partial(self._pool.release, buffer))
+        layout.weights(buffer.flat, block.layout).copy_(block.values)
+        layout.write_states(buffer.flat, tensors, layout)
+        self._records.write(block, layout, buffer.flat, partial(self._pool.release, buffer))
         self._records.wait_for_writes()
 
     def _check_disk_space(self, entries: Mapping[Block, OptimizerEntry]) -> None:
-        """See whether two halves of a new layer have room, and the second ones of those before it."""
-        halves = {block: self._budget.size_of(block) for block in entries}
-        new = {block for block in self._records.pending if block not in self._records.committed} - halves.keys()
-        needed = 2 * sum(halves.values()) + sum(self._budget.size_of(block) for block in new)
+        """Check that the disk has room for both copies of a new layer, and the second copies of earlier ones in this edit."""
+        sizes = {block: self._budget.size_of(block) for block in entries}
+        new = {block for block in self._records.pending if block not in self._records.committed} - sizes.keys()
+        needed = 2 * sum(sizes.values()) + sum(self._budget.size_of(block) for block in new)
         folder = self._records.folder
         if needed > (free := shutil.disk_usage(folder).free):
             raise OSError(
                 errno.ENOSPC,
-                f"two halves of the new layers with their state take {needed:,} bytes more, and {free:,} are free there: make "
+                f"two copies of the new layers with their state take {needed:,} bytes more, and {free:,} are free there: make "
                 "room, or drop layers for good first (Drop(..., park=None)). The stack is as it was",
                 str(folder),
             )
 
     def commit(self, units: Sequence[Unit], notes: Notes) -> None:
-        share = self._budget.plan_split(units)
+        apply_split = self._budget.plan_split(units)
         self._begin()
-        put_back, steps = self._manifest.set_units(units, notes), self._manifest.steps
+        restore, steps = self._manifest.set_units(units, notes), self._manifest.steps
         self._manifest.begin()
         try:
             self._records.commit(partial(self._manifest.write_next, steps), partial(self._manifest.activate, steps))
         except BaseException:
-            put_back()
+            restore()
             raise
-        share()
+        self.notes = notes
+        apply_split()
 
     def rollback(self) -> None:
         self._records.rollback()
         self._budget.end_edit()
 
     def undo_for(self, undo: Callable[[], object]) -> Callable[[], object]:
-        return lambda: None  # and the disk, which may have failed, is not asked
+        return lambda: None  # without reading the disk, which may have failed
 
     def delete(self, blocks: Iterable[Block]) -> None:
         blocks = tuple(blocks)
@@ -174,8 +172,7 @@ class DiskEditStorage:
         self._budget.forget_blocks(blocks)
 
     def nbytes(self, blocks: Iterable[Block]) -> int:
-        held = [(block, self._records.latest(block).layout) for block in blocks]
-        return sum(4 * block.layout.numel + form.state_bytes for block, form in held)
+        return sum(4 * block.layout.numel + self._records.latest(block).layout.state_bytes for block in blocks)
 
     def require_all_in_memory(self, what: str, remedy: str) -> NoReturn:
         raise ValueError(
@@ -183,6 +180,6 @@ class DiskEditStorage:
         )
 
     def _begin(self) -> None:
-        """Let pools of steps give up what they keep, and the last step's trace be."""
+        """Free the buffers of the step pools, and detach the trace of the last step."""
         self._budget.clear_pools()
         self._records.trace = Trace()

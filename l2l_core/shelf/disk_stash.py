@@ -1,8 +1,7 @@
-"""A waiting room on the disk: what leaves the device passes through a few buffers to a scratch file, and back.
+"""Stash store on disk: storages pass through a few buffers to a scratch file and back, concurrently with compute.
 
-Which buffer is taken, and what has to be read, `buffer_rotation.py` says; here the bytes move, behind compute.
-
-The file has no name: whatever ends the process, nothing of it stays. It is no part of a whole step.
+`buffer_rotation.py` assigns buffers and determines the reads. The file is unnamed, so nothing of it is left when the process
+ends; it is not part of a whole step.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from l2l_core.shelf.direct_io import PAGE, ScratchFile, page_aligned, round_to_p
 from l2l_core.shelf.record_store import RecordStore
 from l2l_core.trace import Event, Trace
 
-_GROWTH = 8  # the file grows by an eighth at least, so that room is asked for seldom
+_GROWTH = 8  # the file grows by at least an eighth, so that it grows seldom
 _REMEDY = "The last whole step is kept; make room there, or keep the stash in memory (RelayConfig(stash='host'))"
 
 StalledFn = Callable[[], AbstractContextManager[None]]
 
 
 class _DiskBuffer(StashBuffer):
-    """Is page-aligned memory for what moves at a turn.
+    """Page-aligned memory for the storages of one turn.
 
     Attributes:
         flat: (nbytes,) uint8.
-        work: the read that fills it, or the write that empties it.
-        is_read: which of them. What is written was there when the storage was dropped.
-        load: may still read it.
+        work: the read into it, or the write from it.
+        is_read: whether `work` is a read, which must finish before the contents are used.
+        load: load that may still read it.
     """
 
     def __init__(self, flat: torch.Tensor) -> None:
@@ -55,7 +54,7 @@ class _DiskBuffer(StashBuffer):
         return self.flat[extent.buffer_offset : extent.buffer_offset + extent.nbytes]
 
     def finish(self) -> None:
-        """Wait for whatever uses it, however that ends."""
+        """Wait for all users of the buffer, ignoring their errors."""
         if self.work is not None:
             self.work.exception()
         if self.load is not None:
@@ -63,10 +62,10 @@ class _DiskBuffer(StashBuffer):
 
 
 class _BufferMemory(BufferSupplier[_DiskBuffer]):
-    """Makes the buffers, and books them.
+    """Allocator that books the buffers in the ledger.
 
     Attributes:
-        stalled: compute waits inside of it.
+        stalled: context in which compute waits.
     """
 
     def __init__(self, empty: Callable[[int, torch.dtype], torch.Tensor], host: Ledger) -> None:
@@ -78,10 +77,10 @@ class _BufferMemory(BufferSupplier[_DiskBuffer]):
         return _DiskBuffer(page_aligned(self._empty(nbytes + PAGE, torch.uint8), nbytes))
 
     def reuse(self, buffer: _DiskBuffer, nbytes: int) -> _DiskBuffer:
-        """Make one ready for another use.
+        """Prepare a buffer for another use, or replace it.
 
         Raises:
-            OSError: what was in it could not be written.
+            OSError: its contents could not be written.
         """
         work = buffer.work
         if work is not None and not work.done():
@@ -98,21 +97,21 @@ class _BufferMemory(BufferSupplier[_DiskBuffer]):
         return self.create(nbytes)
 
     def release(self, buffer: _DiskBuffer) -> None:
-        """Book it no longer."""
+        """Release the bytes of a buffer in the ledger."""
         self._host.release("stash", "disk buffers", len(buffer.flat) + PAGE)
 
 
 class DiskStashStore(StashStore):
-    """Lets storages wait in a scratch file.
+    """Stash store with a scratch file.
 
-    Invariant: the bytes of an extent are in its buffer, or all written before they are read: one lane writes, in the order in
-    which storages leave, and a read waits for the last write of what it reads.
+    Invariant: an extent that is not in a buffer is written completely before it is read: one thread writes, in the order in
+    which storages leave, and a read waits for the last write of each of its extents.
 
     Args:
-        path: of the file while it is made.
-        records: on the same disk, with which it shares the lanes.
-        empty: makes host memory that copies can reach.
-        host: gets the buffers booked.
+        path: path at which the file is created.
+        records: records of the shelf, whose threads for reads and writes are used.
+        empty: allocates host memory for copies.
+        host: ledger for the buffers.
     """
 
     prefetch_turns = READ_AHEAD
@@ -168,7 +167,7 @@ class DiskStashStore(StashStore):
             extent.last_write = buffer.work
 
     def prefetch(self, turns: Sequence[tuple[Sequence[StashSlot], str, int, int]]) -> None:
-        for read in self._rotation.plan_prefetch([_extents(spots) for spots, *_ in turns]):
+        for read in self._rotation.plan_prefetch([_extents(slots) for slots, *_ in turns]):
             self._start_read(read, *turns[read.turn][1:])
 
     def sources(self, slots: Sequence[StashSlot], layer: str, k: int, visit: int) -> list[torch.Tensor]:
@@ -197,20 +196,20 @@ class DiskStashStore(StashStore):
             self._file = None
 
     def _start_read(self, read: ExtentRead[_DiskBuffer], layer: str, k: int, visit: int) -> None:
-        """Begin to bring extents back to a buffer."""
+        """Start to read extents into a buffer."""
         buffer, file, trace = read.buffer, self._scratch, self._trace
-        written = {extent.last_write for extent in read.extents if extent.last_write is not None}
+        writes = {extent.last_write for extent in read.extents if extent.last_write is not None}
         runs = [(start, buffer.flat[a:b]) for start, a, b in _contiguous_runs(read.extents)]
 
-        def bring() -> None:
-            for each in written:
-                each.result()
+        def work() -> None:
+            for write in writes:
+                write.result()
             start_s = time.perf_counter()
             for start, part in runs:
                 file.read(part, start)
             _record_event(trace, "disk read", "fetch", layer, k, visit, start_s, runs)
 
-        buffer.work, buffer.is_read = self._records.reads.submit(bring), True
+        buffer.work, buffer.is_read = self._records.reads.submit(work), True
 
     def _wait_for(self, work: Future[None]) -> None:
         if work.done():
@@ -223,7 +222,7 @@ class DiskStashStore(StashStore):
 
     @property
     def _scratch(self) -> ScratchFile:
-        assert self._file is not None, "no pass is under way"
+        assert self._file is not None, "no pass is in progress"
         return self._file
 
     def _grow(self, nbytes: int) -> None:
@@ -242,8 +241,9 @@ class DiskStashStore(StashStore):
 
 
 def _extents(slots: Sequence[StashSlot]) -> list[FileExtent]:
-    assert all(isinstance(spot, FileExtent) for spot in slots), "spots of another room"
-    return list(slots)  # type: ignore[arg-type]
+    extents = [slot for slot in slots if isinstance(slot, FileExtent)]
+    assert len(extents) == len(slots), "slots of another store"
+    return extents
 
 
 def _buffer_of(extent: FileExtent) -> _DiskBuffer:
@@ -252,7 +252,7 @@ def _buffer_of(extent: FileExtent) -> _DiskBuffer:
 
 
 def _contiguous_runs(extents: Iterable[FileExtent]) -> Iterator[tuple[int, int, int]]:
-    """Join extents that follow one another in the file and in their buffer: first byte there, first and last byte here."""
+    """Join extents that are adjacent in file and buffer; yield the file offset, and start and end in the buffer."""
     first = begin = end = -1
     for extent in extents:
         if begin < 0 or (extent.file_offset, extent.buffer_offset) != (first + end - begin, end):
@@ -264,7 +264,7 @@ def _contiguous_runs(extents: Iterable[FileExtent]) -> Iterator[tuple[int, int, 
 
 
 def _no_stall() -> AbstractContextManager[None]:
-    raise AssertionError("no pass is under way")
+    raise AssertionError("no pass is in progress")
 
 
 def _record_event(

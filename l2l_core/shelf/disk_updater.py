@@ -1,10 +1,10 @@
-"""Updates of blocks that lie in files: a record is read, its block updated by the optimizer, and the record written anew.
+"""Updater of a shelf: reads a record, lets the optimizer update it, and writes it to the other copy.
 
-    expect ──▶ read ahead, as far as there is room ──▶ come ──▶ optimizer ──▶ go ──▶ write to the other half
+    prefetch ──▶ read ahead, as room allows ──▶ bind ──▶ optimizer ──▶ unbind ──▶ write to the other copy
                                                                                         │ all written
                                                                     commit ◀── finish ◀─┘
 
-Between the first update and `commit` the old step stays on the disk, so an error anywhere leaves the old step.
+Until `commit` the old step stays on the disk, so that an error leaves the old step.
 """
 
 from __future__ import annotations
@@ -17,52 +17,50 @@ from functools import partial
 from typing import Any
 
 from l2l_core.devices import Ledger
-from l2l_core.eps import BlockGradients, EPSClock, Masters, OptimizerUpdater, check_newcomers
+from l2l_core.eps import BlockGradients, EPSClock, Masters, Updater, check_newcomers
 from l2l_core.eps.blocks import Block, BlockGradient
 from l2l_core.eps.optimizers import state_bytes
 from l2l_core.model import snapshot_except
 from l2l_core.shelf.buffer_pool import BufferPool, PoolBuffer
-from l2l_core.shelf.here import bind_record
-from l2l_core.shelf.record_layout import RecordLayout
+from l2l_core.shelf.record_layout import RecordLayout, bind_record
 from l2l_core.shelf.record_store import RecordStore
-from l2l_core.shelf.shelf_manifest import StepManifest
+from l2l_core.shelf.shelf_manifest import DryRunManifest, ShelfManifest
 from l2l_core.trace import Trace
 
 
 class DiskUpdater:
-    """Is an `Update` that brings every block from its file and takes it back there.
+    """`Updater` that reads each block from its record and writes it back.
 
-    Invariant: records are read in the order in which they were expected, so those that hold buffers are updated before those
-    that wait for one.
+    Invariant: records are read in the order of `prefetch` calls, so blocks that hold buffers are updated before blocks that wait
+    for one.
 
     Args:
-        masters: the optimizer's side of all blocks, which are away.
-        inner: updates a block that is here.
-        records, pool: files, and buffers for whole records.
-        size_of: bytes of the buffer that a block needs.
-        host: gets the bytes booked of state that the optimizer has just made.
-        manifest: says on the disk which step is whole.
-
-    Attributes:
-        manifest: may be exchanged between two steps.
+        masters: blocks, which are offloaded, and optimizer.
+        inner: updates a block in memory.
+        records: files of the shelf.
+        pool: buffers for whole records.
+        size_of: returns the bytes of the buffer that a block needs.
+        host: ledger for the bytes of new optimizer state.
+        manifest: manifest of the shelf; may be replaced between two steps.
     """
 
     def __init__(
         self,
         masters: Masters,
-        inner: OptimizerUpdater,
+        inner: Updater,
         records: RecordStore,
         pool: BufferPool,
         size_of: Callable[[Block], int],
         host: Ledger,
-        manifest: StepManifest,
+        manifest: ShelfManifest,
     ) -> None:
         self._masters, self._inner, self._records, self._pool = masters, inner, records, pool
-        self._size_of, self._host, self.manifest = size_of, host, manifest
+        self._size_of, self._host = size_of, host
+        self.manifest: ShelfManifest | DryRunManifest = manifest
         self._read_started = threading.Condition()
         self._queue: deque[Block] = deque()
         self._reads: dict[Block, tuple[PoolBuffer, Future[None]]] = {}
-        self._versions: dict[Block, int] = {}  # of the updated blocks, before
+        self._versions: dict[Block, int] = {}  # of the updated blocks, before the step
         self._clock, self._is_committed = EPSClock(Trace()), False
         self.updated: list[Block] = []
 
@@ -72,7 +70,7 @@ class DiskUpdater:
         self.manifest.begin()
         if self.manifest.steps:
             check_newcomers(self._masters, self._has_state)
-        self._inner.begin(undoable=False, deferred=deferred, clock=clock)  # the old half is the log
+        self._inner.begin(undoable=False, deferred=deferred, clock=clock)  # the old copy serves for undo
 
     def _has_state(self, block: Block) -> bool:
         return any(state is not None for state in self._records.committed[block].layout.state)
@@ -93,45 +91,45 @@ class DiskUpdater:
         buffer, done = self._wait_for_read(block)
         try:
             done.result()
-            self._clock.start()  # waiting for the disk is no work
-            form, stats = self._update_in_buffer(block, gradient, buffer)
+            self._clock.start()  # the wait for the disk is not part of the update
+            layout, stats = self._update_in_buffer(block, gradient, buffer)
         except BaseException:
             self._release(buffer)
             raise
-        self._records.write(block, form, buffer.flat[: form.nbytes], lambda: self._release(buffer))
+        self._records.write(block, layout, buffer.flat[: layout.nbytes], partial(self._release, buffer))
         return stats
 
     def _update_in_buffer(
         self, block: Block, gradient: BlockGradient, buffer: PoolBuffer
     ) -> tuple[RecordLayout, Mapping[str, float]]:
-        """Update a block that lies in a buffer, and let the buffer be its new record."""
+        """Update the block whose record is in the buffer, and turn the buffer into its new record."""
         before = self._records.committed[block].layout
         self._versions[block] = block.version
-        with bind_record(self._masters, block, before, buffer.flat) as known:
+        with bind_record(self._masters, block, before, buffer.flat) as states:
             stats = self._inner.update(block, gradient)
-        form, tensors = RecordLayout.of(block.layout, known)
-        if form.nbytes > len(buffer.flat):
+        layout, tensors = RecordLayout.of(block.layout, states)
+        if layout.nbytes > len(buffer.flat):
             raise ValueError(
-                f"the optimizer keeps {form.nbytes - form.weights_bytes:,} bytes of {block.key}, and a trial with small "
-                f"parameters told at most {len(buffer.flat) - form.weights_bytes:,}: it keeps more of large ones, which a shelf "
-                "cannot plan for. Use another optimizer, or masters in memory. The old step is kept"
+                f"the optimizer keeps {layout.nbytes - layout.weights_bytes:,} bytes of state for {block.key}, but a trial with "
+                f"small parameters needed at most {len(buffer.flat) - layout.weights_bytes:,}: a shelf cannot plan for state "
+                "that grows faster than the parameters. Use another optimizer, or masters in memory. The old step is kept"
             )
-        made = state_bytes(*(each for each in known if each is not None)) if form.tensors != before.tensors else 0
-        self._host.book("optimizer", "made in a first update", made)
-        form.write_states(buffer.flat, tensors, before)
-        self._host.release("optimizer", "made in a first update", made)
-        return form, stats
+        new = state_bytes(*(each for each in states if each is not None)) if layout.tensors != before.tensors else 0
+        self._host.book("optimizer", "made in a first update", new)
+        layout.write_states(buffer.flat, tensors, before)
+        self._host.release("optimizer", "made in a first update", new)
+        return layout, stats
 
     def finish(self, gradients: BlockGradients) -> None:
         self._records.wait_for_writes()
-        put_back = snapshot_except(vars(self._masters.optimizer), {"state"})
+        restore = snapshot_except(vars(self._masters.optimizer), {"state"})
         self._inner.finish(gradients)
         steps = self.manifest.steps + 1
         try:
             self._records.commit(partial(self.manifest.write_next, steps), partial(self._activate, steps))
         except BaseException:
             if not self._is_committed:
-                put_back()
+                restore()
             raise
         self.updated = self._inner.updated
 
@@ -140,11 +138,11 @@ class DiskUpdater:
         self._is_committed = True
 
     def undo(self) -> None:
-        self._records.rollback()  # it waits for a commit too
+        self._records.rollback()  # waits for a commit too
         with self._read_started:
             self._queue.clear()
-            reading, self._reads = self._reads, {}
-        for buffer, done in reading.values():
+            reads, self._reads = self._reads, {}
+        for buffer, done in reads.values():
             done.exception()
             self._release(buffer)
         if self._is_committed:
@@ -156,12 +154,12 @@ class DiskUpdater:
         self._inner.undo()
 
     def state_of(self, block: Block) -> Sequence[Mapping[str, Any]]:
-        return [{} for _ in block.params]  # nothing of it is in memory
+        return [{} for _ in block.params]  # not in memory
 
     # -- buffers -------------------------------------------------------------------------------------------------------
 
     def _read_ahead(self) -> None:
-        """Begin to read what is wanted next. Never waits: who waited for room in a lane would hold up loads behind it."""
+        """Start the next reads for which there is room. Does not wait, as that would block loads on the thread for reads."""
         with self._read_started:
             while self._queue and (buffer := self._pool.acquire(self._size_of(self._queue[0]))) is not None:
                 block = self._queue.popleft()

@@ -1,7 +1,6 @@
-"""Where weights are that lie in files: a load copies from a buffer into which they were read.
+"""Weight source of a shelf: reads weights into buffers, from which loads copy.
 
-What will be loaded next is read ahead, as far as there is room. Only the weights of a record are read, not the state that
-lies behind them.
+Reads run ahead of loads as far as the pool has room. They skip the optimizer state, which lies behind the weights in a record.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ _Read = tuple[PoolBuffer, "Future[None]"]
 
 
 class DiskWeightSource:
-    """Lends blocks that it reads.
+    """Weight source that reads blocks from records.
 
     Args:
-        records: of all blocks.
-        pool: of buffers for weights. It must have room for all that is lent at a time.
-        casts: whether loads cannot cast on the way, so that weights are lent in the type that the device will have.
+        records: records of all blocks.
+        pool: buffers for weights, with room for all concurrent loads.
+        casts: loads cannot cast, so that this source converts weights to the type of the device.
     """
 
     def __init__(self, records: RecordStore, pool: BufferPool, casts: bool) -> None:
@@ -51,13 +50,13 @@ class DiskWeightSource:
 
     def acquire(self, block: Block) -> torch.Tensor:
         read = self._reads.pop(block, None) or self._start(block)
-        while read is None and self._reads:  # what is read ahead gives way, the last one first
+        while read is None and self._reads:  # free buffers of reads ahead, latest first
             self._discard(next(reversed(self._reads)))
             read = self._start(block)
         if read is None:
             raise ValueError(
                 f"memory_bytes of the shelf leaves no room for the weights of {block.key} ({4 * block.layout.numel:,} bytes) "
-                f"beside {sum(map(len, self._acquired.values()))} blocks that are loading: give the shelf more, or load fewer layers "
+                f"beside {sum(map(len, self._acquired.values()))} blocks in loading: raise memory_bytes, or load fewer layers "
                 "ahead (RelayConfig(ahead=...)). The old step is kept"
             )
         buffer, done = read
@@ -76,8 +75,8 @@ class DiskWeightSource:
     def end(self) -> None:
         for block in list(self._reads):
             self._discard(block)
-        for lent in self._acquired.values():  # a pass has failed before it took them back
-            for buffer in lent:
+        for buffers in self._acquired.values():  # not empty after a pass that has failed
+            for buffer in buffers:
                 self._pool.release(buffer)
         self._acquired.clear()
 
@@ -85,26 +84,25 @@ class DiskWeightSource:
         self.end()
 
     def _start(self, block: Block) -> _Read | None:
-        """Begin to read a block's weights; None if there is no room."""
-        pool = self._pool
-        raw = pool.acquire(round_to_pages(4 * block.layout.numel))
+        """Start to read a block's weights, or return None if there is no room."""
+        pool, numel = self._pool, block.layout.numel
+        raw = pool.acquire(round_to_pages(4 * numel))
         if raw is None or not self._casts or self._dtype == torch.float32:
             return None if raw is None else (raw, self._records.read(block, raw.flat))
-        cast = pool.acquire(round_to_pages(self._dtype.itemsize * block.layout.numel))
+        cast = pool.acquire(round_to_pages(self._dtype.itemsize * numel))
         if cast is None:
             pool.release(raw)
             return None
 
-        def then() -> None:
-            numel = block.layout.numel
+        def convert() -> None:
             target = cast.flat[: self._dtype.itemsize * numel].view(self._dtype)
             target.copy_(raw.flat[: 4 * numel].view(torch.float32))
 
-        done = self._records.read(block, raw.flat, then)
-        done.add_done_callback(lambda _: pool.release(raw))  # also where it could not be read
+        done = self._records.read(block, raw.flat, convert)
+        done.add_done_callback(lambda _: pool.release(raw))  # also after an error
         return cast, done
 
     def _discard(self, block: Block) -> None:
         buffer, done = self._reads.pop(block)
-        done.exception()  # who wanted it has had its error, or will have it elsewhere
+        done.exception()  # an error is raised by another call
         self._pool.release(buffer)

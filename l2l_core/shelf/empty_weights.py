@@ -1,4 +1,4 @@
-"""Models that are made without weights: their parameters show shapes and NaN until a shelf has files for them."""
+"""Models without weights: their parameters have shapes and NaN until a shelf fills them."""
 
 from __future__ import annotations
 
@@ -15,66 +15,66 @@ from l2l_core.eps.blocks import is_placeholder, nan_placeholder
 
 @contextmanager
 def empty_weights() -> Iterator[None]:
-    """Make modules in a block whose parameters take no memory, so that a model of any size can be made.
+    """Make modules without memory for their parameters, so that a model of any size can be made.
 
-    Each parameter goes to ``meta`` as soon as a module gets it, where initialising it costs nothing; when the block ends it is an
-    ordinary parameter of its shape that shows NaN. Buffers are real, since nothing else could make them anew. It is for all
-    threads of the process.
+    Each parameter moves to ``meta`` when it is registered, where initialising it costs nothing; at the end of the context it
+    becomes an ordinary parameter of the same shape, filled with NaN, that takes no memory. Buffers are real, as no file holds
+    them. The context affects all threads of the process.
     """
-    register, made = nn.Module.register_parameter, dict[nn.Module, None]()
+    register, modules = nn.Module.register_parameter, dict[nn.Module, None]()
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
         if param is not None:
-            made[module] = None
+            modules[module] = None
             if not param.is_meta:
                 module._parameters[name] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    module_class: Any = nn.Module
+    module_class.register_parameter = register_on_meta
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-        replace_meta_params(made)
+        module_class.register_parameter = register
+        replace_meta_params(modules)
 
 
 def check_buffers(model: nn.Module) -> None:
-    """Refuse a model whose buffers have no values.
+    """Refuse a model with a buffer on ``meta``.
 
     Raises:
-        ValueError: names one.
+        ValueError: names the buffer.
     """
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ValueError(
                 f"buffer {name} is on meta, and no file has its values: make the model within l2l_core.empty_weights(), which "
-                "leaves buffers real, or put a real tensor in its place"
+                "leaves buffers real, or replace it by a real tensor"
             )
 
 
 def replace_meta_params(modules: Iterable[nn.Module]) -> None:
-    """Put parameters that show NaN in the places of those on ``meta``, which cannot be given data; ties stay."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    """Replace parameters on ``meta``, which cannot be given data, by placeholders of NaN; ties stay."""
+    replacements: dict[nn.Parameter, nn.Parameter] = {}
     for module in modules:
         for name, param in module._parameters.items():
             if param is not None and param.is_meta:
-                if param not in made:
-                    made[param] = nn.Parameter(torch.empty(0), param.requires_grad)
-                    made[param].data = nan_placeholder(
-                        param.shape
-                    )  # made of it, all would count their versions together
-                module._parameters[name] = made[param]
+                if param not in replacements:
+                    new = replacements[param] = nn.Parameter(torch.empty(0), param.requires_grad)
+                    # Not made from the placeholder: all parameters would share one version counter
+                    new.data = nan_placeholder(param.shape)
+                module._parameters[name] = replacements[param]
 
 
 def refuse_placeholder_state(folder: Path, module: nn.Module, *_: Any) -> None:
-    """Refuse to give out a state of parameters without values, also when the relay is closed; copies of the model have them."""
+    """Refuse the state dict of a module whose parameters have no values; a pre-hook that also works in copies of the module."""
     if any(is_placeholder(param) for param in module.parameters()):
         refuse_state(folder)
 
 
 def refuse_state(folder: Path, *_: Any) -> NoReturn:
+    """Raise the error for a state dict while weights and optimizer state are on disk."""
     raise RuntimeError(
-        f"the weights of this model and the optimizer's state are in {folder}, and in memory there is nothing but NaN: "
-        "go through them by `for name, tensor in relay.shelf.weights()`, or write them by "
-        "relay.shelf.save_pretrained(folder)"
+        f"the weights of this model and the optimizer's state are in {folder}; in memory they are NaN. Read weights with "
+        "`for name, tensor in relay.shelf.weights()`, or write them with relay.shelf.save_pretrained(folder)"
     )

@@ -1,10 +1,11 @@
-"""A model's first records: its weights move to files block by block, or come there from elsewhere, never whole in memory."""
+"""The first records of a model, written block by block from its weights or from an initialiser."""
 
 from __future__ import annotations
 
 import errno
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,28 +20,28 @@ from l2l_core.shelf.memory_sizes import BlockSize, StateSizes
 from l2l_core.shelf.record_layout import RecordLayout
 from l2l_core.shelf.record_store import RecordStore
 
-InitialWeights = dict[Block, list[torch.Tensor]]  # what the parameters of blocks were before these went away
+InitialWeights = dict[Block, list[torch.Tensor]]  # parameters of each block before it was offloaded
 
 
 def refuse_without_weights(model: nn.Module) -> None:
-    """Refuse a model that has no weights to begin with.
+    """Refuse a model with a parameter that has no values.
 
     Raises:
-        ValueError: names a parameter.
+        ValueError: names the parameter.
     """
     name = next((name for name, param in model.named_parameters() if param.is_meta or is_placeholder(param)), None)
     if name is not None:
         raise ValueError(
-            f"parameter {name} has no weights here: give FileShelf(weights=...) a function that fills a parameter of a name, or "
-            "safetensors files; or resume=True"
+            f"parameter {name} has no values (it is on meta, or shows NaN): give FileShelf(weights=...) a function that fills a "
+            "parameter, given its name, or safetensors files; or resume=True"
         )
 
 
 def check_disk_space(folder: Path, blocks: Sequence[Block], state_sizes: StateSizes) -> None:
-    """See whether two halves of all blocks and their state have room.
+    """Check that the disk has room for two copies of all blocks and their optimizer state.
 
     Raises:
-        OSError: they have not; says how much is needed, and free.
+        OSError: it has not; gives the bytes needed and free.
     """
     needed = 2 * sum(
         round_to_pages(4 * block.layout.numel) + round_to_pages(state_sizes(block, only_trained=True))
@@ -50,7 +51,7 @@ def check_disk_space(folder: Path, blocks: Sequence[Block], state_sizes: StateSi
     if needed > free:
         raise OSError(
             errno.ENOSPC,
-            f"two halves of {len(blocks)} blocks with their state take {needed:,} bytes, and {free:,} are free there: make room, "
+            f"two copies of {len(blocks)} blocks with their state take {needed:,} bytes, and {free:,} are free there: make room, "
             "give a folder on a larger disk, or an optimizer with less state (in_bf16). Nothing was written",
             str(folder),
         )
@@ -64,33 +65,34 @@ def write_initial(
     weights: InitialWeights,
     fill: Initialiser | None,
 ) -> None:
-    """Write the first record of every block, one after another; what was given of it is let go of.
+    """Write the first record of every block, and free its weights and optimizer state in memory.
 
     Args:
-        masters: the optimizer's side; what it knows of a block goes into the record.
-        pool: of buffers for records.
-        room: for the state to come.
-        given: what to write, unless `fill` says what.
-        fill: gives a parameter of a name its values.
+        masters: blocks and optimizer.
+        records: files of the shelf.
+        pool: buffers for records.
+        state_sizes: bytes reserved for the optimizer state of each block.
+        weights: values to write unless `fill` is given; emptied.
+        fill: fills a parameter, given its name.
 
     Raises:
-        ValueError: a parameter has been left without values.
-        OSError: the disk refuses.
+        ValueError: a parameter has no values.
+        OSError: a record cannot be written.
     """
     state = masters.optimizer.state
     for block in masters.blocks:
-        twins = masters.params_of(block)
-        form, tensors = RecordLayout.of(block.layout, [state[twin] if twin in state else None for twin in twins])
-        buffer = pool.acquire(max(BlockSize.of(block, state_sizes(block)).record, form.nbytes))
+        params = masters.params_of(block)
+        layout, tensors = RecordLayout.of(block.layout, [state.get(param) for param in params])
+        buffer = pool.acquire(max(BlockSize.of(block, state_sizes(block)).record, layout.nbytes))
         assert buffer is not None, f"no room for {block.key}, though there is for the largest"
-        flat = buffer.flat[: form.nbytes]
-        _fill(block, form.weights(flat, block.layout).zero_(), weights[block], fill)
-        form.write_states(flat, tensors, form)
-        records.write(block, form, flat, lambda buffer=buffer: pool.release(buffer))  # type: ignore[misc]
+        flat = buffer.flat[: layout.nbytes]
+        _fill(block, layout.weights(flat, block.layout).zero_(), weights[block], fill)
+        layout.write_states(flat, tensors, layout)
+        records.write(block, layout, flat, partial(pool.release, buffer))
         records.wait_for_writes()
         del weights[block]
-        for twin in twins:
-            state.pop(twin, None)
+        for param in params:
+            state.pop(param, None)
 
 
 @torch.no_grad()
@@ -102,6 +104,4 @@ def _fill(block: Block, weights: torch.Tensor, values: Sequence[torch.Tensor], f
         view.fill_(torch.nan)
         fill(name, view)
         if bool(view.isnan().any()):
-            raise ValueError(
-                f"weights= of the shelf leaves {name} without values, or gives it NaN. Nothing was trained"
-            )
+            raise ValueError(f"weights= of the shelf sets no values for {name}, or NaN. Nothing was trained")

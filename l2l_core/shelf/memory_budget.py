@@ -1,4 +1,4 @@
-"""How a shelf's memory is shared out among the blocks that there are now, which edits may change."""
+"""Division of a shelf's memory between its buffer pools, for the present blocks and after edits."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from l2l_core.shelf.memory_sizes import BlockSize, MemorySizes, StateSizes
 
 
 class MemoryBudget:
-    """Knows how large every block is, and gives the pools their limits.
+    """Sizes of all blocks, and the limits of the pools that follow from them.
 
     Args:
-        memory_bytes: what the user gives.
-        ahead, casts: as in `Sizes.of`.
-        masters: the optimizer's side.
-        loads, updates: the pools.
+        memory_bytes: memory that the user allows.
+        ahead: number of layers that are loaded ahead.
+        casts: as in `MemorySizes.of`.
+        masters: blocks and optimizer.
+        loads: pool of buffers for weights.
+        updates: pool of buffers for records.
 
     Attributes:
-        memory_bytes, ahead, casts: as given.
-        state: how much of it a block's state needs.
+        state_sizes: bytes reserved for the optimizer state of a block.
     """
 
     def __init__(
@@ -32,61 +33,61 @@ class MemoryBudget:
         self.state_sizes = StateSizes(masters)
         self._measured: dict[Block, BlockSize] = {}
         self._units: Sequence[Unit] = ()
-        self._new_units: list[Unit] = []  # new ones of the edit under way
+        self._new_units: list[Unit] = []  # of the edit in progress
 
     @property
     def blocks(self) -> dict[Block, BlockSize]:
-        """The blocks of all units, with what each needs."""
+        """Sizes of the blocks of all units."""
         return {block: self._measured[block] for unit in self._units for block in unit.blocks}
 
     def size_of(self, block: Block) -> int:
-        """Count the bytes of a buffer for a block's record."""
+        """Return the bytes of a buffer for a block's record."""
         return self._measured[block].record
 
     def sizes(self, ahead: int) -> MemorySizes:
-        """Say what of memory goes where with so many layers ahead."""
+        """Return the memory needed with `ahead` layers loaded ahead."""
         return self._sizes(self._units, ahead)
 
     def plan_split(self, units: Sequence[Unit]) -> Callable[[], None]:
-        """Share memory out among units, the shell first; the result puts it in force, while no step runs.
+        """Divide memory for these units, the shell first; the function returned applies the limits between two steps.
 
         Raises:
-            ValueError: it does not suffice; names the smallest that does.
+            ValueError: memory does not suffice; names the smallest that does.
         """
         for block in {block for unit in units for block in unit.blocks} - self._measured.keys():
             self._measured[block] = BlockSize.of(block, self.state_sizes(block))
         limits = self._sizes(units, self.ahead).split(self.memory_bytes)
 
-        def put_in_force() -> None:
+        def apply() -> None:
             self._units = tuple(units)
             self.end_edit()
             for pool, limit in zip(self._pools, limits, strict=True):
                 pool.limit_bytes = limit
 
-        return put_in_force
+        return apply
 
     def check_fits(self, unit: Unit, entries: Mapping[Block, OptimizerEntry]) -> None:
-        """See whether there is room for a new layer beside those there are, and those that came before it in this edit.
+        """Check that memory suffices with a new layer, and the earlier ones of this edit, added.
 
         Raises:
-            ValueError: there is not; names the smallest memory that suffices.
+            ValueError: it does not; names the smallest that does.
         """
-        for block, side in entries.items():
-            self._measured[block] = BlockSize.of(block, self.state_sizes.of_params(side.masters, side.groups))
+        for block, entry in entries.items():
+            self._measured[block] = BlockSize.of(block, self.state_sizes.of_params(entry.masters, entry.groups))
         self._sizes([*self._units, *self._new_units, unit], self.ahead).split(self.memory_bytes)
         self._new_units.append(unit)
 
     def end_edit(self) -> None:
-        """Hear that the edit is over, and what it has brought is in force or gone."""
+        """End an edit, after its commit or rollback."""
         self._new_units.clear()
 
     def forget_blocks(self, blocks: Iterable[Block]) -> None:
-        """Forget blocks that are gone for good."""
+        """Remove deleted blocks."""
         for block in blocks:
             self._measured.pop(block, None)
 
     def clear_pools(self) -> None:
-        """Let the pools give up what they keep."""
+        """Free the buffers in the pools."""
         for pool in self._pools:
             pool.close()
 

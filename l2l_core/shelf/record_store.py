@@ -1,8 +1,7 @@
-"""The files of a shelf: two halves per block, of which one holds the last whole step and the other takes the next.
+"""Record files of a shelf: two copies per block, one committed and one for the next step.
 
-An update writes the half that is not current, so whatever happens meanwhile, the step before is whole. When all of a step is
-written, one manifest says which halves are current now (`shelf_manifest.py`), and so does `commit` here. That is the undo log of a
-step too: who forgets what was written has the old step.
+An update writes the copy that is not committed, so a crash leaves the last step whole. After all writes of a step, a manifest
+names the new copies (`shelf_manifest.py`), and `commit` makes them current. A step is undone by forgetting its copies.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from l2l_core.trace import Event, Trace
 
 @dataclass(frozen=True, slots=True)
 class BlockRecord:
-    """Is what a half of a block holds.
+    """One copy of a block's record.
 
     Attributes:
-        file: name of the block's files, the same for good: a shared block's key follows the layers that are edited.
-        half: 0 or 1.
-        form: how it lies there.
+        file: stem of the block's files, which never changes, whereas edits may change the key of a shared block.
+        copy_index: 0 or 1.
+        layout: layout of the file.
     """
 
     file: str
@@ -41,18 +40,19 @@ class BlockRecord:
 
 
 class RecordStore:
-    """Reads and writes records, one after another on a lane for each direction.
+    """Records of all blocks, read and written on one thread per direction.
 
-    Invariant: no file of `current` is written to.
+    Invariant: no file in `committed` is written to.
 
     Args:
-        folder: of the files.
+        folder: folder of the files.
 
     Attributes:
-        current: by block, what the last whole step has left.
-        coming: what this step, or the edit under way, has written so far.
-        reads, writes: the lanes of the disk.
-        trace: of the step under way; gets an event for everything that is read or written.
+        committed: record of each block in the last whole step.
+        pending: records that the present step or edit has written so far.
+        reads: executor for reads.
+        writes: executor for writes.
+        trace: trace of the present step; receives an event for each read and write.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,10 +63,10 @@ class RecordStore:
         self.reads, self.writes = serial_executor("disk read"), serial_executor("disk write")
         self._new_records: list[BlockRecord] = []  # of blocks that have none yet
         self._writes_in_flight: list[Future[None]] = []
-        self._commit_error: BaseException | None = None  # why nobody knows which halves are current
+        self._commit_error: BaseException | None = None  # set if it is unknown which copies the manifest names
 
     def read(self, block: Block, into: torch.Tensor, then: Callable[[], None] = lambda: None) -> Future[None]:
-        """Begin to read the beginning of a block's record, as much as there is room for in `into`; `then` is done after it."""
+        """Start to fill `into` from the start of a block's record, and then call `then`."""
         path, trace = self.path(self.latest(block)), self.trace
 
         def work() -> None:
@@ -79,10 +79,10 @@ class RecordStore:
         return self.reads.submit(work)
 
     def write(self, block: Block, layout: RecordLayout, flat: torch.Tensor, then: Callable[[], None]) -> None:
-        """Begin to write a block's next record; `then` is done when nobody reads `flat` any more."""
-        now, trace = self.committed.get(block), self.trace
-        record = BlockRecord(block.key, 0, layout) if now is None else BlockRecord(now.file, 1 - now.copy_index, layout)
-        if now is None:
+        """Start to write the next record of a block; `then` is called when `flat` is no longer in use."""
+        old, trace = self.committed.get(block), self.trace
+        record = BlockRecord(block.key, 0, layout) if old is None else BlockRecord(old.file, 1 - old.copy_index, layout)
+        if old is None:
             self._new_records.append(record)
 
         def work() -> None:
@@ -93,7 +93,7 @@ class RecordStore:
             except OSError as error:
                 if not is_disk_full(error):
                     raise
-                remedy = "The last whole step is kept; make room there, and go on from it"
+                remedy = "The last whole step is kept; make room there, and resume from it"
                 raise disk_full_error(error, self.folder, len(flat), remedy) from error
             finally:
                 then()
@@ -103,19 +103,19 @@ class RecordStore:
         self._writes_in_flight.append(self.writes.submit(work))
 
     def wait_for_writes(self) -> None:
-        """Wait until all is on the disk that is being written.
+        """Wait until all writes have reached the disk.
 
         Raises:
-            OSError: some of it could not be.
+            OSError: a write has failed.
         """
         while self._writes_in_flight:
             self._writes_in_flight[0].result()
             self._writes_in_flight.pop(0)
 
     def commit(self, write_manifest: Callable[[], None], activate: Callable[[], None]) -> None:
-        """Make the step that was written the current one: `prepare` writes a manifest, and `switch` puts it in force.
+        """Commit the pending records: `write_manifest` writes a manifest, and `activate` makes it the current one.
 
-        On the lane of writes, which nobody interrupts: between manifest and memory nothing may come.
+        Both run on the thread for writes, so that no interrupt of the caller can separate the manifest from `committed`.
         """
 
         def work() -> None:
@@ -133,10 +133,10 @@ class RecordStore:
         self.wait_for_writes()
 
     def rollback(self) -> None:
-        """Wait for what is being written, however it ends, and forget what is not committed; files that are new go."""
-        under_way, self._writes_in_flight = self._writes_in_flight, []
-        for each in under_way:
-            each.exception()
+        """Wait for writes in progress, ignoring their errors; drop pending records and delete new files."""
+        writes, self._writes_in_flight = self._writes_in_flight, []
+        for write in writes:
+            write.exception()
         self.pending = {}
         if self._commit_error is None:  # else the manifest may name them
             _delete(map(self.path, self._new_records))
@@ -146,29 +146,29 @@ class RecordStore:
         if self._commit_error is not None:
             raise OSError(
                 errno.EIO,
-                f"the disk has failed ({self._commit_error}) just when a step was to become the current one: the folder has that step "
-                "or the one before, whole. Close this relay, and go on with FileShelf(..., resume=True)",
+                f"the disk has failed ({self._commit_error}) during a commit: the folder has either that step or the one before, "
+                "whole. Close this relay, and continue with FileShelf(..., resume=True)",
                 str(self.folder),
             )
 
     def latest(self, block: Block) -> BlockRecord:
-        """Give the record that was written last; an edit is seen before it is committed."""
+        """Return the last record of a block, committed or not."""
         return self.pending.get(block) or self.committed[block]
 
     def path(self, record: BlockRecord) -> Path:
-        """Name the file of a record."""
+        """Return the file of a record."""
         return self.folder / f"{quote(record.file, safe=' ')}.{'ab'[record.copy_index]}"
 
     def delete(self, blocks: Iterable[Block]) -> None:
-        """Delete both halves of blocks that nobody wants any more, and that the manifest does not name."""
+        """Delete both copies of blocks that the manifest does not name."""
         for block in blocks:
             for record in (self.committed.pop(block, None), self.pending.pop(block, None)):
                 if record is not None:
-                    _delete(self.path(replace(record, copy_index=half)) for half in (0, 1))
+                    _delete(self.path(replace(record, copy_index=i)) for i in (0, 1))
 
     def delete_orphans(self) -> None:
-        """Delete what a process that ended had left beside the current records: parked layers, an edit under way."""
-        named = {self.path(replace(record, copy_index=half)) for record in self.committed.values() for half in (0, 1)}
+        """Delete files without a committed record, left by an earlier process: detached layers, an unfinished edit."""
+        named = {self.path(replace(record, copy_index=i)) for record in self.committed.values() for i in (0, 1)}
         _delete(path for path in self.folder.iterdir() if path not in named)
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class RecordStore:
 
 def _delete(paths: Iterable[Path]) -> None:
     for path in paths:
-        with suppress(OSError):  # it is in nobody's way, and `sweep` tries it again
+        with suppress(OSError):  # harmless, and `delete_orphans` tries again
             path.unlink()
 
 

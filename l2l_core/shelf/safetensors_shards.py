@@ -1,4 +1,4 @@
-"""Weights in safetensors shards, as ``save_pretrained`` of transformers writes them: read and written block by block."""
+"""Reading and writing of safetensors shards, as written by ``save_pretrained`` of transformers, block by block."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _INDEX, _SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 
 
 class SafetensorsShards:
-    """Fills parameters by name from a safetensors file, or from a folder of such with their index.
+    """Initialiser that fills parameters from a safetensors file, or from a folder of such files with an index.
 
     Args:
-        path: of the file or folder.
-        ties: names that stand for one tensor; files hold it under one of them.
+        path: path of the file or folder.
+        ties: groups of names of one tensor, which the files hold under one of them.
 
     Raises:
-        ValueError: there are no such files.
+        ValueError: there is no such file.
     """
 
     def __init__(self, path: Path, ties: Iterable[Sequence[str]]) -> None:
@@ -33,34 +33,38 @@ class SafetensorsShards:
     def __call__(self, name: str, into: torch.Tensor) -> None:
         found = next((each for each in self._aliases.get(name, (name,)) if each in self._files), None)
         if found is None:
-            raise ValueError(f"{self._path} has no weights named {name}: is it of another model? Nothing was trained")
+            raise ValueError(
+                f"{self._path} has no weights named {name}: give the files of this model. Nothing was trained"
+            )
         with safe_open(self._files[found], "pt") as file:
             tensor = file.get_tensor(found)
         if tensor.shape != into.shape:
-            raise ValueError(f"{self._path}: {found} is {tuple(tensor.shape)}, and the model's is {tuple(into.shape)}")
+            raise ValueError(
+                f"{self._path}: {found} has shape {tuple(tensor.shape)}, and {tuple(into.shape)} in the model"
+            )
         into.copy_(tensor)
 
 
 def write_shards(folder: Path, parts: Iterator[Mapping[str, torch.Tensor]], count: int) -> None:
-    """Write `count` groups of named tensors as a shard each, and their index; one group is in memory at a time.
+    """Write `count` groups of named tensors as one shard each, and the index; one group is in memory at a time.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    where: dict[str, str] = {}
+    files: dict[str, str] = {}
     total = 0
     for number, tensors in enumerate(parts, start=1):
         name = f"model-{number:05d}-of-{count:05d}.safetensors"
         write_tensors({each: tensor.contiguous() for each, tensor in tensors.items()}, folder / name)
-        where |= dict.fromkeys(tensors, name)
+        files |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": where}
+    index = {"metadata": {"total_size": total}, "weight_map": files}
     (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _files_of(path: Path) -> dict[str, Path]:
-    """Find the file of every tensor by name."""
+    """Return the file of each tensor by name."""
     if (path / _INDEX).is_file():
         index = json.loads((path / _INDEX).read_text(encoding="utf-8"))
         return {name: path / file for name, file in index["weight_map"].items()}

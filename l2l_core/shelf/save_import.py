@@ -1,4 +1,4 @@
-"""A shelf that gets the model of a save, block by block."""
+"""Backend of a shelf that is filled from a save, block by block."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from l2l_core.shelf.initial_records import check_disk_space
 
 
 class SaveImportBackend(DiskBackend):
-    """Is the company of a relay that takes a save over: until it has, the folder has no step, and the model keeps what it has."""
+    """Disk backend for `Relay.load`: until the save is loaded, the folder has no step and the model keeps its weights."""
 
     def _check_weights(self) -> None:
         if self._shelf.weights is not None or self._shelf.resume:
             raise ValueError(
-                "Relay.load gives the shelf the weights of the save, and weights= or resume= of FileShelf would give it others: "
-                "leave them out, or go on with the shelf as it is by Relay(..., shelf=FileShelf(..., resume=True))"
+                "Relay.load fills the shelf with the weights of the save, but weights= or resume= of FileShelf give it others: "
+                "leave them out, or continue the existing shelf with Relay(..., shelf=FileShelf(..., resume=True))"
             )
 
     def _load_records(self, masters: Masters) -> None:
@@ -23,14 +23,14 @@ class SaveImportBackend(DiskBackend):
 
 
 def refuse_edited_save(saved: SavedRelay) -> None:
-    """Refuse a save with more than a present state.
+    """Refuse a save with edits or branches.
 
     Raises:
-        ValueError: it is of a model that was edited, or that has branches.
+        ValueError: the model was edited, or has branches.
     """
     if saved.edited.is_edited or saved.manifest["past"].keys() - {"history"}:
         raise ValueError(
-            f"{saved.path} is of a model that was edited, or that has branches, and what they need comes back in memory alone: "
-            "load it without shelf=. For its present weights on a shelf, without the optimizer's state, write them there by "
-            "model.save_pretrained and give FileShelf(weights=...). Nothing has been loaded"
+            f"{saved.path} has edits or branches, which can only be loaded into memory: load it without shelf=. To put its "
+            "present weights on a shelf, without the optimizer's state, write them with model.save_pretrained and give "
+            "FileShelf(weights=...). Nothing has been loaded"
         )

@@ -1,13 +1,13 @@
-"""Which step of a shelf is whole: one file, replaced at the end of every step and edit, names the half of each block of it.
+"""Manifest of a shelf: one file, replaced after every step and edit, that names the committed copy of each block.
 
     folder/
-      step.json                   which halves are current, how they lie in their files, settings of the optimizer
+      step.json                   committed copies, their layouts, settings of the optimizer
       step-00000012.safetensors   buffers of the model, random generators, settings that are tensors
-      records/L000.a, L000.b ...  two halves per block
-      lock                        held by the process that trains
+      records/L000.a, L000.b ...  two copies per block
+      lock                        locked by the process that trains
 
-The halves are on the disk itself before the manifest is; then one rename makes the step the current one. Whoever dies before it
-leaves the old step, and whoever dies after it the new one.
+The copies are flushed to the disk before the manifest; a rename then makes the step the current one. A crash before the rename
+leaves the old step, a crash after it the new one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -35,23 +35,9 @@ from l2l_core.shelf.record_store import BlockRecord, RecordStore
 _NAME, _NEXT, _SCHEMA = "step.json", "step.json.tmp", 2
 
 
-class StepManifest(Protocol):
-    """Makes steps count.
-
-    Attributes:
-        steps: number of the last one.
-    """
-
-    steps: int
-
-    def begin(self) -> None: ...
-    def write_next(self, steps: int) -> None: ...
-    def activate(self, steps: int) -> None: ...
-
-
 @dataclass
 class DryRunManifest:
-    """Stands for a manifest while a step is tried, which for the disk there is not: the halves of the last whole one are kept."""
+    """Manifest of a rehearsal, which writes nothing: the copies of the last whole step stay committed."""
 
     steps: int
 
@@ -66,18 +52,18 @@ class DryRunManifest:
 
 
 class ShelfManifest:
-    """Writes and reads the manifest of a folder.
+    """Manifest in the folder of a shelf.
 
-    Invariant: `steps` is the number of the whole step that the folder has.
+    Invariant: `steps` is the number of the whole step in the folder.
 
     Args:
-        folder: of the shelf.
+        folder: folder of the shelf.
         units: the shell and the layers.
-        masters: the optimizer's side of them.
-        records: of all blocks.
+        masters: blocks and optimizer.
+        records: records of all blocks.
 
     Attributes:
-        notes: what edits want to find again, plain data.
+        notes: plain data that edits store.
     """
 
     def __init__(self, folder: Path, units: Sequence[Unit], masters: Masters, records: RecordStore) -> None:
@@ -88,30 +74,30 @@ class ShelfManifest:
         self.set_units(units, {})
 
     def set_units(self, units: Sequence[Unit], notes: dict[str, Any]) -> Callable[[], None]:
-        """Let units be the shell and the layers from now on; the result puts back those that were.
+        """Set the shell and the layers; the function returned restores the previous ones.
 
-        What they are is looked at now: layers that sit a step out are in the stack all the same.
+        The outline is computed here, where the stack has all its layers, also those that sit out a step.
         """
-        before = {name: vars(self).get(name) for name in ("_units", "_sides", "_outline", "notes")}
+        before = {name: vars(self).get(name) for name in ("_units", "_params", "_outline", "notes")}
         self._units, self.notes = tuple(units), notes
-        self._sides = {block: self._masters.params_of(block) for unit in units for block in unit.blocks}
+        self._params = {block: self._masters.params_of(block) for unit in units for block in unit.blocks}
         self._outline = self._describe()
         return lambda: vars(self).update(before)
 
     @property
     def blocks(self) -> list[Block]:
-        """All blocks of the stack, each once, in order."""
-        return [*self._sides]
+        """All blocks of the stack in order."""
+        return [*self._params]
 
     def begin(self) -> None:
-        """A step begins: the caller's generators stand where they will stand after it."""
+        """Begin a step, and capture the random generators, whose state a step leaves as it is."""
         self._random = RandomState.capture()
 
     def write_next(self, steps: int) -> None:
-        """Write the manifest of a step under another name, with the halves that are coming and the others that are current.
+        """Write the next manifest under a temporary name; it names pending copies, and committed ones of other blocks.
 
         Raises:
-            OSError: it cannot be written; the old one is there.
+            OSError: it cannot be written; the old manifest stays valid.
         """
         tensors: Tensors = {}
         own_settings, settings = settings_to_save(self._masters.optimizer)
@@ -123,7 +109,7 @@ class ShelfManifest:
             "tensors": name,
             "notes": self.notes,
             "outline": self._outline,
-            "records": {block.key: _plain_record(block, self._records.latest(block)) for block in self._sides},
+            "records": {block.key: _plain_record(block, self._records.latest(block)) for block in self._params},
             "own_settings": encode(own_settings, "own_settings", tensors),
             "settings": encode(settings, "settings", tensors),
             "random": encode(plain_random(self._random), "random", tensors),
@@ -132,28 +118,28 @@ class ShelfManifest:
         self._next_tensors = name
         write_tensors({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, self._folder / name)
         sync(self._folder / name)
-        sync(self._records.folder)  # files that are new there
+        sync(self._records.folder)  # new files
         write_bytes(self._folder / _NEXT, json.dumps(plain).encode())
 
     def activate(self, steps: int) -> None:
-        """Make the manifest that `prepare` has written the one that counts.
+        """Replace the manifest by the one that `write_next` has written.
 
         Raises:
-            OSError: the disk has failed; one of the two is in force, and nobody knows which.
+            OSError: the disk has failed, and either manifest may be the current one.
         """
         os.replace(self._folder / _NEXT, self._folder / _NAME)
         sync(self._folder)
         self.steps, self._tensors = steps, self._next_tensors
         for path in self._folder.glob("step-*.safetensors"):
             if path.name != self._tensors:
-                with suppress(OSError):  # the next step tries it again
+                with suppress(OSError):  # the next step tries again
                     path.unlink()
 
     def load(self) -> Callable[[], None]:
-        """Read what the folder has; the result makes it the state of records, optimizer, buffers and generators.
+        """Read the manifest; the function returned restores records, optimizer settings, buffers and generators from it.
 
         Raises:
-            ValueError: there is nothing, or it is of another model or optimizer.
+            ValueError: there is no manifest, or it belongs to another model or optimizer.
         """
         plain = read_plain(self._folder)
         _compare(self._folder, plain["outline"], json.loads(json.dumps(self._outline)))
@@ -162,35 +148,30 @@ class ShelfManifest:
         random, buffers = read_random(decode(plain["random"], take)), decode(plain["buffers"], take)
 
         def restore() -> None:
-            for block, twins in self._sides.items():
-                said = plain["records"][block.key]
-                self._records.committed[block] = BlockRecord(
-                    said["file"], said["half"], RecordLayout.from_plain(said["form"])
-                )
-                block.version, block.warmup = said["version"], said["warmup"]
-                for param, twin, trained in zip(block.params, twins, said["trained"], strict=True):
+            for block, masters in self._params.items():
+                saved = plain["records"][block.key]
+                layout = RecordLayout(**saved["form"])
+                self._records.committed[block] = BlockRecord(saved["file"], saved["half"], layout)
+                block.version, block.warmup = saved["version"], saved["warmup"]
+                for param, master, trained in zip(block.params, masters, saved["trained"], strict=True):
                     param.requires_grad_(trained)
-                    twin.requires_grad_(trained)
+                    master.requires_grad_(trained)
             load_settings(self._masters.optimizer, settings, exact=False)
             for unit in self._units:
                 unit.buffers.restore(buffers[unit.key])
             random.restore()
-            self.steps, self._random, self._tensors, self.notes = (
-                plain["steps"],
-                random,
-                plain["tensors"],
-                plain["notes"],
-            )
+            self.steps, self.notes = plain["steps"], plain["notes"]
+            self._random, self._tensors = random, plain["tensors"]
             self._records.delete_orphans()
 
         return restore
 
     def _describe(self) -> dict[str, Any]:
-        """Say what a model and an optimizer must be like to go on with this folder."""
-        names = {p: name for block in self._sides for p, name in zip(block.params, block.names, strict=True)}
+        """Return the properties that a model and an optimizer must share with this folder."""
+        names = {p: name for block in self._params for p, name in zip(block.params, block.names, strict=True)}
         parameters = {
             name: f"{list(piece.size)} {list(piece.stride)} in {block.key}"
-            for block in self._sides
+            for block in self._params
             for name, piece in zip(block.names, block.layout.pieces, strict=True)
         }
         groups = [[names[param] for param in group] for group in self._masters.groups]
@@ -203,12 +184,12 @@ class ShelfManifest:
 
 
 def _tensors_names(steps: int) -> tuple[str, str]:
-    """Give two names: an edit after a step has tensors of the same step, and those of before are in force until then."""
+    """Return two names: an edit after a step writes tensors for the same step while the old ones are still in use."""
     return f"step-{steps:08d}.safetensors", f"step-{steps:08d}-edited.safetensors"
 
 
 def has_step(folder: Path) -> bool:
-    """Whether the folder has a whole step."""
+    """Return whether the folder has a whole step."""
     return (folder / _NAME).exists()
 
 
@@ -216,7 +197,7 @@ def read_plain(folder: Path) -> dict[str, Any]:
     """Read the manifest of a folder.
 
     Raises:
-        ValueError: it has none, it is damaged, or its schema is another one than this release reads.
+        ValueError: it is missing or damaged, or this release cannot read its schema.
     """
     path = folder / _NAME
     try:
@@ -229,8 +210,8 @@ def read_plain(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged ({error}): restore the whole folder from a copy") from error
     if plain["schema"] != _SCHEMA:
         raise ValueError(
-            f"{path} has schema {plain['schema']!r}, and this release of l2l_core reads schema {_SCHEMA}: go on with the release "
-            "that wrote it, or give a new folder without resume=True"
+            f"{path} has schema {plain['schema']!r}, and this release of l2l_core reads schema {_SCHEMA}: use the release that "
+            "wrote it, or give a new folder without resume=True"
         )
     return plain
 
@@ -239,7 +220,7 @@ def _plain_record(block: Block, record: BlockRecord) -> dict[str, Any]:
     return {
         "file": record.file,
         "half": record.copy_index,
-        "form": record.layout.to_plain(),
+        "form": asdict(record.layout),
         "version": block.version,
         "warmup": block.warmup,
         "trained": [param.requires_grad for param in block.params],
@@ -247,24 +228,25 @@ def _plain_record(block: Block, record: BlockRecord) -> dict[str, Any]:
 
 
 def layer_keys_in(folder: Path, names: Sequence[str]) -> list[str] | None:
-    """Give the keys that the layers of these names have in a folder; None if it has others.
+    """Return the keys in a folder of the layers with these names, or None if it has other layers.
 
     Raises:
-        ValueError: as `read_plain`.
+        ValueError: as in `read_plain`.
     """
-    found = {name: key for key, name in read_plain(folder)["outline"]["layers"].items() if key != SHELL}
-    return [found[name] for name in names] if found.keys() == set(names) else None
+    keys = {name: key for key, name in read_plain(folder)["outline"]["layers"].items() if key != SHELL}
+    return [keys[name] for name in names] if keys.keys() == set(names) else None
 
 
 def _compare(folder: Path, saved: dict[str, Any], live: dict[str, Any]) -> None:
-    for what in live:
+    for what, here in live.items():
+        there = saved[what]
         unlike = [
-            f"{name}: {saved[what].get(name, 'absent')} in the folder, {live[what].get(name, 'absent')} here"
-            for name in {**saved[what], **live[what]}
-            if saved[what].get(name) != live[what].get(name)
+            f"{name}: {there.get(name, 'absent')} in the folder, {here.get(name, 'absent')} here"
+            for name in {**there, **here}
+            if there.get(name) != here.get(name)
         ]
         if unlike:
             raise ValueError(
-                f"{folder} is the shelf of a model with other {what} ({len(unlike)} differ: {'; '.join(unlike[:3])}). Give the "
-                "model and optimizer that it was made with, or another folder. Nothing was changed"
+                f"{folder} is the shelf of a model with other {what} ({len(unlike)} differ: {'; '.join(unlike[:3])}). Give its "
+                "model and optimizer, or another folder. Nothing was changed"
             )

@@ -1,7 +1,8 @@
-"""Several processes that train one model: each with its own rows, its own device, and a part of the weights and their state.
+"""Training of one model by several processes, each with its own rows, device, and shard of weights and optimizer state.
 
 May import `eps`, `eps.blocks`, `devices`, `batches`, `trace`, `config`.
-Begin reading at `channel.py` (why nothing hangs), `worker_group.py`, then `sharded_weight_source.py` and `distributed_reducer.py`, which stand at the EPS's seams.
+Begin reading at `channel.py` (why no collective hangs) and `worker_group.py`, then `sharded_weight_source.py` and
+`distributed_reducer.py`, which the EPS calls.
 """
 
 from l2l_core.workers.backend import LocalBackend as LocalBackend

@@ -1,14 +1,14 @@
-"""What a relay asks of its workers, be it one or several: the value that makes the difference, so that nobody else has to.
+"""Interface between a relay and its workers, for a single process and for several.
 
-A `Solo` does nothing and asks nobody. A `Team` puts its own place of weights and its own reducer at the seams of the EPS,
-numbers micro-batches through all workers, and sees to it that all do the same.
+`DistributedBackend` supplies the weight source and the reducer of the EPS, numbers micro-batches across workers, and keeps all
+workers on the same operation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,114 +34,44 @@ FactsFn = Callable[[], Mapping[str, str]]
 
 
 def numbered_keys(names: Sequence[str]) -> list[str]:
-    """Give keys by number."""
+    """Return the keys "L000", "L001", ..."""
     return [f"L{i:03d}" for i in range(len(names))]
 
 
-class WorkerBackend(Protocol):
-    """Is whoever trains along: nobody, or other workers.
+class WorkerBackend:
+    """Interface between a relay and its workers; the defaults are those of a single process with weights in memory.
 
     Attributes:
-        rank, count: of this worker, and how many there are.
-        others: what the weighing of micro-batches asks.
+        rank: rank of this worker.
+        count: number of workers.
+        batch_peers: exchange of the counts by which micro-batches are weighed.
         can_rehearse: whether one worker may run passes that the others do not run.
-        settings: how they train together.
-        lost: the error that tells of a lost worker, if there is one.
+        settings: settings of the workers.
     """
-
-    rank: int
-    count: int
-    batch_peers: Peers
-    can_rehearse: bool
-    settings: Workers
-
-    @property
-    def lost(self) -> WorkerError | None: ...
-
-    def master_init(self, empty: Callable[[int], torch.Tensor]) -> Callable[[Block], None]:
-        """Give what finds a place for the weights of a block of the model, once; `empty` makes host memory."""
-
-    def make_weight_source(self, device: Device, host: Ledger) -> WeightSource:
-        """Make what knows where weights are."""
-
-    def make_rehearsal_source(self, device: Device, host: Ledger) -> WeightSource:
-        """Make the same for passes that train nothing, on another device and with another ledger; blocks are seen whole."""
-
-    def make_disk_stash(self, device: Device, host: Ledger) -> StashStore | None:
-        """Say where a stash waits on the disk; None if it has no place there."""
-
-    def make_reducer(self) -> Reducer:
-        """Make what happens to gradients before updates."""
-
-    def adopt_blocks(
-        self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: FactsFn
-    ) -> int:
-        """Take what this worker keeps of the blocks of a new relay; returns the number of steps that they have made already."""
-
-    def synchronized(self, what: str, facts: FactsFn) -> AbstractContextManager[None]:
-        """Do something with all workers; see `Crew.together`."""
-
-    def unsharded(self) -> AbstractContextManager[None]:
-        """Hold all of every block in a block of code that all workers run; inside of another one nothing happens."""
-
-    def storage_unsharded(self) -> AbstractContextManager[None]:
-        """Let the EPS's custody show all of every block, in a block of code that all workers run."""
-
-    def editable(self) -> AbstractContextManager[None]:
-        """Let layers be edited in a block of code that all workers run."""
-
-    def layer_keys(self, names: Sequence[str]) -> list[str]:
-        """Give permanent keys to layers of these names, whose user gave them none."""
-
-    def shard_of(self, block: Block) -> tuple[Layout | None, int]:
-        """Say what this worker holds of a block, None for all of it, and in how many elements."""
-
-    def reshard(self, detached: Mapping[Block, OptimizerEntry]) -> None:
-        """Hold parts of what is in stacks, and all of what waits beside them, after blocks have changed places."""
-
-    def broadcast_state(self, units: Sequence[Unit]) -> None:
-        """Let all workers have the weights that worker 0 has, and buffers that are to be the same; blocks are whole."""
-
-    def make_buffer_check(self, units: Sequence[Unit]) -> Callable[[], None]:
-        """Make the check that forwards leave alone what no worker could know of the others."""
-
-    def sign_trace(self, trace: Trace) -> Trace:
-        """Say in the trace of what begins now whose it is; returns it."""
-
-    def announce_failure(self, error: BaseException) -> None: ...
-    def agree_on_failure(self, error: BaseException, updated: Sequence[str]) -> list[str]: ...
-    def gather_items(self, items: Sequence[T], what: str = "") -> list[T]: ...
-    def first_micro_batch(self, count: int) -> int: ...
-
-    def refuse(self, what: str, why: str) -> None:
-        """Refuse what several workers cannot do."""
-
-    def leave(self) -> None:
-        """Make an ordinary model again of what workers hold, if all are there."""
-
-    def close(self) -> None:
-        """Join threads, and give up connections."""
-
-
-class LocalBackend:
-    """Is the company of one worker, with its weights in memory."""
 
     rank, count = 0, 1
     batch_peers: Peers = AloneWithBatches()
     can_rehearse = True
     settings = Workers()
-    lost = None
+
+    @property
+    def lost(self) -> WorkerError | None:
+        """The error of a lost worker, or None."""
+        return None
 
     def master_init(self, empty: Callable[[int], torch.Tensor]) -> Callable[[Block], None]:
+        """Return the function that places the weights of a new block; `empty` allocates host memory."""
         return host_master_init(empty)
 
     def make_weight_source(self, device: Device, host: Ledger) -> WeightSource:
         return MemoryWeightSource(device, host)
 
     def make_rehearsal_source(self, device: Device, host: Ledger) -> WeightSource:
+        """Make the weight source of passes without updates, with another device and ledger; blocks are whole."""
         return MemoryWeightSource(device, host)
 
     def make_disk_stash(self, device: Device, host: Ledger) -> StashStore | None:
+        """Make the store for a stash on disk, or return None if the backend has no disk."""
         return None
 
     def make_reducer(self) -> Reducer:
@@ -150,65 +80,82 @@ class LocalBackend:
     def adopt_blocks(
         self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: FactsFn
     ) -> int:
+        """Take over the blocks of a new relay; return the number of steps that they have been trained for."""
         return 0
 
     def synchronized(self, what: str, facts: FactsFn) -> AbstractContextManager[None]:
+        """Run a block of code on all workers; see `WorkerGroup.synchronized`."""
         return nullcontext()
 
     def unsharded(self) -> AbstractContextManager[None]:
+        """Hold every block whole in a block of code that all workers run; reentrant."""
         return nullcontext()
 
     def storage_unsharded(self) -> AbstractContextManager[None]:
+        """Make the block storage of the EPS give whole blocks in a block of code that all workers run."""
         return nullcontext()
 
     def editable(self) -> AbstractContextManager[None]:
+        """Allow edits of layers in a block of code that all workers run."""
         return nullcontext()
 
-    layer_keys = staticmethod(numbered_keys)
+    def layer_keys(self, names: Sequence[str]) -> list[str]:
+        """Return permanent keys for layers with these names."""
+        return numbered_keys(names)
 
     def shard_of(self, block: Block) -> tuple[Layout | None, int]:
+        """Return the layout of this worker's shard of a block (None if whole) and its number of elements."""
         return None, block.layout.numel
 
     def reshard(self, detached: Mapping[Block, OptimizerEntry]) -> None:
-        pass
+        """After an edit, shard the blocks of stacks and make those of detached layers whole."""
 
     def broadcast_state(self, units: Sequence[Unit]) -> None:
-        pass
+        """Copy weights, and buffers that must be equal, from worker 0 to all; blocks are whole."""
 
     def make_buffer_check(self, units: Sequence[Unit]) -> Callable[[], None]:
+        """Make the check that no forward changes a buffer."""
         return lambda: None
 
     def sign_trace(self, trace: Trace) -> Trace:
+        """Add this worker to the trace of the present operation; return the trace."""
         return trace
 
     def announce_failure(self, error: BaseException) -> None:
-        pass
+        """Report a failure to the others in the background."""
 
     def agree_on_failure(self, error: BaseException, updated: Sequence[str]) -> list[str]:
+        """Report a failure; return the keys of all layers that keep new weights on any worker."""
         return list(updated)
 
-    def gather_items(self, items: Sequence[T], what: str = "") -> list[T]:
+    def gather_items(self, items: Sequence[T], what: str = "gather losses") -> list[T]:
+        """Concatenate the items of all workers, worker 0 first; `what` is the purpose, for messages."""
         return list(items)
 
     def first_micro_batch(self, count: int) -> int:
+        """Return the index of this worker's first micro-batch in the whole batch."""
         return 0
 
     def refuse(self, what: str, why: str) -> None:
-        pass
+        """Raise if there are several workers, which cannot do this."""
 
     def leave(self) -> None:
-        pass
+        """Make the model whole again, if all workers take part."""
 
     def close(self) -> None:
-        pass
+        """Join threads and close connections."""
 
 
-class DistributedBackend:
-    """Is the company of several workers.
+class LocalBackend(WorkerBackend):
+    """Backend of a single process."""
+
+
+class DistributedBackend(WorkerBackend):
+    """Backend of several workers with their shards in memory.
 
     Args:
-        crew: the workers.
-        settings: how they train together.
+        group: the workers.
+        settings: settings of the workers.
     """
 
     can_rehearse = False
@@ -216,12 +163,9 @@ class DistributedBackend:
     def __init__(self, group: WorkerGroup, settings: Workers) -> None:
         self._group, self.settings = group, settings
         self.rank, self.count, self.batch_peers = group.rank, group.count, group
-        self.synchronized, self.announce_failure, self.agree_on_failure = (
-            group.synchronized,
-            group.announce_failure,
-            group.agree_on_failure,
-        )
-        self.gather_items, self.first_micro_batch = group.gather_items, group.first_micro_batch
+        self.synchronized, self.gather_items = group.synchronized, group.gather_items
+        self.announce_failure, self.agree_on_failure = group.announce_failure, group.agree_on_failure
+        self.first_micro_batch = group.first_micro_batch
         self._sharding: Sharding | None = None
         self._is_unsharded = False
 
@@ -229,17 +173,8 @@ class DistributedBackend:
     def lost(self) -> WorkerError | None:
         return self._group.lost
 
-    def master_init(self, empty: Callable[[int], torch.Tensor]) -> Callable[[Block], None]:
-        return host_master_init(empty)
-
     def make_weight_source(self, device: Device, host: Ledger) -> WeightSource:
         return ShardedWeightSource(device, host, self._group)
-
-    def make_rehearsal_source(self, device: Device, host: Ledger) -> WeightSource:
-        return MemoryWeightSource(device, host)
-
-    def make_disk_stash(self, device: Device, host: Ledger) -> StashStore | None:
-        return None
 
     def make_reducer(self) -> Reducer:
         wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.wire]
@@ -249,13 +184,13 @@ class DistributedBackend:
         self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: FactsFn
     ) -> int:
         self._group.elementwise = store.masters.findings.elementwise
-        shares = Sharding(self._group, store.masters, host, device.host_empty)
+        sharding = Sharding(self._group, store.masters, host, device.host_empty)
         modes = {name: getattr(self.settings, name) for name in ("reduce", "wire", "buffers")}
         with self.synchronized("make a relay", lambda: {**modes, **facts()}):
-            shares.broadcast_weights()
-            shares.broadcast_buffers(units)
-        shares.shard()
-        self._sharding = shares
+            sharding.broadcast_weights()
+            sharding.broadcast_buffers(units)
+        sharding.shard()
+        self._sharding = sharding
         return 0
 
     @contextmanager
@@ -270,17 +205,16 @@ class DistributedBackend:
             yield
         finally:
             self._is_unsharded = False
-            self._sharding.shard()  # of whatever is whole by now
+            self._sharding.shard()  # the blocks that are whole by now
 
     def storage_unsharded(self) -> AbstractContextManager[None]:
         return self.unsharded()
 
     editable = unsharded
-    layer_keys = staticmethod(numbered_keys)
 
     def shard_of(self, block: Block) -> tuple[Layout | None, int]:
-        cut = self._group.shard_layout(block)
-        return cut.shard(self.rank), cut.shard_numel(self.rank)
+        layout = self._group.shard_layout(block)
+        return layout.shard(self.rank), layout.shard_numel(self.rank)
 
     def reshard(self, detached: Mapping[Block, OptimizerEntry]) -> None:
         assert self._sharding is not None
@@ -301,12 +235,12 @@ class DistributedBackend:
         return self._group.sign_trace(trace)
 
     def refuse(self, what: str, why: str) -> None:
-        """Refuse what several workers cannot do.
+        """Refuse an operation that several workers cannot do.
 
         Raises:
             ValueError: always.
         """
-        raise ValueError(f"{what} is not there for a relay of {self.count} workers: {why}. Nothing was done")
+        raise ValueError(f"{what} is not possible with {self.count} workers: {why}. Nothing was done")
 
     def leave(self) -> None:
         assert self._sharding is not None
@@ -317,30 +251,30 @@ class DistributedBackend:
         self._group.close()
 
 
-def make_backend(
-    workers: Workers | dist.ProcessGroup | str | LocalBackend | DistributedBackend | None, model: nn.Module
-) -> WorkerBackend:
-    """Make the company that a relay of this model is to have, or give the one that is there already.
+def make_backend(workers: Workers | dist.ProcessGroup | str | WorkerBackend | None, model: nn.Module) -> WorkerBackend:
+    """Make the backend for a relay of this model, or return `workers` if it is one.
 
     Raises:
-        ValueError, TypeError: no such thing, or a model that several workers cannot train.
+        ValueError: the group cannot be made, or several workers cannot train the model.
+        TypeError: `workers` has another type.
     """
     if workers is None:
         return LocalBackend()
-    if isinstance(workers, LocalBackend | DistributedBackend):
+    if isinstance(workers, WorkerBackend):
         return workers
     settings = resolve_workers(workers)
     if not dist.is_available():
         raise ValueError("workers: this PyTorch was built without torch.distributed")
-    made = settings.group == "auto" and not dist.is_initialized()
+    make_group = settings.group == "auto" and not dist.is_initialized()
     rank, count = launcher_rank()
-    if made and count == 1:
+    if make_group and count == 1:
         return LocalBackend()
     if settings.buffers == "same":
         refuse_batch_norm(model)
-    if made:
+    if make_group:
         init_process_group(rank, count, settings.timeout_s)
     group = dist.group.WORLD if settings.group == "auto" else settings.group
+    assert isinstance(group, dist.ProcessGroup)
     if dist.get_world_size(group) == 1:
         return LocalBackend()
-    return DistributedBackend(WorkerGroup(group, settings.timeout_s, made, settings.network), settings)
+    return DistributedBackend(WorkerGroup(group, settings.timeout_s, make_group, settings.network), settings)

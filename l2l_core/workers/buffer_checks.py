@@ -1,4 +1,4 @@
-"""What several workers would train otherwise than one: refused, with the remedy."""
+"""Checks that no forward changes a buffer: several workers would train it on different rows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from l2l_core.eps.blocks import Unit
 
 _REMEDY = (
     "Use layers without such state (GroupNorm or LayerNorm instead of BatchNorm), or put that part into evaluation mode before "
-    'the relay is made and each time after model.train(). Or let each worker have its own: Workers(buffers="own")'
+    'the relay is made and each time after model.train(). Or give each worker separate buffers: Workers(buffers="own")'
 )
 
 
 def refuse_batch_norm(model: nn.Module) -> None:
-    """Refuse layers whose running statistics each worker would have of its own rows alone.
+    """Refuse layers with running statistics in training mode.
 
     Raises:
-        ValueError: names one.
+        ValueError: names the first such layer.
     """
     for name, module in model.named_modules():
         if isinstance(module, NormBase) and module.track_running_stats and module.training:
@@ -27,7 +27,7 @@ def refuse_batch_norm(model: nn.Module) -> None:
 
 
 class BufferCheck:
-    """Checks that no forward has changed a buffer since this was made.
+    """Comparison of all buffers with their values at the time of construction.
 
     Args:
         units: the shell and the layers.
@@ -38,10 +38,10 @@ class BufferCheck:
         self._values = [unit.buffers.copy() for unit in units]
 
     def __call__(self) -> None:
-        """Look at all of them.
+        """Compare all buffers.
 
         Raises:
-            ValueError: a buffer has other values; names its layer. Nothing has been updated in this step.
+            ValueError: a buffer has changed; names its layer.
         """
         for unit, values in zip(self._units, self._values, strict=True):
             if not unit.buffers.equal(values):
@@ -50,6 +50,6 @@ class BufferCheck:
 
 def _buffer_changed_message(where: str) -> str:
     return (
-        f"the forward of {where} changes a buffer from micro-batch to micro-batch, in the order of one worker's: several workers "
-        f"would each have values of their own rows. {_REMEDY}"
+        f"the forward of {where} changes a buffer in every micro-batch; with several workers its values would depend on the rows "
+        f"of each worker. {_REMEDY}"
     )

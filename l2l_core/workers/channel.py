@@ -1,17 +1,14 @@
-"""A channel: collectives that come in one order on every worker, because one thread of each makes them.
+"""Ordered collectives between workers on one process group, each preceded by a handshake.
 
-Collectives of one process group are matched by their order alone: two workers that make them in different orders exchange
-the wrong bytes, or wait for ever. Copies and updates run on threads here, so a relay has three channels, each with a process
-group and a thread of its own: weights are gathered on one, gradients reduced on another, and on the third the threads that
-train agree. What a channel is given to do follows from the program alone (the order of visits), never from which copy
-is done first; so channels need not know of one another, and none can hold another one up for good: the worker that is
-furthest behind waits only for what the others have already begun.
+Collectives of one process group are matched by their order alone: workers that issue them in different orders exchange the
+wrong bytes or hang. A relay therefore has three channels, each with its own process group and thread: one gathers weights, one
+reduces gradients, one synchronises the training threads. The order within a channel follows from the order of visits, never
+from which copy finishes first, so channels need not wait for each other.
 
-Whether the programs are the same is not taken for granted. Before every collective workers *meet*: they tell one another
-what comes next, a note, and when they came, in 32 bytes. Whoever finds that another does something else, or has failed, raises;
-between a meeting and what was agreed there nothing is done that may fail. A worker that has failed *ends* each channel: it goes
-to the next meeting to say so, where the others come too sooner or later. After that all have had the same number of
-collectives, so a failed step leaves channels with which the next one can begin.
+A handshake before each collective compares the programs: every worker sends a digest of its next operation, a note and its
+arrival time, 32 bytes in all. A mismatch or a failure raises on every worker; nothing that may fail runs between a handshake and
+its collective. A failed worker calls `announce_failure` on each channel, so afterwards all workers have issued the same number
+of collectives and the next step can use the same channels.
 """
 
 from __future__ import annotations
@@ -26,31 +23,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from l2l_core.trace import Event, Trace
 from l2l_core.workers.errors import WorkerError
 from l2l_core.workers.health_monitor import HealthMonitor
 from l2l_core.workers.network import Traffic, all_gather_traffic, all_to_all_traffic, broadcast_traffic
 
-_DIGEST_BYTES = 16  # bytes: whether the worker has failed, and a digest of what it is about to do
-_NOTE_BYTES = 8  # bytes of what it tells besides
-_HEADER_BYTES = _DIGEST_BYTES + _NOTE_BYTES + 8  # and when it came
-_all_gather: Any = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # the second before torch 2.12
+_DIGEST_BYTES = 16  # one byte for a failure, the others a digest of the next operation
+_NOTE_BYTES = 8
+_HEADER_BYTES = _DIGEST_BYTES + _NOTE_BYTES + 8  # the last 8: time of arrival
+# `all_gather_into_tensor` before torch 2.12
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def handshake_traffic(count: int) -> Traffic:
-    """Say what a meeting of so many workers is to one of them."""
+    """Return the traffic of a handshake between `count` workers."""
     return all_to_all_traffic([_HEADER_BYTES] * count, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Handshake:
-    """Says who came when.
+    """Arrival times and notes of a completed handshake.
 
     Attributes:
-        rank: of this worker.
-        came_s: by worker, when it came, in seconds on the clock of `SharedTime`.
-        notes: by worker, what it has told besides: 8 bytes.
+        rank: rank of this worker.
+        arrived_s: arrival time of each worker, in seconds of `SharedClock`.
+        notes: note of each worker, 8 bytes.
     """
 
     rank: int
@@ -59,28 +56,46 @@ class Handshake:
 
     @property
     def began_s(self) -> float:
-        """When all were there."""
+        """Arrival time of the last worker."""
         return max(self.arrived_s)
 
     @property
     def waited_s(self) -> float:
-        """How long this worker waited for the last one."""
+        """Seconds for which this worker waited for the last one."""
         return self.began_s - self.arrived_s[self.rank]
 
     @property
     def last(self) -> int:
-        """The worker that came last."""
+        """Rank of the worker that arrived last."""
         return self.arrived_s.index(self.began_s)
 
 
-class Channel:
-    """Collectives of one thread at a time.
-
-    Invariant: between two passes all workers have had the same number of collectives, unless one is lost.
+def record_collective(trace: Trace, lane: str, kind: str, layer: str, handshake: Handshake, nbytes: int = 0) -> None:
+    """Add the event of a collective that has just finished to the trace.
 
     Args:
-        line: to the other workers.
-        group: a process group for this channel alone, on CPU tensors.
+        trace: trace of the step.
+        lane: "gather" or "reduce".
+        kind: kind of the event.
+        layer: key of the layer, or "".
+        handshake: handshake before the collective; the wait for the last worker is recorded as stalled time.
+        nbytes: bytes received from other workers.
+    """
+    stop_s = trace.now()
+    start_s = min(handshake.began_s - trace.worker.began_s, stop_s)
+    trace.add(
+        Event(lane, kind, start_s, stop_s, layer, nbytes=nbytes, stalled_s=handshake.waited_s, last=handshake.last)
+    )
+
+
+class Channel:
+    """Collectives on CPU tensors, issued by one thread at a time.
+
+    Invariant: between two passes all workers have issued the same number of collectives, unless one is lost.
+
+    Args:
+        monitor: health monitor that all channels share.
+        group: process group that only this channel uses.
     """
 
     def __init__(self, monitor: HealthMonitor, group: dist.ProcessGroup) -> None:
@@ -88,7 +103,7 @@ class Channel:
         self._failure: WorkerError | None = None
 
     def reset(self) -> None:
-        """Begin anew; what has failed is over."""
+        """Clear the failure of an earlier step."""
         self.monitor.check()
         self._failure = None
 
@@ -99,60 +114,60 @@ class Channel:
         timeout_s: float | None = None,
         note: bytes = bytes(_NOTE_BYTES),
     ) -> Handshake:
-        """Make sure that all workers are about to do the same.
+        """Check that all workers are about to run the same operation.
 
         Args:
-            what: to do, in words that follow "is about to".
-            facts: what must be the same besides, by name.
-            timeout_s: how long to wait at most; default that of the line.
-            note: what all are told besides, and may differ; 8 bytes, which cost no message of their own.
+            what: the operation, as a verb phrase.
+            facts: further values that must be equal on all workers, by name.
+            timeout_s: limit in seconds; default that of the health monitor.
+            note: 8 bytes that may differ between workers and are sent to all of them.
 
         Raises:
-            WorkerError: they are not, or one has failed; names it and what differs.
-            WorkerLostError: one is gone.
+            WorkerError: workers differ, or one has failed; names the workers and the difference.
+            WorkerLostError: a worker is lost.
         """
-        self._check()
-        told = {"": what, **(facts or {})}
-        digest = hashlib.sha256(repr(sorted(told.items())).encode()).digest()
-        heads, met = self._exchange_headers(bytes([0]) + digest[: _DIGEST_BYTES - 1], note, what, timeout_s)
-        if len(set(heads)) > 1:
-            self._failure = _disagreement(self.all_gather_unchecked((told, None), "explain"))
+        self.monitor.check()
+        if self._failure is not None:
+            raise WorkerError(str(self._failure), self._failure.ranks)  # a new one: several threads may raise it
+        facts = {"": what, **(facts or {})}
+        digest = hashlib.sha256(repr(sorted(facts.items())).encode()).digest()
+        digests, handshake = self._exchange_headers(bytes([0]) + digest[: _DIGEST_BYTES - 1], note, what, timeout_s)
+        if len(set(digests)) > 1:
+            self._failure = _disagreement(self.all_gather_unchecked((facts, None), "explain"))
             raise self._failure
-        return met
+        return handshake
 
     def announce_failure(self, cause: str | None) -> None:
-        """Tell the others that this worker has failed, unless they know it from this channel already.
+        """Report a failure of this worker to the others, unless this channel has already failed.
 
         Args:
-            cause: of the failure; None if it failed because another one did.
+            cause: cause of the failure; None if it follows from the failure of another worker.
         """
         if self._failure is None and self.monitor.lost is None:
-            self._exchange_headers(bytes([1]) + bytes(_DIGEST_BYTES - 1), bytes(_NOTE_BYTES), "hear of a failure", None)
+            self._exchange_headers(bytes([1]) + bytes(_DIGEST_BYTES - 1), bytes(_NOTE_BYTES), "report a failure", None)
             self._failure = _disagreement(self.all_gather_unchecked(({}, cause), "explain"))
 
     def all_gather_object(self, item: Any, what: str) -> list[Any]:
-        """Meet, and give everybody's `mine`, in the order of ranks; what can be pickled."""
+        """Gather a picklable object from every worker, in the order of ranks, after a handshake."""
         data = pickle.dumps(item)
-        met = self.handshake(what, note=struct.pack("<q", len(data)))
-        return self._all_gather_pickled(data, [struct.unpack("<q", note)[0] for note in met.notes], what)
+        notes = self.handshake(what, note=struct.pack("<q", len(data))).notes
+        return self._all_gather_pickled(data, [struct.unpack("<q", note)[0] for note in notes], what)
 
     def all_gather_unchecked(self, item: Any, what: str) -> list[Any]:
-        """Give everybody's `mine` where all have just met."""
+        """Gather a picklable object from every worker without a handshake."""
         data = pickle.dumps(item)
-        return self._all_gather_pickled(
-            data, self.all_gather_small(torch.tensor([len(data)]), what).flatten().tolist(), what
-        )
+        sizes = self.all_gather_small(torch.tensor([len(data)]), what).flatten().tolist()
+        return self._all_gather_pickled(data, sizes, what)
 
     def _all_gather_pickled(self, data: bytes, sizes: Sequence[int], what: str) -> list[Any]:
-        rows = self.all_gather_small(
-            torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8), what
-        )
+        padded = bytearray(data.ljust(max(sizes), b"\0"))
+        rows = self.all_gather_small(torch.frombuffer(padded, dtype=torch.uint8), what)
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def all_gather_small(self, row: torch.Tensor, what: str, timeout_s: float | None = None) -> torch.Tensor:
-        """Give everybody's `mine`, (n,), a row each: (count, n). For a few bytes, which are copied for every worker.
+        """Gather `row`, (n,), of every worker into (count, n), by direct messages: one latency instead of a ring's N - 1.
 
-        They go to everybody directly and not round the ring: one message's latency instead of N - 1, half the work for two.
+        The row is copied once per worker, so this is for a few bytes only.
         """
         count = self.monitor.count
         every, sizes = row.new_empty(count, row.numel()), [row.numel()] * count
@@ -160,18 +175,17 @@ class Channel:
         return every
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, what: str, timeout_s: float | None = None) -> None:
-        """Put everybody's `mine`, (n,), side by side into `every`, (count * n,); as bytes, whatever they are."""
+        """Gather `shard`, (n,), of every worker into `output`, (count * n,), sent as bytes."""
         self.monitor.check()
-        bytes_of = output.view(torch.uint8), shard.view(torch.uint8)
         with self.monitor.link.throttled(all_gather_traffic(shard.nbytes, self.monitor.count)):
-            self.monitor.wait(_all_gather(*bytes_of, group=self._group, async_op=True), what, timeout_s)
+            tensors = output.view(torch.uint8), shard.view(torch.uint8)
+            self.monitor.wait(_all_gather(*tensors, group=self._group, async_op=True), what, timeout_s)
 
     def broadcast(self, values: torch.Tensor, source: int, what: str) -> None:
-        """Give `values`, (n,), of the worker `source` to all."""
+        """Overwrite `values`, (n,), with those of the worker `source`."""
         self.monitor.check()
-        with self.monitor.link.throttled(
-            broadcast_traffic(values.nbytes, self.monitor.count, source, self.monitor.rank)
-        ):
+        traffic = broadcast_traffic(values.nbytes, self.monitor.count, source, self.monitor.rank)
+        with self.monitor.link.throttled(traffic):
             work = dist.broadcast(values.view(torch.uint8), group=self._group, group_src=source, async_op=True)
             self.monitor.wait(work, what)
 
@@ -184,70 +198,61 @@ class Channel:
         what: str,
         timeout_s: float | None = None,
     ) -> None:
-        """Send a range of `go` to every worker, `goes` elements each; theirs come side by side, `comes` elements each."""
+        """Send `sent_sizes[r]` elements of `sent` to each worker r; receive `received_sizes[r]` elements from it."""
         self.monitor.check()
-        bytes_of, size = (received.view(torch.uint8), sent.view(torch.uint8)), sent.element_size()
+        tensors, size = (received.view(torch.uint8), sent.view(torch.uint8)), sent.element_size()
         counts = [size * count for count in received_sizes], [size * count for count in sent_sizes]
         with self.monitor.link.throttled(all_to_all_traffic(counts[1], self.monitor.rank)):
-            work = dist.all_to_all_single(*bytes_of, *counts, group=self._group, async_op=True)
+            work = dist.all_to_all_single(*tensors, *counts, group=self._group, async_op=True)
             self.monitor.wait(work, what, timeout_s)
 
     def close(self) -> None:
-        """Give the group up."""
+        """Destroy the process group."""
         dist.destroy_process_group(self._group)
-
-    def _check(self) -> None:
-        self.monitor.check()
-        if self._failure is not None:
-            raise WorkerError(str(self._failure), self._failure.ranks)  # a new one: it may be raised on several threads
 
     def _exchange_headers(
         self, digest: bytes, note: bytes, what: str, timeout_s: float | None
     ) -> tuple[list[bytes], Handshake]:
-        assert len(note) == _NOTE_BYTES, (
-            f"a note of {len(note)} bytes"
-        )  # whatever is told, all messages are of one size
-        mine = bytearray(digest + note + struct.pack("<d", self.monitor.clock.now()))
-        rows = [
-            row.numpy().tobytes()
-            for row in self.all_gather_small(torch.frombuffer(mine, dtype=torch.uint8), what, timeout_s)
-        ]
-        came_s = tuple(struct.unpack("<d", row[-8:])[0] for row in rows)
+        assert len(note) == _NOTE_BYTES, f"a note of {len(note)} bytes"  # all messages have one size
+        header = bytearray(digest + note + struct.pack("<d", self.monitor.clock.now()))
+        headers = self.all_gather_small(torch.frombuffer(header, dtype=torch.uint8), what, timeout_s)
+        rows = [row.numpy().tobytes() for row in headers]
+        arrived_s = tuple(struct.unpack("<d", row[-8:])[0] for row in rows)
         notes = tuple(row[_DIGEST_BYTES : _DIGEST_BYTES + _NOTE_BYTES] for row in rows)
-        return [row[:_DIGEST_BYTES] for row in rows], Handshake(self.monitor.rank, came_s, notes)
+        return [row[:_DIGEST_BYTES] for row in rows], Handshake(self.monitor.rank, arrived_s, notes)
 
 
 def _disagreement(reports: Sequence[tuple[Mapping[str, str], str | None]]) -> WorkerError:
-    """Say why workers that met cannot go on.
+    """Return the error for workers that cannot continue together.
 
     Args:
-        said: by each of them: what it is about to do, nothing if it has failed; and the cause of that.
+        reports: by worker, the facts of its next operation (empty after a failure) and the cause of its failure.
     """
     causes = {rank: cause for rank, (_, cause) in enumerate(reports) if cause is not None}
     if causes:
         listed = "; ".join(f"worker {rank}: {cause}" for rank, cause in causes.items())
         return WorkerError(f"not all workers can go on: {listed}", tuple(causes))
-    told = {rank: facts for rank, (facts, _) in enumerate(reports) if facts}
-    if len(told) < len(reports):
-        stopped = [rank for rank in range(len(reports)) if rank not in told]
+    running = {rank: facts for rank, (facts, _) in enumerate(reports) if facts}
+    if len(running) < len(reports):
+        stopped = [rank for rank in range(len(reports)) if rank not in running]
         return WorkerError(f"worker {', '.join(map(str, stopped))} has stopped after a failure elsewhere", stopped)
-    names = dict.fromkeys(name for facts in told.values() for name in facts)
-    unlike = [name for name in names if len({facts.get(name) for facts in told.values()}) > 1]
-    if "" in unlike:  # where they do different things, the rest differs too
+    names = dict.fromkeys(name for facts in running.values() for name in facts)
+    unlike = [name for name in names if len({facts.get(name) for facts in running.values()}) > 1]
+    if "" in unlike:  # different operations differ in their other facts too
         unlike = [""]
-    first = told[0]
-    ranks = [rank for rank, facts in told.items() if any(facts.get(name) != first.get(name) for name in unlike)]
+    first = running[0]
+    ranks = [rank for rank, facts in running.items() if any(facts.get(name) != first.get(name) for name in unlike)]
     lines = [
-        f"{name or 'what comes next'}: "
-        + ", ".join(f"worker {rank}: {_truncate(f.get(name))}" for rank, f in told.items())
+        f"{name or 'next operation'}: "
+        + ", ".join(f"worker {rank}: {_truncate(f.get(name))}" for rank, f in running.items())
         for name in unlike
     ]
     return WorkerError(
-        f"workers disagree. {'; '.join(lines)}. All of them must make the same steps, edits and "
-        "settings, on batches of the same structure, and models whose micro-batches take the same way through the layers",
+        f"workers disagree. {'; '.join(lines)}. All workers must make the same steps and edits with the same settings, on "
+        "batches of the same structure, and every micro-batch must call the layers in the same order",
         ranks,
     )
 
 
-def _truncate(value: str | None, most: int = 300) -> str:
-    return "nothing" if value is None else value if len(value) <= most else f"{value[:most]}..."
+def _truncate(value: str | None, length: int = 300) -> str:
+    return "nothing" if value is None else value if len(value) <= length else f"{value[:length]}..."

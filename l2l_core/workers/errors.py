@@ -1,4 +1,4 @@
-"""What can go wrong between workers."""
+"""Errors of a relay with several workers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class WorkerError(RuntimeError):
-    """Says that workers could not go on together: one has failed, or they were about to do different things.
+    """Raised on every worker when one has failed, or when workers are about to run different operations.
 
     Attributes:
-        ranks: of the workers that failed, or that differ from the first one.
+        ranks: ranks of the workers that failed, or that differ from the first one.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
@@ -18,9 +18,9 @@ class WorkerError(RuntimeError):
 
 
 class WorkerLostError(WorkerError):
-    """Says that a worker is gone, or did not come in time. These workers cannot go on: start again from a save."""
+    """Raised when a worker has died or exceeded the time limit. Start all workers again from a save."""
 
 
 def cause_of(error: BaseException) -> str | None:
-    """Say why a worker has failed; None if it did because another one had."""
+    """Return the cause of a worker's failure, or None if it follows from the failure of another worker."""
     return None if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"

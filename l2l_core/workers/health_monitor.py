@@ -1,41 +1,78 @@
-"""What all channels between workers have in common: who they are, the time, how long one waits, and the news that one is lost.
+"""Shared state of the channels between workers: ranks, clock, time limits, and the report that a worker is lost.
 
-A worker that dies is noticed at once by those who talk to it, and by nobody else: collectives go round in rings. So whoever
-notices it leaves word in the store through which the process group was made, and whoever waits looks there now and then.
-torchrun's agent holds that store, or else a worker does, with whom it is gone.
+Collectives run in rings, so only the neighbours of a dead worker notice its death. The first to notice writes it to the store
+through which the process group was made; waiting workers poll that store. Either torchrun's agent holds the store, or one of the
+workers, with which the store dies.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import psutil
+import torch
 import torch.distributed as dist
 
 from l2l_core.workers.errors import WorkerLostError
 from l2l_core.workers.network import EmulatedLink, Network
-from l2l_core.workers.shared_clock import SharedClock
 
-_POLL_S = 0.5  # how often one who waits looks for word of a lost worker
-_ANSWER_TIMEOUT_S = 3.0  # how long the others have to say that they are there
+_POLL_S = 0.5  # interval at which a waiting worker polls the store
+_ANSWER_TIMEOUT_S = 3.0  # time for the others to show that they are alive
+
+
+class SharedClock:
+    """The clock of worker 0, estimated on every worker from the exchange of readings.
+
+    A message arrives no earlier than it was sent, so two exchanged readings bound the difference of two clocks from both sides.
+    An estimate starts at 0, which is exact for processes of one machine, and moves only as far as the bounds demand. It
+    therefore never leaves the true value once it has reached it, and follows clocks that drift.
+
+    Invariant: `offsets_s` are the same on all workers.
+
+    Attributes:
+        offsets_s: by worker, seconds to add to its local clock.
+    """
+
+    def __init__(self, rank: int, count: int) -> None:
+        self._rank, self.offsets_s = rank, [0.0] * count
+
+    def now(self) -> float:
+        """Return the time in seconds."""
+        return self.from_local(time.perf_counter())
+
+    def from_local(self, local_s: float) -> float:
+        """Convert a reading of this process's `time.perf_counter`."""
+        return local_s + self.offsets_s[self._rank]
+
+    def synchronize(self, all_gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Update the offsets, just after a handshake; `all_gather` returns one row per worker."""
+        readings = all_gather(torch.tensor([time.perf_counter()], dtype=torch.float64)).flatten()
+        most = all_gather(
+            time.perf_counter() - readings
+        )  # [i, j]: the clock of i is ahead of that of j by at most this
+        for rank in range(1, len(self.offsets_s)):
+            least_s, most_s = -float(most[rank, 0]), float(most[0, rank])
+            self.offsets_s[rank] = min(max(self.offsets_s[rank], least_s), most_s)
 
 
 class HealthMonitor:
-    """The connection of one worker with the others.
+    """Waits for collectives, and detects lost workers.
 
-    Invariant: once a worker is lost it stays lost; every wait ends with the same error from then on.
+    Invariant: a lost worker stays lost; every later wait raises the same error.
 
     Args:
-        rank, count: of this worker, and how many there are.
-        timeout_s: how long to wait for another worker at most, in seconds.
-        store: where word is left.
-        network: that is emulated.
+        rank: rank of this worker.
+        count: number of workers.
+        timeout_s: limit for a wait, in seconds.
+        store: store through which a loss is reported.
+        network: emulated network.
 
     Attributes:
-        time: the clock of all.
-        link: what all channels share of the network.
+        clock: clock that all workers share.
+        link: emulated link that all channels share.
     """
 
     def __init__(self, rank: int, count: int, timeout_s: float, store: dist.Store, network: Network) -> None:
@@ -48,45 +85,45 @@ class HealthMonitor:
         self._lock = threading.Lock()
 
     def configure(self, name: str, holder: int | None) -> None:
-        """Hear what all have agreed on.
+        """Set the values on which all workers have agreed.
 
         Args:
-            name: of this connection; keys in the store begin with it.
-            holder: number of the worker whose process holds the store, None if none of theirs does.
+            name: prefix of the keys in the store.
+            holder: rank of the worker whose process holds the store, or None.
         """
         self._name, self._holder = name, holder
 
     def holds_store(self) -> bool:
-        """Tell whether this process holds the store: it is it that listens on the store's port."""
+        """Return whether this process holds the store, that is, listens on its port."""
         store = self._store
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
-        ports = [
-            each.laddr.port for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN
-        ]
+        sockets = psutil.Process().net_connections("tcp")
+        ports = [socket.laddr.port for socket in sockets if socket.status == psutil.CONN_LISTEN]
         return isinstance(store, dist.TCPStore) and store.port in ports
 
     @property
     def lost(self) -> WorkerLostError | None:
-        """The error that tells of a lost worker, if there is one."""
+        """The error of a lost worker, or None."""
         return self._lost
 
     def check(self) -> None:
-        """Raise the error that tells of a lost worker, if there is one."""
+        """Raise if a worker is lost."""
         if self._lost is not None:
             raise self._lost
 
-    def wait(self, work: dist.Work, what: str, timeout_s: float | None = None) -> None:
+    def wait(self, work: dist.Work | None, what: str, timeout_s: float | None = None) -> None:
         """Wait for a collective.
 
         Args:
             work: the collective.
-            what: it is for, in words.
-            timeout_s: how long at most; default that of the line.
+            what: its purpose, for messages.
+            timeout_s: limit in seconds; default that of the monitor.
 
         Raises:
-            WorkerLostError: a worker is gone, or did not come in time.
+            WorkerLostError: a worker has died or did not respond in time.
         """
+        assert work is not None, "a process that is not in the group"
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         until_s = time.monotonic() + limit_s
         while True:
@@ -95,28 +132,28 @@ class HealthMonitor:
                 work.wait(timedelta(seconds=_POLL_S))
                 return
             except RuntimeError as error:
-                if work.is_completed():  # it has failed, and no time is up
+                if work.is_completed():  # failed, rather than timed out
                     raise self.mark_lost(f"{what}: {_first_line(error)}") from error
-            if self._reported_loss():
-                raise self.mark_lost(f"{what}: {self._reported_loss()}")
+            if reported := self._reported_loss():
+                raise self.mark_lost(f"{what}: {reported}")
             if time.monotonic() > until_s:
-                raise self.mark_lost(f"{what}: nothing came for {limit_s:g} s")
+                raise self.mark_lost(f"{what}: no response for {limit_s:g} s")
 
     def mark_lost(self, cause: str) -> WorkerLostError:
-        """Leave word that a worker is lost, and find out which; the result is to be raised."""
+        """Report that a worker is lost, find out which one, and return the error to raise."""
         with self._lock:
             if self._lost is None:
                 silent = self._find_unresponsive(cause)
                 who = f"worker {', '.join(map(str, silent))}" if silent else "a worker"
                 self._lost = WorkerLostError(
                     f"{who} of {self.count} is lost, as worker {self.rank} found while it waited for the others to {cause}. "
-                    "Workers that have lost one cannot go on: start them again from the last save, with as many as there are now",
+                    "The other workers cannot continue: start again from the last save; the number of workers may differ",
                     silent,
                 )
             return self._lost
 
     def _find_unresponsive(self, cause: str) -> list[int]:
-        """Find the workers that do not say within a few seconds that they are there; none where that cannot be found out."""
+        """Return the workers that do not answer within `_ANSWER_TIMEOUT_S`; empty if that cannot be determined."""
         others = {rank for rank in range(self.count) if rank != self.rank}
         if len(others) == 1:
             return sorted(others)
@@ -130,25 +167,25 @@ class HealthMonitor:
             while others and time.monotonic() < until_s:
                 others -= {rank for rank in others if self._store.check([self._key(rank)])}
                 time.sleep(0.05)
-        except (RuntimeError, OSError):  # the store is gone with whoever held it
+        except (RuntimeError, OSError):  # the process that held the store has ended
             if self._holder is None:
                 return []
             if self._holder in others:
                 return [self._holder]
-        return sorted(others)  # a holder that was there has found the same, and ended
+        return sorted(others)  # with a holder among the survivors: it has found the same, and ended
 
     def _reported_loss(self) -> str:
-        """Return what others have left in the store; empty if nothing."""
+        """Return the loss that another worker has reported, or ""."""
         if not self._name:
             return ""
         try:
             key = self._key("lost")
             return self._store.get(key).decode() if self._store.check([key]) else ""
         except (RuntimeError, OSError) as error:
-            return f"the store of the process group is gone ({_first_line(error)})"
+            return f"the store of the process group is unreachable ({_first_line(error)})"
 
-    def _key(self, what: object) -> str:
-        return f"l2l/{self._name}/{what}"
+    def _key(self, suffix: object) -> str:
+        return f"l2l/{self._name}/{suffix}"
 
 
 def _first_line(error: BaseException) -> str:

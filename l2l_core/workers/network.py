@@ -1,12 +1,12 @@
-"""What collectives send between workers, and how long that takes on a network: formulas of gloo's algorithms.
+"""Traffic of collectives between workers, and its duration on an emulated network: formulas of gloo's algorithms.
 
-    gather    a ring: N - 1 times everybody hands on a part, in two halves     N - 1 rounds, (N - 1) parts each way
-    spread    a binomial tree: in every round whoever has it gives it to one   log2 N rounds, log2 N times the bytes
-    exchange  everybody sends to everybody, all at once                        one round, what is meant for the others
+    all-gather  a ring: each worker passes on one part per round, in two halves   N - 1 rounds, N - 1 parts each way
+    broadcast   a binomial tree: each holder sends to one worker per round        log2 N rounds, log2 N times the bytes
+    all-to-all  direct messages between all pairs at once                         one round, the bytes for the others
 
-Sources: https://github.com/pytorch/gloo, `gloo/allgather.cc`, `broadcast.cc`, `alltoallv.cc`; a test counts at the sockets. A
-message is announced, asked for and sent, each with 48 bytes of gloo's own (`gloo/transport/tcp/pair.h`); what TCP and IP add
-to that is not counted.
+Sources: https://github.com/pytorch/gloo, `gloo/allgather.cc`, `broadcast.cc`, `alltoallv.cc`; a test counts bytes at the
+sockets. gloo announces, requests and sends each message, with a 48-byte header each time (`gloo/transport/tcp/pair.h`). Headers
+of TCP and IP are not counted.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from typing import NamedTuple
 from l2l_core.devices import sleep_until
 from l2l_core.trace import format_bytes
 
-FRAME_BYTES = 48  # before every message of gloo
+FRAME_BYTES = 48  # header of a gloo message
 
 
 class Traffic(NamedTuple):
-    """What a collective is to one of its workers.
+    """Traffic of a collective at one worker.
 
     Attributes:
-        sent, received: bytes that the collective is about.
-        goes, comes: messages in which they travel.
-        rounds: how often somebody waits for what has just been sent.
-        widest: bytes through the link of the worker that moves most, one way.
+        sent: bytes of payload that the worker sends.
+        received: bytes of payload that it receives.
+        messages_sent: number of messages that it sends.
+        messages_received: number of messages that it receives.
+        rounds: number of rounds; a round begins when the messages of the previous one have arrived.
+        busiest_link_bytes: bytes, one way, on the link of the worker with the most traffic.
     """
 
     sent: int
@@ -44,48 +46,47 @@ class Traffic(NamedTuple):
 
     @property
     def wire_sent(self) -> int:
-        """Bytes that leave this worker, gloo's own among them: it announces what it sends, and asks for what it receives."""
+        """Bytes that leave this worker, with gloo's headers of announcements, requests and messages."""
         return self.sent + FRAME_BYTES * (2 * self.messages_sent + self.messages_received)
 
     @property
     def wire_received(self) -> int:
-        """Bytes that come to this worker, gloo's own among them."""
+        """Bytes that reach this worker, with gloo's headers."""
         return self.received + FRAME_BYTES * (2 * self.messages_received + self.messages_sent)
 
 
 def all_gather_traffic(nbytes: int, count: int) -> Traffic:
-    """Gather so many bytes of each of `count` workers on all of them."""
+    """Return the traffic of gathering `nbytes` of each of `count` workers on all of them."""
     moved, messages = (count - 1) * nbytes, 2 * (count - 1)
     return Traffic(moved, moved, messages, messages, count - 1, moved)
 
 
 def broadcast_traffic(nbytes: int, count: int, source: int, rank: int) -> Traffic:
-    """Give so many bytes of the worker `source` to all."""
+    """Return the traffic of sending `nbytes` from the worker `source` to all."""
     rounds = math.ceil(math.log2(count))
-    place = (rank - source) % count  # in the tree, of which the source is the root
-    # Whoever has it gives it, in round i, to the one 2 ** i places behind
-    begins = place.bit_length()
-    goes = sum(place + (1 << i) < count for i in range(begins, rounds))
-    comes = int(place > 0)
-    return Traffic(goes * nbytes, comes * nbytes, goes, comes, rounds, rounds * nbytes)
+    position = (rank - source) % count  # in the tree with the source as its root
+    # In round i each holder sends to the worker 2 ** i positions behind it
+    sends = sum(position + (1 << i) < count for i in range(position.bit_length(), rounds))
+    receives = int(position > 0)
+    return Traffic(sends * nbytes, receives * nbytes, sends, receives, rounds, rounds * nbytes)
 
 
 def all_to_all_traffic(sizes: Sequence[int], rank: int) -> Traffic:
-    """Give ``goes[r]`` bytes to each worker r, as all others do."""
+    """Return the traffic of sending ``sizes[r]`` bytes to each worker r from every worker."""
     count = len(sizes)
     others = count - 1
     sent, received = sum(sizes) - sizes[rank], sizes[rank] * others
-    widest = max(max(sum(sizes) - each, each * others) for each in sizes)
-    return Traffic(sent, received, others, others, 1, widest)
+    busiest = max(max(sum(sizes) - each, each * others) for each in sizes)
+    return Traffic(sent, received, others, others, 1, busiest)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Figures of a network, on which every worker has one link that carries both ways at once.
+    """Bandwidth and latency of a network in which every worker has one full-duplex link.
 
     Args:
-        bytes_per_s: of a link, each way.
-        latency_s: from sending a message to its receipt.
+        bytes_per_s: bandwidth of a link, each way.
+        latency_s: seconds from sending a message to its receipt.
 
     Raises:
         ValueError: a bandwidth that is not positive, or a negative latency.
@@ -105,21 +106,21 @@ class Network:
         return f"network: {speed}, latency {1e6 * self.latency_s:.3g} us"
 
     def busy_s(self, traffic: Traffic) -> float:
-        """Seconds in which a collective fills the link of whoever moves most."""
+        """Return the seconds for which a collective occupies the busiest link."""
         return traffic.busiest_link_bytes / self.bytes_per_s
 
     def delay_s(self, traffic: Traffic) -> float:
-        """Seconds in which nothing is sent, because what was sent has not arrived."""
+        """Return the seconds for which a collective waits for messages in flight."""
         return traffic.rounds * self.latency_s
 
 
 class EmulatedLink:
-    """A worker's link to an emulated network: no collective takes less time than it would there.
+    """A worker's link to an emulated network, on which no collective finishes earlier than it would on the real one.
 
-    What waits is the thread that makes the collective. Those of several threads share the link, in the order of their ends.
+    The calling thread sleeps. Collectives of several threads share the link in the order in which they finish.
 
     Args:
-        network: its figures; without any nothing waits.
+        network: emulated network; the default one never waits.
     """
 
     def __init__(self, network: Network) -> None:
@@ -129,7 +130,7 @@ class EmulatedLink:
 
     @contextmanager
     def throttled(self, traffic: Traffic) -> Iterator[None]:
-        """Let a block of code, in which a collective is made, take at least as long as that would."""
+        """Extend a block of code that runs a collective to the duration of that collective on the network."""
         began_s = time.perf_counter()
         yield
         with self._lock:

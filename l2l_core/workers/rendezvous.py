@@ -1,13 +1,11 @@
-"""Workers that were started together find one another, whoever was there before them.
+"""Rendezvous of workers started together, also when the store still holds entries of earlier workers.
 
-PyTorch connects workers by addresses that they leave in a store. torchrun's agent holds one and gives it to every round of
-workers that it starts; so after a restart there are addresses of dead workers in it, and who reads before another has
-written anew is refused the connection (seen with PyTorch 2.13; others: https://github.com/pytorch/pytorch/issues/167288).
-Nothing that torchrun tells workers says which round they are of. So each leaves a token of its own, and all that see the
-same tokens keep to a part of the store that is named by these.
+PyTorch connects workers by addresses in a store. torchrun's agent uses one store for every round of workers that it starts; after
+a restart it holds addresses of dead workers, and a worker that reads them before they are overwritten is refused the
+connection (seen with PyTorch 2.13; others: https://github.com/pytorch/pytorch/issues/167288). No variable of torchrun identifies
+the round. Each worker therefore writes a random token, and workers that read the same tokens use a prefix derived from them.
 
-Launchers of MPI programs say rank and count under names of their own, and nothing of where to meet. PyTorch does not read those
-names, so that each process would take itself for the only one.
+Launchers of MPI programs set rank and count under other names, which PyTorch does not read, and no address.
 """
 
 from __future__ import annotations
@@ -21,10 +19,8 @@ import torch.distributed as dist
 
 from l2l_core.workers.errors import WorkerLostError
 
-_POLL_S = 0.05  # how often one who waits for the others looks
-
-
-_LAUNCHER_VARIABLES = {  # rank and count of a process, by who started it
+_POLL_S = 0.05  # interval at which the store is polled
+_LAUNCHER_VARIABLES = {  # environment variables for rank and count, by launcher
     "torchrun, or a program that sets its names": ("RANK", "WORLD_SIZE"),
     "mpirun of Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     "mpiexec of Intel MPI or MPICH": ("PMI_RANK", "PMI_SIZE"),
@@ -32,44 +28,51 @@ _LAUNCHER_VARIABLES = {  # rank and count of a process, by who started it
 }
 
 
+def _launcher() -> tuple[str, tuple[str, str]] | None:
+    """Return the launcher of this process and its two variables, or None."""
+    return next((item for item in _LAUNCHER_VARIABLES.items() if all(name in os.environ for name in item[1])), None)
+
+
 def launcher_rank() -> tuple[int, int]:
-    """Say which of how many processes this one is, by what its launcher has told it: rank and count, 0 of 1 without one."""
-    said = next((names for names in _LAUNCHER_VARIABLES.values() if all(name in os.environ for name in names)), None)
-    return (0, 1) if said is None else (int(os.environ[said[0]]), int(os.environ[said[1]]))
+    """Return the rank of this process and the number of processes, from the launcher's variables; (0, 1) without one."""
+    launcher = _launcher()
+    return (0, 1) if launcher is None else (int(os.environ[launcher[1][0]]), int(os.environ[launcher[1][1]]))
 
 
 def init_process_group(rank: int, count: int, timeout_s: float) -> None:
-    """Make the default process group of the workers that a launcher has started together, on gloo.
+    """Initialise the default process group, on gloo, of the workers that a launcher has started together.
 
     Raises:
-        ValueError: the launcher did not say where they meet.
-        WorkerLostError: not all have come in so many seconds.
+        ValueError: the launcher has set no address.
+        WorkerLostError: not all workers have arrived within `timeout_s` seconds.
     """
-    lacks = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if lacks:
-        by = next(by for by, names in _LAUNCHER_VARIABLES.items() if all(name in os.environ for name in names))
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        launcher = _launcher()
+        assert launcher is not None  # `count` is from its variables
         raise ValueError(
-            f"{' and '.join(lacks)} not set: this is process {rank} of {count} started by {by}, which does not say where they "
-            "are to meet. Set both for all of them, as in mpirun -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=29500, with the address "
-            "of process 0 if there are several machines; or make the process group yourself; or train alone with workers=None"
+            f"{' and '.join(missing)} not set: this is process {rank} of {count} started by {launcher[0]}, which does not set "
+            "the address of process 0. Set both for all processes, as in mpirun -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=29500, "
+            "with the address of process 0 if there are several machines; or make the process group yourself; or train alone "
+            "with workers=None"
         )
     store, rank, count = next(iter(dist.rendezvous("env://", rank=rank, world_size=count)))
     dist.init_process_group("gloo", store=round_store(store, rank, count, timeout_s), rank=rank, world_size=count)
 
 
 def round_store(store: dist.Store, rank: int, count: int, timeout_s: float) -> dist.Store:
-    """Give the part of a store that this worker and those that came with it have for themselves.
+    """Return a part of the store that only the workers of this round use.
 
-    A worker says that it is here under the name of a round only if its own token is in that name. So once all have said it,
-    all have the same name, and none is of another round.
+    A worker registers under the name of a round only if that name was derived from its token. Once all have registered, all
+    use the same name, and none belongs to another round.
 
     Raises:
-        WorkerLostError: not all have come in so many seconds.
+        WorkerLostError: not all workers have arrived within `timeout_s` seconds.
     """
     token, keys = secrets.token_hex(8), [f"l2l/token/{other} of {count}" for other in range(count)]
     until_s = time.monotonic() + timeout_s
     while time.monotonic() < until_s:
-        store.set(keys[rank], token)  # again and again: a worker of a round before may not have ended yet
+        store.set(keys[rank], token)  # repeated: a worker of an earlier round may still be writing
         if store.check(keys):
             tokens = b" ".join(store.get(key) for key in keys)
             name = f"l2l/round/{hashlib.sha256(tokens).hexdigest()}"
@@ -79,6 +82,6 @@ def round_store(store: dist.Store, rank: int, count: int, timeout_s: float) -> d
                 return dist.PrefixStore(name, store)
         time.sleep(_POLL_S)
     raise WorkerLostError(
-        f"worker {rank} waited {timeout_s:g} s for the other {count - 1} that were to start with it: see what became of them. "
-        "Workers(timeout_s=...) waits longer"
+        f"worker {rank} waited {timeout_s:g} s for the other {count - 1} workers of the launch: check their logs. "
+        "Workers(timeout_s=...) sets a longer limit"
     )

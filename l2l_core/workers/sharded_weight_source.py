@@ -1,8 +1,7 @@
-"""Where weights are that several workers hold parts of: a load copies from a buffer into which these were gathered.
+"""Weight source of a sharded model: gathers a block from all workers into a host buffer, from which the load copies.
 
-A gather takes time on the network, so it begins a visit before the load does, on a thread and a channel of its own. Weights
-travel in the type in which the device will have them. Besides its part of the layers a worker holds buffers for those whole
-layers that are on their way: some ``ahead + 2``, whatever the depth.
+Gathers run ahead of loads, on a separate channel and thread, and send weights in the type that the device uses. Besides its
+shards a worker holds buffers for about ``ahead + 2`` whole layers, independent of the depth of the model.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ import torch
 from l2l_core.devices import Device, Ledger, Ticket
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.trace import Trace
-from l2l_core.workers.seen import record_collective
+from l2l_core.workers.channel import record_collective
 from l2l_core.workers.worker_group import WorkerGroup
 
 _BufferKey = tuple[int, torch.dtype]
 
 
 class ShardedWeightSource:
-    """Lends blocks that it gathers from all workers.
+    """Weight source that gathers blocks from all workers.
 
-    Invariant: gathers are begun in the order of `expect` and `lend`, which is the same for all workers.
+    Invariant: gathers start in the order of `prefetch` and `acquire` calls, which is the same on all workers.
 
     Args:
-        device: where the loads go, and what makes host memory that they reach at full speed.
-        host: gets the bytes of buffers booked.
-        crew: the workers.
+        device: target of the loads; allocates host memory suited to them.
+        host: ledger for the bytes of the buffers.
+        group: the workers.
     """
 
     def __init__(self, device: Device, host: Ledger, group: WorkerGroup) -> None:
@@ -44,7 +43,7 @@ class ShardedWeightSource:
     def begin(self, units: Sequence[Unit], dtype: torch.dtype, trace: Trace) -> None:
         self.end()
         self._dtype, self._trace = dtype, trace
-        for free in self._free.values():  # loads of the pass before are over, and hold on to their slots
+        for free in self._free.values():  # the loads of the last pass are complete: release their slots
             free.extend([(free.popleft()[0], None) for _ in range(len(free))])
 
     def prefetch(self, units: Sequence[Unit]) -> None:
@@ -56,8 +55,8 @@ class ShardedWeightSource:
                 self._gathers[block] = self._start(block)
 
     def acquire(self, block: Block) -> torch.Tensor:
-        coming = self._gathers.pop(block, None) or self._start(block)
-        buffer = coming.result()
+        gather = self._gathers.pop(block, None) or self._start(block)
+        buffer = gather.result()
         self._acquired[block].append(buffer)
         return buffer[: block.layout.numel]
 
@@ -65,9 +64,9 @@ class ShardedWeightSource:
         self._return_buffer(self._acquired[block].pop(0), load)
 
     def end(self) -> None:
-        coming, self._gathers = self._gathers, {}
-        for each in coming.values():
-            self._discard(each)
+        gathers, self._gathers = self._gathers, {}
+        for gather in gathers.values():
+            self._discard(gather)
 
     def close(self) -> None:
         self.end()
@@ -78,20 +77,20 @@ class ShardedWeightSource:
         return self._group.thread.submit(self._gather, block, buffer)
 
     def _gather(self, block: Block, buffer: torch.Tensor) -> torch.Tensor:
-        met = self._group.gathers.handshake(f"load {block.key}")
+        handshake = self._group.gathers.handshake(f"load {block.key}")
         self._group.gather_weights(self._group.gathers, block, buffer)
-        others = buffer.numel() - self._group.shard_layout(block).shard_numel(self._group.rank)
-        record_collective(self._trace, "gather", "gather", block.key, met, others * buffer.itemsize)
+        received = buffer.numel() - self._group.shard_layout(block).shard_numel(self._group.rank)
+        record_collective(self._trace, "gather", "gather", block.key, handshake, received * buffer.itemsize)
         return buffer
 
-    def _discard(self, coming: Future[torch.Tensor]) -> None:
-        if coming.exception() is None:  # who wanted it has had its error, or will have it elsewhere
-            self._return_buffer(coming.result())
+    def _discard(self, gather: Future[torch.Tensor]) -> None:
+        if gather.exception() is None:  # an error is raised by another call
+            self._return_buffer(gather.result())
 
     def _buffer(self, numel: int) -> torch.Tensor:
         free = self._free[numel, self._dtype]
         if free:
-            buffer, load = free.popleft()  # whose load was over longest ago
+            buffer, load = free.popleft()  # the one with the oldest load
             if load is not None:
                 load.abandon()
             return buffer

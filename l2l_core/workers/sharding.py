@@ -1,7 +1,7 @@
-"""Blocks and optimizer state in parts, one on each worker, and whole again.
+"""Division of blocks and their optimizer state between workers, and its reversal.
 
-State follows weights: a tensor of a parameter's shape is cut where the parameter is, and everything else (a count of steps)
-is kept by whoever holds a part of it.
+A state tensor of a parameter's shape is divided like the parameter; other state (a step count) is kept by every worker that holds
+a part of the parameter.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from l2l_core.eps import Masters, OptimizerEntry
 from l2l_core.eps.blocks import Block, Layout, Piece, Unit, assemble_new, is_absent
 from l2l_core.workers.worker_group import WorkerGroup
 
-MaybeParamState = Mapping[str, Any] | None  # what an optimizer knows of a parameter
-_StateMapping = MutableMapping[nn.Parameter, dict[str, Any]]
+MaybeParamState = Mapping[str, Any] | None  # optimizer state of a parameter
+_StateMapping = MutableMapping[Any, dict[str, Any]]  # keys: parameters
 
 
 class Sharding:
-    """Cuts what the EPS holds, and puts it together.
+    """Shards the blocks of an EPS, and makes them whole again.
 
     Args:
-        crew: the workers.
+        group: the workers.
         masters: blocks and optimizer.
-        host: gets the bytes of masters booked.
-        empty: makes a float32 host buffer of so many elements.
+        host: ledger for the bytes of the masters.
+        empty: allocates a float32 host buffer with the given number of elements.
     """
 
     def __init__(
@@ -39,61 +39,58 @@ class Sharding:
         self._group, self._masters, self._host, self._empty = group, masters, host, empty
 
     def broadcast_weights(self) -> None:
-        """Let all workers have the weights that worker 0 has; blocks are whole."""
+        """Copy the weights of worker 0, whose blocks are whole, to all workers."""
         for block in self._masters.blocks:
             self._group.control.handshake(f"take over {block.key}")
             self._group.control.broadcast(block.values, 0, f"take over {block.key}")
 
     def broadcast_buffers(self, units: Sequence[Unit]) -> None:
-        """Let all workers have the buffers that worker 0 has."""
-        held = [unit.buffers.copy() for unit in units]
-        first = self._group.control.all_gather_object(held if self._group.rank == 0 else None, "take over buffers")[0]
+        """Copy the buffers of worker 0 to all workers."""
+        own = [unit.buffers.copy() for unit in units] if self._group.rank == 0 else None
+        first = self._group.control.all_gather_object(own, "take over buffers")[0]
         for unit, values in zip(units, first, strict=True):
             unit.buffers.restore(values)
 
     def shard(self) -> None:
-        """Keep this worker's part of every block that is whole, and of its state."""
-        rank = self._group.rank
+        """Reduce every whole block and its state to this worker's shard."""
+        rank, state = self._group.rank, self._masters.optimizer.state
         for block in [block for block in self._masters.blocks if block.local_layout is None]:
-            cut, params, state = (
-                self._group.shard_layout(block),
-                self._masters.params_of(block),
-                self._masters.optimizer.state,
-            )
-            part, start, stop = cut.shard(rank), cut.edges[rank], cut.edges[rank + 1]
-            mine = self._empty(cut.shard_numel(rank)).zero_()
-            mine[: stop - start].copy_(block.values[start:stop])
+            layout, params = self._group.shard_layout(block), self._masters.params_of(block)
+            part, start, stop = layout.shard(rank), layout.edges[rank], layout.edges[rank + 1]
+            shard = self._empty(layout.shard_numel(rank)).zero_()
+            shard[: stop - start].copy_(block.values[start:stop])
             pieces = zip(block.layout.pieces, _states_of(params, state), part.pieces, strict=True)
-            known = [_reshard_state([(whole, known)], whole, held) for whole, known, held in pieces]
+            states = [_reshard_state([(whole, old)], whole, piece) for whole, old, piece in pieces]
             with self._rebooked(block):
-                _set_block(block, part, mine, params, state, known)
+                _set_block(block, part, shard, params, state, states)
         self._masters.book_state()
 
     def unshard(self) -> None:
-        """Make every block and its state whole, on all workers."""
+        """Make every block and its state whole on all workers."""
         for block in [block for block in self._masters.blocks if block.local_layout is not None]:
             with self._rebooked(block):
                 self._unshard_block(block, self._masters.params_of(block), self._masters.optimizer.state)
         self._masters.book_state()
 
     def unshard_detached(self, detached: Mapping[Block, OptimizerEntry]) -> None:
-        """Make blocks whole, on all workers, that no layer of a stack has: so edits find them."""
-        for block, side in detached.items():
+        """Make the blocks of detached layers whole on all workers, as edits need them."""
+        for block, entry in detached.items():
             if block.local_layout is not None:
-                self._unshard_block(block, side.masters, side.state)
+                self._unshard_block(block, entry.masters, entry.state)
 
     def _unshard_block(self, block: Block, params: Sequence[nn.Parameter], state: _StateMapping) -> None:
-        cut = self._group.shard_layout(block)
-        every = self._empty(cut.numel)
-        self._group.control.handshake(f"gather {block.key}")
-        self._group.gather_weights(self._group.control, block, every)
-        parts = [cut.shard(rank) for rank in range(self._group.count)]
-        known = self._group.control.all_gather_object(_states_of(params, state), f"gather what is known of {block.key}")
-        _set_block(block, None, every[: block.layout.numel], params, state, _merge_states(known, block.layout, parts))
+        layout, control = self._group.shard_layout(block), self._group.control
+        values = self._empty(layout.numel)
+        control.handshake(f"gather {block.key}")
+        self._group.gather_weights(control, block, values)
+        parts = [layout.shard(rank) for rank in range(self._group.count)]
+        states = control.all_gather_object(_states_of(params, state), f"gather the optimizer state of {block.key}")
+        merged = _merge_states(states, block.layout, parts)
+        _set_block(block, None, values[: block.layout.numel], params, state, merged)
 
     @contextmanager
     def _rebooked(self, block: Block) -> Iterator[None]:
-        """Book what a block has after the code in here, in place of what it had."""
+        """Replace the booked bytes of a block after the code in this context has changed it."""
         before = block.nbytes
         yield
         self._host.release("weights", block.key, before)
@@ -101,7 +98,7 @@ class Sharding:
 
 
 def _states_of(params: Sequence[nn.Parameter], state: _StateMapping) -> list[MaybeParamState]:
-    return [state[param] if param in state else None for param in params]
+    return [state.get(param) for param in params]
 
 
 def _set_block(
@@ -110,37 +107,37 @@ def _set_block(
     master: torch.Tensor,
     params: Sequence[nn.Parameter],
     state: _StateMapping,
-    known: Sequence[MaybeParamState],
+    states: Sequence[MaybeParamState],
 ) -> None:
-    """Let a block hold another part of it, or all, and the optimizer know this of it."""
+    """Replace the master, the layout and the optimizer state of a block."""
     block.set_local_master(local_layout, master, params)
-    for param, each in zip(params, known, strict=True):
+    for param, param_state in zip(params, states, strict=True):
         state.pop(param, None)
-        if each is not None:
-            state[param] = dict(each)
+        if param_state is not None:
+            state[param] = dict(param_state)
 
 
 def _merge_states(
-    every: Sequence[Sequence[MaybeParamState]], layout: Layout, parts: Sequence[Layout]
+    states: Sequence[Sequence[MaybeParamState]], layout: Layout, parts: Sequence[Layout]
 ) -> list[MaybeParamState]:
-    """Put together what each worker knows of its parts of a block's parameters."""
+    """Combine the workers' states of the parts of a block's parameters."""
     return [
-        _reshard_state([(part.pieces[i], known[i]) for part, known in zip(parts, every, strict=True)], whole, whole)
+        _reshard_state([(part.pieces[i], own[i]) for part, own in zip(parts, states, strict=True)], whole, whole)
         for i, whole in enumerate(layout.pieces)
     ]
 
 
-def _reshard_state(held: Sequence[tuple[Piece, MaybeParamState]], whole: Piece, wanted: Piece) -> MaybeParamState:
-    """Say of a piece of a parameter what others know of their pieces of it."""
-    sources = [(piece, known) for piece, known in held if known is not None]
+def _reshard_state(old: Sequence[tuple[Piece, MaybeParamState]], whole: Piece, wanted: Piece) -> MaybeParamState:
+    """Return the state of one piece of a parameter, from the states of other pieces."""
+    sources = [(piece, state) for piece, state in old if state is not None]
     if not sources or is_absent(wanted, whole):
         return None
     if sources[0][0].size == wanted.size == whole.size:
         return sources[0][1]
     pieces = [piece for piece, _ in sources]
 
-    def of(*leaves: Any) -> Any:
-        follows = all(isinstance(x, torch.Tensor) and x.shape == p.size for x, p in zip(leaves, pieces, strict=True))
-        return assemble_new(wanted, whole, zip(pieces, leaves, strict=True)) if follows else leaves[0]
+    def assemble(*leaves: Any) -> Any:
+        shaped = all(isinstance(x, torch.Tensor) and x.shape == p.size for x, p in zip(leaves, pieces, strict=True))
+        return assemble_new(wanted, whole, zip(pieces, leaves, strict=True)) if shaped else leaves[0]
 
-    return pytree.tree_map(of, *(known for _, known in sources))
+    return pytree.tree_map(assemble, *(state for _, state in sources))

@@ -1,4 +1,4 @@
-"""The workers as one of them sees them: who they are, what they agree on, and how a step that fails on one fails on all."""
+"""One worker's connection to the others: joint operations, agreement on failures, and gathers of blocks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -25,19 +26,19 @@ from l2l_core.workers.shard_layout import ShardLayout
 
 T = TypeVar("T")
 
-_CLOSE_TIMEOUT_S = 30.0  # how long a worker that closes waits for the others
+_CLOSE_TIMEOUT_S = 30.0  # time for which a closing worker waits for the others
 
 
 class WorkerGroup:
-    """One worker's view of all of them. Three channels: `control` for the thread that trains, `gathers`, `reduces`.
+    """The workers of a relay, connected by three channels: `control` for the training thread, `gathers` and `reduces`.
 
-    Invariant: between two verbs of the relay all workers have had the same collectives, unless one is lost.
+    Invariant: between two calls of the relay all workers have issued the same collectives, unless one is lost.
 
     Args:
-        group: the workers, in the order of their ranks.
-        timeout_s: how long to wait for another one at most, in seconds.
-        made_group: whether `close` ends the process group too.
-        network: that is emulated.
+        group: process group of the workers.
+        timeout_s: limit for a wait, in seconds.
+        made_group: destroy the process group in `close`.
+        network: emulated network.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, made_group: bool, network: Network) -> None:
@@ -47,42 +48,42 @@ class WorkerGroup:
         self._is_world = len(ranks) == dist.get_world_size()
         self._monitor, self._made_group = HealthMonitor(self.rank, self.count, timeout_s, store, network), made_group
         self.control, self.gathers, self.reduces = (self._channel(ranks) for _ in range(3))
-        # A name that no connection had before: the store may be of an earlier round, with word of a worker lost in that
-        said = self.control.all_gather_object((secrets.token_hex(8), self._monitor.holds_store()), "agree on a name")
-        self._monitor.configure(said[0][0], next((rank for rank, (_, holds) in enumerate(said) if holds), None))
+        # A new name: the store may hold the report of a worker lost in an earlier round
+        offers = self.control.all_gather_object((secrets.token_hex(8), self._monitor.holds_store()), "agree on a name")
+        self._monitor.configure(offers[0][0], next((rank for rank, (_, holds) in enumerate(offers) if holds), None))
         self.thread, self._failure_thread = serial_executor("gather"), serial_executor("end")
         self.elementwise, self._closed = True, False
-        self._announcements: list[Future[None]] = []  # where a failure is being told
-        self._announced = [False, False]  # whether it is, on `gathers` and `reduces`
-        self._updated: list[str] | None = None  # what all said that they had updated, once it was told
-        self._last_handshake: Handshake | None = None  # where what is done together began
+        self._announcements: list[Future[None]] = []  # reports of a failure, in progress
+        self._announced = [False, False]  # whether a report has begun, on `gathers` and `reduces`
+        self._updated: list[str] | None = None  # keys updated on any worker, once a failure is agreed on
+        self._last_handshake: Handshake | None = None  # at the start of the present joint operation
 
     def _channel(self, ranks: list[int]) -> Channel:
-        # With gloo whatever the group's own backend is: masters and gradients are on the host
-        if self._is_world:
-            return Channel(self._monitor, dist.new_group(ranks, backend="gloo"))
-        return Channel(self._monitor, dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+        # Always gloo: masters and gradients are on the host
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=not self._is_world)
+        assert isinstance(group, dist.ProcessGroup)
+        return Channel(self._monitor, group)
 
     @property
     def lost(self) -> WorkerLostError | None:
-        """The error that tells of a lost worker, if there is one."""
+        """The error of a lost worker, or None."""
         return self._monitor.lost
 
-    # -- together ------------------------------------------------------------------------------------------------------
+    # -- joint operations ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def synchronized(
         self, what: str, facts: Callable[[], Mapping[str, str]], timeout_s: float | None = None
     ) -> Iterator[None]:
-        """Do something with all workers: what fails in the block on one of them raises on all.
+        """Run a block of code on all workers; an error in it on one of them raises on all.
 
         Args:
-            what: in words.
-            facts: gives what must be the same for all, by name; may fail.
-            timeout_s: how long to wait for the others to begin; default that of the line.
+            what: the operation, as a verb phrase.
+            facts: returns the values that must be equal on all workers, by name; may raise.
+            timeout_s: limit for the wait at the start, in seconds; default that of the monitor.
 
         Raises:
-            WorkerError: a worker does something else, differs in a fact, has failed or is lost.
+            WorkerError: a worker runs another operation, differs in a fact, has failed or is lost.
         """
         for channel in (self.control, self.gathers, self.reduces):
             channel.reset()
@@ -96,128 +97,126 @@ class WorkerGroup:
             raise
 
     def announce_failure(self, error: BaseException) -> None:
-        """Begin to tell the others of a failure: those who wait for a load from here must not, while updates are undone."""
+        """Report a failure on `gathers` in the background, so that no worker waits for a gather while updates are undone."""
         if not self._announced[0]:
             self._announced[0] = True
             self._announcements.append(self.thread.submit(self.gathers.announce_failure, cause_of(error)))
 
     def stop_reducing(self, error: BaseException) -> None:
-        """Begin to tell the others that no gradient will come any more; nobody here makes use of `reduces` in this step."""
+        """Report a failure on `reduces` in the background; this worker no longer uses that channel in this step."""
         if not self._announced[1]:
             self._announced[1] = True
-            # Not on the thread that asks for it: the others may come to hear of it only when that has come to another channel
+            # On another thread: the others may reach `reduces` only after the calling thread has reached another channel
             self._announcements.append(self._failure_thread.submit(self.reduces.announce_failure, cause_of(error)))
 
     def agree_on_failure(self, error: BaseException, updated: Sequence[str]) -> list[str]:
-        """Tell the others of a failure; nothing of this worker is under way any more.
+        """Report a failure to the others, once no operation of this worker is in progress.
 
         Args:
-            error: what has failed here.
-            updated: keys of what holds new weights here all the same.
+            error: the failure of this worker.
+            updated: keys of the layers that keep new weights on this worker.
 
         Returns:
-            The keys of what holds new weights on any worker.
+            Keys of the layers that keep new weights on any worker.
         """
-        if self._updated is not None:  # told by whoever was nearer to the failure
+        if self._updated is not None:  # an inner call has reported it
             return self._updated
         self.announce_failure(error)
         self.stop_reducing(error)
         self._updated = list(updated)
         with suppress(WorkerLostError):
             self.control.announce_failure(cause_of(error))
-            said = self.control.all_gather_unchecked(list(updated), "say what is updated")
-            self._updated = list(dict.fromkeys(key for keys in said for key in keys))
-        for end in self._announcements:
-            end.exception()
+            by_worker = self.control.all_gather_unchecked(list(updated), "report updated layers")
+            self._updated = list(dict.fromkeys(key for keys in by_worker for key in keys))
+        for announcement in self._announcements:
+            announcement.exception()
         return self._updated
 
     def sign_trace(self, trace: Trace) -> Trace:
-        """Say in the trace of what is being done together whose it is, and who had to be waited for."""
-        assert self._last_handshake is not None, "a trace of something that has not begun"
+        """Add this worker, and the wait at the start of the joint operation, to a trace; return the trace."""
+        handshake = self._last_handshake
+        assert handshake is not None, "called outside of `synchronized`"
         began_s = self._monitor.clock.from_local(trace.began_s)
-        trace.worker = WorkerInfo(
-            self.rank, self.count, began_s, self._last_handshake.waited_s, self._last_handshake.last
-        )
+        trace.worker = WorkerInfo(self.rank, self.count, began_s, handshake.waited_s, handshake.last)
         return trace
 
-    def gather_items(self, mine: Sequence[T], what: str = "put losses together") -> list[T]:
-        """Put everybody's items side by side, worker 0's first; `what` it is for, in words."""
-        return [item for items in self.control.all_gather_object(list(mine), what) for item in items]
+    def gather_items(self, items: Sequence[T], what: str = "gather losses") -> list[T]:
+        """Concatenate the items of all workers, worker 0 first; `what` is the purpose, for messages."""
+        return [item for own in self.control.all_gather_object(list(items), what) for item in own]
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
     def shard_layout(self, block: Block) -> ShardLayout:
-        """Say who holds what of a block."""
+        """Return the ranges of a block that the workers hold."""
         return ShardLayout.of(block.layout, self.count, self.elementwise)
 
     def gather_weights(self, channel: Channel, block: Block, output: torch.Tensor) -> None:
-        """Gather a block into `every`, (numel of its cut,), in the type of that."""
-        cut, mine = self.shard_layout(block), block.values.to(output.dtype)
-        if cut.uniform_numel:
-            channel.all_gather(output, mine, f"load {block.key}")
+        """Gather a block into `output`, (numel of its shard layout,), in the type of `output`."""
+        layout, shard = self.shard_layout(block), block.values.to(output.dtype)
+        if layout.uniform_numel:
+            channel.all_gather(output, shard, f"load {block.key}")
         else:
-            self.gather_ranges(channel, output, cut.edges, mine, f"load {block.key}")
+            self.gather_ranges(channel, output, layout.edges, shard, f"load {block.key}")
 
     def gather_ranges(
         self, channel: Channel, output: torch.Tensor, edges: Sequence[int], shard: torch.Tensor, what: str
     ) -> None:
-        """Gather ranges of unlike sizes: `every` from ``edges[r]`` to ``edges[r + 1]`` is worker r's `mine`."""
-        for rank, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
+        """Gather ranges of different sizes: `output` from ``edges[r]`` to ``edges[r + 1]`` is the shard of worker r."""
+        for rank, (start, stop) in enumerate(pairwise(edges)):
             if start < stop:
                 if rank == self.rank:
                     output[start:stop].copy_(shard[: stop - start])
                 channel.broadcast(output[start:stop], rank, what)
 
-    # -- what batches have in common -----------------------------------------------------------------------------------
+    # -- batches -----------------------------------------------------------------------------------
 
     def gather_counts(self, counts: Mapping[str, list[int] | None]) -> dict[str, list[int] | None]:
-        """Put together what micro-batches count for, by candidate: those of worker 0 first; see `batches/loss_normaliser.py`."""
-        said = self.control.all_gather_object(dict(counts), "weigh micro-batches")
-        unlike = [rank for rank, each in enumerate(said) if each.keys() != said[0].keys()]
+        """Concatenate the counts of all workers' micro-batches by candidate, worker 0 first; see `batches/loss_normaliser.py`."""
+        by_worker = self.control.all_gather_object(dict(counts), "weigh micro-batches")
+        unlike = [rank for rank, other in enumerate(by_worker) if other.keys() != by_worker[0].keys()]
         if unlike:
             raise WorkerError(f"the batches of worker 0 and {unlike} differ in their structure", unlike)
-        return {name: None if own is None else [n for each in said for n in each[name]] for name, own in counts.items()}
+        return {
+            name: None if own is None else [count for other in by_worker for count in other[name]]
+            for name, own in counts.items()
+        }
 
     def gather_rows(self, rows: BatchRows) -> Iterator[BatchRows]:
-        """Give rows that all workers look at together to find out what a loss is a mean over: one worker's after another's."""
+        """Yield the rows of each worker in turn, from which all workers determine the normaliser of the loss."""
         for rank in range(self.count):
             batch: Any = rows.batch if self.rank == rank else None
-            yield BatchRows(self.control.all_gather_object(batch, "look at rows")[rank])
+            yield BatchRows(self.control.all_gather_object(batch, "compare rows")[rank])
 
     def select_own(self, every: Sequence[T]) -> list[T]:
-        """Choose this worker's own of something that there is for the micro-batches of all, as many for each."""
+        """Return this worker's entries of a sequence with one entry per micro-batch of the whole batch."""
         count = len(every) // self.count
         return list(every[self.rank * count : (self.rank + 1) * count])
 
     def first_micro_batch(self, count: int) -> int:
-        """Give the number, in the whole batch, of this worker's first micro-batch, where each worker has so many."""
+        """Return the index of this worker's first micro-batch in the whole batch, with `count` micro-batches per worker."""
         return self.rank * count
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def leave(self, finish: Callable[[], None]) -> bool:
-        """Take leave of the other workers; whether they all came.
-
-        Args:
-            finish: what to do together before that.
-        """
+        """Run `finish` jointly and wait until every worker has done so; return False if a worker did not take part."""
         try:
             with self.synchronized("close", dict, _CLOSE_TIMEOUT_S):
                 finish()
-                self.control.handshake("leave")  # nobody pulls down a connection that another one still reads from
+                self.control.handshake("leave")  # no connection closes while another worker still reads from it
         except WorkerError:
             return False
         return True
 
     def close(self) -> None:
-        """Join threads and give process groups up; calling it twice is fine."""
+        """Join threads and destroy process groups; a second call has no effect."""
         if self._closed:
             return
         self._closed = True
         self.thread.shutdown(wait=True)
         self._failure_thread.shutdown(wait=True)
-        # Groups of some processes are named by their members alone, and the next one of a name that is free again would look for
-        # connections of the one before: they end with the default group
+        # Groups of some processes are named after their members alone, and a new group of the same name would use connections
+        # of the old one: they are destroyed with the default group
         for channel in (self.control, self.gathers, self.reduces) if self._is_world else ():
             channel.close()
         if self._made_group:

@@ -1,4 +1,4 @@
-"""What a user says of workers: with whom to train, what is sent, how long to wait."""
+"""User settings for training with several workers."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ BufferMode = Literal["same", "own"]
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """Says with whom a relay trains, and how their gradients are added up.
+    """Process group of a relay, and the way in which its workers combine gradients.
 
     Args:
-        group: a process group; or "auto": the default one of `torch.distributed`, which is made if there is none yet and a
-            launcher (torchrun, mpirun) has started several processes, and ended by `Relay.close` in that case. Without either a
-            relay is alone.
-        reduce: "sum" adds up each worker's gradients first and sends the sum. "ordered" sends the gradient of every
-            micro-batch, and adds in the order of one worker with all micro-batches: to the bit what that one would have, for as
-            many times the bytes as there are micro-batches.
-        wire: type in which gradients are sent. "bf16" halves the bytes; each worker's own, and the sums, stay float32.
-        buffers: "same" refuses models whose forward changes buffers (BatchNorm). "own" lets each worker have its own of its own
-            rows, as DDP does with ``broadcast_buffers=False``; a save has worker 0's.
-        timeout_s: how long to wait for another worker before it counts as lost, in seconds. It must be longer than the longest
-            visit of a layer, and than a worker may be late at a step or in writing its part of a save.
-        network: an emulated one, the same for all: nothing that workers send comes sooner than it would there. Of one without
-            figures there is nothing to see.
+        group: a process group; or "auto", the default group of `torch.distributed`. If that does not exist and a launcher
+            (torchrun, mpirun) has started several processes, it is made, and destroyed by `Relay.close`; otherwise the relay
+            trains alone.
+        reduce: "sum" adds up the gradients of each worker before sending the sum. "ordered" sends the gradient of every
+            micro-batch, so that the sum equals that of one worker with all micro-batches to the bit; the bytes sent are
+            multiplied by the number of micro-batches.
+        wire: type in which gradients are sent. "bf16" halves the bytes; a worker's own gradient and the sums stay float32.
+        buffers: "same" refuses models whose forward changes buffers (BatchNorm). "own" gives each worker separate buffers, as
+            DDP does with ``broadcast_buffers=False``; a save contains those of worker 0.
+        timeout_s: seconds after which a worker that does not respond counts as lost. It must exceed the longest visit of a
+            layer, and the longest delay of a worker at a step or a save.
+        network: emulated network, the same for all workers: no message arrives earlier than it would there. The default
+            delays nothing.
 
     Raises:
         ValueError: a value out of range.
@@ -58,10 +58,10 @@ class Workers:
 
 
 def resolve_workers(workers: Any) -> Workers:
-    """Return the settings that a process group, or "auto", stands for.
+    """Return the settings for a process group or "auto".
 
     Raises:
-        TypeError: it is neither, nor settings.
+        TypeError: another type of value.
     """
     if isinstance(workers, Workers):
         return workers
