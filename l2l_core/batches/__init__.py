@@ -1,4 +1,4 @@
-"""The user's batch: rows, micro-batches cut along them, and what the loss is a mean over.
+"""The user's batch: rows, micro-batches, and divisors that make the step's loss the mean over the batch.
 
 May import `model`.
 Begin reading at `batch.py`, `loss_normaliser.py`.

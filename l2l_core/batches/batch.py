@@ -1,17 +1,18 @@
-"""A batch along its rows: how many there are, and the same batch with fewer of them.
+"""Rows of a batch: counting them and cutting the batch along them.
 
-What has rows:
+These have rows:
 
-- tensors and NumPy arrays, along dim 0. One with a single row beside others with more (a shared ``position_ids``, say) goes to
-  every micro-batch whole, and so do scalars and other values;
-- lists and tuples of as many items as the batch has rows: one item per row, whatever the items are. That decides too
-  where the number is the same by chance: a list that is none of rows (an image's height and width) belongs into a tensor with
-  one row, a namedtuple, a dict or a ``torch.Size``. Where each item is made of tensors with as many rows again, both readings
-  fit, and the batch is refused;
-- any other list or tuple is a container, and so are mappings, namedtuples and dataclasses; they keep their types.
+- tensors and NumPy arrays, along dim 0. If the batch has more rows, one with a single row (such as shared ``position_ids``) is
+  given to every micro-batch whole, as are scalars and other values;
+- lists and tuples with as many items as the batch has rows: one item per row, for items of any type. That holds even if the
+  numbers are equal by chance: put a list that has no rows (an image's height and width) into a tensor with one row, a
+  namedtuple, a dict or a ``torch.Size``. If each item consists of tensors with as many rows again, both readings fit, and the
+  batch is refused.
 
-The number of rows is what tensors and arrays outside of lists say, and where there are none, the lists. Where they disagree (the
-nodes and the edges of one graph) the batch is one sample, which nobody can cut.
+Other lists and tuples, mappings, namedtuples and dataclasses are containers; they keep their types.
+
+Tensors and arrays outside of lists define the number of rows; without them, the lists do. If they disagree (the nodes and the
+edges of one graph), the batch is one sample and cannot be cut.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from l2l_core.batches.row_count import AmbiguousRowsError, NoRowsError, count_ro
 from l2l_core.model import refuse_hidden_tensors
 
 Batch = Mapping[str, Any] | Sequence[Any] | Any  # a dataclass too
-RowChoice = slice | list[int]  # a choice of rows
+RowChoice = slice | list[int]
 PartChange = Callable[[str, Any, int], Any]
 
 
@@ -36,8 +37,8 @@ class BatchRows:
     """The rows of a batch.
 
     Raises:
-        TypeError: the batch is no mapping, sequence or dataclass.
-        ValueError: it is empty.
+        TypeError: the batch is not a mapping, sequence or dataclass.
+        ValueError: the batch is empty.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -54,39 +55,39 @@ class BatchRows:
             self.count, self._no_rows_error = 1, error
 
     def split(self, micro_batches: int) -> list[Any]:
-        """Cut the batch into so many parts, of the sizes of `sizes`.
+        """Cut the batch into `micro_batches` parts with `sizes` rows.
 
         Raises:
-            ValueError: there are fewer rows than micro-batches, tensors disagree on them, or something fits both readings.
-            TypeError: something holds rows and cannot be cut, or would be used up by the first micro-batch.
+            ValueError: fewer rows than micro-batches, tensors that disagree on the rows, or an ambiguous list.
+            TypeError: a value with rows that cannot be cut, or an iterator that the first micro-batch would use up.
         """
         bounds = self._bounds(micro_batches)
         if micro_batches == 1:
-            return [map_leaves(self.batch, lambda leaf: leaf)]  # what cannot be cut need not be
+            return [map_leaves(self.batch, lambda leaf: leaf)]  # without the checks for cutting
         return self.select([slice(*each) for each in bounds])
 
     def sizes(self, micro_batches: int) -> list[int]:
-        """Count the rows of every micro-batch: equal, the last possibly smaller; or as nearly equal as that can be."""
+        """Return the rows of every micro-batch: equal except a smaller last one, or else as equal as possible."""
         return [stop - start for start, stop in self._bounds(micro_batches)]
 
     def first(self, count: int) -> Any:
-        """Take the first `count` rows, or all of them if there are fewer or nothing can be cut."""
+        """Return the batch with its first `count` rows, or the whole batch if it has fewer or cannot be cut."""
         try:
             return self.batch if count >= self.count else self.select([slice(0, count)])[0]
         except (AmbiguousRowsError, TypeError):
             return self.batch
 
     def select(self, choices: Sequence[RowChoice], change: PartChange | None = None) -> list[Any]:
-        """Make batches of choices of the rows, one for each; raises as `split` does.
+        """Return one batch for each choice of rows; raise as `split` does.
 
         Args:
-            choices: of rows.
-            change: ``(name, part, index of the choice) -> part``: what to put in the place of a part of a tensor.
+            choices: the rows of each new batch.
+            change: ``(name, part, index of the choice) -> part``: replaces the part cut from a tensor.
         """
         return _RowSelection(self.count, choices, change).select(self.batch, "batch", is_root=True)
 
     def columns(self) -> Iterator[tuple[str, Any]]:
-        """Go through whatever has one entry per row, with its name: tensors, arrays and lists."""
+        """Yield the name and value of all tensors, arrays and lists with one entry per row."""
         return _columns(self.batch, self.count, "batch", is_root=True)
 
     def _bounds(self, parts: int) -> list[tuple[int, int]]:
@@ -106,7 +107,7 @@ class BatchRows:
 
 
 def split(batch: Batch, micro_batches: int) -> list[Any]:
-    """Cut a batch into micro-batches; see `RowsOf`."""
+    """Cut a batch into micro-batches; see `BatchRows`."""
     return BatchRows(batch).split(micro_batches)
 
 
@@ -119,13 +120,13 @@ def num_rows(batch: Batch) -> int:
 
 
 class _RowSelection:
-    """Choices of rows out of a batch; `change` may exchange what was cut from a tensor, which it gets with name and choice."""
+    """Implementation of `BatchRows.select`."""
 
     def __init__(self, rows: int, choices: Sequence[RowChoice], change: PartChange | None) -> None:
         self._rows, self._choices, self._change = rows, choices, change
 
     def select(self, value: Any, where: str, is_root: bool = False) -> list[Any]:
-        """Cut `value`, once for every choice."""
+        """Return the part of `value` for every choice."""
         if has_rows(value):
             return self._select_tensor(value, where)
         if is_one_per_row(value, self._rows, where, is_root):
@@ -134,7 +135,7 @@ class _RowSelection:
         if opened is None:
             return self._select_leaf(value, where)
         parts = [self.select(part, where + name) for part, name in zip(opened.parts, opened.names, strict=True)]
-        # An object in which nothing was cut goes to all as it is: programs may rely on its identity.
+        # An object in which nothing was cut is shared: programs may rely on its identity.
         if not opened.is_plain and same_leaves([cut[0] for cut in parts], opened.parts):
             return self._replicate(value)
         return [opened.rebuild([part[k] for part in parts]) for k in range(len(self._choices))]
@@ -154,15 +155,15 @@ class _RowSelection:
         return cut if self._change is None else [self._change(where, part, k) for k, part in enumerate(cut)]
 
     def _select_leaf(self, value: Any, where: str) -> list[Any]:
-        """Give what is neither tensor nor container to every micro-batch whole, unless it has rows after all.
+        """Repeat a value that is neither tensor nor container for every choice, or cut it if it is a sequence of rows.
 
         Raises:
-            TypeError: it has rows, or holds tensors, that nobody here knows to cut; or it would be used up.
+            TypeError: the value has rows or tensors that cannot be cut, or is an iterator.
         """
         if isinstance(value, PackedSequence):
             raise TypeError(
-                f"{where} is a PackedSequence, which has no rows to cut: pass the padded tensor and the lengths, and pack them "
-                "in the model"
+                f"{where} is a PackedSequence, which cannot be cut along rows: pass the padded tensor and the lengths, and pack "
+                "them in the model"
             )
         if isinstance(value, Iterator):
             raise TypeError(
@@ -171,11 +172,11 @@ class _RowSelection:
         if _length(value) == self._rows > 1:
             if not isinstance(value, Sequence):
                 raise TypeError(
-                    f"{where} is a {type(value).__name__} of {self._rows} entries, as many as the batch has rows, and the relay "
-                    "does not know how to cut it: pass a tensor, an array or a list with one item per row"
+                    f"{where} is a {type(value).__name__} of {self._rows} entries, as many as the batch has rows, but it cannot "
+                    "be cut: pass a tensor, an array or a list with one item per row"
                 )
             return [value[c] if isinstance(c, slice) else _items(value, c) for c in self._choices]
-        if not isinstance(value, torch.Tensor):  # one without dimensions
+        if not isinstance(value, torch.Tensor):  # a tensor here has no dimensions
             refuse_hidden_tensors(value, where)
         return self._replicate(value)
 
@@ -185,7 +186,7 @@ def _items(value: Any, choice: RowChoice) -> list[Any]:
 
 
 def _length(value: Any) -> int | None:
-    """Count the entries of what may have one per row; text, sets and modules have none."""
+    """Return the number of entries that may be rows; None for text, sets, modules and values without a length."""
     if isinstance(value, torch.Tensor | nn.Module | type | str | bytes | torch.Size | Set) or not hasattr(
         value, "__len__"
     ):

@@ -1,8 +1,8 @@
-"""Containers as programs use them for batches: what they hold, and the same container around other things.
+"""Open containers in batches and rebuild them around other contents.
 
-PyTorch's pytrees know dicts, lists, tuples, namedtuples and what is registered with them (transformers' ``ModelOutput``).
-Here are known besides: other mappings (``UserDict``, ``BatchEncoding``), subclasses of dict, list and tuple, and dataclasses,
-frozen ones too. Of those a copy is made with other attributes; no code of theirs is asked to rebuild them.
+PyTorch's pytrees cover dicts, lists, tuples, namedtuples and registered classes (transformers' ``ModelOutput``). This module
+adds other mappings (``UserDict``, ``BatchEncoding``), subclasses of dict, list and tuple, and dataclasses, frozen ones too.
+They are rebuilt as a copy with other attributes, without calling their constructors.
 """
 
 from __future__ import annotations
@@ -25,27 +25,20 @@ _NOT_CONTAINERS = (torch.Tensor, nn.Module, type, str, bytes, torch.Size, Packed
 
 @dataclass(frozen=True, slots=True)
 class OpenedContainer:
-    """A container, one level deep.
-
-    Attributes:
-        parts: what it holds.
-        names: of the parts, as code would write them behind the container's own name.
-        rebuild: the same container around other parts.
-        is_plain: Python's own or known to pytrees; it has no identity that a program would rely on.
-    """
+    """A container, one level deep."""
 
     parts: list[Any]
-    names: list[str]
-    rebuild: Callable[[Sequence[Any]], Any]
-    is_plain: bool
+    names: list[str]  # suffixes of the parts' names, such as `["x"]` or `.x`
+    rebuild: Callable[[Sequence[Any]], Any]  # returns the same container around other parts
+    is_plain: bool  # a pytree node; programs do not rely on the identity of such a container
 
 
 def open_container(value: Any) -> OpenedContainer | None:
-    """Open a container, one level deep; None for everything else."""
+    """Open a container, one level deep; return None for other values."""
     if isinstance(value, _NOT_CONTAINERS):
         return None
-    mine = id(value)  # not the value itself: pytrees leave a cycle behind, which would keep it
-    parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: id(part) != mine)
+    value_id = id(value)  # not the value itself: pytrees leave a reference cycle, which would keep it alive
+    parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: id(part) != value_id)
     if not (len(parts) == 1 and parts[0] is value):
         return OpenedContainer(
             parts, _names(value, parts), lambda others: pytree.tree_unflatten(list(others), spec), True
@@ -61,14 +54,14 @@ def _open_object(value: Any) -> OpenedContainer:
     items = dict(value) if isinstance(value, dict) else {}
     held = _attributes(value)
     rebuild: Callable[[Sequence[Any]], Any] = partial(_replace_parts, value, list(items), list(held))
-    if isinstance(value, Mapping) and not items and not held:  # it keeps its entries where Python cannot look
+    if isinstance(value, Mapping) and not items and not held:  # its entries are not in attributes
         items, rebuild = dict(value), partial(_build_mapping, type(value), list(value))
     names = [f"[{key!r}]" for key in items] + ["" if name == "data" else f".{name}" for name in held]
     return OpenedContainer([*items.values(), *held.values()], names, rebuild, False)
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return own attributes, whether they live in a dictionary or in slots."""
+    """Return an object's attributes, from its dictionary and its slots."""
     slots = [field.name for field in fields(value)] if is_dataclass(value) else []
     held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     own = getattr(value, "__dict__", {})
@@ -76,10 +69,10 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _replace_parts(value: Any, keys: Sequence[Any], names: Sequence[str], parts: Sequence[Any]) -> Any:
-    """Copy `value` with other entries and attributes; frozen dataclasses do not ask."""
+    """Copy `value` with other entries and attributes."""
     other = copy.copy(value)
     for key, part in zip(keys, parts, strict=False):
-        dict.__setitem__(other, key, part)  # not `other[key] =`: a subclass may convert, or refuse
+        dict.__setitem__(other, key, part)  # not `other[key] =`: a subclass may convert or refuse values
     if getattr(value, "__dict__", None) is value:
         other.__dict__ = other
     own = getattr(other, "__dict__", {})
@@ -102,18 +95,18 @@ def _names(value: Any, parts: Sequence[Any]) -> list[str]:
 
 
 def is_sequence(value: Any) -> bool:
-    """Whether this is a list of things, as opposed to a record with a place for each (a namedtuple, a size)."""
+    """Return whether `value` is a list of items, as opposed to a record such as a namedtuple or a size."""
     if not isinstance(value, list | tuple | deque) or isinstance(value, torch.Size | PackedSequence):
         return False
     return not hasattr(value, "_fields") and not hasattr(value, "n_sequence_fields")
 
 
 def with_items(value: Any, items: Sequence[Any]) -> Any:
-    """Make a list, tuple or deque of the type of `value` with other items, be they more or fewer."""
+    """Return a list, tuple or deque of the type of `value` with other items, in any number."""
     if isinstance(value, tuple):
-        made = tuple.__new__(type(value), items)  # a subclass may take other arguments
-        getattr(made, "__dict__", {}).update(getattr(value, "__dict__", {}))
-        return made
+        other = tuple.__new__(type(value), items)  # the constructor of a subclass may take other arguments
+        getattr(other, "__dict__", {}).update(getattr(value, "__dict__", {}))
+        return other
     other = copy.copy(value)  # so a deque keeps its maxlen, and a subclass its attributes
     other.clear()
     other.extend(items)
@@ -121,7 +114,7 @@ def with_items(value: Any, items: Sequence[Any]) -> Any:
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to whatever in `value` is no container; an object with nothing changed stays the same one."""
+    """Apply `change` to every leaf of `value`; an object with no changed leaf is returned itself."""
     opened = open_container(value)
     if opened is None:
         return change(value)
@@ -135,31 +128,31 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def leaves_in(value: Any) -> list[Any]:
-    """List everything in `value` that is no container, in order."""
+    """List the values in `value` that are not containers, in order."""
     opened = open_container(value)
     return [value] if opened is None else [leaf for part in opened.parts for leaf in leaves_in(part)]
 
 
 def same_leaves(parts: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether these hold the same things, in containers that may have been made anew."""
+    """Return whether both have the same leaf objects, possibly in different containers."""
     ours, theirs = leaves_in(parts), leaves_in(others)
     return len(ours) == len(theirs) and all(one is other for one, other in zip(ours, theirs, strict=True))
 
 
 def shapes_of(value: Any) -> tuple[Any, ...]:
-    """List the shapes and types of all tensors and arrays in `value`."""
+    """Return shape and dtype of all tensors and arrays in `value`."""
     leaves = (leaf for leaf in leaves_in(value) if hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
 def structure_of(value: Any) -> tuple[Any, ...]:
-    """List the types and numbers of dimensions of all tensors and arrays in `value`, and the names where it is a mapping."""
+    """Return type and keys of `value`, and dtype and number of dimensions of all its tensors and arrays."""
     names = tuple(map(str, value)) if isinstance(value, Mapping) else ()
     return (type(value).__name__, names, tuple((len(shape), str(dtype)) for shape, dtype in shapes_of(value)))
 
 
 def is_record(value: Any) -> bool:
-    """Whether `value` can be a batch of its own: a mapping, a sequence, or an object that holds its columns."""
+    """Return whether `value` can be a batch: a mapping, a sequence, or an object with columns."""
     if isinstance(value, Mapping | list | tuple):
         return not isinstance(value, PackedSequence)
     return not isinstance(value, UserList | deque) and open_container(value) is not None

@@ -1,9 +1,12 @@
-"""A few rows together and in two parts: on the losses of these, candidates for what a loss is a mean over part company.
+"""Trials: a few rows together and in two parts, whose losses distinguish the candidates for a loss's denominator.
 
-Three kinds. One row twice, with other targets taken away in either copy: what is no mean over targets is the same in both parts
-and together. Two rows with other targets, where a second mean over something else shows; unless the loss does not even add up
-where both count alike under every candidate, for then it has a part that cannot be weighed at all, as what a router adds for the
-balance of its experts. And real rows, in groups, for candidates that do not differ by what is -100.
+There are three kinds:
+
+- one row twice, each copy with different targets removed, which shows a mean over targets;
+- two rows with different targets, which shows a second mean over something else. Such a trial is void if the loss of two parts
+  that count alike under every candidate does not add up either: then it has a term that is no mean, such as the balancing loss
+  of a router;
+- groups of unchanged rows, for candidates that do not differ in their -100.
 """
 
 from __future__ import annotations
@@ -20,44 +23,39 @@ from l2l_core.batches.batch import BatchRows
 from l2l_core.batches.row_count import has_rows
 from l2l_core.batches.target_counts import IGNORE_INDEX, CandidateCounts, count_targets, is_integer
 
-RowGroup = tuple[int, ...]  # rows
-CountPair = tuple[float, float]  # what the first and the second part count for
+RowGroup = tuple[int, ...]  # indices of rows
+CountPair = tuple[float, float]  # counts of the first and the second part
 
-KEPT_TARGETS = (2, 3)  # targets that are left of a row: few, so that the first position weighs
-MAX_ROWS = 16  # of those that count differently, to choose from
-TRIALS_PER_PAIR = 2  # looks at real rows for every two candidates that disagree
+KEPT_TARGETS = (2, 3)  # targets kept in the two copies of a row: few, so that the first position matters
+MAX_ROWS = 16  # considered, of those with different counts
+TRIALS_PER_PAIR = 2  # trials with unchanged rows for every two candidates that disagree
 
 
 @dataclass(frozen=True, slots=True)
 class SplitBatch:
-    """Two small batches and both of them as one.
-
-    Attributes:
-        together, first, second: the batches.
-        counts: what the two count for, by candidate; None: their losses add up.
-    """
+    """Two small batches and their union."""
 
     together: Any
     first: Any
     second: Any
-    counts: Mapping[str, CountPair | None]
+    counts: Mapping[str, CountPair | None]  # of the two parts, by candidate; None: their losses add up
 
     def excess(self, name: str, losses: Sequence[float]) -> float:
-        """Say by how much the loss together is more than what a candidate makes of the others."""
+        """Return the loss of the union minus the candidate's mean of the losses of the parts."""
         together, first, second = losses
         if (pair := self.counts[name]) is None:
             return together - (first + second)
         if not any(pair):
-            return math.inf  # there would be no mean, and there is
+            return math.inf  # the candidate's mean is undefined, but the loss is finite
         return together - (pair[0] * first + pair[1] * second) / sum(pair)
 
 
 class LossTrial:
-    """What is looked at, and what must hold before it counts.
+    """A split batch that distinguishes candidates, and optionally one that must hold for any candidate.
 
     Args:
-        parts: which tell candidates apart.
-        alike: which count alike under every candidate; where a loss is no mean even of these, `parts` tell nothing.
+        parts: counts differ between candidates.
+        alike: parts that count alike under every candidate; if the loss is not the mean even of these, the trial is void.
     """
 
     def __init__(self, parts: SplitBatch, alike: SplitBatch | None = None) -> None:
@@ -65,9 +63,9 @@ class LossTrial:
         self.batches = [batch for each in self._parts for batch in (each.together, each.first, each.second)]
 
     def error(self, name: str, losses: Sequence[float], tolerance: float) -> float:
-        """Say how far a candidate is off, given the losses of `batches`; relative where these are above 1.
+        """Return a candidate's error, given the losses of `batches`; relative if these are above 1, else absolute.
 
-        Below, as of a model that is nearly done, rounding stays what it is: a loss is a difference of logits.
+        A loss is a difference of logits, so that its rounding error does not shrink with it.
         """
         scale = max(1.0, *map(abs, losses))
         error, *alike = (
@@ -76,11 +74,11 @@ class LossTrial:
         return 0.0 if alike and alike[0] > tolerance else error
 
 
-# -- rows with other targets -------------------------------------------------------------------------------------------
+# -- rows with changed targets -----------------------------------------------------------------------------------------
 
 
 def target_trials(rows: BatchRows, counts: CandidateCounts, kinds: Sequence[str]) -> Iterator[LossTrial]:
-    """Make looks at rows with many targets, for every tensor that holds some."""
+    """Yield trials of rows with many targets, for every tensor that has -100 in it."""
     for name, column in rows.columns():
         if not has_rows(column) or column.ndim < 2 or not is_integer(column) or bool((column != IGNORE_INDEX).all()):
             continue
@@ -95,18 +93,17 @@ def target_trials(rows: BatchRows, counts: CandidateCounts, kinds: Sequence[str]
             yield LossTrial(unlike, alike)
 
 
-def _best_rows(column: Any, limit: int = 2) -> list[int]:
-    """Choose rows with a target at the first position, by which a shift differs; then those with most targets."""
+def _best_rows(column: Any) -> list[int]:
+    """Choose two rows: first those with a target at the first position, which shows a shift, then by number of targets."""
     is_target = column != IGNORE_INDEX
     first = is_target[..., :1].reshape(len(column), -1).any(1).tolist()
     number = is_target.reshape(len(column), -1).sum(1).tolist()
-    return sorted(
-        range(len(column)), key=lambda row: (first[row] and number[row] >= sum(KEPT_TARGETS), number[row]), reverse=True
-    )[:limit]
+    quality = [(starts and count >= sum(KEPT_TARGETS), count) for starts, count in zip(first, number, strict=True)]
+    return sorted(range(len(column)), key=quality.__getitem__, reverse=True)[:2]
 
 
 def _target_masks(row: Any) -> tuple[Any, Any] | None:
-    """Choose the targets that two copies of a row keep: a few first, a few last ones; None if there are too few."""
+    """Return masks of the targets that two copies of a row keep, a few first and a few last; None if there are too few."""
     flat = (row != IGNORE_INDEX).reshape(-1)
     places = torch.as_tensor(flat).nonzero().flatten().tolist()
     if len(places) < sum(KEPT_TARGETS):
@@ -122,7 +119,7 @@ def _target_masks(row: Any) -> tuple[Any, Any] | None:
 def _mask_targets(
     rows: BatchRows, counts: CandidateCounts, name: str, pair: tuple[int, int], kept: tuple[Any, Any]
 ) -> SplitBatch:
-    """Take two rows, of which some targets are kept, together and apart."""
+    """Split a batch of two rows in which only the targets in the masks `kept` are left."""
 
     def keep(where: str, part: Any, choice: int) -> Any:
         if where != name:
@@ -133,24 +130,24 @@ def _mask_targets(
         return other
 
     a, b = pair
-    batches = rows.select([[a, b], [a], [b]], keep)
+    together, first_part, second_part = rows.select([[a, b], [a], [b]], keep)
     now = {each: None if of is None else (float(of[a]), float(of[b])) for each, of in counts.items()}
     left = torch.stack([torch.as_tensor(mask) for mask in kept])
     for each, (first, second) in count_targets(name, torch.where(left, 0, IGNORE_INDEX)):
         now[each] = (float(first), float(second))
-    return SplitBatch(*batches, {each: now[each] for each in counts})
+    return SplitBatch(together, first_part, second_part, {each: now[each] for each in counts})
 
 
-# -- real rows ---------------------------------------------------------------------------------------------------------
+# -- unchanged rows ----------------------------------------------------------------------------------------------------
 
 
 def row_trials(rows: BatchRows, counts: CandidateCounts, kinds: Sequence[str]) -> Iterator[LossTrial]:
-    """Make looks at pairs of groups of rows on which candidates that disagree on the batch disagree most.
+    """Yield trials of the pairs of groups of rows on which the candidates disagree most.
 
     Args:
         rows: the batch.
-        counts: of every row, by candidate.
-        kinds: one candidate of each kind that disagrees with the others.
+        counts: counts of every row by candidate.
+        kinds: one candidate of each kind that gives other divisors.
     """
     groups = _groups([each for name in kinds if (each := counts[name])])
     pairs = [(a, b) for a, b in combinations(groups, 2) if not {*a} & {*b}]
@@ -160,7 +157,8 @@ def row_trials(rows: BatchRows, counts: CandidateCounts, kinds: Sequence[str]) -
         chosen |= dict.fromkeys(sorted(pairs, key=apart.__getitem__, reverse=True)[:TRIALS_PER_PAIR])
     for a, b in chosen:
         pairs_of = {name: None if each is None else (_total(each, a), _total(each, b)) for name, each in counts.items()}
-        yield LossTrial(SplitBatch(*rows.select([[*a, *b], [*a], [*b]]), pairs_of))
+        together, first, second = rows.select([[*a, *b], [*a], [*b]])
+        yield LossTrial(SplitBatch(together, first, second, pairs_of))
 
 
 def _total(counts: Sequence[int], group: RowGroup) -> float:
@@ -168,12 +166,12 @@ def _total(counts: Sequence[int], group: RowGroup) -> float:
 
 
 def _first_weight(counts: Sequence[int] | None, a: RowGroup, b: RowGroup) -> float:
-    """Weigh the first of two groups; sums, which weigh nothing, differ from all."""
+    """Return the share of the first of two groups; infinite for a sum, so that it differs from every mean."""
     return math.inf if counts is None else _total(counts, a) / _total(counts, a + b)
 
 
 def _groups(counts: Sequence[Sequence[int]]) -> list[RowGroup]:
-    """Choose rows, two of every kind, each with others if it counts for nothing under some candidate alone."""
+    """Choose two rows of every kind; add others to a row that some candidate counts as 0."""
     kinds: dict[RowGroup, list[int]] = {}
     for row, kind in enumerate(zip(*counts, strict=True)):
         kinds.setdefault(kind, []).append(row)

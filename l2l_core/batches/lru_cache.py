@@ -1,4 +1,4 @@
-"""What was found out about kinds of batches, for as long as such batches come."""
+"""A cache of limited size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 
 
 class LRUCache(Generic[Value]):
-    """Values by key; at most `most` of them, those that were asked for or kept last."""
+    """Values by key; at most `maxsize` of them, the most recently used."""
 
     def __init__(self, maxsize: int) -> None:
         self._maxsize = maxsize
@@ -20,18 +20,18 @@ class LRUCache(Generic[Value]):
         return len(self._values)
 
     def get(self, key: Hashable) -> Value | None:
-        """Return the value, or None if there is none (any more)."""
+        """Return the value, or None if it is absent or was evicted."""
         if key in self._values:
             self._values.move_to_end(key)
         return self._values.get(key)
 
     def put(self, key: Hashable, value: Value) -> None:
-        """Keep a value; the one that was not wanted for longest may have to go."""
+        """Store a value; evict the least recently used one if the cache is full."""
         self._values[key] = value
         self._values.move_to_end(key)
         while len(self._values) > self._maxsize:
             self._values.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all values."""
         self._values.clear()

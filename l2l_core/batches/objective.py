@@ -1,4 +1,4 @@
-"""What a micro-batch is to the model: its arguments, the loss it ends in, and how the outputs of several become one."""
+"""Call the model with a micro-batch, compute its loss, and join the outputs of micro-batches."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ Objective = Callable[[nn.Module, Any], torch.Tensor]
 
 
 class ModelCall:
-    """How a micro-batch becomes the arguments of the model and a scalar loss.
+    """Calls the model and the loss on a micro-batch.
 
-    A mapping gives keyword arguments; with `loss`, keys that the model's ``forward`` does not take are left to the loss. A
-    sequence gives positional arguments; with `loss`, its last element is the target and stays with the loss. What else a
-    batch may be, a dataclass, needs an `objective`.
+    A mapping gives keyword arguments; with `loss`, keys that the model's ``forward`` does not take are for the loss only. A
+    sequence gives positional arguments; with `loss`, its last element is the target. A dataclass needs an `objective`.
     """
 
     def __init__(
@@ -31,7 +30,7 @@ class ModelCall:
     ) -> None:
         if loss is not None and objective is not None:
             raise ValueError(
-                "loss= and objective= are both given: use one, objective(model, micro_batch) includes the loss"
+                "loss= and objective= are both given: pass one, objective(model, micro_batch) includes the loss"
             )
         self._loss, self._objective = loss, objective
         parameters = inspect.signature(model.forward).parameters
@@ -40,7 +39,7 @@ class ModelCall:
         self._fixed = no_cache_arguments(model)
 
     def check(self, batch: Any) -> None:
-        """Raise TypeError for a batch that says nothing of how the model is called."""
+        """Raise TypeError for a batch from which the model cannot be called."""
         if self._objective is None:
             _check_arguments(batch)
 
@@ -54,15 +53,14 @@ class ModelCall:
         return _check_scalar(_loss_of(outputs), "outputs.loss")
 
     def outputs(self, model: nn.Module, micro_batch: Any) -> Any:
-        """Run the model on one micro-batch; return its own outputs.
+        """Run the model on one micro-batch; return its outputs.
 
         Raises:
-            TypeError: the batch does not say how the model is called; also where there is an objective.
+            TypeError: the model cannot be called from the batch, even if there is an objective.
         """
         _check_arguments(micro_batch)
         if isinstance(micro_batch, Mapping):
-            taken = self._model_arguments(micro_batch)
-            return model(**{**self._fixed, **taken})  # what the batch says itself goes first
+            return model(**{**self._fixed, **self._model_arguments(micro_batch)})  # the batch takes precedence
         has_target = self._loss is not None and len(micro_batch) > 1
         return model(*(micro_batch[:-1] if has_target else micro_batch), **self._fixed)
 
@@ -75,8 +73,8 @@ class ModelCall:
 def _check_arguments(batch: Any) -> None:
     if not isinstance(batch, Mapping | Sequence):
         raise TypeError(
-            f"batch is a {type(batch).__name__}, which does not say how the model is called: give a dict of keyword arguments or "
-            "a tuple of positional ones, as (batch,); or pass objective=lambda model, micro_batch: ... to the relay, which is "
+            f"batch is a {type(batch).__name__}, from which the model cannot be called: pass a dict of keyword arguments or a "
+            "tuple of positional ones, as (batch,); or pass objective=lambda model, micro_batch: ... to the relay, which is "
             "enough to train and evaluate"
         )
 
@@ -95,7 +93,7 @@ def _check_scalar(loss: Any, source: str) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(
-            f"{source} gave {got}: the relay needs one scalar tensor per micro-batch, reduce it (mean) first"
+            f"{source} returned {got}: the relay needs one scalar tensor per micro-batch, reduce it (mean) first"
         )
     return loss
 
@@ -103,8 +101,7 @@ def _check_scalar(loss: Any, source: str) -> torch.Tensor:
 def join_outputs(outputs: Sequence[Any], rows: Sequence[int], divisors: Callable[[], Sequence[float]]) -> Any:
     """Concatenate the outputs of micro-batches along dim 0; scalars become their weighted mean.
 
-    Tensors whose dim 0 is not the number of rows are returned as the first micro-batch gave them. `divisors` is asked where
-    there is a scalar.
+    Other tensors are those of the first micro-batch. `divisors` is called only if there is a scalar.
     """
     flat = [pytree.tree_flatten(output) for output in outputs]
     leaves = zip(*(leaves for leaves, _ in flat), strict=True)

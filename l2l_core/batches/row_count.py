@@ -1,4 +1,4 @@
-"""How many rows a batch has, by the rules that `batch.py` begins with."""
+"""Count the rows of a batch, by the rules in `batch.py`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from l2l_core.batches.containers import is_sequence, leaves_in, open_container
 
 
 class AmbiguousRowsError(ValueError):
-    """A list that may hold one item per row, or be a container of tensors with rows."""
+    """A list may hold one item per row, or be a container of tensors with rows."""
 
 
 class NoRowsError(ValueError):
-    """Tensors that have no number of rows in common, as the nodes and the edges of one graph."""
+    """The tensors of a batch have no common number of rows, such as the nodes and edges of one graph."""
 
 
 def count_rows(batch: Any) -> int:
@@ -24,7 +24,7 @@ def count_rows(batch: Any) -> int:
 
     Raises:
         NoRowsError: its tensors disagree.
-        ValueError: it is empty, or its lists may be read in two ways that do not agree.
+        ValueError: it is empty, or its lists have two readings with different numbers of rows.
     """
     outside: list[int] = []
     lists: list[Any] = []
@@ -32,7 +32,7 @@ def count_rows(batch: Any) -> int:
     rows = _common_size(outside)
     if 0 in outside or (rows is None and outside):
         raise _disagreement(batch, outside)
-    # Tensors outside of lists decide; a single row may be one for all, and then the lists tell.
+    # Tensors outside of lists decide; a single row may be shared by all rows, and then the lists decide.
     if rows is not None and (rows > 1 or not lists):
         return rows
     inside = _sizes_in(lists)
@@ -42,12 +42,12 @@ def count_rows(batch: Any) -> int:
     by_list = lengths.pop() if len(lengths) == 1 else None
     if rows == 1 and by_list == 1:
         return 1
-    # A list of records has one per row, whatever their tensors have.
+    # A list of records has one record per row, for any sizes of their tensors.
     by_tensor = None if any(_holds_records(each) for each in lists) else _common_size([*outside, *inside])
     if by_list and by_tensor and by_list != by_tensor:
         raise AmbiguousRowsError(
             f"the batch has {by_list} row(s) if its lists have one item per row, and {by_tensor} if they are containers: "
-            f"{_describe(batch)}. Stack what has one item per row into a tensor, or put containers into a dict or namedtuple"
+            f"{_describe(batch)}. Stack lists with one item per row into tensors, or put containers into a dict or namedtuple"
         )
     if not (found := by_tensor or by_list):
         raise _disagreement(batch, inside)
@@ -55,7 +55,7 @@ def count_rows(batch: Any) -> int:
 
 
 def _collect_rows(value: Any, outside: list[int], lists: list[Any], is_root: bool = False) -> None:
-    """Find the rows of tensors that are in no list, and the outermost lists."""
+    """Collect the row counts of tensors outside of lists in `outside`, and the outermost lists in `lists`."""
     if is_sequence(value) and not is_root:
         lists.append(value)
     elif (opened := open_container(value)) is not None:
@@ -70,18 +70,18 @@ def _sizes_in(value: Any) -> list[int]:
 
 
 def _holds_records(value: Sequence[Any]) -> bool:
-    """Whether items of a list are records: then it has one per row, as columns are no records themselves."""
+    """Return whether a list has records as items: then it has one per row, because columns are not records."""
     return any(open_container(item) is not None and not is_sequence(item) for item in value)
 
 
 def _common_size(sizes: Sequence[int]) -> int | None:
-    """Return the number of rows, where some tensors may have a single one; None if there is none."""
+    """Return the common size, where some sizes may be 1; None if there is none."""
     several = {*sizes} - {1}
     return (several.pop() if several else 1) if sizes and len(several) < 2 else None
 
 
 def has_rows(value: Any) -> bool:
-    """Whether this is a tensor or an array with at least one dimension."""
+    """Return whether `value` is a tensor or an array with at least one dimension."""
     numpy = sys.modules.get("numpy")
     return isinstance(value, torch.Tensor if numpy is None else (torch.Tensor, numpy.ndarray)) and value.ndim > 0
 
@@ -90,8 +90,8 @@ def _disagreement(batch: Any, sizes: Sequence[int]) -> ValueError:
     if not sizes or {*sizes} == {0}:
         return ValueError(f"the batch is empty: no tensor with at least one row in {_describe(batch)}")
     return NoRowsError(
-        f"tensors of the batch disagree on dim 0, the number of rows: {_describe(batch)}. Give those that are of no row a first "
-        "dimension of 1, or take RelayConfig(micro_batches=1), with which nothing is cut"
+        f"tensors of the batch disagree on dim 0, the number of rows: {_describe(batch)}. Give tensors without rows a first "
+        "dimension of 1, or use RelayConfig(micro_batches=1), with which nothing is cut"
     )
 
 
@@ -112,10 +112,10 @@ def _shown(value: Any) -> str:
 
 
 def is_one_per_row(value: Any, rows: int, where: str, is_root: bool) -> bool:
-    """Whether a list has one item per row.
+    """Return whether `value` is a list with one item per row.
 
     Raises:
-        BothReadingsError: its items may as well be columns of their own.
+        AmbiguousRowsError: its items may as well be columns.
     """
     if is_root or rows == 1 or not is_sequence(value) or len(value) != rows:
         return False
@@ -123,7 +123,7 @@ def is_one_per_row(value: Any, rows: int, where: str, is_root: bool) -> bool:
     if not _holds_records(value) and all(sizes and {*sizes} == {rows} for sizes in found):
         raise AmbiguousRowsError(
             f"{where} is a {type(value).__name__} of {rows} items, as many as the batch has rows, and each holds tensors with "
-            f"{rows} rows: is it one item per row, or are the items columns? Stack the items into one tensor if it is one per "
-            "row, or put columns into a dict, a namedtuple or a dataclass"
+            f"{rows} rows, so that the items may be rows or columns. Stack rows into one tensor, or put columns into a dict, a "
+            "namedtuple or a dataclass"
         )
     return True

@@ -1,8 +1,8 @@
-"""What a batch's loss may be a mean over: for every candidate, what each row counts for.
+"""Candidates for the denominator of a batch's mean loss, with the count of each row.
 
-Integer tensors may hold targets, -100 being none (``ignore_index`` of PyTorch's losses), as they are or shifted by one as
-causal language models do; a list of one item per row may hold as many targets as an item has. Or rows count alike. A caller
-may also give the count of targets in the batch, as transformers' Trainer does; losses that are divided by it add up.
+The loss may be a mean over rows, or over targets: the entries of an integer tensor except -100 (``ignore_index`` of PyTorch's
+losses), all of them or shifted by one as in causal language models; a list with one item per row may hold such tensors. If the
+batch has the count of its targets, as in transformers' Trainer, losses are divided by it and add up.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ COUNT_KEY = "num_items_in_batch"
 _WHOLE, _SHIFTED = "targets in {}", "targets in {} after a shift by one"
 ROWS, SUM = "rows", f"nothing, as {COUNT_KEY} is in the batch"
 
-CandidateCounts = dict[str, list[int] | None]  # by candidate, of every row; None: the losses of parts add up
+CandidateCounts = dict[str, list[int] | None]  # candidate -> count of every row; None: the losses of parts add up
 
 
 def normaliser_candidates(rows: BatchRows) -> CandidateCounts:
-    """Say for every candidate what each row counts for. Which there are depends on the batch's structure alone."""
+    """Return the count of every row by candidate; the candidates depend on the batch's structure alone."""
     found: CandidateCounts = {ROWS: [1] * rows.count}
     for name, column in rows.columns():
         found |= count_targets(name, column)
@@ -35,7 +35,7 @@ def normaliser_candidates(rows: BatchRows) -> CandidateCounts:
 
 
 def count_targets(name: str, column: Any) -> Iterator[tuple[str, list[int]]]:
-    """Count the targets of every row, with and without the first of a row, for every place where a row has integers."""
+    """Yield candidate and targets per row of a column, with and without the first target of a row."""
     column = _as_tensor(column)
     if has_rows(column):
         if is_integer(column):
@@ -58,14 +58,14 @@ def _sums(mask: Any) -> list[int]:
 
 
 def _as_tensor(value: Any) -> Any:
-    """Make a tensor of a list of integers; anything else stays as it is."""
-    # What does not fit into int64 is no target, and would not become a tensor.
+    """Convert a list of integers to a tensor; return other values unchanged."""
+    # Larger integers than int64 cannot be targets, nor become a tensor.
     is_numbers = is_sequence(value) and len(value) > 0 and all(isinstance(n, int) and abs(n) < 2**63 for n in value)
     return torch.tensor(list(value)) if is_numbers else value
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a tensor or an array holds whole numbers that may be targets: those of images and sound are smaller."""
+    """Return whether a tensor or an array has an integer type of targets; images and sound have smaller ones."""
     if isinstance(value, torch.Tensor):
         return value.dtype in (torch.int32, torch.int64)
     return value.dtype.kind == "i" and value.dtype.itemsize >= 4

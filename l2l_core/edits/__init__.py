@@ -1,6 +1,7 @@
-"""What may change between two steps, and the way back.
+"""Edits of a model's architecture between two steps, with undo, branches and schedules.
 
-May import `eps`, `surgery`, `devices`, `batches`, `model`, `trace`.
+May import `eps`, `eps.optimizers`, `eps.blocks`, `surgery.identity`, `surgery`, `devices`, `batches`, `model`, `trace`,
+`config`.
 Begin reading at `edit.py`, `editor.py`.
 """
 
@@ -29,7 +30,6 @@ from l2l_core.edits.edit import Replace as Replace
 from l2l_core.edits.edit import Swap as Swap
 from l2l_core.edits.edit import Unfreeze as Unfreeze
 from l2l_core.edits.editor import Editor as Editor
-from l2l_core.edits.freezing import Freezing as Freezing
 from l2l_core.edits.history import History as History
 from l2l_core.edits.history import InverseEdit as InverseEdit
 from l2l_core.edits.history import JournalEntry as JournalEntry
@@ -38,5 +38,6 @@ from l2l_core.edits.layer_drop import LayerDrop as LayerDrop
 from l2l_core.edits.layer_registry import LayerRegistry as LayerRegistry
 from l2l_core.edits.layer_registry import ModelStructure as ModelStructure
 from l2l_core.edits.optimizer_state import ParameterSnapshot as ParameterSnapshot
+from l2l_core.edits.schedules import Freezing as Freezing
 from l2l_core.edits.schedules import SchedulableRelay as SchedulableRelay
 from l2l_core.edits.schedules import Schedule as Schedule

@@ -1,11 +1,10 @@
-"""Branches of the EPS: several whole states of one relay, of which one is trained at a time.
+"""Branches: named states of one relay, trained one at a time.
 
-A branch is a line of training with a stack, weights, optimizer state, journal and count of steps of its own. Making one
-copies no weights. Only when a block is about to change are its present values copied for the branches that still count
-on them (copy-on-write), so a branch costs bytes for what has changed since, and for buffers. To switch is to exchange
-pointers, not to copy.
+A branch has a stack, weights, optimizer state, journal and count of steps. Forking copies no weights: a block is copied when
+it is about to change, for the branches that share its values (copy-on-write). So a branch needs bytes for the blocks that
+changed since, and for buffers. Switching exchanges references.
 
-Weights that somebody changes by hand count for every branch that has not trained them since it forked.
+Weights changed by hand change in every branch that has not trained them since it forked.
 """
 
 from __future__ import annotations
@@ -31,41 +30,24 @@ MAIN_BRANCH = "main"
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Is one line of a branch list.
-
-    Attributes:
-        name: of the branch.
-        active: whether it is the one that is trained now.
-        steps: number of completed steps.
-        layers: number of layers.
-        loss: of its last step, None before the first.
-        nbytes: host bytes that it holds beside the present weights and optimizer state; what several branches have in
-            common counts for each of them.
-    """
+    """One line of a branch list."""
 
     name: str
     active: bool
-    steps: int
-    layers: int
-    loss: float | None
-    nbytes: int
+    steps: int  # number of completed steps
+    layers: int  # number of layers
+    loss: float | None  # of its last step, None before the first
+    nbytes: int  # on the host, besides the current weights and optimizer state; shared bytes count for each branch
 
 
 @dataclass(eq=False)
 class BlockSnapshot:
-    """Holds what a block has on a branch that is not trained now.
+    """Values of a block on an inactive branch."""
 
-    Attributes:
-        master: (numel,), of the type and part of the block.
-        version: number of updates.
-        states: what the optimizer knows of each parameter, None where nothing.
-        part: how `master` is laid out, where it is a part of the block; states are of the same part.
-    """
-
-    master: torch.Tensor
-    version: int
-    states: list[dict[str, Any] | None]
-    local_layout: Layout | None = None
+    master: torch.Tensor  # shape (numel,), with the dtype of the block
+    version: int  # number of updates
+    states: list[dict[str, Any] | None]  # optimizer state of each parameter
+    local_layout: Layout | None = None  # of `master` and `states` if they are a part of the block
 
     @property
     def nbytes(self) -> int:
@@ -74,31 +56,19 @@ class BlockSnapshot:
 
 @dataclass
 class BranchState:
-    """Holds a branch that is not trained now.
-
-    Attributes:
-        config, steps, history: as of the relay.
-        stacks: layers by the stack's first name.
-        values: by block, None where it holds the present values.
-        trained: which parameters are, by block.
-        buffers: copies, by unit.
-        settings: of the optimizer, see `settings.py`; of its groups alone where a save is from before there were others.
-        random: generators.
-        units: the shell, layers that it has, and layers that it may bring back.
-        stats: what its last step told of each layer.
-    """
+    """State of an inactive branch."""
 
     config: RelayConfig
     steps: int
     history: History
-    stacks: dict[str, tuple[Unit, ...]]
-    snapshots: dict[Block, BlockSnapshot | None]
-    trained: dict[Block, tuple[bool, ...]]
-    buffers: dict[Unit, list[torch.Tensor | None]]
-    settings: OptimizerSettings
+    stacks: dict[str, tuple[Unit, ...]]  # layers by the stack's first name
+    snapshots: dict[Block, BlockSnapshot | None]  # None: equal to the current values
+    trained: dict[Block, tuple[bool, ...]]  # for each parameter
+    buffers: dict[Unit, list[torch.Tensor | None]]  # copies
+    settings: OptimizerSettings  # in old saves of the optimizer's groups alone
     random: RandomState
-    units: tuple[Unit, ...]
-    stats: dict[Unit, dict[str, float]]
+    units: tuple[Unit, ...]  # the shell, the layers, and the layers that an undo or redo may restore
+    stats: dict[Unit, dict[str, float]]  # of the last step
 
     @property
     def depth(self) -> int:
@@ -107,25 +77,25 @@ class BranchState:
 
     @property
     def nbytes(self) -> int:
-        """Host bytes beside what is live."""
+        """Host bytes in addition to the current values."""
         buffers = sum(b.nbytes for held in self.buffers.values() for b in held if b is not None)
         return buffers + sum(values.nbytes for values in self.snapshots.values() if values is not None)
 
 
 class Branches:
-    """Keeps the branches of one relay.
+    """The branches of one relay.
 
-    Invariant: the live values of a block are those of the active branch, and of each other branch whose `State.values`
-    says None for it.
+    Invariant: the current values of a block are those of the active branch, and of each other branch with None for the block
+    in `BranchState.snapshots`.
 
     Args:
-        editor: of the relay.
-        host: gets copies booked.
-        empty: makes a host buffer of so many elements of a `dtype`.
+        editor: the relay's editor.
+        host: ledger in which copies are booked.
+        empty: allocates a host buffer, given the number of elements and a `dtype`.
 
     Attributes:
         active: name of the branch that is trained.
-        others: the other ones, by name.
+        others: states of the other branches, by name.
     """
 
     def __init__(self, editor: Editor, host: Ledger, empty: EmptyFn) -> None:
@@ -145,48 +115,47 @@ class Branches:
         return tuple(sorted([active, *others], key=lambda branch: branch.name))
 
     def fork(self, name: str, now: BranchState) -> None:
-        """Leave the present state `now` as it is under its name, and go on under another one.
+        """Store the current state `now` under the active branch's name; make `name` the active branch.
 
         Raises:
-            ValueError: no name, or one that there is.
+            ValueError: the name is empty or taken.
         """
         if not isinstance(name, str) or not name.strip():
-            raise ValueError(f"a branch needs a name, and {name!r} is none")
+            raise ValueError(f"{name!r} is no name for a branch: pass a string that is not empty")
         if name in (self.active, *self.others):
-            raise ValueError(f"there is a branch {name!r} already: {self._list_names()}")
+            raise ValueError(f"branch {name!r} exists already: {self._list_names()}")
         self.others[self.active] = now
         self.active = name
 
     def switch(self, name: str, now: BranchState, agree: Callable[[], object] = lambda: None) -> BranchState:
-        """Leave the present state `now`, and make another branch's the present one; returns what it was left in.
+        """Store the current state `now`, load another branch, and return the loaded state.
 
-        Of several workers a block that comes back may be whole afterwards where the others are in parts, and one that is parked
-        may be in parts: each as it was when it was kept.
+        With several workers each block has the shards that it had when it was stored.
 
         Args:
-            name: of the branch.
-            now: the present state.
-            agree: called when nothing can fail any more but this; if it raises, nothing has changed.
+            name: name of the branch.
+            now: the current state.
+            agree: called as the last operation that can fail; if it raises, nothing has changed.
 
         Raises:
-            ValueError: no such branch.
+            ValueError: there is no such branch.
         """
         if name == self.active:
             return now
         target = self._find(name)
-        editor, lineup = self._editor, self._editor.registry
+        editor, registry = self._editor, self._editor.registry
         with transaction(editor) as group:
-            for stack in lineup.stacks:
-                before, after = lineup.units_of(stack), target.stacks[lineup.first_name(stack)]
+            for stack in registry.stacks:
+                before, after = registry.units_of(stack), target.stacks[registry.first_name(stack)]
                 if before != after:
-                    group.execute(RestackCommand(lineup.first_name(stack), before, after, proven=True))
+                    group.execute(RestackCommand(registry.first_name(stack), before, after, proven=True))
             for unit in target.units:
                 if any(target.snapshots[block] is not None for block in unit.blocks):
                     editor.detached.load(unit)
             agree()
         # Nothing can fail from here on.
         del self.others[name]
-        self.others[self.active] = now  # before values are exchanged: this branch counts on the live ones
+        self.others[self.active] = now  # before values are exchanged: this branch has the current ones
         self.active = name
         for block, values in target.snapshots.items():
             if values is not None:
@@ -209,31 +178,31 @@ class Branches:
             ValueError: there is no such branch, or it is the active one.
         """
         if name == self.active:
-            raise ValueError(f"{name!r} is the present branch: switch to another one first")
+            raise ValueError(f"{name!r} is the active branch: switch to another one first")
         self._find(name)
         del self.others[name]
 
     def snapshot(self) -> Callable[[], None]:
-        """Keep what branches count on; the result forgets copies that were made since, for values that are back."""
+        """Return a function that drops the copies made since, to be called once the values are restored."""
         kept = {name: dict(state.snapshots) for name, state in self.others.items()}
 
-        def put_back() -> None:
+        def restore() -> None:
             for name, values in kept.items():
                 self.others[name].snapshots = values
 
-        return put_back
+        return restore
 
     def capture(self, config: RelayConfig, steps: int, history: History) -> BranchState:
-        """Take the present state; nothing is copied but buffers, settings and random generators."""
-        editor, lineup = self._editor, self._editor.registry
+        """Return the current state, with copies of buffers, settings and random generators only."""
+        editor, registry = self._editor, self._editor.registry
         present = editor.units_with_values
-        units = tuple(u for u in dict.fromkeys([*lineup.units, *history.units]) if u in present)
+        units = tuple(u for u in dict.fromkeys([*registry.units, *history.units]) if u in present)
         blocks = list(dict.fromkeys(block for unit in units for block in unit.blocks))
         return BranchState(
             config=config,
             steps=steps,
             history=history,
-            stacks={lineup.first_name(stack): lineup.units_of(stack) for stack in lineup.stacks},
+            stacks={registry.first_name(stack): registry.units_of(stack) for stack in registry.stacks},
             snapshots=dict.fromkeys(blocks),
             trained={block: tuple(param.requires_grad for param in block.params) for block in blocks},
             buffers={unit: unit.buffers.copy() for unit in units},
@@ -254,36 +223,36 @@ class Branches:
         states: Sequence[dict[str, Any] | None],
         local_layout: Layout | None = None,
     ) -> BlockSnapshot:
-        """Keep values of a block, or of the part that `part` says, booked for as long as somebody has them."""
+        """Return a snapshot of a block, or of the part in `local_layout`; its bytes are booked while it exists."""
         values = BlockSnapshot(master, version, list(states), local_layout)
         self._host.book("other", "branches", values.nbytes)
-        # Several branches may hold it, so its bytes go with the last of them
+        # Several branches may share it, so its bytes are released with the last reference.
         weakref.finalize(values, self._host.release, "other", "branches", values.nbytes)
         return values
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _copy_on_write(self, block: Block) -> None:
-        counting = [state for state in self.others.values() if state.snapshots.get(block, _ABSENT) is None]
-        if counting:
+        sharing = [state for state in self.others.values() if state.snapshots.get(block, _ABSENT) is None]
+        if sharing:
             masters, state = self._editor.optimizer_state_of(block)
             states = [clone_state(state[master]) if master in state else None for master in masters]
-            # One copy for all of them, in memory that loads copy from: a switch makes it the master
+            # One copy for all branches, in memory that loads can use: a switch makes it the master.
             copied = self._empty(block.values.numel(), dtype=block.values.dtype).copy_(block.values)
             values = self.make_snapshot(copied, block.version, states, block.local_layout)
-            for state in counting:
-                state.snapshots[block] = values
+            for branch in sharing:
+                branch.snapshots[block] = values
 
     def _swap_in(self, block: Block, values: BlockSnapshot) -> None:
-        """Make values of a block the live ones; branches that counted on the live ones keep these."""
+        """Make `values` the current ones of a block; branches that shared the current ones get a snapshot of these."""
         masters, state = self._editor.optimizer_state_of(block)
-        states = [state.pop(master, None) for master in masters]  # taken out, not copied: pointers change places
+        states = [state.pop(master, None) for master in masters]  # references are exchanged, nothing is copied
         part = block.local_layout
         old = self.make_snapshot(
             self._editor.set_master(block, values.local_layout, values.master), block.version, states, part
         )
         block.version = values.version
-        state.update({m: known for m, known in zip(masters, values.states, strict=True) if known is not None})
+        state.update({m: entry for m, entry in zip(masters, values.states, strict=True) if entry is not None})
         for other in self.others.values():
             held = other.snapshots.get(block, _ABSENT)
             if held is None:
@@ -300,4 +269,4 @@ class Branches:
         return f"there are {', '.join(sorted([self.active, *self.others]))}"
 
 
-_ABSENT = object()  # a block that a branch does not know
+_ABSENT = object()  # stands for a block that a branch does not have

@@ -1,9 +1,8 @@
-"""The few ways in which an edit changes a relay. Each is a value, and doing it gives the one that takes it back.
+"""Commands: the elementary changes of edits, each with its inverse.
 
-Whatever an edit is called, it puts layers into another order (`Restack`), gives parameters other values (`Rewrite`), or
-says what is trained (`Retrain`); layers that left may wait on disk (`Spill`) or be given up (`Lose`). To undo is to put
-back exactly what was changed, and nothing else: other layers keep what they have learned since. The changes of a group are
-done together or not at all (`all_or_nothing`).
+Commands change the layers of a stack, the values of parameters, or which parameters are trained; others move detached layers
+to disk or free them. An undo restores exactly the values that were changed; other layers keep what they have learned since. The
+commands of a group are executed together or not at all (`transaction`).
 """
 
 from __future__ import annotations
@@ -23,55 +22,40 @@ from l2l_core.eps.blocks import Unit
 
 
 class UndoInfo(NamedTuple):
-    """Says how a change that has been carried out is taken back.
+    """Ways to undo an executed command."""
 
-    Attributes:
-        inverse: the change that takes it back, now or later.
-        put_back: takes it back more exactly, as long as nothing else has changed since; None: the inverse is exact.
-    """
-
-    inverse: EditCommand
-    put_back: Callable[[], object] | None = None
+    inverse: EditCommand  # now or later
+    put_back: Callable[[], object] | None = None  # more exactly, if nothing else has changed; None: `inverse` is exact
 
 
 class EditCommand(ABC):
-    """Is a step of an edit.
-
-    Invariant: it never changes itself, so that several branches may hold it.
-    """
+    """One change of an edit; immutable, so that several branches may share it."""
 
     @abstractmethod
     def execute(self, editor: Editor) -> UndoInfo:
-        """Carry it out; returns what takes it back.
+        """Make the change and return how to undo it.
 
         Raises:
-            ValueError: it cannot be done as things are now; nothing is changed then.
+            ValueError: the change is not possible now; nothing has changed.
         """
 
-    def finalize(self, editor: Editor) -> None:  # noqa: B027 - most changes have nothing that cannot be undone
-        """Hear that the group of edits that it belongs to is done."""
+    def finalize(self, editor: Editor) -> None:  # noqa: B027 - most commands do nothing here
+        """Make the part of the change that cannot be undone; called when its whole group is done."""
 
     def units(self) -> Sequence[Unit]:
-        """List the layers that must stay available for as long as it may be done."""
+        """List the layers that must stay available while the command may be executed."""
         return ()
 
 
 @dataclass(frozen=True, eq=False)
 class RestackCommand(EditCommand):
-    """Puts another list of layers into one stack; layers that are in one list only come and go.
+    """Replaces the layers of one stack."""
 
-    Attributes:
-        stack: the name that it had first.
-        before, after: the layers in order.
-        like: by new layer, the one that it was made like.
-        proven: whether the stack has been in this order before.
-    """
-
-    stack: str
+    stack: str  # its first name
     before: tuple[Unit, ...]
     after: tuple[Unit, ...]
-    like: Mapping[Unit, Unit] = field(default_factory=dict)
-    proven: bool = False
+    like: Mapping[Unit, Unit] = field(default_factory=dict)  # new layer -> the layer like which it was made
+    proven: bool = False  # the stack has been in this order before
 
     def execute(self, editor: Editor) -> UndoInfo:
         put_back = editor.restack(self.stack, self.before, self.after, self.like, self.proven)
@@ -83,12 +67,7 @@ class RestackCommand(EditCommand):
 
 @dataclass(frozen=True, eq=False)
 class RewriteCommand(EditCommand):
-    """Gives some parameters of a layer other values, and the optimizer other knowledge of them.
-
-    Attributes:
-        unit: the layer.
-        values: by parameter of its module: the new values and state (None: the optimizer starts anew).
-    """
+    """Replaces values and optimizer state of some parameters of a layer."""
 
     unit: Unit
     values: Mapping[nn.Parameter, ParameterSnapshot]
@@ -106,12 +85,7 @@ class RewriteCommand(EditCommand):
 
 @dataclass(frozen=True, eq=False)
 class SetTrainedCommand(EditCommand):
-    """Says which parameters are trained from now on, or no longer.
-
-    Attributes:
-        unit: the layer.
-        trained: whether they are, by parameter.
-    """
+    """Freezes or unfreezes parameters of a layer."""
 
     unit: Unit
     trained: Mapping[nn.Parameter, bool]
@@ -130,7 +104,7 @@ class _DetachedCommand(EditCommand):
 
 @dataclass(frozen=True, eq=False)
 class SpillCommand(_DetachedCommand):
-    """Lets parked layers wait on disk; whatever brings them back fetches them."""
+    """Moves detached layers to disk; commands that insert them load them."""
 
     def execute(self, editor: Editor) -> UndoInfo:
         for unit in self.layers:
@@ -140,7 +114,7 @@ class SpillCommand(_DetachedCommand):
 
 @dataclass(frozen=True, eq=False)
 class FetchCommand(_DetachedCommand):
-    """Brings parked layers back to memory."""
+    """Loads detached layers from disk."""
 
     def execute(self, editor: Editor) -> UndoInfo:
         for unit in self.layers:
@@ -150,10 +124,10 @@ class FetchCommand(_DetachedCommand):
 
 @dataclass(frozen=True, eq=False)
 class FreeCommand(_DetachedCommand):
-    """Frees parked layers once the whole group of edits is done: from then on there is no way back."""
+    """Frees detached layers once the whole group of edits is done; this cannot be undone."""
 
     def execute(self, editor: Editor) -> UndoInfo:
-        return UndoInfo(self)  # without effect both ways: only `settle` frees, when nothing can fail any more
+        return UndoInfo(self)  # without effect: `finalize` frees, when nothing can fail any more
 
     def finalize(self, editor: Editor) -> None:
         for unit in self.layers:
@@ -162,11 +136,7 @@ class FreeCommand(_DetachedCommand):
 
 @dataclass(frozen=True, eq=False)
 class ImpossibleCommand(EditCommand):
-    """Stands for what cannot be done any more.
-
-    Attributes:
-        why: in words.
-    """
+    """A command that is no longer possible; `why` is the error message."""
 
     why: str
 
@@ -179,38 +149,32 @@ class ImpossibleCommand(EditCommand):
 
 @dataclass(eq=False)
 class Transaction:
-    """Holds changes that have been done, and what takes them back.
-
-    Attributes:
-        ways_back: gets what takes each change back while nothing else changes; the inverse may be less exact.
-        changes: in order.
-    """
+    """Commands of a group that have been executed, with their inverses."""
 
     editor: Editor
-    rollbacks: ExitStack
+    rollbacks: ExitStack  # exact undo functions, for a failure of the group
     commands: list[EditCommand] = field(default_factory=list)
     _inverses: list[EditCommand] = field(default_factory=list)
 
     def execute(self, command: EditCommand) -> None:
-        """Carry out one more."""
+        """Execute one more command."""
         done = command.execute(self.editor)
-        # As each is done: if a later one fails, the exit takes back those before it, the last one first
         self.rollbacks.callback(done.put_back or partial(done.inverse.execute, self.editor))
         self._inverses.append(done.inverse)
         self.commands.append(command)
 
     @property
     def inverse(self) -> tuple[EditCommand, ...]:
-        """What takes the group back, in the order in which it has to be done."""
+        """The commands that undo the group, in the order of execution."""
         return tuple(reversed(self._inverses))
 
 
 @contextmanager
 def transaction(editor: Editor) -> Iterator[Transaction]:
-    """Open a group for the changes of a block; if it fails, lets shared weights go or cannot be committed, it is taken back."""
-    with ExitStack() as ways_back:
-        ways_back.callback(editor.store.edit_storage.rollback)  # the last of all, when memory is as it was
-        yield Transaction(editor, ways_back)
+    """Run the commands of a block as a group; undo them if the block, a check of shared weights or the commit fails."""
+    with ExitStack() as rollbacks:
+        rollbacks.callback(editor.store.edit_storage.rollback)  # called last, when memory is restored
+        yield Transaction(editor, rollbacks)
         editor.check_shared()
         editor.commit()
-        ways_back.pop_all()  # not kept: they know layers that the group may have freed
+        rollbacks.pop_all()  # dropped: they refer to layers that the group may have freed

@@ -1,8 +1,7 @@
-"""Layers that share weights become layers of their own: the second stage of Pseudo-to-Real.
+"""Edit that gives layers with shared weights separate weights: the second stage of Pseudo-to-Real.
 
-In the first stage a stack trains as if it were deep, and holds one layer: one module in many places, or many modules whose
-parameters are tied. Then it is delinked, and every place goes on from what they have learned together.
-Source: M6-10T (Lin et al., arXiv 2110.03888).
+In the first stage a stack has one layer in many places, or many layers with tied parameters. Then it is delinked, and every
+place continues training from the shared weights. Source: M6-10T (Lin et al., arXiv 2110.03888).
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from l2l_core.model import deep_copy
 
 @dataclass(frozen=True)
 class Delink(Edit):
-    """Give every place of a stack weights of its own, where layers share them with others.
+    """Give every place of a stack separate weights.
 
-    The weights stay with the first layer that uses them, or with what uses them outside of `layers`; each further place gets a
-    layer of its own, a copy. So the model computes the same. Weights that nobody shares are left alone.
+    The first layer that uses shared weights keeps them, or a user of them outside of `layers`; every further place gets a copy
+    of the layer. The model computes the same. Weights that are not shared do not change.
 
     Args:
-        layers: the places, default the whole stack. A layer that stands in several and is named by its key or itself means
-            all from its first to its last one.
-        optimizer: what becomes of the state of the shared weights. "copy": every place goes on with it. A number scales the
-            copies (first moments by it, second moments by its square): gradients of n places were added up, so 1/n is the
-            size of what each gets from now on. "fresh": every place starts anew. What the first place keeps is treated alike.
+        layers: the places, default the whole stack. A layer in several places that is given by key or as a module means all
+            from its first to its last place.
+        optimizer: new state of all places. "copy": the state of the shared weights. A number scales that (first moments by it,
+            second moments by its square): gradients of n places were added up, so 1/n is their size from now on. "fresh":
+            every place starts without state.
         warmup: updates over which the learning rate of the copies rises to that of their group.
     """
 
@@ -64,13 +63,13 @@ class Delink(Edit):
         outside = [unit for unit in editor.registry.units if unit not in before]
         outside += [unit for i, unit in enumerate(before) if i not in span]
         taken = {param for unit in outside for param in unit.params}
-        elsewhere, keepers, after, like = set(taken), list[Unit](), list(before), dict[Unit, Unit]()
+        outside_params, keepers, after, like = set(taken), list[Unit](), list(before), dict[Unit, Unit]()
         for i in span:
             if taken.isdisjoint(before[i].params):
                 keepers.append(before[i])
                 taken.update(before[i].params)
             else:
-                # Not `copy_of`, which lets a frozen layer learn: these were in training as they are
+                # Not `copy_module`, which unfreezes the copy of a frozen layer.
                 with editor.load_layers([before[i]]):
                     after[i] = editor.layer_factory.make(
                         deep_copy(before[i].module), before[i], make_inherit(self.optimizer), self.warmup
@@ -78,16 +77,16 @@ class Delink(Edit):
                 like[after[i]] = before[i]
         if not like:
             raise ValueError(
-                f"Delink({self.layers!r}): no layer there shares weights with another one, so there is nothing to delink. One "
-                "that the model's own code runs several times stands in one place, and stays one layer"
+                f"Delink({self.layers!r}): no layer there shares weights with another one. A layer that the model's forward runs "
+                "several times is in one place and cannot be delinked; pass layers that share weights"
             )
-        shared = {param for old in like.values() for param in old.params} - elsewhere
+        shared = {param for old in like.values() for param in old.params} - outside_params
         run(restack_command(editor, stack, after, like))
         for unit in keepers if self.optimizer != "copy" else ():
             self._inherit_state(unit, [param for param in unit.params if param in shared], editor, run)
 
     def _inherit_state(self, unit: Unit, params: Sequence[nn.Parameter], editor: Editor, run: RunCommand) -> None:
-        """Let the optimizer know of parameters that stayed what it knows of their copies."""
+        """Apply the policy to the optimizer state of shared parameters that a layer keeps."""
         with editor.load_layers([unit]):
             states = states_of(unit, editor.store)
             kept = {param: make_inherit(self.optimizer)(states[param]) for param in params if param in states}

@@ -1,10 +1,10 @@
-"""Schedules that grow or shrink a stack: its depth as a function of the step."""
+"""Schedules that grow or shrink a stack with the step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from l2l_core.edits.edit import Drop, Duplicate, Edit, Insert, check_choice
 from l2l_core.edits.optimizer_state import Policy
@@ -29,18 +29,18 @@ class Depth(Schedule):
     """Grow or shrink a stack to a depth that depends on the step.
 
     Args:
-        depth: number of layers by step, as a function of the number of finished steps, or as a mapping that holds each value
-            from its step on: ``{0: 3, 100: 6, 200: 12}``.
-        grow: from n to m layers. "top": copies of the last m - n layers go on top (stacking: Gong et al. 2019, StackBERT;
-            Du et al., arXiv 2405.15319). "middle": a block of m - n layers in the middle is followed by its copy (MIDAS:
-            Saunshi et al., arXiv 2409.19044; of an even number of blocks the one below the middle). "interleaved": m - n layers,
-            evenly spread, are each followed by their copy. "identity": evenly spread new layers that change nothing yet. To
-            more than 2n layers the stack grows in several rounds, each of which doubles it, as one group.
-        shrink: from n to m layers. "influence": without those of the least influence in the last step (ShortGPT: Men et al.,
-            arXiv 2403.03853); waits for a step that tells it of enough layers. "top", "bottom": without the last, the first.
+        depth: number of layers by step: a function of the number of finished steps, or a mapping from the first step of each
+            value: ``{0: 3, 100: 6, 200: 12}``.
+        grow: from n to m layers. "top": copies of the last m - n layers are added on top (stacking: Gong et al. 2019,
+            StackBERT; Du et al., arXiv 2405.15319). "middle": a block of m - n layers in the middle is followed by its copy
+            (MIDAS: Saunshi et al., arXiv 2409.19044; with an even number of blocks the one below the middle). "interleaved":
+            m - n evenly spread layers are each followed by a copy. "identity": evenly spread new layers that are the identity
+            at first. Beyond 2n layers the stack is doubled several times, in one group of edits.
+        shrink: from n to m layers. "influence": drop the layers with the least influence in the last step (ShortGPT: Men et
+            al., arXiv 2403.03853), once it is measured for enough layers. "top", "bottom": drop the last, the first layers.
         stack: dotted name of the container, if there are several.
-        optimizer, warmup: of new layers, as of `Insert`; None is "copy" for copies and "fresh" for identity layers.
-        park: of layers that go, as of `Drop`.
+        optimizer, warmup: for new layers, as in `Insert`; None is "copy" for copies and "fresh" for identity layers.
+        park: for dropped layers, as in `Drop`.
     """
 
     depth: PerStep
@@ -55,33 +55,33 @@ class Depth(Schedule):
         check_step_values("depth", self.depth, least=1)
         check_choice("grow", self.grow, GrowMode)
         check_choice("shrink", self.shrink, ShrinkMode)
-        # What is wrong is refused here, not at the step that comes to it.
+        # Check the values now, not at the step that uses them.
         Insert(0, optimizer="copy" if self.optimizer is None else self.optimizer, warmup=self.warmup)
         Drop(0, park=self.park)
 
     def edits(self, relay: SchedulableRelay) -> Sequence[Edit]:
         layers = stack_of(relay, self.stack)
-        wanted = value_at("depth", self.depth, relay.steps, least=1)
-        if wanted is None or wanted == len(layers):
+        depth = value_at("depth", self.depth, relay.steps, least=1)
+        if depth is None or depth == len(layers):
             return ()
-        if wanted < len(layers):
-            return self._drop_edits(layers, len(layers) - wanted)
+        if depth < len(layers):
+            return self._drop_edits(layers, len(layers) - depth)
         edits, count = list[Edit](), len(layers)
-        while count < wanted:
-            more = min(count, wanted - count)
+        while count < depth:
+            more = min(count, depth - count)
             edits += self._growth_edits(count, more)
             count += more
         return edits
 
     def _growth_edits(self, count: int, more: int) -> list[Edit]:
-        """List edits that add `more` layers to `count`."""
+        """List the edits that add `more` layers to `count`."""
         policy = "copy" if self.optimizer is None else self.optimizer
         if self.grow == "top":
             return [Duplicate(in_stack(self.stack, slice(count - more, count)), "top", policy, self.warmup)]
         if self.grow == "middle":
             first = more * ((count // more - 1) // 2) + count % more // 2
             return [Duplicate(in_stack(self.stack, slice(first, first + more)), "middle", policy, self.warmup)]
-        # From the last one on: what comes in moves none of the places that are still to come.
+        # The last one first, so that insertions do not move the remaining places.
         spread = [(2 * i + 1) * count // (2 * more) for i in reversed(range(more))]
         if self.grow == "interleaved":
             return [Duplicate(in_stack(self.stack, i), "interleaved", policy, self.warmup) for i in spread]
@@ -90,24 +90,24 @@ class Depth(Schedule):
 
     def _drop_edits(self, layers: Sequence[Unit], fewer: int) -> list[Edit]:
         if self.shrink == "influence":
-            known = [unit for unit in layers if "influence" in unit.stats]
-            least = sorted(known, key=lambda unit: unit.stats["influence"])[:fewer]
+            measured = [unit for unit in layers if "influence" in unit.stats]
+            least = sorted(measured, key=lambda unit: unit.stats["influence"])[:fewer]
             return [Drop(unit.key, self.park) for unit in layers if unit in least] if len(least) == fewer else []
         first = len(layers) - fewer if self.shrink == "top" else 0
         return [Drop(in_stack(self.stack, slice(first, first + fewer)), self.park)]
 
 
-# -- by name -----------------------------------------------------------------------------------------------------------
+# -- named schedules ---------------------------------------------------------------------------------------------------
 
 
-def gradual_stacking(block: int, every: int, depth: int, grow: GrowMode = "middle", **options: object) -> Depth:
-    """Add `block` layers `every` so many steps, from `block` up to `depth`: in the middle (MIDAS), or on the "top"."""
+def gradual_stacking(block: int, every: int, depth: int, grow: GrowMode = "middle", **options: Any) -> Depth:
+    """Add `block` layers after `every` steps, from `block` up to `depth`: in the middle (MIDAS), or on the "top"."""
     _check_growth(block, depth, block)
     return _growth_schedule([*range(block, depth, block), depth], every, grow, **options)
 
 
-def stacking_by_doubling(first: int, every: int, depth: int, grow: GrowMode = "top", **options: object) -> Depth:
-    """Double the layers `every` so many steps, from `first` up to `depth` (StackBERT)."""
+def stacking_by_doubling(first: int, every: int, depth: int, grow: GrowMode = "top", **options: Any) -> Depth:
+    """Double the layers after `every` steps, from `first` up to `depth` (StackBERT)."""
     _check_growth(first, depth, first)
     depths = [first]
     while depths[-1] < depth:
@@ -115,25 +115,25 @@ def stacking_by_doubling(first: int, every: int, depth: int, grow: GrowMode = "t
     return _growth_schedule(depths, every, grow, **options)
 
 
-def growing_by_identity(first: int, every: int, depth: int, by: int = 1, **options: object) -> Depth:
-    """Add `by` identity layers `every` so many steps, from `first` up to `depth`; the loss does not jump."""
+def growing_by_identity(first: int, every: int, depth: int, by: int = 1, **options: Any) -> Depth:
+    """Add `by` identity layers after `every` steps, from `first` up to `depth`; the loss does not jump."""
     _check_growth(first, depth, by)
     return _growth_schedule([*range(first, depth, by), depth], every, "identity", **options)
 
 
-def dropping_by_influence(depth: PerStep, **options: object) -> Depth:
-    """Shrink to a depth by step, without the layers of the least influence (ShortGPT)."""
-    return Depth(depth, shrink="influence", **options)  # type: ignore[arg-type]
+def dropping_by_influence(depth: PerStep, **options: Any) -> Depth:
+    """Shrink to a depth by step; drop the layers with the least influence (ShortGPT)."""
+    return Depth(depth, shrink="influence", **options)
 
 
-def _growth_schedule(depths: Sequence[int], every: int, grow: GrowMode, **options: object) -> Depth:
+def _growth_schedule(depths: Sequence[int], every: int, grow: GrowMode, **options: Any) -> Depth:
     check_int("every", every, 1)
-    options.setdefault("shrink", "top")  # a model that has its full depth at first
-    return Depth({i * every: depth for i, depth in enumerate(depths)}, grow, **options)  # type: ignore[arg-type]
+    options.setdefault("shrink", "top")  # for a model that has its full depth at first
+    return Depth({i * every: depth for i, depth in enumerate(depths)}, grow, **options)
 
 
 def _check_growth(first: int, depth: int, by: int) -> None:
     for name, value in (("the first depth", first), ("depth", depth), ("the number of layers at a time", by)):
         check_int(name, value, 1)
     if first > depth:
-        raise ValueError(f"from {first} to {depth} layers is no growth: begin with at most {depth}")
+        raise ValueError(f"from {first} to {depth} layers the stack would not grow: begin with at most {depth}")

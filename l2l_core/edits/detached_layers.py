@@ -1,4 +1,4 @@
-"""Layers that are in no stack: their weights and what the optimizer knows of them, in memory or on disk, and the books."""
+"""Detached layers: weights and optimizer state of layers in no stack, in memory or on disk."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from l2l_core.devices import ForkGuard, Ledger, disk_full_error, is_disk_full, w
 from l2l_core.eps import BlockContents, OptimizerEntry
 from l2l_core.eps.blocks import Block, EmptyFn, Unit
 
-_DISK_FULL_REMEDY = "Free some, or let TMPDIR name a larger disk; the layer is in memory as before"
+_DISK_FULL_REMEDY = "Free some, or set TMPDIR to a folder on a larger disk; the layer is in memory as before"
 
 
 @dataclass(eq=False)
 class DetachedLayer:
-    """Is a layer that waits to be put into a stack.
+    """A layer in no stack, with its optimizer state.
 
-    Invariant: while `path` is set, neither its weights nor their optimizer state are in memory.
+    Invariant: while `path` is set, weights and optimizer state are in that file and not in memory.
     """
 
     unit: Unit
@@ -34,15 +34,17 @@ class DetachedLayer:
     @property
     def nbytes(self) -> int:
         """Bytes in host memory."""
-        return sum(block.nbytes + side.nbytes for block, side in self.entries.items())
+        return sum(block.nbytes + entry.nbytes for block, entry in self.entries.items())
 
     def spill(self) -> None:
-        """Move weights and state to a temporary file, which is deleted with the layer or with the process.
+        """Move weights and state to a temporary file, which is deleted with the layer or at the end of the process.
 
         Raises:
-            OSError: disk full (says how much is needed, and free); then everything is in memory as before.
+            OSError: the disk is full; everything is in memory as before.
         """
-        if self.path is not None or all(block.offloaded for block in self.entries):  # a shelf has it on disk
+        if self.path is not None or all(
+            block.offloaded for block in self.entries
+        ):  # already in the file, or on a shelf
             return
         tensors = self._tensors()
         handle, name = tempfile.mkstemp(prefix=f"parked-{self.unit.key}-", suffix=".safetensors")
@@ -51,85 +53,85 @@ class DetachedLayer:
             write_tensors(tensors, name)
         except BaseException as error:
             os.unlink(name)
-            if is_disk_full(error):
+            if isinstance(error, OSError) and is_disk_full(error):
                 raise disk_full_error(
                     error, Path(name).parent, sum(t.nbytes for t in tensors.values()), _DISK_FULL_REMEDY
                 ) from error
             raise
-        self.path = Path(name)  # from here on nothing fails: the file is whole, and memory may go
+        self.path = Path(name)  # the file is complete, and nothing below can fail
         self._delete = weakref.finalize(self, _delete, self.path, ForkGuard())
         self._drop_weights()
-        for index, side in enumerate(self.entries.values()):
-            for number, master in enumerate(side.masters):
-                known = side.state.get(master, {})
-                for key, value in known.items():
+        for index, entry in enumerate(self.entries.values()):
+            for number, master in enumerate(entry.masters):
+                state = entry.state.get(master, {})
+                for key, value in state.items():
                     if isinstance(value, torch.Tensor):
-                        known[key] = _SpilledTensor(f"{index}/{number}/{key}", tuple(value.stride()))
+                        state[key] = _SpilledTensor(f"{index}/{number}/{key}", tuple(value.stride()))
 
     def close(self) -> None:
-        """Delete the temporary file; what is in it cannot be fetched any more."""
+        """Delete the temporary file with the values in it."""
         if self.path is not None:
             self._delete()
 
     def free(self) -> None:
-        """Let go of weights and state, wherever the layer is still known."""
+        """Free weights and state, even if the layer is still referenced."""
         self._drop_weights()
-        for side in self.entries.values():
-            side.state.clear()
+        for entry in self.entries.values():
+            entry.state.clear()
 
     def _drop_weights(self) -> None:
-        for block, side in self.entries.items():
-            block.drop_weights(side.masters)
+        for block, entry in self.entries.items():
+            block.drop_weights(entry.masters)
 
     def read_spilled(self) -> dict[Block, BlockContents]:
-        """Give master and state of each parameter of a layer that waits on disk, by block; they are mapped from there."""
+        """Return master and state of each parameter by block, memory-mapped from the file."""
         assert self.path is not None
         held = load_file(self.path)
         return {
             block: (
                 held[f"{index}/master"],
                 [
-                    {key: _load_value(value, held) for key, value in side.state[master].items()}
-                    if master in side.state
+                    {key: _load_value(value, held) for key, value in entry.state[master].items()}
+                    if master in entry.state
                     else None
-                    for master in side.masters
+                    for master in entry.masters
                 ],
             )
-            for index, (block, side) in enumerate(self.entries.items())
+            for index, (block, entry) in enumerate(self.entries.items())
         }
 
     def load(self, empty: EmptyFn) -> None:
-        """Bring weights and state back to memory; `empty` makes a host buffer of so many elements of a `dtype`."""
+        """Load weights and state from the file; `empty` allocates host buffers."""
         if self.path is None:
             return
         held = load_file(self.path)
-        for index, (block, side) in enumerate(self.entries.items()):
-            # A copy: what was loaded is mapped from the file, which is deleted below
+        for index, (block, entry) in enumerate(self.entries.items()):
+            # A copy: loaded tensors are mapped from the file, which is deleted below.
             saved = held[f"{index}/master"]
-            block.set_master(empty(block.layout.numel, dtype=saved.dtype).copy_(saved), side.masters)
-            for known in side.state.values():
-                known.update({key: _load_value(value, held) for key, value in known.items()})
+            block.set_master(empty(block.layout.numel, dtype=saved.dtype).copy_(saved), entry.masters)
+            for state in entry.state.values():
+                state.update({key: _load_value(value, held) for key, value in state.items()})
         self._delete()
         self.path = None
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         held = {f"{i}/master": block.values for i, block in enumerate(self.entries)}
-        for index, side in enumerate(self.entries.values()):
-            for number, master in enumerate(side.masters):
-                for key, value in side.state.get(master, {}).items():
+        for index, entry in enumerate(self.entries.values()):
+            for number, master in enumerate(entry.masters):
+                for key, value in entry.state.get(master, {}).items():
                     if isinstance(value, torch.Tensor):
-                        held[f"{index}/{number}/{key}"] = value.contiguous()  # the file has no strides; `_Away` has
+                        held[f"{index}/{number}/{key}"] = value.contiguous()  # `_SpilledTensor` has the strides
         return held
 
 
 class DetachedLayers:
-    """Keeps the parked layers of one relay.
+    """The detached layers of one relay.
 
-    Invariant: the bytes of a parked layer that are in memory are booked, and statistics of steps it has none.
+    Invariant: their bytes in memory are booked, and they have no statistics of steps.
 
     Args:
-        host: gets the bytes booked.
-        empty: makes a host buffer of so many elements of a `dtype`.
+        host: ledger in which bytes are booked.
+        empty: allocates a host buffer, given the number of elements and a `dtype`.
     """
 
     def __init__(self, host: Ledger, empty: EmptyFn) -> None:
@@ -148,74 +150,74 @@ class DetachedLayers:
         return self._layers[unit]
 
     def entry_of(self, block: Block) -> OptimizerEntry | None:
-        """Give what the optimizer holds of a parked block; None if it is not parked."""
+        """Return the optimizer's entry of a detached block, or None if it is not detached."""
         return self._entries.get(block)
 
     @property
     def entries(self) -> Mapping[Block, OptimizerEntry]:
-        """What the optimizer holds of every parked block."""
+        """The optimizer's entries of all detached blocks."""
         return self._entries
 
     def add(self, layer: DetachedLayer) -> None:
-        """Take a layer in."""
+        """Add a layer and book its bytes."""
         self._layers[layer.unit] = layer
-        layer.unit.stats.clear()  # what steps tell of layers is of those that were in them
+        layer.unit.stats.clear()
         self._entries.update(layer.entries)
         self._booked[layer.unit] = layer.nbytes
         self._host.book("other", f"parked {layer.unit.key}", layer.nbytes)
 
     def pop(self, unit: Unit) -> DetachedLayer:
-        """Let a layer go."""
+        """Remove and return a layer; release its bytes."""
         self._host.release("other", f"parked {unit.key}", self._booked.pop(unit))
-        parked = self._layers.pop(unit)
-        for block in parked.entries:
+        layer = self._layers.pop(unit)
+        for block in layer.entries:
             del self._entries[block]
-        return parked
+        return layer
 
     def spill(self, unit: Unit) -> None:
-        """Let a parked layer wait on disk; one that is in a stack stays where it is."""
+        """Move a detached layer to disk; do nothing for a layer in a stack."""
         if unit in self._layers:
             self._change(unit, DetachedLayer.spill)
 
     def load(self, unit: Unit) -> None:
-        """Bring a layer back to memory, if it waits on disk."""
+        """Load a layer into memory if it is on disk."""
         if unit in self._layers and self._layers[unit].path is not None:
-            self._change(unit, lambda parked: parked.load(self._empty))
+            self._change(unit, lambda layer: layer.load(self._empty))
 
     def rebook(self) -> None:
-        """Book anew what layers hold, after values have been exchanged: it may have another size."""
+        """Book the bytes of all layers anew, after values of another size were exchanged."""
         for unit in list(self._layers):
             self.add(self.pop(unit))
 
     def close(self) -> None:
-        """Leave nothing on disk."""
-        for parked in self._layers.values():
-            parked.close()
+        """Delete all temporary files."""
+        for layer in self._layers.values():
+            layer.close()
 
     def _change(self, unit: Unit, change: Callable[[DetachedLayer], None]) -> None:
-        parked = self.pop(unit)
+        layer = self.pop(unit)
         try:
-            change(parked)
-        finally:  # also where it failed: the layer is still parked, and booked as it lies now
-            self.add(parked)
+            change(layer)
+        finally:  # after a failure, too: the layer is still detached
+            self.add(layer)
 
 
 def _delete(path: Path, fork_guard: ForkGuard) -> None:
-    """Delete the file, but not from a process that was forked from ours, which counts on it."""
+    """Delete the file, except in a forked process."""
     if fork_guard.is_current:
         path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
 class _SpilledTensor:
-    """Stands for a tensor of the optimizer's state that is in the file."""
+    """Placeholder of a tensor of the optimizer's state that is in the file."""
 
     name: str
     stride: tuple[int, ...]
 
 
 def _load_value(value: Any, held: dict[str, torch.Tensor]) -> Any:
-    """Give a value of the optimizer's state, from the file if it is there."""
+    """Return a value of the optimizer's state, read from `held` if it was spilled."""
     if not isinstance(value, _SpilledTensor):
         return value
     saved = held[value.name]

@@ -1,10 +1,8 @@
-"""Edits of the architecture, as values: what to change between two steps.
+"""Edits of the architecture, to be applied between two steps.
 
-An edit names layers by position (where the model has one stack), by ``(stack, position)``, by permanent key ("L003") or by
-dotted name; see `Resolver` in `model/layer_stacks.py`. It checks everything before it touches anything, and becomes a few changes
-(`commands.py`) that an `Editor` carries out. What an edit does not name is not affected, to the bit.
-
-All edits but `Delink` (`delink.py`) are in this file, which is a long one for that.
+An edit names layers by position (if the model has one stack), by ``(stack, position)``, by permanent key ("L003") or by
+dotted name; see `LayerResolver`. It makes all checks first, and then runs commands (`commands.py`) on an `Editor`. Layers that
+it does not name keep their weights and optimizer state to the bit.
 """
 
 from __future__ import annotations
@@ -42,47 +40,47 @@ from l2l_core.model import LayerRef, Stack
 
 Init = Literal["identity", "copy", "fresh", "interpolate"]
 Mode = Literal["top", "middle", "interleaved"]
-Span = LayerRef | slice | range | tuple[str, slice | range] | tuple[str, str]  # the last: from one layer to another
+Span = LayerRef | slice | range | tuple[str, slice | range] | tuple[str, str]  # tuple[str, str]: first and last layer
 
 RunCommand = Callable[[EditCommand], None]
 
 
 class Edit(ABC):
-    """Changes the stack of layers, or what of it is trained."""
+    """A change of a stack's layers, of their values, or of the set of trained parameters."""
 
     @property
     def preserves_function(self) -> bool:
-        """Whether the model computes the same afterwards."""
+        """Whether the model's outputs stay the same."""
         return False
 
     @property
     def optimizer_policy(self) -> str:
-        """What becomes of the optimizer's state, for the journal."""
+        """The effect on the optimizer's state, for the journal."""
         return "kept"
 
     @abstractmethod
     def execute(self, editor: Editor, run: RunCommand) -> None:
-        """Check everything, then hand changes to `do` one by one.
+        """Make all checks, then pass commands to `run`.
 
         Raises:
-            ValueError, TypeError: before anything is changed; says what would be valid.
+            ValueError, TypeError: the edit is not possible; nothing has changed.
         """
 
 
 @dataclass(frozen=True)
 class Insert(Edit):
-    """Put a new layer in front of position `at`, or behind the last one.
+    """Insert a new layer before position `at`, or after the last layer.
 
     Args:
-        at: where; the number of layers is a position too.
-        module: the new layer; default one that is made like another. When the whole group of edits is done, the model is run
-            with it on rows of the last batch, and the group is refused if that fails; before the first step it cannot be.
-        like: the layer that it is made like, default the one before `at` (at 0, the first). It also decides the groups of
+        at: the position; the number of layers is valid, too.
+        module: the new layer; by default it is made like another one. After all edits of the group the model is run with it on
+            rows of the last batch, and the group is refused if that fails. Before the first step there is no such check.
+        like: the layer to be made like, by default the one before `at` (at 0, the first). It also determines the groups of
             the optimizer, and the state that may be inherited.
-        init: "identity" leaves the function as it is; "copy" has the weights of `like`; "fresh" is initialised as the model
-            does it; "interpolate" is the mean of the layers before and behind.
-        optimizer: "fresh" starts with a state and a count of steps of its own; "copy" inherits that of `like`; a number
-            scales what is inherited (first moments by it, second moments by its square).
+        init: "identity" does not change the model's outputs; "copy" has the weights of `like`; "fresh" is initialised as in a
+            new model; "interpolate" is the mean of the layers before and after.
+        optimizer: "fresh" starts with an empty state and no steps; "copy" inherits the state of `like`; a number scales the
+            inherited state (first moments by it, second moments by its square).
         warmup: updates over which its learning rate rises to that of its group.
     """
 
@@ -111,20 +109,20 @@ class Insert(Edit):
         like = before[max(0, at - 1)] if self.like is None else editor.registry.unit_at(self.like)
         with editor.load_layers(self._layers_needed(editor, before, at, like)):
             new = self._make_module(editor, before, at, like)
-            # May refuse, so before a key is given out and memory taken
+            # May raise, so it runs before a key and memory are taken.
             plan = editor.layer_factory.plan_identity(new, stack, at) if self.preserves_function else None
             unit = editor.layer_factory.make(new, like, make_inherit(self.optimizer), self.warmup)
             if self.module is not None:
                 editor.layer_factory.unverified.append(unit)
             if plan is not None:
-                # Before the layer stands there: `preceding` still has the values that it hands over.
+                # Before the restack, while `preceding` still has the values to transfer.
                 preceding = before[at - 1] if at else editor.registry.shell
-                if left := editor.layer_factory.make_identity(unit, plan, preceding):
-                    run(RewriteCommand(preceding, left))
+                if remaining := editor.layer_factory.make_identity(unit, plan, preceding):
+                    run(RewriteCommand(preceding, remaining))
         run(restack_command(editor, stack, (*before[:at], unit, *before[at:]), {unit: like}))
 
     def _layers_needed(self, editor: Editor, before: Sequence[Unit], at: int, like: Unit) -> list[Unit]:
-        """List whose weights or state are looked at: for the identity, of what the model runs as far as the new layer."""
+        """List the layers whose weights or state are read; for the identity also the model's first layers."""
         beside = before[max(0, at - 1) : at + 1] if self.init in ("identity", "interpolate") else ()
         return [like, *beside, *([editor.registry.shell, before[0]] if self.preserves_function else ())]
 
@@ -133,8 +131,8 @@ class Insert(Edit):
             module = editor.layer_factory.check_module(self.module)
             if self.optimizer != "fresh" and _shapes(module) != _shapes(like.module):
                 raise ValueError(
-                    f"optimizer={self.optimizer!r}: the parameters of this {type(module).__name__} are others than those of "
-                    f"{like.name}, so there is no state that it could inherit: use optimizer='fresh'"
+                    f"optimizer={self.optimizer!r}: the parameters of this {type(module).__name__} differ from those of "
+                    f"{like.name}, so it cannot inherit their state: use optimizer='fresh'"
                 )
             return module
         module = copy_module(like)
@@ -151,13 +149,13 @@ class Insert(Edit):
 
 @dataclass(frozen=True)
 class Duplicate(Edit):
-    """Copy a layer, or layers that follow one another.
+    """Copy a layer, or consecutive layers.
 
     Args:
-        layers: one, or a slice of positions; default the whole stack (its depth doubles).
-        mode: where the copies go: "top" behind the last layer of the stack, "middle" behind the span as a whole,
-            "interleaved" each behind its original.
-        optimizer, warmup: as of `Insert`.
+        layers: one layer, or a slice of positions; default the whole stack (its depth doubles).
+        mode: place of the copies: "top" after the last layer of the stack, "middle" after the last copied layer,
+            "interleaved" each after its original.
+        optimizer, warmup: as in `Insert`.
     """
 
     layers: Span = field(default_factory=lambda: slice(None))
@@ -181,8 +179,8 @@ class Duplicate(Edit):
             with editor.load_layers([old]):  # one at a time
                 twins[editor.layer_factory.make(copy_module(old), old, make_inherit(self.optimizer), self.warmup)] = old
         if self.mode == "interleaved":
-            of = {old: new for new, old in twins.items()}
-            after = tuple(one for old in before for one in (old, of.get(old)) if one is not None)
+            copies = {old: new for new, old in twins.items()}
+            after = tuple(one for old in before for one in (old, copies.get(old)) if one is not None)
         else:
             end = len(before) if self.mode == "top" else span.stop
             after = (*before[:end], *twins, *before[end:])
@@ -191,13 +189,12 @@ class Duplicate(Edit):
 
 @dataclass(frozen=True)
 class Drop(Edit):
-    """Take layers out.
+    """Remove layers.
 
     Args:
-        layers: one, or a slice of positions.
-        park: keep their weights and optimizer state, so that the edit can be undone: in "memory", or on "disk". None frees
-            their bytes at once, and this edit and those before it cannot be undone any more. On a shelf they are on its disk
-            in any case.
+        layers: one layer, or a slice of positions.
+        park: where to keep their weights and optimizer state for undo: in "memory", or on "disk" (with a shelf always on its
+            disk). None frees their bytes, so that this edit and those before it can no longer be undone.
     """
 
     layers: Span
@@ -214,19 +211,23 @@ class Drop(Edit):
     def execute(self, editor: Editor, run: RunCommand) -> None:
         stack, span = editor.registry.resolver.span(self.layers)
         before = editor.registry.units_of(stack)
-        gone = {before[i] for i in span}
-        if len(gone) == len(before):
+        dropped = {before[i] for i in span}
+        if len(dropped) == len(before):
             raise ValueError(
                 f"{stack.title} has {len(before)} layer(s), and one must stay: drop fewer, or put another in its place (Replace)"
             )
-        run(restack_command(editor, stack, [unit for unit in before if unit not in gone]))
+        run(restack_command(editor, stack, [unit for unit in before if unit not in dropped]))
         if self.park != "memory":
-            run((SpillCommand if self.park == "disk" else FreeCommand)(tuple(unit for unit in before if unit in gone)))
+            run(
+                (SpillCommand if self.park == "disk" else FreeCommand)(
+                    tuple(unit for unit in before if unit in dropped)
+                )
+            )
 
 
 @dataclass(frozen=True)
 class Swap(Edit):
-    """Let two layers of one stack change places."""
+    """Exchange two layers of one stack."""
 
     a: LayerRef
     b: LayerRef
@@ -242,16 +243,13 @@ class Swap(Edit):
 
 @dataclass(frozen=True)
 class Move(Edit):
-    """Take a layer out and put it in at the position `to` of what is left."""
+    """Move a layer to position `to`, counted among the remaining layers."""
 
     layer: LayerRef
     to: LayerRef
 
     def execute(self, editor: Editor, run: RunCommand) -> None:
-        (stack, i), (other, j) = (
-            editor.registry.resolver.position_of(self.layer),
-            editor.registry.resolver.position_of(self.to),
-        )
+        (stack, i), (other, j) = (editor.registry.resolver.position_of(where) for where in (self.layer, self.to))
         _check_same(stack, other, self.layer, self.to)
         before = editor.registry.units_of(stack)
         after = [unit for unit in before if unit is not before[i]]
@@ -261,12 +259,12 @@ class Move(Edit):
 
 @dataclass(frozen=True)
 class Replace(Edit):
-    """Put another module in the place of a layer.
+    """Replace a layer by another module.
 
     Args:
-        layer: the one that goes, and whose groups of the optimizer the new one joins.
-        module: the one that comes; tried as in `Insert`.
-        warmup: as of `Insert`.
+        layer: the layer to replace; the new one joins its groups of the optimizer.
+        module: the new layer; checked as in `Insert`.
+        warmup: as in `Insert`.
     """
 
     layer: LayerRef
@@ -292,11 +290,11 @@ class Replace(Edit):
 
 @dataclass(frozen=True)
 class Interpolate(Edit):
-    """Move a layer towards another one: ``(1 - weight) * layer + weight * other``, optimizer state included.
+    """Interpolate between two layers: ``(1 - weight) * layer + weight * other``, optimizer state included.
 
     Args:
-        layer: the one that changes.
-        other: of the same shapes; stays as it is.
+        layer: the layer that changes.
+        other: a layer of the same shapes, which does not change.
         weight: 0 is no change, 1 is a copy.
     """
 
@@ -306,9 +304,7 @@ class Interpolate(Edit):
 
     def __post_init__(self) -> None:
         if not is_finite(self.weight):
-            raise ValueError(
-                f"weight={self.weight!r}: must be a finite number, 0 for no change, 1 for a copy; it goes into every weight"
-            )
+            raise ValueError(f"weight={self.weight!r}: must be a finite number, 0 for no change, 1 for a copy")
 
     @property
     def optimizer_policy(self) -> str:
@@ -324,7 +320,7 @@ class Interpolate(Edit):
                     mix_states(states[0].get(param), states[1].get(other), self.weight),
                 )
                 for param, other in pair_parameters(a.module, b.module)
-                if param is not other  # a weight that both share stays what it is, and undo leaves it alone
+                if param is not other  # a shared weight does not change, so undo must not restore it
             }
         run(RewriteCommand(a, values))
 
@@ -349,7 +345,7 @@ class _SetTrainedEdit(Edit):
 
 @dataclass(frozen=True)
 class Freeze(_SetTrainedEdit):
-    """Train layers no longer; their optimizer state is kept for when they thaw."""
+    """Stop training layers; their optimizer state is kept for `Unfreeze`."""
 
     trained = False
 
@@ -359,17 +355,19 @@ class Freeze(_SetTrainedEdit):
 
 @dataclass(frozen=True)
 class Unfreeze(_SetTrainedEdit):
-    """Train layers again, as far as the optimizer has been given their parameters."""
+    """Train layers again; parameters that are not in the optimizer stay frozen."""
 
     trained = True
 
     def _params_of(self, unit: Unit, editor: Editor) -> Sequence[nn.Parameter]:
-        sides = [(block, editor.store.masters.entry_of(block)) for block in unit.blocks]
-        params = [p for block, side in sides for p, group in zip(block.params, side.groups, strict=True) if group >= 0]
+        entries = [(block, editor.store.masters.entry_of(block)) for block in unit.blocks]
+        params = [
+            p for block, entry in entries for p, group in zip(block.params, entry.groups, strict=True) if group >= 0
+        ]
         if unit.params and not params:
             raise ValueError(
-                f"layer {unit.key} ({unit.name}) is in no group of the optimizer, so it would never learn: give the optimizer "
-                "all parameters when the relay is made, frozen ones too"
+                f"layer {unit.key} ({unit.name}) is in no group of the optimizer, so it would not be trained: pass all "
+                "parameters to the optimizer when you create the relay, frozen ones too"
             )
         return params
 
@@ -380,7 +378,7 @@ class Unfreeze(_SetTrainedEdit):
 def restack_command(
     editor: Editor, stack: Stack, after: Sequence[Unit], like: Mapping[Unit, Unit] | None = None
 ) -> RestackCommand:
-    """Make the change to another order of a stack that is as it is now; `like` as of `Restack`."""
+    """Return the command that replaces the current layers of a stack; `like` as in `RestackCommand`."""
     return RestackCommand(editor.registry.first_name(stack), editor.registry.units_of(stack), tuple(after), like or {})
 
 
@@ -389,11 +387,13 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def check_choice(name: str, value: object, choices: object) -> None:
-    """Refuse what is none of a Literal's values; raises ValueError, which lists them."""
+    """Raise ValueError if `value` is not one of the values of the Literal `choices`."""
     if value not in get_args(choices):
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, get_args(choices)))}")
 
 
 def _check_same(stack: Stack, other: Stack, a: LayerRef, b: LayerRef) -> None:
     if stack is not other:
-        raise ValueError(f"{a!r} is in {stack.title} and {b!r} in {other.title}: layers change places within one stack")
+        raise ValueError(
+            f"{a!r} is in {stack.title} and {b!r} in {other.title}: layers change places within one stack; pass two of one stack"
+        )

@@ -1,6 +1,6 @@
-"""Layers that edits bring in: what may become one, the values it begins with, what makes it the identity, whether it fits.
+"""Creation of new layers for edits: checks, initial values, optimizer state and identity.
 
-A new layer has a key and blocks of its own and is parked; an edit then puts it into a stack.
+A new layer has a new key and new blocks and is detached; an edit then inserts it into a stack.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,71 +21,66 @@ from l2l_core.edits.optimizer_state import InheritFn, ParameterSnapshot, ParamSt
 from l2l_core.eps import LayerStore, OptimizerEntry
 from l2l_core.eps.blocks import EmptyFn, Unit, build_layer, make_masters, refuse_scripted
 from l2l_core.eps.optimizers import rounds_weights
-from l2l_core.model import RandomState, Stack, deep_copy
-from l2l_core.surgery import check_fit, describe_layer, preserve_random_state, replace_layers
+from l2l_core.model import RandomState, Stack, deep_copy, preserve_random_state
+from l2l_core.surgery import check_fit, describe_layer, replace_layers
 from l2l_core.surgery.identity import CallSample, IdentityPlan, apply_plan, capture_samples, plan_identity, sample_after
 
 
 class LayerFactory:
-    """Makes the new layers of one relay.
+    """Factory of the new layers of one relay.
 
     Args:
-        lineup: gives them keys, and knows what the model holds.
+        registry: gives them keys.
         store: the EPS.
-        parking: takes them in.
-        empty: makes a host buffer of so many elements of a `dtype`.
-        seed: of what is initialised anew.
+        detached: holds them until they are inserted.
+        empty: allocates a host buffer, given the number of elements and a `dtype`.
+        seed: seed of new initial values.
 
     Attributes:
-        call: runs the model on a few rows of the last batch; None before the first step.
-        untried: layers of the user's own making that the group of edits under way has put in.
-        made: layers whose values are not settled yet.
+        run_model: runs the model on a few rows of the last batch; None before the first step.
+        unverified: the user's modules inserted by the current group of edits, to be checked at its end.
+        unstored: new layers whose values are not in the storage yet.
     """
 
     def __init__(
-        self,
-        registry: LayerRegistry,
-        store: LayerStore,
-        detached: DetachedLayers,
-        empty: EmptyFn,
-        seed: int,
+        self, registry: LayerRegistry, store: LayerStore, detached: DetachedLayers, empty: EmptyFn, seed: int
     ) -> None:
         self._registry, self._store, self._detached = registry, store, detached
         self._empty, self._seed, self._bf16 = empty, seed, rounds_weights(store.optimizer)
         self.run_model: Callable[[], Any] | None = None
         self.unverified: list[Unit] = []
         self.unstored: list[Unit] = []
-        self._plans: dict[int, IdentityPlan] = {}  # the last one by kind of layer: it is tried first
+        self._plans: dict[int, IdentityPlan] = {}  # the last plan by kind of layer, which is tried first
 
     # -- modules -------------------------------------------------------------------------------------------------------
 
     def check_module(self, module: object) -> nn.Module:
-        """Check a module of the user's that is to become a layer.
+        """Check and return a user's module that is to become a layer.
 
         Raises:
-            TypeError: no module.
-            ValueError: it is TorchScript; it, or a parameter of it, is part of the model already.
+            TypeError: it is no module.
+            ValueError: it is TorchScript; it, or one of its parameters, is part of the model already.
         """
         if not isinstance(module, nn.Module):
             raise TypeError(
-                f"module is a {type(module).__name__}: give a torch.nn.Module, or leave it out for one like another layer"
+                f"module is a {type(module).__name__}: pass a torch.nn.Module, or leave it out for one like another layer"
             )
         refuse_scripted(module)
         params = {param for unit in self._registry.units for param in unit.params}
         if module in set(self._registry.model.modules()) or not params.isdisjoint(module.parameters()):
             raise ValueError(
-                f"this {type(module).__name__} is part of the model already: give a module of its own, as copy.deepcopy(...)"
+                f"this {type(module).__name__} is part of the model already: pass a separate module, as copy.deepcopy(...)"
             )
         return module
 
     def initialise(self, module: nn.Module) -> None:
-        """Give a module the values that it would have in a new model; the same ones for the same number of edits.
+        """Initialise a module as in a new model; the values depend on the seed and the number of keys.
 
         Raises:
-            ValueError: nobody says how to initialise some of its parameters.
+            ValueError: neither model nor module initialises some of its parameters.
         """
         with preserve_random_state():
-            # A checksum: Python's hash of a string differs from process to process
+            # Not `hash`, which differs between processes.
             RandomState.from_seed(zlib.crc32(f"{self._seed}/layer/{self._registry.key_count}".encode())).restore()
             before = {name: param.detach().clone() for name, param in module.named_parameters()}
             init = getattr(self._registry.model, "_init_weights", None)  # of transformers' models
@@ -105,13 +101,13 @@ class LayerFactory:
     # -- layers --------------------------------------------------------------------------------------------------------
 
     def make(self, module: nn.Module, like: Unit, inherit: InheritFn, warmup: int = 0) -> Unit:
-        """Make a new layer, parked for the time being.
+        """Return a new, detached layer.
 
         Args:
-            module: has parameters of its own.
-            like: whose groups of the optimizer its parameters join, and whose state they may inherit. A parameter without a
-                counterpart (same name and shape) joins the group that most of the same kind are in: matrices, or the rest.
-            inherit: what of that state.
+            module: shares no parameters with the model.
+            like: its parameters determine the optimizer's groups, and the state that may be inherited. A parameter without a
+                counterpart (same name and shape) joins the group of most parameters of its kind: matrices, or others.
+            inherit: returns the new state, given that of the counterpart.
             warmup: updates over which its learning rate rises.
         """
         key = self._registry.new_key()
@@ -119,79 +115,76 @@ class LayerFactory:
         self._registry.origin[key] = self._registry.origin[like.key]
         self._registry.add(unit)
         named = {(name, param.shape): param for name, param in like.module.named_parameters()}
-        known, sides = self._optimizer_info(like), {}
+        infos, entries = self._optimizer_info(like), {}
         for block in unit.blocks:
             block.warmup = warmup
             names = [name.removeprefix(f"{key}.") for name in block.names]
             twins = [named.get((name, param.shape)) for name, param in zip(names, block.params, strict=True)]
-            theirs = [
-                known[twin] if twin is not None else _OptimizerInfo(_most_common_group(param, known), {})
+            inherited = [
+                infos[twin] if twin is not None else _OptimizerInfo(_most_common_group(param, infos), {})
                 for twin, param in zip(twins, block.params, strict=True)
             ]
             masters = make_masters(block)
             states = {
                 master: state
-                for master, its in zip(masters, theirs, strict=True)
-                if (state := inherit(its.state)) is not None
+                for master, info in zip(masters, inherited, strict=True)
+                if (state := inherit(info.state)) is not None
             }
-            sides[block] = OptimizerEntry(masters, [its.group for its in theirs], states)
-        self._detached.add(DetachedLayer(unit, sides))
+            entries[block] = OptimizerEntry(masters, [info.group for info in inherited], states)
+        self._detached.add(DetachedLayer(unit, entries))
         self.unstored.append(unit)
         return unit
 
     def make_empty(self, key: str, module: nn.Module) -> Unit:
-        """Make room for a parked layer of a save, without values, state and groups yet; it may share weights."""
+        """Return a detached layer for a save, without values, state and groups yet; it may share weights."""
         shared = {param: block for block in self._registry.blocks if block.shared for param in block.params}
         unit = build_layer(key, key, module, self._empty, shared, self._bf16)
         self._registry.add(unit)
         own = [block for block in unit.blocks if not block.shared]
-        sides = {block: OptimizerEntry(make_masters(block), [-1] * len(block.params), {}) for block in own}
-        self._detached.add(DetachedLayer(unit, sides))
+        entries = {block: OptimizerEntry(make_masters(block), [-1] * len(block.params), {}) for block in own}
+        self._detached.add(DetachedLayer(unit, entries))
         return unit
 
     def _optimizer_info(self, unit: Unit) -> dict[nn.Parameter, _OptimizerInfo]:
-        """Give what the optimizer has of each parameter of a layer, in a stack or parked."""
-        sides = [
+        """Return group and state of each parameter of a layer, in a stack or detached."""
+        entries = [
             (block, self._detached.entry_of(block) or self._store.masters.entry_of(block)) for block in unit.blocks
         ]
         return {
-            param: _OptimizerInfo(group, side.state.get(master, {}))
-            for block, side in sides
-            for param, master, group in zip(block.params, side.masters, side.groups, strict=True)
+            param: _OptimizerInfo(group, entry.state.get(master, {}))
+            for block, entry in entries
+            for param, master, group in zip(block.params, entry.masters, entry.groups, strict=True)
         }
 
     # -- the identity --------------------------------------------------------------------------------------------------
 
     def plan_identity(self, module: nn.Module, stack: Stack, at: int) -> IdentityPlan:
-        """Find how a layer becomes the identity at a place of a stack.
+        """Plan how `module` becomes the identity at position `at` of a stack.
 
         Raises:
-            ValueError: it cannot, or no step has been made yet from which a batch could be taken.
+            ValueError: there is no plan, or no step has been made yet, so that there is no batch.
         """
         if self.run_model is None:
             raise ValueError("init='identity' is found by running layers: make a step first, or use init='copy'")
-        layers, at_hand = stack.layers, self._store.edit_storage
+        model, layers, storage = self._registry.model, stack.layers, self._store.edit_storage
         if {unit.module for unit in self._registry.layers} - set(layers):
-            at_hand.require_all_in_memory("init='identity' in a model with layers outside of this stack", _REMEDY)
-        wanted = list(dict.fromkeys(layers[max(0, at - 1) : at + 1]))
+            storage.require_all_in_memory("init='identity' in a model with layers outside of this stack", _REMEDY)
+        neighbours = list(dict.fromkeys(layers[max(0, at - 1) : at + 1]))
+        # First in the model without most of the other layers, which takes less time.
+        kept = [layer for i, layer in enumerate(layers) if i == 0 or layer in neighbours]
         try:
-            plan = self._plan_from(self._capture_samples_nearby(stack, wanted), module, layers, at)
-        except Exception:  # of the model's own code too, which may need what is left out
+            restore = replace_layers(model, stack, kept, force=True)
+            try:
+                samples = capture_samples(model, self.run_model, neighbours)
+            finally:
+                restore()
+            plan = self._plan_from(samples, module, layers, at)
+        except Exception:  # the model's code may need the omitted layers and raise anything
             plan = None
-        if plan is None or plan.transfers:  # how exact it is depends on what the layers before make
-            at_hand.require_all_in_memory("finding how this kind of layer becomes the identity", _REMEDY)
-            plan = self._plan_from(capture_samples(self._registry.model, self.run_model, wanted), module, layers, at)
+        if plan is None or plan.transfers:  # the error of a plan with transfers depends on the layers before
+            storage.require_all_in_memory("finding how this kind of layer becomes the identity", _REMEDY)
+            plan = self._plan_from(capture_samples(model, self.run_model, neighbours), module, layers, at)
         return plan
-
-    def _capture_samples_nearby(self, stack: Stack, wanted: Sequence[nn.Module]) -> dict[nn.Module, CallSample]:
-        """Capture what layers are called with in the model without most of the others, which takes less time."""
-        model = self._registry.model
-        kept = [layer for i, layer in enumerate(stack.layers) if i == 0 or layer in wanted]
-        put_back = replace_layers(model, stack, kept, force=True)
-        try:
-            return capture_samples(model, self.run_model, wanted)  # type: ignore[arg-type] - the caller has looked
-        finally:
-            put_back()
 
     def _plan_from(
         self, samples: Mapping[nn.Module, CallSample], module: nn.Module, layers: Sequence[nn.Module], at: int
@@ -204,82 +197,77 @@ class LayerFactory:
         return plan
 
     def make_identity(self, unit: Unit, plan: IdentityPlan, preceding: Unit) -> dict[nn.Parameter, ParameterSnapshot]:
-        """Make a new, parked layer the identity; returns what its predecessor has to be left with.
+        """Make a new, detached layer the identity; return the new values of the preceding layer's parameters.
 
-        Values that are handed over take along what the optimizer knows of them.
+        Transferred values keep their optimizer state.
         """
-        # Without what is handed over: the layer before must change by a `Rewrite`, which can be taken back
+        # Without transfers: the preceding layer is changed by a `RewriteCommand`, which can be undone.
         apply_plan(replace(plan, transfers=()), unit.module)
-        states, left = states_of(preceding, self._store), {}
-        sides = [(m, side) for block, side in self._detached[unit].entries.items() for m in side.masters]
-        master_of = dict(zip(unit.params, sides, strict=True))
+        states, remaining = states_of(preceding, self._store), {}
+        entries = [(m, entry) for block, entry in self._detached[unit].entries.items() for m in entry.masters]
+        master_of = dict(zip(unit.params, entries, strict=True))
         with torch.no_grad():
             for item in plan.transfers:
                 source = preceding.module.get_parameter(item.preceding)
                 target = unit.module.get_parameter(item.new)
                 target.copy_(source.view_as(target))
-                master, side = master_of[target]
+                master, entry = master_of[target]
                 if source in states:
-                    side.state[master] = reshape_state(target, states[source])
-                left[source] = ParameterSnapshot(torch.full_like(source, item.neutral), None)
-        return left
+                    entry.state[master] = reshape_state(target, states[source])
+                remaining[source] = ParameterSnapshot(torch.full_like(source, item.neutral), None)
+        return remaining
 
     def snapshot_plans(self) -> Callable[[], None]:
-        """Keep which plans are tried first; the result forgets those that were found since."""
-        plans = dict(self._plans)
+        """Return a function that drops the plans found since."""
+        return partial(setattr, self, "_plans", dict(self._plans))
 
-        def put_back() -> None:
-            self._plans = plans
-
-        return put_back
-
-    # -- whether they fit ----------------------------------------------------------------------------------------------
+    # -- checks at their places ----------------------------------------------------------------------------------------
 
     def check_fits(self) -> None:
-        """Run the model with the user's own modules where edits have put them, on a few rows of the last batch.
-
-        Before the first step there are none, and nothing is tried.
+        """Run the model with the user's inserted modules on a few rows of the last batch, if there was one.
 
         Raises:
-            ValueError: it does not run; names the neighbours and the shapes.
+            ValueError: the model does not run; the message has the neighbours and the shapes.
         """
-        lineup, call = self._registry, self.run_model
-        # Those that later edits of the group have taken out again are not tried; none is left over if one is refused
-        new, self.unverified = [unit for unit in self.unverified if unit in lineup.layers], []
-        for unit in new if call is not None else []:
-            stack = next(stack for stack in lineup.stacks if unit.module in stack.layers)
-            names = [f"{other.key} ({other.name})" for other in lineup.units_of(stack)]
-            check_fit(lineup.model, call, stack, stack.layers.index(unit.module), names)
+        registry, call = self._registry, self.run_model
+        # Without modules that later edits of the group have removed.
+        new, self.unverified = [unit for unit in self.unverified if unit in registry.layers], []
+        if call is None:
+            return
+        for unit in new:
+            stack = next(stack for stack in registry.stacks if unit.module in stack.layers)
+            names = [f"{other.key} ({other.name})" for other in registry.units_of(stack)]
+            check_fit(registry.model, call, stack, stack.layers.index(unit.module), names)
 
 
 _REMEDY = "use init='copy' or 'fresh'"
 
 
 class _OptimizerInfo(NamedTuple):
-    """Holds what the optimizer has of a parameter: its group (-1: in none) and its state."""
+    """A parameter's group in the optimizer (-1: in none) and its state."""
 
     group: int
     state: ParamState
 
 
-def _most_common_group(param: nn.Parameter, known: Mapping[nn.Parameter, _OptimizerInfo]) -> int:
-    """Find the group that most of a layer's parameters of the same kind are in, matrices or the rest."""
-    alike = [other for other in known if (other.dim() > 1) == (param.dim() > 1)]
-    groups = Counter(known[other].group for other in alike or known)
+def _most_common_group(param: nn.Parameter, infos: Mapping[nn.Parameter, _OptimizerInfo]) -> int:
+    """Return the group of most of a layer's parameters of the same kind, matrices or others."""
+    alike = [other for other in infos if (other.dim() > 1) == (param.dim() > 1)]
+    groups = Counter(infos[other].group for other in alike or infos)
     return groups.most_common(1)[0][0] if groups else 0
 
 
 def copy_module(unit: Unit) -> nn.Module:
-    """Copy a layer's module; the copy of a frozen layer is trained all the same, since it is new."""
+    """Copy a layer's module; the copy of a frozen layer is trained."""
     module = deep_copy(unit.module)
     return module.requires_grad_(True) if unit.frozen else module
 
 
 def set_to_mean(module: nn.Module, a: nn.Module, b: nn.Module) -> None:
-    """Give a module the mean of the weights of two others.
+    """Set a module's weights to the mean of those of two others.
 
     Raises:
-        ValueError: they have other parameters than it has.
+        ValueError: they have other parameters.
     """
     with torch.no_grad():
         for (param, x), (_, y) in zip(pair_parameters(module, a), pair_parameters(module, b), strict=True):
@@ -290,13 +278,13 @@ def pair_parameters(a: nn.Module, b: nn.Module) -> list[tuple[nn.Parameter, nn.P
     """Pair the parameters of two layers by their names.
 
     Raises:
-        ValueError: one of them is not in both with the same shape.
+        ValueError: a parameter is not in both with the same shape.
     """
-    mine, theirs = dict(a.named_parameters()), dict(b.named_parameters())
-    unlike = [n for n in {**mine, **theirs} if n not in mine or n not in theirs or mine[n].shape != theirs[n].shape]
+    of_a, of_b = dict(a.named_parameters()), dict(b.named_parameters())
+    unlike = [n for n in {**of_a, **of_b} if n not in of_a or n not in of_b or of_a[n].shape != of_b[n].shape]
     if unlike:
         raise ValueError(
             f"a {type(a).__name__} and a {type(b).__name__} cannot be mixed: {unlike[0]} is not in both of them with the same "
-            "shape"
+            "shape; use two layers of one kind"
         )
-    return [(param, theirs[name]) for name, param in mine.items()]
+    return [(param, of_b[name]) for name, param in of_a.items()]

@@ -1,7 +1,4 @@
-"""Which layers stand where in the model now, what they are called, and which one a person means.
-
-Nothing is moved here: `editor.py` moves layers, and tells the line-up.
-"""
+"""The current layers, keys, names and stacks of a model; `editor.py` updates it."""
 
 from __future__ import annotations
 
@@ -17,46 +14,40 @@ from l2l_core.surgery import ties_of
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """Says how a model is built, as far as edits change it.
+    """The parts of a model's structure that edits change."""
 
-    Attributes:
-        layers: dotted names by key.
-        containers: dotted names of the stacks, by the name that each had first.
-        stacks: keys of the layers in order, by stack.
-        sizes: number of members of the container, by stack.
-        ties: names that stand for one tensor, see `ties_of`.
-    """
-
-    layers: dict[str, str]
-    containers: dict[str, str]
-    stacks: dict[str, list[str]]
-    sizes: dict[str, int]
-    ties: list[list[str]]
+    layers: dict[str, str]  # key -> dotted name
+    containers: dict[str, str]  # first name of each stack -> its dotted name
+    stacks: dict[str, list[str]]  # first name -> keys of the layers in order
+    sizes: dict[str, int]  # first name -> number of members of the container
+    ties: list[list[str]]  # names of each tensor with several
 
 
 class LayerRegistry:
-    """Knows the layers of one relay and the stacks that they stand in.
+    """The layers of one relay and their stacks.
 
-    Invariant: `stacks` holds what the containers hold, in their order, and `layers` all of it and what is in no stack.
+    Invariant: `stacks` equals the contents of the containers, and `layers` has these layers and those in no container.
 
     Args:
-        model: the user's.
+        model: the user's model.
         shell: the rest of the model.
-        layers: the relay's, in order.
+        layers: the relay's layers in order.
 
     Attributes:
-        layers, stacks: as they are now.
-        first: the model as it was before any edit.
-        origin: by key, the original layer that it goes back to.
-        made: keys given out so far, or passed over.
+        layers, stacks: the current ones.
+        first_structure: structure of the model before any edit.
+        origin: key -> key of the original layer from which it was made.
+        key_count: number of keys given out or skipped.
     """
 
     def __init__(self, model: nn.Module, shell: Unit, layers: Sequence[Unit]) -> None:
         self.model, self.shell = model, shell
         self.layers = list(layers)
         self.stacks = find_stacks(model, [unit.module for unit in layers])
-        self._units = {unit.module: unit for unit in layers}  # parked ones too
-        self._names = {stack.container: stack.name for stack in self.stacks}  # for good
+        self._units = {unit.module: unit for unit in layers}  # with detached ones
+        self._names: dict[nn.Module, str] = {
+            stack.container: stack.name for stack in self.stacks
+        }  # never changed by edits
         self.origin = {unit.key: unit.key for unit in layers}
         self.key_count = len(layers)
         self.first_structure = self.structure
@@ -68,12 +59,12 @@ class LayerRegistry:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """What they consist of, each block once."""
+        """The blocks of shell and layers, each once."""
         return tuple(dict.fromkeys(block for unit in self.units for block in unit.blocks))
 
     @property
     def structure(self) -> ModelStructure:
-        """How the model is built now."""
+        """The current structure."""
         return ModelStructure(
             {unit.key: unit.name for unit in self.layers},
             {self.first_name(stack): stack.name for stack in self.stacks},
@@ -85,7 +76,7 @@ class LayerRegistry:
     # -- stacks --------------------------------------------------------------------------------------------------------
 
     def first_name(self, stack: Stack) -> str:
-        """Give a stack's first name: where several are in one Sequential, an edit of one may rename the others."""
+        """Return a stack's first name; edits of a stack may rename others in the same Sequential."""
         return self._names[stack.container]
 
     @property
@@ -94,11 +85,7 @@ class LayerRegistry:
         return self._names
 
     def find_stack(self, name: str) -> Stack:
-        """Find the stack of that first name, as it is now.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Return the current stack with that first name; raise ValueError if there is none."""
         for stack in self.stacks:
             if self.first_name(stack) == name:
                 return stack
@@ -107,92 +94,93 @@ class LayerRegistry:
         )
 
     def units_of(self, stack: Stack) -> tuple[Unit, ...]:
-        """List the layers of a stack, in order; one that stands in several places is there several times."""
+        """List the layers of a stack in order; a layer in several places is listed several times."""
         return tuple(self._units[module] for module in stack.layers)
 
-    # -- what a person means -------------------------------------------------------------------------------------------
+    # -- lookup --------------------------------------------------------------------------------------------------------
 
     @property
     def resolver(self) -> LayerResolver:
-        """Finds the layer that a person means, as things are now."""
+        """Lookup of the current layers."""
         keys = {unit.module: unit.key for unit in self.layers}
         return LayerResolver(self.stacks, keys, {unit.module: unit.name for unit in self.layers})
 
     def unit_at(self, where: LayerRef) -> Unit:
-        """Find the layer that a person means, in a stack or in none; raises what `Resolver.layer` does."""
+        """Return the layer at `where`, in a stack or in none; raise as `LayerResolver.layer` does."""
         return self._units[self.resolver.layer(where)]
 
     def units_at(self, places: Iterable[LayerRef]) -> set[Unit]:
-        """Find the layers of stacks that a person means by several places.
+        """Return the layers at several places, which must be in stacks.
 
         Raises:
-            ValueError, TypeError: one of them is no layer of a stack.
+            ValueError, TypeError: a place is no layer of a stack.
         """
         if isinstance(places, str | nn.Module) or not isinstance(places, Iterable):
-            raise TypeError(f"{places!r} is one layer, or none: give a collection of layers, as [{places!r}]")
-        wanted = list(places)
-        if not wanted:  # every step asks, and a resolver for a thousand layers takes a while
+            raise TypeError(f"{places!r} is not a collection of layers: pass a list, as [{places!r}]")
+        refs = list(places)
+        if not refs:  # every step calls this, and a resolver for a thousand layers takes a while
             return set()
-        found = map(self.resolver.position_of, wanted)
+        found = map(self.resolver.position_of, refs)
         return {self._units[stack.layers[i]] for stack, i in found}
 
-    # -- what has changed ----------------------------------------------------------------------------------------------
+    # -- changes -------------------------------------------------------------------------------------------------------
 
     def set_first_structure(self, first: ModelStructure, containers: Mapping[str, str]) -> None:
-        """Say that the model was `first` before the edits of a save; `containers` are its stacks' names here."""
+        """Set the structure before the edits of a save; `containers` maps first names to the stacks' current names."""
         self.first_structure = first
         names = {now: name for name, now in containers.items()}
         self._names = {stack.container: names.get(stack.name, stack.name) for stack in self.stacks}
 
     def new_key(self) -> str:
-        """Give out a key that no layer has or had; the caller may have given out some of this form."""
+        """Return a key that no layer has or had."""
         while (key := f"L{self.key_count:03d}") in self.origin:
             self.key_count += 1
         self.key_count += 1
         return key
 
     def snapshot_keys(self) -> Callable[[], None]:
-        """Keep which keys are given out; the result takes back those that were since, whose layers must be forgotten."""
-        made, origin = self.key_count, dict(self.origin)
+        """Return a function that makes the keys given out since available again; their layers must be removed."""
+        count, origin = self.key_count, dict(self.origin)
 
-        def put_back() -> None:
-            self.key_count, self.origin = made, origin
+        def restore() -> None:
+            self.key_count, self.origin = count, origin
 
-        return put_back
+        return restore
 
     def add(self, unit: Unit) -> None:
-        """Take note of another layer, which may come to stand in a stack."""
+        """Add a detached layer."""
         self._units[unit.module] = unit
 
     def remove(self, unit: Unit) -> None:
-        """Forget a layer that is gone for good. Its key stays taken."""
+        """Remove a detached layer; its key stays taken."""
         del self._units[unit.module]
 
     def update_stack(self, name: str, after: Sequence[Unit]) -> bool:
-        """Follow the container of a stack, which holds the layers `after` now: their order and names are taken over.
+        """Update order and names of the layers of a stack, whose container holds `after` now.
 
         Args:
-            name: that the stack had first.
+            name: first name of the stack.
+            after: the new layers.
 
         Returns:
             Whether modules that are no layers may have other names, too.
         """
         stack = self.find_stack(name)
-        gone = set(self.units_of(stack))  # `stack` is of the past: its layers are those of before
-        first = next(i for i, unit in enumerate(self.layers) if unit in gone)
-        behind = (unit for unit in self.layers[first:] if unit not in gone)
-        self.layers = list(dict.fromkeys([*self.layers[:first], *after, *behind]))
+        old = set(self.units_of(stack))
+        first = next(i for i, unit in enumerate(self.layers) if unit in old)
+        others = (unit for unit in self.layers[first:] if unit not in old)
+        self.layers = list(dict.fromkeys([*self.layers[:first], *after, *others]))
         now = replace(stack, layers=tuple(unit.module for unit in after))
-        self.stacks = tuple(now if old is stack else old for old in self.stacks)
+        self.stacks = tuple(now if each is stack else each for each in self.stacks)
         return self._rename(now, set(after))
 
     def _rename(self, stack: Stack, units: set[Unit]) -> bool:
-        """Let layers have their present names, in all stacks if the members of a Sequential that are no layers have moved.
+        """Update the layers' names, in all stacks if other members of a Sequential have moved.
 
-        Such a one may hold an embedding and a head, or the containers of other stacks, which move with its depth.
+        Such members are an embedding, a head, or the containers of other stacks, which move with its depth.
         """
         moves = any(child not in self._units for child in stack.container._modules.values())
-        if moves:  # a walk over the whole model, so only where it may find other names
+        if moves:  # lists all modules of the model, so only if names may differ
             names = {module: name for name, module in self.model.named_modules()}
             self.stacks = tuple(replace(each, name=names[each.container]) for each in self.stacks)
             for unit in self.layers:

@@ -1,7 +1,6 @@
-"""What becomes of the optimizer's state when a layer is made like another one, mixed with one, or rewritten.
+"""Optimizer state of layers that are copied, interpolated or rewritten.
 
-An optimizer's state is known by its names alone: which entries are moments, and so scale with the gradients, and which
-count updates, is read off the names that optimizers of torch give them.
+Names alone decide, as torch's optimizers use them: moments scale with the gradients, counters of updates do not.
 """
 
 from __future__ import annotations
@@ -18,22 +17,17 @@ from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Unit
 from l2l_core.eps.optimizers import state_bytes
 
-ParamState = Mapping[str, Any]  # what the optimizer knows of one parameter, by name
+ParamState = Mapping[str, Any]  # optimizer state of one parameter, by name
 Policy = Literal["fresh", "copy"] | float  # of the state of new layers; a number scales a copy
-InheritFn = Callable[
-    [ParamState], dict[str, Any] | None
-]  # the state of a copy from that of a parameter; None: start anew
+InheritFn = Callable[[ParamState], dict[str, Any] | None]  # state of a parameter -> state of its copy, None: no state
 
-_COUNTER_NAMES = {"step", "mu_product", "eta", "mu"}  # go with the number of updates (NAdam, ASGD)
-_UNSCALED_NAMES = _COUNTER_NAMES | {
-    "ax",
-    "step_size",
-}  # of weights and of steps, whatever the gradients are (ASGD, Rprop)
+_COUNTER_NAMES = {"step", "mu_product", "eta", "mu"}  # depend on the number of updates (NAdam, ASGD)
+_UNSCALED_NAMES = _COUNTER_NAMES | {"ax", "step_size"}  # independent of the size of gradients (ASGD, Rprop)
 _SECOND_MOMENTS = {"square_avg", "sum", "acc_delta", "row_var", "col_var", "variance"}  # besides "..._sq"
 
 
 class ParameterSnapshot(NamedTuple):
-    """Is what a parameter is to have, or had: values, and what the optimizer knows of it (None: it starts anew)."""
+    """Values and optimizer state of a parameter; None is no state."""
 
     value: torch.Tensor
     state: dict[str, Any] | None
@@ -44,16 +38,13 @@ class ParameterSnapshot(NamedTuple):
 
 
 def states_of(unit: Unit, store: LayerStore) -> dict[nn.Parameter, ParamState]:
-    """Give what the optimizer knows of each parameter of a layer in a stack; nothing, where it has not been updated."""
+    """Return the optimizer state of the parameters of a layer in a stack, without parameters that have none."""
     state = store.optimizer.state
     return {param: state[master] for param, master in store.masters.master_by_param(unit).items() if master in state}
 
 
 def make_inherit(policy: Policy) -> InheritFn:
-    """Make the function that says what a new parameter takes over from the state of its model.
-
-    What it makes raises ValueError where quantised state is to be scaled.
-    """
+    """Return the function that derives a new parameter's state; it raises ValueError if it has to scale quantised state."""
     if policy == "fresh":
         return lambda state: None
     factor = 1.0 if policy == "copy" else float(policy)
@@ -74,10 +65,9 @@ def make_inherit(policy: Policy) -> InheritFn:
 
 
 def mix_states(a: ParamState | None, b: ParamState | None, weight: float) -> dict[str, Any] | None:
-    """Mix both states; whole numbers, the count of steps and what goes with it are those of `a`.
+    """Interpolate two states; integers and counters are those of `a`.
 
-    Where one is missing, or holds other things than the other (groups with other settings), the optimizer starts anew; so it
-    does where state is quantised, whose codes have no mean.
+    Return None if one is missing, if they have different entries (groups with other settings), or if a state is quantised.
     """
     if not a or not b or a.keys() != b.keys() or any(map(_is_quantised, a.values())):
         return None
@@ -90,41 +80,38 @@ def mix_states(a: ParamState | None, b: ParamState | None, weight: float) -> dic
 
 
 def _is_quantised(value: Any) -> bool:
-    """Tell whether it holds codes in place of numbers, as 8-bit optimizers do."""
+    """Return whether `value` holds codes instead of numbers, as in 8-bit optimizers."""
     return isinstance(value, torch.Tensor) and value.dtype in (torch.uint8, torch.int8) and value.dim() > 0
 
 
 def reshape_state(param: torch.Tensor, state: ParamState) -> dict[str, Any]:
-    """Copy a state for a parameter of another, equally large shape; what is no moment (a count) stays as it is."""
+    """Copy a state for a parameter of another shape with as many elements; entries of other sizes keep their shape."""
 
     def shaped(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        # A count is a tensor without dimensions, and as large as a parameter of one element
+        # A counter has no dimensions, but as many elements as a parameter with one element.
         return value.clone().view_as(param) if value.numel() == param.numel() and value.dim() else value.clone()
 
     return {name: shaped(value) for name, value in state.items()}
 
 
 def check_policy(policy: object, warmup: object) -> None:
-    """Refuse what says nothing about the state and the learning rate of a new layer.
-
-    Raises:
-        ValueError: of either; says what would be valid.
-    """
+    """Raise ValueError for an invalid `optimizer=` or `warmup=` of a new layer."""
     if policy not in ("fresh", "copy") and not is_finite(policy):
         raise ValueError(
-            f"optimizer={policy!r}: must be 'fresh', 'copy' or a finite number that scales what is inherited"
+            f"optimizer={policy!r}: must be 'fresh', 'copy' or a finite number that scales the inherited state"
         )
     if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
         raise ValueError(f"warmup={warmup!r}: must be a number of updates, 0 for none")
 
 
 def describe_policy(policy: Policy, warmup: int) -> str:
-    """Word both as the journal says them."""
+    """Return policy and warm-up as text for the journal."""
     words = policy if isinstance(policy, str) else f"scaled by {policy:g}"
     return words + (f", warm-up over {warmup} updates" if warmup else "")
 
 
 def is_finite(value: object) -> bool:
+    """Return whether `value` is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,35 +1,34 @@
-"""Depth, and what is trained of it, as a function of the step.
+"""Schedules of a stack's depth and training, as a function of the step.
 
-A schedule looks at the number of finished steps and at the stack, and says which edits are due before the next step and which
-layers sit it out. It keeps nothing: a run that was saved and loaded, or a step that is tried again, does the same.
+Given the number of finished steps and the stack, a schedule determines the edits before the next step and the layers that are
+skipped in it. It has no state, so that it does the same after loading a save and in a repeated step.
 
     schedule = gradual_stacking(3, every=100, depth=12) + LayerDrop(0.1)
     for batch in batches:
         schedule.step(relay, batch)
 
-What it is not: a learning rate schedule (torch has those), or a loop of its own. The schedules that there are have a file each:
-`depth.py`, `freezing.py`, `layer_drop.py`.
+`Freezing` is here; other schedules are in `depth.py` and `layer_drop.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from l2l_core.batches import Batch
 from l2l_core.config import RelayConfig
-from l2l_core.edits.edit import Edit
+from l2l_core.edits.edit import Edit, Freeze, Unfreeze
 from l2l_core.eps.blocks import Unit
 from l2l_core.model import LayerRef
 from l2l_core.trace import StepResult
 
-PerStep = Callable[[int], int] | Mapping[int, int]  # by step; a mapping holds each value from its step on
+PerStep = Callable[[int], int] | Mapping[int, int]  # a function of the step, or first step -> value
 
 
 class SchedulableRelay(Protocol):
-    """Names what a schedule asks of a relay."""
+    """The part of a relay that schedules use."""
 
     @property
     def config(self) -> RelayConfig: ...
@@ -48,33 +47,33 @@ class SchedulableRelay(Protocol):
 
 
 class Schedule:
-    """Says what is due before the next step. Schedules add up: ``Depth(...) + LayerDrop(0.1)``.
+    """Edits and skipped layers by step; schedules can be added: ``Depth(...) + LayerDrop(0.1)``.
 
     Attributes:
-        force: whether layers sit out even where that is refused on evidence alone; see `Relay.step`.
+        force: skip the refusals that rest on evidence; see `Relay.step`.
     """
 
     force: bool = False
 
     def edits(self, relay: SchedulableRelay) -> Sequence[Edit]:
-        """List the edits for now, one group, which last; none if all is as it should be."""
+        """List the edits to apply before the next step, as one group."""
         return ()
 
     def skip(self, relay: SchedulableRelay) -> Sequence[str]:
-        """List the keys of the layers that sit the next step out."""
+        """List the keys of the layers to skip in the next step."""
         return ()
 
     def prepare(self, relay: SchedulableRelay) -> None:
-        """Carry out the edits that are due.
+        """Apply the edits before the next step.
 
         Raises:
-            ValueError: one cannot be; the relay is as it was.
+            ValueError: an edit is not possible; the relay has not changed.
         """
         if edits := self.edits(relay):
             relay.apply(*edits)
 
     def step(self, relay: SchedulableRelay, batch: Batch) -> StepResult:
-        """Edit what is due, and train on one batch; raises what `Relay.apply` and `Relay.step` do."""
+        """Apply the edits and train on one batch; raise as `Relay.apply` and `Relay.step` do."""
         with relay.expect(batch):
             self.prepare(relay)
             return relay.step(batch, skip=self.skip(relay), force=self.force)
@@ -87,10 +86,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Schedules(Schedule):
-    """Follows several schedules, one after another: each finds the stack as those before it have left it.
-
-    `edits` are those of the first one that has something to do.
-    """
+    """Several schedules, applied one after another; `edits` are those of the first one that has any."""
 
     parts: tuple[Schedule, ...]
 
@@ -98,7 +94,7 @@ class Schedules(Schedule):
         return next((edits for part in self.parts if (edits := part.edits(relay))), ())
 
     @property
-    def force(self) -> bool:  # type: ignore[override] - of any part
+    def force(self) -> bool:  # type: ignore[override] - a property, because it depends on the parts
         return any(part.force for part in self.parts)
 
     def skip(self, relay: SchedulableRelay) -> Sequence[str]:
@@ -109,34 +105,77 @@ class Schedules(Schedule):
             part.prepare(relay)
 
 
-# -- for schedules -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Freezing(Schedule):
+    """Freeze the first layers of a stack and train all others; it unfreezes other layers of the stack.
+
+    Frozen layers at the bottom are run forward only, if nothing below them is trained either (freeze the embedding, too).
+
+    Args:
+        frozen: number of frozen layers by step, as `depth` of `Depth`.
+        stack: dotted name of the container, if there are several.
+    """
+
+    frozen: PerStep
+    stack: str | None = None
+
+    def __post_init__(self) -> None:
+        check_step_values("frozen", self.frozen, least=0)
+
+    def edits(self, relay: SchedulableRelay) -> Sequence[Edit]:
+        layers = stack_of(relay, self.stack)
+        count = value_at("frozen", self.frozen, relay.steps, least=0)
+        if count is None:
+            return ()
+        edits: list[Edit] = [
+            Freeze(in_stack(self.stack, part))
+            for part in _runs(i for i in range(min(count, len(layers))) if not layers[i].frozen)
+        ]
+        # A layer without parameters counts as frozen.
+        unfreezing = (i for i in range(count, len(layers)) if layers[i].params and layers[i].frozen)
+        return edits + [Unfreeze(in_stack(self.stack, part)) for part in _runs(unfreezing)]
+
+
+def _runs(positions: Iterable[int]) -> Iterator[slice]:
+    """Join ascending positions to slices without gaps."""
+    run: list[int] = []
+    for i in positions:
+        if run and i != run[-1] + 1:
+            yield slice(run[0], run[-1] + 1)
+            run = []
+        run.append(i)
+    if run:
+        yield slice(run[0], run[-1] + 1)
+
+
+# -- helpers of schedules ----------------------------------------------------------------------------------------------
 
 
 def stack_of(relay: SchedulableRelay, name: str | None) -> tuple[Unit, ...]:
-    """Find the layers of the stack of that name, or of the only one.
+    """Return the layers of the stack `name`, or of the only one.
 
     Raises:
-        ValueError: there is no such stack, or there are several; names them.
+        ValueError: there is no such stack, or `name` is None and there are several.
     """
     stacks = relay.stacks
     if name is None and len(stacks) == 1:
         return next(iter(stacks.values()))
     if name is None or name not in stacks:
         there = ", ".join(f"{each!r} ({len(layers)} layers)" for each, layers in stacks.items()) or "none"
-        raise ValueError(f"stack={name!r}: say which stack the schedule is for; there are {there}")
+        raise ValueError(f"stack={name!r}: pass the name of the stack for the schedule; there are {there}")
     return stacks[name]
 
 
 def in_stack(stack: str | None, where: Any) -> Any:
-    """Name a place as edits take it: where there is one stack, a position will do."""
+    """Return `where` with the stack's name, or alone if there is one stack."""
     return where if stack is None else (stack, where)
 
 
 def value_at(name: str, values: PerStep, step: int, least: int) -> int | None:
-    """Look the value for a step up; None before the first one of a mapping.
+    """Return the value at a step, or None before the first step of a mapping.
 
     Raises:
-        ValueError: a function gave something else than an integer of at least `least`.
+        ValueError: the function did not return an integer of at least `least`.
     """
     if not isinstance(values, Mapping):
         return check_int(f"{name}({step})", values(step), least)
@@ -145,23 +184,23 @@ def value_at(name: str, values: PerStep, step: int, least: int) -> int | None:
 
 
 def check_step_values(name: str, values: object, least: int) -> None:
-    """Refuse what gives no integer of at least `least` by step, as far as that shows without a step.
+    """Check that `values` is a function, or a mapping of steps to integers of at least `least`.
 
     Raises:
-        ValueError, TypeError: of a mapping's steps and values, or of another kind of thing.
+        ValueError, TypeError: it is neither.
     """
     if isinstance(values, Mapping):
         if not values:
-            raise ValueError(f"{name}={values!r}: give a value from some step on, as {{0: 3, 100: 6}}")
+            raise ValueError(f"{name}={values!r}: pass at least one value by its first step, as {{0: 3, 100: 6}}")
         for step, value in values.items():
             check_int(f"a step of {name}", step, 0)
             check_int(f"{name} from step {step} on", value, least)
     elif not callable(values):
-        raise TypeError(f"{name}={values!r}: give a function of the step, or a mapping as {{0: 3, 100: 6}}")
+        raise TypeError(f"{name}={values!r}: pass a function of the step, or a mapping as {{0: 3, 100: 6}}")
 
 
-def check_int(what: str, value: object, least: int) -> int:
-    """Check that `value` is an integer of at least `least`, and return it; raises ValueError for anything else."""
+def check_int(name: str, value: object, least: int) -> int:
+    """Return `value` if it is an integer of at least `least`; raise ValueError otherwise."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{what} is {value!r}: must be an integer of at least {least}")
+        raise ValueError(f"{name} is {value!r}: must be an integer of at least {least}")
     return value

@@ -1,4 +1,4 @@
-"""The user's module: its layers found, its stacks read, and the thread state of PyTorch that travels with a micro-batch.
+"""Layers, stacks and state of the user's module; PyTorch's thread state, which is switched with each micro-batch.
 
 Imports nothing of the engine.
 Begin reading at `layers.py`, `layer_stacks.py`; `reference.py` is the oracle.
@@ -13,7 +13,6 @@ from l2l_core.model.compiled import is_compile_wrapper as is_compile_wrapper
 from l2l_core.model.compiled import modules_in_graph as modules_in_graph
 from l2l_core.model.compiled import refuse_compiled_hooks as refuse_compiled_hooks
 from l2l_core.model.compiled import refuse_compiled_whole as refuse_compiled_whole
-from l2l_core.model.full_precision import full_precision as full_precision
 from l2l_core.model.hidden_tensors import RelayCache as RelayCache
 from l2l_core.model.hidden_tensors import cache_message as cache_message
 from l2l_core.model.hidden_tensors import holds_tensor as holds_tensor
@@ -34,6 +33,9 @@ from l2l_core.model.plain_data import Tensors as Tensors
 from l2l_core.model.plain_data import decode as decode
 from l2l_core.model.plain_data import encode as encode
 from l2l_core.model.plain_data import tensor_copier as tensor_copier
+from l2l_core.model.preserved_state import full_precision as full_precision
+from l2l_core.model.preserved_state import preserve_module_state as preserve_module_state
+from l2l_core.model.preserved_state import preserve_random_state as preserve_random_state
 from l2l_core.model.reference import accumulate as accumulate
 from l2l_core.model.reference import copy_tensors as copy_tensors
 from l2l_core.model.reference import train_step as train_step

@@ -1,4 +1,4 @@
-"""What a user passed as `layers=`: modules or dotted names, checked and in their order."""
+"""Resolve and check the argument `layers=`: modules or dotted names."""
 
 import difflib
 from collections.abc import Iterable
@@ -9,10 +9,9 @@ from l2l_core.model.layers import NamedModules, can_run, find_layers, format_nam
 
 
 def resolve_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None) -> NamedModules:
-    """Return the layers that the user asked for, by dotted name, in the order given; `None` means `find_layers`.
+    """Return the given layers by dotted name, in the order given; `None` means `find_layers`.
 
-    `layers` may mix modules and dotted names. Raises TypeError or ValueError, with the value, the cause and the
-    remedy, for anything that cannot be a leg of the relay.
+    `layers` may mix modules and dotted names. Raises TypeError or ValueError for a value that cannot be a layer.
     """
     if layers is None:
         return find_layers(model)
@@ -48,17 +47,17 @@ def _lookup(model: nn.Module, value: object) -> nn.Module:
 
 
 def _checked_name(names: dict[nn.Module, str], module: nn.Module, value: object) -> str:
-    """Return the first dotted name of `module`, which the user gave as `value`, if it can be a layer."""
+    """Return the first dotted name of `module`, given as `value`; raise ValueError if it cannot be a layer."""
     if module not in names:
         raise ValueError(
             f"layers contains {_shown(value)}, which is not part of the model; "
-            "pass a module of this very model (not of a copy), or its dotted name."
+            "pass a module of this model (not of a copy), or its dotted name."
         )
     if names[module] == "":
         raise ValueError("layers contains the model itself; list modules inside it, or pass layers=None to find them.")
     if not can_run(module):
         raise ValueError(
-            f"layers contains {names[module]!r}, a {type(module).__name__} without a forward of its own; "
+            f"layers contains {names[module]!r}, a {type(module).__name__} without a forward method; "
             "list its members instead."
         )
     return names[module]

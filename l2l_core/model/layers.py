@@ -1,8 +1,8 @@
-"""Which modules of a model are layers: the legs of the relay.
+"""Find the layers of a model from its module tree.
 
-`find_layers` looks at the module tree only: nothing runs, nothing changes, no model family is known by name.
+`find_layers` runs nothing, changes nothing, and has no list of model families.
 
-The rules, each of which some model in `tests/core/model/test_layers.py` needs:
+The rules (for each, a model in `tests/core/model/test_layers.py` needs it):
 
 1. A *container* is an `nn.ModuleList`, an `nn.Sequential` or an `nn.ModuleDict` that cannot run by itself. Its members
    are its slots; a slot that cannot run by itself (a nested ModuleList, a ModuleDict) stands for its own slots.
@@ -16,17 +16,18 @@ The rules, each of which some model in `tests/core/model/test_layers.py` needs:
    found decides, so the `Sequential(Linear, GELU, Linear)` inside a block is not chosen, a plain one is.
 4. If members hold an inner stack that owns most of their weights, they are *stages* and the inner layers replace them
    (Swin, ConvNeXt). Otherwise they are the layers (blocks with a list of attention heads).
-5. Experts of a mixture give way to the layer that holds them, whatever they weigh: they run for some of the tokens, it
-   runs for all. An inner stack counts as experts if a matrix beside it, in the module that owns it, has one row or
+5. Experts of a mixture are replaced by the layer that holds them, large or not: they run for some of the tokens,
+   the layer for all. An inner stack counts as experts if a matrix beside it, in the module that owns it, has one row or
    column per member (the router), or if its path contains "expert".
 6. A model whose blocks are in no container (Inception, DLA, RegNet) keeps them as attributes: then every module's
-   attributes count as the members of a container, in the order of definition. What was chosen so is logged.
+   attributes count as the members of a container, in the order of definition. The choice is logged.
 """
 
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, type_before_parametrizations
@@ -42,18 +43,18 @@ _SEVERAL = 3  # the highest rank: a member of several operations
 
 @dataclass(frozen=True)
 class _Container:
-    """A container, or a module that serves as one, with the parameterised modules that its slots stand for."""
+    """A container, or a module that serves as one, with its parameterised members (rule 1)."""
 
     pattern: str  # dotted path, slots written "*"
     members: list[nn.Module]
-    is_loop: bool  # every member is run in turn, whatever its class
+    is_loop: bool  # the members of every class run in turn
     may_have_one: bool  # a single member is a stack too
-    is_routed: bool  # the members look like experts (rule 5)
+    is_routed: bool  # the members count as experts (rule 5)
 
 
 @dataclass(frozen=True)
 class _LayerStack:
-    """The members of one rank in all containers of one pattern."""
+    """Members of one rank in all containers of one pattern."""
 
     members: set[nn.Module]
     rank: int
@@ -64,8 +65,8 @@ class _LayerStack:
 def find_layers(model: nn.Module) -> NamedModules:
     """Return the layers of `model` by dotted name, in the order in which the model defines them.
 
-    A module that sits in several slots appears once, under its first name. The rules: module docstring.
-    Raises ValueError if nothing is repeated.
+    A module in several slots appears once, under its first name. The module docstring has the rules.
+    Raises ValueError if no layers are found.
     """
     layers = _choose_layers(_stacks(model, _is_container))
     found = {name: module for name, module in model.named_modules() if module in layers}
@@ -75,7 +76,7 @@ def find_layers(model: nn.Module) -> NamedModules:
         found = {name: module for name, module in model.named_modules() if module in layers}
         if found:
             logger.info(
-                "%s keeps its blocks in no list: the layers are these %d of its modules: %s. Overrule with layers=",
+                "%s has no list of blocks: the layers are these %d of its modules: %s. Pass layers= to choose others",
                 type(model).__name__, len(found), ", ".join(found),
             )  # fmt: skip
     if not found:
@@ -87,10 +88,10 @@ def find_layers(model: nn.Module) -> NamedModules:
 
 
 def _choose_layers(stacks: list[_LayerStack]) -> set[nn.Module]:
-    """Choose the layers out of all stacks: those of the highest rank, in the grain of rules 4 and 5."""
+    """Choose the layers among the stacks of the highest rank, by rules 4 and 5."""
     best = max((stack.rank for stack in stacks), default=0)
     layers: dict[nn.Module, bool] = {}  # layer -> is it an expert?
-    # Deepest first: a stack finds there those that its members hold.
+    # Deepest first, so that `layers` holds those inside a stack's members before the stack is added.
     for stack in sorted((s for s in stacks if s.rank == best), key=lambda s: s.depth, reverse=True):
         _resolve_nesting(layers, stack)
     return set(layers)
@@ -106,7 +107,7 @@ def _stacks(model: nn.Module, is_container: Callable[[nn.Module], bool]) -> list
 def _containers(
     module: nn.Module, owner: nn.Module, name: str, pattern: str, is_container: Callable[[nn.Module], bool]
 ) -> Iterator[_Container]:
-    """Find the containers in and below `module`; `owner` is the nearest module around it that is none."""
+    """Find the containers in and below `module`; `owner` is the nearest enclosing module that is no container."""
     if isinstance(module, ParametrizationList):  # a ModuleList by inheritance only
         return
     contains = is_container(module)
@@ -123,13 +124,13 @@ def _containers(
 
 
 def _is_container(module: nn.Module) -> bool:
-    """Whether rule 1 calls it a container."""
+    """Return whether a module is a container by rule 1."""
     is_dict = isinstance(module, nn.ModuleDict) and not can_run(module)
     return is_dict or isinstance(module, (nn.ModuleList, nn.Sequential))
 
 
 def _has_attributes(module: nn.Module) -> bool:
-    """Whether it counts as a container by rule 6."""
+    """Return whether a module counts as a container by rule 6."""
     return _is_container(module) or sum(map(_is_parameterised, module.children())) > 1
 
 
@@ -157,7 +158,7 @@ def _children(module: nn.Module, name: str) -> NamedModules:
 
 
 def _members(container: nn.Module, name: str) -> NamedModules:
-    """Find what the slots stand for (rule 1)."""
+    """Return the members of a container by name, nested containers flattened (rule 1)."""
     members: NamedModules = {}
     for child_name, child in _children(container, name).items():
         members |= {child_name: child} if can_run(child) else _members(child, child_name)
@@ -165,7 +166,7 @@ def _members(container: nn.Module, name: str) -> NamedModules:
 
 
 def can_run(module: nn.Module) -> bool:
-    """Whether it has a forward of its own."""
+    """Return whether a module has a forward method."""
     return type(module).forward is not nn.Module.forward or is_compile_wrapper(module)
 
 
@@ -174,12 +175,13 @@ def _is_parameterised(module: nn.Module) -> bool:
 
 
 def _kind(module: nn.Module) -> type:
-    """Return the class of a module, compiled or not; torch makes up a class per parametrized one (spectral norm)."""
-    return type_before_parametrizations(module._orig_mod if is_compile_wrapper(module) else module)  # type: ignore[arg-type]
+    """Return the class of a module before compilation and parametrization (spectral norm makes a class per module)."""
+    inner: Any = module._orig_mod if is_compile_wrapper(module) else module
+    return type_before_parametrizations(inner)
 
 
 def _rank(module: nn.Module) -> int:
-    """Rank by rule 3. _SEVERAL: several operations. 2: one with its wrapping. 1: one, bare. 0: vectors only."""
+    """Return the rank by rule 3. _SEVERAL: several operations. 2: one with its wrapping. 1: one, bare. 0: vectors only."""
     operations = sum(any(p.ndim > 1 for p in part.parameters(recurse=False)) for part in module.modules())
     is_wrapped = any(True for _ in module.children())
     return _SEVERAL if operations > 1 else operations + (operations and is_wrapped)
@@ -189,7 +191,7 @@ def _rank(module: nn.Module) -> int:
 
 
 def _resolve_nesting(layers: dict[nn.Module, bool], stack: _LayerStack) -> None:
-    """Add `stack` to the `layers` found deeper; where its members hold some of them, one side gives way."""
+    """Add `stack` to the deeper `layers`; where its members contain some of them, keep one side (rules 4 and 5)."""
     held = {layer for member in stack.members for layer in submodules_of(member) if layer in layers}
     inner = {layer for layer in held if not layers[layer]}
     stages = {member for member in stack.members if inner & submodules_of(member)}
@@ -201,18 +203,18 @@ def _resolve_nesting(layers: dict[nn.Module, bool], stack: _LayerStack) -> None:
 
 
 def submodules_of(module: nn.Module) -> set[nn.Module]:
-    """Return the modules below it."""
+    """Return all submodules of a module, without itself."""
     return set(module.modules()) - {module}
 
 
 def _has_router(owner: nn.Module, container: nn.Module, num_members: int) -> bool:
-    """Does `owner` hold, beside the container, a matrix with one row or column per member?"""
+    """Return whether `owner` has, outside the container, a matrix with one row or column per member."""
     beside = set(owner.parameters()) - set(container.parameters())
     return num_members > 1 and any(p.ndim == 2 and num_members in p.shape for p in beside)
 
 
 def _numel(modules: Iterable[nn.Module]) -> int:
-    # A set: tied weights count once.
+    # The set counts tied weights once.
     return sum(p.numel() for p in {p for module in modules for p in module.parameters()})
 
 
@@ -221,21 +223,21 @@ def _numel(modules: Iterable[nn.Module]) -> int:
 
 def _no_layers_message(model: nn.Module) -> str:
     return (
-        f"found no layers in {type(model).__name__}: looked for an nn.ModuleList, nn.Sequential or nn.ModuleDict "
-        "that holds two or more parameterised modules of one class, for a ModuleList of one, and for attributes of one "
-        "class with several operations each. Name the layers yourself, as modules or "
+        f"found no layers in {type(model).__name__}: it has no nn.ModuleList, nn.Sequential or nn.ModuleDict with two or "
+        "more parameterised modules of one class, no ModuleList of one, and no attributes of one class with several "
+        "operations each. Pass the layers as modules or "
         f"dotted names, for example layers=[{format_names(layer_candidates(model))}]."
     )
 
 
 def layer_candidates(model: nn.Module, count: int = 5) -> list[str]:
-    """List names of modules that can run and own parameters, shallow ones first."""
+    """List `count` names of modules that have a forward and parameters, shallow ones first."""
     names = [name for name, m in model.named_modules() if name and can_run(m) and _is_parameterised(m)]
     return sorted(names, key=lambda name: name.count("."))[:count]
 
 
 def format_names(names: Iterable[str]) -> str:
-    """Return names as a message shows them."""
+    """Return quoted names, separated by commas, for a message."""
     return ", ".join(map(repr, names))
 
 

@@ -1,4 +1,4 @@
-"""Modules of a model, listed quickly: every step looks through all of them several times."""
+"""Fast listing of a model's modules; every step lists them several times."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from torch import nn
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
-    """List what `root.modules()` gives, in its order: `root` and all that is below it, each once."""
+    """List `root` and its submodules, each once, in the order of `root.modules()`."""
     found: dict[nn.Module, None] = {}
     _add(root, found)
     return list(found)
 
 
 def module_name(root: nn.Module, module: nn.Module) -> str:
-    """Return the name of a module below `root`; "" of `root` itself. For messages: it looks through all of them."""
+    """Return the dotted name of `module` in `root`, "" for `root` itself; a slow search, for messages."""
     return next(name for name, each in root.named_modules() if each is module)
 
 
 def _add(module: nn.Module, found: dict[nn.Module, None]) -> None:
-    # Not by `modules()`: generators within generators, through which every module passes once per level above it.
+    # `modules()` nests one generator per level, and every module passes through all of them.
     if module not in found:
         found[module] = None
         for child in module._modules.values():

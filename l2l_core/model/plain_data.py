@@ -1,7 +1,4 @@
-"""Plain data as JSON, beside a dictionary of its tensors: what saves are made of. Nothing is pickled.
-
-What it is not: a way to keep any object. Whatever cannot come back as it was is refused by name.
-"""
+"""Encoding of plain data as JSON and a dictionary of tensors, for saves; nothing is pickled."""
 
 from __future__ import annotations
 
@@ -22,17 +19,17 @@ _NAMED = {"dtype": lambda name: getattr(torch, name), "device": torch.device, "b
 
 
 def encode(value: Any, at: str, tensors: Tensors) -> Any:
-    """Write `value` as JSON; its tensors go to `tensors` under the name `at`, one that several places share only once.
+    """Encode `value` for JSON; add its tensors to `tensors` under the name `at`, a shared tensor once.
 
     Raises:
-        ValueError: neither tensor nor plain data.
+        ValueError: `value` is neither a tensor nor plain data.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value  # JSON keeps the bits of a float: repr
     if type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
         name = next((name for name, tensor in tensors.items() if tensor is value), _unused_name(at, tensors))
         tensors[name] = value
-        # Strides as a copy has them: what is expanded, or a part of something, is written out alone.
+        # Strides of a copy: an expanded tensor or a view is saved alone, not with its whole storage.
         return {"tensor": name, "stride": torch.empty_like(value, device="meta").stride()}
     if type(value).__name__ in _SEQUENCES and type(value) is _SEQUENCES[type(value).__name__]:
         return {type(value).__name__: [encode(v, f"{at}/{i}", tensors) for i, v in enumerate(value)]}
@@ -53,27 +50,27 @@ def encode(value: Any, at: str, tensors: Tensors) -> Any:
 
 
 def _unused_name(name: str, tensors: Tensors) -> str:
-    """Find a name that no tensor has: keys of a dictionary may look alike."""
+    """Append quotes to `name` until no tensor has it: different keys of a dictionary may print alike."""
     while name in tensors:
         name += "'"
     return name
 
 
 def tensor_copier(tensors: Tensors) -> TensorReader:
-    """Give copies of tensors, in memory of their own; what is asked for twice is one."""
+    """Return a reader for `decode` that copies each tensor once into new memory."""
     read: Tensors = {}
 
-    def take(name: str, stride: Sequence[int]) -> torch.Tensor:
+    def read_tensor(name: str, stride: Sequence[int]) -> torch.Tensor:
         if name not in read:
             saved = tensors[name]
             read[name] = torch.empty_strided(saved.shape, tuple(stride), dtype=saved.dtype).copy_(saved)
         return read[name]
 
-    return take
+    return read_tensor
 
 
 def decode(value: Any, read_tensor: TensorReader) -> Any:
-    """Make anew what `encode` was given; `take` gives a tensor by its name, with the strides that it had."""
+    """Rebuild a value that `encode` encoded; `read_tensor` returns a tensor by name, with the given strides."""
     if not isinstance(value, dict):
         return value
     kind, content = next(iter(value.items()))

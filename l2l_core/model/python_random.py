@@ -1,7 +1,7 @@
-"""Python's own generator of random numbers, taken and put at every turn.
+"""Fast capture and restore of the state of Python's random generator, at every turn.
 
-Its state is a tuple of 625 numbers, and to make one takes as long as a small operation of a layer. Most turns draw nothing.
-So its memory is looked at first, and of a state that is known to lie there no tuple is made anew.
+Building the state, a tuple of 625 numbers, takes as long as a small operation of a layer, and most turns draw nothing. So
+the generator's memory is compared first, and if it is unchanged, the cached tuple is returned.
 """
 
 from __future__ import annotations
@@ -11,46 +11,49 @@ import random
 import struct
 from typing import Any
 
-_WORDS = 624  # of a Mersenne Twister; before them lies a place among them
+_WORDS = 624  # of a Mersenne Twister; in memory the current position precedes them
 PythonState = tuple[Any, ...]  # as `random.getstate` gives it
 MemoryImage = tuple[bytes, Any] | None
 
 
 class PythonGenerator:
-    """What lies in the generator, as far as is known. Other threads may draw at any moment."""
+    """Python's random generator with a cache of its state; other threads may draw at any moment."""
 
     def __init__(self) -> None:
         self._memory: Any = _memory()
-        self._known: tuple[PythonState, MemoryImage] | None = (
-            None  # a state, and what is seen where it lies; exchanged as one
-        )
+        # A state and its memory image; replaced together, for other threads.
+        self._cached: tuple[PythonState, MemoryImage] | None = None
 
     def _read_memory(self) -> MemoryImage:
-        # The spare number of `random.gauss` lies elsewhere.
-        return None if self._memory is None else (bytes(self._memory), random._inst.gauss_next)  # type: ignore[attr-defined]
+        # The spare number of `random.gauss` is stored elsewhere.
+        return None if self._memory is None else (bytes(self._memory), _generator().gauss_next)
 
     def capture(self) -> PythonState:
         """Read the state."""
-        now, known = self._read_memory(), self._known
-        if known is not None and now is not None and known[1] == now:
-            return known[0]
+        now, cached = self._read_memory(), self._cached
+        if cached is not None and now is not None and cached[1] == now:
+            return cached[0]
         state = random.getstate()
-        self._remember(state, now)
+        self._cache(state, now)
         return state
 
     def restore(self, state: PythonState) -> None:
         """Set the state."""
         random.setstate(state)
-        self._remember(state, self._read_memory())
+        self._cache(state, self._read_memory())
 
-    def _remember(self, state: PythonState, seen: MemoryImage) -> None:
-        is_there = seen is not None and seen[0][:8] == struct.pack("=2I", state[1][_WORDS], state[1][0])
-        self._known = (state, seen) if is_there else None
+    def _cache(self, state: PythonState, image: MemoryImage) -> None:
+        matches = image is not None and image[0][:8] == struct.pack("=2I", state[1][_WORDS], state[1][0])
+        self._cached = (state, image) if matches else None
+
+
+def _generator() -> Any:
+    return random._inst  # type: ignore[attr-defined]  # the generator behind the functions of `random`
 
 
 def _memory() -> Any:
-    """Find where the generator keeps its place and its words; None if they are not where they are looked for."""
-    generator = random._inst  # type: ignore[attr-defined]
+    """Return a view of the generator's position and words in memory, or None if this Python stores them elsewhere."""
+    generator = _generator()
     if type(generator).__basicsize__ < object.__basicsize__ + 4 * (1 + _WORDS):
         return None
     memory = (ctypes.c_uint32 * (1 + _WORDS)).from_address(id(generator) + object.__basicsize__)

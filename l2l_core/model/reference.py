@@ -1,7 +1,4 @@
-"""The oracle: the same step in core, written with torch alone.
-
-Plain gradient accumulation over micro-batches with the whole model on one device. It shares no code with the relay.
-"""
+"""The oracle: a training step in core with plain gradient accumulation, written with torch alone."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 
 def copy_tensors(micro_batch: Any) -> Any:
-    """Copy all tensors in containers that PyTorch knows."""
+    """Copy all tensors in a pytree."""
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), micro_batch)
 
 
@@ -27,16 +24,16 @@ def accumulate(
     seeds: Sequence[int],
     copy_batch: Callable[[Any], Any] = copy_tensors,
 ) -> list[torch.Tensor]:
-    """Add the gradients of all micro-batches up in ``param.grad``; return the scaled losses.
+    """Sum the gradients of all micro-batches in ``param.grad``; return the scaled losses.
 
     Args:
-        model: the model, in the mode in which it shall run.
-        micro_batches: K parts of the batch. The model gets copies: what it writes into its inputs stays in them, and a
-            slice does not begin where an allocation would, by which some kernels choose how they round.
-        objective: gives the scalar loss of one micro-batch.
-        divisors: each loss is divided by its own before backward; K for even micro-batches.
+        model: the model, in training or evaluation mode.
+        micro_batches: K parts of the batch. The model gets copies, because it may write into its inputs, and because
+            the rounding of some kernels depends on the alignment of a slice.
+        objective: returns the scalar loss of one micro-batch.
+        divisors: divisor of each loss before backward; K for even micro-batches.
         seeds: seed of the random stream of each micro-batch.
-        copied: copies the tensors of a micro-batch, on the way to the model's device.
+        copy_batch: copies the tensors of a micro-batch, to the model's device if need be.
     """
     losses = []
     for micro_batch, divisor, seed in zip(micro_batches, divisors, seeds, strict=True):
@@ -59,9 +56,9 @@ def train_step(
     max_grad_norm: float | None = None,
     copy_batch: Callable[[Any], Any] = copy_tensors,
 ) -> list[torch.Tensor]:
-    """Take one step of plain training: accumulate, clip, update, clear. Returns scaled losses; keeps random state."""
+    """Take one step of plain training: accumulate, clip, update, clear. Return scaled losses; keep the random state."""
     python_state = random.getstate()
-    with torch.random.fork_rng(range(torch.cuda.device_count())):  # all, as `manual_seed` seeds all
+    with torch.random.fork_rng(range(torch.cuda.device_count())):  # all devices: `manual_seed` seeds all
         losses = accumulate(model, micro_batches, objective, divisors, seeds, copy_batch)
     random.setstate(python_state)
     if max_grad_norm is not None:
@@ -69,5 +66,5 @@ def train_step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     for param in model.parameters():
-        param.grad = None  # of parameters that the optimizer does not have, too
+        param.grad = None  # also of parameters that are not in the optimizer
     return losses

@@ -1,8 +1,7 @@
-"""The way back for values that others may write into: containers, tensors and random generators keep who they are.
+"""Snapshots of containers, tensors and random generators that restore their contents in place.
 
-A deep copy would be another object, and whoever holds the first one would not see it come back. So what is kept is what
-each object held, and it is written into that object again. What it is not: a walk through everything. Modules,
-parameters and objects of other classes are held by reference, and what they hold is theirs.
+Restoring writes into the same objects, so that other references to them see it, which a deep copy would not allow.
+Modules, parameters and objects of other classes are kept by reference; their contents are not restored.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
-Restore = Callable[[], None]
+Restore = Callable[[], object]
 
-_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}  # parameters and buffers have keepers of their own
+_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}  # parameters and buffers are restored elsewhere
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hook" in name and isinstance(value, dict))
 
 
 def snapshot_value(value: Any, memo: dict[int, Any] | None = None) -> Restore:
-    """Copy what `value` holds, at any depth; the result writes it back, into the same objects."""
+    """Copy the contents of `value` at any depth; return a function that writes them back into the same objects."""
     memo = {} if memo is None else memo
     if id(value) in memo:
-        return _restore_nothing  # it is in here twice
-    memo[id(value)] = value  # held, so that no other object gets its id
+        return _restore_nothing  # a second reference to the same object
+    memo[id(value)] = value  # keeps the object alive, so that its id stays unique
     if isinstance(value, torch.Tensor):
         return _snapshot_tensor(value)
     if isinstance(value, dict):
@@ -44,10 +43,10 @@ def snapshot_value(value: Any, memo: dict[int, Any] | None = None) -> Restore:
 
 
 def snapshot_attributes(modules: Iterable[nn.Module]) -> Restore:
-    """Keep the plain attributes of modules, `training` among them, and their hooks.
+    """Snapshot the plain attributes of modules, `training` among them, and their hooks.
 
-    What a forward counts or notes there comes back. So does the note that it has installed hooks, as models of transformers
-    do once: hooks that stayed would be installed a second time.
+    Hooks and attributes belong together: models of transformers record in an attribute that they installed their hooks,
+    and would install them twice if only the attribute were restored.
     """
     memo: dict[int, Any] = {}
     back = []
@@ -58,7 +57,7 @@ def snapshot_attributes(modules: Iterable[nn.Module]) -> Restore:
 
 
 def snapshot_except(held: dict[str, Any], excluded: Collection[str]) -> Restore:
-    """Keep a dictionary but for some of its entries."""
+    """Snapshot a dictionary except some of its entries."""
     return _snapshot_names(held, held.keys() - excluded, {}, excluded)
 
 
@@ -68,7 +67,7 @@ def _snapshot_names(
     kept = {name: held[name] for name in names}
     inner = [snapshot_value(value, memo) for value in kept.values()]
 
-    def put_back() -> None:
+    def restore() -> None:
         for name in held.keys() - kept.keys() - set(excluded):
             del held[name]
         for name, value in kept.items():
@@ -76,18 +75,18 @@ def _snapshot_names(
                 held[name] = value
         _restore_all(inner)()
 
-    return put_back
+    return restore
 
 
 def _snapshot_hooks(hooks: dict[int, Any]) -> Restore:
     kept = list(hooks.items())
 
-    def put_back() -> None:
+    def restore() -> None:
         if list(hooks.items()) != kept:
             hooks.clear()
             _fill(hooks, kept)
 
-    return put_back
+    return restore
 
 
 def _snapshot_items(
@@ -95,17 +94,17 @@ def _snapshot_items(
 ) -> Restore:
     inner = [snapshot_value(item, memo) for _, item in items]
 
-    def put_back() -> None:
+    def restore() -> None:
         holder.clear()
         fill(items)
         _restore_all(inner)()
 
-    return put_back
+    return restore
 
 
 def _fill(held: dict[Any, Any], items: list[tuple[Any, Any]]) -> None:
-    for key, item in items:  # not `update`, which adds in a Counter
-        held[key] = item
+    for key, item in items:
+        held[key] = item  # noqa: PERF403 - `update` of a Counter would add
 
 
 def _snapshot_tensor(tensor: torch.Tensor) -> Restore:
@@ -113,18 +112,21 @@ def _snapshot_tensor(tensor: torch.Tensor) -> Restore:
         return _restore_nothing
     value = tensor.detach().clone()
 
-    def put_back() -> None:
+    def restore() -> None:
         if tensor.shape != value.shape or tensor.dtype != value.dtype:
-            tensor.data = value.clone()  # it was resized, or cast: the object stays
-        elif not torch.equal(tensor, value):  # writing the same would still count up the version of the tensor
-            with torch.inference_mode(tensor.is_inference()), torch.no_grad():  # its tensors are refused outside of it
+            tensor.data = value.clone()  # it was resized or cast; the object stays the same
+        elif not torch.equal(tensor, value):  # writing equal values would still increment the tensor's version
+            with (
+                torch.inference_mode(tensor.is_inference()),
+                torch.no_grad(),
+            ):  # outside, inference tensors are read-only
                 tensor.copy_(value)
 
-    return put_back
+    return restore
 
 
 def _is_writable(tensor: torch.Tensor) -> bool:
-    """Whether a copy can be written into it: an expanded tensor has fewer places than elements."""
+    """Return whether `copy_` into the tensor works: an expanded tensor has fewer places than elements."""
     if tensor.is_nested or tensor.layout is not torch.strided:
         return False
     return not (tensor.is_meta or tensor.is_quantized or 0 in tensor.stride())
@@ -134,7 +136,7 @@ def _snapshot_generator(value: Any) -> Restore:
     numpy: Any = sys.modules.get("numpy")
     if isinstance(value, torch.Generator):
         state: Any = value.get_state()
-        return lambda: value.set_state(state)  # type: ignore[return-value]
+        return lambda: value.set_state(state)
     if isinstance(value, random.Random):
         state = value.getstate()
         return lambda: value.setstate(state)
@@ -151,12 +153,12 @@ def _snapshot_generator(value: Any) -> Restore:
 
 
 def _restore_all(many: list[Restore]) -> Restore:
-    def put_back() -> None:
+    def restore() -> None:
         for each in many:
             each()
 
-    return put_back
+    return restore
 
 
 def _restore_nothing() -> None:
-    """There is nothing that could have changed."""
+    """Restore nothing: the value cannot change, or another snapshot covers it."""

@@ -1,4 +1,4 @@
-"""What a tensor consists of: a sparse one of indices and values, which lie in storages as other tensors do."""
+"""Storages, bytes and equality of tensors of any layout; a sparse tensor consists of dense indices and values."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ _INDICES = {
 
 
 def is_sparse(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor consists of indices and values."""
+    """Return whether a tensor consists of indices and values."""
     layout = tensor.layout
     return layout is not torch.strided and (layout is torch.sparse_coo or layout in _INDICES)
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """List the dense tensors of which a tensor consists: itself, or indices and values."""
+    """Return the dense parts of a tensor: the tensor itself, or indices and values."""
     if not is_sparse(tensor):
         return (tensor,)
-    with DisableTorchFunctionSubclass():  # nobody is asked whether it may be read
-        tensor = tensor.detach()  # of which it has them without a graph
+    with DisableTorchFunctionSubclass():  # guarded tensors are read without their check
+        tensor = tensor.detach()  # so that the parts have no graph
         if tensor.layout is torch.sparse_coo:
-            return tensor._indices(), tensor._values()  # those of an uncoalesced one, too
+            return tensor._indices(), tensor._values()  # these work uncoalesced, too
         return (*(getattr(tensor, name)() for name in _INDICES[tensor.layout]), tensor.values())
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Return where a tensor's numbers are; of a sparse one its values."""
+    """Return the storage of a tensor, for a sparse tensor that of its values."""
     return dense_parts(tensor)[-1].untyped_storage()
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return the storage of a tensor's numbers by number, as long as somebody holds it."""
-    if tensor.layout is torch.strided:  # first: every operation that is watched comes by here
+    """Return an identifier of `storage_of(tensor)`, unique while the storage is alive."""
+    if tensor.layout is torch.strided:  # the fast path, taken at every intercepted operation
         return tensor.untyped_storage()._cdata
     return storage_of(tensor)._cdata
 
 
 def storage_keys(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return the storages of all pieces of tensors, by number, in order."""
+    """Return the identifiers of the storages of all dense parts of `tensors`, in order."""
     return [piece.untyped_storage()._cdata for tensor in tensors for piece in dense_parts(tensor)]
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Return the bytes that a tensor takes, in all its pieces."""
+    """Return the bytes of all dense parts of a tensor."""
     return sum(piece.nbytes for piece in dense_parts(tensor))
 
 
 def equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compare two tensors of one device, of any layout, by value: sparse ones place by place as they are stored."""
+    """Return whether two tensors on one device have equal values; sparse tensors are compared as they are stored."""
     if a.layout is not b.layout or a.shape != b.shape:
         return False
     return all(map(torch.equal, dense_parts(a), dense_parts(b)))

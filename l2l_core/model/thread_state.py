@@ -1,8 +1,8 @@
-"""The state that PyTorch and Python keep per thread, carried from one coroutine to another.
+"""Per-thread state of PyTorch and Python, saved and restored when coroutines are switched.
 
-A forward that pauses may stand inside ``with autocast():``, ``no_grad``, a dispatch mode or an ``sdpa_kernel`` block, and
-it draws from a random stream of its own. All of that lives in the thread, not in the coroutine, so it is taken along by
-hand at every switch. What is not here: context variables (each greenlet has its own) and NumPy's global generator.
+A forward may be suspended inside ``with autocast():``, ``no_grad``, a dispatch mode or an ``sdpa_kernel`` block, and each
+micro-batch has its own random stream. That state belongs to the thread, so every switch saves and restores it. Context
+variables (each greenlet has its own) and NumPy's global generator are not included.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _AUTOCAST_TYPES = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The generators that a micro-batch draws from: the CPU's, Python's, and the current CUDA device's."""
+    """States of the random generators of the CPU, of Python, and of the current CUDA device."""
 
     torch_cpu: torch.Tensor
     torch_cuda: torch.Tensor | None
@@ -45,15 +45,15 @@ class RandomState:
 
     @staticmethod
     def capture() -> RandomState:
-        """Read the generators as they stand now. CUDA's lives on the host too, so that nothing is waited for."""
+        """Read the current states. CUDA's generator state is on the host too, so this does not synchronize."""
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         return RandomState(torch.get_rng_state(), cuda, PYTHON_RANDOM.capture())
 
     @staticmethod
     def from_seed(seed: int) -> RandomState:
-        """Make the state after ``torch.manual_seed(seed)`` and ``random.seed(seed)``; every generator is left alone.
+        """Return the state after ``torch.manual_seed(seed)`` and ``random.seed(seed)`` without seeding the generators.
 
-        A device that is a GPU has initialised CUDA by now, so the state of CUDA's generator is there when it matters.
+        Where the device is a GPU, CUDA is already initialised, so that its generator is included.
         """
         cuda = torch.Generator("cuda").manual_seed(seed).get_state() if torch.cuda.is_initialized() else None
         return RandomState(torch.Generator().manual_seed(seed).get_state(), cuda, random.Random(seed).getstate())
@@ -66,8 +66,8 @@ class RandomState:
         PYTHON_RANDOM.restore(self.python)
 
 
-class ThreadState(NamedTuple):  # which takes half as long to make as a frozen dataclass, and is made at every turn
-    """Everything a coroutine expects to find unchanged when it is resumed."""
+class ThreadState(NamedTuple):  # created at every turn, in half the time of a frozen dataclass
+    """The thread state that a coroutine needs unchanged when it is resumed."""
 
     random: RandomState
     grad_enabled: bool
@@ -80,7 +80,7 @@ class ThreadState(NamedTuple):  # which takes half as long to make as a frozen d
 
     @staticmethod
     def take() -> ThreadState:
-        """Read the thread's state; its mode and hook stacks are left empty."""
+        """Return the thread's state and empty its mode and hook stacks."""
         on, type_of = torch.is_autocast_enabled, torch.get_autocast_dtype
         state = ThreadState(
             random=RandomState.capture(),
@@ -100,7 +100,7 @@ class ThreadState(NamedTuple):  # which takes half as long to make as a frozen d
 
     @staticmethod
     def capture() -> ThreadState:
-        """Read the thread's state, and leave it as it is."""
+        """Return the thread's state without changing it."""
         state = ThreadState.take()
         state.restore()
         return state
@@ -120,8 +120,8 @@ class ThreadState(NamedTuple):  # which takes half as long to make as a frozen d
         self.restore_except_random()
 
     def restore_except_random(self) -> None:
-        """Do the same, and let the random generators be as they are."""
-        set_grad_enabled(self.grad_enabled)  # past what wraps it for tracing: this runs at every turn
+        """Make this the thread's state, except the random generators."""
+        set_grad_enabled(self.grad_enabled)  # the C function: this runs at every turn
         for device_type, (enabled, dtype) in zip(_AUTOCAST_TYPES, self.autocast, strict=True):
             torch.set_autocast_enabled(device_type, enabled)
             torch.set_autocast_dtype(device_type, dtype)
@@ -143,7 +143,7 @@ class ThreadState(NamedTuple):  # which takes half as long to make as a frozen d
         )
 
     def with_function_mode(self, mode: Any) -> ThreadState:
-        """Copy the state inside a function mode, which is the first to be entered: the user's own come before it."""
+        """Copy the state with `mode` added as the outermost function mode."""
         return self._replace(function_modes=(mode, *self.function_modes))
 
     def with_random_state(self, random_state: RandomState) -> ThreadState:
@@ -157,24 +157,24 @@ class ThreadState(NamedTuple):  # which takes half as long to make as a frozen d
 
     @property
     def in_checkpoint(self) -> bool:
-        """Whether a checkpoint is open, which will run again in backward what is called now."""
+        """Whether the state is inside a `torch.utils.checkpoint`, which reruns its calls in backward."""
         hooks = self.saved_tensor_hooks if self.grad_enabled else ()
         return any(getattr(pack, "__module__", None) == "torch.utils.checkpoint" for pack, _ in hooks)
 
     @staticmethod
     def cleared() -> AbstractContextManager[None]:
-        """Run a block with empty mode and hook stacks, then restore the whole state that was there before."""
+        """Run a block with empty mode and hook stacks, then restore the whole previous state."""
         return _Cleared()
 
     @staticmethod
     def new_thread() -> AbstractContextManager[None]:
-        """Run a block in the state of a new thread, then in the one that was there before; random generators go on."""
+        """Run a block in the state of a new thread, then restore the previous one except the random generators."""
         return _NewThread()
 
     def activate(self, outer_state: ThreadState) -> AbstractContextManager[None]:
-        """Run a block under this state, then under `outside` again, for whoever knows that it is in that one.
+        """Run a block under this state, then restore `outer_state`, which must be the current one.
 
-        Only the random generators are not: what is drawn outside goes on from where it was.
+        The random generators are restored to their current states, not to those of `outer_state`.
         """
         return _Activated(self, outer_state)
 
@@ -184,7 +184,7 @@ class _Cleared(AbstractContextManager[None]):
         self._outer_state = ThreadState.take()
 
     def __exit__(self, *exc: object) -> None:
-        ThreadState.clear()  # a block that failed may leave modes behind, and `put` wants empty stacks
+        ThreadState.clear()  # a block that failed may leave modes behind, and `restore` needs empty stacks
         self._outer_state.restore()
 
 
@@ -201,7 +201,7 @@ class _NewThread(_Cleared):
 
 
 class _Activated(AbstractContextManager[None]):
-    """There is one at every recompute, and a generator would take twice as long."""
+    """Context of `activate`; entered at every recompute, where a generator would take twice as long."""
 
     def __init__(self, state: ThreadState, outer_state: ThreadState) -> None:
         self._state, self._outer_state = state, outer_state
@@ -223,7 +223,7 @@ class _Activated(AbstractContextManager[None]):
 
 @contextmanager
 def function_modes_without(kind: type) -> Iterator[None]:
-    """Run a block under the function modes in force, but for those of a kind."""
+    """Run a block under the current function modes except those of class `kind`."""
     modes = function_modes()
     for _ in modes:
         pop_function_mode()
@@ -241,7 +241,7 @@ def function_modes_without(kind: type) -> Iterator[None]:
 
 def _pop_saved_tensor_hooks() -> tuple[tuple[Any, Any], ...]:
     hooks = []
-    # True: also while Dynamo traces, where they would not show.
+    # True: also while Dynamo traces, where they would be hidden.
     while (top := top_saved_tensors_hooks(True)) is not None:
         hooks.append(top)
         pop_saved_tensors_hooks()

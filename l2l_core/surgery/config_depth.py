@@ -1,9 +1,9 @@
-"""Which numbers of a configuration tell the depth of a stack, and which of its lists have one entry per layer.
+"""Find the fields of a configuration that are the depth of a stack, and its lists with one entry per layer.
 
-No model family is known by name. A *config* is an object that a module keeps and that has `to_dict` (transformers), is a
-dataclass, or is a dict or plain object under a name like "config". The evidence is a field's value (the old depth), its
-name ("layer", "block" or "depth" is in it) and its *role*: what else the name says ("decoder" in `num_decoder_layers`)
-must occur in the path to the stack. Nothing is changed here.
+There is no list of model families. A *config* is an attribute of a module that has `to_dict` (transformers), is a dataclass,
+or is a dict or plain object under a name like "config". The evidence is a field's value (the old depth), its name (it has
+"layer", "block" or "depth") and its *role*: the other words of the name ("decoder" in `num_decoder_layers`) must occur in the
+path to the stack. Nothing is changed here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NEUTRAL_WORDS = {"num", "n", "number", "of", "count", "total", "hidden", "confi
 _CONFIG_NAMES = {"config", "cfg", "conf", "hparam", "arg"}
 _PER_LAYER_WORDS = {"layer", "block", "type"}
 _INDEX_WORDS = {"only", "idx", "id", "index", "indice", "indexe"}
-# A list that is about another part of the model has one of these in its name, and the path to the stack has not.
+# A list for another part of the model has one of these in its name, but the path to the stack does not.
 _PART_WORDS = {"encoder", "decoder", "vision", "text", "audio", "speech", "image", "video", "mtp", "feature"}
 
 
@@ -30,7 +30,7 @@ _PART_WORDS = {"encoder", "decoder", "vision", "text", "audio", "speech", "image
 
 
 def is_config(name: str, value: Any) -> bool:
-    """Tell whether the attribute `name` with this value is a configuration."""
+    """Return whether the attribute `name` with this value is a configuration."""
     if value is None or isinstance(value, nn.Module | int | float | str | list | tuple | type):
         return False
     named = bool(name_words(name) & _CONFIG_NAMES)
@@ -42,21 +42,21 @@ def is_config(name: str, value: Any) -> bool:
 
 
 def stored_fields(config: Any) -> dict[str, Any]:
-    """Give the fields of a config by name, those that it stores. Writing here passes no validation and no alias."""
+    """Return the stored fields of a config by name; writing to them skips validation and aliases."""
     return config if isinstance(config, dict) else vars(config)
 
 
 def stored_name(config: Any, name: str) -> str:
-    """Give the name under which a config of transformers stores `name` (GPT-2: num_hidden_layers is n_layer)."""
+    """Return the name under which a config of transformers stores `name` (GPT-2: num_hidden_layers is n_layer)."""
     names = getattr(config, "attribute_map", None)
     return names.get(name, name) if isinstance(names, Mapping) else name
 
 
 def nested_configs(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Go through the config and those inside it, with dotted prefix ("", "text_config.")."""
+    """Yield the config and those inside it, with dotted prefix ("", "text_config.")."""
     yield prefix, config
     for name, value in list(stored_fields(config).items()):
-        # No deeper than three, so that one which holds itself comes to an end
+        # At most three levels deep, because a config may hold itself.
         if isinstance(name, str) and not name.startswith("_") and prefix.count(".") < 3:
             plain = isinstance(value, dict | SimpleNamespace) and isinstance(config, dict | SimpleNamespace)
             if plain or is_config(name, value) or (hasattr(value, "to_dict") and not isinstance(value, type)):
@@ -68,33 +68,26 @@ def nested_configs(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class StackLocation:
-    """Says where in the model a stack is, as far as names and numbers can.
+    """Names and numbers that identify a stack in a config."""
 
-    Attributes:
-        words: of the path to the container and of the class that owns it.
-        depth: number of layers.
-        stage: position of the stack among the stages, if it is one of several in a list; else None.
-        stages: how many there are.
-    """
-
-    words: frozenset[str]
-    depth: int
-    stage: int | None = None
-    stages: int = 0
+    words: frozenset[str]  # of the path to the container and of the class that owns it
+    depth: int  # number of layers
+    stage: int | None = None  # position among the stages, if the stack is one of several in a list
+    stages: int = 0  # number of stages
 
 
 @dataclass(frozen=True)
 class DepthField:
-    """Is a number that is the depth of a stack: field `name` of `config`, or element `at` of that field."""
+    """A number that is the depth of a stack: field `name` of `config`, or element `index` of that field."""
 
     config: Any
     name: str  # as stored
-    label: str  # dotted, from the config that a module holds
+    label: str  # dotted name, from the config that a module holds
     index: int | None = None
     role: frozenset[str] = frozenset()
 
     def value(self, depth: int) -> Any:
-        """Give what the field becomes at a depth: a number, or the whole list with one element changed."""
+        """Return the field's value for a depth: a number, or the whole list with one element changed."""
         if self.index is None:
             return depth
         old = stored_fields(self.config)[self.name]
@@ -102,7 +95,7 @@ class DepthField:
 
 
 def find_depth_candidates(config: Any, location: StackLocation) -> list[DepthField]:
-    """Find all fields of `config`, and of configs inside it, that may be the depth of the stack at `place`."""
+    """Find all fields of `config`, and of configs inside it, that may be the depth of the stack at `location`."""
     found = []
     for prefix, inner in nested_configs(config):
         for name, value in stored_fields(inner).items():
@@ -113,14 +106,19 @@ def find_depth_candidates(config: Any, location: StackLocation) -> list[DepthFie
                 continue
             if location.stage is None and _is_int(value) and value == location.depth:
                 found.append(DepthField(inner, name, prefix + name, role=role))
-            elif location.stage is not None and isinstance(value, list | tuple) and len(value) == location.stages:
-                if all(map(_is_int, value)) and value[location.stage] == location.depth:
-                    found.append(DepthField(inner, name, prefix + name, location.stage, role))
+            elif (
+                location.stage is not None
+                and isinstance(value, list | tuple)
+                and len(value) == location.stages
+                and all(map(_is_int, value))
+                and value[location.stage] == location.depth
+            ):
+                found.append(DepthField(inner, name, prefix + name, location.stage, role))
     return found
 
 
 def most_specific(found: Sequence[DepthField]) -> list[DepthField]:
-    """Choose the most specific; of several equally so, `num_hidden_layers`. Several are left if nothing decides."""
+    """Return the fields with the most specific role; of several, `num_hidden_layers` if it is among them."""
     most = max((len(field.role) for field in found), default=0)
     left = [field for field in found if len(field.role) == most]
     standard = [field for field in left if field.name == stored_name(field.config, "num_hidden_layers")]
@@ -128,7 +126,7 @@ def most_specific(found: Sequence[DepthField]) -> list[DepthField]:
 
 
 def is_depth_name(name: str, location: StackLocation) -> bool:
-    """Tell whether an attribute of a module that holds the stack may be its depth (`num_layers`)."""
+    """Return whether an attribute of a module around the stack may be its depth (`num_layers`)."""
     return bool(name_words(name) & _DEPTH_WORDS) and name_words(name) - _NEUTRAL_WORDS <= location.words
 
 
@@ -137,7 +135,7 @@ def is_depth_name(name: str, location: StackLocation) -> bool:
 
 @dataclass(frozen=True)
 class PerLayerField:
-    """Is a field that says something about every layer: `entries`, and how a list of entries is written."""
+    """A field with an entry for every layer, and the conversion of entries to the field's value."""
 
     config: Any
     name: str
@@ -148,14 +146,14 @@ class PerLayerField:
 
 def find_per_layer_fields(config: Any, location: StackLocation) -> list[PerLayerField]:
     """Find the fields of `config` with one entry per layer, the positions of some layers, or a pattern of them."""
-    if location.stage is not None:  # a list is then about the stages
+    if location.stage is not None:  # lists have one entry per stage then
         return []
     found = (read_per_layer_field(config, name, value, location) for name, value in stored_fields(config).items())
     return [each for each in found if each is not None]
 
 
 def read_per_layer_field(config: Any, name: str, value: Any, location: StackLocation) -> PerLayerField | None:
-    """Read `value` as a list about the layers of the stack at `place`; None if it is none."""
+    """Read `value` as a per-layer list of the stack at `location`; return None if it is not one."""
     if not isinstance(name, str) or name.startswith("_") or not isinstance(value, list | tuple):
         return None
     parts, kind = name_words(name), type(value)
@@ -166,7 +164,7 @@ def read_per_layer_field(config: Any, name: str, value: Any, location: StackLoca
         return PerLayerField(config, name, to_hashable(pattern), lambda new: kind([[list(new), 1]]), tuple(pattern))
     is_indices = all(map(_is_int, value)) and list(value) == sorted(set(value))
     is_indices = is_indices and all(0 <= i < location.depth for i in value)
-    # As many ascending numbers as there are layers may be an entry for each: then the name must say otherwise
+    # As many ascending numbers as layers are one entry per layer, unless the name has a word for indices.
     if is_indices and (parts & _INDEX_WORDS or (value and len(value) != location.depth)):
         member = tuple(i in value for i in range(location.depth))
         return PerLayerField(config, name, member, lambda new: kind(i for i, is_in in enumerate(new) if is_in), member)
@@ -176,7 +174,7 @@ def read_per_layer_field(config: Any, name: str, value: Any, location: StackLoca
 
 
 def _expand_pattern(value: Sequence[Any]) -> list[Any] | None:
-    """Write a pattern out: [[["global", "local"], 2]] is global, local, global, local; None if it is none."""
+    """Expand a pattern: [[["global", "local"], 2]] is global, local, global, local; None if it is not one."""
     pairs = [each for each in value if isinstance(each, list | tuple) and len(each) == 2]
     if not value or len(pairs) != len(value):
         return None
@@ -186,7 +184,7 @@ def _expand_pattern(value: Sequence[Any]) -> list[Any] | None:
 
 
 def to_hashable(values: Sequence[Any]) -> tuple[Hashable, ...]:
-    """Make the values of a list comparable and countable; a list among them goes by how it is written."""
+    """Return the values with those that are not hashable, such as lists, replaced by their `repr`."""
     return tuple(value if isinstance(value, Hashable) else repr(value) for value in values)
 
 

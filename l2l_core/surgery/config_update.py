@@ -1,7 +1,7 @@
-"""The configuration follows a stack: which of its fields must say the new depth, and the changed copies of it.
+"""Update the configuration of a model to a stack's new depth.
 
-A configuration is never changed in place: models that were built from one object must not change together (Llama runs as
-many layers as its configuration says).
+A configuration is never changed in place, because several models may share it (Llama runs as many layers as its
+configuration has).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from l2l_core.surgery.stack_context import REMEDY, StackContext
 
 
 def find_depth_fields(context: StackContext, wanted: str | None, is_resized: bool, force: bool) -> list[DepthField]:
-    """Find the fields that must say the new depth, in every config from the owner's to the model's.
+    """Return the fields to set to the new depth, in every config from the owner's to the model's.
 
     Raises:
-        ValueError: several may be the depth, or none is, or settings of single layers would not follow.
+        ValueError: several fields or none may be the depth, or settings of single layers would not be updated.
     """
     if wanted is not None:
         return _find_named_field(context, wanted)
@@ -36,10 +36,11 @@ def find_depth_fields(context: StackContext, wanted: str | None, is_resized: boo
         chosen = config_depth.most_specific(found)
         if len(chosen) > 1:
             raise ValueError(
-                f"several fields of {type(config).__name__} may be the depth of {context.stack.title} ({context.location.depth}): "
-                f"{', '.join(each.label for each in chosen)}; say which one: depth_field={chosen[0].label!r}"
+                f"several fields of {type(config).__name__} may be the depth of {context.stack.title} "
+                f"({context.location.depth}): {', '.join(each.label for each in chosen)}; choose one: "
+                f"depth_field={chosen[0].label!r}"
             )
-        if holder is context.owner:  # a config of this stack alone (T5): its general depth is that of the stack, too
+        if holder is context.owner:  # a config of this stack alone (T5): its general depth is the stack's, too
             standard = config_depth.stored_name(config, "num_hidden_layers")
             chosen = chosen + [e for e in found if e.config is config and e.name == standard and e not in chosen]
         followed += chosen
@@ -48,8 +49,8 @@ def find_depth_fields(context: StackContext, wanted: str | None, is_resized: boo
     for each in followed:
         if "_heterogeneity_spec" in config_depth.stored_fields(each.config) and not force:
             raise ValueError(
-                "the configuration overrides settings for single layers (per_layer_config), and these would not follow the "
-                f"layers of {context.stack.title}; {REMEDY}"
+                "the configuration overrides settings for single layers (per_layer_config), and these would not be updated with "
+                f"the layers of {context.stack.title}; {REMEDY}"
             )
     return followed
 
@@ -59,13 +60,13 @@ def _refuse_unknown_depth(context: StackContext, config: Any) -> None:
     in_stages = f", stage {place.stage} of {place.stages}" if place.stage is not None else ""
     raise ValueError(
         f"no field of {type(config).__name__} is the depth of {context.stack.title} ({place.depth}{in_stages}), so that the "
-        f"saved model could not be loaded. Fields with this value: {_list_fields([config], place.depth)}; name the right one with "
-        f"depth_field=, or {REMEDY}"
+        f"saved model could not be loaded. Fields with this value: {_list_fields([config], place.depth)}; pass the right one as "
+        f"depth_field=; {REMEDY}"
     )
 
 
 def _find_named_field(context: StackContext, wanted: str) -> list[DepthField]:
-    """Find the field that the caller named, in all configs that have it."""
+    """Return the field given as `depth_field`, in all configs that have it."""
     place, found = context.location, {}
     head, dot, last = wanted.rpartition(".")
     for _, config in context.configs:
@@ -76,9 +77,13 @@ def _find_named_field(context: StackContext, wanted: str) -> list[DepthField]:
                 continue
             if _equals_depth(value, place.depth):
                 found[id(inner)] = DepthField(inner, name, wanted)
-            elif place.stage is not None and isinstance(value, list | tuple) and len(value) > place.stage:
-                if _equals_depth(value[place.stage], place.depth):
-                    found[id(inner)] = DepthField(inner, name, wanted, place.stage)
+            elif (
+                place.stage is not None
+                and isinstance(value, list | tuple)
+                and len(value) > place.stage
+                and _equals_depth(value[place.stage], place.depth)
+            ):
+                found[id(inner)] = DepthField(inner, name, wanted, place.stage)
     if not found:
         raise ValueError(
             f"depth_field={wanted!r} is not {place.depth}, the depth of {context.stack.title}, in any configuration of the "
@@ -88,7 +93,7 @@ def _find_named_field(context: StackContext, wanted: str) -> list[DepthField]:
 
 
 def _list_fields(configs: list[Any], number: int) -> str:
-    """List the fields that are `number`, for a message."""
+    """List the fields that equal `number`, for a message."""
     inside = (each for config in configs for each in config_depth.nested_configs(config))
     labels = [
         f"{prefix}{name}"
@@ -110,12 +115,12 @@ def copy_configs(
     moved_entries: list[list[Any]],
     count: int,
 ) -> dict[int, Any]:
-    """Copy and change configs, by the id of each; configs inside others are copied with them."""
+    """Return changed copies by the id of the original config; configs inside others are copied with them."""
     memo: dict[int, Any] = {}
     touched = {id(each.config) for each in depth_fields}
-    for _, config in reversed(context.configs):  # the model's first: it may hold the others
+    for _, config in reversed(context.configs):  # the model's first: it may contain the others
         if id(config) not in memo and touched & {id(inner) for _, inner in config_depth.nested_configs(config)}:
-            copy.deepcopy(config, memo)  # one memo for all: what two of them hold is one object in the copies too
+            copy.deepcopy(config, memo)  # one memo, so that an object shared by two configs is shared by the copies
     for each in depth_fields:
         config_depth.stored_fields(memo[id(each.config)])[each.name] = each.value(count)
     for listed, entries in zip(lists, moved_entries, strict=True):
@@ -127,7 +132,7 @@ def copy_configs(
 def assign_configs(
     assignments: Assignments, context: StackContext, new: tuple[nn.Module, ...], copies: Mapping[int, Any]
 ) -> None:
-    """Let every module hold the changed configs, new layers as well: a deep copy has a copy of the configuration."""
+    """Assign the changed configs to every module; new layers, which may hold a copy of a config, get the model's."""
     for _, module in context.shell:
         for name, value in vars(module).items():
             if config_depth.is_config(name, value) and id(value) in copies:

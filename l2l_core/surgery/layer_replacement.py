@@ -1,11 +1,8 @@
-"""Put another list of layers into a model so that it stays an ordinary model.
+"""Replace the layers of a stack so that the model stays an ordinary model.
 
-`rearrange` changes a stack's container and lets everything follow that knows the depth or a layer's position: the
-configuration, its lists with one entry per layer, `layer_idx`. What cannot follow is refused before anything changes.
-Weights, optimizers and the relay are not its business, and neither is whether shapes chain.
-
-The configuration is replaced by a changed copy, in every module that holds it: models that were built from one
-configuration object must not change together (Llama runs as many layers as its configuration says).
+`replace_layers` changes a stack's container and everything that depends on the depth or on a layer's position: the
+configuration, its per-layer lists, `layer_idx`. If something cannot be updated, the edit is refused before anything changes.
+It does not handle weights, optimizers and the relay, and does not compare the shapes of layers.
 """
 
 from __future__ import annotations
@@ -42,56 +39,55 @@ def replace_layers(
     force: bool = False,
     without_role: Collection[nn.Module] = (),
 ) -> Callable[[], None]:
-    """Put `layers` in place of the stack's; what knows the depth or a position follows.
+    """Put `layers` in place of the stack's layers; update everything that depends on depth or position.
 
-    `model.config` is another object afterwards, so look it up anew. The stack given is of the past then:
-    ``replace(stack, layers=tuple(layers))`` is the new one.
+    Afterwards `model.config` is another object, and `stack` is outdated: the new one is
+    ``replace(stack, layers=tuple(layers))``.
 
     Args:
         model: the whole model.
         stack: one of `find_stacks`.
-        layers: at least one module, of the stack or new, in any order. Each once; those of which the stack holds one in several
-            places may do so again, as long as the number of places stays.
+        layers: at least one module, of the stack or new, in any order, each once. If the stack has a module in several places,
+            so may `layers`, as long as the number of places stays.
         like: new layer -> layer of the stack whose entries it gets in lists of the configuration (`layer_types`). Not
-            needed for layers that were in the stack before, nor where attributes or shapes tell.
+            needed for layers that were in the stack before, nor if attributes or shapes decide.
         depth_field: name of the configuration's field that is the depth, if it cannot be found ("decoder.num_layers").
         force: skip the refusals that rest on evidence: layers that differ by position, modules beside the stack with one
-            member per layer, a configuration that does not tell the depth.
-        without_role: layers that edits brought in: no other layer relies on what only they have.
+            member per layer, a configuration without a field for the depth.
+        without_role: layers inserted by edits; parameters that only they have are not needed by other layers.
 
     Returns:
-        A function that puts everything back: the same modules, attributes and configuration objects. Several are undone
-        in reverse order; RuntimeError otherwise.
+        A function that restores the same modules, attributes and configuration objects. Several are called in reverse
+        order; it raises RuntimeError otherwise.
 
     Raises:
-        ValueError, TypeError: what cannot be done, and why; nothing has changed.
+        ValueError, TypeError: the replacement is not possible; nothing has changed.
     """
     new = tuple(layers)
-    # All that may be refused comes first, and gathers assignments; none is made before the last line.
-    surroundings = StackContext.of(model, stack)
-    _check_layers(stack, new, surroundings, force)
+    # Assignments are only collected here, and made in the last line after all checks.
+    context = StackContext.of(model, stack)
+    _check_layers(stack, new, context, force)
     members = _new_members(stack, new)
     for layer in set(new) - set(stack.layers):
-        forget_description(layer)  # what is in no stack may have been changed by its owner meanwhile
+        forget_description(layer)  # the user may have changed a layer that was in no stack
     assignments = Assignments()
-    update_layer_lists(assignments, surroundings, new, force)
-    followed = find_depth_fields(surroundings, depth_field, len(new) != len(stack), force)
+    update_layer_lists(assignments, context, new, force)
+    followed = find_depth_fields(context, depth_field, len(new) != len(stack), force)
     lists = [
         each
         for config in {id(f.config): f.config for f in followed}.values()
-        for each in config_depth.find_per_layer_fields(config, surroundings.location)
+        for each in config_depth.find_per_layer_fields(config, context.location)
     ]
-    lists += owner_per_layer_fields(surroundings)
-    travelled = move_entries(lists, stack, new, like or {})
-    # On copies, which also say what the model's class would build from them.
-    copies = copy_configs(surroundings, followed, lists, travelled, len(new))
+    lists += owner_per_layer_fields(context)
+    moved = move_entries(lists, stack, new, like or {})
+    copies = copy_configs(context, followed, lists, moved, len(new))
     if not force:
-        check_interchangeable(model, stack, new, lists, travelled, copies, bool(followed), without_role)
-    assign_configs(assignments, surroundings, new, copies)
-    for each, entries in zip(lists, travelled, strict=True):  # lists of a configuration are in its copy already
-        if each.config is vars(surroundings.owner):
+        check_interchangeable(model, stack, new, lists, moved, copies, bool(followed), without_role)
+    assign_configs(assignments, context, new, copies)
+    for each, entries in zip(lists, moved, strict=True):  # lists of a configuration are in its copy already
+        if each.config is vars(context.owner):
             assignments.set(each.config, each.name, each.to_value(entries))
-    update_depth_attributes(assignments, surroundings, followed, len(new))
+    update_depth_attributes(assignments, context, followed, len(new))
     renumber(assignments, stack, new)
     save_removed_entries(stack, new, lists)
     assignments.fill(stack.container._modules, members)
@@ -99,25 +95,29 @@ def replace_layers(
 
 
 def _check_layers(stack: Stack, new: tuple[nn.Module, ...], context: StackContext, force: bool) -> None:
-    """Refuse a list that is none of layers, links layers to one, holds one of the shell's, or is of a stack of the past."""
+    """Refuse an outdated stack, and layers that are no modules, are given twice, or are in the model elsewhere."""
     title = stack.title
     if not new:
         raise ValueError(f"{title} would be left without layers; at least one must stay")
     for layer in new:
         if not isinstance(layer, nn.Module):
-            raise TypeError(f"layers contains {layer!r}; give modules")
+            raise TypeError(f"layers contains {layer!r}; pass modules")
     inside = set(stack.layers)
     held = [child for child in stack.container if child in inside]
     if tuple(held) != stack.layers:
-        raise ValueError(f"{title} does not hold the stack's layers in this order any more; call find_stacks again")
+        raise ValueError(f"{title} no longer holds the stack's layers in this order; call find_stacks again")
     if len(inside) < len(held) != len(new) and not force:
         raise ValueError(
-            f"{title} holds one module in several places: its layers share weights and have no position of their own, so their "
-            f"number stays {len(held)}. Give every place a layer of its own first (Delink)"
+            f"{title} holds one module in several places: its layers share weights and have no single position, so their number "
+            f"stays {len(held)}. Give every place a separate layer first (Delink)"
         )
     for layer in new if len(set(new)) < len(new) and not force else ():
         if new.count(layer) > max(1, held.count(layer)):
-            _refuse_twice(title, new, layer)
+            places = ", ".join(str(i) for i, each in enumerate(new) if each is layer)
+            raise ValueError(
+                f"positions {places} of {title} would hold the same {type(layer).__name__}: it would be two layers with one set "
+                "of weights and one position; put in a copy (copy.deepcopy)"
+            )
     names = {module: name for name, module in context.shell}
     for layer in new:
         if layer in names:
@@ -125,14 +125,6 @@ def _check_layers(stack: Stack, new: tuple[nn.Module, ...], context: StackContex
                 f"a {type(layer).__name__} among the new layers is already in the model, as {names[layer]!r}; "
                 "put in a copy of it (copy.deepcopy)"
             )
-
-
-def _refuse_twice(title: str, new: tuple[nn.Module, ...], layer: nn.Module) -> None:
-    places = [i for i, each in enumerate(new) if each is layer]
-    raise ValueError(
-        f"positions {', '.join(map(str, places))} of {title} would hold the same {type(layer).__name__}: it would be two layers "
-        "with one set of weights and one position; put in a copy (copy.deepcopy)"
-    )
 
 
 def _new_members(stack: Stack, new: tuple[nn.Module, ...]) -> dict[str, Any]:
@@ -145,16 +137,16 @@ def _new_members(stack: Stack, new: tuple[nn.Module, ...]) -> dict[str, Any]:
     if between:
         if len(new) != len(slots):
             raise ValueError(
-                f"between the layers of {stack.title} are other members ({', '.join(dict.fromkeys(between))}), and it does not "
-                "show which belong to which layer: they can change places but not their number. Put what belongs together "
-                "into one module"
+                f"between the layers of {stack.title} are other members ({', '.join(dict.fromkeys(between))}), which cannot be "
+                "assigned to layers: the layers can change places but not their number. Put a layer and its members into one "
+                "module"
             )
         children = [child for _, child in old]
         for i, layer in zip(slots, new, strict=True):
             children[i] = layer
         return {name: child for (name, _), child in zip(old, children, strict=True)}
     before, after = old[:first], old[last + 1 :]
-    # Numbered throughout: members behind the layers get other names, as in a container that is built anew
+    # If all members are numbered, those after the layers are renumbered, as in a newly built container.
     if [name for name, _ in old] == [str(i) for i in range(len(old))]:
         children = [child for _, child in before] + list(new) + [child for _, child in after]
         return {str(i): child for i, child in enumerate(children)}
@@ -163,7 +155,7 @@ def _new_members(stack: Stack, new: tuple[nn.Module, ...]) -> dict[str, Any]:
 
 
 def _member_names(stack: Stack, old: list[str], count: int, taken: set[str]) -> list[str]:
-    """Name `count` members as the old ones are numbered ("block1", "block2")."""
+    """Return names of `count` members, numbered as the old ones ("block1", "block2")."""
     numbered = [re.fullmatch(r"(.*?)(\d+)", name) for name in old]
     names = old[:count]
     if count > len(old):
@@ -172,7 +164,7 @@ def _member_names(stack: Stack, old: list[str], count: int, taken: set[str]) -> 
         expected = [f"{head}{begin + i}" for head in heads for i in range(count)]
         if len(heads) != 1 or expected[: len(old)] != old or taken & set(expected):
             raise ValueError(
-                f"the layers of {stack.title} are named {', '.join(old)}: a further one cannot be named by that. Number them "
+                f"the layers of {stack.title} are named {', '.join(old)}, which gives no name for another one. Number them "
                 "(layer0, layer1, ...), or use a ModuleList"
             )
         names = expected

@@ -1,12 +1,13 @@
-"""What is around a stack in its model, and how it follows other layers: it does, or the edit is refused.
+"""The modules and attributes around a stack, and their update for other layers, or a refusal.
 
-The configuration has a file of its own, `config_update.py`.
+`config_update.py` updates the configuration.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -16,29 +17,24 @@ from l2l_core.surgery import config_depth
 from l2l_core.surgery.assignments import Assignments
 from l2l_core.surgery.config_depth import DepthField, PerLayerField, StackLocation
 
-REMEDY = "force=True does it all the same"
+REMEDY = "force=True skips this check"
 
 
 @dataclass(frozen=True)
 class StackContext:
-    """Tells what is around a stack.
-
-    Attributes:
-        chain: (name, module) from the model down to the owner of the container.
-        shell: (name, module) of everything but the stack's container and what is in its layers.
-        place: names and numbers to recognise what belongs to the stack.
-        configs: (first module of the chain that holds it, config), nearest to the stack first.
-    """
+    """A stack and the modules around it."""
 
     stack: Stack
-    chain: list[tuple[str, nn.Module]]
-    shell: list[tuple[str, nn.Module]]
+    chain: list[tuple[str, nn.Module]]  # (name, module) from the model down to the owner of the container
+    shell: list[tuple[str, nn.Module]]  # (name, module), without the stack's layers and their submodules
     location: StackLocation
-    configs: list[tuple[nn.Module, Any]]
+    configs: list[
+        tuple[nn.Module, Any]
+    ]  # (first module of the chain that holds it, config), nearest to the stack first
 
     @property
     def owner(self) -> nn.Module:
-        """The module that holds the container; the container itself if that is the model."""
+        """The module that holds the container, or the container if it is the model."""
         return self.chain[-1][1]
 
     @classmethod
@@ -52,14 +48,14 @@ class StackContext:
             modules.append((f"{name}.{part}".lstrip("."), child))
         if modules[-1][1] is not stack.container:
             raise ValueError(
-                f"{stack.title} is not where the stack says: the model was changed; call find_stacks again"
+                f"the model was changed: its {stack.title} is not the container of this stack; call find_stacks again"
             )
         around, stage, stages = modules[:-1] or modules, None, 0
-        for (_, outer), (name, _) in reversed(list(zip(modules, modules[1:], strict=False))):
+        for (_, outer), (name, _) in reversed(list(pairwise(modules))):
             if isinstance(outer, nn.ModuleList | nn.Sequential) and name.rpartition(".")[2].isdigit():
                 stage, stages = (int(name.rpartition(".")[2]), len(outer)) if len(outer) > 1 else (None, 0)
                 break
-        # A list in between owns nothing: configuration and depth are kept by the module that has the list
+        # Not a ModuleList: configuration and depth are attributes of the module that holds the list.
         owner = next((m for _, m in reversed(around) if not isinstance(m, nn.ModuleList)), model)
         names = config_depth.name_words(stack.name.replace(".", "_")) | config_depth.name_words(type(owner).__name__)
         configs: dict[int, tuple[nn.Module, Any]] = {}
@@ -70,8 +66,8 @@ class StackContext:
         chain = around[: [m for _, m in around].index(owner) + 1]
         inside = set(stack.layers)
         shell = list(_walk_shell(model, "", inside, set()))
-        place = StackLocation(names, len(stack.layers), stage, stages)
-        return cls(stack, chain, shell, place, list(configs.values())[::-1])
+        location = StackLocation(names, len(stack.layers), stage, stages)
+        return cls(stack, chain, shell, location, list(configs.values())[::-1])
 
 
 def _walk_shell(
@@ -89,14 +85,14 @@ def _walk_shell(
 def update_layer_lists(
     assignments: Assignments, context: StackContext, new: tuple[nn.Module, ...], force: bool
 ) -> None:
-    """Let lists of the layers follow, and refuse all else that knows single layers, or how many there are."""
+    """Update lists of all layers; refuse other references to single layers, and modules with one member per layer."""
     stack, inside = context.stack, set(context.stack.layers)
     for name, module in context.shell:
         for part, child in module._modules.items():
             if child in inside and module is not stack.container:
                 raise ValueError(
-                    f"a layer of {stack.title} is also in the model as {f'{name}.{part}'.lstrip('.')!r}, which would not follow; "
-                    "hold each layer in one place"
+                    f"a layer of {stack.title} is also in the model as {f'{name}.{part}'.lstrip('.')!r}, which would not be "
+                    "updated; keep each layer in one place"
                 )
         for attribute, value in vars(module).items():
             if attribute in ("_modules", "_parameters", "_buffers") or not isinstance(value, list | tuple | dict | set):
@@ -111,37 +107,38 @@ def update_layer_lists(
                 assignments.set(vars(module), attribute, type(value)(new))
             else:
                 raise ValueError(
-                    f"{label!r} holds layers of {stack.title} in an arrangement of its own, which cannot follow; "
-                    f"let it hold all {len(stack)} in order, or take them from the container when needed"
+                    f"{label!r} holds layers of {stack.title} in another arrangement, which cannot be updated; "
+                    f"keep all {len(stack)} in order there, or take them from the container when needed"
                 )
     if len(new) != len(stack) and len(stack) > 1 and not force:
         _check_companions(context)
 
 
 def _check_companions(context: StackContext) -> None:
-    """Refuse what has as many members beside the container as it has layers: it would have to grow with it."""
+    """Refuse lists and parameters beside the container with one member or row per layer: they would have to grow, too."""
     owner, stack, count = context.owner, context.stack, len(context.stack)
     prefix = f"{context.chain[-1][0]}.".lstrip(".")
     for name, child in owner._modules.items():
-        is_list = isinstance(child, nn.ModuleList | nn.ParameterList) and child is not stack.container
-        if is_list and len(child) == count and len({type(member) for member in child}) == 1:
+        if not isinstance(child, nn.ModuleList | nn.ParameterList) or child is stack.container:
+            continue
+        if len(child) == count and len({type(member) for member in child}) == 1:
             raise ValueError(
-                f"{prefix}{name} holds {count} members beside the {count} layers of {stack.title}, one per layer as it seems, "
-                "and would not follow: a layer and what belongs to it go into one module. If they have nothing to do with "
-                f"each other, {REMEDY}"
+                f"{prefix}{name} has {count} members, probably one for each of the {count} layers of {stack.title}, and would "
+                "not be updated: put a layer and its member into one module. If they have nothing to do with each other, "
+                f"{REMEDY}"
             )
     for path, module in context.chain:
         for name, param in module._parameters.items():
             rows = param.shape[0] if param is not None and param.ndim else 0
             if "layer" in config_depth.name_words(name) and rows in (count, count + 1):
                 raise ValueError(
-                    f"parameter {f'{path}.{name}'.lstrip('.')} has {rows} rows, for the {count} layers of {stack.title} as it "
-                    f"seems, and would not follow. If it has nothing to do with them, {REMEDY}"
+                    f"parameter {f'{path}.{name}'.lstrip('.')} has {rows} rows, probably for the {count} layers of "
+                    f"{stack.title}, and would not be updated. If it has nothing to do with them, {REMEDY}"
                 )
 
 
 def owner_per_layer_fields(context: StackContext) -> list[PerLayerField]:
-    """Find plain lists with one entry per layer that the owner of the container keeps as attributes."""
+    """Find plain lists with one entry per layer among the attributes of the container's owner."""
     attributes = vars(context.owner)
     found = (
         config_depth.read_per_layer_field(attributes, name, value, context.location)
@@ -155,7 +152,7 @@ def owner_per_layer_fields(context: StackContext) -> list[PerLayerField]:
 def update_depth_attributes(
     assignments: Assignments, context: StackContext, depth_fields: list[DepthField], count: int
 ) -> None:
-    """Set the depth as an attribute: of the container's owner by its name, further up only as the field is called."""
+    """Set depth attributes: of the container's owner by their words, further up only under the name of a depth field."""
     if context.location.stage is not None:
         return
     names = {each.name for each in depth_fields} | ({"num_hidden_layers"} if depth_fields else set())

@@ -1,12 +1,12 @@
-"""What makes a new layer the identity, found by trying.
+"""Find parameter values that make a new layer the identity, by trying them.
 
-May import `surgery`, `model`, `batches`.
+May import `surgery`, `model`.
 Begin reading at `identity.py`.
 """
 
-from l2l_core.surgery.identity.identity import CallSample as CallSample
-from l2l_core.surgery.identity.identity import IdentityPlan as IdentityPlan
-from l2l_core.surgery.identity.identity import apply_plan as apply_plan
-from l2l_core.surgery.identity.identity import capture_samples as capture_samples
+from l2l_core.surgery import CallSample as CallSample
+from l2l_core.surgery import capture_samples as capture_samples
 from l2l_core.surgery.identity.identity import plan_identity as plan_identity
 from l2l_core.surgery.identity.identity import sample_after as sample_after
+from l2l_core.surgery.identity.identity_plan import IdentityPlan as IdentityPlan
+from l2l_core.surgery.identity.identity_plan import apply_plan as apply_plan

@@ -1,27 +1,26 @@
-"""What turns a layer into one that can be inserted without changing the model's function.
+"""Plan how a new layer becomes the identity, so that inserting it does not change the model's function.
 
-Found by running a copy of the layer (`layer_probe.py`), not by the names of classes or parameters; and proven by running it.
-The copy's parameters are shaken first, so a plan holds for the layer's structure: it serves every layer built alike.
+A plan is found and verified by running a copy of the layer (`layer_probe.py`), not from the names of classes or parameters.
+The copy's parameters are perturbed first, so that a plan depends on the structure alone and holds for all layers built alike.
 
-1. *Residual layers.* With every parameter at 0 the layer gives back its hidden state. Then parameters get their values
-   back one by one in the order of their use; the ones that would change a single bit stay at 0. Those are the last of
-   each branch: output projections, or a layer scale or the gain of a norm if it comes later. Experts that had no token
-   follow their counterparts. A gain that is kept as 1 + w (Gemma) is put to w = -1, so that what feeds it can stay.
-2. *Layers that end in a norm* (BERT). A parameter that, put to 0, makes the output independent of the input lies on the
-   skip path: the gain of a norm. With gains 1 and all else 0 the layer is a chain of norms, which leaves alone what is
-   normalised already. So the norm that makes its input, at the end of the preceding layer, is left with gain 1 and
-   shift 0, and its values move to the end of the new layer. Then as in 1.
+1. *Residual layers.* With every parameter at 0 the layer returns its hidden state. Then parameters are restored one by one in
+   the order of their use; those that would change a bit stay at 0. These are the last of each branch: output projections, or a
+   later layer scale or gain of a norm. Experts without tokens are treated like their counterparts. A gain that is stored as
+   w = gain - 1 (Gemma) is set to w = -1, so that the parameters before it keep their values.
+2. *Layers that end in a norm* (BERT). If the output no longer depends on the input when a parameter is 0, the parameter is on
+   the skip path: the gain of a norm. With gains 1 and all else 0 the layer is a chain of norms, which does not change a
+   normalised input. So the norm that produces the input, at the end of the preceding layer, gets gain 1 and shift 0, and its
+   values move to the end of the new layer. The rest is as in 1.
 
-What is exact: 1 to the bit, on any processor, as what is added is 0 (`IdentityPlan.exact`; a layer that puts its sums
-together in another order is off by its rounding, at most `EXACT`). That is said of runs through the same kernels: PyTorch
-may take others for attention without gradients than with them, and a loss of the one kind is then not a loss of the other.
-2 up to the norms' eps, which acts once more: a token whose variance is v before the
-preceding norm comes out larger by eps / 2 * (1 / v - 1), relative. With BERT's 1e-12 that is nothing; with 1e-5 the loss
-of small networks moved by 1e-7 as a rule and by 2e-6 at worst (weights of three times the usual size). Where
-v is small it can be much more, and then the plan is refused (`TOLERANCE`).
+Exactness: 1 is exact to the bit on any processor, because 0 is added (`IdentityPlan.exact`; a layer that adds in another order
+differs by its rounding, at most `EXACT`). That holds between runs with the same kernels; PyTorch may use other kernels for
+attention without gradients. 2 is exact up to the norms' eps, which acts once more: a token with variance v before the preceding
+norm is larger by eps / 2 * (1 / v - 1), relative. With BERT's 1e-12 that has no effect; with 1e-5 the loss of small networks
+changed by 1e-7 as a rule and by 2e-6 at worst (weights three times the usual size). If v is so small that the error exceeds
+`TOLERANCE`, the plan is refused.
 
-What a layer gives out besides the hidden state (attention weights, a router's loss, T5's position bias where it is not
-passed in) is the layer's own: `side_outputs` counts it, and whoever uses it sees a layer more.
+Other outputs (attention weights, a router's loss, T5's position bias if it is not an argument) are not those of the layer
+before; `side_outputs` counts them.
 """
 
 from __future__ import annotations
@@ -31,25 +30,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from l2l_core.surgery import CallSample, capture_samples
-from l2l_core.surgery.identity.identity_plan import IdentityPlan, ParameterTransfer, apply_plan
+from l2l_core.surgery import CallSample
+from l2l_core.surgery.identity.identity_plan import IdentityPlan
 from l2l_core.surgery.identity.layer_probe import LayerProbe, clean_torch_state, first_float
 from l2l_core.surgery.identity.post_norm import plan_post_norm
 from l2l_core.surgery.identity.residual_layers import plan_residual
 from l2l_core.surgery.identity.search import EXACT, NoIdentityError, SearchCase, is_close, zero_all
 
-__all__ = [
-    "CallSample",
-    "IdentityPlan",
-    "ParameterTransfer",
-    "apply_plan",
-    "capture_samples",
-    "plan_identity",
-    "sample_after",
-]
-
-# Relative to the largest element of the hidden state. A layer that ends in a norm may be this far off.
-TOLERANCE = 2e-5
+TOLERANCE = 2e-5  # of a layer that ends in a norm, relative to the largest element of the hidden state
 
 
 def plan_identity(
@@ -59,18 +47,19 @@ def plan_identity(
     preceding_sample: CallSample | None = None,
     known: IdentityPlan | None = None,
 ) -> IdentityPlan:
-    """Say how `layer` becomes the identity where it is called with `sample`. Changes nothing; `apply_plan` does.
+    """Return a plan with which `layer` is the identity when called with `sample`; `apply_plan` carries it out.
 
-    `preceding` makes the hidden state in `sample`: the layer before, or the shell's norm or embedding module at position
-    0, with what that is called with. Needed for layers that end in a norm or a ReLU. Runs the layer two to five
-    times per parameter, so one or two rows are enough.
+    The layer is run two to five times per parameter, so use a sample of one or two rows.
 
-    The shaken copy makes the names a matter of structure: they hold for every layer built alike, behind one built alike,
-    and only the size of the error depends on the values. So a plan that is `known` for such a layer is tried first, which
-    takes two runs of each.
+    Args:
+        layer: the new layer; it is not changed.
+        sample: arguments of the layer.
+        preceding, preceding_sample: the module whose output is the hidden state in `sample`, with its arguments: the layer
+            before, or at position 0 the shell's norm or embedding. Needed for layers that end in a norm or a ReLU.
+        known: plan of a layer built alike, after one built alike; it is tried first, which takes two runs of each.
 
     Raises:
-        ValueError: there is no identity; the message says why and what to do instead.
+        ValueError: the layer cannot become the identity.
     """
     kind = type(layer).__name__
     if (preceding is None) != (preceding_sample is None):
@@ -86,26 +75,26 @@ def plan_identity(
 
 
 def sample_after(layer: nn.Module, sample: CallSample) -> CallSample:
-    """Say what a new layer behind `layer`, the last of its stack, is called with: the same but for the hidden state.
+    """Return the arguments of a new layer after `layer`, the last of its stack: the same with its output as hidden state.
 
     Raises:
-        ValueError: no argument of `layer` has the shape of what it gives out.
+        ValueError: no argument of `layer` has the shape of its output.
     """
     with clean_torch_state():
-        made = LayerProbe(layer, sample, -1).run()
+        output = LayerProbe(layer, sample, -1).run()
     for leaf in sample.leaves:
-        if isinstance(leaf, Tensor) and leaf.shape == made.shape and leaf.dtype == made.dtype:
-            return sample.clone({id(leaf): made})
+        if isinstance(leaf, Tensor) and leaf.shape == output.shape and leaf.dtype == output.dtype:
+            return sample.clone({id(leaf): output})
     raise ValueError(
-        f"{type(layer).__name__} is given no tensor of shape {tuple(made.shape)}, which is what it gives out: a layer like it "
-        "cannot stand behind it"
+        f"{type(layer).__name__} has an output of shape {tuple(output.shape)} but no argument of that shape, so that no layer "
+        "like it can be inserted after it; insert it at another position"
     )
 
 
 def _plan_by_argument(
     layer: nn.Module, sample: CallSample, preceding: tuple[nn.Module, CallSample] | None, known: IdentityPlan | None
 ) -> IdentityPlan:
-    """Try the arguments that can be the hidden state, in their order."""
+    """Plan for the first argument that works as the hidden state."""
     try:
         out = LayerProbe(layer, sample, -1).run()
     except Exception as error:
@@ -115,7 +104,7 @@ def _plan_by_argument(
     slots = [i for i in floats if leaves[i].shape == out.shape and leaves[i].dtype == out.dtype]
     if not slots:
         given = tuple(leaves[floats[0]].shape) if floats else "no floating-point tensor"
-        raise NoIdentityError(f"it changes the shape of the hidden state (given {given}, gives {tuple(out.shape)})")
+        raise NoIdentityError(f"it changes the shape of the hidden state (from {given} to {tuple(out.shape)})")
     reasons = []
     for slot in slots:
         try:
@@ -130,18 +119,16 @@ def _plan_case(case: SearchCase, known: IdentityPlan | None) -> IdentityPlan:
         try:
             return _verify_plan(case, known)
         except NoIdentityError:
-            pass  # another kind of layer that has parameters of these names
+            pass  # another kind of layer with parameters of the same names
     return _verify_plan(case, _search(case))
 
 
 def _names_exist(case: SearchCase, known: IdentityPlan) -> bool:
-    """Tell whether the parameters that the plan names are there."""
-    new = {*known.zeroed, *known.ones, *known.minus_ones, *(item.new for item in known.transfers)}
-    theirs = {item.preceding for item in known.transfers}
-    has_theirs = not theirs or (
-        case.preceding is not None and theirs <= dict(case.preceding[0].named_parameters()).keys()
-    )
-    return has_theirs and new <= dict(case.layer.named_parameters()).keys()
+    """Return whether both modules have the parameters that the plan names."""
+    names = {*known.zeroed, *known.ones, *known.minus_ones, *(item.new for item in known.transfers)}
+    preceding_names = {item.preceding for item in known.transfers}
+    preceding_params = dict(case.preceding[0].named_parameters()) if case.preceding else {}
+    return preceding_names <= preceding_params.keys() and names <= dict(case.layer.named_parameters()).keys()
 
 
 def _search(case: SearchCase) -> IdentityPlan:
@@ -156,7 +143,7 @@ def _search(case: SearchCase) -> IdentityPlan:
 
 
 def _verify_plan(case: SearchCase, plan: IdentityPlan) -> IdentityPlan:
-    """Try the plan on the parameters as they are."""
+    """Try the plan on the parameters' own values; return it with its error."""
     probe = case.probe(perturbed=False)
     assert probe.hidden is not None
     target, bound = probe.hidden, EXACT
@@ -166,28 +153,24 @@ def _verify_plan(case: SearchCase, plan: IdentityPlan) -> IdentityPlan:
         for item in plan.transfers:
             probe.assign(item.new, before.value(item.preceding).view_as(probe.value(item.new)))
             before.assign(item.preceding, item.neutral)
-        probe.hidden = before.run()  # as the layer before gives it once it has handed over
+        probe.hidden = before.run()  # the output of the layer before after the transfers
     probe.fill(plan.zeroed, 0.0)
     probe.fill(plan.ones, 1.0)
     probe.fill(plan.minus_ones, -1.0)
     outputs = probe.outputs()
-    made = first_float(outputs)
-    if not is_close(made, target, bound):
-        raise NoIdentityError(_error_message(plan, made, target))
+    output = first_float(outputs)
+    if not is_close(output, target, bound):
+        size, error = target.abs().max().item(), (output - target).abs().max().item()
+        message = f"its output would be off by {error:.1e} where the hidden state reaches {size:.1e}"
+        if plan.transfers:
+            message += (
+                f", more than {TOLERANCE:g} of it: the input of the preceding norm has such a small variance that the norm's eps "
+                "matters, and it would act twice"
+            )
+        raise NoIdentityError(message)
     given = [leaf for leaf in case.sample.leaves if isinstance(leaf, Tensor)]
-    extra = [t for t in outputs if t is not made and not any(_equal(t, leaf) for leaf in given)]
-    return replace(plan, max_abs_error=(made - target).abs().max().item(), side_outputs=len(extra))
-
-
-def _error_message(plan: IdentityPlan, made: Tensor, target: Tensor) -> str:
-    size, error = target.abs().max().item(), (made - target).abs().max().item()
-    off = f"its output would be off by {error:.1e} where the hidden state reaches {size:.1e}"
-    if not plan.transfers:
-        return off
-    return (
-        f"{off}, more than {TOLERANCE:g} of it: what the preceding norm is given varies so little that the norm's eps counts, "
-        "and it would act twice"
-    )
+    extra = [t for t in outputs if t is not output and not any(_equal(t, leaf) for leaf in given)]
+    return replace(plan, max_abs_error=(output - target).abs().max().item(), side_outputs=len(extra))
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What to set in a layer, and in the one before it, so that inserting it leaves the model's function as it is."""
+"""Plan of parameter values with which inserting a layer does not change the model's function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class ParameterTransfer:
-    """Lets the new layer's parameter take over value and optimizer state, elementwise; `neutral` stays behind."""
+    """Move of a parameter's value and optimizer state to the new layer, elementwise; the old value becomes `neutral`."""
 
     preceding: str
     new: str
@@ -19,29 +19,29 @@ class ParameterTransfer:
 
 @dataclass(frozen=True, slots=True)
 class IdentityPlan:
-    """Says what becomes of a layer's parameters, by their names. What is not named keeps its value."""
+    """New values of a layer's parameters, by name; other parameters keep their values."""
 
     zeroed: tuple[str, ...] = ()
     ones: tuple[str, ...] = ()
-    minus_ones: tuple[str, ...] = ()  # gains that are kept as 1 + w
+    minus_ones: tuple[str, ...] = ()  # gains that are stored as gain - 1
     transfers: tuple[ParameterTransfer, ...] = ()
     max_abs_error: float = 0.0  # of the hidden state, on the sample
-    side_outputs: int = 0  # tensors that it gives out besides, which are not arguments passed on
+    side_outputs: int = 0  # further output tensors that are not arguments
 
     @property
     def exact(self) -> bool:
-        """Whether the hidden state passes to the bit. Otherwise it is off by `max_abs_error` on the sample, of rounding."""
+        """Whether the output equals the hidden state to the bit; otherwise it differs by `max_abs_error` on the sample."""
         return not self.transfers and self.max_abs_error == 0.0
 
 
 def apply_plan(plan: IdentityPlan, layer: nn.Module, preceding: nn.Module | None = None) -> None:
-    """Set the parameters of `layer`, and of `preceding` if it hands over, in place. Optimizer state is the caller's."""
-    params, theirs = dict(layer.named_parameters()), dict(preceding.named_parameters()) if preceding else {}
+    """Set the parameters of `layer`, and of `preceding` if there are transfers, in place; do not move optimizer state."""
+    params = dict(layer.named_parameters())
+    preceding_params = dict(preceding.named_parameters()) if preceding else {}
     with torch.no_grad():
         for names, value in ((plan.zeroed, 0.0), (plan.ones, 1.0), (plan.minus_ones, -1.0)):
             for name in names:
                 params[name].fill_(value)
         for item in plan.transfers:
-            # The copy first: what stays behind would be handed over otherwise
-            params[item.new].copy_(theirs[item.preceding].view_as(params[item.new]))
-            theirs[item.preceding].fill_(item.neutral)
+            params[item.new].copy_(preceding_params[item.preceding].view_as(params[item.new]))
+            preceding_params[item.preceding].fill_(item.neutral)

@@ -1,8 +1,7 @@
-"""A private copy of a layer, run on its sample again and again while its parameters are set to this and that.
+"""A private copy of a layer that is run on a sample with different parameter values.
 
-The layer itself is only read. The copy runs in eval mode, from the same random state every time, and with gradients on:
-without them PyTorch's transformer layer takes a fused path on which the order of its parameters cannot be seen. The
-user's hooks do not run in it.
+The copy runs in eval mode, from the same random state every time, without the user's hooks, and with gradients: without them
+PyTorch's transformer layer takes a fused path on which the order of its parameters cannot be observed.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import torch
 from torch import nn
 
 from l2l_core._torch import TorchDispatchMode, pytree
-from l2l_core.model import RandomState, ThreadState, deep_copy, force_eager, is_cache
-from l2l_core.surgery import CallSample, preserve_random_state
+from l2l_core.model import RandomState, ThreadState, deep_copy, force_eager, is_cache, preserve_random_state
+from l2l_core.surgery import CallSample
 
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -26,14 +25,18 @@ _HOOKS = (
 
 
 class LayerProbe:
-    """Copies `layer`, with values of its own. With a `noise` generator they are shaken, so that what is said of it does
-    not rest on gains that happen to be 1 or biases that happen to be 0.
+    """A copy of `layer` with its sample.
+
+    Args:
+        layer: only read.
+        sample: arguments of the layer.
+        slot: index of the sample's leaf that is the hidden state; -1 if none is to be replaced.
+        noise: perturbs the parameters, so that results do not depend on gains that are 1 or biases that are 0 by chance.
     """
 
     def __init__(self, layer: nn.Module, sample: CallSample, slot: int, noise: torch.Generator | None = None) -> None:
-        """`slot` is the leaf of the sample that is the hidden state; -1 if there is none to be replaced."""
         self.sample, self.slot = sample, slot
-        self.hidden: torch.Tensor | None = sample.leaves[slot] if slot >= 0 else None  # what runs get unless told
+        self.hidden: torch.Tensor | None = sample.leaves[slot] if slot >= 0 else None  # the default of runs
         self.module = _copy(layer)
         self._params = {n: p.requires_grad_() for n, p in self.module.named_parameters() if p.is_floating_point()}
         if noise is not None:
@@ -47,7 +50,7 @@ class LayerProbe:
         return list(self._params)
 
     def value(self, name: str) -> torch.Tensor:
-        """Give what the parameter is when it is restored."""
+        """Return the value to which the parameter is restored."""
         return self._values[name]
 
     def assign(self, name: str, value: torch.Tensor | float) -> None:
@@ -61,42 +64,42 @@ class LayerProbe:
             self.assign(name, value)
 
     def restore(self, names: Iterable[str]) -> None:
-        """Give parameters their own values again."""
+        """Restore the values of parameters."""
         for name in names:
             self.assign(name, self._values[name])
 
     def outputs(self, hidden: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Run the layer and list all tensors that it gives out, on its sample or with another hidden state in it."""
+        """Run the layer on its sample, or with another hidden state; return all output tensors."""
         return [leaf.detach() for leaf in self._run_leaves(hidden) if isinstance(leaf, torch.Tensor)]
 
     def run(self, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the layer and give its hidden state: the first floating-point tensor that it gives out."""
+        """Run the layer; return its first floating-point output, the hidden state."""
         return first_float(self.outputs(hidden))
 
     def find_without_gradient(self, names: Sequence[str]) -> list[str]:
-        """Find those of `names` that have no influence on the output where they stand, not even to first order."""
-        out = first_float([leaf for leaf in self._run_leaves(None) if isinstance(leaf, torch.Tensor)])
-        # Not the sum: what a norm or a softmax gives sums to a constant, whose gradient is 0 everywhere
+        """List the parameters among `names` whose gradient is 0."""
+        out = first_float(self._run_leaves(None))
+        # Not the sum: outputs of a norm or a softmax sum to a constant, whose gradient is 0.
         weights = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
         gradients = torch.autograd.grad(out, [self._params[n] for n in names], weights, allow_unused=True)
         return [n for n, gradient in zip(names, gradients, strict=True) if gradient is None or not gradient.any()]
 
-    def last_use(self, hidden: torch.Tensor | None = None) -> dict[str, int]:
-        """Count, in operations, when each parameter is last used in a run; absent: not, or for no elements."""
-        with _ReadTracker({p.untyped_storage().data_ptr(): n for n, p in self._params.items()}) as watch:
-            self._run_leaves(hidden)
-        return watch.last
+    def last_use(self) -> dict[str, int]:
+        """Return the order of each parameter's last use in a run; parameters that produce no elements are absent."""
+        with _ReadTracker({p.untyped_storage().data_ptr(): n for n, p in self._params.items()}) as tracker:
+            self._run_leaves(None)
+        return tracker.last
 
     def names_by_last_use(self) -> list[str]:
-        """Sort parameters by their last use; one that was not used stands where its counterparts do."""
+        """Sort parameters by their last use; an unused one counts as its counterparts do."""
         last = self.last_use()
-        alike: dict[Any, int] = {}
-        for name, at in last.items():
-            alike[self.counterpart_key(name)] = max(at, alike.get(self.counterpart_key(name), -1))
-        return sorted(self._params, key=lambda name: last.get(name, alike.get(self.counterpart_key(name), -1)))
+        by_key: dict[Any, int] = {}
+        for name, order in last.items():
+            by_key[self.counterpart_key(name)] = max(order, by_key.get(self.counterpart_key(name), -1))
+        return sorted(self._params, key=lambda name: last.get(name, by_key.get(self.counterpart_key(name), -1)))
 
     def counterpart_key(self, name: str) -> tuple[str, torch.Size]:
-        """Give what counterparts have in common: parameters at one place in members of a ModuleList or ModuleDict."""
+        """Return a key that is equal for the same parameter in different members of a ModuleList or ModuleDict."""
         module, parts = self.module, []
         for part in name.split("."):
             is_member = isinstance(module, nn.ModuleList | nn.ModuleDict)
@@ -107,38 +110,34 @@ class LayerProbe:
     def _run_leaves(self, hidden: torch.Tensor | None) -> list[Any]:
         hidden = self.hidden if hidden is None else hidden
         replaced = {} if self.slot < 0 else {id(self.sample.leaves[self.slot]): hidden}
-        args, kwargs = self.sample.clone(replaced)  # a copy each time: the layer may write into a cache among them
-        RandomState.from_seed(0).restore()  # before each run: two of them are compared to the bit
+        args, kwargs = self.sample.clone(replaced)  # copied for each run: the layer may write into its arguments
+        RandomState.from_seed(0).restore()  # before each run: runs are compared to the bit
         return pytree.tree_leaves(self.module(*args, **kwargs), is_leaf=is_cache)
 
 
 @contextmanager
 def clean_torch_state() -> Iterator[None]:
-    """Run a block without autocast, modes, saved-tensor hooks or compiled code and with gradients; nothing stays behind."""
+    """Run a block with gradients and without autocast, modes, hooks or compiled code; restore the state afterwards."""
     with preserve_random_state():
-        outside = ThreadState.take()
+        outer_state = ThreadState.take()
         try:
             with torch.enable_grad(), torch.autocast("cpu", enabled=False), force_eager():
                 yield
         finally:
             ThreadState.take()
-            outside.restore()
+            outer_state.restore()
 
 
 def first_float(leaves: Iterable[Any]) -> torch.Tensor:
-    """Find the first floating-point tensor.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the first floating-point tensor; raise ValueError if there is none."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
             return leaf
-    raise ValueError("it gives out no floating-point tensor")
+    raise ValueError("its output has no floating-point tensor")
 
 
 class _ReadTracker(TorchDispatchMode):
-    """Notes which storages operations read. Those that make nothing (an expert without tokens) do not count."""
+    """Records the last read of storages, without operations that produce no elements (an expert without tokens)."""
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
@@ -160,28 +159,28 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _copy(layer: nn.Module) -> nn.Module:
-    """Copy a layer in eval mode, without the hooks that others put there, and what those hooks would drag along."""
+    """Copy a layer in eval mode, without the user's hooks and the objects that they refer to."""
     memo: dict[int, Any] = {}
     for module in layer.modules():
         for attribute in _HOOKS:
             hooks = module.__dict__[attribute]
             own = {key: copy.deepcopy(hook) for key, hook in hooks.items() if _is_torch_hook(hook)}
-            memo[id(hooks)] = type(hooks)(own)  # deepcopy takes what the memo has, so the others are never copied
-        for value in vars(module).values():  # a weight that a hook left there, with its graph
+            memo[id(hooks)] = type(hooks)(own)  # `deepcopy` takes this copy from the memo
+        for value in vars(module).values():  # a weight that a hook has set, with its graph
             if isinstance(value, torch.Tensor):
                 memo[id(value)] = value.detach().clone()
     twin = deep_copy(layer, memo)
-    for module in twin.modules():  # not twin.eval(): a module may do more than that there
+    for module in twin.modules():  # not twin.eval(), which a module may override
         module.training = False
     return twin
 
 
 def _is_torch_hook(hook: Any) -> bool:
-    """Tell whether a hook is one of PyTorch's own (the older weight norm and spectral norm)."""
+    """Return whether a hook belongs to PyTorch's older weight norm or spectral norm."""
     return type(hook).__module__.startswith("torch.nn.utils.")
 
 
-def _perturb(parameter: nn.Parameter, noise: torch.Generator) -> None:
+def _perturb(parameter: torch.Tensor, noise: torch.Generator) -> None:
     """Add noise: 0.3 to vectors, half the spread to matrices."""
     if parameter.numel():
         draw = torch.randn(parameter.shape, generator=noise).to(parameter.dtype)

@@ -1,4 +1,4 @@
-"""Layers that end in a norm: what makes them a chain of norms, and which values move into the last of them."""
+"""Identity plans of layers that end in a norm: they become a chain of norms, and the last one takes over values."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ from l2l_core.surgery.identity.search import (
 
 
 def plan_post_norm(case: SearchCase, probe: LayerProbe, order: list[str]) -> IdentityPlan:
-    """Plan for a layer whose parameters have their own values now. Leaves the probe changed. Raises Refusal."""
+    """Return the plan of a layer that ends in a norm; `probe` must have its own values and is changed.
+
+    Raises:
+        NoIdentityError: there is no such plan.
+    """
     gain, shift = _final_affine(probe)
-    gains = [name for name in order if is_per_feature(probe, name) and _cuts_input(case, probe, name)]
+    gains = [name for name in order if _is_per_feature(probe, name) and _cuts_input(case, probe, name)]
     if gain is None or gain not in gains:
         raise NoIdentityError(_no_path_reason(case, probe))
     if case.preceding is None:
@@ -34,33 +38,33 @@ def plan_post_norm(case: SearchCase, probe: LayerProbe, order: list[str]) -> Ide
         )
     check_preceding_output(case)
     before = case.probe_preceding()
-    handed = _pair_affines(case, before, gain, shift)
-    # Of spread 1, so that it is the structure that decides here; whether eps counts is seen when the plan is proven.
+    transfers = _pair_affines(case, before, gain, shift)
+    # With spread 1 eps does not matter, so that the structure decides; the verification of the plan includes eps.
     given = None if before.hidden is None else case.random_like(before.hidden, spread=1.0)
     target = before.run(given)
-    for item in handed:
+    for item in transfers:
         before.assign(item.preceding, item.neutral)
         probe.assign(item.new, before.value(item.preceding).view_as(probe.value(item.new)))
     probe.hidden = before.run(given)
     ones = [name for name in gains if name != gain]
     probe.fill(ones, 1.0)
-    zeroed = zero_all(probe, [n for n in order if n not in gains and n not in {item.new for item in handed}])
+    zeroed = zero_all(probe, [n for n in order if n not in gains and n not in {item.new for item in transfers}])
     if not is_close(probe.run(), target, 1e-3 if given is not None else 3e-2):
         raise NoIdentityError(_no_path_reason(case, probe))
     zeroed = restore_unneeded(probe, zeroed)
     check_trainable(probe, zeroed)
     zeroed = with_unused(probe, zeroed, 0.0)
-    return IdentityPlan(in_definition_order(probe, zeroed), in_definition_order(probe, ones), (), tuple(handed))
+    return IdentityPlan(in_definition_order(probe, zeroed), in_definition_order(probe, ones), (), tuple(transfers))
 
 
 def _pair_affines(case: SearchCase, before: LayerProbe, gain: str, shift: str | None) -> list[ParameterTransfer]:
-    """Pair the parameters of the preceding module with those of the new layer that take over from them."""
+    """Pair gain and shift of the preceding module with those of the new layer, which take over their values."""
     its_gain, its_shift = _final_affine(before)
     if its_gain is None or (its_shift is not None and shift is None):
-        what = "does not end in a norm" if its_gain is None else f"has a shift ({its_shift})"
+        difference = "does not end in a norm" if its_gain is None else f"has a shift ({its_shift})"
         raise NoIdentityError(
-            f"it ends in a norm ({gain}{' without a shift' if its_gain else ''}), and the {case.preceding_name} before it {what}: "
-            "there is nothing that could take over its values"
+            f"it ends in a norm ({gain}{' without a shift' if its_gain else ''}), and the {case.preceding_name} before it "
+            f"{difference}, so that no values can move to it"
         )
     pairs = [ParameterTransfer(its_gain, gain, 1.0)]
     if its_shift is not None and shift is not None:
@@ -69,7 +73,7 @@ def _pair_affines(case: SearchCase, before: LayerProbe, gain: str, shift: str | 
 
 
 def _cuts_input(case: SearchCase, probe: LayerProbe, name: str) -> bool:
-    """Tell whether the output does not depend on the hidden state any more when this parameter is 0."""
+    """Return whether the output no longer depends on the hidden state when this parameter is 0."""
     assert probe.hidden is not None
     probe.assign(name, 0.0)
     one, other = probe.run(), probe.run(case.random_like(probe.hidden))
@@ -78,12 +82,12 @@ def _cuts_input(case: SearchCase, probe: LayerProbe, name: str) -> bool:
 
 
 def _final_affine(probe: LayerProbe) -> tuple[str | None, str | None]:
-    """Find gain and shift that are applied last to all that the layer gives out: output = gain * z + shift."""
+    """Return the gain and shift of the final operation of a layer: output = gain * z + shift; None for each if absent."""
     out = probe.run()
     names = [name for name in reversed(probe.names_by_last_use()) if broadcast_views(probe.value(name), out)]
     shift = next((name for name in names if _moves_output(probe, name)), None)
     if shift is not None:
-        probe.assign(shift, 0.0)  # a scaled output shows the gain only where nothing is added behind it
+        probe.assign(shift, 0.0)  # the output scales with the gain only without a shift
     gain = next((name for name in names if name != shift and _scales_output(probe, name)), None)
     if shift is not None:
         probe.restore([shift])
@@ -111,13 +115,13 @@ def _random_values(probe: LayerProbe, name: str) -> Tensor:
     return torch.randn(value.shape, generator=torch.Generator().manual_seed(1)).to(value.dtype)
 
 
-def is_per_feature(probe: LayerProbe, name: str) -> bool:
+def _is_per_feature(probe: LayerProbe, name: str) -> bool:
     assert probe.hidden is not None
     return bool(broadcast_views(probe.value(name), probe.hidden))
 
 
 def broadcast_views(values: Tensor, hidden: Tensor) -> list[Tensor]:
-    """Shape `values`, one per feature or channel, in the ways in which they broadcast over the hidden state."""
+    """Return the views of `values`, one value per feature or channel, that broadcast over the hidden state."""
     found = []
     for axis in {hidden.ndim - 1, 1}:
         if hidden.ndim > 1 and hidden.shape[axis] == values.numel():
@@ -130,12 +134,12 @@ def broadcast_views(values: Tensor, hidden: Tensor) -> list[Tensor]:
 def _no_path_reason(case: SearchCase, probe: LayerProbe) -> str:
     probe.restore(probe.names)
     for name in probe.names:
-        if not is_per_feature(probe, name) and _cuts_input(case, probe, name):
-            return f"it has no residual path: all that it gives out passes {name}"
+        if not _is_per_feature(probe, name) and _cuts_input(case, probe, name):
+            return f"it has no residual path: its whole output passes {name}"
     order = probe.names_by_last_use()
     if stuck := sorted({*order} - {*zero_all(probe, order)}):
-        return f"{stuck[0]} cannot be 0 (it gives NaN then, as a weight does that is divided by its own norm)"
+        return f"{stuck[0]} cannot be 0 (the output is NaN then, as with a weight that is divided by its norm)"
     return (
-        "no residual path was found: with all of its parameters at 0 (and the gains of norms at 1) it does not give its "
-        "hidden state back. A branch without parameters, or a function behind the last addition, would do that"
+        "no residual path was found: with all of its parameters at 0 (and the gains of norms at 1) it does not return its "
+        "hidden state. The cause may be a branch without parameters, or a function after the last addition"
     )

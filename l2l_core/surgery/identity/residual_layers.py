@@ -1,4 +1,4 @@
-"""Layers that add branches to their hidden state: what silences the branches."""
+"""Identity plans of residual layers: parameters that set all branches to 0."""
 
 from __future__ import annotations
 
@@ -19,9 +19,16 @@ from l2l_core.surgery.identity.search import (
 
 
 def plan_residual(case: SearchCase, probe: LayerProbe, order: list[str], zeroed: list[str]) -> IdentityPlan:
-    """Plan for a layer that is the identity now, with `zeroed` at 0. Leaves the probe changed. Raises Refusal.
+    """Return the plan of a layer that is the identity with `zeroed` at 0; `probe` is in that state and is changed.
 
-    `order`: all parameters, in the order of their last use.
+    Args:
+        case: the layer and its samples.
+        probe: the layer's copy.
+        order: all parameters, in the order of their last use.
+        zeroed: the parameters that are 0.
+
+    Raises:
+        NoIdentityError: the layer could not be trained, or is the identity for some inputs only.
     """
     assert probe.hidden is not None
     zeroed = restore_unneeded(probe, zeroed)
@@ -29,16 +36,16 @@ def plan_residual(case: SearchCase, probe: LayerProbe, order: list[str], zeroed:
     check_trainable(probe, [*zeroed, *minus_ones])
     zeroed, minus_ones = with_unused(probe, zeroed, 0.0), with_unused(probe, minus_ones, -1.0)
     plan = IdentityPlan(in_definition_order(probe, zeroed), (), in_definition_order(probe, minus_ones))
-    # The sample's hidden state may all have one sign, where a ReLU at the end does not show
+    # The sample's hidden state may have one sign only, for which a ReLU at the end has no effect.
     if not all(is_close(probe.run(h), h) for h in (case.random_like(probe.hidden) for _ in range(2))):
         _check_range(case, probe)
     return plan
 
 
 def _move_to_offset_gains(probe: LayerProbe, order: list[str], zeroed: list[str]) -> tuple[list[str], list[str]]:
-    """Silence a branch that ends in a norm with gain 1 + w there, instead of feeding it zeros.
+    """Set a branch that ends in a norm with gain 1 + w to 0 by w = -1, not by zeros as the norm's input.
 
-    A norm of zeros has a gradient of 1 / sqrt(eps): the first update would make the branch as loud as any other.
+    A norm of zeros has a gradient of 1 / sqrt(eps), so that the first update would be far too large.
     """
     assert probe.hidden is not None
     base, minus_ones = probe.run(), list[str]()
@@ -55,7 +62,7 @@ def _move_to_offset_gains(probe: LayerProbe, order: list[str], zeroed: list[str]
                     freed.append(other)
                 else:
                     probe.assign(other, 0.0)
-        if freed and not probe.find_without_gradient([name]):  # what gets no gradient there would never learn
+        if freed and not probe.find_without_gradient([name]):  # without a gradient it would never be trained
             zeroed = [other for other in zeroed if other not in freed]
             minus_ones.append(name)
         else:
@@ -65,19 +72,19 @@ def _move_to_offset_gains(probe: LayerProbe, order: list[str], zeroed: list[str]
 
 
 def _check_range(case: SearchCase, probe: LayerProbe) -> None:
-    """Refuse an identity that holds for some input only (a ReLU at the end), unless `preceding` makes only such."""
+    """Refuse an identity for some inputs only (a ReLU at the end), unless `preceding` produces only such inputs."""
     if case.preceding is None:
         raise NoIdentityError(
-            "it gives back its hidden state here, but not any (as a ReLU at its end would do), and the layer before it, "
-            "which might see to that, was not given"
+            "it returns this hidden state unchanged but not every one (as with a ReLU at its end). Pass preceding= and "
+            "preceding_sample=, the layer before it, which may produce only such hidden states"
         )
     check_preceding_output(case)
     before = case.probe_preceding()
     assert probe.hidden is not None
-    for size in (1, 30, 1000):  # large enough for its biases not to decide
-        made = before.run(None if before.hidden is None else size * case.random_like(before.hidden))
-        if made.shape != probe.hidden.shape or not is_close(probe.run(made), made):
+    for size in (1, 30, 1000):  # up to inputs against which biases are small
+        output = before.run(None if before.hidden is None else size * case.random_like(before.hidden))
+        if output.shape != probe.hidden.shape or not is_close(probe.run(output), output):
             raise NoIdentityError(
-                "it gives back its hidden state only if that is of a certain kind (as a ReLU at its end would do), and the "
-                f"{case.preceding_name} before it does not make sure of that"
+                "it returns only some hidden states unchanged (as with a ReLU at its end), and the "
+                f"{case.preceding_name} before it does not ensure that"
             )
