@@ -1,6 +1,6 @@
-"""Analysis of traces: phases of a step, its roofline, the lane that binds each phase, and waits between workers.
+"""Analysis of traces: phases of a step, its roofline, the lane that limits each phase, waits between workers.
 
-May import `trace`, `rules`.
+May import `trace`, `schedule_rules`.
 Begin reading at `roofline.py`, `phases.py`, `bounds.py`.
 """
 
@@ -15,7 +15,7 @@ from l2l_core.analysis.roofline import PHASES as PHASES
 from l2l_core.analysis.roofline import Roofline as Roofline
 from l2l_core.analysis.roofline import VisitWork as VisitWork
 from l2l_core.analysis.roofline import roofline as roofline
+from l2l_core.analysis.worker_traces import STEP_BEGIN as STEP_BEGIN
 from l2l_core.analysis.worker_traces import Traces as Traces
-from l2l_core.analysis.worker_waits import STEP_BEGIN as STEP_BEGIN
-from l2l_core.analysis.worker_waits import Wait as Wait
-from l2l_core.analysis.worker_waits import find_waits as find_waits
+from l2l_core.analysis.worker_traces import Wait as Wait
+from l2l_core.analysis.worker_traces import find_waits as find_waits

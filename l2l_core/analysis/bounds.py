@@ -1,6 +1,6 @@
-"""What a step was waiting for, phase by phase, and the setting that would help: "why is it slow", with numbers.
+"""The lane that limits each phase of a step, and the setting that would help: "why is it slow", with numbers.
 
-Pure arithmetic on the events of a trace. The phases are those of `roofline.py`.
+Computed from the events of a trace. The phases are those of `roofline.py`.
 """
 
 from __future__ import annotations
@@ -15,38 +15,29 @@ from l2l_core.analysis.roofline import ALL_PHASES, SecondsByLane, VisitWork
 from l2l_core.schedule_rules import has_link
 from l2l_core.trace import DISK_LANES, NETWORK_LANES, Event, TraceLike, format_bytes, format_seconds
 
-NEGLIGIBLE_SHARE = 0.05  # a share of a phase that is not worth a sentence
-_PER_VISIT_KINDS = (
-    "load",
-    "push",
-    "reduce",
-    "update",
-    "clip",
-    "gather",
-    "end",
-    "read",
-    "write",
-)  # per visit, however many micro-batches, unless one is named
+NEGLIGIBLE_SHARE = 0.05  # smaller shares of a phase are not reported
+# Events whose number does not depend on the number of micro-batches, unless `Event.k` is set.
+_PER_VISIT_KINDS = ("load", "push", "reduce", "update", "clip", "gather", "end", "read", "write")
 _LOCAL_LANES = {"compute", "h2d", "d2h", "eps"}  # lanes of one machine, without files
-_MAX_GROWTH = 16  # so many times the micro-batches are no practical advice on their own
+_MAX_GROWTH = 16  # above this factor, more micro-batches are not practical as the only advice
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What one phase of a step was waiting for; `str` makes a sentence of it.
+    """The lane that limits one phase of a step; `str` makes a sentence of it.
 
     Attributes:
         phase: one of `ALL_PHASES`.
         span_s: length of the phase in seconds.
-        busy_s: by lane, seconds of the phase in which it worked.
-        lane: what binds the phase: the lane that exposes most, "others" if compute waited mostly for other workers to come,
-            "idle" if it did while no lane worked; "compute" if none comes to 5 % of the phase.
+        busy_s: by lane, its seconds of work in the phase.
+        lane: the lane with the most exposed time; "others" if compute mostly waited for other workers, "idle" if it mostly
+            waited while no lane worked, "compute" if each of these is at most 5 % of the phase.
         exposed_s: seconds in which that lane worked and compute did not; for "idle" and "others", in which no lane worked.
-        idle_s: seconds in which compute did not work, for whatever reason.
-        floor_s: the roofline of the phase: the busiest lane in forward, middle and backward; in fill and tail, which are chains,
-            the time in which any lane worked.
-        advice: what would help, with a number, or why nothing would.
-        settings: the same as values for `RelayConfig`, empty if no setting helps. "micro_batches" counts micro-batches of
+        idle_s: seconds in which compute did not work.
+        floor_s: roofline of the phase: its busiest lane; in fill and tail, which are chains, the time in which any lane
+            worked.
+        advice: the change that would help, with a number, or the reason why none would.
+        settings: the advice as values for `RelayConfig`, empty if no setting helps. "micro_batches" counts micro-batches of
             the present size, so the batch must grow with it.
     """
 
@@ -75,10 +66,10 @@ class Bound:
 
 
 def find_bounds(trace: TraceLike) -> tuple[Bound, ...]:
-    """Say what binds each phase of a step, in order of time; the spans add up to the trace's. Empty without events.
+    """Return the bounds of a step's phases, in order of time; their spans add up to the trace's. Empty without events.
 
-    Works on the trace of a step under way or that failed, and of a forward pass. Settings that the trace does not know
-    (`Trace.settings`) are not advised on; the number of micro-batches is then read off the events.
+    Also for a running or failed step, and for a forward pass. Settings absent from `Trace.settings` are not advised; the
+    number of micro-batches is then counted from the events.
     """
     lanes = trace.lanes
     phases = {name: Phase(name, start_s, stop_s, lanes) for name, start_s, stop_s in split_phases(lanes)}
@@ -87,26 +78,26 @@ def find_bounds(trace: TraceLike) -> tuple[Bound, ...]:
 
 
 def micro_batches_to_hide(compute_s: float, fixed_s: float, growing_s: float, micro_batches: int) -> int | None:
-    """Find the least number of micro-batches under whose compute a lane's work fits, None if there is none.
+    """Return the least number of micro-batches whose compute hides a lane's work, None if no number does.
 
     Each further micro-batch of the same size adds to compute and to the growing part in proportion, so K' of them do if
     ``K' * (compute_s - growing_s) / K >= fixed_s``.
 
     Args:
         compute_s: of a phase.
-        fixed_s: the lane's work that stays, such as loads.
-        growing_s: the lane's work that grows with the number of micro-batches, such as the stash.
-        micro_batches: with how many of them this was measured.
+        fixed_s: work of the lane that does not grow, such as loads.
+        growing_s: work of the lane that grows with the number of micro-batches, such as the stash.
+        micro_batches: number with which these were measured.
     """
     gain_s = (compute_s - growing_s) / micro_batches
     if gain_s <= 0:
         return None
     needed = fixed_s / gain_s
-    return max(1, math.ceil(needed - 1e-9 * max(1.0, needed)))  # a whole number may come out a little above itself
+    return max(1, math.ceil(needed - 1e-9 * max(1.0, needed)))  # rounding may lift a whole number a little
 
 
 def binding_lane(phase: Phase) -> str:
-    """Find what binds a phase, as `Bound.lane` has it."""
+    """Return the lane that limits a phase, as in `Bound.lane`."""
     lane = max(phase.exposed_s, key=lambda lane: (phase.exposed_s[lane], phase.busy_s.get(lane, 0.0)))
     return lane if phase.exposed_s[lane] > NEGLIGIBLE_SHARE * phase.span_s else "compute"
 
@@ -117,7 +108,7 @@ Advice = tuple[str, dict[str, Any]]
 
 
 class _Adviser:
-    """What would help a phase, given the other phases and the settings."""
+    """Advice for a phase, given the other phases and the settings."""
 
     def __init__(self, phases: Mapping[str, Phase], visit_work: VisitWork, settings: Mapping[str, Any]) -> None:
         self.phases, self.visit_work, self.settings = phases, visit_work, settings
@@ -143,17 +134,19 @@ class _Adviser:
         )
 
     def _suggest_bf16(self, lane: str) -> str:
-        """Say what would send half the bytes over the network, where that is not set yet."""
-        name, said = {"gather": ("precision", "precision='bf16'"), "reduce": ("wire", "Workers(wire='bf16')")}.get(
-            lane, ("", "")
-        )
-        return f"; {said} would send half of it" if self.settings.get(name) == "fp32" else ""
+        """Suggest to send half the bytes over the network, unless that is set."""
+        changes = {"gather": ("precision", "precision='bf16'"), "reduce": ("wire", "Workers(wire='bf16')")}
+        name, change = changes.get(lane, ("", ""))
+        return f"; {change} would send half of it" if self.settings.get(name) == "fp32" else ""
 
     def _advise(self, phase: Phase, lane: str) -> Advice:
         if lane == OTHERS:
             return _advise_stragglers(phase.waited_s), {}
         if lane == "reduce" and self.settings.get("reduce") == "ordered" and self.micro_batches > 1:
-            return f"Workers(reduce='sum') would send 1/{self.micro_batches} of it, and not give one worker's bits", {}
+            return (
+                f"Workers(reduce='sum') would send 1/{self.micro_batches} of it, with other rounding than one worker's",
+                {},
+            )
         if lane == IDLE and phase.name in ALL_PHASES[1:-1]:
             return "overhead between operations, not the link; larger micro-batches make it count for less", {}
         if lane == IDLE:
@@ -172,19 +165,20 @@ class _Adviser:
         if lane == "eps" and backward is not None and self.settings.get("update") == "deferred":
             hidden_s = min(late_s, max(0.0, backward.span_s - backward.busy_s["eps"]))
             if self.settings.get("max_grad_norm") is not None:
-                return (
-                    f"clipping needs every gradient first; without it, update='eager' would hide {format_seconds(hidden_s)}",
-                    {},
-                )
+                why = "clipping needs every gradient first"
+                return f"{why}; without it, update='eager' would hide {format_seconds(hidden_s)}", {}
             return f"update='eager' would hide {format_seconds(hidden_s)} of it under backward", {"update": "eager"}
         if late_s > 0.5 * phase.exposed_s[lane]:
-            return f"{format_seconds(late_s)} of it is left over from backward, and what helps there helps here", {}
-        return "the first layer's gradient comes last, so nothing hides it; a larger batch makes it count for less", {}
+            return (
+                f"{format_seconds(late_s)} of it is left over from backward: the advice for backward helps here, too",
+                {},
+            )
+        return "the first layer's gradient is the last, so nothing hides it; a larger batch makes it count for less", {}
 
     def _advise_overlap(self, phase: Phase, lane: str) -> Advice:
         saved_s = phase.span_s - phase.exposed_s[IDLE] - phase.floor_s
         if self.settings.get("ahead") == 0 and not has_link(self.settings) and _LOCAL_LANES.issuperset(phase.busy_s):
-            return "there is no link, so it takes the cores of compute, and nothing would hide it", {}
+            return "without a link, copies use the cores of compute, so nothing would hide them", {}
         if self.settings.get("ahead") == 0 and saved_s > NEGLIGIBLE_SHARE * phase.span_s:
             return f"ahead=1 would save up to {format_seconds(saved_s)}", {"ahead": 1}
         load = self._lane_work(phase, lane)
@@ -194,71 +188,71 @@ class _Adviser:
         if needed is None:
             return self._advise_growing(lane, load)
         faster = f", or {self._required_speed(lane, load)}," if needed > _MAX_GROWTH * self.micro_batches else ""
-        if self.settings.get("schedule") == "depth_first":  # further ones have the weights already, and push nothing
+        if self.settings.get("schedule") == "depth_first":  # further micro-batches load and push nothing
             times = f"{needed / self.micro_batches:.3g} times the rows"
-            return f"micro-batches of {times}{faster} would hide it: one alone computes meanwhile", {}
+            return f"micro-batches of {times}{faster} would hide it: only one of them computes meanwhile", {}
         more = f"{_format_count(needed)} of this size instead of {self.micro_batches}"
         times = f"{needed / self.micro_batches:.3g} times the batch"
         return f"{more}{faster} would hide it ({times})", {"micro_batches": needed}
 
     def _lane_work(self, phase: Phase, lane: str) -> _LaneWork:
-        """Add up the lane's work of a phase, and the compute under which it can hide."""
+        """Sum the lane's work in a phase, and the compute that can hide it."""
         visits = self.visit_work.in_phase(phase.name)
-        # the EPS has nothing to do before the turn has given the first gradient; copies hide under their own visits
-        turned = (i for i, visit in enumerate(visits) if any(e.kind == "backward" for e in visit["compute"]))
+        # The EPS starts after the first visit with backward; copies hide under their own visits
+        backward = (i for i, visit in enumerate(visits) if any(e.kind == "backward" for e in visit["compute"]))
         follows = lane in ("eps", "reduce")
-        hosts = visits[1 + next(turned, 0) :] if follows else [visit for visit in visits if visit[lane]]
+        hosts = visits[1 + next(backward, 0) :] if follows else [visit for visit in visits if visit[lane]]
         events = [event for visit in hosts for event in visit[lane]]
         return _LaneWork(
-            compute_s=_sum_s(event for visit in hosts for event in visit["compute"]),
-            fixed_s=_sum_s(event for event in events if not self._scales_with_micro_batches(event)),
-            growing_s=_sum_s(event for event in events if self._scales_with_micro_batches(event)),
+            compute_s=sum_s(event for visit in hosts for event in visit["compute"]),
+            fixed_s=sum_s(event for event in events if not self._scales_with_micro_batches(event)),
+            growing_s=sum_s(event for event in events if self._scales_with_micro_batches(event)),
             nbytes=sum(event.nbytes for event in events),
             copies=len(events),
         )
 
     def _advise_bursts(self, phase: Phase, lane: str, lane_work: _LaneWork) -> Advice:
-        """Advise where the lane's work would fit under compute as a whole, but was exposed."""
-        fits = f"its {format_seconds(lane_work.fixed_s + lane_work.growing_s)} would fit under {format_seconds(lane_work.compute_s)} of compute"
+        """Advise on work that fits under compute in total, but was exposed."""
+        work_s = format_seconds(lane_work.fixed_s + lane_work.growing_s)
+        fits = f"its {work_s} would fit under {format_seconds(lane_work.compute_s)} of compute"
         ahead, exposed = self.settings.get("ahead"), format_seconds(phase.exposed_s[lane])
-        if (nearer := self._closer_stash(lane)) and lane_work.growing_s:  # it also waits behind other copies
-            return f"{fits}, but compute waits for the stash: stash={nearer!r} would save up to {exposed}", {
-                "stash": nearer
-            }
+        if (closer := self._closer_stash(lane)) and lane_work.growing_s:  # the stash also queues behind other copies
+            advice = f"{fits}, but compute waits for the stash: stash={closer!r} would save up to {exposed}"
+            return advice, {"stash": closer}
         if lane in ("h2d", "gather") and ahead:
-            return f"{fits}, but it comes too late: ahead={ahead + 1} would start it sooner", {"ahead": ahead + 1}
-        return f"{fits}, but not where it falls, and no setting moves it", {}
+            return f"{fits}, but it starts too late: ahead={ahead + 1} would start it sooner", {"ahead": ahead + 1}
+        return f"{fits}, but its time is unevenly spread, and no setting changes that", {}
 
     def _advise_growing(self, lane: str, lane_work: _LaneWork) -> Advice:
-        """Advise where more micro-batches bring as much work for the lane as compute to hide it."""
+        """Advise on work that grows with micro-batches at least as fast as compute."""
         why = f"{format_seconds(lane_work.growing_s)} of its work grows with the micro-batches, as fast as compute or faster"
-        nearer = self._closer_stash(lane)
-        if nearer is None or lane == "eps":
+        closer = self._closer_stash(lane)
+        if closer is None or lane == "eps":
             return f"{why}: only {self._required_speed(lane, lane_work)} would hide it", {}
-        settings: dict[str, Any] = {"stash": nearer}
+        settings: dict[str, Any] = {"stash": closer}
         needed = micro_batches_to_hide(lane_work.compute_s, lane_work.fixed_s, 0.0, self.micro_batches)
         and_more = ""
         if needed is not None and needed > self.micro_batches:
             settings["micro_batches"] = needed
             and_more = f" with {_format_count(needed)} of this size instead of {self.micro_batches}"
-        return f"{why}: stash={nearer!r}{and_more}, or {self._required_speed(lane, lane_work)}, would hide it", settings
+        return f"{why}: stash={closer!r}{and_more}, or {self._required_speed(lane, lane_work)}, would hide it", settings
 
     def _closer_stash(self, lane: str) -> str | None:
-        """Say which place of the stash would keep it off a lane; None if it is not there."""
+        """Return the place of the stash that avoids a lane; None if the stash does not use the lane."""
         stash = self.settings.get("stash")
         if lane in DISK_LANES:
             return "host" if stash == "disk" else None
         return "device" if stash in ("host", "disk") else None
 
     def _required_speed(self, lane: str, lane_work: _LaneWork) -> str:
-        """Say how fast the lane would have to be."""
+        """Describe the speed at which the lane's work would be hidden."""
         if lane == "eps":
             return "a faster optimizer"
         link = "network" if lane in NETWORK_LANES else "disk" if lane in DISK_LANES else "link"
         latency_s = self.settings.get("latency_s") or 0.0 if link == "link" else 0.0
         copying_s = lane_work.compute_s - lane_work.copies * latency_s
         if copying_s <= 0 or not lane_work.nbytes:
-            return f"a {link} of less latency than {format_seconds(latency_s)}" if latency_s else f"a faster {link}"
+            return f"a {link} with less latency than {format_seconds(latency_s)}" if latency_s else f"a faster {link}"
         now = self.settings.get(f"{lane}_bytes_per_s") or lane_work.nbytes / (lane_work.fixed_s + lane_work.growing_s)
         return f"a {link} of {format_bytes(lane_work.nbytes / copying_s)}/s instead of {format_bytes(now)}/s"
 
@@ -269,8 +263,8 @@ class _Adviser:
 def _advise_stragglers(waited_s: Mapping[int, float]) -> str:
     last = max(waited_s, key=lambda rank: waited_s[rank])
     return (
-        f"worker {last} comes last and is waited for {format_seconds(waited_s[last])}: give every worker as many rows and as fast a "
-        "machine, or see in its trace what it does meanwhile"
+        f"the wait for worker {last} is {format_seconds(waited_s[last])}: give all workers equally many rows and equally fast "
+        "machines, or see its trace for its work meanwhile"
     )
 
 
@@ -285,11 +279,9 @@ class _LaneWork:
     copies: int
 
 
-def _sum_s(events: Iterable[Event]) -> float:
+def sum_s(events: Iterable[Event]) -> float:
+    """Return the total seconds of events."""
     return math.fsum(event.stop_s - event.start_s for event in events)
-
-
-# ---- numbers for people ----------------------------------------------------------------------------------------
 
 
 def _format_count(micro_batches: int) -> str:

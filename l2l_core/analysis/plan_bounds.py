@@ -1,22 +1,21 @@
-"""What a step by a plan was waiting for, and which other plan would help: a relay's settings would not.
+"""The lane that limits a step of a plan, and the kind of plan that would be faster.
 
-A plan has one step for all micro-batches, which run forward and backward in turn; so it is taken as a whole.
+In a plan micro-batches run forward and backward in turn, so the step is one phase.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
-from l2l_core.analysis.bounds import NEGLIGIBLE_SHARE, Bound, binding_lane
+from l2l_core.analysis.bounds import NEGLIGIBLE_SHARE, Bound, binding_lane, sum_s
 from l2l_core.analysis.phases import IDLE, Phase
 from l2l_core.trace import Event, TraceLike, format_seconds
 
-WHOLE_STEP = "the step"  # what the only phase is called
+WHOLE_STEP = "the step"  # name of the only phase
 
 
 def find_plan_bounds(trace: TraceLike) -> tuple[Bound, ...]:
-    """Say what binds a step by a plan, and what would help. Empty without events."""
+    """Return the bound of a step of a plan. Empty without events."""
     lanes = trace.lanes
     events = [event for lane in lanes.values() for event in lane]
     if not events:
@@ -43,26 +42,22 @@ def _advise(step: Phase, lane: str, compute: Sequence[Event]) -> str:
         return "overhead between operations, not the link; larger micro-batches make it count for less"
     if lane != "compute":
         return "a faster link, or a plan that recomputes instead of moving, would save up to that"
-    again_s, update_s = recompute_seconds(compute), _sum_s(event for event in compute if event.kind == "update")
-    said = []
+    again_s, update_s = recompute_seconds(compute), sum_s(event for event in compute if event.kind == "update")
+    parts: list[str] = []
     if again_s:
-        said.append(f"{format_seconds(again_s)} of it recompute, which a plan that keeps or moves more would save")
+        parts.append(f"{format_seconds(again_s)} of it recompute, which a plan that keeps or moves more would save")
     if update_s > NEGLIGIBLE_SHARE * step.span_s:
-        said.append(f"{format_seconds(update_s)} of it the update")
-    return ", and ".join(said) or "it recomputes nothing and hides its copies, so no other plan is faster"
+        parts.append(f"{format_seconds(update_s)} of it the update")
+    return ", and ".join(parts) or "it recomputes nothing and hides its copies, so no other plan is faster"
 
 
 def recompute_seconds(compute: Iterable[Event]) -> float:
-    """Add up the seconds of layers that ran forward again: those after the first backward of their micro-batch."""
-    turned: set[int] = set()
-    again = []
+    """Return the seconds of recomputation: forwards of layers after the first backward of their micro-batch."""
+    in_backward: set[int] = set()
+    again: list[Event] = []
     for event in compute:
         if event.kind == "backward":
-            turned.add(event.k)
-        elif event.kind == "forward" and event.k in turned:
+            in_backward.add(event.k)
+        elif event.kind == "forward" and event.k in in_backward:
             again.append(event)
-    return _sum_s(again)
-
-
-def _sum_s(events: Iterable[Event]) -> float:
-    return math.fsum(event.stop_s - event.start_s for event in events)
+    return sum_s(again)

@@ -1,15 +1,67 @@
-"""The traces of one step by all workers that made it, on one axis of time."""
+"""The traces of one step by all workers, on one time axis, and the waits between workers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
 
-from l2l_core.analysis.worker_waits import Wait
-from l2l_core.trace import Trace, write_chrome
+from l2l_core.trace import (
+    NETWORK_LANES,
+    Event,
+    Interval,
+    Trace,
+    TraceLike,
+    intersect,
+    merge,
+    total_length,
+    write_chrome,
+)
 
 _FILE = "rank{}.jsonl"
+
+STEP_BEGIN = "begin"  # `Wait.where` of a wait before the step's first event
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Time that one worker waited for another in a step.
+
+    Attributes:
+        rank, last: the worker that waited, and the last one to start, for which it waited.
+        where: "begin" (of the step), "gather" (of weights) or "reduce" (of gradients, and at the end of the step).
+        seconds: total wait.
+        exposed_s: part of it in which compute did nothing; only that makes a step longer.
+    """
+
+    rank: int
+    last: int
+    where: str
+    seconds: float
+    exposed_s: float
+
+
+def find_waits(trace: TraceLike) -> tuple[Wait, ...]:
+    """Return the waits of the worker with this trace; empty without other workers."""
+    worker, lanes = trace.worker, trace.lanes
+    found = [Wait(worker.rank, worker.last, STEP_BEGIN, worker.waited_s, worker.waited_s)] if worker.waited_s else []
+    computes = merge((event.start_s, event.stop_s) for event in lanes["compute"])
+    for lane in NETWORK_LANES:
+        for last, waits in sorted(waits_by_worker(lanes.get(lane, ())).items()):
+            seconds = total_length(waits)
+            exposed_s = max(0.0, seconds - total_length(intersect(waits, computes)))
+            found.append(Wait(worker.rank, last, lane, seconds, exposed_s))
+    return tuple(found)
+
+
+def waits_by_worker(events: Iterable[Event]) -> dict[int, list[Interval]]:
+    """Return the merged waits before collectives, by the worker that was waited for."""
+    by_last: dict[int, list[Interval]] = defaultdict(list)
+    for event in (event for event in events if event.stalled_s):
+        by_last[event.last].append((event.start_s - event.stalled_s, event.start_s))
+    return {last: merge(waits) for last, waits in by_last.items()}
 
 
 class Traces(Sequence[Trace]):
@@ -19,7 +71,7 @@ class Traces(Sequence[Trace]):
         traces: of all workers.
 
     Raises:
-        ValueError: a worker is missing or there twice, or they are of different steps.
+        ValueError: a worker is missing or given twice, or the traces are of different steps.
     """
 
     def __init__(self, traces: Sequence[Trace]) -> None:
@@ -50,7 +102,7 @@ class Traces(Sequence[Trace]):
 
     @property
     def offsets_s(self) -> list[float]:
-        """By rank, when its trace began, in seconds since the first one did."""
+        """Start of each worker's trace, in seconds since the first one's."""
         began_s = [trace.worker.began_s for trace in self]
         return [each - min(began_s) for each in began_s]
 
@@ -63,13 +115,13 @@ class Traces(Sequence[Trace]):
         return max(stop for _, stop in times) - min(start for start, _ in times) if times else 0.0
 
     def waits(self) -> tuple[Wait, ...]:
-        """Say which worker has waited for which, where and how long; see `worker_waits.py`."""
+        """Return all waits between workers."""
         return tuple(wait for trace in self for wait in trace.waits())
 
     def to_chrome(self, path: str | Path, *, compress: bool | None = None) -> None:
         """Write one Chrome trace JSON with a process per worker, for Perfetto, as `Trace.to_chrome`.
 
-        If `path` is a folder, write one file per worker there: that is what Holistic Trace Analysis reads.
+        If `path` is a folder, write one file per worker there, for Holistic Trace Analysis.
         """
         if not Path(path).is_dir():
             write_chrome(self, Path(path), compress)
@@ -78,14 +130,14 @@ class Traces(Sequence[Trace]):
             trace.to_chrome(Path(path) / f"rank{trace.worker.rank}.json.gz", compress=compress)
 
     def to_jsonl(self, folder: str | Path) -> None:
-        """Write a file of JSON lines per worker into a folder, which is made; `from_jsonl` reads them back exactly."""
+        """Write one file of JSON lines per worker into a new or existing folder; `from_jsonl` reads them exactly."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         for trace in self:
             trace.to_jsonl(Path(folder) / _FILE.format(trace.worker.rank))
 
     @classmethod
     def from_jsonl(cls, folder: str | Path) -> Traces:
-        """Read what `to_jsonl` wrote.
+        """Read a folder of `to_jsonl`.
 
         Raises:
             ValueError: a file is missing, or damaged as for `Trace.from_jsonl`.

@@ -1,4 +1,4 @@
-"""What is seen inside of a model while its layers pass by: activations, attention, and what the head makes of each depth.
+"""Inspection of a model while its layers run: activations, attention, and the predictions at each depth.
 
 May import `step.micro_batch`, `eps.blocks`, `batches`, `model`.
 Begin reading at `inspection_result.py`, `inspection.py`, `layer_observer.py`.

@@ -1,4 +1,4 @@
-"""What is to be looked at, checked."""
+"""Arguments of an inspection, checked."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 from l2l_core.inside.micro_batch_rows import MicroBatchRows
 
-MAX_LAYERS = 12  # layers that are looked at unless some are named
+MAX_LAYERS = 12  # layers inspected by default
 
 
 @dataclass(frozen=True, slots=True)
 class InspectionRequest:
-    """What a pass is to show. Passes that are asked the same do the same work.
+    """Figures to record in a pass. Passes with equal requests do the same work.
 
     Attributes:
-        keys: of layers.
+        keys: of the layers.
         micro_batches: their numbers among those of a step.
         rows: of each of these.
-        row: the one that is looked at.
-        positions: the first ones of the row.
-        attention: whether maps are wanted.
+        row: row to inspect.
+        positions: number of its first positions.
+        attention: record maps.
     """
 
     keys: frozenset[str]
@@ -34,7 +34,7 @@ class InspectionRequest:
 
 
 def evenly_spaced(count: int) -> list[int]:
-    """Choose at most `MOST` of so many layers, evenly, the first and the last among them."""
+    """Choose at most `MAX_LAYERS` of `count` layers, evenly, with the first and the last."""
     if count <= MAX_LAYERS:
         return list(range(count))
     return [round(i * (count - 1) / (MAX_LAYERS - 1)) for i in range(MAX_LAYERS)]
@@ -43,13 +43,13 @@ def evenly_spaced(count: int) -> list[int]:
 def check_arguments(
     sizes: Sequence[int], micro_batches: Iterable[Any], row: Any, positions: Any, generate: Any, top: Any
 ) -> tuple[tuple[int, ...], int, int, int, int]:
-    """Refuse numbers that mean nothing; `sizes` are the rows of all micro-batches.
+    """Check the arguments of `Relay.look`; `sizes` are the rows of all micro-batches.
 
     Returns:
         The chosen micro-batches in order, `row`, `positions`, `generate` and `top`, as plain `int`.
 
     Raises:
-        ValueError: names the number, and what there is.
+        ValueError: a number out of range; names the range.
         TypeError: `micro_batches` is not a collection.
     """
     positions, generate, top = (
@@ -62,16 +62,16 @@ def check_arguments(
         )
     given = list(micro_batches)
     numbers = {_to_int(one) for one in given}
-    chosen = tuple(sorted(one for one in numbers if one in range(len(sizes))))
+    chosen = tuple(sorted(one for one in numbers if one is not None and 0 <= one < len(sizes)))
     if not chosen or len(chosen) < len(numbers):
         raise ValueError(
             f"micro_batches={given!r}: a step has {len(sizes)} micro-batches here, give one or more of the whole numbers 0 to "
             f"{len(sizes) - 1}"
         )
     fewest, number = min(sizes[k] for k in chosen), _to_int(row)
-    if number not in range(fewest):
+    if number is None or not 0 <= number < fewest:
         raise ValueError(
-            f"row={row!r}: a micro-batch that is looked at has {fewest} row(s), give a whole number from 0 to {fewest - 1}"
+            f"row={row!r}: a chosen micro-batch has {fewest} row(s), give a whole number from 0 to {fewest - 1}"
         )
     return chosen, number, positions, generate, top
 
@@ -84,8 +84,8 @@ def _check_at_least(minimum: int, name: str, value: Any) -> int:
 
 
 def _to_int(value: Any) -> int | None:
-    """A whole number of any library as an `int`; None for whatever else, True and False among it."""
-    if isinstance(value, bool):  # `index` takes True for 1
+    """Convert an integer of any library to `int`; return None for other values and for bool."""
+    if isinstance(value, bool):  # `index` converts it to 0 or 1
         return None
     try:
         return operator.index(value)

@@ -1,4 +1,4 @@
-"""What a look inside gives: plain values and small tensors on the host."""
+"""Results of an inspection: plain values and small tensors on the host."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ BINS = 48  # of a histogram
 
 @dataclass(frozen=True, slots=True)
 class ActivationStats:
-    """How the numbers of an activation are spread. Figures are of the finite ones.
+    """Distribution of the numbers of an activation. Figures are of the finite ones.
 
     Attributes:
-        count: how many numbers there are, finite or not.
+        count: all numbers, finite or not.
         mean, deviation, rms: NaN if none is finite.
-        zeros: share of all numbers that are exactly 0.
+        zeros: fraction of all numbers that are exactly 0.
         broken: numbers that are not finite.
-        counts: in each of `BINS` bins of equal width from `low` to `high`, which is four deviations to both sides of the
-            mean, or as far as there are numbers; empty if none is finite.
+        counts: in each of `BINS` bins of equal width from `low` to `high`, which are four deviations from the mean, or the
+            extremes if these are closer; empty if none is finite.
         outside: finite numbers beyond `low` and `high`.
     """
 
@@ -43,16 +43,15 @@ class LayerObservation:
     Attributes:
         key, name: of the layer.
         micro_batch: its number among those of a step, from 0.
-        visit: the number of the visit; a layer that runs twice has two.
-        entered, left: of the hidden state, the first floating-point tensor that comes out and the first of its shape that went
-            in; None where the layer has none.
-        added: norm of the difference between the two over the norm of what entered; None without both.
+        visit: number of the visit; a layer that runs twice has two.
+        entered, left: of the hidden state: the first floating-point output, and the first input of its shape; None without
+            one.
+        added: norm of their difference over the norm of the input; None without both.
         cosine: mean over tokens of the cosine between the two.
-        added_at: the same as `added`, for each of the first positions of the row, (positions,).
-        attention: one map for every attention that the layer computed, (heads, queries, keys), float32: rows are positions that
-            look, columns those that are looked at.
-        why_no_attention: why there is no map, if some were asked for.
-        why_not_at: why there is no `added_at`.
+        added_at: `added` for each of the first positions of the row, (positions,).
+        attention: one map for every attention of the layer, (heads, queries, keys), float32.
+        why_no_attention: reason for a missing map, if maps were requested.
+        why_not_at: reason for a missing `added_at`.
     """
 
     key: str
@@ -78,16 +77,16 @@ class LayerObservation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LensResult:
-    """What the model says if it ends after so many layers: those above are left out, and its own head reads the stream.
+    """Predictions of the model without the layers after a depth, by its own head.
 
     Attributes:
-        layers: how many run.
+        layers: number of layers that run.
         key, name: of the last of them.
         micro_batch: its number among those of a step, from 0.
-        loss: of the micro-batch; None if this depth could not be run.
+        loss: of the micro-batch; None if the model could not run.
         tokens: of the row, the most likely ones at each of the first positions, (positions, top), the likeliest first.
         chances: their probabilities, (positions, top), float32.
-        why_not: why this depth has no loss, or no tokens.
+        why_not: reason for a missing loss, or missing tokens.
     """
 
     layers: int
@@ -107,13 +106,13 @@ class LensResult:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """How the model goes on if it ends after so many layers: always with the likeliest token.
+    """Greedy continuation of a row by the model without the layers after a depth.
 
     Attributes:
-        layers: how many run.
+        layers: number of layers that run.
         key, name: of the last of them.
-        tokens: those that were written, in order.
-        why_not: why there are none.
+        tokens: the generated ones, in order.
+        why_not: reason if there are none.
     """
 
     layers: int
@@ -125,19 +124,19 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inside:
-    """What `Relay.look` has seen.
+    """Result of `Relay.look`.
 
     Attributes:
-        step, branch: finished steps at that moment, and the branch.
-        keys: of the layers that were looked at, in order.
-        micro_batches, row: those that were looked at, and which row of each.
-        tokens: by micro-batch, the tokens of the row, (positions,), if the batch holds any.
-        passings: a layer after the other, and in each its micro-batches.
-        depths: what the head makes of the stream after each of the layers; empty if that was not asked for.
-        prompt: how many tokens of the row were given before what was written.
-        written: of the first of the micro-batches, how the row goes on at each depth.
-        passes: how many times micro-batches went through the model.
-        seconds: how long all of it took.
+        step, branch: number of completed steps, and the branch.
+        keys: of the inspected layers, in order.
+        micro_batches, row: the inspected micro-batches, and the row of each.
+        tokens: by micro-batch, the tokens of the row, (positions,), if the batch has tokens.
+        passings: one per layer and micro-batch, by layer.
+        depths: predictions after each of the layers; empty without `lens`.
+        prompt: number of tokens of the row before the generated ones.
+        written: for the first of the micro-batches, the continuation at each depth.
+        passes: number of times a micro-batch ran through the model.
+        seconds: duration.
     """
 
     step: int
@@ -155,6 +154,6 @@ class Inside:
 
     @property
     def nbytes(self) -> int:
-        """Host bytes that are kept of it."""
+        """Host bytes of the result."""
         held = sum(one.nbytes for one in (*self.passings, *self.depths, *self.tokens.values()))
         return held + 8 * sum(len(one.tokens) for one in self.written)

@@ -1,7 +1,7 @@
-"""What the model's own head says: the likeliest tokens, read off its output while it is on the device.
+"""The likeliest tokens of the model's own head, read from its output on the device.
 
-This is the logit lens (nostalgebraist, "interpreting GPT: the logit lens", 2020) for whatever model: the layers above are left
-out, so the stream goes to the final norm and the head by the model's own code.
+This is the logit lens (nostalgebraist, "interpreting GPT: the logit lens", 2020) for any model: without the layers after a
+depth, the model's own code passes the hidden state to its final norm and head.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ from torch import nn
 
 from l2l_core.batches import Objective, leaves_in
 
-# By context: micro-batches are greenlets that take turns on one model, and each greenlet has a context of its own.
+# By context: micro-batches are greenlets, which share the model but not the context.
 _outputs: ContextVar[list[Any]] = ContextVar("outputs of the model that runs in this context")
 
 
 @dataclass(frozen=True, slots=True)
 class LensTask:
-    """The task of a pass that reads the head: loss, tokens and chances of one row, and the shape of the logits.
+    """Task of a pass that reads the head: loss, tokens and chances of one row, and the shape of the logits.
 
-    Gives a scalar, (positions, top), (positions, top) and sizes. The first dimension is taken for the rows; who knows how many
-    there are judges by the shape whether that is true. Tokens and chances are None where it has no such row, and all but the
-    loss where the output has no logits.
+    Returns a scalar, (positions, top), (positions, top) and sizes. The first dimension is taken for the rows; the caller
+    checks that with the shape. Tokens and chances are None without such a row, and all but the loss without logits.
 
     Attributes:
-        objective: gives the loss.
-        row: whose tokens.
-        positions: how many, the first ones.
-        top: how many tokens at each.
+        objective: returns the loss.
+        row: row of the tokens.
+        positions: number of its first positions.
+        top: number of tokens at each.
     """
 
     objective: Objective
@@ -42,9 +41,9 @@ class LensTask:
     top: int
 
     def __call__(self, model: nn.Module, micro_batch: Any) -> tuple[torch.Tensor, Any, Any, Any]:
-        with _collect_outputs(model) as seen:
+        with _collect_outputs(model) as outputs:
             loss = self.objective(model, micro_batch)
-        logits = find_logits(seen[-1]) if seen else None  # of the last call, if the objective makes several
+        logits = find_logits(outputs[-1]) if outputs else None  # of the last call, if the objective makes several
         if logits is None:
             return loss.detach(), None, None, None
         if self.row >= len(logits):
@@ -57,25 +56,25 @@ class LensTask:
 
 @dataclass(frozen=True, slots=True)
 class NextTokenTask:
-    """The task of a pass that goes on writing: logits at a position of the only row, (tokens,); None where there are none."""
+    """Task of a generating pass: logits at a position of the only row, (tokens,); None without such logits."""
 
     objective: Objective
-    position: int = field(compare=False)  # passes that differ in it alone need the same
+    position: int = field(compare=False)  # passes that differ only in it need equal memory
 
     def __call__(self, model: nn.Module, micro_batch: Any) -> torch.Tensor | None:
-        with _collect_outputs(model) as seen:
+        with _collect_outputs(model) as outputs:
             self.objective(model, micro_batch)
-        logits = find_logits(seen[-1]) if seen else None
+        logits = find_logits(outputs[-1]) if outputs else None
         if logits is None or logits.ndim != 3 or len(logits) != 1 or self.position >= logits.shape[1]:
             return None
         return logits[0, self.position].float()
 
 
 def find_logits(output: Any) -> torch.Tensor | None:
-    """Find the logits in what a model gives out: what it calls so, or else its first tensor of numbers.
+    """Find the logits in a model's output: its entry `logits`, or else its first floating-point tensor.
 
     Returns:
-        (rows, positions, tokens), or (rows, classes), of two or more; None if there are none of such a shape.
+        (rows, positions, tokens), or (rows, classes), of two or more; None without a tensor of such a shape.
     """
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     tensors = [leaf for leaf in leaves_in(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
@@ -85,17 +84,17 @@ def find_logits(output: Any) -> torch.Tensor | None:
 
 @contextmanager
 def _collect_outputs(model: nn.Module) -> Iterator[list[Any]]:
-    """Collect what the model gives out when it is called in the block, by this micro-batch: others take turns with it."""
+    """Collect the model's outputs for this micro-batch in a block; other micro-batches run in between."""
     token = _outputs.set([])
-    mine = _outputs.get()
+    own = _outputs.get()
 
-    def note(module: nn.Module, args: Any, output: Any) -> None:
-        if _outputs.get(None) is mine:
-            mine.append(output)
+    def collect(module: nn.Module, args: Any, output: Any) -> None:
+        if _outputs.get(None) is own:
+            own.append(output)
 
-    handle = model.register_forward_hook(note)
+    handle = model.register_forward_hook(collect)
     try:
-        yield mine
+        yield own
     finally:
         handle.remove()
         _outputs.reset(token)

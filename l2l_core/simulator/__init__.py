@@ -1,6 +1,6 @@
-"""A step on a virtual clock: costs recorded from a trace or computed from shapes, replayed by the relay's schedule.
+"""Simulation of a step: costs, recorded from a trace or computed from shapes, are replayed on a virtual clock.
 
-May import `shelf`, `workers`, `eps.blocks`, `devices`, `trace`, `rules`, `config`.
+May import `shelf`, `workers`, `eps.blocks`, `devices`, `trace`, `config`, `schedule_rules`.
 Begin reading at `step_costs.py`, `profile.py`, `virtual_relay.py`.
 """
 

@@ -1,11 +1,11 @@
-"""Workers that a step is planned with: how many, on which network, how slow some of them are, and what each holds of a layer."""
+"""Workers of a simulated step: their number, network, speeds, and shards of each layer."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from l2l_core.eps.blocks import Layout, TrainedParameters, aligned
@@ -21,21 +21,21 @@ from l2l_core.workers import (
     handshake_traffic,
 )
 
-# Messages to all: meeting, two of clocks; meeting and values of what batches count for, and of losses
+# Messages to all: handshake, two for clocks; handshake and values for the weights of batches, and for losses
 _CONTROL_MESSAGES = 7
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Several workers, one of which is looked at.
+    """Several workers; one of them is observed.
 
     Args:
-        count: how many there are.
+        count: number of workers.
         network: between them.
-        stragglers: by rank, how many times as long as usual compute and the EPS take there; links are as fast as elsewhere.
+        stragglers: by rank, the factor by which compute and the EPS are slower; links are as fast as elsewhere.
         wire: type in which gradients are sent, "fp32" or "bf16".
-        reduce: what is sent of them, the "sum" of a worker's or, "ordered", that of every micro-batch.
-        rank: of the worker whose step and bytes are told.
+        reduce: "sum" sends the sum of a worker's gradients, "ordered" the gradient of every micro-batch.
+        rank: worker whose step and bytes are returned.
 
     Raises:
         ValueError, TypeError: a number out of range.
@@ -61,15 +61,13 @@ class Cluster:
             raise ValueError(f"reduce={self.reduce!r}: must be one of 'sum', 'ordered'")
         for rank in (self.rank, *self.stragglers):
             if not (isinstance(rank, int) and 0 <= rank < self.count):
-                raise ValueError(
-                    f"worker {rank!r} is none of {self.count}: they are numbered from 0 to {self.count - 1}"
-                )
+                raise ValueError(f"worker {rank!r} of {self.count}: must be a number from 0 to {self.count - 1}")
         for rank, factor in self.stragglers.items():
             if not (factor > 0 and math.isfinite(factor)):
-                raise ValueError(f"stragglers={{{rank}: {factor!r}}}: must be positive, 1.5 for half as long again")
+                raise ValueError(f"stragglers={{{rank}: {factor!r}}}: must be positive, such as 1.5 for 50 % more time")
 
     def figures(self) -> dict[str, Any]:
-        """Return what a trace says of them, as plain values."""
+        """Return the cluster as plain values, for the settings of a trace."""
         bytes_per_s = self.network.bytes_per_s if math.isfinite(self.network.bytes_per_s) else None
         return {
             "workers": self.count,
@@ -81,24 +79,24 @@ class Cluster:
         }
 
     def slowdown(self, rank: int) -> float:
-        """Give how many times as long as usual a worker takes."""
+        """Return the factor by which a worker is slower."""
         return self.stragglers.get(rank, 1.0)
 
     @property
     def per_micro_batch(self) -> bool:
-        """Whether the gradient of every micro-batch is sent by itself."""
+        """True if workers send the gradient of every micro-batch."""
         return self.count > 1 and self.reduce == "ordered"
 
     @property
     def overhead_s(self) -> float:
-        """Seconds in which workers tell one another what they begin, count for and have lost, besides what a trace shows."""
+        """Seconds of control messages that a trace does not show."""
         return _CONTROL_MESSAGES * self.network.delay_s(handshake_traffic(self.count))
 
     @property
     def simulated_ranks(self) -> list[int]:
-        """One worker of every kind, the one that is looked at first: what holds for it holds for all of its kind.
+        """One worker of every speed, the observed one first; workers of equal speed behave alike.
 
-        The last worker may hold less than the others, which is what is told of it if it is looked at.
+        The last worker may hold less than the others, which counts only if it is observed.
         """
         kinds: dict[float, int] = {self.slowdown(self.rank): self.rank}
         for rank in (*self.stragglers, *range(min(self.count, len(self.stragglers) + 2))):
@@ -107,12 +105,12 @@ class Cluster:
 
 
 class BlockShards(NamedTuple):
-    """What the workers of a fleet hold of a block.
+    """Shards of a block on all workers.
 
     Attributes:
         key: of the block.
-        cut: of its weights.
-        gradient: elements of a gradient for each worker, in the order of ranks.
+        layout: shards of its weights.
+        gradient_numels: elements of the gradient on each worker, by rank.
     """
 
     key: str
@@ -121,38 +119,34 @@ class BlockShards(NamedTuple):
 
     @staticmethod
     def of(key: str, layout: Layout, trained: TrainedParameters, count: int, elementwise: bool) -> BlockShards:
-        """Cut a block for so many workers, as `workers/shard_layout.py` does."""
-        cut = ShardLayout.of(layout, count, elementwise)
-        edges = cut.gradient_edges(trained)
-        return BlockShards(key, cut, _range_sizes(edges))
+        """Split a block among `count` workers, as `workers/shard_layout.py` does."""
+        shards = ShardLayout.of(layout, count, elementwise)
+        return BlockShards(key, shards, _range_sizes(shards.gradient_edges(trained)))
 
     def gather_traffic(self, itemsize: int, rank: int) -> list[Traffic]:
-        """Say what brings the whole block to all workers, in elements of so many bytes."""
+        """Return the collectives that gather the whole block on all workers."""
         count = len(self.layout.edges) - 1
         if self.layout.uniform_numel:
             return [all_gather_traffic(itemsize * self.layout.uniform_numel, count)]
         return _broadcast_all(self.layout.edges, itemsize, rank)
 
     def exchange_traffic(self, itemsize: int, rank: int) -> Traffic:
-        """Say what brings everybody's gradients of its part to each worker, in elements of so many bytes."""
+        """Return the collective that sends each worker all gradients of its shard."""
         return all_to_all_traffic([itemsize * numel for numel in self.gradient_numels], rank)
 
     def clip_traffic(self, rank: int) -> list[Traffic]:
-        """Say what brings the whole gradient to all workers."""
-        edges = [0]
-        for numel in self.gradient_numels:
-            edges.append(edges[-1] + numel)
-        return _broadcast_all(edges, 4, rank)
+        """Return the collectives that gather the whole gradient on all workers."""
+        return _broadcast_all([0, *accumulate(self.gradient_numels)], 4, rank)
 
     def update_share(self, rank: int) -> float:
-        """Give the share of the block's updates that a worker makes."""
+        """Return the fraction of the block's updates that a worker makes."""
         return self.gradient_numels[rank] / (sum(self.gradient_numels) or 1)
 
 
 def shards_of_profile(profile: Profile, count: int) -> dict[str, list[BlockShards]]:
-    """Cut layers of which nothing but bytes is known: each is one block, and what is trained lies evenly in it.
+    """Split layers of known size: each is one block, with trained parameters evenly spread.
 
-    A block that several layers share travels with each of them, and its gradient by itself.
+    A shared block is loaded with each of its layers, and its gradient is a block by itself.
     """
     itemsize = weight_itemsize(profile.settings.get("precision", "fp32"))
     loaded = {key: cost.load_bytes // itemsize for key, cost in profile.layers.items()}
@@ -169,7 +163,7 @@ def _shard_evenly(key: str, weights: int, gradient: int, count: int) -> BlockSha
 
 
 def _broadcast_all(edges: Sequence[int], itemsize: int, rank: int) -> list[Traffic]:
-    """Let every worker in turn give its range to all."""
+    """Return the broadcasts of all workers' ranges."""
     sizes = _range_sizes(edges)
     return [broadcast_traffic(itemsize * size, len(sizes), source, rank) for source, size in enumerate(sizes) if size]
 

@@ -1,4 +1,4 @@
-"""Costs by formula, from numbers of parameters and a machine's figures alone."""
+"""Costs by formula, from numbers of parameters and figures of a machine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from l2l_core.simulator.step_costs import COPY_LANES, SHELL, ComputeOp, CopySpee
 
 @dataclass(frozen=True)
 class Machine:
-    """Figures of a machine, for profiles that nobody has recorded.
+    """Figures of a machine, for profiles without a recording.
 
     Attributes:
         flops_per_s: achieved in matrix products, in the precision in question.
         update_params_per_s: parameters that the optimizer updates on the host.
         h2d_bytes_per_s, d2h_bytes_per_s: of the link.
-        name: for people.
+        name: for messages.
         latency_s: of a copy.
         overhead_s: of the host, before a layer runs a micro-batch.
     """
@@ -42,20 +42,20 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """What a formula needs to know of a model and of a step.
+    """Sizes of a model and a step, for costs by formula.
 
     Attributes:
         layer_params: parameters of every layer.
         shell_params: of the rest of the model.
         tokens: per micro-batch.
-        boundary_bytes: of what one layer hands to the next, per micro-batch.
+        boundary_bytes: of a layer's output, per micro-batch.
         micro_batches: per step.
         activation_bytes: of one layer's graph for one micro-batch, if known.
         stash, precision: as in `RelayConfig`.
-        layer_trained, shell_trained: of these parameters, those that are trained; None for all of them.
+        layer_trained, shell_trained: number of these parameters that are trained; None for all.
 
     Raises:
-        ValueError: no layers, a number that is not positive, or more parameters trained than there are, or none.
+        ValueError: no layers, a number that is not positive, or a number of trained parameters out of range or 0 in total.
     """
 
     layer_params: Sequence[int]
@@ -71,13 +71,13 @@ class Shapes:
 
     @property
     def trained(self) -> tuple[Sequence[int], int]:
-        """Parameters of every layer, and of the rest, that are trained."""
+        """Trained parameters of every layer, and of the shell."""
         layers = self.layer_params if self.layer_trained is None else self.layer_trained
         return layers, self.shell_params if self.shell_trained is None else self.shell_trained
 
     def __post_init__(self) -> None:
         if not self.layer_params:
-            raise ValueError("layer_params is empty: a relay needs at least one layer")
+            raise ValueError("layer_params=[]: give the parameters of at least one layer")
         layers, shell = self.trained
         if len(layers) != len(self.layer_params):
             raise ValueError(
@@ -86,8 +86,8 @@ class Shapes:
         pairs = [*zip(layers, self.layer_params, strict=True), (shell, self.shell_params)]
         if any(not 0 <= trained <= params for trained, params in pairs) or not any(trained for trained, _ in pairs):
             raise ValueError(
-                f"layer_trained={self.layer_trained!r}, shell_trained={self.shell_trained!r}: give from 0 to as many as there "
-                "are parameters, and something must be trained"
+                f"layer_trained={self.layer_trained!r}, shell_trained={self.shell_trained!r}: give at most the number of "
+                "parameters each, and more than 0 in total"
             )
         for field in ("tokens", "boundary_bytes", "micro_batches"):
             if not getattr(self, field) > 0:
@@ -95,10 +95,9 @@ class Shapes:
 
 
 class FormulaLayer(NamedTuple):
-    """A layer, or the shell, as a formula sees it.
+    """A layer, or the shell, for the formula.
 
-    What computes is counted apart from what moves: attention's products are compute that nobody loads, and a slot is
-    padded.
+    Parameters that compute are counted apart from bytes that move: attention's products are not loaded, and slots are padded.
     """
 
     params: int  # each is 2 operations per token forward
@@ -107,7 +106,7 @@ class FormulaLayer(NamedTuple):
 
     @staticmethod
     def of(machine: Machine, precision: str, params: int, trained: int) -> FormulaLayer:
-        """Make one of which every parameter computes and moves, without padding."""
+        """Make a layer whose parameters all compute and move, without padding."""
         return FormulaLayer(params, trained, transfer_cost(machine, precision, params, trained, trained))
 
 
@@ -119,15 +118,15 @@ def transfer_cost(
     updated_numel: int,
     pushed_numel: int | None = None,
 ) -> LayerCost:
-    """Make the cost of a layer, or of the shell, from numbers of elements.
+    """Return the cost of a layer, or of the shell, from numbers of elements.
 
     Args:
         machine: its figures.
         precision: of weights on the device.
-        loaded: in its slot.
-        held: in its gradient.
-        updated: trained.
-        pushed: in its gradient on the wire, in float32; default all that is held.
+        loaded_numel: of its slot.
+        gradient_numel: of its gradient.
+        updated_numel: of its trained parameters.
+        pushed_numel: float32 elements of its gradient as pushed. Default: `gradient_numel`.
     """
     pushed_bytes = 4 * (gradient_numel if pushed_numel is None else pushed_numel)
     return LayerCost(
@@ -139,7 +138,7 @@ def transfer_cost(
 
 
 def profile_fields_of_shapes(shapes: Shapes, machine: Machine) -> dict[str, Any]:
-    """Make the fields of a `Profile`, with the memory at its peak as with one layer ahead; see `costs_by_formula`."""
+    """Return the fields of a `Profile`, with peak memory for one layer ahead; see `profile_fields`."""
     layer_trained, shell_trained = shapes.trained
     layers = [
         FormulaLayer.of(machine, shapes.precision, params, trained)
@@ -150,9 +149,9 @@ def profile_fields_of_shapes(shapes: Shapes, machine: Machine) -> dict[str, Any]
         "weights": shell.transfer.load_bytes + weight_slots(1) * max(layer.transfer.load_bytes for layer in layers),
         "gradients": shell.transfer.push_bytes + gradient_slots(1) * max(layer.transfer.push_bytes for layer in layers),
     }
-    # With the stash on the host: one that leaves, one that arrives, an input and its gradient.
-    parked = 4 if shapes.stash == "host" else len(layers) * shapes.micro_batches
-    peak = {**slots, "stash": parked * shapes.boundary_bytes, "activations": shapes.activation_bytes}
+    # With the stash on the host: one offloaded, one fetched, an input and its gradient.
+    held = 4 if shapes.stash == "host" else len(layers) * shapes.micro_batches
+    peak = {**slots, "stash": held * shapes.boundary_bytes, "activations": shapes.activation_bytes}
     settings = {name: getattr(shapes, name) for name in ("micro_batches", "stash", "precision")}
     costs = profile_fields(layers, shell, machine, settings, shapes.tokens, shapes.boundary_bytes)
     return {**costs, "memory": (("device", peak),)}
@@ -166,15 +165,15 @@ def profile_fields(
     tokens: int,
     boundary_bytes: int,
 ) -> dict[str, Any]:
-    """Make the fields of a `Profile`, but for its memory.
+    """Return the fields of a `Profile` except its memory.
 
-    A token costs 2 operations per parameter forward, 6 in backward with recompute, 4 without (the last layer does not run
-    twice). Source: Kaplan et al., https://arxiv.org/abs/2001.08361, section 2.1. Of a frozen parameter backward needs 2
-    less, and it has no gradient to push. Layers before the first that is trained have no backward; a shell that is trained
-    is taken to be so before the first layer.
+    A token costs 2 operations per parameter in forward, 6 in backward with recompute, 4 without (the last layer runs once).
+    Source: Kaplan et al., https://arxiv.org/abs/2001.08361, section 2.1. Backward of a frozen parameter needs 2 fewer, and
+    it has no gradient to push. Layers before the first trained one have no backward; a trained shell counts as before the
+    first layer.
 
     Args:
-        layers, shell: the model; attention's own products count where they are among the parameters.
+        layers, shell: the model; count attention's own products as parameters.
         machine: its figures.
         settings: of the step: "micro_batches", "stash", "precision".
         tokens, boundary_bytes: of a micro-batch.
@@ -183,14 +182,14 @@ def profile_fields(
     keys = [f"L{index:03d}" for index in range(len(layers))]
     per_param_s = 2 * tokens / machine.flops_per_s
 
-    def forward_s(of: FormulaLayer) -> float:
-        return of.params * per_param_s
+    def forward_s(layer: FormulaLayer) -> float:
+        return layer.params * per_param_s
 
-    def backward_s(of: FormulaLayer) -> float:
-        return (of.params + of.trained) * per_param_s
+    def backward_s(layer: FormulaLayer) -> float:
+        return (layer.params + layer.trained) * per_param_s
 
-    def turns(ops: Sequence[ComputeOp], fetched: int, parked: int) -> tuple[TurnCost, ...]:
-        moved = (0, fetched * boundary_bytes, parked * boundary_bytes) if moves else (0, 0, 0)
+    def turns(ops: Sequence[ComputeOp], fetched: int, offloaded: int) -> tuple[TurnCost, ...]:
+        moved = (0, fetched * boundary_bytes, offloaded * boundary_bytes) if moves else (0, 0, 0)
         return tuple(TurnCost(k, tuple(ops), *moved) for k in range(settings["micro_batches"]))
 
     last = len(layers) - 1
@@ -198,27 +197,22 @@ def profile_fields(
         StayCost(key, visit, turns([ComputeOp("forward", key, visit, forward_s(layer))], 1, 1))
         for visit, (key, layer) in enumerate(zip(keys[:last], layers[:last], strict=True))
     ]
-    turn = [
+    last_stay = [  # without recompute
         ComputeOp("forward", keys[last], last, forward_s(layers[last])),
-        ComputeOp(
-            "loss", SHELL, -1, forward_s(shell) + backward_s(shell)
-        ),  # without recompute, as the last layer's backward
+        ComputeOp("loss", SHELL, -1, forward_s(shell) + backward_s(shell)),
         ComputeOp("backward", keys[last], last + 1, backward_s(layers[last])),
     ]
     first = 0 if shell.trained else next(i for i, layer in enumerate(layers) if layer.trained)
-    # A turn of backward gets the layer's input and the gradient of its output, and leaves the gradient of its input.
+    # A turn of backward fetches the layer's input and the gradient of its output, and offloads the gradient of its input.
     backward = [
         StayCost(keys[i], visit, turns([ComputeOp("backward", keys[i], visit, seconds)], 2, 1))
         for i in range(last - 1, first - 1, -1)
         for visit, seconds in [(2 * last + 1 - i, forward_s(layers[i]) + backward_s(layers[i]))]
     ]
     return {
-        "layers": {
-            **{key: layer.transfer for key, layer in zip(keys, layers, strict=True)},
-            SHELL: shell.transfer,
-        },
+        "layers": {key: layer.transfer for key, layer in zip([*keys, SHELL], [*layers, shell], strict=True)},
         "start": turns([ComputeOp("shell", SHELL, -1, 0.0)], 0, 1),
-        "stays": (*forward, StayCost(keys[last], last, turns(turn, 1, 1)), *backward),
+        "stays": (*forward, StayCost(keys[last], last, turns(last_stay, 1, 1)), *backward),
         "closing": (),
         "copies": {lane: CopySpeed(0.0, getattr(machine, f"{lane}_bytes_per_s")) for lane in COPY_LANES},
         "handover_s": 0.0,

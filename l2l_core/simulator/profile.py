@@ -1,4 +1,4 @@
-"""The profile of a step: its visits with their costs, recorded from a trace or made from shapes, saved and loaded."""
+"""The profile of a step: its stays with their costs, recorded or by formula; saving and loading."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Profile:
-    """The visits of one step, with their costs.
+    """The stays of one step, with their costs.
 
     Attributes:
-        layers: costs by key, the shell among them; keys in stack order.
-        start: what every micro-batch does before the first layer.
+        layers: costs by key, shell included, in stack order.
+        start: turns before the first layer.
         stays: in order of time, forward and backward.
-        closing: what the EPS does at the end, when all gradients have come.
-        copies: speed of the link by lane, where no other is given.
+        closing: work of the EPS after all gradients have arrived.
+        copies: speed of the link by lane, unless figures are given.
         handover_s: from the end of a copy to the start of the work that waits for it.
-        settings: how the step ran: "micro_batches", "stash", "precision", "update", ...
+        settings: of the step: "micro_batches", "stash", "precision", "update", ...
         names: dotted names of layers by key.
         memory: samples before the first event.
     """
@@ -60,19 +60,19 @@ class Profile:
         """Make the profile of a recorded training step.
 
         Raises:
-            ValueError: the trace holds no whole training step, or one whose stash was on the disk: of that it has the sums alone.
+            ValueError: the trace has no whole training step, or its stash was on disk: a trace has only the sums of its bytes.
         """
         trace.check_finished()
         if trace.settings.get("stash") == "disk":
             raise ValueError(
-                "the step ran with stash='disk', and a replay does not know what a stash reads and writes there: record a step "
-                "with RelayConfig(stash='host'), or ask relay.forecast"
+                "the step ran with stash='disk', and its trace lacks the reads and writes of the single storages: record a "
+                "step with RelayConfig(stash='host'), or use relay.forecast"
             )
         return Profile(**ProfileBuilder(trace).profile_fields())
 
     @staticmethod
     def of_shapes(shapes: Shapes, machine: Machine) -> Profile:
-        """Make a profile by formula, from a model's shapes and a machine's figures alone; see `costs_of_shapes`."""
+        """Make a profile by formula from a model's shapes and a machine's figures; see `profile_fields`."""
         return Profile(**profile_fields_of_shapes(shapes, machine))
 
     @property
@@ -82,42 +82,42 @@ class Profile:
 
     @property
     def turns(self) -> list[TurnCost]:
-        """All turns in order of time, those before the first layer among them."""
+        """All turns in order of time, those before the first layer included."""
         return [turn for _, turns in self.turns_by_stay() for turn in turns]
 
     def turns_by_stay(self) -> Iterator[tuple[int, tuple[TurnCost, ...]]]:
-        """Go through the turns of every stay with its index, in order of time; those before the first layer have `START`."""
+        """Yield index and turns of every stay, in order of time; those before the first layer have `BEFORE_FIRST_STAY`."""
         yield BEFORE_FIRST_STAY, self.start
         yield from enumerate(stay.turns for stay in self.stays)
 
     def map_turns(self, change: Callable[[int, tuple[TurnCost, ...]], Iterable[TurnCost]], **others: Any) -> Profile:
-        """Return the profile with what `change` makes of every item of `by_stay`, in that order, and with other fields."""
-        # in order and once each, since a change may carry what fills the memories from turn to turn
+        """Return a profile with `change` applied to every item of `turns_by_stay`, and other fields replaced."""
+        # In order and once each: a change may carry state from turn to turn
         start, *rest = [tuple(change(index, turns)) for index, turns in self.turns_by_stay()]
         stays = tuple(stay._replace(turns=turns) for stay, turns in zip(self.stays, rest, strict=True))
         return replace(self, start=start, stays=stays, **others)
 
     @property
     def trained(self) -> set[str]:
-        """Keys of the layers that gradients come from."""
-        apart = {part.layer for turn in self.turns for op in turn.ops for part in op.gradient_parts}
-        return apart | {key for key, layer in self.layers.items() if layer.push_bytes}
+        """Keys of the layers with gradients."""
+        by_micro_batch = {part.layer for turn in self.turns for op in turn.ops for part in op.gradient_parts}
+        return by_micro_batch | {key for key, layer in self.layers.items() if layer.push_bytes}
 
     def jobs(self, update: str) -> tuple[dict[int, list[EPSJob]], list[EPSJob]]:
-        """Return the jobs of the EPS that can begin after each stay, by its index, and those that wait for the end of the step.
+        """Return the work of the EPS that can start after each stay, by its index, and that for the end of the step.
 
-        With eager updates a layer's own gradients are whole after its last stay; those of the shell and of shared blocks, at the
-        end.
+        With eager updates, a layer's own gradients are complete after its last stay; those of the shell and shared blocks
+        at the end.
         """
         last = {stay.layer: index for index, stay in enumerate(self.stays) if stay.is_backward}
-        due, closing = defaultdict[int, list[EPSJob]](list), list[EPSJob]()
+        by_stay, closing = defaultdict[int, list[EPSJob]](list), list[EPSJob]()
         for job in self.closing:
             early = update == "eager" and job.layer in last and job.kind in ("reduce", "update")
-            (due[last[job.layer]] if early else closing).append(job)
-        return due, closing
+            (by_stay[last[job.layer]] if early else closing).append(job)
+        return by_stay, closing
 
     def with_micro_batches(self, count: int) -> Profile:
-        """Return the same step with `count` micro-batches of the same size: the recorded ones are repeated."""
+        """Return the same step with `count` micro-batches: the recorded ones are repeated."""
         if count == self.micro_batches:
             return self
         return self.map_turns(
@@ -126,22 +126,22 @@ class Profile:
         )
 
     def aggregated(self) -> Profile:
-        """Take the micro-batches of every stay together, as if they were one: far fewer events, the same sums."""
+        """Merge the micro-batches of every stay into one: far fewer events, the same sums."""
         closing = tuple(job for job in self.closing if job.k < 0)
         return self.map_turns(lambda _, turns: (_sum_turns(turns),), closing=closing)
 
     def save(self, path: str | Path) -> Path:
-        """Write the profile as JSON; returns the path."""
+        """Write the profile as JSON; return the path."""
         path = Path(path)
         path.write_text(json.dumps({"schema": SCHEMA, "version": VERSION, **asdict(self)}) + "\n", encoding="utf-8")
         return path
 
     @staticmethod
     def load(path: str | Path) -> Profile:
-        """Read what `save` wrote.
+        """Read a file of `save`.
 
         Raises:
-            ValueError: the file is damaged, or its format has another version than the one that this release reads.
+            ValueError: the file is damaged, or of a version that this release cannot read.
         """
         path = Path(path)
         try:
@@ -152,25 +152,25 @@ class Profile:
         except OtherVersionError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path}: Profile.save did not write this: {type(error).__name__}: {error}") from error
+            raise ValueError(f"{path}: not a file of Profile.save: {type(error).__name__}: {error}") from error
 
 
 def _read_profile(row: dict[str, Any]) -> Profile:
     def op(values: Sequence[Any]) -> ComputeOp:
-        *plain, parts, memory = values
-        return ComputeOp(
-            *plain, tuple(GradientPartCost(*part) for part in parts), tuple((place, held) for place, held in memory)
-        )
+        read = ComputeOp(*values)
+        parts = tuple(GradientPartCost(*part) for part in read.gradient_parts)
+        return read._replace(gradient_parts=parts, memory=tuple(map(tuple, read.memory)))
 
     def moves(row: Sequence[Any] | None) -> StashMoves | None:
         if row is None:
             return None
-        fetched, demanded, left, gone = row
-        asked = tuple((number, tuple(wanted)) for number, wanted in demanded)
-        return StashMoves(tuple(fetched), asked, tuple(map(tuple, left)), tuple(gone))
+        fetched, demanded, offloaded, freed = row
+        demanded = tuple((number, tuple(storages)) for number, storages in demanded)
+        return StashMoves(tuple(fetched), demanded, tuple(map(tuple, offloaded)), tuple(freed))
 
     def turns(rows: Iterable[Sequence[Any]]) -> tuple[TurnCost, ...]:
-        return tuple(TurnCost(k, tuple(map(op, ops)), *sums, moves(kept)) for k, ops, *sums, kept in rows)
+        read = [TurnCost(*row) for row in rows]
+        return tuple(turn._replace(ops=tuple(map(op, turn.ops)), moves=moves(turn.moves)) for turn in read)
 
     return Profile(
         layers={key: LayerCost(*values) for key, values in row.pop("layers").items()},
@@ -178,35 +178,38 @@ def _read_profile(row: dict[str, Any]) -> Profile:
         stays=tuple(StayCost(layer, visit, turns(rows)) for layer, visit, rows in row.pop("stays")),
         closing=tuple(EPSJob(*values) for values in row.pop("closing")),
         copies={lane: CopySpeed(*values) for lane, values in row.pop("copies").items()},
-        memory=tuple((place, held) for place, held in row.pop("memory")),
+        memory=tuple(map(tuple, row.pop("memory"))),
         **row,
     )
 
 
 def _sum_turns(turns: Sequence[TurnCost]) -> TurnCost:
-    """One turn that does the work of all; operations of a kind become one."""
+    """Return one turn with the work of all; operations of one kind are merged."""
     sums: dict[tuple[str, str, int], ComputeOp] = {}
     for op in (op for turn in turns for op in turn.ops):
-        known = sums.get((op.kind, op.layer, op.visit))
-        if known is None:
-            sums[op.kind, op.layer, op.visit] = op._replace(gradient_parts=_sum_gradient_parts(op.gradient_parts))
-            continue
-        sums[op.kind, op.layer, op.visit] = known._replace(
-            seconds=known.seconds + op.seconds,
-            overhead_s=known.overhead_s + op.overhead_s,
-            demand_bytes=known.demand_bytes + op.demand_bytes,
-            parts=_sum_gradient_parts(known.gradient_parts + op.gradient_parts),
+        key = op.kind, op.layer, op.visit
+        total = sums.get(key, op._replace(seconds=0.0, overhead_s=0.0, demand_bytes=0, gradient_parts=()))
+        sums[key] = total._replace(
+            seconds=total.seconds + op.seconds,
+            overhead_s=total.overhead_s + op.overhead_s,
+            demand_bytes=total.demand_bytes + op.demand_bytes,
+            gradient_parts=_sum_gradient_parts(total.gradient_parts + op.gradient_parts),
             memory=op.memory,
         )
-    totals = (sum(turn[field] for turn in turns) for field in range(2, 5))  # batch, fetch and stash bytes
-    return TurnCost(-1, tuple(sums.values()), *totals)
+    return TurnCost(
+        -1,
+        tuple(sums.values()),
+        batch_bytes=sum(turn.batch_bytes for turn in turns),
+        fetch_bytes=sum(turn.fetch_bytes for turn in turns),
+        stash_bytes=sum(turn.stash_bytes for turn in turns),
+    )
 
 
 def _sum_gradient_parts(parts: Iterable[GradientPartCost]) -> tuple[GradientPartCost, ...]:
-    """The gradients of several micro-batches of a block as one."""
+    """Merge a block's gradients of several micro-batches."""
     sums: dict[tuple[str, str, int], GradientPartCost] = {}
     for part in parts:
-        known = sums.setdefault((part.layer, part.block, part.visit), part._replace(nbytes=0, reduce_s=0.0))
-        added = known._replace(nbytes=known.nbytes + part.nbytes, reduce_s=known.reduce_s + part.reduce_s)
-        sums[part.layer, part.block, part.visit] = added
+        key = part.layer, part.block, part.visit
+        total = sums.get(key, part._replace(nbytes=0, reduce_s=0.0))
+        sums[key] = total._replace(nbytes=total.nbytes + part.nbytes, reduce_s=total.reduce_s + part.reduce_s)
     return tuple(sums.values())

@@ -1,4 +1,4 @@
-"""From the trace of a step to its costs: which event belongs to which turn of which stay."""
+"""Costs of a step from its trace: assigns events to the turns of each stay."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ProfileBuilder:
     """Sorts the events of a trace into stays and turns.
 
     Raises:
-        ValueError: the trace holds no whole training step.
+        ValueError: the trace has no whole training step.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -36,25 +36,24 @@ class ProfileBuilder:
         self._compute = self._lanes["compute"]
         self._visits = group_by_visit(self._compute)
         self._first_s = min((event.start_s for event in trace.events), default=0.0)
-        # The first group is what comes before the first layer: a step has more than that.
+        # The first group has the events before the first layer.
         if not self._visits[1:] or not any(event.kind == "backward" for event in self._compute):
-            raise ValueError(f"{trace!r} is not a whole training step, so there is nothing to replay")
-        self._starts_by_micro_batch: dict[int, list[float]] = defaultdict(list)  # by micro-batch
+            raise ValueError(f"{trace!r} is not a whole training step: take the trace of relay.step(batch)")
+        self._starts_by_micro_batch: dict[int, list[float]] = defaultdict(list)
         self._indices_by_micro_batch: dict[int, list[int]] = defaultdict(list)
         for index, event in enumerate(self._compute):
             self._starts_by_micro_batch[event.k].append(event.start_s)
             self._indices_by_micro_batch[event.k].append(index)
         self._pushed_bytes = _first_copy_bytes(self._lanes["d2h"], "push")
         self._demand_bytes: dict[int, int] = defaultdict(int)  # by index of compute event
-        self._gradient_parts: dict[tuple[int, int], list[GradientPartCost]] = defaultdict(
-            list
-        )  # by visit and micro-batch
+        # By visit and micro-batch
+        self._gradient_parts: dict[tuple[int, int], list[GradientPartCost]] = defaultdict(list)
         self._moved_bytes: dict[str, dict[tuple[int, int], int]] = {
             kind: defaultdict(int) for kind in ("batch", "fetch", "stash")
         }
 
     def profile_fields(self) -> dict[str, Any]:
-        """Make the fields of a `Profile`."""
+        """Return the fields of a `Profile`."""
         self._collect_stash()
         jobs = self._collect_gradients()
         memory = self._memory()
@@ -74,9 +73,10 @@ class ProfileBuilder:
         }
 
     def _next_compute(self, event: Event) -> int:
-        """The compute event of the same micro-batch for which a copy was made."""
-        at = bisect_left(self._starts_by_micro_batch[event.k], event.stop_s - 1e-9)
-        return self._indices_by_micro_batch[event.k][min(at, len(self._starts_by_micro_batch[event.k]) - 1)]
+        """Return the index of the compute event that a copy was made for."""
+        starts = self._starts_by_micro_batch[event.k]
+        position = bisect_left(starts, event.stop_s - 1e-9)
+        return self._indices_by_micro_batch[event.k][min(position, len(starts) - 1)]
 
     def _collect_stash(self) -> None:
         for event in (event for lane in COPY_LANES for event in self._lanes[lane]):
@@ -86,11 +86,11 @@ class ProfileBuilder:
                 self._moved_bytes[event.kind][event.visit, event.k] += event.nbytes
 
     def _collect_gradients(self) -> list[EPSJob]:
-        """Give gradients that leave apart to the events that they come from; return what is left for the end."""
-        apart = [event for event in self._lanes["d2h"] if event.kind == "push" and event.k >= 0]
+        """Collect gradients pushed by micro-batch with the events that compute them; return the EPS work for the end."""
+        pushed = [event for event in self._lanes["d2h"] if event.kind == "push" and event.k >= 0]
         eps = self._lanes["eps"]
         reduced = [event for event in eps if event.kind == "reduce" and event.k >= 0]
-        for push, reduce in zip(apart, reduced, strict=False):
+        for push, reduce in zip(pushed, reduced, strict=False):
             seconds = reduce.stop_s - reduce.start_s
             part = GradientPartCost(push.layer, push.nbytes, reduce.layer, reduce.nbytes, seconds, push.visit)
             self._gradient_parts[push.visit, push.k].append(part)
@@ -98,7 +98,7 @@ class ProfileBuilder:
         return [EPSJob(e.kind, e.layer, e.k, e.stop_s - e.start_s, e.nbytes) for e in rest]
 
     def _follows_push(self, event: Event) -> bool:
-        """Whether work of the EPS is for a gradient that was pushed as a whole, and does not wait for others."""
+        """Return True for EPS work on one pushed gradient that does not wait for others."""
         kinds = ("reduce",) if self._settings.get("update") == "deferred" else ("reduce", "update")
         return event.kind in kinds and event.k < 0 and event.layer in self._pushed_bytes
 
@@ -119,31 +119,33 @@ class ProfileBuilder:
         )
 
     def _turns(self, visit: int, group: Sequence[tuple[Event, ComputeOp]]) -> tuple[TurnCost, ...]:
-        # All rows are brought before the first layer runs, whenever they are used.
-        by_k: dict[int, list[ComputeOp]] = {k: [] for at, k in self._moved_bytes["batch"] if at == visit}
+        # All rows are copied before the first layer runs, whenever they are used.
+        by_k: dict[int, list[ComputeOp]] = {k: [] for of, k in self._moved_bytes["batch"] if of == visit}
         for event, op in group:
             by_k.setdefault(event.k, []).append(op)
-        moved = [self._moved_bytes[kind] for kind in ("batch", "fetch", "stash")]
         return tuple(
             TurnCost(
-                k, tuple(self._add_gradient_parts(visit, k, ops)), *(bytes_of.get((visit, k), 0) for bytes_of in moved)
+                k,
+                tuple(self._add_gradient_parts(visit, k, ops)),
+                batch_bytes=self._moved_bytes["batch"].get((visit, k), 0),
+                fetch_bytes=self._moved_bytes["fetch"].get((visit, k), 0),
+                stash_bytes=self._moved_bytes["stash"].get((visit, k), 0),
             )
             for k, ops in by_k.items()
         )
 
     def _add_gradient_parts(self, visit: int, k: int, ops: list[ComputeOp]) -> list[ComputeOp]:
-        """Let gradients that leave apart follow the loss, or the end of a backward and of the shell's before it."""
+        """Attach gradients pushed by micro-batch to the loss, or to the end of a backward and of the shell's before it."""
         losses = [index for index, op in enumerate(ops) if op.kind == "loss"]
         numbers = {visit, *(op.visit for op in ops if op.kind == "backward")}
         for number in numbers if ops else ():
-            at = losses[-1] if losses and number == visit else -1
-            ops[at] = ops[at]._replace(
-                gradient_parts=ops[at].gradient_parts + tuple(self._gradient_parts.get((number, k), ()))
-            )
+            index = losses[-1] if losses and number == visit else -1
+            parts = ops[index].gradient_parts + tuple(self._gradient_parts.get((number, k), ()))
+            ops[index] = ops[index]._replace(gradient_parts=parts)
         return ops
 
     def _memory(self) -> list[MemorySamples]:
-        """Samples by the compute event that they follow; those before the first one come first."""
+        """Return the samples after each compute event; the first item has those before all."""
         stops = [event.stop_s for event in self._compute]
         groups: list[list[tuple[str, Mapping[str, int]]]] = [[] for _ in range(len(stops) + 1)]
         for sample in self._trace.memory:
@@ -151,26 +153,26 @@ class ProfileBuilder:
         return [tuple(group) for group in groups]
 
     def _handover_s(self) -> float:
-        """From the end of a copy to the start of the work that waits for it, as seen at the rows of the batch."""
+        """Return the seconds from the end of a copy to the start of the work that waits for it, measured with batches."""
         stops_s = {event.k: event.stop_s for event in self._lanes["h2d"] if event.kind == "batch"}
         waits_s = [e.start_s - stops_s[e.k] for e in self._visits[0] if e.k in stops_s]
         return min((seconds for seconds in waits_s if seconds >= 0), default=0.0)
 
 
 def _merge_split_events(events: Sequence[Event]) -> list[Event]:
-    """Put work of the EPS together that was cut in two, since its thread exchanged with other workers in the middle of it."""
-    found: list[Event] = []
+    """Merge EPS work that was split in two because its thread exchanged data with other workers in between."""
+    merged: list[Event] = []
     for event in events:
-        before = found[-1] if found else event
-        if found and not before.nbytes and (before.kind, before.layer, before.k) == (event.kind, event.layer, event.k):
-            found.pop()
+        before = merged[-1] if merged else event
+        if merged and not before.nbytes and (before.kind, before.layer, before.k) == (event.kind, event.layer, event.k):
+            merged.pop()
             event = event._replace(start_s=event.start_s - (before.stop_s - before.start_s))
-        found.append(event)
-    return found
+        merged.append(event)
+    return merged
 
 
 def _first_copy_bytes(events: Sequence[Event], kind: str) -> dict[str, int]:
-    """Bytes of every layer's first whole copy of a kind; its pieces follow one another."""
+    """Return the bytes of every layer's first whole copy of a kind; its pieces are consecutive."""
     moved: dict[str, int] = {}
     current = ""
     for event in (e for e in events if e.kind == kind and e.k < 0):
@@ -183,7 +185,7 @@ def _first_copy_bytes(events: Sequence[Event], kind: str) -> dict[str, int]:
 
 
 def _copy_speed(events: Sequence[Event], settings: Mapping[str, Any]) -> CopySpeed:
-    """Speed of the host's memory as the copies show it, where no link limited them; otherwise the link's."""
+    """Return the speed of copies: the link's if it was limited, otherwise that measured."""
     if not events:
         return CopySpeed()
     limit = settings.get(f"{events[0].lane}_bytes_per_s")

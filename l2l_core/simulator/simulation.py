@@ -1,12 +1,11 @@
-"""A step that nobody has run: costs, settings, a link and workers, put together on a virtual clock.
+"""Simulation of a step from costs, settings, a link and workers, after a check that they are compatible.
 
-`virtual_relay.py` is the schedule, `virtual_workers.py` what several workers do together; here it is checked whether costs and settings
-belong together.
+`virtual_relay.py` has the schedule, `virtual_workers.py` the collectives of several workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from l2l_core.devices import Device
 from l2l_core.schedule_rules import chunks_per_copy, kept_layer_count, weight_itemsize
 from l2l_core.simulator.cluster import BlockShards, Cluster, shards_of_profile
 from l2l_core.simulator.profile import Profile
-from l2l_core.simulator.step_costs import ComputeOp, EPSJob
+from l2l_core.simulator.step_costs import ComputeOp, EPSJob, LayerCost
 from l2l_core.simulator.virtual_relay import VirtualRelay
 from l2l_core.simulator.virtual_shelf import VirtualDiskBackend
 from l2l_core.simulator.virtual_stash import VirtualStashStore
@@ -28,16 +27,16 @@ from l2l_core.simulator.virtual_workers import (
 from l2l_core.trace import Trace
 from l2l_core.workers import Network
 
-MAX_EVENTS = 20_000  # beyond, micro-batches of a stay are taken together
+MAX_EVENTS = 20_000  # above, the micro-batches of a stay are merged
 
 
 class SimulatedStep(NamedTuple):
     """A step on a virtual clock.
 
     Attributes:
-        trace: of the worker that is looked at.
-        gathered: how many host buffers of so many elements it gathers layers into.
-        sent: bytes between it and the others, by channel, "gather" for weights and "reduce" for gradients.
+        trace: of the observed worker.
+        gather_buffers: number of its host buffers for gathered layers, by elements.
+        traffic: bytes between it and the others, by channel: "gather" for weights, "reduce" for gradients.
     """
 
     trace: Trace
@@ -61,26 +60,26 @@ def simulate(
 
     Args:
         profile: costs, recorded or by formula.
-        config: how the relay runs. With another number of micro-batches than the profile's, the profile's are repeated or
-            left out, so the batch grows or shrinks.
-        device: whose link to assume: an `EmulatedDevice`, or figures ("h2d_bytes_per_s", "d2h_bytes_per_s",
-            "latency_s"). What is None or missing runs at the speed that the profile has.
-        workers: how many train together, each on a batch like the profile's; default those of the profile.
-        network: between them; default one that costs no time.
-        stragglers: by rank, how many times as long as the profile's its compute and its EPS take.
-        wire: type in which they send gradients, as of `Workers`.
-        reduce: what they send of these, as of `Workers`; default what the profile has, "sum" where it is of one worker.
-        rank: of the worker whose trace is returned.
+        config: settings of the relay. With more or fewer micro-batches than in the profile, these are repeated or left out,
+            so the batch grows or shrinks.
+        device: assumed link: an `EmulatedDevice`, or figures ("h2d_bytes_per_s", "d2h_bytes_per_s", "latency_s"). Missing
+            figures are taken from the profile.
+        workers: number of workers, each with a batch like the profile's. Default: as in the profile.
+        network: between them. Default: one that takes no time.
+        stragglers: by rank, the factor by which compute and the EPS are slower than in the profile.
+        wire: type in which gradients are sent, as for `Workers`.
+        reduce: as for `Workers`. Default: as in the profile, "sum" if it is of one worker.
+        rank: worker whose trace is returned.
 
     Returns:
-        A trace on a virtual clock that starts at 0. With more than 20,000 events, a stay's micro-batches count as one.
+        A trace on a virtual clock that starts at 0. Above 20,000 events, the micro-batches of a stay are merged.
 
     Raises:
-        ValueError, TypeError: the profile was made for another precision, stash place or `reduce`, so its bytes do not apply; or
-            a figure is out of range.
+        ValueError, TypeError: the profile has another precision, stash or `reduce`, so its bytes do not apply; or a figure
+            is out of range.
     """
     count = profile.settings.get("workers", 1) if workers is None else workers
-    fleet = Cluster(
+    cluster = Cluster(
         count=count,
         network=network or Network(),
         stragglers=stragglers or {},
@@ -89,7 +88,7 @@ def simulate(
         rank=rank,
     )
     figures = device.figures() if isinstance(device, Device) else dict(device or {})
-    return simulate_step(profile, config, figures, fleet).trace
+    return simulate_step(profile, config, figures, cluster).trace
 
 
 def simulate_step(
@@ -105,104 +104,97 @@ def simulate_step(
     Args:
         profile, config: as there.
         figures: of the link, as in `Device.figures`.
-        fleet: of workers, perhaps of one.
-        shares: what workers hold of each layer; None to cut as if a layer were one parameter.
-        shelf: in whose files the weights and state of one worker are; None for memory.
+        cluster: the workers, or one.
+        shards: of each layer. Default: split as if a layer were one parameter.
+        shelf: files with weights and state, for one worker. Default: in memory.
     """
     config = config.for_layers(len(profile.layers) - 1)
-    room = _make_stash_store(profile, config, shelf)
+    stash_store = _make_stash_store(profile, config, shelf)
     _check_compatible(profile, config, cluster)
     profile = _single_worker_profile(profile).with_micro_batches(config.micro_batches)
-    if config.stash != "disk" and _count_events(profile) > MAX_EVENTS:  # what a file reads depends on every turn
+    if config.stash != "disk" and _count_events(profile) > MAX_EVENTS:  # reads of a file depend on every turn
         profile = profile.aggregated()
     if cluster.count == 1:
         slowed = _slow_down(profile, cluster.slowdown(0))
-        return SimulatedStep(VirtualRelay(slowed, config, figures, shelf or VirtualLocalBackend(), room).run(), {}, {})
+        relay = VirtualRelay(slowed, config, figures, shelf or VirtualLocalBackend(), stash_store)
+        return SimulatedStep(relay.run(), {}, {})
     shards = shards_of_profile(profile, cluster.count) if shards is None else shards
-    meetings, itemsize, figures = (
-        VirtualRendezvous(),
-        weight_itemsize(config.precision),
-        {**figures, **cluster.figures()},
-    )
-    rounds = profile.micro_batches if cluster.per_micro_batch else 1
-    along = {
-        rank: VirtualDistributedBackend(cluster, rank, shards, itemsize, meetings, rounds)
-        for rank in cluster.simulated_ranks
-    }
-    replays = {
-        rank: VirtualRelay(
-            _slow_down(_shard_profile(profile, shards, rank), cluster.slowdown(rank)), config, figures, company
-        ).run
-        for rank, company in along.items()
-    }
-    mine = along[cluster.rank]
-    trace = meetings.run(replays)[cluster.rank]
-    return SimulatedStep(trace, mine.buffers, {channel: mine.traffic[channel] for channel in ("gather", "reduce")})
+    rendezvous, itemsize = VirtualRendezvous(), weight_itemsize(config.precision)
+    exchanges = profile.micro_batches if cluster.per_micro_batch else 1
+    backends: dict[int, VirtualDistributedBackend] = {}
+    replays: dict[int, Callable[[], Trace]] = {}
+    for rank in cluster.simulated_ranks:
+        backends[rank] = VirtualDistributedBackend(cluster, rank, shards, itemsize, rendezvous, exchanges)
+        slowed = _slow_down(_shard_profile(profile, shards, rank), cluster.slowdown(rank))
+        replays[rank] = VirtualRelay(slowed, config, {**figures, **cluster.figures()}, backends[rank]).run
+    observed = backends[cluster.rank]
+    trace = rendezvous.run(replays)[cluster.rank]
+    return SimulatedStep(trace, observed.buffers, {name: observed.traffic[name] for name in ("gather", "reduce")})
 
 
 def _check_compatible(profile: Profile, config: RelayConfig, cluster: Cluster) -> None:
-    known, together = profile.settings.get("reduce", "sum"), max(cluster.count, profile.settings.get("workers", 1)) > 1
-    asked = cluster.reduce if cluster.count > 1 else "sum"
-    if together and known != asked:
+    recorded, several = profile.settings, max(cluster.count, profile.settings.get("workers", 1)) > 1
+    was, wanted = recorded.get("reduce", "sum"), cluster.reduce if cluster.count > 1 else "sum"
+    if several and was != wanted:
         raise ValueError(
-            f"the profile is of a step with reduce={known!r}, and reduce={asked!r} moves other gradients, each micro-batch's or "
-            f"their sum: record a step with Workers(reduce={asked!r}), or rehearse one with relay.forecast(batch, "
-            f"workers={cluster.count}, reduce={asked!r})"
+            f"the profile is of a step with reduce={was!r}, but reduce={wanted!r} sends other gradients (each micro-batch's or "
+            f"their sum): record a step with Workers(reduce={wanted!r}), or rehearse one with relay.forecast(batch, "
+            f"workers={cluster.count}, reduce={wanted!r})"
         )
-    known = profile.settings.get("schedule", "breadth_first")
-    if known != config.schedule or (known == "depth_first" and profile.micro_batches != config.micro_batches):
+    was = recorded.get("schedule", "breadth_first")
+    if was != config.schedule or (was == "depth_first" and profile.micro_batches != config.micro_batches):
         raise ValueError(
-            f"the profile is of {profile.micro_batches} micro-batches with schedule={known!r}, and {config.micro_batches} with "
-            f"schedule={config.schedule!r} take turns otherwise: record a step with these settings, or rehearse one with "
+            f"the profile is of {profile.micro_batches} micro-batches with schedule={was!r}, but {config.micro_batches} with "
+            f"schedule={config.schedule!r} run in another order: record a step with these settings, or rehearse one with "
             "relay.forecast(batch, config)"
         )
-    if together and config.schedule == "depth_first":
+    if several and config.schedule == "depth_first":
         raise ValueError(
-            "schedule='depth_first' is not there for several workers: weights that are not all in one process's memory come and "
-            "go. Leave schedule out of RelayConfig"
+            "schedule='depth_first' is not there for several workers, since it keeps all weights in one process's memory: "
+            "leave schedule out of RelayConfig"
         )
     for name in ("precision", "stash"):
-        known, asked = profile.settings.get(name), getattr(config, name)
-        if known is not None and known != asked:
+        was, wanted = recorded.get(name), getattr(config, name)
+        if was is not None and was != wanted:
             raise ValueError(
-                f"the profile is of a step with {name}={known!r}, and {name}={asked!r} moves other bytes: record a step with "
-                f"RelayConfig({name}={asked!r}), or make the profile with it"
+                f"the profile is of a step with {name}={was!r}, but {name}={wanted!r} moves other bytes: record a step with "
+                f"RelayConfig({name}={wanted!r}), or make the profile with it"
             )
-    if together and config.wire is not None:
+    if several and config.wire is not None:
         raise ValueError(
-            f"compress={config.compress!r} is not there for several workers: leave it out of RelayConfig. They send fewer bits "
-            "to one another by wire='bf16'"
+            f"compress={config.compress!r} is not there for several workers: leave it out of RelayConfig, and use "
+            "Workers(wire='bf16') to send fewer bits between workers"
         )
-    was = Compress.of(profile.settings.get("compress"))
+    was = Compress.of(recorded.get("compress"))
     if was != config.wire:
         raise ValueError(
-            f"the profile is of a step with compress={was!r}, and compress={config.wire!r} pushes other bytes: record a step "
+            f"the profile is of a step with compress={was!r}, but compress={config.wire!r} pushes other bytes: record a step "
             f"with RelayConfig(compress={config.compress!r}), or rehearse one with relay.forecast(batch, config)"
         )
-    layers = len(profile.layers) - 1  # besides the shell
-    known, asked = kept_layer_count(profile.settings, layers), kept_layer_count(asdict(config), layers)
-    if known != asked:
+    layers = len(profile.layers) - 1  # without the shell
+    was, wanted = kept_layer_count(recorded, layers), kept_layer_count(asdict(config), layers)
+    if was != wanted:
         raise ValueError(
-            f"the profile is of a step that kept the graphs of {known} layer(s), and these settings keep those of {asked}, so "
-            f"that others are recomputed: record a step with RelayConfig(keep={config.keep}, resident={config.resident}, "
+            f"the profile is of a step that kept the graphs of {was} layer(s), but these settings keep those of {wanted}, so "
+            f"other layers are recomputed: record a step with RelayConfig(keep={config.keep}, resident={config.resident}, "
             f"ahead={config.ahead}), or rehearse one with relay.forecast(batch, config)"
         )
 
 
 def _make_stash_store(profile: Profile, config: RelayConfig, shelf: VirtualDiskBackend | None) -> VirtualStashStore:
-    """Say where the stash waits."""
+    """Return the simulated stash store."""
     if config.stash != "disk":
         return VirtualStashStore()
     if shelf is None or any(turn.moves is None for turn in profile.turns):
         raise ValueError(
-            "stash='disk' is not replayed by itself: a profile has neither the shelf's disk nor the storages of a stash. Ask "
-            "relay.forecast or forecast_config, or with stash='host', whose bytes over the link are the same"
+            "stash='disk' cannot be simulated from a profile, which lacks the speed of the shelf's disk and the storages of the "
+            "stash: use relay.forecast or forecast_config, or stash='host', which moves the same bytes over the link"
         )
     return shelf.stash
 
 
 def _single_worker_profile(profile: Profile) -> Profile:
-    """Let the EPS update all of every block, where the profile is of one of several workers."""
+    """Return costs with updates of whole blocks, for a profile of one of several workers."""
     count = profile.settings.get("workers", 1)
     if count == 1:
         return profile
@@ -218,29 +210,28 @@ def _single_worker_profile(profile: Profile) -> Profile:
 
 
 def _shard_profile(profile: Profile, shards: Mapping[str, Sequence[BlockShards]], rank: int) -> Profile:
-    """Let the EPS update a worker's part of every block."""
+    """Return costs with updates of a worker's shards."""
     blocks = {share.key: share for each in shards.values() for share in each}
 
-    def job(one: EPSJob) -> EPSJob:
-        share = blocks.get(one.layer)
-        if share is None or one.k >= 0:
-            return one
-        seconds = one.seconds * (share.update_share(rank) if one.kind == "update" else 1.0)
-        return one._replace(seconds=seconds, nbytes=4 * share.gradient_numels[rank])
+    def job(whole: EPSJob) -> EPSJob:
+        share = blocks.get(whole.layer)
+        if share is None or whole.k >= 0:
+            return whole
+        seconds = whole.seconds * (share.update_share(rank) if whole.kind == "update" else 1.0)
+        return whole._replace(seconds=seconds, nbytes=4 * share.gradient_numels[rank])
 
-    layers = {
-        key: cost._replace(
-            update_s=cost.update_s * blocks[key].update_share(rank), block_bytes=4 * blocks[key].gradient_numels[rank]
-        )
-        if key in blocks
-        else cost
-        for key, cost in profile.layers.items()
-    }
+    def cost(key: str, whole: LayerCost) -> LayerCost:
+        if (share := blocks.get(key)) is None:
+            return whole
+        seconds = whole.update_s * share.update_share(rank)
+        return whole._replace(update_s=seconds, block_bytes=4 * share.gradient_numels[rank])
+
+    layers = {key: cost(key, whole) for key, whole in profile.layers.items()}
     return replace(profile, layers=layers, closing=tuple(map(job, profile.closing)))
 
 
 def _slow_down(profile: Profile, factor: float) -> Profile:
-    """Let compute and the EPS take so many times as long."""
+    """Return costs with compute and EPS slower by `factor`."""
     if factor == 1.0:
         return profile
 
@@ -260,7 +251,7 @@ def _slow_down(profile: Profile, factor: float) -> Profile:
 
 
 def _count_events(profile: Profile) -> int:
-    """About how many events a replay has."""
+    """Estimate the number of events of a replay."""
     turns = [turn for stay in profile.stays for turn in stay.turns]
     settings = profile.settings
     pieces = chunks_per_copy(profile.micro_batches, settings.get("ahead", 1), settings.get("stash", "device"))

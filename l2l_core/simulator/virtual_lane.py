@@ -1,4 +1,4 @@
-"""Lanes on a virtual clock: copies (`Lane` of `l2l_core/step/traffic/lanes.py`, in numbers) and both directions of a disk."""
+"""Lanes on a virtual clock: copies, as `Lane` of `step/traffic/lanes.py`, and both directions of a disk."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from l2l_core.trace import Event
 
 
 class VirtualLane:
-    """One direction of the link. What is issued starts when the lane is free; a whole layer goes in pieces, one per turn."""
+    """One direction of the link, in order of issue. A whole layer is sent in pieces, one per turn."""
 
     def __init__(
         self, name: str, speed: CopySpeed, figures: Mapping[str, Any], chunks: int, events: list[Event]
     ) -> None:
         bytes_per_s = figures.get(f"{name}_bytes_per_s") or speed.bytes_per_s
-        # what was measured holds the latency of its own link: adding the one asked for would count it twice
+        # The measured time contains a latency, so adding another would count it twice
         self._fixed_s = max(speed.fixed_s, figures.get("latency_s") or 0.0)
         self._s_per_byte = 1 / bytes_per_s
         self._name, self._chunks, self._add_event = name, chunks, events.append
         self._free_s = 0.0
-        self._pending: deque[int] = deque()  # pieces of the copy that trickles
-        self._count = 0  # how many it has
-        self._event = "", "", -1  # its kind and layer, and the slot that it fills
+        self._pending: deque[int] = deque()  # remaining pieces of the chunked copy
+        self._count = 0  # number of its pieces
+        self._event = "", "", -1  # its kind, layer and weight slot
         self._on_done: Callable[[float], None] = lambda done_s: None
 
     def send(
@@ -42,7 +42,7 @@ class VirtualLane:
         piece: int = 0,
         pieces: int = 1,
     ) -> float:
-        """Issue a copy at `t`; returns when it is done."""
+        """Issue a copy at `t`; return its end."""
         start_s = self._free_s if self._free_s > t else t
         self._free_s = stop_s = start_s + self._fixed_s + nbytes * self._s_per_byte
         self._add_event(Event(self._name, kind, start_s, stop_s, layer, k, nbytes, visit, 0.0, -1, slot, piece, pieces))
@@ -58,15 +58,15 @@ class VirtualLane:
         on_done: Callable[[float], None],
         slot: int = -1,
     ) -> None:
-        """Issue the first piece of a copy, the others turn by turn; `then` hears when the last one is done."""
-        self.flush(t)  # a lane has one copy that trickles; the one before must be over
+        """Issue the first piece of a copy, the others turn by turn; call `on_done` with the end of the last."""
+        self.flush(t)  # a lane has one chunked copy at a time
         edges = chunk_bounds(nbytes // itemsize, itemsize, self._chunks)
         self._pending.extend(itemsize * (stop - start) for start, stop in pairwise(edges))
         self._count, self._event, self._on_done = len(self._pending), (kind, layer, slot), on_done
         self.send_chunk(t)
 
     def send_chunk(self, t: float) -> None:
-        """Let one piece follow."""
+        """Send the next piece, if any."""
         if self._pending:
             (kind, layer, slot), piece = self._event, self._count - len(self._pending)
             nbytes = self._pending.popleft()
@@ -75,20 +75,20 @@ class VirtualLane:
                 self._on_done(done_s)
 
     def flush(self, t: float) -> None:
-        """Send what still waits."""
+        """Send all remaining pieces."""
         while self._pending:
             self.send_chunk(t)
 
 
 class VirtualDiskLane:
-    """One direction of a disk: one thing after another, what is ready first before what is told first."""
+    """One direction of a disk: serial, in order of readiness, not of issue."""
 
     def __init__(self, name: str, bytes_per_s: float, events: list[Event]) -> None:
         self._name, self._bytes_per_s, self._add_event = name, bytes_per_s, events.append
-        self._busy: list[tuple[float, float]] = []  # from when to when, in order, without overlaps
+        self._busy: list[tuple[float, float]] = []  # sorted, without overlaps
 
     def transfer(self, t: float, layer: str, nbytes: int, kind: str, k: int = -1, visit: int = -1) -> float:
-        """Move so many bytes from `t` on, as soon as nothing else does; gives when that is done."""
+        """Move `nbytes` in the first free interval from `t` on; return the end."""
         seconds = nbytes / self._bytes_per_s
         for start_s, stop_s in self._busy[max(0, bisect_right(self._busy, (t, t)) - 1) :]:
             if t + seconds <= start_s:

@@ -1,9 +1,8 @@
-"""The schedule of a relay on a virtual clock: nothing is computed, nothing is copied.
+"""The schedule of a relay on a virtual clock, without computing or copying anything.
 
-It does with numbers what the loop does with tensors: it walks the stays of a profile in order, issues loads ahead, lets
-stash leave and arrive around every turn, pushes gradients, and keeps four lanes on which work starts when it was issued and
-its lane is free. What other workers have to say, it asks its company. The numbers [1] to [3] are those of `loop.py`. A test
-replays recorded steps and insists on the same events.
+Repeats the training loop with numbers instead of tensors: it runs through the stays of a profile, issues loads ahead,
+offloads and fetches the stash around every turn, and pushes gradients, on four serial lanes. A backend simulates other
+workers or a shelf. The numbers [1] to [3] are those of `loop.py`. A test replays recorded steps and compares the events.
 """
 
 from __future__ import annotations
@@ -38,29 +37,29 @@ from l2l_core.simulator.step_costs import (
 )
 from l2l_core.simulator.virtual_lane import VirtualLane
 from l2l_core.simulator.virtual_stash import VirtualStashStore
-from l2l_core.simulator.virtual_workers import VirtualBackend, VirtualLocalBackend
+from l2l_core.simulator.virtual_workers import VirtualLocalBackend
 from l2l_core.trace import Event, MemorySample, Trace
 
-_NO_MOVES = StashMoves()  # for waiting rooms that need not know
+_NO_MOVES = StashMoves()  # for stash stores that do not use it
 
 
 @dataclass(slots=True)
 class _QueuedJob:
     """Work of the EPS on one gradient."""
 
-    ready_s: float  # when the gradient is there; infinite until its last piece has been sent
+    ready_s: float  # end of the gradient's push; infinite until its last piece is issued
     jobs: list[EPSJob]
 
 
 class VirtualRelay:
-    """One run over a profile.
+    """One replay of a profile.
 
     Args:
         profile: costs.
-        config: how the relay runs.
+        config: settings of the relay.
         figures: of the link, as in `Device.figures`.
-        company: whoever trains along.
-        room: where the stash waits, if not on the device.
+        backend: other workers, or a shelf.
+        stash_store: of the stash, if it is not on the device.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class VirtualRelay:
         profile: Profile,
         config: RelayConfig,
         figures: Mapping[str, Any],
-        backend: VirtualBackend = VirtualLocalBackend(),  # noqa: B008 - without state
+        backend: VirtualLocalBackend = VirtualLocalBackend(),  # noqa: B008 - without state
         stash_store: VirtualStashStore = VirtualStashStore(),  # noqa: B008 - without state
     ) -> None:
         self._backend, self._stash_store = backend, stash_store
@@ -78,28 +77,27 @@ class VirtualRelay:
         self._itemsize = weight_itemsize(config.precision)
         self._events: list[Event] = []
         self._samples: list[MemorySample] = []
-        pieces = chunks_per_copy(profile.micro_batches, config.ahead, config.stash)
+        chunks = chunks_per_copy(profile.micro_batches, config.ahead, config.stash)
         self._h2d, self._d2h = (
-            VirtualLane(name, profile.copies.get(name, CopySpeed()), figures, pieces, self._events)
+            VirtualLane(name, profile.copies.get(name, CopySpeed()), figures, chunks, self._events)
             for name in COPY_LANES
         )
-        self._now_s = 0.0  # how far compute, and with it the host's main thread, has come
-        self._stalled_s = 0.0  # of it, spent waiting since the last compute event
-        self._eps_s = 0.0  # when the EPS is free
-        self._jobs: deque[_QueuedJob] = deque()  # that it has not begun, in order
-        self._offloaded_s = self._fetched_s = 0.0  # when the stash that moves has left, or is there
-        slots = weight_slots(config.ahead, config.resident)
-        self._slots = [""] * slots  # the layer in each, "" if there is none
-        self._loaded_s: dict[str, float] = {}  # when the weights of a layer in a slot are there
-        self._visits: dict[str, list[int]] = defaultdict(list)  # positions in the stays, by layer
+        self._now_s = 0.0  # clock of compute and the host's main thread
+        self._stalled_s = 0.0  # wait since the last compute event
+        self._eps_s = 0.0  # time at which the EPS is free
+        self._jobs: deque[_QueuedJob] = deque()  # not started, in order
+        self._offloaded_s = self._fetched_s = 0.0  # end of the last offload and fetch
+        self._slots = [""] * weight_slots(config.ahead, config.resident)  # layer in each weight slot, or ""
+        self._loaded_s: dict[str, float] = {}  # end of the load of each layer in a slot
+        self._visits: dict[str, list[int]] = defaultdict(list)  # indices of stays, by layer
         for index, stay in enumerate(profile.stays):
             self._visits[stay.layer].append(index)
         self._last_backward = {stay.layer: index for index, stay in enumerate(profile.stays) if stay.is_backward}
         self._trained_layers = profile.trained
         self._num_buffers = gradient_slots(config.ahead, config.schedule, len(self._layers) - 1)
         self._jobs_by_stay, self._closing = profile.jobs(config.update)
-        self._pushed_s: deque[float] = deque()  # when the gradients that still fill a buffer have left
-        self._updated_s: list[float] = []  # when pushed gradients have been used
+        self._pushed_s: deque[float] = deque()  # ends of the pushes of gradients that occupy a buffer
+        self._updated_s: list[float] = []  # ends of updates
 
     def run(self) -> Trace:
         stays = self._profile.stays
@@ -115,14 +113,14 @@ class VirtualRelay:
         following = ((stay, turn) for stay in stays for turn in stay.turns)
         first = next(following)
         for index, stay in enumerate(stays):
-            is_backward = stay.is_backward  # once: it looks through all events of the stay
+            is_backward = stay.is_backward  # a search through all events of the stay
             self._load(index)  # [1]
             if is_backward:
                 self._acquire_buffer(stay.layer)
             if self._overlap and index == 0:
-                self._start_fetch(*first)  # nobody came before it to expect it
-            for at, turn in enumerate(stay.turns):
-                self._fetch_stash(index, at, next(following, None))
+                self._start_fetch(*first)
+            for position, turn in enumerate(stay.turns):
+                self._fetch_stash(index, position, next(following, None))
                 self._compute_turn(turn, index)  # [2]
                 self._offload(turn, stay.visit)
             if self._last_backward.get(stay.layer) == index:
@@ -141,42 +139,41 @@ class VirtualRelay:
         )
 
     def _wait_until(self, until_s: float) -> None:
-        """Let compute wait for a copy."""
+        """Delay compute until a copy is done."""
         until_s += self._handover_s
         if until_s > self._now_s:
             self._stalled_s += until_s - self._now_s
             self._now_s = until_s
 
     def _load(self, index: int) -> None:
-        """Have the weights of a stay in a slot, and those of the next ones on their way."""
-        coming = [stay.layer for stay in self._profile.stays[index : index + self._config.ahead + 2]]
-        self._backend.prefetch(self._now_s, [layer for layer in coming if layer not in self._slots])
-        window = dict.fromkeys(coming[: self._config.ahead + 1])
+        """Wait for the weights of a stay, and issue loads for the next ones."""
+        upcoming = [stay.layer for stay in self._profile.stays[index : index + self._config.ahead + 2]]
+        self._backend.prefetch(self._now_s, [layer for layer in upcoming if layer not in self._slots])
+        window = dict.fromkeys(upcoming[: self._config.ahead + 1])
         for layer in window:
             if layer not in self._slots:
                 free = [slot for slot, other in enumerate(self._slots) if other not in window]
-                # Of equals the first one, as `Prefetch` takes it: events hold the slot's number, and a test compares them.
+                # Among equals the first, as `Prefetch` does: events have the slot's number, and a test compares them.
                 slot = max(free, key=lambda slot: self._next_use(self._slots[slot], index))
                 self._slots[slot], self._loaded_s[layer] = layer, math.inf
                 self._wait_until(self._backend.acquire(self._now_s, layer))
-                nbytes, arrived = self._layers[layer].load_bytes, partial(self._loaded_s.__setitem__, layer)
-                self._h2d.send_chunked(self._now_s, "load", layer, nbytes, self._itemsize, arrived, slot)
+                nbytes, on_done = self._layers[layer].load_bytes, partial(self._loaded_s.__setitem__, layer)
+                self._h2d.send_chunked(self._now_s, "load", layer, nbytes, self._itemsize, on_done, slot)
         layer = self._profile.stays[index].layer
-        # It trickles still: whoever waits for a layer sends the rest of it, as in the loop.
-        if self._loaded_s[layer] == math.inf:
+        if self._loaded_s[layer] == math.inf:  # pieces remain; they are sent at once, as in the loop
             self._h2d.flush(self._now_s)
         self._wait_until(self._loaded_s[layer])
         self._backend.release(layer)
 
     def _next_use(self, layer: str, index: int) -> float:
-        if not layer:  # empty, and before one whose layer does not come again, as in `Prefetch`
+        if not layer:  # empty slots before those whose layer has no later stay, as in `Prefetch`
             return math.inf
         visits = self._visits[layer]
-        at = bisect_left(visits, index)
-        return visits[at] if at < len(visits) else len(self._profile.stays)
+        position = bisect_left(visits, index)
+        return visits[position] if position < len(visits) else len(self._profile.stays)
 
-    def _fetch_stash(self, index: int, at: int, following: tuple[StayCost, TurnCost] | None) -> None:
-        """The stash of a turn is there, and that of the following one begins to arrive."""
+    def _fetch_stash(self, index: int, position: int, following: tuple[StayCost, TurnCost] | None) -> None:
+        """Wait for the stash of a turn, and start to fetch that of the following one."""
         if not self._offloads:
             return
         stay = self._profile.stays[index]
@@ -185,31 +182,28 @@ class VirtualRelay:
             if following is not None:
                 self._start_fetch(*following)
             self._h2d.send_chunk(self._now_s)
-            self._wait_until(
-                self._stash_store.prefetch(
-                    self._now_s, stay, at, self._profile.stays[index + 1 : index + 2 + READ_AHEAD]
-                )
-            )
+            next_stays = self._profile.stays[index + 1 : index + 2 + READ_AHEAD]
+            self._wait_until(self._stash_store.prefetch(self._now_s, stay, position, next_stays))
         else:
-            self._start_fetch(stay, stay.turns[at])
+            self._start_fetch(stay, stay.turns[position])
             self._wait_until(self._fetched_s)
 
     def _start_fetch(self, stay: StayCost, turn: TurnCost) -> None:
         if turn.fetch_bytes:
-            wanted = (turn.moves or _NO_MOVES).fetched
-            self._wait_until(self._stash_store.sources(self._now_s, stay.layer, turn.k, stay.visit, wanted))
+            storages = (turn.moves or _NO_MOVES).fetched
+            self._wait_until(self._stash_store.sources(self._now_s, stay.layer, turn.k, stay.visit, storages))
             self._fetched_s = self._h2d.send(self._now_s, "fetch", stay.layer, turn.fetch_bytes, turn.k, stay.visit)
-            self._stash_store.read_started(self._fetched_s, turn.k, wanted)
+            self._stash_store.read_started(self._fetched_s, turn.k, storages)
 
     def _compute_turn(self, turn: TurnCost, stay: int = -1) -> None:
-        """The compute events of a turn in the stay with this number."""
+        """Add the compute events of a turn in the stay of this index."""
         add, k = self._events.append, turn.k
         demanded = deque((turn.moves or _NO_MOVES).demanded)
         for number, (kind, layer, visit, seconds, overhead_s, demand_bytes, parts, memory) in enumerate(turn.ops):
             while demanded and demanded[0][0] == number:
-                wanted = demanded.popleft()[1]
-                self._wait_until(self._stash_store.sources(self._now_s, SHELL, k, -1, wanted))
-                self._stash_store.read_started(self._now_s, k, wanted)
+                storages = demanded.popleft()[1]
+                self._wait_until(self._stash_store.sources(self._now_s, SHELL, k, -1, storages))
+                self._stash_store.read_started(self._now_s, k, storages)
             if demand_bytes:
                 self._wait_until(self._h2d.send(self._now_s, "fetch", SHELL, demand_bytes, k))
             start_s = self._now_s + overhead_s
@@ -218,15 +212,14 @@ class VirtualRelay:
             self._stalled_s = 0.0
             for part in parts:
                 pushed_s = self._d2h.send(stop_s, "push", part.layer, part.nbytes, k, part.visit)
-                self._jobs.append(
-                    _QueuedJob(pushed_s, [EPSJob("reduce", part.block, k, part.reduce_s, part.block_bytes)])
-                )
+                job = EPSJob("reduce", part.block, k, part.reduce_s, part.block_bytes)
+                self._jobs.append(_QueuedJob(pushed_s, [job]))
                 self._run_eps()
             if memory:
                 self._record_memory(memory)
 
     def _offload(self, turn: TurnCost, visit: int) -> None:
-        """The stash of a turn begins to leave, when that of the turn before has left."""
+        """Start to offload the stash of a turn, after that of the turn before."""
         if not self._offloads:
             return
         moves = turn.moves or _NO_MOVES
@@ -237,7 +230,7 @@ class VirtualRelay:
             self._stash_store.write_started(self._offloaded_s, turn.k, visit, moves)
         if not self._overlap:
             self._wait_until(self._offloaded_s)
-        self._d2h.send_chunk(self._now_s)  # behind the stash, as in `Stash.park`
+        self._d2h.send_chunk(self._now_s)  # after the stash, as in `Stash`
 
     def _acquire_buffer(self, layer: str) -> None:
         """Wait until a gradient buffer is free; frozen layers need none."""
@@ -245,20 +238,20 @@ class VirtualRelay:
             self._wait_until(self._pushed_s.popleft())
 
     def _push(self, layer: str) -> None:
-        """Let a gradient leave; the EPS goes on with it."""
+        """Push a gradient and queue its EPS work."""
         cost = self._layers[layer]
         if not cost.push_bytes:
             return
-        # First: only when the last piece of the push before is sent is it known when that gradient has been used.
+        # First, since the end of an update is unknown until the last piece of its push is issued.
         self._d2h.flush(self._now_s)
         if self._config.update == "eager" and len(self._updated_s) >= MAX_PENDING_GRADIENTS:
             self._wait_until(self._updated_s[-MAX_PENDING_GRADIENTS])
 
-        # Deferred updates wait for all gradients: the profile has them in `closing`.
-        works = [("reduce", cost.reduce_s), ("update", cost.update_s)][: 1 + (self._config.update == "eager")]
-        job = _QueuedJob(math.inf, [EPSJob(kind, layer, -1, seconds, cost.block_bytes) for kind, seconds in works])
+        # Deferred updates are in the profile's `closing`.
+        steps = [("reduce", cost.reduce_s), ("update", cost.update_s)][: 1 + (self._config.update == "eager")]
+        job = _QueuedJob(math.inf, [EPSJob(kind, layer, -1, seconds, cost.block_bytes) for kind, seconds in steps])
 
-        def then(pushed_s: float) -> None:
+        def on_pushed(pushed_s: float) -> None:
             self._pushed_s.append(pushed_s)
             job.ready_s = pushed_s
             self._run_eps()
@@ -266,15 +259,15 @@ class VirtualRelay:
         self._jobs.append(job)
         if self._config.update == "eager":
             self._backend.prefetch_update(self._now_s, layer)
-        # 4: a gradient is float32 in either precision.
-        self._d2h.send_chunked(self._now_s, "push", layer, cost.push_bytes, 4, then)
+        # 4: gradients are float32 in every precision.
+        self._d2h.send_chunked(self._now_s, "push", layer, cost.push_bytes, 4, on_pushed)
 
     def _finish_blocks(self, index: int) -> None:
-        """Let the EPS put together what came by micro-batch, if no later stay brings more of it."""
-        if not (works := self._jobs_by_stay.get(index)):
+        """Queue EPS work on gradients that were pushed by micro-batch, once no later stay adds to them."""
+        if not (jobs := self._jobs_by_stay.get(index)):
             return
-        self._prefetch_updates(works)
-        self._jobs.append(_QueuedJob(self._now_s, works))
+        self._prefetch_updates(jobs)
+        self._jobs.append(_QueuedJob(self._now_s, jobs))
         self._run_eps()
         if len(self._updated_s) > MAX_PENDING_GRADIENTS:
             self._wait_until(self._updated_s[-MAX_PENDING_GRADIENTS - 1])
@@ -285,8 +278,8 @@ class VirtualRelay:
                 self._backend.prefetch_update(self._now_s, job.layer)
 
     def _run_eps(self) -> None:
-        """Let the EPS do, in order, what can be begun."""
-        # The first one alone is asked: the EPS is one thread, so a gradient that still trickles holds up those behind it.
+        """Run queued EPS work, in order, as far as its gradients are issued."""
+        # Only the first: the EPS is one thread, so a gradient with remaining pieces blocks those after it.
         while self._jobs and self._jobs[0].ready_s < math.inf:
             job = self._jobs.popleft()
             self._eps_s = max(self._eps_s, job.ready_s)
@@ -297,7 +290,7 @@ class VirtualRelay:
                     self._eps_s = self._backend.load_block(self._eps_s, layer)
                 start_s, self._eps_s = self._eps_s, self._eps_s + seconds
                 self._events.append(Event("eps", kind, start_s, self._eps_s, layer, k, nbytes))
-                if kind == "reduce" and k < 0:  # that of a micro-batch is added to the others of this worker
+                if kind == "reduce" and k < 0:  # else it is added to those of this worker
                     self._eps_s = self._backend.exchange_gradients(self._eps_s, layer)
                 if kind == "update":
                     self._updated_s.append(self._eps_s)
@@ -306,12 +299,12 @@ class VirtualRelay:
             self._wait_until(self._eps_s)
 
     def _finish(self) -> None:
-        """What the EPS does when all gradients have come."""
+        """Run the EPS work that waits for all gradients."""
         self._d2h.flush(self._now_s)
         updates = [job for job in self._closing if job.kind == "update"]
         self._jobs.append(_QueuedJob(self._now_s, [job for job in self._closing if job.kind != "update"]))
         self._run_eps()
-        self._now_s = max(self._now_s, self._eps_s)  # until then nobody knows what will be updated
+        self._now_s = max(self._now_s, self._eps_s)  # the loop announces updates only then
         self._prefetch_updates(updates)
         self._jobs.append(_QueuedJob(self._now_s, updates))
         self._run_eps()

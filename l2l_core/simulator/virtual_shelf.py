@@ -1,7 +1,7 @@
-"""A shelf on disk on a virtual clock: `place.py`, `updates.py` and `buffer_pool.py` of `l2l_core/shelf`, in numbers.
+"""A shelf on a virtual clock: `weight_source`, updates and buffer pools of `l2l_core/shelf`, in numbers.
 
-expect ──▶ read ahead, as far as there is room ──▶ lend            weights, for loads
-expect_update ──▶ read, as far as there is room ──▶ come ──▶ go    records, for updates: read, and written anew
+prefetch ──▶ read ahead, as far as there is room ──▶ acquire                        weights, for loads
+prefetch_update ──▶ read, as far as there is room ──▶ load_block ──▶ store_block    records, for updates: read and written
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from l2l_core.trace import Event
 
 
 class BlockFileSize(NamedTuple):
-    """A block in a file, in bytes, whole pages.
+    """Sizes of a block in a file, in bytes, whole pages.
 
     Attributes:
-        weights: that a load reads.
-        cast: of the buffer in which a device gets them in another type; 0 where copies cast on the way.
-        record: weights and state, that an update reads and writes.
-        buffer: of memory for a record.
+        weights: read by a load.
+        cast: of the buffer for weights in the device's type; 0 if copies cast on the way.
+        record: weights and state, read and written by an update.
+        buffer: memory for a record.
     """
 
     weights: int
@@ -35,13 +35,13 @@ class BlockFileSize(NamedTuple):
 
 
 class VirtualPool:
-    """Counts buffers as `Pool` lends them: what comes back is kept for whoever wants one of the same size.
+    """Counts buffers as the shelf's pool does: released ones are kept for reuse at the same size.
 
     Args:
         limit_bytes: of all buffers.
 
     Attributes:
-        most: bytes that there were at once.
+        peak_bytes: highest total.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -49,7 +49,7 @@ class VirtualPool:
         self._total, self._free = 0, deque[int]()
 
     def acquire(self, nbytes: int) -> bool:
-        """Lend a buffer; tells whether there was room."""
+        """Acquire a buffer; return False if there is no room."""
         if nbytes in self._free:
             self._free.remove(nbytes)
             return True
@@ -62,36 +62,36 @@ class VirtualPool:
         return True
 
     def release(self, nbytes: int) -> None:
-        """Take a buffer back."""
+        """Release a buffer."""
         self._free.append(nbytes)
 
 
 class VirtualDiskBackend(VirtualLocalBackend):
-    """Is the company of one worker whose weights and state are in files.
+    """Backend of one worker with weights and state in files.
 
     Args:
-        blocks: by key, the shell among them; each layer is one.
+        blocks: by key, shell included; each layer is one block.
         disk: its figures.
         loads, records: bytes of the two pools.
 
     Attributes:
-        loads, records: the pools.
-        stash: in a file beside the records, if that is where it waits.
+        load_pool, record_pool: the pools.
+        stash: a stash in a file beside the records.
     """
 
     def __init__(self, blocks: Mapping[str, BlockFileSize], disk: Disk, loads: int, records: int) -> None:
-        self.events = list[Event]()
+        self.events: list[Event] = []
         self.load_pool, self.record_pool = VirtualPool(loads), VirtualPool(records)
         self._blocks = blocks
         self._reads = VirtualDiskLane("disk read", disk.read_bytes_per_s, self.events)
         self._writes = VirtualDiskLane("disk write", disk.write_bytes_per_s, self.events)
         self.stash = VirtualDiskStash(self._reads, self._writes)
-        self._read_ahead: dict[str, float] = {}  # when weights that are read ahead are there
+        self._read_ahead: dict[str, float] = {}  # end of each read ahead
         self._acquired: set[str] = set()
-        self._casting: list[tuple[float, int]] = []  # buffers from which is cast, and when they come back
-        self._update_queue: dict[str, float] = {}  # blocks to be updated, and since when that is known
-        self._writing: list[tuple[float, int]] = []  # when buffers of records that are being written come back
-        self._last_read_s = 0.0  # when the last record began to be read
+        self._casting: list[tuple[float, int]] = []  # source buffers of casts: time of release, bytes
+        self._update_queue: dict[str, float] = {}  # announced updates: time of the announcement
+        self._writing: list[tuple[float, int]] = []  # buffers of records: time of release, bytes
+        self._last_read_s = 0.0  # start of the last read of a record
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
@@ -100,22 +100,22 @@ class VirtualDiskBackend(VirtualLocalBackend):
         for layer in [layer for layer in self._read_ahead if layer not in wanted]:
             self._discard(t, layer)
         for layer in wanted:
-            if layer not in self._read_ahead and (there_s := self._start_read(t, layer)) is not None:
-                self._read_ahead[layer] = there_s
+            if layer not in self._read_ahead and (read_s := self._start_read(t, layer)) is not None:
+                self._read_ahead[layer] = read_s
 
     def acquire(self, t: float, layer: str) -> float:
-        there_s = self._read_ahead.pop(layer, None)
-        if there_s is None:
-            there_s = self._start_read(t, layer)
-        while there_s is None:
+        read_s = self._read_ahead.pop(layer, None)
+        if read_s is None:
+            read_s = self._start_read(t, layer)
+        while read_s is None:
             if self._read_ahead:
                 t = self._discard(t, next(reversed(self._read_ahead)))
             else:
-                assert self._casting, f"no room for {layer}, though the pool has its least"
+                assert self._casting, f"no room for {layer} in a pool of the minimum size"
                 t = max(t, self._casting[0][0])
-            there_s = self._start_read(t, layer)
+            read_s = self._start_read(t, layer)
         self._acquired.add(layer)
-        return there_s
+        return read_s
 
     def release(self, layer: str) -> None:
         if layer in self._acquired:
@@ -123,7 +123,7 @@ class VirtualDiskBackend(VirtualLocalBackend):
             self.load_pool.release(self._buffer_bytes(layer))
 
     def _start_read(self, t: float, layer: str) -> float | None:
-        """Begin to read a layer's weights; None if there is no room."""
+        """Start to read a layer's weights; return the end, None without room."""
         while self._casting and self._casting[0][0] <= t:
             self.load_pool.release(heappop(self._casting)[1])
         block = self._blocks[layer]
@@ -132,13 +132,13 @@ class VirtualDiskBackend(VirtualLocalBackend):
         if block.cast and not self.load_pool.acquire(block.cast):
             self.load_pool.release(block.weights)
             return None
-        there_s = self._reads.transfer(t, layer, block.weights, "read")
+        read_s = self._reads.transfer(t, layer, block.weights, "read")
         if block.cast:
-            heappush(self._casting, (there_s, block.weights))
-        return there_s
+            heappush(self._casting, (read_s, block.weights))
+        return read_s
 
     def _discard(self, t: float, layer: str) -> float:
-        """Give up what is read ahead; gives when its buffer is free."""
+        """Discard weights that were read ahead; return the time at which their buffer is free."""
         t = max(t, self._read_ahead.pop(layer))
         self.load_pool.release(self._buffer_bytes(layer))
         return t
@@ -153,9 +153,9 @@ class VirtualDiskBackend(VirtualLocalBackend):
         self._update_queue.setdefault(block, t)
 
     def load_block(self, t: float, block: str) -> float:
-        # Blocks come in the order in which they were expected, so all that may hold a buffer have gone, and it is known when
+        # Blocks are updated in the order of their announcement, so the release of every buffer in use is known
         start_s, nbytes = max(self._update_queue.pop(block), self._last_read_s), self._blocks[block].buffer
-        while self._writing and (self._writing[0][0] <= start_s):
+        while self._writing and self._writing[0][0] <= start_s:
             self.record_pool.release(heappop(self._writing)[1])
         while not self.record_pool.acquire(nbytes):
             done_s, size = heappop(self._writing)

@@ -1,4 +1,4 @@
-"""Where a stash waits, on a virtual clock: host memory, which takes no time, or a file, by the rule of `buffer_rotation.py`."""
+"""Stash stores on a virtual clock: host memory, which takes no time, or a file, by `buffer_rotation.py`."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from l2l_core.simulator.virtual_lane import VirtualDiskLane
 
 
 class VirtualStashStore:
-    """Lets storages wait in host memory. What answers with a time says until when compute must wait."""
+    """A stash in host memory. Methods that return a time delay compute until then."""
 
     def targets(self, k: int, moves: StashMoves) -> float:
-        """Find where what leaves can be copied to."""
+        """Return the time at which buffers for the offloaded storages are free."""
         return -math.inf
 
     def write_started(self, t: float, k: int, visit: int, moves: StashMoves) -> None:
-        """It has been copied there at `t`."""
+        """Record that they are copied into the buffers at `t`."""
 
-    def sources(self, t: float, layer: str, k: int, visit: int, wanted: Sequence[int]) -> float:
-        """At `t` storages of micro-batch `k` are wanted."""
+    def sources(self, t: float, layer: str, k: int, visit: int, numbers: Sequence[int]) -> float:
+        """Return the time at which storages of micro-batch `k` are in buffers."""
         return -math.inf
 
-    def read_started(self, t: float, k: int, wanted: Sequence[int]) -> None:
-        """They have been copied from there at `t`."""
+    def read_started(self, t: float, k: int, numbers: Sequence[int]) -> None:
+        """Record that they are copied from the buffers at `t`."""
 
-    def prefetch(self, t: float, stay: StayCost, at: int, following: Sequence[StayCost]) -> float:
-        """At `t` a turn begins, the one at that place in its stay; others follow."""
+    def prefetch(self, t: float, stay: StayCost, position: int, following: Sequence[StayCost]) -> float:
+        """Start reads for the turns after the next one; turn `position` of the stay begins at `t`."""
         return -math.inf
 
 
 class _VirtualBuffer(StashBuffer):
-    """Is a buffer on the clock: when what fills or empties it is done, and the copy from it, and when it is free again."""
+    """Times of a buffer: end of its last fill or flush, of the copy from it, and when it is free again."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class _CountingSupplier(BufferSupplier[_VirtualBuffer]):
 
 
 class VirtualDiskStash(VirtualStashStore):
-    """Lets them wait in a scratch file.
+    """A stash in a scratch file.
 
     Args:
         reads, writes: lanes of the disk.
@@ -73,12 +73,12 @@ class VirtualDiskStash(VirtualStashStore):
 
     @property
     def buffer_bytes(self) -> int:
-        """Host memory of all buffers, which stay as long as the pass does."""
+        """Host memory of all buffers, which are kept for the whole pass."""
         return self._supplier.nbytes
 
     @property
     def file_bytes(self) -> int:
-        """That the file must have at least."""
+        """Minimum size of the file."""
         return self._rotation.file_bytes
 
     def targets(self, k: int, moves: StashMoves) -> float:
@@ -86,8 +86,8 @@ class VirtualDiskStash(VirtualStashStore):
             self._rotation.release(extent)
         for number, nbytes in moves.offloaded:
             if (k, number) not in self._extents:
-                found = self._rotation.reuse_extent(nbytes)
-                self._extents[k, number] = self._rotation.append_extent(nbytes) if found is None else found
+                reused = self._rotation.reuse_extent(nbytes)
+                self._extents[k, number] = self._rotation.append_extent(nbytes) if reused is None else reused
         return self._rotation.assign_buffer(self._offloading(k, moves)).free_s if moves.offloaded else -math.inf
 
     def write_started(self, t: float, k: int, visit: int, moves: StashMoves) -> None:
@@ -97,26 +97,26 @@ class VirtualDiskStash(VirtualStashStore):
         for extent in extents:
             extent.last_write = buffer.done_s
 
-    def sources(self, t: float, layer: str, k: int, visit: int, wanted: Sequence[int]) -> float:
-        extents = self._offloaded(k, wanted)
+    def sources(self, t: float, layer: str, k: int, visit: int, numbers: Sequence[int]) -> float:
+        extents = self._offloaded(k, numbers)
         if (read := self._rotation.plan_fetch(extents)) is not None:
             self._start_read(t, read, layer, k, visit)
         return max((buffer.done_s for buffer in map(_buffer_of, extents) if buffer.is_read), default=-math.inf)
 
-    def read_started(self, t: float, k: int, wanted: Sequence[int]) -> None:
-        for extent in self._offloaded(k, wanted):
+    def read_started(self, t: float, k: int, numbers: Sequence[int]) -> None:
+        for extent in self._offloaded(k, numbers):
             _buffer_of(extent).copied_s = t
 
-    def prefetch(self, t: float, stay: StayCost, at: int, following: Sequence[StayCost]) -> float:
-        turns, until_s = _upcoming_turns(stay, at, following), -math.inf
-        here = stay.turns[at]
-        resident = {(here.k, number) for number in _moves_of(here).fetched}
-        wanted = [[(turn.k, number) for number in _moves_of(turn).fetched] for _, turn in turns]
-        known = [[self._extents[n] for n in names if n in self._extents and n not in resident] for names in wanted]
-        for read in self._rotation.plan_prefetch(known):
-            there, turn = turns[read.turn]
+    def prefetch(self, t: float, stay: StayCost, position: int, following: Sequence[StayCost]) -> float:
+        turns, until_s = _upcoming_turns(stay, position, following), -math.inf
+        current = stay.turns[position]
+        resident = {(current.k, number) for number in _moves_of(current).fetched}
+        storages = [[(turn.k, number) for number in _moves_of(turn).fetched] for _, turn in turns]
+        extents = [[self._extents[n] for n in each if n in self._extents and n not in resident] for each in storages]
+        for read in self._rotation.plan_prefetch(extents):
+            upcoming, turn = turns[read.turn]
             until_s = max(until_s, read.buffer.free_s)
-            self._start_read(max(t, until_s), read, there.layer, turn.k, there.visit)
+            self._start_read(max(t, until_s), read, upcoming.layer, turn.k, upcoming.visit)
         return until_s
 
     def _start_read(self, t: float, read: ExtentRead[_VirtualBuffer], layer: str, k: int, visit: int) -> None:
@@ -125,32 +125,30 @@ class VirtualDiskStash(VirtualStashStore):
         read.buffer.is_read = True
 
     def _offloaded(self, k: int, numbers: Sequence[int]) -> list[FileExtent]:
-        """What has not left yet is on the device: fewer micro-batches than were rehearsed may want it before it leaves."""
+        """Return the extents of offloaded storages; with fewer micro-batches than rehearsed, others are on the device."""
         return [self._extents[k, number] for number in numbers if (k, number) in self._extents]
 
     def _offloading(self, k: int, moves: StashMoves) -> list[FileExtent]:
         return [self._extents[k, number] for number, _ in moves.offloaded]
 
 
-def _upcoming_turns(stay: StayCost, at: int, following: Sequence[StayCost]) -> list[tuple[StayCost, TurnCost]]:
-    """List the turns after the next one, as the loop knows them: see `Order.iter_turns`, and `TrainLoop.train` for backward."""
-    here = [(stay, turn) for turn in stay.turns[at + 1 : at + 2 + READ_AHEAD]]
+def _upcoming_turns(stay: StayCost, position: int, following: Sequence[StayCost]) -> list[tuple[StayCost, TurnCost]]:
+    """Return the turns after the next one, as `Order.iter_turns` and, for backward, `TrainLoop.train` do."""
+    turns = [(stay, turn) for turn in stay.turns[position + 1 : position + 2 + READ_AHEAD]]
     if not stay.has("forward"):
-        here += [(each, turn) for each in following[: 1 + READ_AHEAD] for turn in each.turns]
-        return here[1 : 1 + READ_AHEAD]
-    there: list[tuple[StayCost, TurnCost]] = []
-    if following and following[0].has("forward"):  # others have been here and wait there
-        there = [(following[0], turn) for turn in following[0].turns[: min(at, 1 + READ_AHEAD)]]
-    return (here + there)[1 : 1 + READ_AHEAD]
+        turns += [(each, turn) for each in following[: 1 + READ_AHEAD] for turn in each.turns]
+    elif following and following[0].has("forward"):  # only micro-batches that this layer has run
+        turns += [(following[0], turn) for turn in following[0].turns[: min(position, 1 + READ_AHEAD)]]
+    return turns[1 : 1 + READ_AHEAD]
 
 
 def _moves_of(turn: TurnCost) -> StashMoves:
-    assert turn.moves is not None, "a stash on the disk is planned by storages"
+    assert turn.moves is not None, "a stash on disk needs the moves of single storages"
     return turn.moves
 
 
 def _buffer_of(extent: FileExtent) -> _VirtualBuffer:
-    assert isinstance(extent.buffer, _VirtualBuffer), "an extent is in no buffer"
+    assert isinstance(extent.buffer, _VirtualBuffer), "an extent without a buffer"
     return extent.buffer
 
 

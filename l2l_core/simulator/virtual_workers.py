@@ -1,7 +1,7 @@
-"""Workers on a virtual clock: `place.py`, `reducer.py` and `channel.py` of `l2l_core/workers`, in numbers.
+"""Workers on a virtual clock: weight source, reducer and channel of `l2l_core/workers`, in numbers.
 
-Every kind of worker replays the step by itself, and stops where it needs what others have not brought yet; so the replays run as
-greenlets, in turn. All make the same collectives in the same order: whoever is furthest behind waits for nobody.
+One worker per speed replays the step, in a greenlet that switches where it waits for the others. All run the same
+collectives in the same order, so the last one never waits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from greenlet import getcurrent, greenlet
 
@@ -22,123 +22,95 @@ from l2l_core.workers import Traffic, handshake_traffic
 T = TypeVar("T")
 
 
-class VirtualBackend(Protocol):
-    """Is whoever trains along in a replay.
+class VirtualLocalBackend:
+    """A single worker with weights and gradients in memory; base class of the other backends.
 
     Attributes:
-        worker: that replays.
-        events: of what it does together with others.
+        worker: the worker that is replayed.
+        events: of its collectives or of its disk.
     """
-
-    worker: WorkerInfo
-    events: Sequence[Event]
-
-    def prefetch(self, t: float, layers: Iterable[str]) -> None:
-        """Hear at `t` which layers will be lent next."""
-
-    def acquire(self, t: float, layer: str) -> float:
-        """Say when the weights of a layer, asked for at `t`, are in this host's memory."""
-
-    def release(self, layer: str) -> None:
-        """Hear that a layer that was lent has been loaded."""
-
-    def prefetch_update(self, t: float, block: str) -> None:
-        """Hear at `t` which block will be updated next."""
-
-    def load_block(self, t: float, block: str) -> float:
-        """Say when weights and state of a block, asked for at `t` for its update, are in this host's memory."""
-
-    def store_block(self, t: float, block: str) -> None:
-        """Hear that a block was updated at `t`."""
-
-    def exchange_gradients(self, t: float, block: str) -> float:
-        """Say when the gradients of a block, given at `t`, have come from everybody."""
-
-    def gather_for_clip(self, t: float) -> float:
-        """Say when the norm of all gradients can be found, if that begins at `t`."""
-
-    def end_step(self, t: float) -> float:
-        """Say when all have ended the step, if this one does at `t`."""
-
-
-class VirtualLocalBackend:
-    """Is the company of one worker, whose weights and gradients are there."""
 
     worker: WorkerInfo = WorkerInfo()
     events: Sequence[Event] = ()
 
     def prefetch(self, t: float, layers: Iterable[str]) -> None:
-        pass
+        """Announce at `t` the layers to be acquired next."""
 
     def acquire(self, t: float, layer: str) -> float:
+        """Request the weights of a layer at `t`; return when they are in host memory."""
         return -math.inf
 
     def release(self, layer: str) -> None:
-        pass
+        """Release an acquired layer, once it is loaded."""
 
     def prefetch_update(self, t: float, block: str) -> None:
-        pass
+        """Announce at `t` the next block to be updated."""
 
     def load_block(self, t: float, block: str) -> float:
+        """Request weights and state of a block at `t` for its update; return when they are in host memory."""
         return t
 
     def store_block(self, t: float, block: str) -> None:
-        pass
+        """Record the update of a block at `t`."""
 
     def exchange_gradients(self, t: float, block: str) -> float:
+        """Exchange the gradients of a block at `t`; return when those of all workers have arrived."""
         return t
 
     def gather_for_clip(self, t: float) -> float:
+        """Gather what the norm of all gradients needs at `t`; return the end."""
         return t
 
     def end_step(self, t: float) -> float:
+        """End the step at `t`; return when all workers have ended it."""
         return t
 
 
 class VirtualRendezvous:
-    """Where replays wait for one another."""
+    """Barriers at which replays wait for one another."""
 
     def __init__(self) -> None:
         self._arrivals: dict[tuple[str, int], dict[int, float]] = {}
         self._count = 0
 
     def run(self, replays: Mapping[int, Callable[[], T]]) -> dict[int, T]:
-        """Run the replays of these workers; gives what they return."""
+        """Run the replays of these workers; return their results."""
         self._count = len(replays)
         running = {rank: greenlet(replay) for rank, replay in replays.items()}
         results: dict[int, T] = {}
         while running:
             before = sum(map(len, self._arrivals.values())), len(running)
-            for rank, one in list(running.items()):
-                result = one.switch()
-                if one.dead:
+            for rank, replay in list(running.items()):
+                result = replay.switch()
+                if replay.dead:
                     results[rank] = result
                     del running[rank]
-            assert before != (sum(map(len, self._arrivals.values())), len(running)), (
-                f"workers {[*running]} wait for ever"
-            )
+            after = sum(map(len, self._arrivals.values())), len(running)
+            assert before != after, f"workers {[*running]} wait forever"
         return results
 
     def wait_for_all(self, channel: str, number: int, rank: int, t: float) -> dict[int, float]:
-        """Come to a meeting of a channel at `t`; gives when everybody came."""
-        came = self._arrivals.setdefault((channel, number), {})
-        came[rank] = t
-        while len(came) < self._count:
-            getcurrent().parent.switch()
-        return came
+        """Enter a barrier of a channel at `t`; return the times at which the workers entered."""
+        parent = getcurrent().parent
+        assert parent is not None, "a replay runs in a greenlet of `run`"
+        arrivals = self._arrivals.setdefault((channel, number), {})
+        arrivals[rank] = t
+        while len(arrivals) < self._count:
+            parent.switch()
+        return arrivals
 
 
 class _SharedLink:
-    """A link that several channels share. What is ready first goes first, in whatever order it is told."""
+    """A link shared by several channels, in order of readiness, not of issue."""
 
     def __init__(self) -> None:
-        self._busy: list[tuple[float, float]] = []  # from when to when, in order, without overlaps
+        self._busy: list[tuple[float, float]] = []  # sorted, without overlaps
 
     def reserve(self, t: float, seconds: float) -> float:
-        """Fill the link for so many seconds from `t` on, whenever nothing else does; gives the end."""
-        at = max(0, bisect_right(self._busy, (t, math.inf)) - 1)
-        added = []
-        for start_s, stop_s in [*self._busy[at:], (math.inf, math.inf)]:
+        """Use the link for `seconds` of its free time from `t` on; return the end."""
+        first = max(0, bisect_right(self._busy, (t, math.inf)) - 1)
+        added: list[tuple[float, float]] = []
+        for start_s, stop_s in [*self._busy[first:], (math.inf, math.inf)]:
             if seconds <= 0:
                 break
             if t < start_s:
@@ -153,7 +125,7 @@ class _SharedLink:
 
 
 class TrafficTotal(NamedTuple):
-    """Bytes of a step between one worker and the others, gloo's own not counted."""
+    """Bytes of a step between one worker and the others, without gloo's own."""
 
     sent: int = 0
     received: int = 0
@@ -164,19 +136,19 @@ class TrafficTotal(NamedTuple):
 
 
 class VirtualDistributedBackend(VirtualLocalBackend):
-    """Is the company of one of several workers.
+    """One of several workers.
 
     Args:
-        fleet: the workers.
-        rank: of the one that this is of.
-        shares: what is held of each layer.
-        itemsize: bytes of a weight on its way.
-        meetings: with the others.
-        rounds: exchanges of a block's gradients: one, or one for each micro-batch of a worker.
+        cluster: the workers.
+        rank: of this one.
+        shards: of each layer.
+        itemsize: bytes of a weight on the network.
+        rendezvous: barriers shared with the others.
+        exchanges_per_block: exchanges of a block's gradients: one, or one for each micro-batch of a worker.
 
     Attributes:
-        sent: by channel, what has moved so far; meetings included.
-        buffers: how many there are of so many elements, into which layers are gathered.
+        traffic: bytes moved by channel, handshakes included.
+        buffers: number of host buffers for gathered layers, by elements.
     """
 
     def __init__(
@@ -188,18 +160,19 @@ class VirtualDistributedBackend(VirtualLocalBackend):
         rendezvous: VirtualRendezvous,
         exchanges_per_block: int = 1,
     ) -> None:
-        self.worker, self.events = WorkerInfo(rank, cluster.count), list[Event]()
+        self.worker = WorkerInfo(rank, cluster.count)
+        self.events: list[Event] = []
         self._rank, self._shards, self._itemsize, self._rendezvous = rank, shards, itemsize, rendezvous
         self._network, self._wire = cluster.network, weight_itemsize(cluster.wire)
         self._handshake_traffic, self._exchanges_per_block = handshake_traffic(cluster.count), exchanges_per_block
         self._blocks = {share.key: share for each in shards.values() for share in each if any(share.gradient_numels)}
         self._link = _SharedLink()
         self._handshakes = Counter[str]()  # by channel
-        self._started_gathers: list[tuple[BlockShards, float]] = []  # gathers in order, and when each was begun
-        self._gathered_s: list[float] = []  # when they were over, of those that are
-        self._pending_gathers: dict[str, int] = {}  # numbers of gathers that nobody has been lent, by block
-        self._acquired: set[str] = set()  # layers
-        self._exchanged_blocks: list[str] = []  # blocks
+        self._started_gathers: list[tuple[BlockShards, float]] = []  # in order, with the time of each request
+        self._gathered_s: list[float] = []  # ends of the finished ones
+        self._pending_gathers: dict[str, int] = {}  # indices of gathers that were not acquired yet, by block
+        self._acquired: set[str] = set()
+        self._exchanged_blocks: list[str] = []
         self._free_buffers = Counter[int]()
         self.buffers = Counter[int]()
         self.traffic = {"gather": TrafficTotal(), "reduce": TrafficTotal(), "control": TrafficTotal()}
@@ -244,27 +217,24 @@ class VirtualDistributedBackend(VirtualLocalBackend):
         self._free_buffers[numel] -= bool(self._free_buffers[numel])
 
     def _finish_gather(self, number: int) -> float:
-        """Say when a gather is over: one thread makes them, one after another."""
+        """Return the end of a gather: one thread runs them one after another."""
         while len(self._gathered_s) <= number:
-            share, asked_s = self._started_gathers[len(self._gathered_s)]
-            t = max([asked_s, *self._gathered_s[-1:]])
-            there_s = self._run_collective(
-                "gather", "gather", t, share.key, share.gather_traffic(self._itemsize, self._rank)
-            )
-            self._gathered_s.append(there_s)
+            share, requested_s = self._started_gathers[len(self._gathered_s)]
+            t = max([requested_s, *self._gathered_s[-1:]])
+            traffic = share.gather_traffic(self._itemsize, self._rank)
+            self._gathered_s.append(self._run_collective("gather", "gather", t, share.key, traffic))
         return self._gathered_s[number]
 
     def _run_collective(self, channel: str, kind: str, t: float, block: str, transfers: Sequence[Traffic]) -> float:
-        """Meet, and move what there is to move; gives when that is over."""
-        came = self._rendezvous.wait_for_all(channel, self._handshakes[channel], self._rank, t)
+        """Wait for all workers and run the transfers; return the end."""
+        arrivals = self._rendezvous.wait_for_all(channel, self._handshakes[channel], self._rank, t)
         self._handshakes[channel] += 1
-        met_s = max(came.values())
-        stop_s = met_s
+        start_s = stop_s = max(arrivals.values())
         for traffic in (self._handshake_traffic, *transfers):
             stop_s = self._link.reserve(stop_s, self._network.busy_s(traffic)) + self._network.delay_s(traffic)
             self.traffic[channel] = self.traffic[channel].add(traffic)
         received = sum(traffic.received for traffic in transfers)
-        last = min(rank for rank, came_s in came.items() if came_s == met_s)
+        last = min(rank for rank, arrived_s in arrivals.items() if arrived_s == start_s)
         lane = "gather" if channel == "gather" else "reduce"
-        self.events.append(Event(lane, kind, met_s, stop_s, block, nbytes=received, stalled_s=met_s - t, last=last))
+        self.events.append(Event(lane, kind, start_s, stop_s, block, nbytes=received, stalled_s=start_s - t, last=last))
         return stop_s

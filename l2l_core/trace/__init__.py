@@ -1,7 +1,7 @@
-"""Recording of a step: events on lanes, memory over time, and files of both. Its analysis is in `analysis`.
+"""Recording of a step: events on lanes, memory over time, and files of both. `analysis` evaluates it.
 
 Imports nothing of the engine.
-Begin reading at `events.py` (what a trace consists of), `trace.py`.
+Begin reading at `events.py`, then `trace.py`.
 """
 
 from l2l_core.trace.events import ALL_LANES as ALL_LANES
@@ -21,7 +21,7 @@ from l2l_core.trace.intervals import Interval as Interval
 from l2l_core.trace.intervals import intersect as intersect
 from l2l_core.trace.intervals import merge as merge
 from l2l_core.trace.intervals import total_length as total_length
-from l2l_core.trace.step_result import StepResult as StepResult
+from l2l_core.trace.trace import StepResult as StepResult
 from l2l_core.trace.trace import Trace as Trace
 from l2l_core.trace.trace_files import OtherVersionError as OtherVersionError
 from l2l_core.trace.trace_files import check_version as check_version

@@ -1,4 +1,4 @@
-"""What a trace consists of: pieces of work on lanes, and what memories held when."""
+"""Contents of a trace: events on lanes, and bytes in use over time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from l2l_core.trace.formatting import format_bytes
 
 CATEGORIES = ("weights", "gradients", "activations", "stash", "optimizer", "other")  # of bytes in a memory
 LANES = ("compute", "h2d", "d2h", "eps")  # of every worker
-NETWORK_LANES = ("gather", "reduce")  # of those that train with others, too
-DISK_LANES = ("disk read", "disk write")  # where weights and their state are in files
+NETWORK_LANES = ("gather", "reduce")  # with several workers
+DISK_LANES = ("disk read", "disk write")  # with a shelf
 ALL_LANES = LANES + NETWORK_LANES + DISK_LANES
 PLACES = ("device", "host")
 
@@ -28,7 +28,7 @@ _KIND_LETTERS = {
 
 
 class Event(NamedTuple):
-    """One piece of work on one lane. Events of a lane follow one another: a lane is a serial resource."""
+    """One piece of work on one lane. Events of a lane do not overlap: a lane is a serial resource."""
 
     lane: str  # one of ALL_LANES
     kind: str  # "shell" | "forward" | "loss" | "backward" | "load" | "push" | "stash" | "reduce" | ...
@@ -39,16 +39,16 @@ class Event(NamedTuple):
     nbytes: int = 0
     visit: int = -1  # forward visits 0..V-1, backward visits V..2V-1, -1 if none
     stalled_s: float = (
-        0.0  # right before the event compute waited so long for copies or the EPS, the network for a worker
+        0.0  # right before the event: wait of compute for copies or the EPS, of a collective for a worker
     )
-    stay: int = -1  # of compute: number of the stay on the device that it is part of or follows, from 0; -1 if none
+    stay: int = -1  # of compute: the stay on the device that it is part of or follows, from 0; -1 if none
     slot: int = -1  # of a load: the weight slot that it fills; -1 if none, as for the shell
-    piece: int = 0  # of a copy that travels in pieces: which one this is
-    pieces: int = 1  # how many there are
-    last: int = -1  # on the network: the worker that came last, for which the others have waited; -1 elsewhere
+    piece: int = 0  # of a chunked copy: number of the piece
+    pieces: int = 1  # of a chunked copy: number of pieces
+    last: int = -1  # of a collective: rank of the last worker to start, for which the others waited; -1 elsewhere
 
     def label(self) -> str:
-        """Give a short name: "F L003 k=1", "L L004", "loss k=0". Kinds that share a first letter are spelled out."""
+        """Return a short name: "F L003 k=1", "L L004", "loss k=0". Only common kinds are shortened to a letter."""
         words = [_KIND_LETTERS.get(self.kind, self.kind)]
         if self.layer not in ("", self.kind):
             words.append(self.layer)
@@ -59,13 +59,13 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Says whose trace it is.
+    """The worker that recorded a trace.
 
     Attributes:
-        rank, count: of the worker, and how many train together.
-        began_s: when the trace began, in seconds on a clock that all of them share.
-        waited_s: how long this worker had waited by then for the last one to begin.
-        last: the worker that came last; -1 if nobody is waited for.
+        rank, count: of the worker, and number of workers.
+        began_s: start of the trace, in seconds on a clock shared by all workers.
+        waited_s: seconds that this worker had waited by then for the last one to start.
+        last: rank of the last worker to start; -1 without workers.
     """
 
     rank: int = 0
@@ -76,7 +76,7 @@ class WorkerInfo:
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """The lanes that it has."""
+        """Lanes of this worker."""
         return LANES if self.count == 1 else (*LANES, *NETWORK_LANES)
 
 
@@ -90,21 +90,21 @@ class MemorySample:
 
     @property
     def total(self) -> int:
-        """Bytes of all categories together."""
+        """Bytes of all categories."""
         return sum(self.bytes_by_category.values())
 
 
 @dataclass(frozen=True, slots=True)
 class StepFailure:
-    """How a step ended that was not finished.
+    """End of a step that failed.
 
     Attributes:
-        t_s: when, in seconds since it began.
+        t_s: seconds since the step began.
         error: name of the exception's class.
-        asked_bytes: of the allocation that the device had no room for; 0 if it failed for another reason.
-        asked_for: what for, as "activations for L004 during forward of h.4 (L004), micro-batch 0".
-        held_bytes: of the device that were in use then.
-        missing_bytes: by how much the allocation was too large.
+        asked_bytes: size of the allocation that did not fit on the device; 0 after other errors.
+        asked_for: its purpose, as "activations for L004 during forward of h.4 (L004), micro-batch 0".
+        held_bytes: device bytes in use at that time.
+        missing_bytes: bytes by which the allocation was too large.
     """
 
     t_s: float
@@ -115,13 +115,13 @@ class StepFailure:
     missing_bytes: int = 0
 
     def __str__(self) -> str:
-        asked = f": {format_bytes(self.asked_bytes)} of {self.asked_for} were asked for" if self.asked_bytes else ""
+        asked = f": allocating {format_bytes(self.asked_bytes)} of {self.asked_for}" if self.asked_bytes else ""
         missing = f", {format_bytes(self.missing_bytes)} too much" if self.missing_bytes else ""
         return f"failed after {self.t_s:.3g} s ({self.error}){asked}{missing}"
 
 
 class TraceLike(Protocol):
-    """What those who read or write a trace ask of it; `Trace` is one."""
+    """Interface of a trace for readers and writers; `Trace` implements it."""
 
     step: int
     device: str
@@ -132,11 +132,14 @@ class TraceLike(Protocol):
 
     def check_finished(self) -> None:
         """Raise a ValueError if the step failed."""
+        ...
 
     @property
     def lanes(self) -> Mapping[str, tuple[Event, ...]]:
-        """Every lane with its events, sorted by start."""
+        """Events of every lane, sorted by start."""
+        ...
 
     @property
     def memory(self) -> tuple[MemorySample, ...]:
         """Samples of both places in order of time."""
+        ...

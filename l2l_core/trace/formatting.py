@@ -1,8 +1,8 @@
-"""Numbers for people, as tables, pictures and messages have them."""
+"""Bytes and seconds as text, for tables, pictures and messages."""
 
 
 def format_bytes(nbytes: int | float) -> str:
-    """Write `nbytes` for people: decimal units, three digits."""
+    """Format a number of bytes: decimal units, three digits."""
     value = float(nbytes)
     for unit in ("B", "kB", "MB", "GB"):
         if abs(value) < 999.5:
@@ -12,7 +12,7 @@ def format_bytes(nbytes: int | float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write `seconds` for people: three digits."""
+    """Format a duration: three digits."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= 0.9995 * scale:
             return f"{seconds / scale:.3g} {unit}" if seconds < 999.5 else f"{seconds:.0f} s"

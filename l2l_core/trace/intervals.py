@@ -1,4 +1,4 @@
-"""Pure arithmetic on intervals of time, (start, stop): union, what two have in common, length."""
+"""Arithmetic on intervals (start, stop): union, intersection, length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Interval = tuple[float, float]
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of intervals as a sorted list without overlaps; touching ones are joined, empty ones dropped."""
+    """Return the union of intervals: sorted, without overlaps, touching ones joined, empty ones dropped."""
     union: list[Interval] = []
     for start, stop in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if union and start <= union[-1][1]:
@@ -20,8 +20,9 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """Find what two merged lists of intervals have in common, merged again."""
-    common, i, j = [], 0, 0
+    """Return the intersection of two merged lists of intervals, merged."""
+    common: list[Interval] = []
+    i = j = 0
     while i < len(a) and j < len(b):
         start, stop = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
         if start < stop:
@@ -34,5 +35,5 @@ def intersect(a: list[Interval], b: list[Interval]) -> list[Interval]:
 
 
 def total_length(intervals: list[Interval]) -> float:
-    """Add up the length of a merged list of intervals."""
+    """Return the total length of a merged list of intervals."""
     return math.fsum(stop - start for start, stop in intervals)

@@ -1,11 +1,11 @@
 """A step's memory in the format of `torch.cuda.memory._snapshot()`, for PyTorch's memory viewer.
 
-A trace knows bytes by category, not allocations. So every rise of a category is one allocation here, and every fall frees
-what was allocated last, a part of it if need be; its name says which events ran when it was made. Sizes and times are
-those of the trace, addresses are made up. Device 0 of the viewer is the device, device 1 the host.
+A trace has bytes by category, not allocations. Every rise of a category becomes one allocation, named after the events that
+ran then; every fall frees the latest allocations of the category, the last of them in part. Sizes and times are those of
+the trace, addresses are made up. Device 0 of the viewer is the device, device 1 the host.
 
-The viewer (https://docs.pytorch.org/docs/main/torch_cuda_memory.html) reads pickles of the protocols 2 to 4 with Python's
-own types in them, and wants one event at least that has no category of its own ("unknown").
+The viewer (https://docs.pytorch.org/docs/main/torch_cuda_memory.html) reads pickles of protocols 2 to 4 with Python's
+built-in types, and needs at least one event of the category "unknown".
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from l2l_core.trace.events import CATEGORIES, MemorySample, TraceLike
 
 JsonObject = dict[str, Any]
 
-BASE_ADDRESS = 1 << 40  # address of the first byte; the second place begins as far behind it
+BASE_ADDRESS = 1 << 40  # of the first place; the second begins at twice this address
 
 
 def write_memory_snapshot(trace: TraceLike, path: Path) -> None:
-    """Write `memory_snapshot(trace)`.
+    """Write `memory_snapshot(trace)` to a file.
 
     Raises:
-        ValueError: the name does not end in .pickle, which the viewer's page asks for.
+        ValueError: the name does not end in .pickle, as the viewer requires.
     """
     if path.suffix != ".pickle":
         raise ValueError(f"cannot export to {str(path)!r}: memory snapshots are files *.pickle")
@@ -36,7 +36,7 @@ def write_memory_snapshot(trace: TraceLike, path: Path) -> None:
 
 
 def memory_snapshot(trace: TraceLike) -> JsonObject:
-    """Make the snapshot as plain values: one segment per place, as it is at the end, and what happened there."""
+    """Return the snapshot as plain values: one segment per place, in its final state, and its history."""
     arenas = [_Arena(trace, place, number) for number, place in enumerate(("device", "host"))]
     for arena in arenas:
         arena.replay_samples([sample for sample in trace.memory if sample.place == arena.place])
@@ -49,13 +49,13 @@ class _Allocation(NamedTuple):
     start: int
     stop: int
     category: str
-    frames: tuple[str, ...]  # why they are there
+    frames: tuple[str, ...]  # category and events, for the viewer's stack
 
 
 class _Arena:
     """One place as an allocator: first fit in one segment.
 
-    Invariant: `_blocks` is sorted by address and blocks do not overlap; `_stacks` has them by category, the newest last.
+    Invariant: `_allocations` is sorted by address without overlaps; `_by_category` has the same, oldest first.
     """
 
     def __init__(self, trace: TraceLike, place: str, number: int) -> None:
@@ -74,7 +74,7 @@ class _Arena:
         for sample in samples:
             time_us = round(sample.t_s * 1e6)
             moves = [(sample.bytes_by_category.get(c, 0) - used[c], c) for c in {**dict.fromkeys(CATEGORIES), **used}]
-            for change, category in sorted(moves):  # what shrinks makes room for what grows
+            for change, category in sorted(moves):  # frees first
                 if change < 0:
                     self._free(category, -change, time_us)
                 elif change > 0:
@@ -82,15 +82,16 @@ class _Arena:
                 used[category] += change
 
     def segment(self) -> JsonObject:
-        """Tell what is in use at the end, and the gaps between."""
-        blocks, at = [], self._begin
+        """Return the blocks in use at the end, and the gaps between them."""
+        blocks: list[JsonObject] = []
+        address = self._begin
         for block in self._allocations:
-            if block.start > at:
-                blocks.append(_block_row(at, block.start, "inactive", ()))
+            if block.start > address:
+                blocks.append(_block_row(address, block.start, "inactive", ()))
             blocks.append(_block_row(block.start, block.stop, "active_allocated", block.frames))
-            at = block.stop
-        if self._end > at:
-            blocks.append(_block_row(at, self._end, "inactive", ()))
+            address = block.stop
+        if self._end > address:
+            blocks.append(_block_row(address, self._end, "inactive", ()))
         in_use = sum(block.stop - block.start for block in self._allocations)
         return {
             "device": self._number,
@@ -106,7 +107,7 @@ class _Arena:
         }
 
     def actions(self) -> list[JsonObject]:
-        """Tell of the making of the segment, and every allocation and release."""
+        """Return the allocation of the segment, and every allocation and release in it."""
         made = self._action_row("segment_alloc", self._begin, self._end - self._begin, 0, "unknown", (self.place,))
         return [made, *self._actions] if self._actions else []
 
@@ -134,17 +135,17 @@ class _Arena:
             nbytes -= min(size, nbytes)
 
     def _find_gap(self, nbytes: int) -> int:
-        """Find the first gap that is large enough; its address."""
-        at = self._begin
+        """Return the address of the first gap that is large enough."""
+        address = self._begin
         for block in self._allocations:
-            if block.start - at >= nbytes:
-                return at
-            at = block.stop
-        return at
+            if block.start - address >= nbytes:
+                break
+            address = block.stop
+        return address
 
     def _active_events(self, t_s: float) -> tuple[str, ...]:
-        """Say what the lanes did at a time, or had done last."""
-        names = []
+        """Return the events that run on each lane at a time, for compute also the last one before."""
+        names: list[str] = []
         for lane, events in self._lanes.items():
             index = bisect_right(self._starts[lane], t_s) - 1
             if index >= 0 and (t_s <= events[index].stop_s or lane == "compute"):
@@ -178,5 +179,5 @@ def _block_row(start: int, stop: int, state: str, names: tuple[str, ...]) -> Jso
 
 
 def _frames(names: tuple[str, ...]) -> list[JsonObject]:
-    """Write what the viewer shows as the Python stack, the innermost frame first."""
+    """Return the names as a Python stack for the viewer, innermost frame first."""
     return [{"filename": "relay", "line": 0, "name": str(name)} for name in names]

@@ -1,7 +1,7 @@
-"""What happened in one step: events on lanes, memory over time, and the arithmetic of overlap.
+"""The trace of one step: events on lanes, memory over time, and the overlap of copies with compute.
 
-A `Trace` is the only thing that tables, pictures, reports and exports read. It computes nothing of the relay and
-knows no device: whoever runs a lane adds events to it, with times in seconds since the step began.
+Tables, pictures, reports and exports read only a `Trace`. Every lane adds its events, with times in seconds since the step
+began.
 
 Overlap is the formula of Holistic Trace Analysis, |communication and computation| / |communication|, on the copy lanes
 (https://github.com/facebookresearch/HolisticTraceAnalysis, analyzers/communication_analysis.py).
@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,20 +24,24 @@ from l2l_core.trace.intervals import Interval, intersect, merge, total_length
 from l2l_core.trace.memory_snapshot import write_memory_snapshot
 from l2l_core.trace.trace_files import build_record, read_jsonl, write_chrome, write_jsonl
 
-if TYPE_CHECKING:  # of the methods that analyse a trace; these import the analysis when they are called
+if TYPE_CHECKING:  # the methods that analyse import the analysis when they are called
     from l2l_core.analysis import Bound, Wait
 
 
 class Trace:
     """The events and memory samples of one step; lanes write while readers follow.
 
-    Invariant: both lists only grow, so that a cursor into them stays valid while the step runs.
+    Invariant: both lists only grow, so a cursor into them stays valid while the step runs.
 
-    `names` maps layer keys to dotted names for exports. `clock` gives seconds since the step began; a simulation
-    passes its virtual clock, the default counts real time from construction. `settings` says how the step ran, as plain
-    values: the fields of `RelayConfig`, or the name of a plan, and what the device states about itself (`Device.figures`).
-    `failed` says how the step ended if it was not finished: what is here is then a part of a step, of which nothing is
-    concluded. `worker` says whose trace it is, where several train together.
+    Args:
+        step: its number.
+        device: name of the device.
+        names: dotted names of layers by key, for exports.
+        clock: returns seconds since the step began: the virtual clock of a simulation. Default: real time since construction.
+        settings: settings of the step as plain values: the fields of `RelayConfig`, or the name of a plan, and the figures
+            of the device (`Device.figures`).
+        failed: the failure, if the step did not finish; such a trace is not analysed.
+        worker: the worker that recorded it.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class Trace:
         self.settings = dict(settings or {})
         self.failed = failed
         self.worker = worker
-        self.began_s = time.perf_counter()  # what lanes subtract from their own clock readings
+        self.began_s = time.perf_counter()  # lanes subtract it from their own clock readings
         self.clock = clock or (lambda: time.perf_counter() - self.began_s)
         self._events: list[Event] = []
         self._samples: list[MemorySample] = []
@@ -66,7 +70,7 @@ class Trace:
 
     @classmethod
     def of(cls, events: Iterable[Event], memory: Iterable[MemorySample], **header: Any) -> Trace:
-        """Make a trace of what is known already, in order of arrival; `header` is the constructor's."""
+        """Make a trace of recorded events and samples, in order of arrival; `header` has the constructor's arguments."""
         trace = cls(**header)
         trace._events.extend(events)
         trace._samples.extend(memory)
@@ -75,7 +79,7 @@ class Trace:
     # ---- written while the step runs ---------------------------------------------------------------------------
 
     def now(self) -> float:
-        """Read the clock, in seconds since the step began."""
+        """Return the seconds since the step began."""
         return self.clock()
 
     def add(self, event: Event) -> None:
@@ -88,16 +92,16 @@ class Trace:
         self._events.append(event)  # list.append is atomic, so this hot path needs no lock
 
     def sample(self, place: str, bytes_by_category: Mapping[str, int]) -> None:
-        """Note the bytes in use at `place` now, from any thread; nothing is kept if they did not change."""
+        """Record the bytes in use at `place`, from any thread; a sample equal to the last one is dropped."""
         assert place in PLACES, f"memory sampled at {place!r}, which is none of {PLACES}"
-        with self._sample_lock:  # compare and append belong together
+        with self._sample_lock:
             if self._last_sample.get(place) == bytes_by_category:
                 return
-            taken = self._last_sample[place] = dict(bytes_by_category)
-            self._samples.append(MemorySample(self.clock(), place, taken))
+            copy = self._last_sample[place] = dict(bytes_by_category)
+            self._samples.append(MemorySample(self.clock(), place, copy))
 
     def mark_failed(self, failure: StepFailure, device_bytes: Mapping[str, int] | None = None) -> None:
-        """Note how the step ended, and what the device held at that moment if that is known."""
+        """Record the failure of the step, and the device's bytes at that time if given."""
         with self._sample_lock:
             if device_bytes is not None:
                 last_s = self._samples[-1].t_s if self._samples else 0.0
@@ -105,26 +109,26 @@ class Trace:
             self.failed = failure
 
     def check_finished(self) -> None:
-        """For whoever takes it for a whole step.
+        """Raise an error unless the step finished.
 
         Raises:
             ValueError: the step failed.
         """
         if self.failed is not None:
             raise ValueError(
-                f"step {self.step} {self.failed}, so its trace is a part of a step and its figures are those of none: "
-                "take the trace of a step that was finished, as `relay.step(batch).trace`"
+                f"step {self.step} {self.failed}, so its trace is incomplete and has no valid figures: "
+                "take the trace of a finished step, as `relay.step(batch).trace`"
             )
 
     def events_since(self, i: int) -> tuple[list[Event], int]:
-        """Return the events that arrived from cursor `i` on, in order of arrival, and the cursor for the next call."""
+        """Return the events from cursor `i` on, in order of arrival, and the next cursor."""
         assert i >= 0, f"cursor {i} into a trace of {len(self._events)} events"
         new = self._events[i:]
         return new, i + len(new)
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Numbers of events and memory samples so far: the state of both cursors."""
+        """Numbers of events and memory samples so far, which are the ends of both cursors."""
         return len(self._events), len(self._samples)
 
     # ---- events and overlap ------------------------------------------------------------------------------------
@@ -136,12 +140,12 @@ class Trace:
 
     @property
     def lane_names(self) -> tuple[str, ...]:
-        """The lanes that the step had: those of its worker, and of a shelf on disk."""
+        """Lanes of the worker, and of a shelf on disk."""
         return (*self.worker.lanes, *(DISK_LANES if "shelf" in self.settings else ()))
 
     @property
     def lanes(self) -> dict[str, tuple[Event, ...]]:
-        """Every lane with its events, sorted by start; a lane without events is there too."""
+        """Events of every lane, sorted by start; empty lanes included."""
         events = self.events
         return {lane: tuple(event for event in events if event.lane == lane) for lane in self.lane_names}
 
@@ -152,24 +156,24 @@ class Trace:
         return max(e.stop_s for e in events) - min(e.start_s for e in events) if events else 0.0
 
     def busy_s(self, lane: str) -> float:
-        """Add up the seconds in which `lane` had work: length of the union of its events."""
+        """Return the seconds in which `lane` had work: the length of the union of its events."""
         return total_length(self._busy_intervals(lane))
 
     def exposed_s(self, lane: str) -> float:
-        """Add up the seconds in which `lane` had work while compute had none."""
+        """Return the seconds in which `lane` had work and compute had none."""
         busy = self._busy_intervals(lane)
         return max(0.0, total_length(busy) - total_length(intersect(busy, self._busy_intervals("compute"))))
 
     def overlap(self) -> float:
-        """Return the share in [0, 1] of copy time (both directions) hidden under compute; 1.0 if nothing was copied."""
+        """Return the fraction of copy time (both directions) hidden under compute; 1.0 without copies."""
         copies = self._busy_intervals("h2d", "d2h")
         hidden = intersect(copies, self._busy_intervals("compute"))
         return min(1.0, total_length(hidden) / total_length(copies)) if copies else 1.0
 
     def bound_by(self) -> tuple[Bound, ...]:
-        """Find the lane that binds each phase, by how much, and the setting that would help; see `analysis/bounds.py`.
+        """Return the limiting lane of each phase, its exposed time, and the setting that would help; see `analysis/bounds.py`.
 
-        For a step by a plan there is one result for the whole step (`analysis/plan_bounds.py`). Empty without events, and for a
+        A step of a plan has one result for the whole step (`analysis/plan_bounds.py`). Empty without events and for a
         failed step. `print` writes a sentence: "forward: h2d exposes 420 ms of 1.9 s; 6 micro-batches ...".
         """
         from l2l_core.analysis import find_bounds, find_plan_bounds
@@ -179,7 +183,7 @@ class Trace:
         return find_plan_bounds(self) if "plan" in self.settings else find_bounds(self)
 
     def waits(self) -> tuple[Wait, ...]:
-        """List the waits of this worker for others, with place and seconds; see `analysis/worker_waits.py`. Empty without others."""
+        """Return the waits of this worker for others, see `analysis/worker_traces.py`; empty without workers."""
         from l2l_core.analysis import find_waits
 
         return find_waits(self)
@@ -198,25 +202,25 @@ class Trace:
         return tuple(self._samples)
 
     def samples_since(self, i: int) -> list[MemorySample]:
-        """Return the memory samples from the `i`-th on, in order of time; their number moves the cursor on."""
+        """Return the memory samples from the `i`-th on, in order of time; add their number to `i` for the next call."""
         assert i >= 0, f"cursor {i} into {len(self._samples)} samples"
         return self._samples[i:]
 
     def peak_sample(self, place: str) -> MemorySample | None:
-        """Find the first sample with the largest total at `place`, None if nothing was sampled there."""
+        """Return the first sample with the largest total at `place`, None without samples."""
         if place not in PLACES:
             raise ValueError(f"no place {place!r}; the places are {', '.join(PLACES)}")
         return max((s for s in self.memory if s.place == place), key=lambda s: s.total, default=None)
 
     def peak_bytes(self, place: str) -> int:
-        """Return the largest total at `place` in bytes, 0 if nothing was sampled there."""
+        """Return the largest total at `place` in bytes, 0 without samples."""
         peak = self.peak_sample(place)
         return peak.total if peak else 0
 
     # ---- text and files ----------------------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """So that workers can send one another what is there by now."""
+        """Pickle without the clock and the lock, so that workers can exchange traces."""
         names = ("step", "device", "names", "settings", "failed", "worker")
         header = {name: getattr(self, name) for name in names}
         return partial(Trace.of, **header), (self._events[:], self._samples[:])
@@ -227,7 +231,7 @@ class Trace:
         return f"<Trace of {where}: {len(self._events)} events, {self.span_s:.6g} s{failed}>"
 
     def summary(self) -> str:
-        """Write a few lines of text: span and overlap, busy and exposed seconds per lane, peak bytes per place."""
+        """Return a few lines of text: span and overlap, busy and exposed seconds per lane, peak bytes per place."""
         span_s, wide = self.span_s, max(8, *map(len, self.lane_names))
         lines = [
             f"step {self.step} on {self.device or '?'}: {span_s:.4g} s, {len(self._events)} events, "
@@ -258,7 +262,7 @@ class Trace:
         write_memory_snapshot(self, Path(path))
 
     def to_jsonl(self, path: str | Path) -> None:
-        """Write JSON lines that `from_jsonl` reads back exactly: a header, events in order of arrival, memory."""
+        """Write JSON lines that `from_jsonl` reads exactly: a header, events in order of arrival, memory."""
         rows = [{"type": "event", **event._asdict()} for event in self.events_since(0)[0]]
         rows += [{"type": "memory", **asdict(sample)} for sample in self.memory]
         header = {"step": self.step, "device": self.device, "names": self.names, "settings": self.settings}
@@ -268,14 +272,14 @@ class Trace:
 
     @classmethod
     def from_jsonl(cls, path: str | Path) -> Trace:
-        """Read what `to_jsonl` wrote.
+        """Read a file of `to_jsonl`.
 
-        Raises ValueError with the file and line if the file is damaged or cut short, and with both versions if its format has
-        another version than the one that this release reads.
+        Raises:
+            ValueError: the file is damaged, incomplete, or of a version that this release cannot read.
         """
         trace = cls()
-        takers = {"trace": trace._read_header, "event": trace._read_event, "memory": trace._read_sample}
-        read_jsonl(Path(path), takers)
+        handlers = {"trace": trace._read_header, "event": trace._read_event, "memory": trace._read_sample}
+        read_jsonl(Path(path), handlers)
         return trace
 
     def _read_header(self, row: dict[str, Any]) -> None:
@@ -291,3 +295,25 @@ class Trace:
         sample = build_record(MemorySample, row)
         assert sample.place in PLACES, f"memory sampled at {sample.place!r}, which is none of {PLACES}"
         self._samples.append(sample)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Result of one training step.
+
+    Attributes:
+        loss: mean loss over the batch.
+        seconds: wall time of the step.
+        samples: rows of the batch.
+        trace: events and memory of the step.
+        peak_device_bytes: highest device bytes during the step.
+        bytes_loaded, bytes_pushed: bytes of weights copied to the device, and of gradients copied back.
+    """
+
+    loss: float
+    seconds: float
+    samples: int
+    trace: Trace
+    peak_device_bytes: int
+    bytes_loaded: int
+    bytes_pushed: int

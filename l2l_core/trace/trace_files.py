@@ -1,12 +1,9 @@
 """Files of a trace: Chrome trace JSON for viewers, JSON lines for reading back.
 
-Pure writers and readers. They take a finished `Trace` as it is, and `trace.py` calls them; nothing here imports it.
-
-Chrome JSON, one `tid` per lane because Perfetto wants the slices of a track to nest
-(https://perfetto.dev/docs/getting-started/other-formats); the categories, `args.stream`, `args.correlation`,
-`schemaVersion` and `distributedInfo` are what Holistic Trace Analysis reads. That program tells copies and communication from
-kernels by name, hence the slice names "Memcpy HtoD ...", "Memcpy DtoH ..." and "ncclKernel ...", whatever library it was.
-Several workers are several processes of one file for Perfetto, and a file each for that program.
+Chrome JSON has one `tid` per lane because Perfetto requires the slices of a track to nest
+(https://perfetto.dev/docs/getting-started/other-formats). Categories, `args.stream`, `args.correlation`, `schemaVersion` and
+`distributedInfo` are for Holistic Trace Analysis, which recognizes copies and communication by the slice names "Memcpy HtoD ...",
+"Memcpy DtoH ..." and "ncclKernel ...". Perfetto reads several workers from one file; Holistic Trace Analysis needs one file each.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -42,7 +39,7 @@ VERSION = 3
 
 
 def clock_tolerance_s(t_s: float) -> float:
-    """Say by how much two clock readings at `t_s` may contradict each other, in seconds.
+    """Return the error of two clock readings at `t_s`, in seconds.
 
     cudaEventElapsedTime resolves about 0.5 microseconds and returns milliseconds as float32 (relative error 6e-8):
     https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__EVENT.html
@@ -54,13 +51,14 @@ def clock_tolerance_s(t_s: float) -> float:
 
 
 def write_chrome(traces: Sequence[TraceLike], path: Path, compress: bool | None = None) -> None:
-    """Write `chrome_trace(*traces)`; compressed if `path` ends in .gz, unless `compress` says otherwise.
+    """Write `chrome_trace(*traces)` to a file, compressed if its name ends in .gz, unless `compress` is given.
 
-    Raises ValueError for other names than *.json and *.json.gz: viewers go by the name.
+    Raises:
+        ValueError: the name does not end in .json or .json.gz, as viewers require.
     """
     if not path.name.endswith((".json", ".json.gz")):
-        raise ValueError(f"cannot export to {str(path)!r}: viewers go by the name, use .json or .json.gz")
-    # A space behind each colon: without one, Holistic Trace Analysis does not find the rank of a file in a folder
+        raise ValueError(f"cannot export to {str(path)!r}: viewers require it: use .json or .json.gz")
+    # Holistic Trace Analysis finds the rank of a file only with a space after each colon
     data = json.dumps(chrome_trace(*traces), separators=(",", ": "), allow_nan=False).encode()
     if path.suffix == ".gz" if compress is None else compress:
         data = gzip.compress(data, compresslevel=6, mtime=0)
@@ -68,11 +66,11 @@ def write_chrome(traces: Sequence[TraceLike], path: Path, compress: bool | None 
 
 
 def chrome_trace(*traces: TraceLike) -> JsonObject:
-    """Write traces as a Chrome trace object: metadata, slices, flow arrows from load to use, byte counters.
+    """Return traces as a Chrome trace object: metadata, slices, flow arrows from load to use, byte counters.
 
     Args:
-        traces: of one step by several workers, each of which becomes a process; or one. Time begins with the first of them,
-            or with its waiting for others to begin.
+        traces: of one step by one or several workers, each a process. Time begins with the first of them, or with its wait
+            for others to start.
     """
     first = traces[0]
     began_s = min(trace.worker.began_s - trace.worker.waited_s for trace in traces)
@@ -86,21 +84,14 @@ def chrome_trace(*traces: TraceLike) -> JsonObject:
 
 
 def _process_rows(trace: TraceLike, offset_s: float) -> Iterator[JsonObject]:
-    """Write one process, whose time begins so much later than that of the file."""
+    """Yield the rows of one process, whose time begins `offset_s` after that of the file."""
     slices = list(_make_slices(trace))
-    pid, later_us = (
-        trace.worker.rank + 1,
-        round(offset_s * 1e9) / 1e3,
-    )  # no 0, which Perfetto takes for the idle process
-    slice_rows = [_slice_row(trace, one) for one in slices]
-    for row in (
-        *_metadata_rows(trace),
-        *slice_rows,
-        *_wait_rows(trace, slices),
-        *_flow_rows(slices),
-        *_counter_rows(trace),
-    ):
-        yield {**row, "pid": pid} | ({"ts": row["ts"] + later_us} if later_us and "ts" in row else {})
+    pid = trace.worker.rank + 1  # 0 is the idle process in Perfetto
+    offset_us = round(offset_s * 1e9) / 1e3
+    slice_rows = (_slice_row(trace, item) for item in slices)
+    others = _wait_rows(trace, slices), _flow_rows(slices), _counter_rows(trace)
+    for row in chain(_metadata_rows(trace), slice_rows, *others):
+        yield {**row, "pid": pid} | ({"ts": row["ts"] + offset_us} if offset_us and "ts" in row else {})
 
 
 class _Slice(NamedTuple):
@@ -114,7 +105,7 @@ class _Slice(NamedTuple):
 
 
 def _make_slices(trace: TraceLike) -> Iterator[_Slice]:
-    number = count(1 + (trace.worker.rank << 32))  # arrows go by number, through all processes
+    number = count(1 + (trace.worker.rank << 32))  # arrows connect slices by number, unique over all processes
     for tid, (lane, events) in enumerate(trace.lanes.items(), start=1):
         free_s = -math.inf
         for event in events:
@@ -141,15 +132,15 @@ def _metadata_rows(trace: TraceLike) -> Iterator[JsonObject]:
 def _slice_row(trace: TraceLike, item: _Slice) -> JsonObject:
     event, duration_ns = item.event, item.stop_ns - item.start_ns
     name = trace.names.get(event.layer, event.layer)
-    args = {
+    args: JsonObject = {
         "layer": event.layer,
         "layer_name": name,
         "k": event.k,
         "bytes": event.nbytes,
         "visit": event.visit,
-        "stream": -1 if event.lane == "eps" else item.tid,
+        "stream": -1 if event.lane == "eps" else item.tid,  # -1: not on the device
         "correlation": item.id,
-    }  # -1: not on the device
+    }
     if event.lane in COPY_PREFIXES and duration_ns:
         args["memory bandwidth (GB/s)"] = event.nbytes / duration_ns
     return {
@@ -164,13 +155,12 @@ def _slice_row(trace: TraceLike, item: _Slice) -> JsonObject:
 
 
 def _wait_rows(trace: TraceLike, slices: list[_Slice]) -> Iterator[JsonObject]:
-    """Write how long a worker waited for another one, before the step and before they could exchange anything."""
+    """Yield the waits of a worker for others, before the step and before each collective."""
     worker = trace.worker
-    waits = [(one.tid, one.start_ns, one.event.stalled_s, one.event.last, one.event.layer) for one in slices
-             if one.event.lane in NETWORK_LANES]  # fmt: skip
+    collectives = [item for item in slices if item.event.lane in NETWORK_LANES]
+    waits = [(item.tid, item.start_ns, item.event.stalled_s, item.event.last, item.event.layer) for item in collectives]
     for tid, until_ns, waited_s, last, layer in [(1, 0, worker.waited_s, worker.last, ""), *waits]:
-        waited_ns = round(waited_s * 1e9)
-        if waited_ns:
+        if waited_ns := round(waited_s * 1e9):
             yield {
                 "ph": "X",
                 "tid": tid,
@@ -185,19 +175,20 @@ def _wait_rows(trace: TraceLike, slices: list[_Slice]) -> Iterator[JsonObject]:
 def _flow_rows(slices: list[_Slice]) -> Iterator[JsonObject]:
     for load, use in _pair_loads_with_uses(slices):
         arrow = {"cat": "load_to_use", "name": "load to use", "id": load.id}
-        # the arrow leaves from the start of the load: at its end the next slice of the track may begin
+        # From the start of the load: at its end, the next slice of the track may begin
         yield {**arrow, "ph": "s", "tid": load.tid, "ts": load.start_ns / 1e3}
         yield {**arrow, "ph": "f", "bp": "e", "tid": use.tid, "ts": use.start_ns / 1e3}
 
 
 def _pair_loads_with_uses(slices: list[_Slice]) -> Iterator[tuple[_Slice, _Slice]]:
     """Pair every load with the first forward or backward of its layer after it and before that layer's next load."""
-    loads, uses = defaultdict(list), defaultdict(list)
-    for one in slices:  # a lane is sorted by start, hence so is each list
-        if one.event.kind == "load":
-            loads[one.event.layer].append(one)
-        elif one.event.kind in ("forward", "backward"):
-            uses[one.event.layer].append(one)
+    loads: dict[str, list[_Slice]] = defaultdict(list)
+    uses: dict[str, list[_Slice]] = defaultdict(list)
+    for item in slices:  # a lane is sorted by start, hence so is each list
+        if item.event.kind == "load":
+            loads[item.event.layer].append(item)
+        elif item.event.kind in ("forward", "backward"):
+            uses[item.event.layer].append(item)
     for layer, of_layer in loads.items():
         for load, following in zip(of_layer, [*of_layer[1:], None], strict=True):
             ready_ns = max(load.start_ns, load.stop_ns - round(clock_tolerance_s(load.event.stop_s) * 1e9))
@@ -208,7 +199,7 @@ def _pair_loads_with_uses(slices: list[_Slice]) -> Iterator[tuple[_Slice, _Slice
 
 
 def _counter_rows(trace: TraceLike) -> Iterator[JsonObject]:
-    """Write one counter track per place. A category that a sample leaves out is 0, or viewers keep its last."""
+    """Yield one counter track per place. Absent categories are written as 0, since viewers would keep their last value."""
     categories: dict[str, JsonObject] = defaultdict(dict)
     for sample in trace.memory:
         categories[sample.place].update(dict.fromkeys(sample.bytes_by_category, 0))
@@ -225,16 +216,17 @@ def _counter_rows(trace: TraceLike) -> Iterator[JsonObject]:
 
 
 def write_jsonl(path: Path, header: JsonObject, rows: Sequence[JsonObject]) -> None:
-    """Write a header with schema and version, then one row per line. Floats keep all their digits."""
+    """Write a header with schema and version, then one row per line. Floats keep all digits."""
     first = {"schema": SCHEMA, "version": VERSION, "type": "trace", **header, "rows": len(rows)}
     path.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in (first, *rows)), encoding="utf-8")
 
 
 def read_jsonl(path: Path, handlers: Mapping[str, Callable[[JsonObject], None]]) -> None:
-    """Hand every row of `path` to the taker of its type, the header first.
+    """Pass every row of `path` to the handler of its type, the header first.
 
-    Raises ValueError with the file and line if the file is damaged or cut short, and `OtherVersionError` if its format has
-    another version.
+    Raises:
+        OtherVersionError: the format has another version.
+        ValueError: the file is damaged or incomplete; names file and line.
     """
     lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
     promised = 0
@@ -249,32 +241,32 @@ def read_jsonl(path: Path, handlers: Mapping[str, Callable[[JsonObject], None]])
             raise
         except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
             raise ValueError(
-                f"{path}, line {number}: this is not what Trace.to_jsonl writes: {type(error).__name__}: {error}"
+                f"{path}, line {number}: not a row of Trace.to_jsonl: {type(error).__name__}: {error}"
             ) from error
     if len(lines) - 1 != promised:
         raise ValueError(
-            f"{path}, line {len(lines)}: the file ends after {len(lines) - 1} rows of the {promised} "
-            "that its header promises; was its writer interrupted?"
+            f"{path}, line {len(lines)}: the file ends after {len(lines) - 1} rows of the {promised} in its header: its writer "
+            "was interrupted. Record the step again"
         )
 
 
 class OtherVersionError(ValueError):
-    """Raised for a file whose format has another version than the one that this release reads."""
+    """Raised for a file with another version of the format than this release reads."""
 
 
 def check_version(path: Path, header: Mapping[str, Any], schema: str, version: int, remedy: str) -> None:
-    """Refuse a file of another format, or of another version of it.
+    """Raise an error for a file of another format, or of another version of it.
 
     Args:
         path: of the file, for the message.
-        header: what the file begins with; its entries "schema" and "version" name the format.
-        schema, version: of the format that is read.
+        header: its entries "schema" and "version" name the format.
+        schema, version: of the format to read.
         remedy: how to make such a file with this release, for the message.
 
     Raises:
         OtherVersionError: the version differs.
         ValueError: the schema differs.
-        KeyError: the header has no such entries.
+        KeyError: an entry is missing.
     """
     if header["schema"] != schema:
         raise ValueError(f"schema {header['schema']!r}, expected {schema!r}")
@@ -289,14 +281,18 @@ _TYPE_CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "str": lambda value: isinstance(value, str),
     "int": lambda value: isinstance(value, int),
     "float": lambda value: isinstance(value, int | float),
-    "Mapping[str, int]": lambda value: isinstance(value, dict) and all(isinstance(n, int) for n in value.values()),
+    "Mapping[str, int]": lambda value: isinstance(value, dict) and all(isinstance(n, int) for n in value.values()),  # pyright: ignore[reportUnknownVariableType] - JSON
 }
 
 
 def build_record(record: type[T], row: JsonObject) -> T:
-    """Make `record(**row)`, every field present and of its annotated type. Raises KeyError or TypeError otherwise."""
+    """Return `record(**row)` after a check of every field's presence and type.
+
+    Raises:
+        KeyError, TypeError: a field is missing, or has another type.
+    """
     for name, annotation in record.__annotations__.items():
-        kind = getattr(annotation, "__forward_arg__", annotation)  # how a NamedTuple keeps the text
+        kind = getattr(annotation, "__forward_arg__", annotation)  # a NamedTuple wraps the text
         if not _TYPE_CHECKS[kind](row[name]):
             raise TypeError(f"{name} is {row[name]!r}, expected {kind}")
     return record(**row)

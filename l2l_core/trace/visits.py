@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from l2l_core.trace.events import Event
 
-_OF_LAYERS = ("forward", "backward")  # kinds of events in which a layer computes
+_OF_LAYERS = ("forward", "backward")  # compute events of layers
 
 
 def group_by_visit(compute: Sequence[Event]) -> list[list[Event]]:
-    """Group compute events by stay, in order; what comes before the first layer computes is the first group."""
+    """Group compute events by stay, in order; the first group has the events before the first layer."""
     groups: list[list[Event]] = [[]]
     last = None
     for event in compute:
@@ -22,13 +22,13 @@ def group_by_visit(compute: Sequence[Event]) -> list[list[Event]]:
 
 
 def turn_of(groups: Sequence[Sequence[Event]]) -> int:
-    """Find the index in `visits_of` of the group that back-propagates first, their number if none does."""
+    """Return the index of the first group with backward work, their number if there is none."""
     turns = (i for i, group in enumerate(groups) if i and any(e.kind in ("loss", "backward") for e in group))
     return next(turns, len(groups))
 
 
 def find_last_backward_start(groups: Sequence[Sequence[Event]]) -> int:
-    """Find the index in `visits_of` of the group in which the last micro-batch turns; depth first each has a turn of its own."""
+    """Return the index of the group in which the last micro-batch starts backward; depth first, each has its own."""
     kinds = [[event.kind for event in group] for group in groups]
     turns = (i for i, of in enumerate(kinds) if i and of[0] == "forward" and {"loss", "backward"} & {*of})
     return max(turns, default=turn_of(groups))
