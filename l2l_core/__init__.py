@@ -88,8 +88,8 @@ _REMOVED = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `_LATE` on first use (PEP 562)."""
-    if name in _REMOVED:  # not an AttributeError: `from l2l_core import ...` would hide its text
+    """Import a name in `_LATE` on first use (PEP 562)."""
+    if name in _REMOVED:  # `from l2l_core import ...` would hide the text of an AttributeError
         raise ImportError(f"l2l_core.{name} was removed: use {_REMOVED[name]} (pip install timm)")
     if name not in _LATE:
         raise AttributeError(f"module 'l2l_core' has no attribute {name!r}")

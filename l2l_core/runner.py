@@ -1,13 +1,13 @@
-"""The passes of one relay: how each is prepared from a batch, run, and put back if it fails.
+"""The passes of one relay: prepare each from a batch, run it, and restore the state if it fails.
 
-A step, a forward relay and a rehearsal begin here with the same questions: how the batch is cut, what the loss of each
-micro-batch is divided by, what an earlier pass of the kind has taught. The passes themselves are in `step/`.
+Splits the batch, finds the divisor of each micro-batch's loss, and reuses measurements of earlier passes of the same kind.
+The passes themselves are in `step/`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from socket import gethostname
@@ -20,7 +20,7 @@ from l2l_core.config import RelayConfig, parse_bytes
 from l2l_core.devices import DeviceOutOfMemory
 from l2l_core.eps import LayerStore, TornStep
 from l2l_core.eps.blocks import Unit, check_model, check_step
-from l2l_core.model import KVCaches, full_precision, nbytes_of, snapshot_attributes
+from l2l_core.model import KVCaches, full_precision, nbytes_of, preserve_random_state, snapshot_attributes
 from l2l_core.step import (
     BreadthFirstRuntime,
     MeterRecord,
@@ -36,11 +36,10 @@ from l2l_core.step import (
     run_forward,
     run_step,
 )
-from l2l_core.surgery import preserve_random_state
 from l2l_core.trace import StepResult, Trace
 from l2l_core.workers import WorkerBackend
 
-if TYPE_CHECKING:  # of methods that plan; these import the rooms when they are called
+if TYPE_CHECKING:  # the methods that plan import these rooms when they are called
     from l2l_core.forecast import Fit, Rehearsal
     from l2l_core.simulator import Cluster
 
@@ -50,25 +49,25 @@ def _change_nothing(runtime: BreadthFirstRuntime) -> None:
 
 
 class Runner:
-    """Runs passes over a relay's parts, one at a time; whoever calls has the relay's lock.
+    """Runs passes over a relay's parts, one at a time; the caller holds the relay's lock.
 
     Args:
-        parts: what there is to run.
+        parts: model, device, shell and layers.
         store: the EPS.
-        call: how a micro-batch is given to the model.
-        weight: what a micro-batch counts for, if the user says so.
-        company: who trains along.
-        caches: what decoders do without meanwhile.
-        config: how to run.
+        model_call: runs the model on a micro-batch.
+        weight: the user's function for the weight of a micro-batch.
+        backend: of one or several workers.
+        kv_caches: of decoders; disabled in every pass.
+        config: settings of a step.
 
     Attributes:
-        config: how the next pass runs.
-        parts: with the layers as they stand now.
-        learned: what passes have taught.
-        mean: what losses of steps are divided by.
-        mean_of_probes: the same for batches that steps must not learn from.
+        config: settings of the next pass.
+        parts: with the current layers.
+        pass_cache: measurements of earlier passes.
+        normaliser: divisors of the losses of steps.
+        probe_normaliser: the same for probes, which must not influence steps.
         steps: number of completed steps.
-        trace: of the step under way, or of the last one.
+        trace: of the current or last step.
     """
 
     def __init__(
@@ -89,33 +88,32 @@ class Runner:
         self._model, self._device = parts.model, parts.device
         self._store, self._model_call, self._backend, self._kv_caches = store, model_call, backend, kv_caches
 
-    # -- what a pass is made of ----------------------------------------------------------------------------------------
+    # -- parts of a pass -----------------------------------------------------------------------------------------------
 
     def rows_of(self, batch: Batch) -> BatchRows:
         """Return a batch as rows.
 
         Raises:
-            ValueError, TypeError: it has none, or the model cannot take it.
+            ValueError, TypeError: it has no rows, or the model cannot take it.
         """
         rows = BatchRows(batch)
         self._model_call.check(batch)
         return rows
 
     def split(self, batch: Batch) -> tuple[BatchRows, list[Any]]:
-        """Cut a batch into as many micro-batches as the settings say."""
+        """Split a batch into `config.micro_batches` micro-batches."""
         rows = self.rows_of(batch)
         return rows, rows.split(self.config.micro_batches)
 
     def kind_of(self, micro_batches: Sequence[Any], config: RelayConfig) -> PassKind:
-        """Say of what kind a pass over these micro-batches is."""
+        """Return the kind of a pass over these micro-batches."""
         shapes = tuple(shapes_of(each) for each in micro_batches)
         layers = frozenset((unit.key, unit.trained) for unit in self.parts.units)
-        return PassKind(
-            replace(config, seed=0), shapes, self._model.training, layers
-        )  # no seed changes what a pass needs
+        config = replace(config, seed=0)  # the memory and time of a pass do not depend on it
+        return PassKind(config, shapes, self._model.training, layers)
 
     def resolve_config(self, config: RelayConfig, batch: Batch) -> RelayConfig:
-        """Return settings that say by number what stays: of bytes for graphs, how many; depth first, all of it."""
+        """Replace `keep` in bytes by the number of graphs that fit on every worker."""
         if not isinstance(config, RelayConfig):
             return config
         config = config.for_layers(len(self.parts.layers))
@@ -123,14 +121,17 @@ class Runner:
             return config
         nbytes = parse_bytes(config.keep, "keep")
         kind = self.kind_of(self.rows_of(batch).split(config.micro_batches), config)
-        known = self.pass_cache.find_kept_count(kind)
-        if None in (counts := self._backend.gather_items([known], "say how many graphs are kept")):
+        cached = self.pass_cache.find_kept_count(kind)
+        counts = [
+            count for count in self._backend.gather_items([cached], "share counts of kept graphs") if count is not None
+        ]
+        if len(counts) < self._backend.count:
             from l2l_core.forecast import layers_within
 
             with self._backend.storage_unsharded(), self.rehearsing() as rehearsal:
-                mine = layers_within(rehearsal, batch, config, nbytes) if known is None else known
-            counts = self._backend.gather_items([mine], "count the graphs that are kept")
-        kept = min(counts)  # what fits everywhere: all must load the same layers
+                own = layers_within(rehearsal, batch, config, nbytes) if cached is None else cached
+            counts = self._backend.gather_items([own], "count the graphs that are kept")
+        kept = min(counts)  # all workers must load the same layers
         self.pass_cache.record_kept_count(kind, kept)
         return replace(config, keep=kept)
 
@@ -154,7 +155,7 @@ class Runner:
         losses, ran, trace = self._train(batch, micro_batches, divisors, config, replay)
         loss = float(sum(self._backend.gather_items(losses)))
         self.steps += 1
-        self._store.updated.clear()  # it would keep layers that are dropped next
+        self._store.updated.clear()  # else it would keep layers that are dropped next in memory
         self.pass_cache.record_step(kind, ran.layer_order, ran.metered)
         return StepResult(
             loss=loss,
@@ -174,21 +175,18 @@ class Runner:
         config: RelayConfig,
         replay: MeterRecord | None,
     ) -> tuple[list[torch.Tensor], PassResult, Trace]:
-        # Whoever follows the step reads it meanwhile.
+        # Set before the step runs, for readers that follow it live.
         self.trace = trace = self._backend.sign_trace(self.parts.new_trace(config, self.steps))
-        put_buffers_back = (
-            self.parts.snapshot_buffers()
-        )  # forwards change them, and a step that fails leaves the old ones
+        restore_buffers = self.parts.snapshot_buffers()
         self._device.ledger.reset_peak()
-        work = self._make_spec(config, self._model_call.objective, micro_batches)
-        work = replace(work, check=self._backend.make_buffer_check(self.parts.units))
+        spec = self._make_spec(config, self._model_call.objective, micro_batches)
+        spec = replace(spec, check=self._backend.make_buffer_check(self.parts.units))
         try:
-            return *run_step(self.parts, self._store, work, divisors, trace, replay), trace
-        except BaseException as error:
+            return *run_step(self.parts, self._store, spec, divisors, trace, replay), trace
+        except BaseException as error:  # a second interrupt, too
             record_failure(trace, error)
             self._backend.announce_failure(error)
-            updated = self._roll_back(put_buffers_back)  # a second interrupt comes here, too
-            updated = self._backend.agree_on_failure(error, updated)
+            updated = self._backend.agree_on_failure(error, self._roll_back(restore_buffers))
             if isinstance(error, StaleMeterError):
                 self.pass_cache.invalidate()
             if isinstance(error, DeviceOutOfMemory) and self._backend.can_rehearse:
@@ -200,14 +198,14 @@ class Runner:
                 raise self._torn_step(error, updated) from error
             raise
 
-    def _roll_back(self, put_buffers_back: Callable[[], None]) -> list[str]:
-        """Leave the old step if nothing was updated or updates can be undone; returns what is updated all the same."""
+    def _roll_back(self, restore_buffers: Callable[[], None]) -> list[str]:
+        """Undo the step where possible; return the keys of blocks that stay updated."""
         for param in self._model.parameters():
-            param.grad = None  # where it began to train during the step, no hook took that
-        self._store.rollback()
-        updated = [block.key for block in self._store.updated]  # asked now: what was rolled back is not among them
+            param.grad = None  # a parameter unfrozen during the step has no hook that takes its gradient
+        self._store.rollback()  # removes the blocks that it restores from `updated`
+        updated = [block.key for block in self._store.updated]
         if not updated:
-            put_buffers_back()
+            restore_buffers()
         return updated
 
     def _torn_step(self, error: BaseException, updated: list[str]) -> TornStep:
@@ -228,28 +226,27 @@ class Runner:
         config: RelayConfig | None = None,
         prepare: Callable[[BreadthFirstRuntime], None] = _change_nothing,
     ) -> list[Any]:
-        """Run a forward relay in evaluation mode, without gradients; results of the micro-batches on the host.
+        """Run a forward relay in evaluation mode, without gradients; return the micro-batches' results on the host.
 
         Args:
             micro_batches: as the model takes them.
-            task: gives the result of one.
-            config: how to run; default the relay's own settings.
-            prepare: is shown the stage before anything runs.
+            task: returns the result of one.
+            config: default: the relay's own settings.
+            prepare: called with the runtime before the pass.
         """
         check_model(self._model, self.parts.units)
-        # One by one: parts of a model may be in evaluation mode for good.
+        # Per module: parts of a model may always be in evaluation mode.
         modes = {module: module.training for module in self._model.modules()}
-        # Nothing is kept for a backward that does not come
-        asked = self.config if config is None else config
-        config = replace(asked, meter="on_change", keep=0, schedule="breadth_first")
+        config = self.config if config is None else config
+        config = replace(config, meter="on_change", keep=0, schedule="breadth_first")  # no backward: nothing is kept
         kind = self.kind_of(micro_batches, config)
-        work = self._make_spec(config, task, micro_batches)
+        spec = self._make_spec(config, task, micro_batches)
         trace = self._backend.sign_trace(self.parts.new_trace(config, self.steps))
         try:
             self._model.eval()
             with torch.no_grad(), self._kv_caches.disabled():
                 replay = self.pass_cache.find_inference(kind, task)
-                results, ran = run_forward(self.parts, work, trace, replay, prepare)
+                results, ran = run_forward(self.parts, spec, trace, replay, prepare)
             self.pass_cache.record_inference(kind, task, ran.metered)
             return results
         finally:
@@ -257,108 +254,111 @@ class Runner:
                 module.training = training
 
     def evaluate(self, batch: Batch, normaliser: LossNormaliser) -> float:
-        """Return the mean loss of a batch, of all workers' rows, in evaluation mode."""
+        """Return the mean loss of the rows of all workers, in evaluation mode."""
         rows, micro_batches = self.split(batch)
         divisors = normaliser.divisors(rows, micro_batches)
-        put_buffers_back = self.parts.snapshot_buffers()
+        restore_buffers = self.parts.snapshot_buffers()
         try:
             with preserve_random_state():
                 losses = self.infer(micro_batches, self._model_call.objective)
         finally:
-            put_buffers_back()
+            restore_buffers()
         return float(sum(self._backend.gather_items([loss / n for loss, n in zip(losses, divisors, strict=True)])))
 
     def _measure_losses(self, batches: Sequence[Any], perturbed: bool) -> list[float]:
-        """Measure losses of a few rows each, in evaluation mode and float32; what a forward changes is put back.
+        """Return the losses of a few rows each, in evaluation mode and float32; restores buffers, attributes and random state.
 
-        Weights outside of layers may be `shaken`, on the device alone. Weights in float32 take twice the room of bfloat16 there,
-        so none is loaded ahead.
+        With `perturbed`, the shell's weights are perturbed on the device only. Nothing is loaded ahead: in float32, weights
+        need twice the memory of bfloat16.
         """
         config = replace(self.config, micro_batches=len(batches), precision="fp32", ahead=0)
-        back = [self.parts.snapshot_buffers(), snapshot_attributes(self._model.modules())]
+        restores = [self.parts.snapshot_buffers(), snapshot_attributes(self._model.modules())]
         try:
             with preserve_random_state(), full_precision(self._device.torch_device):
                 prepare = BreadthFirstRuntime.perturb_shell if perturbed else _change_nothing
                 return [float(loss) for loss in self.infer(batches, self._model_call.objective, config, prepare)]
         except Exception as error:
             error.add_note(
-                "Micro-batches hold unequal shares of targets, so the relay looked at the losses of a few rows in evaluation "
-                "mode, to find out what the loss is a mean over. Nothing was trained. With weight=, it need not look"
+                "Micro-batches hold unequal shares of targets, so the relay evaluated the losses of a few rows to find the "
+                "divisor of the mean loss. Nothing was trained. With weight=, no evaluation is needed"
             )
             raise
         finally:
-            for put_back in back:
-                put_back()
+            for restore in restores:
+                restore()
 
     # -- a rehearsal ---------------------------------------------------------------------------------------------------
 
     def rehearsal(self, cluster: Cluster | None = None) -> Rehearsal:
-        """Make what runs passes that train nothing, beside the model's own weights; as one of a fleet, default of its own."""
+        """Make a rehearsal, whose passes train nothing and run on the model's own weights, for one worker of a cluster."""
         from l2l_core.forecast import Rehearsal
 
-        learn = self.pass_cache.set_layer_order  # what the first step would find out the slow way
         reduce = "ordered" if (self.cluster() if cluster is None else cluster).per_micro_batch else "sum"
-        place = self._backend.make_rehearsal_source
         return Rehearsal(
-            self.parts, self._store, self.pass_cache.layer_order, self._model_call.objective, place, learn, reduce
+            self.parts,
+            self._store,
+            self.pass_cache.layer_order,
+            self._model_call.objective,
+            self._backend.make_rehearsal_source,
+            self.pass_cache.set_layer_order,  # spares the first step the search for the order
+            reduce,
         )
 
     @contextmanager
     def rehearsing(self, cluster: Cluster | None = None) -> Iterator[Rehearsal]:
-        """Give a rehearsal whose passes leave no trace: what a forward counts, notes or draws is as before after the block."""
-        put_back = snapshot_attributes(self._model.modules())
+        """Yield a rehearsal; afterwards restore random state and plain attributes of modules."""
+        restore = snapshot_attributes(self._model.modules())
         try:
             with preserve_random_state():
                 yield self.rehearsal(cluster)
         finally:
-            put_back()
+            restore()
 
     def cluster(self, **other: Any) -> Cluster:
-        """Say who trains along, for forecasts; `other` is what is asked for instead."""
+        """Return the workers for a forecast; arguments in `other` that are not None override this relay's own."""
         from l2l_core.simulator import Cluster
 
         settings = self._backend.settings
-        ours = {"network": settings.network, "wire": settings.wire, "reduce": settings.reduce}
+        own = {"network": settings.network, "wire": settings.wire, "reduce": settings.reduce}
         given = {name: value for name, value in other.items() if value is not None}
-        return Cluster(**{"count": self._backend.count, "rank": self._backend.rank, **ours, **given})
+        return Cluster(**{"count": self._backend.count, "rank": self._backend.rank, **own, **given})
 
     def fit(
         self, batch: Batch, device_bytes: int | None, host_bytes: int | None, fixed: Iterable[str], most_s: float
     ) -> Fit:
         """Find settings for steps on this batch; see `Relay.fit`.
 
-        Of several workers the one with the largest batch looks, in the room of whoever has least, and all do as it says.
+        The worker with the largest batch rehearses, within the memory of the worker with the least, and all use its result.
         """
         from l2l_core.forecast import MemoryLimits, fit_step, memory_limits_of
 
         check_model(self._model, self.parts.units)
-        company, rows, here = self._backend, self.rows_of(batch), gethostname()
-        neighbours = company.gather_items([here], "say where they are").count(here)
-        room = memory_limits_of(self._device, self.parts.host, device_bytes, host_bytes, neighbours)
+        backend, rows, host = self._backend, self.rows_of(batch), gethostname()
+        workers_here = backend.gather_items([host], "share host names").count(host)
+        limits = memory_limits_of(self._device, self.parts.host, device_bytes, host_bytes, workers_here)
         tensors = [leaf for leaf in leaves_in(batch) if isinstance(leaf, torch.Tensor)]
-        mine = room, rows.count, sum(map(nbytes_of, tensors))
-        rooms, counts, sizes = zip(*company.gather_items([mine], "say what room there is"), strict=True)
-        asked, fixed = self.resolve_config(self.config, batch), [*fixed] if not isinstance(fixed, str) else fixed
-        looks = sizes.index(max(sizes))
+        own = limits, rows.count, sum(map(nbytes_of, tensors))
+        all_limits, counts, sizes = zip(*backend.gather_items([own], "share memory limits"), strict=True)
+        config, fixed = self.resolve_config(self.config, batch), [*fixed] if not isinstance(fixed, str) else fixed
         found: list[Fit] = []
-        with company.unsharded():
-            if company.rank == looks:
-                args = fixed, MemoryLimits.tightest(rooms), most_s, min(counts), self.cluster()
+        with backend.unsharded():
+            if backend.rank == sizes.index(max(sizes)):
+                args = fixed, MemoryLimits.tightest(all_limits), most_s, min(counts), self.cluster()
                 with self.rehearsing() as rehearsal:
-                    found = [fit_step(rehearsal, batch, asked, *args)]
-            [fit] = company.gather_items(found, "hear which settings were found")
+                    found = [fit_step(rehearsal, batch, config, *args)]
+            [fit] = backend.gather_items(found, "send the settings found")
         return fit
 
-    # -- what changes between passes -----------------------------------------------------------------------------------
+    # -- between passes ------------------------------------------------------------------------------------------------
 
     def set_layers(self, layers: Sequence[Unit]) -> None:
-        """Layers were edited: these are they now."""
+        """Use these layers from the next pass on."""
         self.parts = replace(self.parts, layers=list(layers))
         self.pass_cache.reset(layers)
 
     @contextmanager
-    def without(self, units: Sequence[Unit], layers: Sequence[Unit]) -> Iterator[None]:
-        """Let `units` sit out in the block, so that `layers` are left; what is known of passes with all of them stays known."""
+    def without(self, units: Collection[Unit], layers: Sequence[Unit]) -> Iterator[None]:
+        """Run a block without `units`, with `layers` left; meter records of passes over all layers are kept."""
         parts = self.parts
         with self.pass_cache.without(units):
             self.parts = replace(parts, layers=list(layers))
@@ -368,15 +368,15 @@ class Runner:
                 self.parts = parts
 
     def snapshot(self) -> Callable[[], None]:
-        """Keep count of steps, trace, parts, statistics of layers, and what steps have taught; the result puts them back."""
+        """Capture step count, trace, parts, layer statistics and pass cache; return a function that restores them."""
         steps, trace, parts = self.steps, self.trace, self.parts
         stats = {unit: dict(unit.stats) for unit in parts.units}
-        put_knowledge_back = self.pass_cache.snapshot()
+        restore_cache = self.pass_cache.snapshot()
 
-        def put_back() -> None:
+        def restore() -> None:
             self.steps, self.trace, self.parts = steps, trace, parts
             for unit, old in stats.items():
                 unit.stats = old
-            put_knowledge_back()
+            restore_cache()
 
-        return put_back
+        return restore

@@ -1,6 +1,7 @@
-"""Forecasts of steps and searches for settings: costs from a rehearsal or a configuration, in bytes, seconds and words.
+"""Forecasts of steps and searches for settings, with costs from a rehearsal or from a configuration.
 
-May import `simulator`, `analysis`, `shelf`, `step`, `eps`, `devices`, `batches`, `trace`, `rules`, `config`.
+May import `simulator`, `shelf`, `step`, `step.traffic`, `eps`, `eps.optimizers`, `eps.blocks`, `devices`, `batches`,
+`analysis`, `trace`, `config`, `schedule_rules`.
 Begin reading at `forecast.py` and `cost_forecast.py`.
 """
 
@@ -22,14 +23,14 @@ from l2l_core.forecast.minimise import Priced as Priced
 from l2l_core.forecast.minimise import Run as Run
 from l2l_core.forecast.model_shapes import ModelShapes as ModelShapes
 from l2l_core.forecast.model_shapes import read_model_shapes as read_model_shapes
-from l2l_core.forecast.profile_extrapolation import RepeatedStay as RepeatedStay
-from l2l_core.forecast.profile_extrapolation import repeat_stays as repeat_stays
+from l2l_core.forecast.profile_transforms import RepeatedStay as RepeatedStay
+from l2l_core.forecast.profile_transforms import repeat_stays as repeat_stays
 from l2l_core.forecast.rehearsal import Rehearsal as Rehearsal
 from l2l_core.forecast.relay_fit import fit_step as fit_step
 from l2l_core.forecast.relay_fit import layers_within as layers_within
 from l2l_core.forecast.relay_fit import memory_limits_of as memory_limits_of
-from l2l_core.forecast.relay_forecast import LastStep as LastStep
 from l2l_core.forecast.relay_forecast import forecast_step as forecast_step
+from l2l_core.forecast.relay_forecast import last_recording as last_recording
 from l2l_core.forecast.representatives import RepresentedLayer as RepresentedLayer
 from l2l_core.forecast.representatives import chunk_stack as chunk_stack
 from l2l_core.forecast.representatives import cycle_middle as cycle_middle

@@ -1,8 +1,7 @@
-"""A place for masters and optimizer state of a model before it is built: in memory, in fewer bits, or on a disk.
+"""Choice among memory, fewer bits and a disk for the masters and optimizer state of a planned model.
 
-Every optimizer offered is forecast in memory and on the disk, since the report lists them all; the fastest that fits is taken.
-A forecast does not know the quality that a codec costs, and the work of packing is not timed: offer optimizers that you would
-train with.
+Every optimizer is forecast in memory and on the disk, and the fastest that fits is chosen. The quality that a codec costs and
+the time for packing are not part of the forecast: offer only optimizers with acceptable quality.
 """
 
 from __future__ import annotations
@@ -25,19 +24,14 @@ from l2l_core.trace import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """An optimizer, and where its state and the masters lie.
+    """An optimizer, and the place of its state and of the masters."""
 
-    Attributes:
-        optimizer: its name, as it was offered.
-        forecast: of a step; `forecast.shelf` is None where masters are in memory.
-    """
-
-    optimizer: str
-    forecast: Forecast
+    optimizer: str  # its name, as it was offered
+    forecast: Forecast  # `forecast.shelf` is None if masters are in memory
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Label for users."""
         return f"{self.optimizer} {'in memory' if self.forecast.shelf is None else 'on disk'}"
 
     def __str__(self) -> str:
@@ -51,34 +45,30 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class ConfigFit:
-    """What fits, and what is the fastest of that; `str` gives the reasons.
+    """All combinations of optimizer and place, and the fastest that fits; `str` gives the reasons."""
 
-    Attributes:
-        ways: all that were looked at, the fastest first; of equals the one that was offered first, in memory before disk.
-    """
-
-    ways: tuple[Way, ...]
+    ways: tuple[Way, ...]  # the fastest first; equal ones in the order offered, memory before disk
 
     @property
     def best(self) -> Way | None:
-        """The fastest that fits; None if nothing does."""
+        """The fastest that fits; None if none does."""
         return next((way for way in self.ways if way.forecast.fits), None)
 
     @property
     def better(self) -> tuple[Way, ...]:
-        """What would be faster than `best`, and does not fit; all of it if nothing does."""
+        """Faster ones than `best` that do not fit; all if none fits."""
         limit_s = math.inf if self.best is None else self.best.forecast.seconds
         return tuple(way for way in self.ways if way.forecast.seconds < limit_s and not way.forecast.fits)
 
     def __str__(self) -> str:
         best = self.best
         if best is None:
-            return "\n".join(["nothing of this fits", *map(str, self.ways)])
-        head = [f"take {best.name}: of what fits, nothing is faster", f"there, {best.forecast.bound}"]
-        needs = [
-            f"faster would be {way.name}, but it {'; '.join(way.forecast.shortfalls())}" for way in self.better[-1:]
-        ]
-        return "\n".join([*head, *needs, *map(str, self.ways)])
+            lines = ["nothing of this fits"]
+        else:
+            lines = [f"take {best.name}, the fastest of those that fit", f"there, {best.forecast.bound}"]
+            for way in self.better[-1:]:
+                lines.append(f"faster would be {way.name}, but it {'; '.join(way.forecast.shortfalls())}")
+        return "\n".join([*lines, *map(str, self.ways)])
 
 
 def fit_config(
@@ -102,14 +92,14 @@ def fit_config(
         print(fit_config(config, machine, optimizers=optimizers, host_bytes=24 * 10**9, disk=Disk.of("run"), ...))
 
     Args:
-        optimizers: by name, each a function from parameters to an optimizer, what you like best first.
+        optimizers: by name, each a function from parameters to an optimizer, in order of preference.
         host_bytes: of the host.
-        disk: its figures; None to look at memory alone.
-        config, machine, micro_batches, batch, sequence, relay_config, memory_bytes, emulated: as of `forecast_config`. With
-            ``stash="disk"`` ways on the disk alone are looked at.
+        disk: its figures; None for memory alone.
+        config, machine, micro_batches, batch, sequence, relay_config, memory_bytes, emulated: as for `forecast_config`. With
+            ``stash="disk"`` only the disk is considered.
 
     Raises:
-        ValueError: no optimizers, or what `forecast_config` refuses.
+        ValueError: no optimizers, or an argument that `forecast_config` refuses.
     """
     if not optimizers:
         raise ValueError('optimizers={}: offer at least one, {"float32": partial(torch.optim.AdamW, lr=1e-4)}')
@@ -126,19 +116,19 @@ def fit_config(
         emulated=emulated,
     )
     ways = []
-    if disk is None or relay_config is None or relay_config.stash != "disk":  # which needs masters on the disk
+    if disk is None or relay_config is None or relay_config.stash != "disk":
         ways += [Way(name, forecast(optimizer=make)) for name, make in optimizers.items()]
     if disk is not None:
         ways += [
             Way(name, _on_disk(partial(forecast, optimizer=make), disk, host_bytes))
             for name, make in optimizers.items()
-            if not OptimizerStateSize(make).rounds_weights  # such masters cannot lie in files
+            if not OptimizerStateSize(make).rounds_weights  # bfloat16 masters cannot be in files
         ]
     return ConfigFit(tuple(sorted(ways, key=lambda way: way.forecast.seconds)))
 
 
 def _on_disk(forecast: partial[Forecast], disk: Disk, host_bytes: int) -> Forecast:
-    """Forecast a step with as large a pool as there is room for and use for, or with the smallest that works."""
+    """Forecast a step with the largest useful pool that the host can hold, or with the smallest that works."""
     least = forecast(shelf=PlannedShelf(disk=disk))
     assert least.shelf is not None
     pool = min(least.shelf.max_useful_bytes, host_bytes - (least.needed_host_bytes - least.shelf.memory_bytes))

@@ -1,14 +1,11 @@
-"""The settings that a search has found, and why: values and their words.
-
-`relay_fit.py` finds the fastest settings, `what_fits.py` those that help where a step does not fit.
-"""
+"""Results of searches for settings: memory limits, the settings found, and their description for users."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from l2l_core.config import RelayConfig
 from l2l_core.forecast.forecast import Forecast
@@ -17,7 +14,7 @@ from l2l_core.schedule_rules import weight_slots
 from l2l_core.trace import format_bytes
 
 TUNABLE_SETTINGS = ("micro_batches", "ahead", "stash", "resident", "keep", "update", "schedule")
-LEAST = ("micro_batches", "ahead", "stash")  # the step that needs the least keeps nothing
+LEAST = ("micro_batches", "ahead", "stash")  # settings of the smallest step, which keeps nothing
 
 
 def changes(old: RelayConfig, new: RelayConfig, names: Collection[str] = TUNABLE_SETTINGS) -> dict[str, Any]:
@@ -26,15 +23,15 @@ def changes(old: RelayConfig, new: RelayConfig, names: Collection[str] = TUNABLE
 
 
 def in_words(config: RelayConfig, names: Iterable[str]) -> str:
-    """Write settings as arguments."""
+    """Format settings as arguments."""
     return ", ".join(f"{name}={getattr(config, name)!r}" for name in names)
 
 
 class NothingFits(ValueError):
-    """No settings were found with which a step fits.
+    """Raised when a search finds no settings with which a step fits.
 
     Attributes:
-        smallest: what needs the least device memory; None if no step could be made at all.
+        smallest: the step with the least device memory; None if none could run.
     """
 
     def __init__(self, message: str, smallest: Priced | None) -> None:
@@ -44,36 +41,26 @@ class NothingFits(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimits:
-    """Bytes that a step may take; None without a limit.
-
-    Attributes:
-        device_bytes: on the device.
-        host_bytes: on the host.
-        shared_bytes: on both together, where the device computes in host memory.
-    """
+    """Bytes available to a step; None without a limit."""
 
     device_bytes: int | None
     host_bytes: int | None
-    shared_bytes: int | None = None
+    shared_bytes: int | None = None  # on both together, if the device computes in host memory
 
     @staticmethod
     def tightest(others: Sequence[MemoryLimits]) -> MemoryLimits:
-        """Return the room that all of these have."""
+        """Return the smallest of each limit."""
         places = zip(*map(astuple, others), strict=True)
         return MemoryLimits(*(min((limit for limit in limits if limit is not None), default=None) for limits in places))
 
     @property
     def _limits(self) -> dict[str, int]:
-        limits = {
-            "device": self.device_bytes,
-            "host": self.host_bytes,
-            "device and host together": self.shared_bytes,
-        }
-        return {place: limit for place, limit in limits.items() if limit is not None}
+        limits = zip(("device", "host", "device and host together"), astuple(self), strict=True)
+        return {place: limit for place, limit in limits if limit is not None}
 
     def exceeded(self, step: Priced) -> dict[str, int]:
-        """Return the bytes that the step needs at each place where they are more than the limit."""
-        needs = {  # worked out only where there is a limit: the bytes on the host take a replay
+        """Return by place the bytes that the step needs where they exceed the limit."""
+        needs = {  # functions, since the bytes on the host need a simulation
             "device": lambda: step.budget_bytes,
             "host": lambda: step.host_bytes,
             "device and host together": lambda: step.budget_bytes + step.host_bytes,
@@ -81,42 +68,35 @@ class MemoryLimits:
         return {place: need for place, limit in self._limits.items() if (need := needs[place]()) > limit}
 
     def fits(self, step: Priced) -> bool:
-        """Whether the step fits."""
+        """Return True if the step fits."""
         return not self.exceeded(step)
 
     def __str__(self) -> str:
-        known = [f"{format_bytes(limit)} on the {place}" for place, limit in self._limits.items()]
-        return " and ".join(known) or "room without limits"
-
-
-class FasterStep(NamedTuple):
-    """A step that does not fit, and how many times as fast as the chosen one it would be."""
-
-    step: Priced
-    speedup: float
+        words = [f"{format_bytes(limit)} on the {place}" for place, limit in self._limits.items()]
+        return " and ".join(words) or "memory without limits"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Fit:
-    """The settings that a search has found, and why these.
+    """Settings found by a search, and the reasons.
 
     Attributes:
-        asked: settings that it began with.
-        before: a step with these, None if there cannot be one.
-        chosen: the step that is the fastest of those that fit.
-        better: of those that are faster and do not fit, the one that needs least.
-        room: what there was.
+        requested: settings at the start.
+        baseline: a step with these, None if it cannot run.
+        chosen: the fastest step that fits.
+        faster: of the faster steps that do not fit, the one that lacks the fewest bytes, and its relative speed.
+        limits: available memory.
         layers: visits of a forward.
         forecast: of a step with the chosen settings.
-        tried: number of settings that were compared.
-        seconds: that the search took.
-        all_tried: whether it ended by itself, and not because its time was up.
+        tried: number of settings compared.
+        seconds: of the search.
+        all_tried: False if the time ran out before the search ended.
     """
 
     requested: RelayConfig
     baseline: Priced | None
     chosen: Priced
-    faster: FasterStep | None
+    faster: tuple[Priced, float] | None
     limits: MemoryLimits
     layers: int
     forecast: Forecast
@@ -126,37 +106,36 @@ class Fit:
 
     @property
     def config(self) -> RelayConfig:
-        """The settings."""
+        """The chosen settings."""
         return self.chosen.config
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """What of them is new."""
+        """Chosen settings that differ from the requested ones."""
         return changes(self.requested, self.config)
 
     def __str__(self) -> str:
-        return "\n".join(
-            filter(
-                None,
-                (self._describe_choice(), self._describe_residency(), self._describe_faster(), self._describe_search()),
-            )
-        )
-
-    def _describe_choice(self) -> str:
-        config, forecast = self.config, self.forecast
+        forecast = self.forecast
         device, host = format_bytes(forecast.peak_device_bytes), format_bytes(forecast.peak_host_bytes)
         gain = ""
-        if self.settings and self.baseline is not None:
-            ratio = self.baseline.seconds / self.chosen.seconds
-            gain = f", {ratio:.2f} times as fast as with {in_words(self.requested, self.settings)}" if ratio > 1 else ""
-        return (
-            f"RelayConfig({in_words(config, TUNABLE_SETTINGS)}): {forecast.seconds:.3g} s a step by the forecast{gain}. It needs "
-            f"{device} on the device and {host} on the host, of {self.limits}."
-        )
+        if self.settings and self.baseline is not None and (ratio := self.baseline.seconds / self.chosen.seconds) > 1:
+            gain = f", {ratio:.2f} times as fast as with {in_words(self.requested, self.settings)}"
+        lines = [
+            f"RelayConfig({in_words(self.config, TUNABLE_SETTINGS)}): {forecast.seconds:.3g} s a step by the forecast{gain}. It "
+            f"needs {device} on the device and {host} on the host, of {self.limits}.",
+            self._describe_residency(),
+        ]
+        if self.faster is not None:
+            step, speedup = self.faster
+            (place, need), *_ = self.limits.exceeded(step).items()
+            words = f"{in_words(step.config, changes(self.config, step.config))} would be {speedup:.2f} times as fast"
+            lines.append(f"Next better: {words} and needs {format_bytes(need)} on the {place}.")
+        rest = "" if self.all_tried else "; the time ran out before all were tried"
+        return "\n".join([*lines, f"{self.tried} settings were compared in {self.seconds:.2g} s{rest}."])
 
     def _describe_residency(self) -> str:
         stay = min(self.layers, weight_slots(self.config.ahead, self.config.resident))
-        kept = min(self.layers, max(1, self.config.keep), stay)
+        kept = min(self.layers, max(1, int(self.config.keep)), stay)
         if self.config.schedule == "depth_first":
             return (
                 "All weights stay on the device during a step, and micro-batches go through all layers and back one after "
@@ -167,34 +146,15 @@ class Fit:
         weights = "all weights stay" if stay == self.layers else f"the weights of {stay} stay or are on their way"
         return f"Of {self.layers} layers {weights}, and {kept} keep their graphs; {self.layers - kept} are recomputed."
 
-    def _describe_faster(self) -> str:
-        if self.faster is None:
-            return ""
-        step, times = self.faster
-        (place, need), *_ = self.limits.exceeded(step).items()
-        words = in_words(step.config, changes(self.config, step.config))
-        return f"Next better: {words} would be {times:.2f} times as fast and needs {format_bytes(need)} on the {place}."
-
-    def _describe_search(self) -> str:
-        rest = "" if self.all_tried else "; its time was up before all were tried"
-        return f"{self.tried} settings were compared in {self.seconds:.2g} s{rest}."
-
 
 @dataclass(frozen=True, eq=False)
 class WhatFits:
-    """Settings that fit a budget of the device, and those that need the least.
+    """Settings that fit a device budget, and those that need the least."""
 
-    Attributes:
-        asked: the present settings.
-        budget_bytes: the budget.
-        smallest: the step that needs the least.
-        fastest: the fastest step that fits; None if none does.
-    """
-
-    requested: RelayConfig
+    requested: RelayConfig  # the present settings
     budget_bytes: int
-    smallest: Priced
-    fastest: Priced | None
+    smallest: Priced  # the step that needs the least
+    fastest: Priced | None  # the fastest step that fits
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -210,7 +170,7 @@ class WhatFits:
         )
         if fastest is None:
             return (
-                f"No settings help. {words} Give the device that much, or make big parts of the shell layers of their own "
+                f"No settings help. {words} Give the device that much, or make large parts of the shell separate layers "
                 "(layers=[...])."
             )
         return (

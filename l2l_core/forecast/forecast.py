@@ -1,11 +1,9 @@
-"""What a step will need and how long it will take, before it runs; and how far off that was, afterwards.
-
-Values and their words. `cost_forecast.py` makes them.
-"""
+"""Needs and time of a step before it runs, and their errors afterwards; `cost_forecast.py` makes the values."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,15 +16,10 @@ from l2l_core.trace import StepResult, Trace, format_bytes
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepFigures:
-    """A step and its figures, each worked out when it is first asked for.
-
-    Attributes:
-        trace: of the step.
-        basis: where its costs come from, in words.
-    """
+    """Figures of a step, each computed on first access."""
 
     trace: Trace
-    basis: str
+    basis: str  # description of the source of its costs
 
     @cached_property
     def device_bytes(self) -> Mapping[str, int]:
@@ -40,22 +33,22 @@ class StepFigures:
 
     @property
     def peak_device_bytes(self) -> int:
-        """Bytes on the device at its peak, all categories together."""
+        """Bytes on the device at its peak."""
         return sum(self.device_bytes.values())
 
     @property
     def peak_host_bytes(self) -> int:
-        """Bytes on the host at its peak, all categories together."""
+        """Bytes on the host at its peak."""
         return sum(self.host_bytes.values())
 
     @cached_property
     def bounds(self) -> tuple[Bound, ...]:
-        """What binds each phase. Of a step of thousands of events this takes longer than all else."""
+        """Bounds of each phase; slow for a step of thousands of events."""
         return self.trace.bound_by()
 
     @cached_property
     def bound(self) -> Bound | None:
-        """What binds the phase that loses most, or if none loses a twentieth of the step, the longest; None without events."""
+        """Bound of the phase that loses most, or of the longest if no loss exceeds 5 % of the step."""
         span_s = self.trace.span_s
         losing = [bound for bound in self.bounds if bound.lane != "compute" and bound.exposed_s > 0.05 * span_s]
         if losing:
@@ -65,46 +58,38 @@ class StepFigures:
 
 @dataclass(frozen=True, slots=True)
 class WorkerForecast:
-    """What is planned for one of several workers.
+    """Forecast for one of several workers."""
 
-    Attributes:
-        fleet: the workers, and which of them this is.
-        held: bytes of masters ("weights") and of the optimizer's state ("optimizer") that it has.
-        gathered_bytes: of host buffers into which layers are gathered.
-        sent: bytes of a step that go to other workers and come from them, by channel: "gather" for weights, "reduce" for
-            gradients. What gloo adds is not among them.
-    """
-
-    cluster: Cluster
-    held_bytes: Mapping[str, int]
-    gather_buffer_bytes: int
-    traffic: Mapping[str, TrafficTotal]
+    cluster: Cluster  # with the rank of this one
+    held_bytes: Mapping[str, int]  # masters ("weights") and optimizer state ("optimizer")
+    gather_buffer_bytes: int  # on the host
+    traffic: Mapping[str, TrafficTotal]  # of weights ("gather") and gradients ("reduce"), without gloo's overhead
 
     def __str__(self) -> str:
-        fleet, sent = self.cluster, TrafficTotal(*map(sum, zip(*self.traffic.values(), strict=True)))
-        slow = ", ".join(f"worker {rank} {factor:g} times as slow" for rank, factor in fleet.stragglers.items())
+        cluster, total = self.cluster, TrafficTotal(*map(sum, zip(*self.traffic.values(), strict=True)))
+        slow = [f", worker {rank} {factor:g} times as slow" for rank, factor in cluster.stragglers.items()]
         return (
-            f"planned for worker {fleet.rank} of {fleet.count}{f', {slow}' if slow else ''}: holds "
-            f"{format_bytes(sum(self.held_bytes.values()))} of masters and state, gathers into {format_bytes(self.gather_buffer_bytes)}, "
-            f"sends {format_bytes(sent.sent)} and receives {format_bytes(sent.received)} a step; {fleet.network}"
+            f"planned for worker {cluster.rank} of {cluster.count}{''.join(slow)}: holds "
+            f"{format_bytes(sum(self.held_bytes.values()))} of masters and state, gathers into "
+            f"{format_bytes(self.gather_buffer_bytes)}, sends {format_bytes(total.sent)} and receives "
+            f"{format_bytes(total.received)} a step; {cluster.network}"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast(StepFigures):
-    """A step that has not run; `trace` is simulated.
+    """Forecast of a step; `trace` is simulated.
 
     Attributes:
         seconds: of a step; the first one of a shape takes longer, because it is metered.
-        hiding_micro_batches: the smallest number of micro-batches of this size under which the link is hidden in forward
-            and backward; None if no number does.
+        hiding_micro_batches: the smallest number of micro-batches of this size that hides the link in forward and backward;
+            None if none does. With a shelf, the disk must be hidden too.
         largest_depth: most layers like the middle one that fit; 0 if not even one does, None without a limit.
-        config: of the step.
         memory_bytes: budget of the device, None without one.
         host_limit_bytes: budget of the host, None without one.
-        advice: what would fit where this does not, as far as that was looked for.
-        worker: whose step it is, if several are planned with; the budgets are its own, and so is every figure.
-        shelf: on disk, if one is planned with. Then the disk must be hidden, too, and what fits counts its whole pool.
+        advice: settings that would fit if these do not, as far as they were searched.
+        worker: the worker to which all figures and budgets belong, if there are several.
+        shelf: on disk, if there is one; its whole pool counts as host memory.
     """
 
     seconds: float
@@ -119,11 +104,11 @@ class Forecast(StepFigures):
 
     @property
     def fits(self) -> bool:
-        """Whether both budgets suffice, and the disk."""
+        """True if both budgets and the disk suffice."""
         return not self.shortfalls()
 
     def shortfalls(self) -> list[str]:
-        """Say what does not fit, in words."""
+        """Describe each place that lacks bytes."""
         places = (
             ("the device", self.peak_device_bytes, self.memory_bytes, self.device_bytes),
             ("the host", self.needed_host_bytes, self.host_limit_bytes, self.host_bytes),
@@ -133,54 +118,51 @@ class Forecast(StepFigures):
             for name, need, limit, held in places
             if limit is not None and need > limit
         ]
-        if self.shelf is not None and self.shelf.exceeds_disk:
-            free = self.shelf.disk.free_bytes
-            assert free is not None
+        if self.shelf is not None and (free := self.shelf.disk.free_bytes) is not None and self.shelf.exceeds_disk:
             lacks.append(f"does not fit the disk: {format_bytes(self.shelf.needed_bytes)} of {format_bytes(free)}")
         return lacks
 
     @property
     def needed_host_bytes(self) -> int:
-        """Bytes that the host must have: those at its peak, and what a pool may take besides."""
+        """Host bytes at the peak, with the unused part of the shelf's pool."""
         return self.peak_host_bytes + (self.shelf.unused_bytes if self.shelf is not None else 0)
 
     def check(self, result: StepResult) -> ForecastCheck:
-        """Compare with a step that has run."""
-        measured = {place: result.trace.peak_sample(place) for place in ("device", "host")}
-        held = {place: dict(sample.bytes_by_category) if sample else {} for place, sample in measured.items()}
+        """Compare with a finished step."""
+        trace = result.trace
         return ForecastCheck(
-            device=_check_categories(self.device_bytes, held["device"]),
-            host=_check_categories(self.host_bytes, held["host"]),
+            device=_check_categories(self.device_bytes, _peak(trace, "device")),
+            host=_check_categories(self.host_bytes, _peak(trace, "host")),
             peak_device=CheckedFigure("peak", self.peak_device_bytes, result.peak_device_bytes),
-            peak_host=CheckedFigure("peak", self.peak_host_bytes, result.trace.peak_bytes("host")),
+            peak_host=CheckedFigure("peak", self.peak_host_bytes, trace.peak_bytes("host")),
             seconds=CheckedFigure("seconds", self.seconds, result.seconds),
         )
 
     def __str__(self) -> str:
         count, depth = self.hiding_micro_batches, self.largest_depth
-        what = "the link" if self.shelf is None else "link and disk"
-        hiding = f"no number of micro-batches hides {what}"
+        lanes = "the link" if self.shelf is None else "link and disk"
+        subject = "no number of micro-batches hides"
         if count is not None:
-            hiding = (
-                f"{count} micro-batch{'es' if count > 1 else ''} of this size hide{'s' if count == 1 else ''} {what}"
+            subject = (
+                f"{count} micro-batch of this size hides" if count == 1 else f"{count} micro-batches of this size hide"
             )
-        return "\n".join(
-            [
-                f"a step of {self.seconds:.3g} s; {self.bound}",
-                f"device peak {format_bytes(self.peak_device_bytes)}: {_format_categories(self.device_bytes)}",
-                f"host peak {format_bytes(self.peak_host_bytes)}: {_format_categories(self.host_bytes)}",
-                *(str(each) for each in (self.worker, self.shelf) if each is not None),
-                *self.shortfalls(),
-                *filter(None, [self.advice]),
-                hiding + ("; any depth fits" if depth is None else f"; at most {depth:,} layers like these fit"),
-                f"basis: {self.basis}",
-            ]
-        )
+        deepest = "any depth fits" if depth is None else f"at most {depth:,} layers like these fit"
+        lines = [
+            f"a step of {self.seconds:.3g} s; {self.bound}",
+            f"device peak {format_bytes(self.peak_device_bytes)}: {_format_categories(self.device_bytes)}",
+            f"host peak {format_bytes(self.peak_host_bytes)}: {_format_categories(self.host_bytes)}",
+            *(str(each) for each in (self.worker, self.shelf) if each is not None),
+            *self.shortfalls(),
+            self.advice,
+            f"{subject} {lanes}; {deepest}",
+            f"basis: {self.basis}",
+        ]
+        return "\n".join(filter(None, lines))
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedFigure:
-    """A figure as forecast and as measured."""
+    """A forecast figure and its measured value."""
 
     name: str
     forecast: float
@@ -188,20 +170,20 @@ class CheckedFigure:
 
     @property
     def error(self) -> float:
-        """How far off, relative to what was measured: 0.1 is 10 % too much. Infinite where nothing was measured."""
+        """Relative error: 0.1 means 10 % too much; infinite if nothing was measured."""
         if self.measured:
             return (self.forecast - self.measured) / self.measured
         return float("inf") if self.forecast else 0.0
 
+    def row(self, name: str, form: Callable[[float], str]) -> tuple[str, str, str, str]:
+        """Return the cells of a table."""
+        error = f"{self.error:+.1%}" if math.isfinite(self.error) else "not measured"
+        return (name, form(self.forecast), form(self.measured), error)
+
 
 @dataclass(frozen=True, slots=True)
 class ForecastCheck:
-    """A forecast against the step that it was of; `str` makes a table.
-
-    Attributes:
-        device, host: categories at the peak.
-        peak_device, peak_host, seconds: of the whole step.
-    """
+    """Comparison of a forecast with its step: bytes by category at the peaks, peaks, and seconds; `str` makes a table."""
 
     device: tuple[CheckedFigure, ...]
     host: tuple[CheckedFigure, ...]
@@ -211,24 +193,11 @@ class ForecastCheck:
 
     def __str__(self) -> str:
         rows = [("", "forecast", "measured", "error")]
-        for place, peak, parts in (("device", self.peak_device, self.device), ("host", self.peak_host, self.host)):
-            rows += [
-                (
-                    f"{place} {row.name}",
-                    format_bytes(row.forecast),
-                    format_bytes(row.measured),
-                    _format_error(row.error),
-                )
-                for row in (peak, *parts)
-            ]
-        time = self.seconds
-        rows.append(("seconds", f"{time.forecast:.4g}", f"{time.measured:.4g}", _format_error(time.error)))
+        for place, figures in (("device", (self.peak_device, *self.device)), ("host", (self.peak_host, *self.host))):
+            rows += [figure.row(f"{place} {figure.name}", format_bytes) for figure in figures]
+        rows.append(self.seconds.row("seconds", "{:.4g}".format))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         return "\n".join("  ".join([a.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]) for a, *rest in rows)
-
-
-def _format_error(error: float) -> str:
-    return f"{error:+.1%}" if abs(error) != float("inf") else "not there"
 
 
 def _check_categories(forecast: Mapping[str, int], measured: Mapping[str, int]) -> tuple[CheckedFigure, ...]:

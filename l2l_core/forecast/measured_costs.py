@@ -1,8 +1,8 @@
-"""The costs of a relay's step, measured: in its last step if that was of the same kind, else in a rehearsal."""
+"""Measured costs of a relay's step, from its last step if that was alike, else from a rehearsal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,127 +11,113 @@ from l2l_core.config import Compress, RelayConfig
 from l2l_core.eps.blocks import Block
 from l2l_core.forecast.block_inventory import Inventory
 from l2l_core.forecast.cost_forecast import ForecastCosts
-from l2l_core.forecast.profile_extrapolation import map_memory
-from l2l_core.forecast.profile_interpolation import with_slots
+from l2l_core.forecast.profile_transforms import map_memory, with_slots
 from l2l_core.forecast.rehearsal import Rehearsal
-from l2l_core.forecast.representatives import Representatives, choose_representatives, represent_each
+from l2l_core.forecast.representatives import Representatives, choose_representatives
 from l2l_core.schedule_rules import kept_layer_count, weight_itemsize
 from l2l_core.simulator import MemorySamples, Profile
 from l2l_core.trace import Trace
+
+_SAME_SETTINGS = ("schedule", "stash", "precision", "update", "max_grad_norm", "rollback", "meter")
 
 
 def costs_of_rehearsal(
     rehearsal: Rehearsal, micro_batches: Sequence[Any], config: RelayConfig, max_passes: int | None = None
 ) -> ForecastCosts:
-    """Take the costs from a rehearsal of a few of these micro-batches, which is timed at most `most_passes` times."""
-    chosen, stands = _choose_representatives([shapes_of(micro_batch) for micro_batch in micro_batches], config)
+    """Measure costs by rehearsing a few of these micro-batches, with at most `max_passes` timed passes."""
+    chosen, positions = _choose_representatives([shapes_of(micro_batch) for micro_batch in micro_batches], config)
     found = rehearsal.run([micro_batches[k] for k in chosen], config, max_passes)
-    # All weights that the pass itself has booked: bfloat16 casts for a device that cannot cast on the way.
-    wire_bytes = max(
-        (held.get("weights", 0) for place, held in _all_samples(found.profile) if place == "host"), default=0
-    )
-    host = {**_fixed_host_bytes(rehearsal), "optimizer": found.inventory.state_bytes}
-    host["weights"] = host.get("weights", 0) + wire_bytes
-    how = f"{len(chosen)} of {len(stands)} micro-batches" if len(chosen) < len(stands) else "all micro-batches"
-    basis = f"a rehearsal of {how}, timed {found.passes} time(s), in {found.seconds:.2g} s"
-    return _make_costs(rehearsal, found.profile, stands, found.overhead_s, host, basis, wire_bytes, found.inventory)
+    # Weights in the pass's own host samples are bfloat16 casts for a device that cannot cast.
+    ops = [op for turn in found.profile.turns for op in turn.ops]
+    samples = [*found.profile.memory, *(sample for op in ops for sample in op.memory)]
+    wire_bytes = max((held.get("weights", 0) for place, held in samples if place == "host"), default=0)
+    part = f"{len(chosen)} of {len(positions)} micro-batches" if len(chosen) < len(positions) else "all micro-batches"
+    basis = f"a rehearsal of {part}, timed {found.passes} time(s), in {found.seconds:.2g} s"
+    return _make_costs(rehearsal, found.profile, positions, found.overhead_s, basis, found.inventory, wire_bytes)
 
 
 def costs_of_step(
     rehearsal: Rehearsal, trace: Trace, recorded: Sequence[Any], requested: Sequence[Any], config: RelayConfig
 ) -> ForecastCosts | None:
-    """Take the costs from the last step; None if it was of another kind.
+    """Return costs from the trace of the last step; None if it was of another kind than one with `config`.
 
-    Args:
-        rehearsal: whose parts they are.
-        trace: of the step.
-        recorded, asked: forms of its micro-batches, and of those to forecast.
-        config: to forecast.
+    `recorded` and `requested` are the shapes of its micro-batches, and of those to forecast.
     """
-    known, others = _choose_representatives(recorded, config), _choose_representatives(requested, config)
+    old, new = _choose_representatives(recorded, config), _choose_representatives(requested, config)
     was, depth = trace.settings, len(rehearsal.parts.layers)
-    same = ("schedule", "stash", "precision", "update", "max_grad_norm", "rollback", "meter")
     if (
-        [recorded[k] for k in known.chosen] != [requested[k] for k in others.chosen]
-        or any(was.get(name) != getattr(config, name) for name in same)
+        [recorded[k] for k in old.chosen] != [requested[k] for k in new.chosen]
+        or any(was.get(name) != getattr(config, name) for name in _SAME_SETTINGS)
         or Compress.of(was.get("compress")) != config.wire
-        # one without overlap has other rings and buffers; that there are further slots is reckoned below
+        # Overlap changes rings and buffers; the number of slots is adjusted below.
         or (was["ahead"] > 0) != (config.ahead > 0)
         or kept_layer_count(was, depth) != kept_layer_count(asdict(config), depth)
-        # a step that was metered took longer, as the first of a shape does
+        # A metered step takes longer.
         or was.get("metered") != (config.meter == "always")
-        # traces have the sums of what moves, and a file needs to know the storages
+        # A trace has sums of bytes, and a file needs the storages.
         or config.stash == "disk"
     ):
         return None
-    stands = (
-        [known.chosen[position] for position in others.positions]
-        if list(recorded) != list(requested)
-        else range(len(requested))
-    )
+    representatives = [old.chosen[position] for position in new.positions]
+    if list(recorded) == list(requested):
+        representatives = list(range(len(requested)))
     profile = with_slots(Profile.of(trace), config, slot_bytes(rehearsal, config))
-    # No trace tells what came after its last event.
-    around_s = min((event.start_s for event in trace.events), default=0.0)
+    # The trace does not contain the time after its last event.
+    overhead_s = min((event.start_s for event in trace.events), default=0.0)
     store = rehearsal.store
-    holdings = Inventory.of(rehearsal.parts.units, store.updater, store.masters.findings.elementwise)
-    basis = f"step {trace.step}, measured"
-    return _make_costs(rehearsal, profile, stands, around_s, _fixed_host_bytes(rehearsal), basis, 0, holdings)
+    inventory = Inventory.of(rehearsal.parts.units, store.updater, store.masters.findings.elementwise)
+    return _make_costs(rehearsal, profile, representatives, overhead_s, f"step {trace.step}, measured", inventory)
 
 
 def _choose_representatives(shapes: Sequence[Any], config: RelayConfig) -> Representatives:
-    """Say by which of its micro-batches a step is known. Where one comes after another, what repeats are no turns of a stay."""
-    return choose_representatives(shapes) if config.schedule == "breadth_first" else represent_each(len(shapes))
+    """Choose micro-batches to measure: depth first all of them, since no turns of a stay repeat."""
+    every = list(range(len(shapes)))
+    return choose_representatives(shapes) if config.schedule == "breadth_first" else Representatives(every, every)
 
 
 def slot_bytes(rehearsal: Rehearsal, config: RelayConfig) -> int:
-    """Return the bytes of a slot for weights on the device: of the largest layer."""
+    """Return the bytes of a weight slot on the device, which fits the largest layer."""
     return weight_itemsize(config.precision) * rehearsal.parts.slot_numel
-
-
-def _fixed_host_bytes(rehearsal: Rehearsal) -> dict[str, int]:
-    """Host bytes that are there whatever the step."""
-    held = rehearsal.parts.host.by_category()
-    return {name: n for name, n in held.items() if name not in ("gradients", "stash")}
 
 
 def _make_costs(
     rehearsal: Rehearsal,
     profile: Profile,
-    representatives: Sequence[int],
+    representatives: list[int],
     overhead_s: float,
-    host_bytes: Mapping[str, int],
     basis: str,
-    wire_bytes: int,
     inventory: Inventory,
+    wire_bytes: int | None = None,
 ) -> ForecastCosts:
+    """Return costs with the host bytes of the relay now, or after a rehearsed step with `wire_bytes` of casts."""
+    held = rehearsal.parts.host.by_category()
+    host = {name: n for name, n in held.items() if name not in ("gradients", "stash")}
+    if wire_bytes is not None:
+        host |= {"optimizer": inventory.state_bytes, "weights": host.get("weights", 0) + wire_bytes}
     weights, trained = _master_bytes(dict.fromkeys(b for unit in rehearsal.parts.units for b in unit.blocks))
-    wire = wire_bytes / weights if weights else 0.0  # per byte of a master
-    state = host_bytes.get("optimizer", 0) / trained if trained else 0.0  # per byte of one that is trained
+    wire = (wire_bytes or 0) / weights if weights else 0.0  # per byte of a master
+    state = host.get("optimizer", 0) / trained if trained else 0.0  # per byte of a trained master
     own = {u.key: _master_bytes(b for b in u.blocks if not b.shared) for u in rehearsal.parts.layers}
     return ForecastCosts(
         profile=map_memory(profile, _only_host_stash),
-        representatives=list(representatives),
+        representatives=representatives,
         overhead_s=overhead_s,
-        host_bytes={name: n for name, n in host_bytes.items() if n},
-        pooled_bytes=rehearsal.parts.host.by_category().get("gradients", 0),
-        layer_host_bytes={key: round(n * (1 + wire) + learns * state) for key, (n, learns) in own.items()},
+        host_bytes={name: n for name, n in host.items() if n},
+        pooled_bytes=held.get("gradients", 0),
+        layer_host_bytes={key: round(n * (1 + wire) + learned * state) for key, (n, learned) in own.items()},
         basis=basis,
         inventory=inventory,
     )
 
 
 def _master_bytes(blocks: Iterable[Block]) -> tuple[int, int]:
-    """Bytes of masters, and of those among them that are trained."""
+    """Return the bytes of masters, and of the trained ones."""
     each = [(block.nbytes, 4 * block.trained.numel) for block in blocks]
     return sum(nbytes for nbytes, _ in each), sum(trained for _, trained in each)
 
 
-def _all_samples(profile: Profile) -> list[tuple[str, Mapping[str, int]]]:
-    return [*profile.memory, *(sample for turn in profile.turns for op in turn.ops for sample in op.memory)]
-
-
 def _only_host_stash(memory: MemorySamples) -> MemorySamples:
-    """Samples with nothing but the stash on the host."""
+    """Remove all host categories but the stash."""
     return tuple(
         (place, held if place == "device" else {name: n for name, n in held.items() if name == "stash"})
         for place, held in memory

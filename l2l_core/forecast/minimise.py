@@ -1,7 +1,4 @@
-"""The search for settings: the cheapest step of a space that fits a budget.
-
-It runs nothing. The caller gives the space, a price that tells the needs of a step with some settings, and the budget.
-"""
+"""Search for settings: the cheapest step of a space that fits a budget, given a function that prices steps."""
 
 from __future__ import annotations
 
@@ -10,16 +7,17 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from l2l_core.config import RelayConfig
 
-# Of the bytes: with overlap, the bytes that copies still hold depend on timing, and forecasts are exact to so much.
+# Relative error of forecast bytes with overlap, where the bytes held by copies depend on timing.
 TIMED = 0.02
 
 
 class Run(NamedTuple):
-    """Figures of a step that take a run or a replay."""
+    """Figures of a step that need a run or a simulation."""
 
     seconds: float
     host_bytes: int
@@ -27,20 +25,14 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """A step with some settings, and its needs.
-
-    Attributes:
-        config: the settings.
-        device_bytes: device memory at the peak.
-        run: returns the rest, which takes longer; called once, and only where it matters.
-    """
+    """A step with its settings and needs."""
 
     config: RelayConfig
-    device_bytes: int
-    run: Callable[[], Run]
+    device_bytes: int  # at the peak
+    run: Callable[[], Run]  # returns the other figures; called at most once, when they are needed
 
     def __reduce__(self) -> Any:
-        return _known, (self.config, self.device_bytes, self._run)  # other workers get the figures
+        return _with_run, (self.config, self.device_bytes, self._run)  # other workers get the figures
 
     @cached_property
     def _run(self) -> Run:
@@ -58,79 +50,65 @@ class Priced:
 
     @property
     def budget_bytes(self) -> int:
-        """A device budget with which the step surely fits."""
+        """A device budget that certainly suffices."""
         return self.device_bytes if not self.config.ahead else math.ceil((1 + TIMED) * self.device_bytes)
 
 
-def _known(config: RelayConfig, device_bytes: int, run: Run) -> Priced:
+def _with_run(config: RelayConfig, device_bytes: int, run: Run) -> Priced:
     return Priced(config, device_bytes, lambda: run)
 
 
-Price = Callable[[RelayConfig], Priced | None]  # None: the step cannot be made, or surely does not fit
+Price = Callable[[RelayConfig], Priced | None]  # None: the step cannot run, or certainly does not fit
 Choice = Mapping[str, Any]  # settings by name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """Settings to choose among. Each choice replaces some of `start`.
-
-    Attributes:
-        start: the settings that are the same everywhere.
-        counts: numbers of micro-batches, in the order in which they are tried.
-        tiers: choices without an order in bytes (place of the stash, layers ahead, schedule), the most promising ones first.
-        growing: for each setting that has such an order (kept graphs, resident weights), its choices: each needs no fewer bytes
-            than the one before it, and costs no more.
-    """
+    """Settings to search. Each choice replaces some of `start`."""
 
     start: RelayConfig
-    counts: Sequence[int]
+    counts: Sequence[int]  # numbers of micro-batches, in search order
+    # Choices whose bytes have no order (place of the stash, layers ahead, schedule), the most promising first.
     tiers: Sequence[Sequence[Choice]] = (({},),)
+    # By setting (kept graphs, resident weights): each choice needs no fewer bytes than the one before, and costs no more.
     growing: Sequence[Sequence[Choice]] = ()
 
 
 class Minimum(NamedTuple):
-    """Steps that fit, the cheapest first; `all_tried` is False if the time was up before the search ended."""
+    """Steps that fit, the cheapest first; `all_tried` is False if the time ran out before the search ended."""
 
     steps: list[Priced]
     all_tried: bool
-
-
-def seconds(step: Priced) -> float:
-    """Return the cost of a step where time is what counts."""
-    return step.seconds
 
 
 def minimise(
     price: Price,
     space: Space,
     fits: Callable[[Priced], bool] | None,
-    cost: Callable[[Priced], float] = seconds,
+    cost: Callable[[Priced], float] = attrgetter("seconds"),
     chance: float = 1.0,
     until_s: float = math.inf,
 ) -> Minimum:
     """Search a space for the cheapest step that fits.
 
-    Guarantees: every step returned fits by its price, and the first one is the cheapest of the space, provided that the space is
-    ordered in these ways.
+    Every step returned fits by its price, and the first one is the cheapest of the space if these orders hold:
 
-    - Choices of `growing` are ordered as `Space` says. If the step with the least of all does not fit, no other one does; if the
-      one with the most fits, none is cheaper; and its cost bounds that of all. Where that is a gain, the longest range is halved.
+    - Choices of `growing` are ordered as in `Space`. If the step with the least of all does not fit, no other does; if the one
+      with the most fits, none is cheaper; and its cost is a lower bound for all. If that is a gain, the longest range is halved.
     - Fewer micro-batches, which are larger, need no fewer bytes: a choice of `tiers` that does not fit with some number of them
       is not tried with fewer.
-    - With each number of micro-batches a choice of `tiers` bounds the cost of later tiers. They are not tried where its step with
-      the most of all fits, nor where its bound is no gain and nothing else was found.
+    - With each number of micro-batches a choice of `tiers` bounds the cost of later tiers. They are skipped if its step with
+      the most of all fits, or if its bound is no gain and nothing else was found.
 
     Evaluations for each choice of `tiers` and number of micro-batches: 1 without `growing`, 2 log2(n) + 2 with one setting of
-    n choices, about 3 (n + m) at most with two; bounds leave most of that out.
+    n choices, about 3 (n + m) at most with two; bounds skip most of them.
 
     Args:
-        price: the needs of a step. Some settings are priced twice, so it should remember.
-        space: the settings.
-        fits: whether a step is within the budget. None: whether it costs no more than any step found before.
-        cost: what is minimised.
-        chance: factor by which a cost may be too high by chance. Parts of the space whose bound is up to that much above the best
-            so far are searched, too.
-        until_s: a time of `time.monotonic`; from then on nothing further is tried if something was found.
+        price: returns the needs of a step. Some settings are priced twice, so it should cache.
+        fits: returns True for a step within the budget. None: for a step that costs no more than any step found before.
+        chance: factor by which noise may raise a cost. Parts of the space whose bound is up to that factor above the best so
+            far are searched, too.
+        until_s: a time of `time.monotonic`; later, nothing more is tried once something was found.
     """
     search = _Search(price, space, fits or (lambda step: cost(step) <= search.least), cost, chance, until_s)
     ended = set[int]()
@@ -154,7 +132,7 @@ class _Search:
     all_tried: bool = True
 
     def try_counts(self, choice: Choice, ended: Collection[int]) -> Iterator[int]:
-        """Try a choice with all numbers of micro-batches, and yield those with which no other choice can gain."""
+        """Try a choice with all numbers of micro-batches; yield those with which no later tier can gain."""
         growing = self.space.growing
         low, high = tuple(0 for _ in growing), tuple(len(choices) - 1 for choices in growing)
         failed = made = 0
@@ -179,13 +157,14 @@ class _Search:
                 yield count
 
     def _try_between(self, start: RelayConfig, low: tuple[int, ...], high: tuple[int, ...]) -> None:
-        """Find the cheapest steps with at least the choices `low` of the growing settings, and at most `high`."""
+        """Find the cheapest steps with growing settings between the choices `low` and `high`."""
         smallest = self._priced(start, low)
         if smallest is None or not self.fits(smallest):
             return
         largest = self._priced(start, high)
         if largest is not None and self.fits(largest):
-            self._note(largest)
+            self.found[largest] = None
+            self.least = min(self.least, self.cost(largest))
         elif self._promises(largest):
             axis = max(range(len(low)), key=lambda axis: high[axis] - low[axis])
             middle = (low[axis] + high[axis] + 1) // 2  # above `low`, since the two steps differ
@@ -199,7 +178,3 @@ class _Search:
         for choices, index in zip(self.space.growing, at, strict=True):
             start = replace(start, **choices[index])
         return self.price(start)
-
-    def _note(self, step: Priced) -> None:
-        self.found[step] = None
-        self.least = min(self.least, self.cost(step))

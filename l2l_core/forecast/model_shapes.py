@@ -1,8 +1,7 @@
-"""The parameters of a model from its configuration alone: shapes of a layer and of the shell, counted without building it.
+"""Shapes of a model's parameters from its configuration, without building the model.
 
-Read by attribute (`hidden_size` or `n_embd`, and so on), so no library of models is needed. Families: BERT and RoBERTa with
-their masked-word head, GPT-2, Llama, Mistral, Qwen2 and Qwen3 with their language head, ViT with its classifier. Tests count
-the real models.
+Configurations are read by attribute, without the transformers library. Families: BERT and RoBERTa with the masked-word head,
+GPT-2, Llama, Mistral, Qwen2 and Qwen3 with the language head, ViT with the classifier. Tests compare with the real models.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ from typing import Any, Literal
 from l2l_core.eps.blocks import aligned
 
 Shape = tuple[int, ...]
+Reader = Literal["layers", "loss", "end"] | None
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationSize:
-    """Bytes that autograd keeps of a layer, per token: times the width, the inner width, and heads times length.
+    """Bytes per token that autograd keeps of a layer: coefficients of the width, the inner width, and heads times length.
 
-    Found by metering layers of these families at several sizes, with dropout where the family has it by default.
+    Measured on layers of these families at several sizes, with dropout where the family has it by default.
     """
 
     width: float
@@ -29,73 +29,52 @@ class ActivationSize:
     scores: float
 
     def nbytes(self, model: ModelShapes, rows: int, length: int) -> int:
-        """Return the bytes for one layer and one micro-batch of `rows` rows and `length` tokens each."""
+        """Return the bytes for one layer and one micro-batch of `rows` rows of `length` tokens."""
         per_token = self.width * model.width + self.inner * model.inner + self.scores * model.heads * length
         return round(rows * length * per_token)
 
 
 @dataclass(frozen=True, slots=True)
 class ShellStorage:
-    """A storage that a micro-batch keeps beside what layers hand on, as the CPU has it.
+    """A storage that a micro-batch keeps besides inputs of layers, as measured on the CPU."""
 
-    Attributes:
-        rows: whether there is one of every row, or one for all.
-        wide: whether it has the width of a layer for every token.
-        itemsize: bytes of an element; None for that of activations.
-        reader: who reads it: all layers, the loss, the end of backward, or nobody, though it is there.
-    """
-
-    per_row: bool
-    has_width: bool
-    itemsize: int | None
-    reader: Literal["layers", "loss", "end"] | None
+    per_row: bool  # grows with the number of rows
+    has_width: bool  # has as many elements per token as a layer is wide
+    itemsize: int | None  # None: as activations
+    reader: Reader  # all layers, the loss, the end of backward, or none
 
     def nbytes(self, rows: int, length: int, width: int, itemsize: int) -> int:
         """Return its bytes for a micro-batch of `rows` rows of `length` tokens."""
         return (rows if self.per_row else 1) * length * (width if self.has_width else 1) * (self.itemsize or itemsize)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShapes:
-    """What a forecast needs to know of a model.
-
-    Attributes:
-        layer, shell: shapes of their parameters; a tied one counts once.
-        depth: layers.
-        width, inner, heads: of a layer: hidden size, size inside of the MLP, attention heads.
-        outputs: of the head, per token; of a classifier, per row.
-        head_params: parameters of the shell that take part in a matrix product for every token.
-        tied: whether the head's weight is the embedding's; then a gradient of the shell leaves with every micro-batch, twice.
-        per_row: whether the head sees one token per row.
-        length: tokens of a row, where the configuration fixes it (images), else None.
-        graphs: what autograd keeps of a layer, by precision, where all of it is trained.
-        adapters: shapes of those parameters of a layer that adapters have brought; then nothing else is trained.
-        beside: what a micro-batch keeps beside what layers hand on; None where that is not known.
-    """
+    """Shapes of the parameters of a layer and of the shell, and other sizes of a model."""
 
     layer: tuple[Shape, ...]
-    shell: tuple[Shape, ...]
-    depth: int
-    width: int
-    inner: int
+    shell: tuple[Shape, ...]  # a tied parameter counts once
+    depth: int  # layers
+    width: int  # hidden size
+    inner: int  # hidden size of the MLP
     heads: int
-    outputs: int
-    head_params: int
-    tied: bool
-    per_row: bool
-    length: int | None
-    activation_sizes: dict[str, ActivationSize]
-    adapters: tuple[Shape, ...] = ()
-    shell_storages: tuple[ShellStorage, ...] | None = None
+    outputs: int  # of the head, per token; of a classifier, per row
+    head_params: int  # of the shell in matrix products for every token
+    activation_sizes: dict[str, ActivationSize]  # by precision, if all of a layer is trained
+    tied: bool = False  # the head's weight is the embedding's; then each micro-batch pushes two gradients of the shell
+    per_row: bool = False  # the head reads one token per row
+    length: int | None = None  # tokens of a row, if the configuration fixes it (images)
+    adapters: tuple[Shape, ...] = ()  # parameters added to a layer; then only these are trained
+    shell_storages: tuple[ShellStorage, ...] | None = None  # None without a formula
 
     def with_adapters(self, shapes: Sequence[Shape]) -> ModelShapes:
-        """Return the same model frozen, with trained parameters of these shapes in every layer."""
-        beside = None if shapes else self.shell_storages  # a frozen shell keeps less, and that is not counted here
-        return replace(self, layer=(*self.layer, *shapes), adapters=tuple(shapes), shell_storages=beside)
+        """Return the model frozen, with trained parameters of these shapes added to every layer."""
+        storages = None if shapes else self.shell_storages  # a frozen shell keeps fewer, for which there is no formula
+        return replace(self, layer=(*self.layer, *shapes), adapters=tuple(shapes), shell_storages=storages)
 
     @property
     def trained(self) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
-        """Shapes of what is trained: of a layer, of the shell."""
+        """Shapes of the trained parameters of a layer and of the shell."""
         return (self.adapters, ()) if self.adapters else (self.layer, self.shell)
 
     @property
@@ -109,21 +88,21 @@ class ModelShapes:
         return count_elements(self.layer)
 
 
-def count_elements(shapes: tuple[Shape, ...]) -> int:
+def count_elements(shapes: Sequence[Shape]) -> int:
     """Count the elements of these shapes."""
     return sum(map(math.prod, shapes))
 
 
-def slot_numel(shapes: tuple[Shape, ...]) -> int:
-    """Count the elements of a flat buffer that holds parameters of these shapes, padding included."""
+def slot_numel(shapes: Sequence[Shape]) -> int:
+    """Count the elements of a flat buffer for parameters of these shapes, padding included."""
     return sum(aligned(math.prod(shape)) for shape in shapes)
 
 
 def read_model_shapes(config: Any) -> ModelShapes:
-    """Read the shapes of a model off its configuration, as transformers has it.
+    """Read the shapes of a model from its transformers configuration.
 
     Raises:
-        ValueError: a family that is not known here; a forecast of the built model works for every one.
+        ValueError: a family without a formula; a forecast of the built model works for every family.
     """
     kind = getattr(config, "model_type", None)
     readers = {"gpt2": _gpt2, "vit": _vit}
@@ -131,8 +110,8 @@ def read_model_shapes(config: Any) -> ModelShapes:
     readers |= dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama)
     if kind not in readers:
         raise ValueError(
-            f"there is no formula for model_type={kind!r}, only for {', '.join(readers)}: build the model, and Relay.forecast "
-            "finds out by rehearsing"
+            f"model_type={kind!r} has no formula; formulas exist for {', '.join(readers)}. Build the model and call "
+            "Relay.forecast, which measures by rehearsing"
         )
     return readers[kind](config)
 
@@ -145,66 +124,58 @@ def _norm(width: int) -> tuple[Shape, ...]:
     return ((width,), (width,))
 
 
+def _mlp(width: int, inner: int) -> tuple[Shape, ...]:
+    return (*_linear(width, inner), *_linear(inner, width))
+
+
+def _layer_sizes(config: Any) -> dict[str, Any]:
+    return {
+        "depth": config.num_hidden_layers,
+        "width": config.hidden_size,
+        "inner": config.intermediate_size,
+        "heads": config.num_attention_heads,
+    }
+
+
 def _bert(config: Any) -> ModelShapes:
     width, inner, words = config.hidden_size, config.intermediate_size, config.vocab_size
-    layer = (
-        *_linear(width, width) * 4,  # query, key, value, output
-        *_norm(width),
-        *_linear(width, inner),
-        *_linear(inner, width),
-        *_norm(width),
-    )
-    head = (*_linear(width, width), *_norm(width), (words,))  # the bias of the outputs is the head's own, tied or not
+    head = (*_linear(width, width), *_norm(width), (words,))  # the outputs have a bias, tied or not
     tables = ((words, width), (config.max_position_embeddings, width), (config.type_vocab_size, width), *_norm(width))
-    own = () if getattr(config, "tie_word_embeddings", True) else _linear(width, words)
+    untied = () if getattr(config, "tie_word_embeddings", True) else _linear(width, words)
     return ModelShapes(
-        layer=layer,
-        shell=(*tables, *head, *own),
-        depth=config.num_hidden_layers,
-        width=width,
-        inner=inner,
-        heads=config.num_attention_heads,
+        **_layer_sizes(config),
+        layer=(*_linear(width, width) * 4, *_norm(width), *_mlp(width, inner), *_norm(width)),
+        shell=(*tables, *head, *untied),
         outputs=words,
         head_params=words * width + width * width,
-        tied=not own,
-        per_row=False,
-        length=None,
+        tied=not untied,
         activation_sizes={"fp32": ActivationSize(48, 8, 12), "bf16": ActivationSize(31, 4, 12)},
     )
 
 
 def _gpt2(config: Any) -> ModelShapes:
     width, words = config.n_embd, config.vocab_size
-    inner = config.n_inner or 4 * width  # None is the default, and stands for that
-    layer = (
-        *_norm(width),
-        *_linear(width, 3 * width),
-        *_linear(width, width),
-        *_norm(width),
-        *_linear(width, inner),
-        *_linear(inner, width),
-    )
-    own = () if getattr(config, "tie_word_embeddings", True) else ((words, width),)
+    inner = config.n_inner or 4 * width
+    attention = (*_linear(width, 3 * width), *_linear(width, width))
+    untied = () if getattr(config, "tie_word_embeddings", True) else ((words, width),)
     return ModelShapes(
-        layer=layer,
-        shell=((words, width), (config.n_positions, width), *_norm(width), *own),
         depth=config.n_layer,
         width=width,
         inner=inner,
         heads=config.n_head,
+        layer=(*_norm(width), *attention, *_norm(width), *_mlp(width, inner)),
+        shell=((words, width), (config.n_positions, width), *_norm(width), *untied),
         outputs=words,
         head_params=words * width,
-        tied=not own,
-        per_row=False,
-        length=None,
+        tied=not untied,
         activation_sizes={"fp32": ActivationSize(54, 20, 12), "bf16": ActivationSize(33, 10, 12)},
         shell_storages=(
             ShellStorage(True, False, 8, "end"),  # ids
             ShellStorage(True, False, 8, "loss"),  # labels
-            ShellStorage(False, False, 8, "layers"),  # numbers of positions
-            ShellStorage(False, True, None, None),  # their embeddings
-            ShellStorage(True, True, None, None),  # those of tokens
-            *([ShellStorage(True, True, None, "end")] if config.embd_pdrop else []),  # what dropout has drawn
+            ShellStorage(False, False, 8, "layers"),  # position ids
+            ShellStorage(False, True, None, None),  # position embeddings
+            ShellStorage(True, True, None, None),  # token embeddings
+            *([ShellStorage(True, True, None, "end")] if config.embd_pdrop else []),  # dropout mask
         ),
     )
 
@@ -213,66 +184,47 @@ def _llama(config: Any) -> ModelShapes:
     width, inner, words, kind = config.hidden_size, config.intermediate_size, config.vocab_size, config.model_type
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
-    size = getattr(config, "head_dim", None) or width // heads  # Qwen3 says it, and it need not be width // heads
-    bias = bool(getattr(config, "attention_bias", False))
-    bias_in = bias or kind == "qwen2"  # whose queries, keys and values have biases that no setting tells of
+    size = getattr(config, "head_dim", None) or width // heads
+    bias, mlp_bias = bool(getattr(config, "attention_bias", False)), bool(getattr(config, "mlp_bias", False))
+    bias_in = bias or kind == "qwen2"  # its queries, keys and values have biases in any configuration
     layer = (
         *_linear(width, heads * size, bias_in),
         *_linear(width, groups * size, bias_in) * 2,
         *_linear(heads * size, width, bias),
-        *((size,),) * (2 if kind == "qwen3" else 0),  # norms of queries and of keys
-        *_linear(width, inner, bool(getattr(config, "mlp_bias", False))) * 2,
-        *_linear(inner, width, bool(getattr(config, "mlp_bias", False))),
+        *((size,),) * (2 if kind == "qwen3" else 0),  # norms of queries and keys
+        *_linear(width, inner, mlp_bias) * 2,
+        *_linear(inner, width, mlp_bias),
         (width,),
         (width,),
     )
-    own = () if config.tie_word_embeddings else ((words, width),)
+    untied = () if config.tie_word_embeddings else ((words, width),)
     return ModelShapes(
+        **_layer_sizes(config),
         layer=layer,
-        shell=((words, width), (width,), *own),
-        depth=config.num_hidden_layers,
-        width=width,
-        inner=inner,
-        heads=heads,
+        shell=((words, width), (width,), *untied),
         outputs=words,
         head_params=words * width,
-        tied=not own,
-        per_row=False,
-        length=None,
-        # no scores: without dropout in attention, which is the default here, the fused kernel keeps none
+        tied=not untied,
+        # No scores: attention has no dropout by default, and the fused kernel keeps none.
         activation_sizes={"fp32": ActivationSize(36, 16, 0), "bf16": ActivationSize(26, 8, 0)},
     )
 
 
 def _vit(config: Any) -> ModelShapes:
-    width, inner, labels = config.hidden_size, config.intermediate_size, config.num_labels
-    bias = bool(getattr(config, "qkv_bias", True))
-    layer = (
-        *_linear(width, width, bias) * 3,
-        *_linear(width, width),
-        *_norm(width) * 2,
-        *_linear(width, inner),
-        *_linear(inner, width),
+    width, labels = config.hidden_size, config.num_labels
+    qkv = _linear(width, width, bool(getattr(config, "qkv_bias", True))) * 3
+    height_width, patch = (
+        (size, size) if isinstance(size, int) else tuple(size) for size in (config.image_size, config.patch_size)
     )
-    size, patch = (_to_pair(getattr(config, name)) for name in ("image_size", "patch_size"))
-    patches = (size[0] // patch[0]) * (size[1] // patch[1])
+    patches = math.prod(side // part for side, part in zip(height_width, patch, strict=True))
     patch_shape = (width, config.num_channels, *patch)
-    shell = ((1, 1, width), (1, patches + 1, width), patch_shape, (width,), *_norm(width), *_linear(width, labels))
     return ModelShapes(
-        layer=layer,
-        shell=shell,
-        depth=config.num_hidden_layers,
-        width=width,
-        inner=inner,
-        heads=config.num_attention_heads,
+        **_layer_sizes(config),
+        layer=(*qkv, *_linear(width, width), *_norm(width) * 2, *_mlp(width, config.intermediate_size)),
+        shell=((1, 1, width), (1, patches + 1, width), patch_shape, (width,), *_norm(width), *_linear(width, labels)),
         outputs=labels,
         head_params=math.prod(patch_shape),
-        tied=False,
         per_row=True,
         length=patches + 1,
         activation_sizes={"fp32": ActivationSize(48, 8, 0), "bf16": ActivationSize(31, 4, 0)},
     )
-
-
-def _to_pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])

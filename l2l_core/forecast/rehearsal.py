@@ -1,8 +1,8 @@
-"""A step without effect on a few micro-batches: what it costs, and what it leaves in memory turn by turn.
+"""Rehearsal of a step: passes without effect on a few micro-batches, which measure costs and memory turn by turn.
 
-The model's own forward and the relay's own loop run over all layers, on a device without limits and a link without
-limits, with an EPS that updates scratch copies (`l2l_core/eps/dry_run.py`). What it is not: a simulation. Nothing of the
-relay changes; forward hooks of the user's own do run.
+The model's own forward and the relay's own loop run over all layers, on a device without budget behind a link without
+limits, with an EPS that updates scratch copies (`l2l_core/eps/dry_run.py`). Nothing of the relay changes; the user's forward
+hooks do run.
 """
 
 from __future__ import annotations
@@ -18,69 +18,53 @@ from l2l_core.batches import shapes_of
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, EmulatedDevice, Ledger
 from l2l_core.eps import DryRunResiduals, LayerStore, LocalReducer, PerMicroBatchReducer, WeightSource, dry_run_store
-from l2l_core.eps.blocks import Block, Unit
+from l2l_core.eps.blocks import Unit
 from l2l_core.forecast.block_inventory import Inventory
-from l2l_core.forecast.recording_stash import RecordingStashStore
+from l2l_core.forecast.stash_moves import RecordingStashStore
 from l2l_core.simulator import Profile, ProfileBuilder
 from l2l_core.step import PassPlan, PassSpec, PassTask, RelayParts, run_step
 from l2l_core.step.traffic import MeterRecord
 from l2l_core.trace import Trace
 
-MIN_TIMED_S = 2.0  # timed passes are repeated until they have taken so long together,
-MAX_PASSES = 5  # or there are so many
+MIN_TIMED_S = 2.0  # timed passes are repeated until their total time reaches this,
+MAX_PASSES = 5  # or their number this
 
 _REDUCERS = {"sum": LocalReducer(), "ordered": PerMicroBatchReducer()}
 
 
 @dataclass(frozen=True, slots=True)
 class RehearsalResult:
-    """What a rehearsal found.
+    """Results of a rehearsal."""
 
-    Attributes:
-        profile: costs of the pass of median length; of two, the shorter one.
-        around_s: seconds of a step before its first event and after its last one.
-        holdings: what the EPS has after a step.
-        passes: timed ones.
-        seconds: what the rehearsal took.
-    """
-
-    profile: Profile
-    overhead_s: float
-    inventory: Inventory
-    passes: int
-    seconds: float
-
-
-class _RehearsedPass(NamedTuple):
-    """One step without effect."""
-
-    trace: Trace
-    profile: Profile
-    seconds: float  # with what comes before its first event and after its last one
-    record: MeterRecord
-    layer_order: list[Unit]  # through the layers
+    profile: Profile  # of the pass of median length; of two, the shorter one
+    overhead_s: float  # time of a step before its first event and after its last one
+    inventory: Inventory  # after a step
+    passes: int  # timed ones
+    seconds: float  # of the whole rehearsal
 
 
 class _MeteredPass(NamedTuple):
-    """What a metered pass finds out."""
+    """Layer order of a pass, predicted or observed, and its record if it was metered."""
 
-    layer_order: list[Unit]  # through the layers
-    record: MeterRecord
+    layer_order: Sequence[Unit]
+    record: MeterRecord | None
+
+
+class _RehearsedPass(NamedTuple):
+    """One pass without effect."""
+
+    trace: Trace
+    profile: Profile
+    seconds: float  # including the time before its first event and after its last one
+    metered: _MeteredPass
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """A relay's parts, as a rehearsal needs them.
+    """Rehearses steps of a relay, given its parts, store and task.
 
-    Attributes:
-        predicted: the way through the layers that a step would expect.
-        place: makes what knows where weights are, for another device and ledger.
-        learn: gets the way that was found, if it is another one. A step that expects the wrong way runs its last layer
-            twice and keeps less meanwhile, so its device peak is lower than that of all later steps, which is what is
-            forecast. (ALBERT's one layer is visited once per depth.)
-        reduce: what workers would send of their gradients, see `Fleet`: of one alone, "sum".
-        metered: by kind of step, what a metered pass of it has learned. How far ahead weights are loaded, and which of them
-            stay, changes nothing of that, and a search asks for both.
+    A step with a wrong prediction of its layer order runs its last layer twice and keeps less meanwhile, so its device peak is
+    lower than that of all later steps. Therefore the observed order is passed on for the next step.
     """
 
     parts: RelayParts
@@ -88,57 +72,60 @@ class Rehearsal:
     predicted_order: Sequence[Unit]
     task: PassTask
     make_weight_source: Callable[[Device, Ledger], WeightSource]
-    on_layer_order: Callable[[list[Unit]], None] = lambda way: None
-    reduce: str = "sum"
-    metered_passes: dict[Any, _MeteredPass] = field(default_factory=dict)
+    on_layer_order: Callable[[list[Unit]], None] = lambda order: None  # gets an order that was not predicted
+    reduce: str = "sum"  # reduction of gradients between workers, see `Cluster`
+    metered_passes: dict[Any, _MeteredPass] = field(default_factory=dict)  # by kind of step; the same for any `ahead`
 
     def run(self, micro_batches: Sequence[Any], config: RelayConfig, max_passes: int | None = None) -> RehearsalResult:
-        """Rehearse these micro-batches under `config`, once metered, then timed, at most so often."""
+        """Rehearse these micro-batches under `config`: a metered pass, then at most `max_passes` timed ones."""
         began_s = time.perf_counter()
         config = replace(config, micro_batches=len(micro_batches), seed=0)
         most = MAX_PASSES if max_passes is None else max_passes
-        with self._isolate_parts() as parts, self._open_dry_run_store(parts) as dry:
-            passing = partial(self._run_pass, parts, dry, micro_batches, config)
+        with self._isolate_parts() as parts, self._open_dry_run_store(parts) as store:
+            run_pass = partial(self._run_pass, parts, store, micro_batches, config)
             kind = replace(config, ahead=0, resident=0), tuple(map(shapes_of, micro_batches))
             if kind not in self.metered_passes:
-                self.metered_passes[kind] = self._run_metered(passing)
+                self.metered_passes[kind] = self._run_metered(run_pass)
             known = self.metered_passes[kind]
-            replayed = None if config.meter == "always" else known.record
+            known = known._replace(record=None) if config.meter == "always" else known
             timed: list[_RehearsedPass] = []
             while not timed or (len(timed) < most and sum(one.seconds for one in timed) < MIN_TIMED_S):
-                timed.append(passing(replayed, known.layer_order))
-        usual = sorted(timed, key=lambda one: one.trace.span_s)[(len(timed) - 1) // 2]
+                timed.append(run_pass(known))
+        median = sorted(timed, key=lambda one: one.trace.span_s)[(len(timed) - 1) // 2]
         return RehearsalResult(
-            profile=usual.profile,
-            overhead_s=max(0.0, usual.seconds - usual.trace.span_s),
-            inventory=Inventory.of(parts.units, dry.updater, self.store.masters.findings.elementwise),
+            profile=median.profile,
+            overhead_s=max(0.0, median.seconds - median.trace.span_s),
+            inventory=Inventory.of(parts.units, store.updater, self.store.masters.findings.elementwise),
             passes=len(timed),
             seconds=time.perf_counter() - began_s,
         )
 
-    def _run_metered(self, run_pass: Callable[[MeterRecord | None, Sequence[Unit]], _RehearsedPass]) -> _MeteredPass:
-        """Make a metered pass; two where the way that it finds is not the one that was predicted."""
-        found = run_pass(None, self.predicted_order)
-        if found.layer_order != list(
-            self.predicted_order
-        ):  # some are visited twice, say: prefetch learns, and so do we
-            found = run_pass(None, found.layer_order)
-            self.on_layer_order(found.layer_order)
-        return _MeteredPass(found.layer_order, found.record)
+    def _run_metered(self, run_pass: Callable[[_MeteredPass], _RehearsedPass]) -> _MeteredPass:
+        """Make a metered pass, and a second one if the observed layer order differs from the predicted one."""
+        found = run_pass(_MeteredPass(self.predicted_order, None)).metered
+        if found.layer_order != list(self.predicted_order):
+            found = run_pass(found._replace(record=None)).metered
+            self.on_layer_order([*found.layer_order])
+        return found
 
     @contextmanager
     def _isolate_parts(self) -> Iterator[RelayParts]:
-        """The parts, on a device without limits and with ledgers of their own; afterwards as they were."""
-        device, host = _unlimited_device(self.parts.device), Ledger("host", "Host memory")
-        room = RecordingStashStore(device)  # of a stash on the disk: what it costs there follows from what moves
+        """Yield the parts with a device without limits and separate ledgers; restore them afterwards."""
+        real, host = self.parts.device, Ledger("host", "Host memory")
+        # Only an emulated device can be replaced.
+        device = EmulatedDevice() if isinstance(real, EmulatedDevice) else real
         parts = replace(
-            self.parts, device=device, host=host, weight_source=self.make_weight_source(device, host), disk_stash=room
+            self.parts,
+            device=device,
+            host=host,
+            weight_source=self.make_weight_source(device, host),
+            disk_stash=RecordingStashStore(device),
         )
-        blocks = _blocks_of(parts)
+        blocks = list(dict.fromkeys(block for unit in parts.units for block in unit.blocks))
         casts = [block.cast for block in blocks]
-        # A real device is not copied, so its ledger is the relay's: the peak of a step must stay that of the step.
+        # The ledger of a real device belongs to the relay: its peak must stay that of the steps.
         peak, limit_bytes = device.ledger.peak, device.ledger.limit_bytes
-        device.ledger.limit_bytes = None  # what does not fit is what a forecast is asked for
+        device.ledger.limit_bytes = None
         try:
             with device.current():
                 yield parts
@@ -147,27 +134,27 @@ class Rehearsal:
             for block, cast in zip(blocks, casts, strict=True):
                 block.cast = cast
             device.ledger.limit_bytes, device.ledger.peak = limit_bytes, max(peak, device.ledger.total)
-            if device is not self.parts.device:
+            if device is not real:
                 device.close()
 
     @contextmanager
     def _open_dry_run_store(self, parts: RelayParts) -> Iterator[LayerStore]:
-        """An EPS without effect; its work is over when the block is left, however it is left."""
-        # Copies: the dry EPS clears them, and notes its own, on the same units.
+        """Yield an EPS without effect, and finish its work on exit."""
+        # Copies, since the dry EPS writes to the same units.
         stats = [dict(unit.stats) for unit in parts.units]
         residuals = DryRunResiduals(parts.device, is_real=parts.device is self.parts.device)
-        dry = dry_run_store(self.store, parts.host, parts.device.host_empty, _REDUCERS[self.reduce], residuals)
+        store = dry_run_store(self.store, parts.host, parts.device.host_empty, _REDUCERS[self.reduce], residuals)
         try:
-            yield dry
+            yield store
         except BaseException:
-            dry.rollback()  # waits for its jobs: clipping sets the `grad` that is cleared below
+            store.rollback()  # waits for its jobs: clipping sets the `grad` that is cleared below
             raise
         finally:
             residuals.close()
             for param in parts.model.parameters():
                 param.grad = None
-            for unit, told in zip(parts.units, stats, strict=True):
-                unit.stats = told
+            for unit, before in zip(parts.units, stats, strict=True):
+                unit.stats = before
 
     def _run_pass(
         self,
@@ -175,32 +162,22 @@ class Rehearsal:
         store: LayerStore,
         micro_batches: Sequence[Any],
         config: RelayConfig,
-        record: MeterRecord | None,
-        predicted_order: Sequence[Unit],
+        known: _MeteredPass,
     ) -> _RehearsedPass:
-        """Make one step without effect."""
+        """Make one pass without effect."""
         began_s = time.perf_counter()
         trace = parts.new_trace(config)
         trace.settings["reduce"] = self.reduce
         seeds = [config.micro_batch_seed(0, k) for k in range(len(micro_batches))]
-        work = PassSpec(config, PassPlan.of(config, predicted_order), self.task, micro_batches, seeds)
-        put_buffers_back = parts.snapshot_buffers()
+        spec = PassSpec(config, PassPlan.of(config, known.layer_order), self.task, micro_batches, seeds)
+        restore_buffers = parts.snapshot_buffers()
         try:
-            _, ran = run_step(parts, store, work, [1.0] * len(micro_batches), trace, record)
+            _, ran = run_step(parts, store, spec, [1.0] * len(micro_batches), trace, known.record)
             seconds = time.perf_counter() - began_s
         finally:
-            put_buffers_back()
+            restore_buffers()
         profile = Profile(**ProfileBuilder(trace).profile_fields())
         if config.stash == "disk":
             assert isinstance(parts.disk_stash, RecordingStashStore)
             profile = parts.disk_stash.add_moves(profile)
-        return _RehearsedPass(trace, profile, seconds, ran.metered, ran.layer_order)
-
-
-def _blocks_of(parts: RelayParts) -> list[Block]:
-    return list(dict.fromkeys(block for unit in parts.units for block in unit.blocks))
-
-
-def _unlimited_device(device: Device) -> Device:
-    """The same kind of device without a budget and with the fastest link; a real one is what it is."""
-    return EmulatedDevice() if isinstance(device, EmulatedDevice) else device
+        return _RehearsedPass(trace, profile, seconds, _MeteredPass(ran.layer_order, ran.metered))

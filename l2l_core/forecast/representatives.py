@@ -1,7 +1,6 @@
-"""Who stands for whom where a step is known by a few of its micro-batches and layers: the rules, without costs.
+"""Micro-batches and layers that represent others, so that few are measured.
 
-There are several, because what is known differs: micro-batches that may be chosen, those that were recorded, layers that may
-be of different sizes. `profile_extrapolation.py` does what the rules say.
+`profile_transforms.py` and the workbench apply these rules to costs.
 """
 
 from __future__ import annotations
@@ -11,81 +10,67 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-# -- micro-batches ---------------------------------------------------------------------------------------------------
-
 
 class Representatives(NamedTuple):
-    """Micro-batches of a step, by index; and for each of its micro-batches the position of its own among them."""
+    """Chosen micro-batches of a step, by index; and for each of its micro-batches a position among the chosen."""
 
     chosen: list[int]
     positions: list[int]
 
 
 def choose_representatives(shapes: Sequence[Any]) -> Representatives:
-    """Choose micro-batches of a step to rehearse, given the shapes of all, and say which of the chosen stands for each.
+    """Choose the micro-batches to rehearse, given the shapes of all.
 
-    Micro-batches of one form in a row are alike but for the first two, that find the pipeline filling, and the very last.
+    Consecutive micro-batches of one shape cost the same, except the first two, which fill the pipeline, and the very last.
     """
     chosen: list[int] = []
-    stands: list[int] = []
+    positions: list[int] = []
     start = 0
-    for k, form in enumerate(shapes):
-        if form != shapes[start]:
+    for k, shape in enumerate(shapes):
+        if shape != shapes[start]:
             start = k
         if k - start < 3 or k == len(shapes) - 1:
             chosen.append(k)
-        stands.append(len(chosen) - 1)
-    return Representatives(chosen, stands)
-
-
-def represent_each(count: int) -> Representatives:
-    """Let every micro-batch of a step stand for itself."""
-    return Representatives(list(range(count)), list(range(count)))
+        positions.append(len(chosen) - 1)
+    return Representatives(chosen, positions)
 
 
 def repeat_middle(known: int, count: int) -> list[int]:
-    """Say which of `known` micro-batches stands for each of `count` of their size."""
+    """Return for each of `count` equal micro-batches its representative among `known`; one represents all inner ones."""
     usual = max(0, min(2, known - 2)) if known > 1 else 0
-    head = list(range(usual))
     last = [known - 1] if count > 1 else []
-    middle = [usual] * max(0, count - len(head) - len(last))
-    return (head + middle + last)[:count] if count >= len(head) + len(last) else (head[: count - len(last)] + last)
+    inner = count - len(last)
+    return [*(min(k, usual) for k in range(inner)), *last]
 
 
 def cycle_middle(known: int, count: int) -> list[int]:
-    """Do the same with all that are known: the first and the last stand for themselves, the inner ones take turns.
-
-    `pattern` lets one stand for all inner ones, so that equal ones follow one another; this keeps how they were spread.
-    """
+    """Return representatives as `repeat_middle` does, but use all inner ones in turn, which preserves their variation."""
     if known == 1 or count == 1:
         return [0] * count
     return [*(k if k < known - 1 else 1 + (k - 1) % max(1, known - 2) for k in range(count - 1)), known - 1]
 
 
-# -- layers ----------------------------------------------------------------------------------------------------------
-
-
 class RepresentedLayer(NamedTuple):
-    """A layer of another stack, or several as one, with the costs of one that is known."""
+    """One or several layers of another stack, with the costs of a known layer."""
 
-    key: str  # its own
-    source: str  # of the layer that is known
-    count: int  # how many layers it stands for
+    key: str
+    source: str  # key of the known layer
+    count: int  # number of layers represented
 
 
 def order_from_middle(keys: Sequence[str], last_layer: str) -> list[str]:
-    """List layers in the order in which a stack can do without them: from the middle outwards, but never the turning one.
+    """List layers in the order in which a stack can lose them: from the middle outwards, `last_layer` never.
 
-    Of two that are as far from it, the earlier one comes first.
+    Of two at the same distance, the earlier one is first.
     """
     far = {key: abs(2 * index - (len(keys) - 1)) for index, key in enumerate(keys)}
     return sorted((key for key in keys if key != last_layer), key=far.__getitem__)
 
 
 def resize_stack(keys: Sequence[str], depth: int, last_layer: str, similar: Sequence[str]) -> list[str]:
-    """List the known layers that stand for those of a stack of `depth`: inner ones are repeated, or some of the middle left out.
+    """List the known layers for a stack of `depth` layers: with repetitions, or without some of the middle.
 
-    Copies are shared out among all layers that are `alike`, so that none counts for more than the others.
+    Repetitions are distributed over all layers in `similar`, so that each has the same weight.
     """
     further = depth - len(keys)
     if further < 0:
@@ -97,15 +82,13 @@ def resize_stack(keys: Sequence[str], depth: int, last_layer: str, similar: Sequ
 
 
 def chunk_stack(stack: Sequence[str], last_layer: str, max_chunks: int) -> list[RepresentedLayer]:
-    """Cut the stack into at most `most` pieces of about the same size; the first and the last layer are pieces of their own."""
+    """Split a stack into at most `max_chunks` chunks of similar size; the first and the last layer are separate chunks."""
     inner = max(0, len(stack) - 2)
     pieces = min(inner, max(1, max_chunks - 2))
-    edges = sorted(
-        {0, *(1 + round(i * inner / pieces) for i in range(pieces + 1) if pieces), len(stack) - 1, len(stack)}
-    )
+    cuts = {1 + round(i * inner / pieces) for i in range(pieces + 1) if pieces}
     used: Counter[str] = Counter()
     chunks = []
-    for start, stop in pairwise(edges):
+    for start, stop in pairwise(sorted({0, *cuts, len(stack) - 1, len(stack)})):
         part = stack[start:stop]
         source = last_layer if last_layer in part else part[len(part) // 2]
         chunks.append(RepresentedLayer(f"{source}+{used[source]}" if used[source] else source, source, len(part)))

@@ -1,4 +1,4 @@
-"""A shelf on disk as forecasts know it, planned or built: its memory, its disk, and the bytes of its files."""
+"""Costs of a shelf on disk, planned or built: pool memory, bytes of files, speed of the disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from l2l_core.config import RelayConfig, parse_bytes
 from l2l_core.eps.blocks import Block
-from l2l_core.forecast.model_shapes import ModelShapes, Shape, slot_numel
+from l2l_core.forecast.model_shapes import ModelShapes, slot_numel
 from l2l_core.forecast.optimizer_state_size import OptimizerStateSize
 from l2l_core.shelf import BlockSize, Disk, DiskBackend, MemorySizes, StateSizeTrial, round_to_pages
 from l2l_core.simulator import SHELL, BlockFileSize, VirtualDiskBackend
@@ -17,14 +17,15 @@ from l2l_core.trace import Trace, format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedShelf:
-    """A `FileShelf` that is not there yet.
+    """A `FileShelf` that does not exist yet.
 
     Args:
-        memory_bytes: of its pool, as of a `FileShelf`; None for the smallest that works.
-        disk: its figures.
+        disk: speed and free bytes of the disk.
+        memory_bytes: of the pool, as for a `FileShelf`; None for the smallest that works.
 
     Raises:
-        ValueError, TypeError: bytes that there cannot be, or no disk.
+        ValueError: invalid memory_bytes.
+        TypeError: disk is no Disk.
     """
 
     disk: Disk
@@ -33,54 +34,40 @@ class PlannedShelf:
     def __post_init__(self) -> None:
         if not isinstance(self.disk, Disk):
             raise TypeError(
-                f"disk={self.disk!r}: give its figures, Disk(read_bytes_per_s=2e9, write_bytes_per_s=1e9), or have them measured "
-                "by Disk.of(folder)"
+                f"disk={self.disk!r}: give its figures, Disk(read_bytes_per_s=2e9, write_bytes_per_s=1e9), or measure them with "
+                "Disk.of(folder)"
             )
         given = self.memory_bytes
-        is_number = isinstance(given, int) and not isinstance(given, bool)
-        if given is not None and (not (is_number or isinstance(given, str)) or self.nbytes <= 0):  # type: ignore[operator]
+        is_valid = given is None or (isinstance(given, int | str) and not isinstance(given, bool))
+        if not is_valid or (self.nbytes is not None and self.nbytes <= 0):
             raise ValueError(f'memory_bytes={given!r}: must be a positive number of bytes, text as "2 GB", or None')
 
     @property
     def nbytes(self) -> int | None:
         """`memory_bytes` as a number."""
-        return (
-            parse_bytes(self.memory_bytes, "memory_bytes") if isinstance(self.memory_bytes, str) else self.memory_bytes
-        )
+        given = self.memory_bytes
+        return parse_bytes(given, "memory_bytes") if isinstance(given, str) else given
 
 
 @dataclass(frozen=True, slots=True)
 class ShelfForecast:
-    """What a shelf on disk is in a forecast.
-
-    Attributes:
-        disk: its figures.
-        memory_bytes: of the pool; a step may take less, never more.
-        least_bytes: the smallest pool that works.
-        ample_bytes: beyond which a larger pool is of no use.
-        needs: what needs the least, in words.
-        spare_bytes: of the pool, that this step does not take.
-        disk_bytes: of all files after a few steps.
-        needed_bytes: that must be free before the first one, for what a stash on the disk takes, too.
-        read_bytes, written_bytes: of a step, over the lanes "disk read" and "disk write", with those of a stash there.
-        scratch_bytes: of the disk, for a stash that is there.
-    """
+    """Forecast of a shelf on disk."""
 
     disk: Disk
-    memory_bytes: int
-    min_bytes: int
-    max_useful_bytes: int
-    min_bytes_reason: str
-    unused_bytes: int
-    disk_bytes: int
-    needed_bytes: int
-    read_bytes: int
+    memory_bytes: int  # of the pool; a step may use less, never more
+    min_bytes: int  # the smallest pool that works
+    max_useful_bytes: int  # pool size beyond which nothing gets faster
+    min_bytes_reason: str  # contents of the smallest pool
+    unused_bytes: int  # of the pool
+    disk_bytes: int  # of all files after a few steps
+    needed_bytes: int  # that must be free on the disk before the first step, `scratch_bytes` included
+    read_bytes: int  # of a step, a stash on the disk included
     written_bytes: int
-    scratch_bytes: int = 0
+    scratch_bytes: int = 0  # of a stash on the disk
 
     @property
     def exceeds_disk(self) -> bool:
-        """Whether its files do not fit the disk."""
+        """True if its files do not fit the disk."""
         return self.disk.free_bytes is not None and self.needed_bytes > self.disk.free_bytes
 
     def __str__(self) -> str:
@@ -92,46 +79,28 @@ class ShelfForecast:
 
 
 class ShelfBlockCosts(NamedTuple):
-    """A block of a shelf, planned.
-
-    Attributes:
-        filed: its bytes.
-        size: for the pool.
-        room: bytes of its state that the disk must have room for.
-        is_trained: whether any of it is.
-    """
+    """Sizes of a block on a shelf."""
 
     file_size: BlockFileSize
-    pool_size: BlockSize
-    reserved_state_bytes: int
-    is_trained: bool
+    disk_bytes: int  # of its files, two copies if it is updated
+    needed_bytes: int  # that must be free on the disk before anything is written
 
-    @property
-    def disk_bytes(self) -> int:
-        """Of its files: two halves where it is updated."""
-        return 2 * self.file_size.record if self.is_trained else self.file_size.weights
-
-    @property
-    def needed_bytes(self) -> int:
-        """That a shelf asks the disk for, before anything is written."""
-        return 2 * (self.file_size.weights + round_to_pages(self.reserved_state_bytes))
+    @staticmethod
+    def of(size: BlockSize, record: int, state: int, is_trained: bool, casts: bool) -> ShelfBlockCosts:
+        """Return the costs of a block with `record` bytes in a file and room for `state` bytes of state."""
+        file_size = BlockFileSize(size.weights, round_to_pages(2 * size.numel) if casts else 0, record, size.record)
+        disk_bytes = 2 * record if is_trained else size.weights
+        return ShelfBlockCosts(file_size, disk_bytes, 2 * (size.weights + round_to_pages(state)))
 
 
 @dataclass(frozen=True, slots=True)
 class ShelfCosts:
-    """What a shelf is to a step: files, pool and disk.
-
-    Attributes:
-        disk: its figures.
-        memory_bytes: of the pool.
-        sizes: what of it goes where.
-        blocks: by key.
-    """
+    """Files, pool and disk of a shelf, as a step uses them."""
 
     disk: Disk
-    memory_bytes: int
-    sizes: MemorySizes
-    blocks: Mapping[str, ShelfBlockCosts]
+    memory_bytes: int  # of the pool
+    sizes: MemorySizes  # division of the pool
+    blocks: Mapping[str, ShelfBlockCosts]  # by key
 
     @staticmethod
     def of(
@@ -143,58 +112,46 @@ class ShelfCosts:
         casts: bool,
         bf16: bool,
     ) -> ShelfCosts:
-        """Plan a shelf for a model.
+        """Plan a shelf for a model, with a block for the shell and for each key in `layers`.
 
-        Args:
-            shelf: what is said of it.
-            model: each of its layers is a block, and its shell.
-            kept: what the optimizer keeps.
-            layers: keys.
-            ahead: layers that are loaded ahead.
-            casts: whether the device's copies cannot cast on the way.
-            bf16: whether weights go to the device in bfloat16.
+        `casts`: copies to the device cannot cast. `bf16`: weights on the device are bfloat16.
 
         Raises:
-            ValueError: its memory does not suffice; names the smallest that does. Or masters are in bfloat16.
+            ValueError: its memory does not suffice (the message names the smallest that does), or masters are bfloat16.
         """
         if optimizer_state.rounds_weights:
             raise ValueError(
-                "masters in bfloat16 (weights=True) are for a shelf in memory: on disk take in_bf16 without it, which keeps "
-                "state in bfloat16 alone"
+                "masters in bfloat16 (weights=True) are for a shelf in memory: on disk use in_bf16 without weights=True, which "
+                "keeps only the state in bfloat16"
             )
         trial = StateSizeTrial(optimizer_state.optimizer)
 
-        def block(key: str, shapes: Sequence[Shape], trained: Sequence[Shape]) -> ShelfBlockCosts:
-            numel, room = slot_numel(tuple(shapes)), sum(map(trial, trained))
-            size = BlockSize(key, numel, sum(map(trial, shapes)))  # what is frozen may be trained one day
-            cast = round_to_pages(2 * numel) if casts and bf16 else 0
-            filed = BlockFileSize(
-                size.weights, cast, round_to_pages(size.weights + optimizer_state.record_bytes(trained)), size.record
-            )
-            return ShelfBlockCosts(filed, size, room, bool(trained))
-
-        one = block(layers[0], model.layer, model.trained[0])
-        shell = block(SHELL, model.shell, model.trained[1])
-        sizes = MemorySizes.of([(SHELL, [shell.pool_size]), (layers[0], [one.pool_size])], ahead, casts)
-        blocks = {SHELL: shell, **dict.fromkeys(layers, one)}
+        block_sizes, blocks = dict[str, BlockSize](), dict[str, ShelfBlockCosts]()
+        for key, shapes, trained in zip(
+            (SHELL, layers[0]), (model.shell, model.layer), model.trained[::-1], strict=True
+        ):
+            # Frozen parameters may be trained later.
+            block_sizes[key] = size = BlockSize(key, slot_numel(shapes), sum(map(trial, shapes)))
+            record = round_to_pages(size.weights + optimizer_state.record_bytes(trained))
+            state = sum(map(trial, trained))
+            blocks[key] = ShelfBlockCosts.of(size, record, state, bool(trained), casts and bf16)
+        sizes = MemorySizes.of([(key, [size]) for key, size in block_sizes.items()], ahead, casts)
         memory_bytes = shelf.nbytes if shelf.nbytes is not None else sizes.min_bytes
-        sizes.split(memory_bytes)  # refuses too little
-        return ShelfCosts(shelf.disk, memory_bytes, sizes, blocks)
+        sizes.split(memory_bytes)  # raises if it is too little
+        return ShelfCosts(shelf.disk, memory_bytes, sizes, {**blocks, **dict.fromkeys(layers, blocks[layers[0]])})
 
     def make_virtual_backend(self) -> VirtualDiskBackend:
-        """Make the shelf of one replay."""
-        loads, records = self.sizes.split(self.memory_bytes)
-        return VirtualDiskBackend(
-            {key: block.file_size for key, block in self.blocks.items()}, self.disk, loads, records
-        )
+        """Make the shelf of one simulation."""
+        file_sizes = {key: block.file_size for key, block in self.blocks.items()}
+        return VirtualDiskBackend(file_sizes, self.disk, *self.sizes.split(self.memory_bytes))
 
     def figures(self) -> dict[str, object]:
-        """Return what a trace says of it, as plain values."""
+        """Return its settings in a trace."""
         return {"shelf": "planned", **self.disk.figures()}
 
     def summarize(self, backend: VirtualDiskBackend, trace: Trace) -> ShelfForecast:
-        """Say what came of a replay."""
-        moved = {lane: sum(event.nbytes for event in trace.lanes[lane]) for lane in ("disk read", "disk write")}
+        """Return the forecast from a simulation."""
+        blocks, scratch_bytes = self.blocks.values(), backend.stash.file_bytes
         return ShelfForecast(
             disk=self.disk,
             memory_bytes=self.memory_bytes,
@@ -202,17 +159,17 @@ class ShelfCosts:
             max_useful_bytes=self.sizes.max_useful_bytes,
             min_bytes_reason=self.sizes.description,
             unused_bytes=self.memory_bytes - backend.load_pool.peak_bytes - backend.record_pool.peak_bytes,
-            disk_bytes=sum(block.disk_bytes for block in self.blocks.values()),
-            needed_bytes=sum(block.needed_bytes for block in self.blocks.values()) + backend.stash.file_bytes,
-            read_bytes=moved["disk read"],
-            written_bytes=moved["disk write"],
-            scratch_bytes=backend.stash.file_bytes,
+            disk_bytes=sum(block.disk_bytes for block in blocks),
+            needed_bytes=sum(block.needed_bytes for block in blocks) + scratch_bytes,
+            read_bytes=sum(event.nbytes for event in trace.lanes["disk read"]),
+            written_bytes=sum(event.nbytes for event in trace.lanes["disk write"]),
+            scratch_bytes=scratch_bytes,
         )
 
     def max_depth(self, scratch_bytes: int) -> int | None:
-        """Find the most layers like these whose files fit the disk; None without a limit.
+        """Return the most layers like these whose files fit the disk; None without a limit.
 
-        What a stash takes of it, `scratch_bytes`, is counted as if every layer had as much of it.
+        `scratch_bytes` of a stash are divided evenly among the layers.
         """
         free = self.disk.free_bytes
         if free is None:
@@ -222,39 +179,32 @@ class ShelfCosts:
 
 
 def relay_shelf_costs(shelf: DiskBackend, config: RelayConfig, disk: Disk) -> ShelfCosts:
-    """Return the files and the pool of a relay's own shelf.
-
-    Args:
-        shelf: the relay's.
-        config: of the step.
-        disk: its figures; what is free of it does not count, since the files are there.
+    """Return the costs of a relay's own shelf; free bytes of the disk are ignored, since the files exist.
 
     Raises:
-        ValueError: layers share weights, or the pool has no room for as many layers ahead.
+        ValueError: layers share weights, or the pool is too small for the layers ahead.
     """
-    room = shelf.budget
-    several = [block.key for block in room.blocks if block.shared]
-    if several:
+    budget = shelf.budget
+    if several := [block.key for block in budget.blocks if block.shared]:
         raise ValueError(
-            f"forecast: {several[0]} is in several layers, and the order in which a shelf reads such blocks is not planned yet. "
+            f"forecast: {several[0]} is in several layers; the order of reads of such a block on a shelf cannot be forecast. "
             "Make a step and read its trace"
         )
-    sizes, asked = room.sizes(room.ahead), room.sizes(config.ahead)
-    loads, _ = sizes.split(room.memory_bytes)
-    if asked.load_bytes > loads:
+    sizes, needed = budget.sizes(budget.ahead), budget.sizes(config.ahead)
+    loads, _ = sizes.split(budget.memory_bytes)
+    if needed.load_bytes > loads:
         raise ValueError(
-            f"forecast: ahead={config.ahead} takes {asked.load_bytes:,} bytes of buffers for weights, and the shelf has {loads:,}, "
-            f"shared out with ahead={room.ahead}: make the relay with that config, or give the shelf more memory_bytes"
+            f"forecast: ahead={config.ahead} takes {needed.load_bytes:,} bytes of buffers for weights, and the shelf has "
+            f"{loads:,}, divided with ahead={budget.ahead}: make the relay with that config, or give the shelf more memory_bytes"
         )
-    casts = room.casts and config.precision == "bf16"
-    blocks = {block.key: _block_costs(block, shelf, casts) for block in room.blocks}
-    return ShelfCosts(replace(disk, free_bytes=None), room.memory_bytes, sizes, blocks)
+    casts = budget.casts and config.precision == "bf16"
+    blocks = {block.key: _block_costs(block, shelf, casts) for block in budget.blocks}
+    return ShelfCosts(replace(disk, free_bytes=None), budget.memory_bytes, sizes, blocks)
 
 
 def _block_costs(block: Block, shelf: DiskBackend, casts: bool) -> ShelfBlockCosts:
     size, trained = shelf.budget.blocks[block], any(block.trained.flags)
     record = shelf.record_bytes(block)
-    if trained and not block.version:  # its state is yet to come
+    if trained and not block.version:  # the first update will create its state
         record = max(record, size.record)
-    cast = round_to_pages(2 * size.numel) if casts else 0
-    return ShelfBlockCosts(BlockFileSize(size.weights, cast, record, size.record), size, size.state, trained)
+    return ShelfBlockCosts.of(size, record, size.state, trained, casts)

@@ -1,6 +1,6 @@
-"""Settings with which a step would fit where the present ones do not: the fastest near them, and those that need the least.
+"""Settings for a step that does not fit: the fastest near the present ones, and those that need the least.
 
-Only settings that change no result are tried: micro-batches no larger than the present ones, layers ahead, place of the stash.
+Only settings that change no result are tried: smaller micro-batches, layers ahead, place of the stash.
 """
 
 from __future__ import annotations
@@ -11,54 +11,51 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import count, takewhile
+from operator import attrgetter
 from typing import Any
 
 from l2l_core.batches import Batch, BatchRows
 from l2l_core.config import MEMORY_STASHES, RelayConfig
 from l2l_core.devices import DeviceOutOfMemory
 from l2l_core.forecast.fit_result import MemoryLimits, WhatFits
-from l2l_core.forecast.minimise import Price, Priced, Space, minimise, seconds
+from l2l_core.forecast.minimise import Price, Priced, Space, minimise
 from l2l_core.forecast.rehearsal import Rehearsal
 from l2l_core.forecast.step_cost_model import StepCostModel
 
-_LONG_S = 10.0  # an error waits so long for further settings that might be faster
+_LONG_S = 10.0  # time that an error waits for faster settings
 
 
 def what_fits(
     price: Price, requested: RelayConfig, counts: Sequence[int], budget_bytes: int, most_s: float = math.inf
 ) -> WhatFits:
-    """Find the fastest settings near the present ones with which a step fits, and those that need the least.
+    """Find the fastest settings near the present ones that fit a device, and those that need the least.
 
-    Args:
-        price: the needs of a step.
-        asked: the present settings.
-        counts: numbers of micro-batches, the most first.
-        budget_bytes: budget of the device.
-        most_s: after so many seconds nothing further is tried; the least is found in any case.
+    `counts` are numbers of micro-batches, the largest first. After `most_s` seconds nothing more is tried, except for the step
+    that needs the least.
 
     Raises:
-        ValueError: the step cannot be made with any settings that were tried.
+        ValueError: no step could run with the settings tried.
     """
     until_s, price = time.monotonic() + most_s, cache(price)
-    # Depth first, all layers stay because of the schedule, not because the settings ask for it.
+    # Depth first, all layers stay because of the schedule, not because of these settings.
     stay = {"resident": requested.resident, "keep": requested.keep} if requested.schedule == "breadth_first" else {}
     bare = replace(requested, schedule="breadth_first", resident=0, keep=0)
-    least, room = least_of(price, bare, counts), MemoryLimits(budget_bytes, None)
+    least, limits = least_of(price, bare, counts), MemoryLimits(budget_bytes, None)
     if least is None:
-        raise ValueError(f"no step could be made with {price.cache_info().currsize} settings from {requested} on")
-    fitting = [least] if room.fits(least) else []
+        raise ValueError(f"no step could run with {price.cache_info().currsize} settings from {requested} on")
+    fitting = [least] if limits.fits(least) else []
     if fitting and time.monotonic() < until_s:
         aheads = sorted({requested.ahead, 1, 0}, reverse=True)
         choices = [{"ahead": ahead, "stash": place} for ahead in aheads for place in MEMORY_STASHES]
         space = Space(start=bare, counts=counts, tiers=[choices], growing=[[{}, stay]])
-        fitting += minimise(price, space, room.fits, until_s=until_s).steps
-    return WhatFits(requested, budget_bytes, least, min(fitting, key=seconds, default=None))
+        fitting += minimise(price, space, limits.fits, until_s=until_s).steps
+    return WhatFits(requested, budget_bytes, least, min(fitting, key=attrgetter("seconds"), default=None))
 
 
 def least_of(price: Price, config: RelayConfig, counts: Sequence[int]) -> Priced | None:
-    """Find the step that needs the least device memory, with the fewest micro-batches of those; None if none can be made.
+    """Return the step with the least device memory, of equal ones with the fewest micro-batches; None if none can run.
 
-    Without layers ahead there are fewer slots and no room for moving activations, so that nothing needs less.
+    It loads no layers ahead: that takes the fewest slots, and no buffers for concurrent copies.
     """
     serial = replace(config, schedule="breadth_first", ahead=0, resident=0, keep=0)
     spaces = [Space(start=replace(serial, stash=place), counts=counts) for place in MEMORY_STASHES]
@@ -74,10 +71,10 @@ def counts_from(present: int, rows: int) -> list[int]:
 def search_settings(
     rehearsal: Rehearsal, batch: Batch, config: RelayConfig, figures: Mapping[str, Any], budget_bytes: int
 ) -> WhatFits:
-    """Find settings with which a step on this batch fits; each step tried is rehearsed as it is.
+    """Find settings with which a step on this batch fits; every step tried is rehearsed.
 
     Raises:
-        Whatever the model raises on the batch with any settings.
+        Exception: the error of the model on the batch, if it fails with all settings.
     """
     prices = StepCostModel(rehearsal, batch, figures, None)
     counts = counts_from(config.micro_batches, BatchRows(batch).count)
@@ -88,12 +85,12 @@ def search_settings(
 
 
 def advise(error: DeviceOutOfMemory, rehearsal: Rehearsal, batch: Batch, config: RelayConfig) -> None:
-    """Give an error the settings that would fit, in place of its remedy; if the search fails, add a note."""
+    """Replace an error's remedy by settings that fit; if the search fails, add a note."""
     figures = rehearsal.parts.device.figures()
     try:
         found = search_settings(rehearsal, batch, config, figures, error.limit_bytes)
     except Exception as second:
-        error.add_note(f"What would fit could not be tried: {type(second).__name__}: {second}")
+        error.add_note(f"The search for settings that fit failed: {type(second).__name__}: {second}")
         return
     error.settings, error.least_bytes = found.settings, found.smallest.budget_bytes
     error.remedy = f"Remedy: {found}"

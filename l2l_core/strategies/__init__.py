@@ -1,7 +1,7 @@
-"""Ways to train in less memory, as plans over one executor: recompute, offload, both; exact bytes before and after.
+"""Strategies: other ways to train in less memory, as plans on one executor, with exact bytes before and after.
 
-May import `relay`, `forecast`, `step`, `step.traffic`, `step.graph`, `eps`, `eps.optimizers`, `eps.blocks`, `surgery`, `devices`,
-`batches`, `model`, `trace`, `rules`, `config`.
+May import `relay`, `simulator`, `step`, `step.traffic`, `step.graph`, `eps`, `eps.optimizers`, `eps.blocks`, `devices`,
+`batches`, `model`, `trace`, `schedule_rules`, `config`.
 Begin reading at `plan.py`, `plan_execution.py`, `plan_memory.py`; `lab.py` is the facade.
 """
 
@@ -11,7 +11,6 @@ from l2l_core.strategies.few_bits import FewBit as FewBit
 from l2l_core.strategies.few_bits import few_bit as few_bit
 from l2l_core.strategies.lab import Lab as Lab
 from l2l_core.strategies.lab import LabResult as LabResult
-from l2l_core.strategies.partition_swap import PartitionSwap as PartitionSwap
 from l2l_core.strategies.plan import Operation as Operation
 from l2l_core.strategies.plan import Plan as Plan
 from l2l_core.strategies.plan import check_operations as check_operations
@@ -20,6 +19,7 @@ from l2l_core.strategies.policies import Combined as Combined
 from l2l_core.strategies.policies import Full as Full
 from l2l_core.strategies.policies import Karma as Karma
 from l2l_core.strategies.policies import Offload as Offload
+from l2l_core.strategies.policies import PartitionSwap as PartitionSwap
 from l2l_core.strategies.policies import Periodic as Periodic
 from l2l_core.strategies.policies import Plain as Plain
 from l2l_core.strategies.policies import Policy as Policy

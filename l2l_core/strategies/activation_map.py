@@ -1,12 +1,12 @@
-"""What a forward saves for backward, by rows and length of the batch: on fake tensors, which have shapes and no memory.
+"""Bytes that a forward saves for backward, by rows and length of the batch, measured on fake tensors.
 
-The bytes are those of the storages that autograd holds at the end of the forward, parameters and buffers left out, each once.
+The bytes are those of the storages that autograd holds at the end of the forward, each counted once, without parameters and
+buffers. Fake tensors have shapes and no memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,60 +14,36 @@ from torch import nn
 
 from l2l_core._torch import FakeTensorMode
 
-ForwardFn = Callable[[nn.Module, int, int], Any]  # the model, rows, length; what it returns holds the graph
-
-
-class SavedStorages:
-    """Storages that autograd has saved.
-
-    Invariant: they are held until the end, so none is taken for another.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model_storages = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-        self._storages: dict[int, torch.UntypedStorage] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Their bytes."""
-        return sum(storage.nbytes() for storage in self._storages.values())
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Autograd saves a tensor."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._model_storages:
-            self._storages[storage._cdata] = storage
-        return tensor.detach()  # itself would be a cycle: node, saved output, node
-
-
-@contextmanager
-def record_saved(model: nn.Module) -> Iterator[SavedStorages]:
-    """Note what autograd saves in the block."""
-    saved = SavedStorages(model)
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
-        yield saved
+ForwardFn = Callable[[nn.Module, int, int], Any]  # model, rows, length; the result holds the graph
 
 
 def activation_bytes(model: nn.Module, forward: ForwardFn, rows: int, length: int) -> int:
     """Run a forward and return the bytes that it saves."""
-    with torch.enable_grad(), record_saved(model) as saved:
-        out = forward(model, rows, length)
-        nbytes = saved.nbytes
-        del out
-    return nbytes
+    excluded = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    saved: dict[int, torch.UntypedStorage] = {}  # held until the end, so that keys are unique
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in excluded:
+            saved[storage._cdata] = storage
+        return tensor.detach()  # the tensor itself would form a cycle: node, saved output, node
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward(model, rows, length)
+    return sum(storage.nbytes() for storage in saved.values())
 
 
 def activation_map(
     make: Callable[[], nn.Module], forward: ForwardFn, rows: Sequence[int], lengths: Sequence[int]
 ) -> dict[tuple[int, int], int]:
-    """Return the bytes that are saved for every number of rows and every length, without memory for any.
+    """Return the saved bytes for every number of rows and every length, without the memory for them.
 
     Args:
         make: builds the model; its parameters are fake.
-        forward: runs it, on tensors that it makes itself.
+        forward: runs the model on tensors that it makes itself.
 
     Raises:
-        DataDependentOutputException: of fake tensors; the model asks for values, which fake tensors lack.
+        DataDependentOutputException: raised by fake tensors if the model reads their values.
     """
     with FakeTensorMode():
         model = make()

@@ -1,9 +1,10 @@
-"""Bytes of storages that torch operations make: booked in the device's ledger while they live, exact at every moment."""
+"""Meter of the storages that torch operations make; their bytes are booked in the device's ledger while they are alive."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,18 +15,26 @@ from l2l_core.devices import Ledger
 from l2l_core.strategies.frame_lifetimes import FrameRecorder
 
 
-class AllocationMeter(TorchDispatchMode):
-    """Counts every storage that is made while it is on, from its making to its end.
+@dataclass(eq=False, slots=True)
+class _CountedStorage:
+    ref: weakref.ref[torch.UntypedStorage]
+    category: str = "activations"
+    nbytes: int = 0  # 0 while it is offloaded
 
-    Invariant: `now` is the sum of bytes of counted storages that are on the device; the ledger has as much more than before.
+
+class AllocationMeter(TorchDispatchMode):
+    """A dispatch mode that counts every storage made in it, from its allocation to its end.
+
+    Invariant: `current_bytes` is the sum of the counted storages on the device, and the ledger holds as much for them.
 
     Args:
-        ledger: of the device; its budget is what raises `DeviceOutOfMemory`.
-        exempt: tensors that are counted by somebody else.
+        ledger: ledger of the device; its budget raises `DeviceOutOfMemory`.
+        exempt: tensors that are not counted.
 
     Attributes:
-        high: the most bytes since `take_high`.
-        seen: is told of storages that come and go, if there is one.
+        current_bytes: bytes at this moment.
+        high_water: peak bytes since `take_high_water`.
+        recorder: records allocations and releases, if set.
     """
 
     def __init__(self, ledger: Ledger, exempt: Iterable[torch.Tensor] = ()) -> None:
@@ -45,27 +54,19 @@ class AllocationMeter(TorchDispatchMode):
         return out
 
     def exempt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do not count the storages of these, which are somebody else's."""
+        """Do not count the storages of `tensors`, which are booked elsewhere or are on the host."""
         self._exempt_keys.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
         if key in self._exempt_keys or key in self._live or not nbytes:
             return
-        self._live[key] = _CountedStorage(weakref.ref(storage, partial(self._on_collected, key)), "activations")
+        self._live[key] = _CountedStorage(weakref.ref(storage, partial(self._on_collected, key)))
         try:
-            self._book(key, nbytes)
+            self.on_refilled(key, nbytes)
         except BaseException:
             del self._live[key]
             raise
-
-    def _book(self, key: int, nbytes: int) -> None:
-        self._ledger.book(self._live[key].category, "", nbytes)
-        self._live[key].nbytes = nbytes
-        self.current_bytes += nbytes
-        self.high_water = max(self.high_water, self.current_bytes)
-        if self.recorder:
-            self.recorder.on_allocated(nbytes)
 
     def _on_collected(self, key: int, _: Any) -> None:
         if key in self._live:
@@ -73,7 +74,7 @@ class AllocationMeter(TorchDispatchMode):
             del self._live[key]
 
     def on_emptied(self, key: int) -> None:
-        """A storage has been emptied, or is gone."""
+        """Release the bytes of a storage that was emptied or has ended."""
         counted = self._live[key]
         self._ledger.release(counted.category, "", counted.nbytes)
         self.current_bytes -= counted.nbytes
@@ -82,20 +83,25 @@ class AllocationMeter(TorchDispatchMode):
         counted.nbytes = 0
 
     def on_refilled(self, key: int, nbytes: int) -> None:
-        """A storage that has been emptied gets so many bytes again."""
-        self._book(key, nbytes)
+        """Book the bytes of a storage that is new, or was emptied and has memory again."""
+        self._ledger.book(self._live[key].category, "", nbytes)
+        self._live[key].nbytes = nbytes
+        self.current_bytes += nbytes
+        self.high_water = max(self.high_water, self.current_bytes)
+        if self.recorder:
+            self.recorder.on_allocated(nbytes)
 
     def bytes_of(self, keys: Iterable[int]) -> int:
         """Return the bytes on the device of those storages that are counted."""
         return sum(self._live[key].nbytes for key in {*keys} if key in self._live)
 
     def storage(self, key: int) -> torch.UntypedStorage | None:
-        """Return a counted storage that is on the device; None if it is gone, away, or somebody else's."""
+        """Return a counted storage that is on the device, else None."""
         counted = self._live.get(key)
         return counted.ref() if counted and counted.nbytes else None
 
     def set_category(self, tensors: Iterable[torch.Tensor], category: str) -> None:
-        """Let the ledger know storages under another category."""
+        """Move the storages of `tensors` to another category of the ledger."""
         for tensor in tensors:
             counted = self._live.get(tensor.untyped_storage()._cdata)
             if counted and counted.category != category:
@@ -103,19 +109,11 @@ class AllocationMeter(TorchDispatchMode):
                 counted.category = category
 
     def take_high_water(self) -> int:
-        """Return the most bytes since the last call."""
+        """Return the peak bytes since the last call."""
         high, self.high_water = self.high_water, self.current_bytes
         return high
 
     def close(self) -> None:
-        """Give back to the ledger what still lives; it is somebody else's from now on."""
+        """Release all bytes in the ledger; storages that are still alive are no longer counted."""
         for key in list(self._live):
-            self.on_emptied(key)
-            del self._live[key]
-
-
-class _CountedStorage:
-    __slots__ = ("category", "nbytes", "ref")
-
-    def __init__(self, ref: weakref.ref[torch.UntypedStorage], category: str) -> None:
-        self.ref, self.category, self.nbytes = ref, category, 0
+            self._on_collected(key, None)

@@ -1,23 +1,28 @@
-"""Activations that keep a few bits per element for backward, where others keep their whole input.
+"""Activations that keep a few bits per element for backward, instead of their whole input.
 
-Source: Novikov et al., "Few-Bit Backward", arXiv 2202.00441. The forward is exact. Backward multiplies the gradient by one of
-2 ** bits levels, so gradients differ from those of the exact activation; they are the same under every plan and in a relay.
+Source: Novikov et al., "Few-Bit Backward: Quantized Gradients of Activation Functions", arXiv 2202.00441. The forward is
+exact. Backward multiplies the gradient by one of 2 ** bits levels, so gradients differ from those of the exact activation;
+they are the same under every plan and in a relay. The levels are a piecewise constant fit to the derivative with the least
+squared error over an interval, by dynamic programming; pieces end at points of a grid.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from l2l_core.strategies.derivative_levels import derivative_levels
 from l2l_core.strategies.module_replacement import replace_modules
 
-Tensor = torch.Tensor
-
 SMOOTH_ACTIVATIONS: tuple[type[nn.Module], ...] = (nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Mish, nn.ELU)
+FIT_RANGE = 10.0  # derivatives are fitted on [-10, 10]; beyond it the outermost pieces apply
+GRID_POINTS = 2000
 
 
 class FewBit(nn.Module):
@@ -31,10 +36,13 @@ class FewBit(nn.Module):
         ValueError: `bits` is out of range, or the module is not elementwise or has parameters.
     """
 
+    borders: Tensor
+    values: Tensor
+
     def __init__(self, function: nn.Module, bits: int = 3) -> None:
         super().__init__()
         if not 1 <= bits <= 8:
-            raise ValueError(f"bits is {bits}: an element has 1 to 8")
+            raise ValueError(f"bits is {bits}: give 1 to 8 bits per element")
         _check_elementwise(function)
         levels = derivative_levels(function, bits)
         self.function, self.bits = function, bits
@@ -46,20 +54,20 @@ class FewBit(nn.Module):
         return _FewBitFunction.apply(x, self.function, self.borders, self.values)
 
     def extra_repr(self) -> str:
-        """Say how many bits."""
+        """Return the number of bits."""
         return f"bits={self.bits}"
 
 
 def few_bit(model: nn.Module, bits: int = 3, kinds: Sequence[type[nn.Module]] = SMOOTH_ACTIVATIONS) -> list[str]:
-    """Put `FewBit` in the place of all activations of these kinds, in place; returns their names.
+    """Replace all activations of these kinds by `FewBit`, in place; return their names.
 
-    A model's own kinds (`type(model.h[0].mlp.act)`) may be named. What piecewise linear functions like ReLU keep is no more
-    than a bit of information already, and they are exact with it, so they are not among the default.
+    `kinds` may contain a model's own classes (`type(model.h[0].mlp.act)`). Piecewise linear functions like ReLU are not in
+    the default, because they already keep about one bit of information, without an error.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the model has no such activation.
     """
-    return replace_modules(model, tuple(kinds), lambda module: FewBit(module, bits), "kinds=")
+    return replace_modules(model, tuple(kinds), lambda module: FewBit(module, bits))
 
 
 class _FewBitFunction(torch.autograd.Function):
@@ -86,20 +94,83 @@ def pack_bits(indices: Tensor, bits: int) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, bits: int, shape: torch.Size) -> Tensor:
-    """Unpack what `pack` has packed, to int32 of a shape."""
+    """Unpack the result of `pack_bits` to int32 of the given shape."""
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    flat = sum(((packed[bit][:, None] >> places & 1).int() << bit) for bit in range(bits))
-    return flat.reshape(-1)[: shape.numel()].view(shape)  # type: ignore[union-attr]
+    flat = torch.stack([(packed[bit][:, None] >> places & 1).int() << bit for bit in range(bits)]).sum(
+        0, dtype=torch.int32
+    )
+    return flat.reshape(-1)[: shape.numel()].view(shape)
 
 
 def _check_elementwise(function: nn.Module) -> None:
     name = type(function).__name__
     if any(True for _ in function.parameters()):
         raise ValueError(
-            f"{name} has parameters, whose gradients need its whole input: few bits are for functions of one variable"
+            f"{name} has parameters, whose gradients need its whole input: give a function of one variable, such as nn.GELU()"
         )
     x = torch.linspace(-3, 3, 12)
     with torch.no_grad():
         whole, parts = function(x), torch.cat([function(part) for part in x.split(5)])
     if whole.shape != x.shape or not torch.allclose(whole, parts, rtol=1e-5, atol=1e-6):
-        raise ValueError(f"{name} is not elementwise: its values depend on other elements, or on chance")
+        raise ValueError(
+            f"{name} is not elementwise, its values depend on other elements or on chance: give an elementwise function, such "
+            "as nn.GELU()"
+        )
+
+
+# -- levels ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DerivativeLevels:
+    """A piecewise constant function."""
+
+    borders: tuple[float, ...]  # ends of pieces, ascending
+    values: tuple[float, ...]  # one more than borders
+    error: float  # integral of the squared error over the interval
+
+
+def derivative_levels(function: Callable[[Tensor], Tensor], bits: int) -> DerivativeLevels:
+    """Fit 2 ** bits levels to the derivative of an elementwise function."""
+    x = (torch.arange(GRID_POINTS, dtype=torch.float64) + 0.5) * (2 * FIT_RANGE / GRID_POINTS) - FIT_RANGE
+    with torch.enable_grad():
+        x.requires_grad_()
+        (slopes,) = torch.autograd.grad(function(x).sum(), x)
+    return _fit_cached(slopes.numpy().tobytes(), 2**bits)
+
+
+@lru_cache(maxsize=32)
+def _fit_cached(slopes: bytes, pieces: int) -> DerivativeLevels:
+    """Fit levels, once for all equal activations of a model."""
+    return fit_levels(np.frombuffer(slopes), pieces)
+
+
+def fit_levels(slopes: np.ndarray, pieces: int, fit_range: float = FIT_RANGE) -> DerivativeLevels:
+    """Fit constant pieces to a function on [-fit_range, fit_range], given at the centers of equal cells.
+
+    `least[j]` is the least error of the first j cells with the pieces so far. One more piece ends at j and begins at the i
+    that minimises the sum of `least[i]` and its own error, the spread of its cells around their mean.
+    """
+    n, cell = len(slopes), 2 * fit_range / len(slopes)
+    total, square = (np.concatenate([[0.0], np.cumsum(slopes**power)]) for power in (1, 2))
+    ends = np.arange(n + 1)
+
+    def spread(i: np.ndarray, j: int) -> np.ndarray:
+        return np.maximum(square[j] - square[i] - (total[j] - total[i]) ** 2 / (j - i), 0.0)
+
+    least = np.concatenate([[0.0], [spread(np.array([0]), j)[0] for j in range(1, n + 1)]])
+    begins = []
+    for piece in range(1, pieces):
+        following, begin = np.full(n + 1, np.inf), np.zeros(n + 1, dtype=int)
+        for j in range(piece + 1, n + 1):
+            errors = least[piece:j] + spread(ends[piece:j], j)
+            best = int(errors.argmin())
+            following[j], begin[j] = errors[best], piece + best
+        least = following
+        begins.append(begin)
+    cuts = [n]
+    for begin in reversed(begins):
+        cuts.append(int(begin[cuts[-1]]))
+    cuts = [0, *reversed(cuts)]
+    values = [float((total[b] - total[a]) / (b - a)) for a, b in pairwise(cuts)]
+    return DerivativeLevels(tuple(-fit_range + cell * cut for cut in cuts[1:-1]), tuple(values), float(least[n] * cell))

@@ -1,55 +1,53 @@
-"""What the model's own frames hold of earlier stages during its forward, and when they let go of it.
+"""Lifetimes of tensors that only the model's own frames hold during a first run.
 
 A variable of the model's code may outlive the stage that made its value: a ResNet keeps its embedding until the last block
-is over. Where the plan drops that value the variable is all that holds it, and how high a later stage rises depends on when
-it ends. Seen in metered executions only; the walk reads it.
+has run. If the plan drops that value, only the variable holds it, and the peak of a later stage depends on the moment of its
+release. Releases are recorded in metered executions and replayed in `plan_memory.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from l2l_core.model import storage_key
 from l2l_core.strategies.stage_structure import StageStructure
 from l2l_core.strategies.staged_forward import Tensor
 
-
-class ForwardPosition(NamedTuple):
-    """How far a forward is: stages begun, operations of shell code done."""
-
-    stages: int
-    shell: int
+ForwardPosition = tuple[int, int]  # progress of a forward: stages begun, operations of shell code done
 
 
 class EarlierStorage(NamedTuple):
-    """Something of an earlier stage: a storage at a cut, or all that one stage has made beside the cuts."""
+    """A storage at a boundary, or all other tensors that one earlier stage has made."""
 
     storage: int = -1
     stage: int = -1
 
 
 class Release(NamedTuple):
-    """Something of an earlier stage ended."""
+    """The end of a tensor of an earlier stage during a first run."""
 
     position: ForwardPosition
     item: EarlierStorage
     nbytes: int
 
 
+# Releases in the first run of one stage, by item and by whether the stage that made it keeps its record (False at boundaries).
+StageReleases = dict[tuple[EarlierStorage, bool], list[Release]]
+
+
 class FrameRecorder:
-    """One first run, as the meter shows it.
+    """Allocations and releases of one first run, as the meter counts them.
 
     Args:
-        older: by key of a storage, what it is; those that were there before the run.
-        position: says how far the run is.
+        earlier: storages that exist before the run, by their keys.
+        position: returns the current position of the run.
 
     Attributes:
-        made: the most bytes of the run's own storages, by position.
-        ends: of older storages. What ends at a position ends before anything is made there: variables of the model's code
-            change between operations.
+        peak_by_position: peak bytes of the run's own storages.
+        releases: of earlier storages. A release precedes the allocations at its position, because variables of the model's
+            code change between operations.
     """
 
     def __init__(self, earlier: Mapping[int, EarlierStorage], position: Callable[[], ForwardPosition]) -> None:
@@ -58,105 +56,57 @@ class FrameRecorder:
         self.releases: list[Release] = []
 
     def on_allocated(self, nbytes: int) -> None:
-        """The meter counts a new storage."""
-        at = self._position()
+        """Record a new storage."""
+        position = self._position()
         self._own_bytes += nbytes
-        self.peak_by_position[at] = max(self.peak_by_position.get(at, 0), self._own_bytes)
+        self.peak_by_position[position] = max(self.peak_by_position.get(position, 0), self._own_bytes)
 
     def on_freed(self, key: int, nbytes: int) -> None:
-        """The meter counts a storage no longer."""
-        what = self._earlier.pop(key, None)
-        if what is None:
+        """Record the end of a storage."""
+        item = self._earlier.pop(key, None)
+        if item is None:
             self._own_bytes -= nbytes
         else:
-            self.releases.append(Release(self._position(), what, nbytes))
+            self.releases.append(Release(self._position(), item, nbytes))
 
 
 class FrameReport(NamedTuple):
-    """What a measured first run tells.
+    """Result of a measured first run; at its end, tensors that only the model's frames hold."""
 
-    Attributes:
-        nbytes: at its end, beside the cuts, of what the model's frames alone hold, by the stage that made it.
-        late: storages at cuts that they alone hold then.
-        made, ends: as in `Seen`.
-    """
-
-    nbytes: dict[int, int]
-    late_storages: frozenset[int]
+    nbytes: dict[int, int]  # bytes outside of the boundaries, by the stage that made them
+    late_storages: frozenset[int]  # storages at boundaries
     peak_by_position: dict[ForwardPosition, int]
     releases: list[Release]
 
 
-class StageReleases:
-    """What ends in the first run of a stage, and when.
-
-    Attributes:
-        known: by thing, and by whether the stage that made it keeps its record (of storages at cuts: False).
-    """
-
-    def __init__(self) -> None:
-        self.by_item: dict[tuple[EarlierStorage, bool], list[Release]] = {}
-
-    def add_run(self, releases: Iterable[Release], kept: Mapping[int, bool]) -> None:
-        """Take what a run has shown in which every earlier stage kept its record or did not."""
-        found: dict[tuple[EarlierStorage, bool], list[Release]] = {}
-        for end in releases:
-            found.setdefault((end.item, kept.get(end.item.stage, False)), []).append(end)
-        self.by_item = found | self.by_item
-
-
 class RunSegment(NamedTuple):
-    """A run up to an end: the most bytes of its own, and what ends then."""
+    """A part of a first run, up to a release or to the end, and the peak of its allocations."""
 
     peak_bytes: int
-    item: EarlierStorage | None
-    kept: bool
-    nbytes: int
+    kept: bool = False
+    release: Release | None = None
 
 
-@dataclass(frozen=True)
-class FirstRun:
-    """How the bytes of a stage's first run rise, whatever the plan holds besides.
-
-    Attributes:
-        made: the most bytes of its own, by position.
-        ends: of things of earlier stages.
-    """
-
-    peak_by_position: Mapping[ForwardPosition, int]
-    releases: StageReleases
-
-    @cached_property
-    def segments(self) -> tuple[RunSegment, ...]:
-        """The same with all between two ends in one figure: there are few."""
-        ends = sorted((end.position, kept, end) for (_, kept), found in self.releases.by_item.items() for end in found)
-        at = [ForwardPosition(0, 0), *(each for each, _, _ in ends), None]
-        most = [
-            max((self.peak_by_position[p] for p in self.peak_by_position if p >= a and (b is None or p < b)), default=0)
-            for a, b in pairwise(at)
-        ]
-        return (
-            *(RunSegment(own, end.item, kept, end.nbytes) for own, (_, kept, end) in zip(most, ends, strict=False)),
-            RunSegment(most[-1], None, False, 0),
-        )
+def divide_run(peak_by_position: Mapping[ForwardPosition, int], releases: StageReleases) -> list[RunSegment]:
+    """Divide a first run at its releases; the segments hold for any tensors that a plan keeps."""
+    ends = sorted((end.position, kept, end) for (_, kept), found in releases.items() for end in found)
+    limits = [(0, 0), *(position for position, _, _ in ends), None]
+    peaks = [
+        max((peak for p, peak in peak_by_position.items() if p >= a and (b is None or p < b)), default=0)
+        for a, b in pairwise(limits)
+    ]
+    divided = [RunSegment(peak, kept, end) for peak, (_, kept, end) in zip(peaks, ends, strict=False)]
+    return [*divided, RunSegment(peaks[-1])]
 
 
 def find_earlier(
-    tensors: Mapping[Tensor, int], born: Sequence[int], structure: StageStructure
+    numbers: Mapping[Tensor, int], made_in: Sequence[int], structure: StageStructure
 ) -> dict[int, EarlierStorage]:
-    """Say of the storages of shell tensors what they are, by key: `tensors` has the number of each."""
+    """Classify the storages of the numbered tensors, by their keys."""
     found: dict[int, EarlierStorage] = {}
-    for tensor, number in sorted(
-        tensors.items(), key=lambda item: item[1]
-    ):  # a view is of the stage that made the storage
-        storage = structure.storage.get(number, -1)
-        if storage is not None and born[number] >= 0:
-            found.setdefault(
-                storage_key(tensor), EarlierStorage(stage=born[number]) if storage == -1 else EarlierStorage(storage)
-            )
+    for tensor, number in sorted(numbers.items(), key=lambda item: item[1]):  # the base of a view has a lower number
+        storage, stage = structure.storage.get(number, -1), made_in[number]
+        if storage is not None and stage >= 0:
+            item = EarlierStorage(stage=stage) if storage == -1 else EarlierStorage(storage)
+            found.setdefault(storage_key(tensor), item)
     return found
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Return what a storage is called by the meter."""
-    return tensor.untyped_storage()._cdata

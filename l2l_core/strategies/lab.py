@@ -1,4 +1,4 @@
-"""The facade: one model, one batch, and ways to train on it in less memory, planned, run, proved and compared."""
+"""Facade of the strategies: plan, run, verify and compare ways to train one model on one batch in less memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -17,35 +18,44 @@ from l2l_core.batches import Batch, BatchRows, LossNormaliser, ModelCall, Object
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, DeviceOutOfMemory, EmulatedDevice
 from l2l_core.eps.blocks import refuse_checkpointing, refuse_scripted
-from l2l_core.model import copy_tensors, resolve_layers
-from l2l_core.schedule_rules import weight_slots
+from l2l_core.model import accumulate, copy_tensors, resolve_layers
+from l2l_core.relay import Relay
+from l2l_core.schedule_rules import kept_layer_count, weight_slots
+from l2l_core.simulator import Profile, simulate
 from l2l_core.step import record_failure
+from l2l_core.strategies import policies
 from l2l_core.strategies.allocation_meter import AllocationMeter
-from l2l_core.strategies.measurement import Measurement, measure, measure_losses, measure_update, without_budget
+from l2l_core.strategies.measurement import measure, measure_losses, measure_update, without_budget
 from l2l_core.strategies.plan import Operation, Plan, check_operations
 from l2l_core.strategies.plan_cost_model import PlanCostModel
-from l2l_core.strategies.plan_runner import PlanInputs, PlanResult, PlanRunner, optimizer_bytes, total_storage_bytes
+from l2l_core.strategies.plan_runner import (
+    PlanInputs,
+    PlanRunner,
+    optimizer_bytes,
+    restore_buffers,
+    total_storage_bytes,
+)
 from l2l_core.strategies.plan_verification import PlanVerification, verify_plan
 from l2l_core.strategies.policies import Policy
-from l2l_core.strategies.relayed import run_relay
-from l2l_core.strategies.selective_checkpoint import WrappedModel
+from l2l_core.strategies.selective_checkpoint import SelectiveCheckpoint, wrap_layers
+from l2l_core.strategies.stage_costs import StageCosts
 from l2l_core.strategies.strategy_table import Strategy, StrategyResult, StrategyTable
-from l2l_core.strategies.ways import default_strategies
 from l2l_core.trace import Trace, format_bytes
 
 T = TypeVar("T")
+_TIMED_STEPS = 3  # of a relay, whose fastest step counts, and of torch's checkpoint, whose median counts
 
 
 @dataclass(frozen=True)
 class LabResult:
-    """What one step by a plan gave.
+    """Result of one step by a plan.
 
     Attributes:
         loss: mean over the batch.
-        seconds: wall time, of a metered step.
+        seconds: wall time of the metered step.
         trace: events and memory.
         peak_device_bytes, peak_host_bytes: metered.
-        layer_forwards: how often layers ran forward, all micro-batches together.
+        layer_forwards: number of forward runs of layers, in all micro-batches together.
     """
 
     loss: float
@@ -57,22 +67,27 @@ class LabResult:
 
 
 class Lab:
-    """Plans over the stages of any module that relays, on one batch.
+    """Plans for any model that relays, on one batch.
 
-    Making it learns the model on a copy, by a few metered steps; the model itself changes in `step` alone.
+    The constructor measures copies of the model in a few steps; only `step` changes the model itself.
 
     Args:
         model: any module with dense float32 parameters on the CPU.
-        batch: cut into micro-batches as a relay cuts it.
-        optimizer: over the model's parameters; default AdamW with a learning rate of 1e-4.
-        device: emulated; its memory and its link are what plans are made for.
-        layers: as `Relay` takes them; default `find_layers(model)`.
-        loss, objective, weight: as `Relay` takes them.
-        micro_batches: all follow the same plan, one after the other.
-        seed: of the random streams, the same as a relay's.
+        batch: divided into micro-batches as in a relay.
+        optimizer: of the model's parameters; default AdamW with a learning rate of 1e-4.
+        device: emulated; plans are made for its memory and its link.
+        layers: as in `Relay`; default `find_layers(model)`.
+        loss, objective, weight: as in `Relay`.
+        micro_batches: number of micro-batches, which follow the same plan one after another.
+        seed: seed of the random streams, as in a relay.
+
+    Attributes:
+        layers: names of the layers at which stages end.
+        steps: number of steps done.
+        trace: trace of the current or the last step.
 
     Raises:
-        RuntimeError, TypeError, ValueError: a model that no plan can run again to the same bits; nothing was trained.
+        RuntimeError, TypeError, ValueError: reruns of the model would not give the same bits; nothing was trained.
     """
 
     def __init__(
@@ -95,146 +110,148 @@ class Lab:
         refuse_scripted(model)
         self.config = RelayConfig(micro_batches=micro_batches, seed=seed)
         self.steps = 0
-        self.trace: Trace | None = None  # of the step under way, or of the last one
-        self._layers = tuple(resolve_layers(model, layers))
+        self.trace: Trace | None = None
+        self.layers = tuple(resolve_layers(model, layers))
         self._model_call = ModelCall(model, loss, objective)
-        self._options = {"loss": loss, "objective": objective, "weight": weight}
-        rows = BatchRows(batch)
+        self._options: dict[str, Any] = {"loss": loss, "objective": objective, "weight": weight}
         self._model_call.check(batch)
+        rows = BatchRows(batch)
         self._micro_batches = [copy_tensors(each) for each in rows.split(micro_batches)]
-        call = self._model_call
-        self._normaliser = LossNormaliser(
-            weight, lambda small, shaken: measure_losses(model, call.objective, small, shaken)
-        )
+        self._normaliser = LossNormaliser(weight, partial(measure_losses, model, self._model_call.objective))
         self._divisors = self._normaliser.divisors(rows, self._micro_batches)
-        self._measurements: dict[Any, Measurement] = {}
+        self._costs: dict[Any, list[StageCosts]] = {}  # by form of micro-batch
         self._shared: frozenset[str] = frozenset()
         self._measure()
 
-    # -- what is asked of it -------------------------------------------------------------------------------------------
-
     def on_device(self, device: Device) -> Lab:
-        """Return a lab with the same measurements for another device: another budget, another link. The model is the same one."""
+        """Return a lab of the same model and measurements for another device, with its budget and link."""
         other = copy.copy(self)
         other.device, other.cost_model = _check_device(device), replace(self.cost_model, figures=device.figures())
         return other
 
     def plan(self, policy: Policy | Sequence[Operation | tuple[str, int]], name: str = "by hand") -> Plan:
-        """Make a plan by a policy, or check one that was written by hand.
+        """Make a plan by a policy, or check a plan that was written by hand.
 
         Raises:
-            DeviceOutOfMemory: the policy has no plan for the device's budget; it states the smallest that would do.
+            DeviceOutOfMemory: the policy has no plan for the device's budget; states the smallest that would do.
             ValueError: the operations cannot be executed.
         """
+        costs = self.cost_model
         if isinstance(policy, Policy):
-            operations, name = policy.operations(self.cost_model), policy.name
+            operations, name = policy.operations(costs), policy.name
         else:
             operations = tuple(Operation(*each) for each in policy)
-        check_operations(operations, self.cost_model.stages)
-        prices = self.cost_model
+        check_operations(operations, costs.stages)
         return Plan(
-            name=name,
-            operations=operations,
-            stages=prices.stages,
-            peak_device_bytes=prices.peak_device_bytes(operations),
-            peak_host_bytes=prices.peak_host_bytes(operations),
-            seconds=prices.seconds(operations),
+            name,
+            operations,
+            costs.stages,
+            costs.peak_device_bytes(operations),
+            costs.peak_host_bytes(operations),
+            costs.seconds(operations),
         )
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """Names of the layers at which stages end."""
-        return self._layers
 
     def step(self, plan: Plan, batch: Batch | None = None) -> LabResult:
         """Train the model by one step.
 
         Args:
             plan: from `plan`.
-            batch: of the same shapes as the lab's own, which is the default.
+            batch: of the same shapes as the lab's own batch, which is the default.
 
         Raises:
-            DeviceOutOfMemory: the device's budget does not suffice; `least_bytes` is the smallest with which the plan fits.
-            RuntimeError: the model takes another way than the one learned.
-            TornStep: the optimizer failed in the middle of its update. In all other cases nothing was changed.
+            DeviceOutOfMemory: the device's budget does not suffice; `least_bytes` is the smallest that the plan needs.
+            RuntimeError: the model takes another path than the traced one.
+            TornStep: the optimizer failed during its update. After any other error nothing is changed.
             ValueError: the batch has other shapes.
         """
-        work = self._own_inputs if batch is None else self._inputs_of_batch(batch)
+        inputs = self._own_inputs if batch is None else self._inputs_of_batch(batch)
         settings = {"plan": plan.name, "micro_batches": self.config.micro_batches, **self.device.figures()}
-        names = {name: name for name in self._layers}
+        names = {name: name for name in self.layers}
         trace = self.trace = Trace(step=self.steps, device=self.device.name, names=names, settings=settings)
-        course = self._make_runner(self.model, trace)
+        runner = self._make_runner(self.model, trace)
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         began_s = time.perf_counter()
         try:
-            ran, peak = self._run(course, self.optimizer, plan, work)
+            result, peak = self._run(runner, self.optimizer, partial(runner.run, plan.operations, inputs))
         except BaseException as error:
             self.optimizer.zero_grad(set_to_none=True)
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+            restore_buffers(buffers)
             if isinstance(error, DeviceOutOfMemory):
-                error.least_bytes, error.remedy = plan.peak_device_bytes, _describe_need(plan)
+                least = error.least_bytes = plan.peak_device_bytes
+                needed = f"{format_bytes(least)} ({least} bytes)"
+                error.remedy = f"{plan.name} needs {needed}, which is the smallest budget that would do."
             record_failure(trace, error)
             raise
         self.steps += 1
-        return LabResult(
-            loss=float(sum(ran.losses)),
-            seconds=time.perf_counter() - began_s,
-            trace=trace,
-            peak_device_bytes=peak,
-            peak_host_bytes=course.host.peak,
-            layer_forwards=ran.layer_forwards,
-        )
+        seconds, loss = time.perf_counter() - began_s, float(sum(result.losses))
+        return LabResult(loss, seconds, trace, peak, runner.host.peak, result.layer_forwards)
 
     def verify(self, plan: Plan) -> PlanVerification:
-        """Compare one step by the plan with plain training, on copies of the model; nothing of it stays."""
-        ours, theirs = self._copy_model()[0], self._copy_model()[0]
-        course = self._make_runner(ours)
-        with without_budget(self.device), course.metered() as meter:
-            ran = course.run(plan.operations, self._own_inputs, meter)
-        return verify_plan(course, ran, theirs, self._own_inputs, self._model_call.objective)
+        """Compare one step by the plan with plain training, on copies of the model."""
+        model, reference = self._copy_model()[0], self._copy_model()[0]
+        runner = self._make_runner(model)
+        with without_budget(self.device), runner.metered() as meter:
+            result = runner.run(plan.operations, self._own_inputs, meter)
+        return verify_plan(model, result, reference, self._own_inputs, self._model_call.objective)
 
     def compare(self, ways: Iterable[Strategy] | None = None) -> StrategyTable:
-        """Make a step in each way on a copy of the model, without a budget, and put what they needed side by side.
+        """Run a step by each strategy on a copy of the model, without a budget, and tabulate the results.
 
         Args:
-            ways: default one of each kind; `Combined` where it can try all choices.
+            ways: strategies; default one of each kind, with `Combined` if the model has few enough layers.
         """
-        ways = default_strategies(self.cost_model.stages - 1) if ways is None else ways
-        return StrategyTable([way.measure(self) for way in ways], self.device.memory_bytes)
+        ways = default_strategies(len(self.layers)) if ways is None else ways
+        return StrategyTable([way.measure(self) for way in ways], self.cost_model.budget)
+
+    # -- strategies on copies of the model -----------------------------------------------------------------------------
 
     def run_policy(self, policy: Policy) -> StrategyResult:
-        """Make a step by the plan of a policy on a copy; a policy that has none for the device's budget says so in its row."""
+        """Run a step by the plan of a policy on a copy; without a plan, return the reason."""
         try:
             plan = self.plan(policy)
         except DeviceOutOfMemory as error:
             return StrategyResult(policy.name, why=str(error))
         model, optimizer = self._copy_model()
-        course = self._make_runner(model)
+        runner = self._make_runner(model)
         with without_budget(self.device):
-            ran, peak = self._run(course, optimizer, plan, self._own_inputs)
-        trace = self.cost_model.trace(plan.operations)
-        return StrategyResult(
-            policy.name, peak, course.host.peak, ran.layer_forwards, plan.seconds, trace=trace, plan=plan
-        )
+            result, peak = self._run(runner, optimizer, partial(runner.run, plan.operations, self._own_inputs))
+        trace, forwards = self.cost_model.trace(plan.operations), result.layer_forwards
+        return StrategyResult(policy.name, peak, runner.host.peak, forwards, plan.seconds, trace=trace, plan=plan)
 
     def run_relay(self, name: str, keep: int, ahead: int, stash: str) -> StrategyResult:
-        """Make a step by relay on a copy, with weights of as many layers on the device as graphs are kept of."""
+        """Run steps by relay on a copy, and simulate the fastest."""
+        # The weights of layers with kept graphs stay on the device too.
         resident = max(0, keep - weight_slots(ahead))
         config = replace(self.config, keep=keep, ahead=ahead, stash=stash, resident=resident)
-        return run_relay(name, self._copy_model(), self._layers, self.batch, config, self.device, self._options)
+        model, optimizer = self._copy_model()
+        with Relay(model, optimizer, EmulatedDevice(), layers=self.layers, config=config, **self._options) as relay:
+            relay.step(self.batch)  # creates the optimizer's state
+            results = [relay.step(self.batch) for _ in range(_TIMED_STEPS)]
+            traces = [simulate(Profile.of(each.trace), config, self.device) for each in results]
+            host_bytes = relay.host.peak
+        trace, result = min(traces, key=lambda each: each.span_s), results[-1]
+        layers = len(self.layers)
+        forwards = config.micro_batches * (2 * layers - kept_layer_count(result.trace.settings, layers))
+        return StrategyResult(name, result.peak_device_bytes, host_bytes, forwards, trace.span_s, trace=trace)
 
     def run_wrapped(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> StrategyResult:
-        """Make a step by plain training on a copy, with every layer's forward in a wrap; its seconds are compute alone."""
+        """Run plain training on a copy with every layer's forward in a wrapper; its seconds are compute alone."""
         model, optimizer = self._copy_model()
-        wrapped, work = WrappedModel(model, self._layers, wrap), self._own_inputs
-        with without_budget(self.device):
-            run = partial(wrapped.run, work, self._model_call.objective)
-            seconds, peak = self._run_step(self._make_runner(model), optimizer, lambda _: run())
-        return StrategyResult(name, peak, 0, wrapped.layer_forwards, seconds)
+        forwards, inputs, seconds = wrap_layers(model, self.layers, wrap), self._own_inputs, []
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+        def run(_: AllocationMeter) -> None:
+            for _step in range(_TIMED_STEPS):
+                model.zero_grad(set_to_none=True)
+                forwards.clear()
+                began_s = time.perf_counter()
+                accumulate(model, inputs.micro_batches, self._model_call.objective, inputs.divisors, inputs.seeds)
+                seconds.append(time.perf_counter() - began_s)
+
+        with without_budget(self.device):
+            _, peak = self._run(self._make_runner(model), optimizer, run)
+        return StrategyResult(name, peak, 0, len(forwards), median(seconds))
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
 
     @property
     def _own_inputs(self) -> PlanInputs:
@@ -244,64 +261,61 @@ class Lab:
         self._model_call.check(batch)
         rows = BatchRows(batch)
         micro_batches = rows.split(self.config.micro_batches)
-        ours, theirs = ([shapes_of(each) for each in those] for those in (self._micro_batches, micro_batches))
-        if ours != theirs:
+        given, measured = (list(map(shapes_of, each)) for each in (micro_batches, self._micro_batches))
+        if given != measured:
             raise ValueError(
-                f"the micro-batches of this batch have shapes {theirs}, and plans are made for {ours}, whose bytes were "
+                f"the micro-batches of this batch have shapes {given}, and plans are made for {measured}, whose bytes were "
                 "measured: give batches of one shape (a DataLoader with drop_last=True), or make another Lab with this one"
             )
         return self._make_inputs(micro_batches, self._normaliser.divisors(rows, micro_batches))
 
     def _make_inputs(self, micro_batches: Sequence[Any], divisors: Sequence[float]) -> PlanInputs:
         seeds = [self.config.micro_batch_seed(self.steps, k) for k in range(len(micro_batches))]
-        structures = [self._measurements[shapes_of(each)].structure for each in micro_batches]
+        structures = [self._costs[shapes_of(each)][0].structure for each in micro_batches]
         return PlanInputs(micro_batches, divisors, seeds, structures)
 
-    def _run(self, runner: PlanRunner, optimizer: Optimizer, plan: Plan, inputs: PlanInputs) -> tuple[PlanResult, int]:
-        return self._run_step(runner, optimizer, lambda meter: runner.run(plan.operations, inputs, meter))
-
-    def _run_step(self, runner: PlanRunner, optimizer: Optimizer, run: Callable[[AllocationMeter], T]) -> tuple[T, int]:
-        """Let `run` leave gradients, and update; returns what it gives, and the highest bytes on the device."""
+    def _run(self, runner: PlanRunner, optimizer: Optimizer, run: Callable[[AllocationMeter], T]) -> tuple[T, int]:
+        """Accumulate gradients by `run`, and update; return its result and the peak bytes on the device."""
         ledger = self.device.ledger
         with runner.metered(optimizer) as meter:
-            more = self._optimizer_bytes - optimizer_bytes(optimizer)
-            ledger.book("optimizer", "", more)  # room for what the first update makes
+            missing = self._optimizer_bytes - optimizer_bytes(optimizer)
+            ledger.book("optimizer", "", missing)  # reserved for the state that the first update creates
             try:
-                ran = run(meter)
+                result = run(meter)
             finally:
-                ledger.release("optimizer", "", more)
-            runner.update(optimizer, meter, more + max(0, self.cost_model.update_bytes - meter.current_bytes))
-        return ran, ledger.peak
+                ledger.release("optimizer", "", missing)
+            runner.update(optimizer, meter, missing + max(0, self.cost_model.update_bytes - meter.current_bytes))
+        return result, ledger.peak
 
     def _make_runner(self, model: nn.Module, trace: Trace | None = None) -> PlanRunner:
-        layers = {model.get_submodule(name): name for name in self._layers}
+        layers = {model.get_submodule(name): name for name in self.layers}
         return PlanRunner(model, layers, self._model_call.objective, self.device, self._shared, trace)
 
     def _copy_model(self) -> tuple[nn.Module, Optimizer]:
         for param in self.model.parameters():
             param.grad = None
         held = [value for module in self.model.modules() for value in vars(module).values()]
-        # A tensor with a graph, which a forward has left on a module, is copied without it: `deepcopy` refuses it.
+        # `deepcopy` refuses a tensor with a graph, which a forward may have left on a module: copy it without the graph.
         graphs = {id(t): t.detach().clone() for t in held if isinstance(t, torch.Tensor) and not t.is_leaf}
         return copy.deepcopy((self.model, self.optimizer), graphs)
 
     def _measure(self) -> None:
-        """Learn structures and costs from every form of micro-batch, on copies without a budget."""
+        """Measure structures and costs for every form of micro-batch, on a copy without a budget."""
         twin, optimizer = self._copy_model()
-        course = self._make_runner(twin)
-        several = len(self._micro_batches) > 1
+        runner = self._make_runner(twin)
+        forms, several = [shapes_of(each) for each in self._micro_batches], len(self._micro_batches) > 1
         with without_budget(self.device):
-            for micro_batch, divisor in zip(self._micro_batches, self._divisors, strict=True):
-                if shapes_of(micro_batch) not in self._measurements:
-                    self._measurements[shapes_of(micro_batch)] = measure(course, micro_batch, divisor, several)
-            update_bytes, self._optimizer_bytes = measure_update(course, optimizer)
-        stages = {known.structure.stages for known in self._measurements.values()}
+            for form, micro_batch, divisor in zip(forms, self._micro_batches, self._divisors, strict=True):
+                if form not in self._costs:
+                    self._costs[form] = measure(runner, micro_batch, divisor, several)
+            update_bytes, self._optimizer_bytes = measure_update(runner, optimizer)
+        stages = {each.structure.stages for costs in self._costs.values() for each in costs}
         if len(stages) > 1:
             raise ValueError(
                 f"micro-batches of different shapes have {sorted(stages)} stages: use an even micro_batches"
             )
-        self._shared = course.separate_shared_gradients()
-        costs = [self._measurements[shapes_of(each)].costs[min(k, 1)] for k, each in enumerate(self._micro_batches)]
+        self._shared = runner.separate_shared_gradients()
+        costs = [self._costs[form][min(k, 1)] for k, form in enumerate(forms)]
         fixed = total_storage_bytes([*twin.parameters(), *twin.buffers()]) + self._optimizer_bytes
         self.cost_model = PlanCostModel(costs, fixed, self._optimizer_bytes, update_bytes, self.device.figures())
 
@@ -312,6 +326,8 @@ def _check_device(device: Device) -> Device:
     return device
 
 
-def _describe_need(plan: Plan) -> str:
-    nbytes = plan.peak_device_bytes
-    return f"{plan.name} needs {format_bytes(nbytes)} ({nbytes} bytes), which is the smallest budget that would do."
+def default_strategies(layers: int) -> list[Strategy]:
+    """Return one strategy of each kind for a model of so many layers."""
+    combined = [policies.Combined()] if layers <= policies.Combined().max_layers else []
+    recompute = [policies.Plain(), policies.Full(), policies.Periodic(), policies.Rotor(), SelectiveCheckpoint()]
+    return [*recompute, policies.Offload(), *combined, policies.Karma(), policies.RelayPolicy()]

@@ -1,11 +1,10 @@
-"""Learn and measure a model for one form of micro-batch: structure, a proof that re-runs give the same bits, costs."""
+"""Measurement of a model for one form of micro-batch: structure, a test that reruns give equal bits, and costs."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,84 +13,76 @@ from torch.optim import Optimizer
 
 from l2l_core.batches import Objective
 from l2l_core.devices import Device
-from l2l_core.strategies.fixed_plans import Operations, full_plan
+from l2l_core.model import preserve_random_state
+from l2l_core.strategies.fixed_plans import full_plan, periodic_plan, plain_plan
+from l2l_core.strategies.plan import F0, FALL, FCK, B, Operation, Operations
 from l2l_core.strategies.plan_memory import fit_costs
-from l2l_core.strategies.plan_runner import PlanInputs, PlanResult, PlanRunner, optimizer_bytes
-from l2l_core.strategies.stage_costs import StageCosts, measurement_plans
+from l2l_core.strategies.plan_runner import PlanInputs, PlanRunner, optimizer_bytes
+from l2l_core.strategies.plan_verification import equal_or_nan
+from l2l_core.strategies.stage_costs import StageCosts, cost_kind
 from l2l_core.strategies.stage_structure import StageStructure
 from l2l_core.strategies.staged_forward import Tensor
-from l2l_core.strategies.structure_tracer import StructureTracer
-from l2l_core.surgery import preserve_random_state
 
-_SEED = 0  # of measuring; steps have seeds of their own
-_TIMED_RUNS = 2  # runs of each plan, of whose operations the median counts
+_SEED = 0  # of measurements; steps have other seeds
+_TIMED_RUNS = 2  # runs of each plan; the median of each operation counts
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """What is known of one form of micro-batch.
-
-    Attributes:
-        structure: of its stages.
-        costs: of the first micro-batch of a step, and of a later one, which finds gradients there.
-    """
-
-    structure: StageStructure
-    costs: Sequence[StageCosts]
-
-
-def measure(runner: PlanRunner, micro_batch: Any, divisor: float, several: bool) -> Measurement:
-    """Learn one form; `several` says whether steps have more than one micro-batch.
+def measure(runner: PlanRunner, micro_batch: Any, divisor: float, several: bool) -> list[StageCosts]:
+    """Return the costs of the first micro-batch of a step, and of a later one if it has several.
 
     Raises:
-        RuntimeError, TypeError: the model cannot be cut, or does not run again to the same bits.
+        RuntimeError, TypeError: the model cannot be divided into stages, or a rerun gives other bits.
     """
-    structure = runner.trace_structure(StructureTracer, micro_batch, divisor, _SEED)
+    structure = runner.trace_structure(micro_batch, divisor, _SEED)
+    plans = _measurement_plans(structure.stages)
+
+    def repeat(count: int) -> PlanInputs:
+        return PlanInputs([micro_batch] * count, [divisor] * count, range(_SEED, _SEED + count), [structure] * count)
+
     count = 2 if several else 1
-    work = PlanInputs([micro_batch] * count, [divisor] * count, range(_SEED, _SEED + count), [structure] * count)
     with runner.recording_frames():
-        _check_reruns(runner, structure, PlanInputs(work.micro_batches[:1], [divisor], [_SEED], [structure]))
+        _check_reruns(runner, structure, repeat(1))
     runner.separate_shared_gradients()
-    logs = []
-    with runner.recording_frames():
-        for operations in measurement_plans(structure.stages):
-            runner.model.zero_grad(set_to_none=True)
-            with runner.metered() as meter:
-                ran = runner.run(operations, work, meter)
-            logs.append(ran)
-    timed = [
-        _run_timed(runner, operations, work)
-        for operations in measurement_plans(structure.stages)
-        for _ in range(_TIMED_RUNS)
-    ]
-    costs = [StageCosts(structure, ran.base_bytes[k], constant_bytes=ran.constant_bytes[k]) for k in range(count)]
+    metered, timed = [], []
+    for plan in plans:
+        runner.model.zero_grad(set_to_none=True)
+        with runner.recording_frames(), runner.metered() as meter:
+            metered.append(runner.run(plan, repeat(count), meter))
+    for plan in [plan for plan in plans for _ in range(_TIMED_RUNS)]:
+        runner.model.zero_grad(set_to_none=True)
+        with runner.timed() as meter:
+            timed.append(runner.run(plan, repeat(count), meter))
+    last = metered[-1]
+    costs = [StageCosts(structure, last.base_bytes[k], constant_bytes=last.constant_bytes[k]) for k in range(count)]
     for k, each in enumerate(costs):
-        fit_costs(each, [ran.logs[k] for ran in logs])
-        for ran in timed:
-            for done in ran.logs[k]:
-                each.record_seconds(done.operation, done.seconds)
-    return Measurement(structure, costs)
+        fit_costs(each, [result.logs[k] for result in metered])
+        for result in timed:
+            for done in result.logs[k]:
+                kind, i = done.operation
+                each.seconds[cost_kind(kind), i].append(done.seconds)
+    return costs
 
 
-def _run_timed(runner: PlanRunner, operations: Operations, inputs: PlanInputs) -> PlanResult:
-    """Run a plan for its seconds alone."""
-    runner.model.zero_grad(set_to_none=True)
-    with runner.timed() as meter:
-        return runner.run(operations, inputs, meter)
+def _measurement_plans(n: int) -> tuple[Operations, ...]:
+    """Return plans that together have every kind of operation on every stage, and show the tensors that outlive a stage."""
+    twice = [Operation(FCK, i) for i in range(n - 1)] + [Operation(FALL, n - 1), Operation(B, n - 1)]
+    for i in reversed(range(n - 1)):
+        twice += [Operation(F0, i), Operation(FALL, i), Operation(B, i)]
+    return plain_plan(n), full_plan(n), tuple(twice), periodic_plan(n, max(1, n - 1))
 
 
 def _check_reruns(runner: PlanRunner, structure: StageStructure, inputs: PlanInputs) -> None:
-    """Run every stage twice, and compare what it makes."""
+    """Run every stage twice and compare the outputs."""
     first: dict[int, dict[int, Tensor]] = {}
 
-    def compare(i: int, made: dict[int, Tensor], again: bool) -> None:
-        if not again:
-            first[i] = {number: tensor.detach().clone() for number, tensor in made.items()}
-        elif any(not _equal_values(tensor, first[i][number]) for number, tensor in made.items()):
+    def compare(i: int, outputs: dict[int, Tensor], is_rerun: bool) -> None:
+        if not is_rerun:
+            first[i] = {number: tensor.detach().clone() for number, tensor in outputs.items()}
+        elif not all(equal_or_nan(tensor, first[i][number]) for number, tensor in outputs.items()):
             raise RuntimeError(
                 f"stage {i} (up to {structure.names[i]}) makes other values when it runs again: it draws random numbers from a "
-                "generator of its own, or keeps something between calls. Draw from torch's or Python's generator, and keep "
-                "state in buffers"
+                "private generator, or keeps state between calls. Draw from torch's or Python's generator, and keep state in "
+                "buffers"
             )
 
     runner.on_outputs = compare
@@ -102,30 +93,20 @@ def _check_reruns(runner: PlanRunner, structure: StageStructure, inputs: PlanInp
         runner.on_outputs = None
 
 
-def _equal_values(one: Tensor, other: Tensor) -> bool:
-    return (
-        one.shape == other.shape
-        and torch.equal(one.isnan(), other.isnan())
-        and torch.equal(one.nan_to_num(), other.nan_to_num())
-    )
-
-
 def measure_update(runner: PlanRunner, optimizer: Optimizer) -> tuple[int, int]:
-    """Update twice with the gradients that are there; returns the most bytes that the second needs, and those of the state."""
-    grads = [param for param in runner.model.parameters() if param.grad is not None]
-    kept = [param.grad for param in grads]
+    """Update twice with the present gradients; return the peak bytes of the second update, and those of the state."""
+    grads = [(param, param.grad) for param in runner.model.parameters() if param.grad is not None]
     optimizer.step()
     with runner.metered(optimizer) as meter:
-        for param, grad in zip(grads, kept, strict=True):
-            param.grad = grad.clone()  # type: ignore[union-attr]  # counted
+        for param, grad in grads:
+            param.grad = grad.clone()  # so that the meter counts it
         optimizer.step()
-        high = meter.high_water
-    return high, optimizer_bytes(optimizer)
+        return meter.high_water, optimizer_bytes(optimizer)
 
 
 @contextmanager
 def without_budget(device: Device) -> Iterator[None]:
-    """Let a device's ledger book without a limit in the block."""
+    """Remove the limit of a device's ledger inside the block."""
     limit, device.ledger.limit_bytes = device.ledger.limit_bytes, None
     try:
         yield
@@ -133,15 +114,9 @@ def without_budget(device: Device) -> Iterator[None]:
         device.ledger.limit_bytes = limit
 
 
-def measure_losses(
-    model: nn.Module,
-    objective: Objective,
-    batches: Sequence[Any],
-    perturbed: bool,
-    copy_model: Callable[[Any], Any] = copy.deepcopy,
-) -> list[float]:
-    """Measure losses of a few rows each on a copy in evaluation mode, with weights as they are or shaken."""
-    twin = copy_model(model).eval()
+def measure_losses(model: nn.Module, objective: Objective, batches: Sequence[Any], perturbed: bool) -> list[float]:
+    """Measure losses of small batches on a copy in evaluation mode, with the weights as they are or perturbed."""
+    twin = copy.deepcopy(model).eval()
     with preserve_random_state(), torch.no_grad():
         if perturbed:
             torch.manual_seed(_SEED)

@@ -1,7 +1,7 @@
-"""A plan: which stages run when, what each keeps, and what goes to the host meanwhile.
+"""Plans: operations on the stages of a model, and the check that they can be executed.
 
 Stage i is the model's own code up to layer call i, and that call; the last stage ends in the loss. A plan is for one
-micro-batch; all micro-batches of a step follow the same one. What it is not: it holds no tensors and knows no model.
+micro-batch; all micro-batches of a step follow the same plan. A plan holds no tensors.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from typing import NamedTuple
 
 F0 = "F0"  # run the stage, keep nothing
 FCK = "Fck"  # run it, keep its input
-FALL = "Fall"  # run it, keep its record: all that backward reads
-B = "B"  # backward through the record
-OFF, PRE = "Off", "Pre"  # the record to the host, and back
-OFFX, PREX = "OffX", "PreX"  # a kept input to the host, and back
+FALL = "Fall"  # run it, keep its record: all tensors that its backward reads
+B = "B"  # run its backward, drop its record
+OFF, PRE = "Off", "Pre"  # copy the record to the host, and back
+OFFX, PREX = "OffX", "PreX"  # copy the kept input to the host, and back
 
+OFFLOAD_OF = {PRE: OFF, PREX: OFFX}
 RUN_KINDS = frozenset((F0, FCK, FALL))
-COMPUTE_KINDS = frozenset((*RUN_KINDS, B))  # the others move
-KINDS = frozenset((*COMPUTE_KINDS, OFF, PRE, OFFX, PREX))
+COMPUTE_KINDS = frozenset((*RUN_KINDS, B))  # the other kinds copy
+KINDS = frozenset((*COMPUTE_KINDS, *OFFLOAD_OF, *OFFLOAD_OF.values()))
 
 
 class Operation(NamedTuple):
-    """One entry of a plan: what is done (`F0`, `Fck`, ...), to which stage."""
+    """An operation of a plan: its kind (`F0`, `Fck`, ...) and its stage."""
 
     kind: str
     stage: int
@@ -32,21 +33,24 @@ class Operation(NamedTuple):
         return f"{self.kind} {self.stage}"
 
 
+Operations = tuple[Operation, ...]
+
+
 @dataclass(frozen=True)
 class Plan:
-    """Operations, and what they are known to need.
+    """Operations for one micro-batch, and the bytes and seconds of a step that follows them.
 
     Attributes:
-        name: of the way that made it.
+        name: name of the policy, for tables.
         operations: for one micro-batch, in order.
-        stages: number of stages, that of the loss included.
-        peak_device_bytes: exact highest bytes on the device during a step: weights, optimizer state, gradients, the rest.
-        peak_host_bytes: highest bytes that wait on the host.
-        seconds: simulated seconds of a step on the device's link, updates left out.
+        stages: number of stages, including the loss.
+        peak_device_bytes: exact peak on the device during a step, including weights, gradients and optimizer state.
+        peak_host_bytes: exact peak of offloaded bytes on the host.
+        seconds: simulated seconds of a step on the device's link, without updates.
     """
 
     name: str
-    operations: tuple[Operation, ...]
+    operations: Operations
     stages: int
     peak_device_bytes: int
     peak_host_bytes: int
@@ -54,7 +58,7 @@ class Plan:
 
     @property
     def layer_forwards(self) -> int:
-        """How often layers run forward for one micro-batch; the number of layers is the least."""
+        """Number of forward runs of layers for one micro-batch; without recompute the number of layers."""
         return sum(kind in RUN_KINDS and stage < self.stages - 1 for kind, stage in self.operations)
 
     def __str__(self) -> str:
@@ -62,100 +66,96 @@ class Plan:
 
 
 def check_operations(operations: Sequence[Operation], stages: int) -> None:
-    """Raise ValueError for a plan that cannot be executed: it names the operation, the cause and the remedy.
+    """Raise ValueError if the operations cannot be executed; the message names the operation, the cause and the remedy.
 
-    The rules: the first run of every stage comes in order, and the last one keeps its record; backward goes from the last
-    stage to the first; a stage runs again from its kept input or right after the stage before it; what is on the host is
-    brought back before it is read.
+    The first runs of all stages are in order, and the last one keeps its record. Backward runs from the last stage to the
+    first. A stage runs again from its kept input, or directly after the stage before it. Offloaded tensors are fetched
+    before they are read.
     """
-    PlanChecker(stages).check(operations)
+    checker = PlanChecker(stages)
+    for position, operation in enumerate(operations):
+        problem = checker.apply(*operation)
+        if problem:
+            raise ValueError(f"operation {position} of the plan, {operation}, cannot be executed: {problem}")
+    if checker.backwards_left:
+        last = checker.backwards_left - 1
+        raise ValueError(f"the plan ends before the backward of stage {last}: every stage needs one B")
 
 
 class PlanChecker:
-    """What a plan holds between its operations, by stage.
+    """Symbolic execution of a plan: the stages that have records, kept inputs and offloaded tensors.
 
-    Invariant: every operation seen so far could be executed.
+    Invariant: every operation applied so far can be executed, and no stage at or above `backwards_left` keeps anything.
     """
 
     def __init__(self, stages: int) -> None:
-        self._stages, self._first_runs, self._backwards_left = stages, 0, stages
+        self._stages, self._first_runs, self.backwards_left = stages, 0, stages
         self._records: set[int] = set()
         self._kept_inputs: set[int] = set()
         self._on_host: set[tuple[str, int]] = set()
-        self._next_input: int | None = None  # the stage whose input a run again has just made
+        self._next_input: int | None = None  # the stage whose input the previous rerun has made
 
-    def check(self, operations: Sequence[Operation]) -> None:
-        """Raise ValueError for the first operation that cannot be executed, or for what is left at the end."""
-        for at, operation in enumerate(operations):
-            problem = self._find_problem(*operation)
-            if problem:
-                raise ValueError(f"operation {at} of the plan, {operation}, cannot be executed: {problem}")
-        if self._backwards_left or self._records or self._kept_inputs:
-            left = sorted(self._records | self._kept_inputs)
-            raise ValueError(
-                f"the plan ends before the backward of stage {self._backwards_left - 1}, or keeps something of stages {left}: every stage "
-                "needs one B"
-            )
-
-    def _find_problem(self, kind: str, i: int) -> str:
+    def apply(self, kind: str, i: int) -> str:
+        """Apply an operation; return the reason why it cannot be executed, or an empty string."""
         if kind not in KINDS or not 0 <= i < self._stages:
             return f"kinds are {', '.join(sorted(KINDS))}, stages 0 to {self._stages - 1}"
-        if kind in RUN_KINDS:
-            return self._check_run(kind, i)
-        return self._check_backward(i) if kind == B else self._check_move(kind, i)
+        if kind == B:
+            return self._apply_backward(i)
+        return self._apply_run(kind, i) if kind in RUN_KINDS else self._apply_copy(kind, i)
 
-    def _check_run(self, kind: str, i: int) -> str:
-        if self._first_runs < self._stages:
-            if i != self._first_runs:
-                return f"the first runs come in order, stage {self._first_runs} is next"
-            if i == self._stages - 1 and kind != FALL:
-                return "the loss is followed by its backward: use Fall"
+    def _apply_run(self, kind: str, i: int) -> str:
+        is_given, is_first = self._next_input == i, self._first_runs < self._stages
+        rules = [
+            (is_first and i != self._first_runs, f"the first runs are in order, stage {self._first_runs} is next"),
+            (i == self._stages - 1 and is_first and kind != FALL, "the loss is followed by its backward: use Fall"),
+            (i >= self.backwards_left, "its backward is over"),
+            (i in self._records, "its record is already kept"),
+            (
+                not (is_first or is_given or i in self._kept_inputs),
+                "its input is not there: keep it with Fck, or run the stage before it first",
+            ),
+            (
+                (OFFX, i) in self._on_host and (kind == FALL or not is_given),
+                f"its input is on the host: insert PreX {i} before it",
+            ),
+        ]
+        if is_first:
             self._first_runs += 1
         else:
-            if i >= self._backwards_left:
-                return "its backward is over"
-            if i in self._records:
-                return "its record is there"
-            if self._next_input != i and i not in self._kept_inputs:
-                return "its input is not there: keep it with Fck, or run the stage before it first"
-            if (OFFX, i) in self._on_host and self._next_input != i:
-                return f"its input is on the host: PreX {i} comes first"
             self._next_input = i + 1 if i + 1 < self._stages else None
         if kind == FALL:
             self._records.add(i)
-            if (OFFX, i) in self._on_host:
-                return f"its kept input is on the host: PreX {i} comes first"
             self._kept_inputs.discard(i)
         elif kind == FCK:
             self._kept_inputs.add(i)
-        return ""
+        return _first_broken(rules)
 
-    def _check_backward(self, i: int) -> str:
-        if self._first_runs < self._stages or i != self._backwards_left - 1:
-            return f"backward begins after all first runs and goes down; stage {self._backwards_left - 1} is next"
-        if i not in self._records:
-            return f"there is no record: Fall {i} comes first"
-        if (OFF, i) in self._on_host:
-            return f"its record is on the host: Pre {i} comes first"
+    def _apply_backward(self, i: int) -> str:
+        is_next = self._first_runs == self._stages and i == self.backwards_left - 1
+        rules = [
+            (not is_next, f"backward follows all first runs, downwards; stage {self.backwards_left - 1} is next"),
+            (i not in self._records, f"it has no record: insert Fall {i} before it"),
+            ((OFF, i) in self._on_host, f"its record is on the host: insert Pre {i} before it"),
+        ]
         self._records.discard(i)
-        self._backwards_left -= 1
+        self.backwards_left -= 1
         self._next_input = None if self._next_input == i + 1 else self._next_input
-        return ""
+        return _first_broken(rules)
 
-    def _check_move(self, kind: str, i: int) -> str:
-        out, what, where = (
-            (OFF, "record", self._records) if kind in (OFF, PRE) else (OFFX, "kept input", self._kept_inputs)
-        )
-        if kind in (PRE, PREX):
-            if (out, i) not in self._on_host:
-                return f"the {what} is not on the host"
-            self._on_host.remove((out, i))
-            return ""
-        if self._first_runs < self._stages and i == self._first_runs - 1 and i == self._stages - 1:
-            return "the loss is followed by its backward"
-        if i not in where or (out, i) in self._on_host:
-            return f"there is no {what} of it on the device"
-        if self._first_runs == self._stages:
-            return "what is left after the loss is read soon: send it out during the first runs"
-        self._on_host.add((out, i))
-        return ""
+    def _apply_copy(self, kind: str, i: int) -> str:
+        key = OFFLOAD_OF.get(kind, kind), i
+        what, where = ("record", self._records) if key[0] == OFF else ("kept input", self._kept_inputs)
+        if kind in OFFLOAD_OF:
+            rules = [(key not in self._on_host, f"its {what} is not on the host")]
+            self._on_host.discard(key)
+            return _first_broken(rules)
+        rules = [
+            (i not in where or key in self._on_host, f"it has no {what} on the device"),
+            (self._first_runs == self._stages, "its backward is near: offload during the first runs"),
+        ]
+        self._on_host.add(key)
+        return _first_broken(rules)
+
+
+def _first_broken(rules: Sequence[tuple[bool, str]]) -> str:
+    return next((problem for is_broken, problem in rules if is_broken), "")

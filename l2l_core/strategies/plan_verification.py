@@ -1,31 +1,29 @@
-"""A plan against plain training: loss, gradients, buffers, random state and the updated weights, bit by bit.
+"""Comparison of a plan with plain training, to the bit: loss, gradients, buffers and random state.
 
-The judge is `model/reference.py`, written with torch alone, on a copy of the model.
+The reference is `model/reference.py`, which uses torch alone, on a copy of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from l2l_core.batches import Objective
-from l2l_core.model import RandomState, accumulate
-from l2l_core.strategies.plan_runner import PlanInputs, PlanResult, PlanRunner
+from l2l_core.model import KVCaches, RandomState, accumulate, preserve_random_state
+from l2l_core.strategies.plan_runner import PlanInputs, PlanResult
 from l2l_core.strategies.staged_forward import Tensor
-from l2l_core.surgery import preserve_random_state
 
 
 @dataclass(frozen=True)
 class PlanVerification:
-    """How a step by a plan and one in core compare.
+    """Differences between a step by a plan and a step in core.
 
     Attributes:
-        loss, reference_loss: of the step.
-        different: names of gradients and buffers whose bits differ, "random state" among them.
-        max_abs_diff: the largest difference of any gradient or buffer.
+        loss, reference_loss: losses of the two steps.
+        differing: names of gradients and buffers whose bits differ, and "random state" if that differs.
+        max_abs_diff: largest difference of any gradient or buffer.
     """
 
     loss: float
@@ -35,7 +33,7 @@ class PlanVerification:
 
     @property
     def equal(self) -> bool:
-        """Whether loss, gradients, buffers and random state have the same bits."""
+        """True if loss, gradients, buffers and random state have the same bits."""
         return self.loss == self.reference_loss and not self.differing
 
     def __str__(self) -> str:
@@ -45,18 +43,20 @@ class PlanVerification:
 
 
 def verify_plan(
-    runner: PlanRunner, result: PlanResult, reference: nn.Module, inputs: PlanInputs, objective: Objective
+    model: nn.Module, result: PlanResult, reference: nn.Module, inputs: PlanInputs, objective: Objective
 ) -> PlanVerification:
-    """Run the same micro-batches in core on `reference`, and compare."""
-    with preserve_random_state(), torch.enable_grad(), runner.without_caches(reference):
+    """Run the same micro-batches in core on `reference`, and compare it with `model` after a plan."""
+    with preserve_random_state(), torch.enable_grad(), KVCaches(reference).disabled():
         losses = accumulate(reference, inputs.micro_batches, objective, inputs.divisors, inputs.seeds)
         after = RandomState.capture()
-    ours, theirs = _named_tensors(runner.model), _named_tensors(reference)
-    differing = {
-        name: _max_abs_diff(ours.get(name), theirs.get(name))
-        for name in {**theirs, **ours}
-        if not _equal_values(ours.get(name), theirs.get(name))
-    }
+    ours, theirs = _named_tensors(model), _named_tensors(reference)
+    differing = {}
+    for name in {**theirs, **ours}:
+        one, other = ours.get(name), theirs.get(name)
+        if one is None or other is None or one.shape != other.shape:
+            differing[name] = float("inf")
+        elif not equal_or_nan(one, other):
+            differing[name] = float((one.double() - other.double()).abs().max())
     assert result.random_state is not None
     if not torch.equal(result.random_state.torch_cpu, after.torch_cpu) or result.random_state.python != after.python:
         differing["random state"] = float("inf")
@@ -65,18 +65,12 @@ def verify_plan(
     )
 
 
-def _named_tensors(model: nn.Module) -> Mapping[str, Tensor]:
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     grads = {f"gradient of {name}": param.grad for name, param in model.named_parameters() if param.grad is not None}
     return {**grads, **dict(model.named_buffers())}
 
 
-def _equal_values(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None or one.shape != other.shape:
-        return False
-    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
-
-
-def _max_abs_diff(one: Tensor | None, other: Tensor | None) -> float:
-    if one is None or other is None or one.shape != other.shape:
-        return float("inf")
-    return float((one.double() - other.double()).abs().max())
+def equal_or_nan(one: Tensor, other: Tensor) -> bool:
+    """Return True if the tensors have one shape, equal values, and NaN in the same places."""
+    same_nan = one.shape == other.shape and torch.equal(one.isnan(), other.isnan())
+    return same_nan and torch.equal(one.nan_to_num(), other.nan_to_num())

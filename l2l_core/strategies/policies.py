@@ -1,4 +1,4 @@
-"""Ways to save memory as policies: each makes a plan from what stages cost, what the device holds, and its link."""
+"""Policies: each makes a plan from the costs of the stages, the device's budget and its link."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from itertools import product
 
 from l2l_core.devices import DeviceOutOfMemory
 from l2l_core.strategies import fixed_plans
-from l2l_core.strategies.fixed_plans import KEEP, OFFLOAD, RECOMPUTE, Operations
+from l2l_core.strategies.fixed_plans import KEEP, OFFLOAD, RECOMPUTE
+from l2l_core.strategies.plan import Operations
 from l2l_core.strategies.plan_cost_model import PlanCostModel
 from l2l_core.strategies.strategy_table import StrategyBench, StrategyResult
 from l2l_core.trace import format_bytes
@@ -17,25 +18,25 @@ from l2l_core.trace import format_bytes
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """Makes plans; its fields are its settings.
+    """Maker of plans; its fields are its settings.
 
-    Without a plan that fits, `operations` raises DeviceOutOfMemory, which states the smallest budget.
+    If no plan fits, `operations` raises DeviceOutOfMemory, which states the smallest budget.
     """
 
     def measure(self, bench: StrategyBench) -> StrategyResult:
-        """Make a step by its plan on a copy, and say what it needed."""
+        """Run a step by the policy's plan on a copy of the model."""
         return bench.run_policy(self)
 
     @property
     def name(self) -> str:
-        """Return what it is called in tables: its class, and what is not as by default."""
+        """Name in tables: the class, and the settings that are not at their defaults."""
         chosen = [(each.name, getattr(self, each.name), each.default) for each in fields(self)]
-        said = [
+        settings = [
             f"within {format_bytes(value)}" if name == "budget_bytes" else f"{name}={value}"
             for name, value, default in chosen
             if value != default
         ]
-        return ", ".join([type(self).__name__, *said])
+        return ", ".join([type(self).__name__, *settings])
 
     @abstractmethod
     def operations(self, cost_model: PlanCostModel) -> Operations:
@@ -43,8 +44,50 @@ class Policy(ABC):
 
 
 @dataclass(frozen=True)
+class BudgetPolicy(Policy):
+    """Policy that chooses the fastest of several plans within a budget.
+
+    Args:
+        budget_bytes: budget of the device; default the device's own.
+    """
+
+    budget_bytes: int | None = None
+
+    def choose_fastest(
+        self, cost_model: PlanCostModel, plans: Iterable[Operations], host_bytes: int | None = None
+    ) -> Operations:
+        """Choose the fastest plan whose exact peaks fit; the first of several equally fast ones.
+
+        Raises:
+            DeviceOutOfMemory: no plan fits; states the smallest budget of the device that would do, or of the host if every
+                plan exceeds that one.
+        """
+        budget = cost_model.budget if self.budget_bytes is None else self.budget_bytes
+        best, best_s = None, float("inf")
+        device_peaks, host_peaks = [], []
+        for plan in plans:
+            if host_bytes is not None and (host_peak := cost_model.peak_host_bytes(plan)) > host_bytes:
+                host_peaks.append(host_peak)
+                continue
+            device_peaks.append(cost_model.peak_device_bytes(plan))
+            if (budget is None or device_peaks[-1] <= budget) and (seconds := cost_model.seconds(plan)) < best_s:
+                best, best_s = plan, seconds
+        if best is not None:
+            return best
+        peaks, limit, place = (device_peaks, budget, "device") if device_peaks else (host_peaks, host_bytes, "host")
+        limit, least = limit or 0, min(peaks)
+        message = (
+            f"{type(self).__name__} has no plan within {format_bytes(limit)} ({limit} bytes) on the {place}: the smallest budget "
+            f"for which it has one is {format_bytes(least)} ({least} bytes)"
+        )
+        error = DeviceOutOfMemory(message, least, limit, {})
+        error.least_bytes = least
+        raise error
+
+
+@dataclass(frozen=True)
 class Plain(Policy):
-    """Keep every record: what plain training does."""
+    """Keep every record, as plain training does."""
 
     def operations(self, cost_model: PlanCostModel) -> Operations:
         return fixed_plans.plain_plan(cost_model.stages)
@@ -52,7 +95,7 @@ class Plain(Policy):
 
 @dataclass(frozen=True)
 class Full(Policy):
-    """Keep the inputs of stages, and recompute every one."""
+    """Keep the inputs of stages, and recompute every stage."""
 
     def operations(self, cost_model: PlanCostModel) -> Operations:
         return fixed_plans.full_plan(cost_model.stages)
@@ -60,7 +103,7 @@ class Full(Policy):
 
 @dataclass(frozen=True)
 class Periodic(Policy):
-    """Recompute segments of `length` stages, by default about the root of their number (Chen et al., arXiv 1604.06174)."""
+    """Recompute segments of `length` stages, by default the square root of their number (Chen et al., arXiv 1604.06174)."""
 
     length: int | None = None
 
@@ -69,55 +112,45 @@ class Periodic(Policy):
 
 
 @dataclass(frozen=True)
-class Rotor(Policy):
-    """The fastest persistent plan for a chain (Beaumont et al., arXiv 1911.13214) whose exact peak fits.
-
-    Args:
-        budget_bytes: of the device; default the device's own.
-    """
-
-    budget_bytes: int | None = None
+class Rotor(BudgetPolicy):
+    """Fastest persistent plan for a chain (Beaumont et al., arXiv 1911.13214) whose exact peak fits."""
 
     def operations(self, cost_model: PlanCostModel) -> Operations:
         solution = cost_model.rotor_solution
         limits = range(len(solution.cost[0, cost_model.stages - 1]))
-        # The program's own bytes are rounded up, so what a plan needs is read off the exact walk.
+        # The solver rounds bytes up, so every plan that it finds is evaluated exactly.
         plans = dict.fromkeys(solution.plan(m) for m in limits if solution.seconds(m) < float("inf"))
-        return choose_fastest(
-            type(self).__name__, cost_model, [fixed_plans.plain_plan(cost_model.stages), *plans], self.budget_bytes
-        )
+        return self.choose_fastest(cost_model, [fixed_plans.plain_plan(cost_model.stages), *plans])
 
 
 @dataclass(frozen=True)
 class Offload(Policy):
-    """Send every record to the host but the last ones, and bring each back `ahead` stages before it is read.
+    """Offload every record but the last ones, and fetch each `ahead` stages before its backward.
 
     Args:
-        ahead: 0 brings each back when it is needed: synchronous.
-        keep: how many stages before the loss keep theirs on the device.
+        ahead: 0 fetches each record when it is needed, synchronously.
+        keep: number of stages before the loss that keep their records on the device.
     """
 
     ahead: int = 1
     keep: int = 0
 
     def operations(self, cost_model: PlanCostModel) -> Operations:
-        sent = max(0, cost_model.stages - 1 - self.keep)
-        return fixed_plans.mixed_plan(OFFLOAD * sent + KEEP * (cost_model.stages - 1 - sent), self.ahead)
+        n = cost_model.stages
+        return fixed_plans.mixed_plan(fixed_plans.offload_first(n, n - 1 - self.keep), self.ahead)
 
 
 @dataclass(frozen=True)
-class Combined(Policy):
-    """For each stage keep, recompute or offload: the fastest of all choices that fits, tried one by one.
+class Combined(BudgetPolicy):
+    """Keep, recompute or offload each stage: the fastest of all combinations that fits.
 
-    Exhaustive up to `most` layers; above that it is refused, because nothing here would be sure to find the fastest.
+    The search is exhaustive, so models of more than `max_layers` layers are refused.
 
     Args:
-        budget_bytes: of the device; default the device's own.
-        choices: the letters of `fixed_plans.py` to choose from.
-        most: 3 ** most plans are walked through.
+        choices: letters of `fixed_plans.py` to choose from.
+        max_layers: limit of the search, which evaluates `len(choices) ** layers` plans.
     """
 
-    budget_bytes: int | None = None
     choices: str = KEEP + RECOMPUTE + OFFLOAD
     max_layers: int = 8
 
@@ -125,48 +158,62 @@ class Combined(Policy):
         layers = cost_model.stages - 1
         if layers > self.max_layers:
             raise ValueError(
-                f"{self.name} tries {len(self.choices)} ** {layers} plans: it is exhaustive for up to {self.max_layers} layers. Name "
-                "fewer layers=, or use Karma() or Rotor()"
+                f"{self.name} would evaluate {len(self.choices)} ** {layers} plans; its search is exhaustive, for up to "
+                f"{self.max_layers} layers. Give fewer layers=, or use Karma() or Rotor()"
             )
         plans = (fixed_plans.mixed_plan(choice) for choice in product(self.choices, repeat=layers))
-        return choose_fastest(type(self).__name__, cost_model, plans, self.budget_bytes)
+        return self.choose_fastest(cost_model, plans)
 
 
 @dataclass(frozen=True)
-class Karma(Policy):
-    """Send records to the host but those of the last stages that fit, then recompute instead wherever that is faster.
+class Karma(BudgetPolicy):
+    """Offload all records but those of the last stages that fit, then recompute instead where that is faster.
 
-    A greedy search in the manner of KARMA (Wahib et al., arXiv 2008.11421), which has a solver for it: one stage at a time, the
-    one that gains most.
-
-    Args:
-        budget_bytes: of the device; default the device's own.
+    A greedy search in the manner of KARMA (Wahib et al., arXiv 2008.11421), which uses a solver: one stage at a time, the
+    one with the largest gain.
     """
 
-    budget_bytes: int | None = None
+    def operations(self, cost_model: PlanCostModel) -> Operations:
+        choices = [fixed_plans.offload_first(cost_model.stages, count) for count in range(cost_model.stages)]
+        plans = {fixed_plans.mixed_plan(choice): choice for choice in choices}
+        best = self.choose_fastest(cost_model, plans)
+        while OFFLOAD in (choice := plans[best]):
+            others = [choice[:i] + RECOMPUTE + choice[i + 1 :] for i, letter in enumerate(choice) if letter == OFFLOAD]
+            plans = {best: choice} | {fixed_plans.mixed_plan(other): other for other in others}
+            previous, best = best, self.choose_fastest(cost_model, plans)
+            if best == previous:
+                break
+        return best
+
+
+@dataclass(frozen=True)
+class PartitionSwap(BudgetPolicy):
+    """Offload the records of partitions whose backward is not near, and fetch them one partition ahead.
+
+    Follows TensorFlowMem's rules for values as far as they apply to a chain of stages; weights stay on the device. Chooses
+    the fastest plan within both budgets, of partitions of 1, 2, 4, ... stages and of all numbers of near partitions.
+
+    Args:
+        host_bytes: budget of offloaded bytes on the host; default no limit.
+    """
+
+    host_bytes: int | None = None
 
     def operations(self, cost_model: PlanCostModel) -> Operations:
-        layers = cost_model.stages - 1
-        swaps = [fixed_plans.mixed_plan(OFFLOAD * sent + KEEP * (layers - sent)) for sent in range(layers + 1)]
-        found = choose_fastest(type(self).__name__, cost_model, swaps, self.budget_bytes)
-        choice = OFFLOAD * swaps.index(found) + KEEP * (layers - swaps.index(found))
-        while OFFLOAD in choice:
-            others = [choice[:i] + RECOMPUTE + choice[i + 1 :] for i in range(layers) if choice[i] == OFFLOAD]
-            plans = {fixed_plans.mixed_plan(other): other for other in others}
-            best = choose_fastest(type(self).__name__, cost_model, [found, *plans], self.budget_bytes)
-            if best == found:
-                break
-            found, choice = best, plans[best]
-        return found
+        n = cost_model.stages
+        sizes = [2**power for power in range(n.bit_length())]
+        plans = {fixed_plans.partition_plan(n, size, near) for size in sizes for near in range(1, -(-n // size) + 1)}
+        # Among plans of equal seconds, the one that copies least is chosen.
+        return self.choose_fastest(cost_model, sorted(plans, key=len), self.host_bytes)
 
 
 @dataclass(frozen=True)
 class RelayPolicy:
-    """The relay: weights and optimizer state on the host too, one layer on the device at a time. It is no plan over stages.
+    """The relay, with weights and optimizer state on the host too; it is not a plan over stages.
 
     Args:
-        keep: of how many of the last layers weights and graphs stay on the device.
-        ahead, stash: as of `RelayConfig`.
+        keep: number of last layers whose weights and graphs stay on the device.
+        ahead, stash: as in `RelayConfig`.
     """
 
     keep: int = 0
@@ -174,49 +221,6 @@ class RelayPolicy:
     stash: str = "host"
 
     def measure(self, bench: StrategyBench) -> StrategyResult:
-        """Make steps by relay on a copy, and say what one needed."""
+        """Run steps by relay on a copy of the model."""
         kept = f", {self.keep} graphs kept" if self.keep else ""
         return bench.run_relay(f"Relay, stash on the {self.stash}{kept}", self.keep, self.ahead, self.stash)
-
-
-def choose_fastest(
-    name: str,
-    cost_model: PlanCostModel,
-    plans: Iterable[Operations],
-    budget_bytes: int | None,
-    host_bytes: int | None = None,
-) -> Operations:
-    """Choose the fastest plan whose exact peak fits, and no more of which waits on the host than may.
-
-    Raises:
-        DeviceOutOfMemory: there is none; it states the smallest budget of the device for which there is one, or of the host,
-            if that is what they all exceed.
-    """
-    budget = cost_model.budget if budget_bytes is None else budget_bytes
-    best, best_s, least, least_host = None, float("inf"), None, None
-    for plan in plans:
-        if host_bytes is not None and (waits := cost_model.peak_host_bytes(plan)) > host_bytes:
-            least_host = waits if least_host is None else min(least_host, waits)
-            continue
-        peak = cost_model.peak_device_bytes(plan)
-        least = peak if least is None else min(least, peak)
-        if (budget is None or peak <= budget) and (seconds := cost_model.seconds(plan)) < best_s:
-            best, best_s = plan, seconds
-    if best is None and least is None:
-        raise over_budget_error(name, least_host or 0, host_bytes or 0, "on the host")
-    if best is None:
-        raise over_budget_error(name, least or 0, budget or 0)
-    return best
-
-
-def over_budget_error(name: str, min_bytes: int, budget: int, where: str = "on the device") -> DeviceOutOfMemory:
-    """Make the error that a policy has no plan within a budget."""
-    error = DeviceOutOfMemory(
-        f"{name} has no plan within {format_bytes(budget)} ({budget} bytes) {where}: the smallest budget for which it has one is "
-        f"{format_bytes(min_bytes)} ({min_bytes} bytes)",
-        min_bytes,
-        budget,
-        {},
-    )
-    error.least_bytes = min_bytes
-    return error

@@ -1,9 +1,9 @@
-"""Linear layers that keep a random sketch of their input for backward, where others keep all rows.
+"""Linear layers that keep a random sketch of their input for backward, instead of all rows.
 
-Source: Bershatsky et al., "Memory-Efficient Backpropagation through Large Linear Layers", arXiv 2201.13195. Of the input X
-(rows, in) backward needs dW = dY^T X. With a random S (rows, k), E[S S^T] = I, it is estimated by (dY^T S)(S^T X), of which
-S^T X (k, in) is kept; S is drawn again from its seed. dX and the bias's gradient are exact. The estimate is right on average
-and far off in a single draw, the more so the smaller k: this is noise in the gradient, not rounding.
+Source: Bershatsky et al., "Memory-Efficient Backpropagation through Large Linear Layers", arXiv 2201.13195. For an input X
+(rows, in) backward needs dW = dY^T X. With a random S (rows, k), E[S S^T] = I, the estimate is (dY^T S)(S^T X), and only
+S^T X (k, in) is kept; S is drawn again from its seed. dX and the gradient of the bias are exact. The estimate is unbiased,
+and the smaller k, the larger is the error of a single draw: it is noise in the gradient, not rounding.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from l2l_core.strategies.module_replacement import replace_modules
-
-Tensor = torch.Tensor
 
 
 class RandomizedLinear(nn.Linear):
     """A linear layer whose weight gradient is estimated from `share` of the rows' bytes.
 
-    The seed of each forward comes from torch's CPU stream, which plans and relays put back before they run a layer again: so
-    the estimate is the same wherever it is computed.
+    The seed of each forward is drawn from torch's CPU generator, which plans and relays restore before a layer runs again,
+    so the estimate is the same everywhere.
 
     Args:
-        in_features, out_features, bias, device, dtype: as of `nn.Linear`.
+        in_features, out_features, bias, device, dtype: as in `nn.Linear`.
         share: k / rows, above 0 and below 1; k is rounded, at least 1.
     """
 
@@ -41,11 +39,15 @@ class RandomizedLinear(nn.Linear):
         share: float = 0.5,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.share = _check_share(share)
+        if not 0 < share < 1:
+            raise ValueError(
+                f"share is {share}: give a number above 0 and below 1, or use nn.Linear, which keeps all rows"
+            )
+        self.share = share
 
     @classmethod
     def of(cls, linear: nn.Linear, share: float = 0.5) -> RandomizedLinear:
-        """Make one with the parameters of a plain layer: the same objects, so optimizers and ties go on."""
+        """Return a layer with the parameter objects of a plain layer, so that optimizers and ties stay valid."""
         made = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", share=share)
         made.weight, made.bias = linear.weight, linear.bias
         return made.train(linear.training)
@@ -55,20 +57,19 @@ class RandomizedLinear(nn.Linear):
         return _SketchedLinear.apply(x, self.weight, self.bias, self.share)
 
     def extra_repr(self) -> str:
-        """Say what `nn.Linear` says, and the share."""
+        """Return the text of `nn.Linear`, and the share."""
         return f"{super().extra_repr()}, share={self.share}"
 
 
 def randomized_linear(
     model: nn.Module, share: float = 0.5, kinds: Sequence[type[nn.Linear]] = (nn.Linear,)
 ) -> list[str]:
-    """Put `RandomizedLinear` in the place of all linear layers of these kinds, in place; returns their names.
+    """Replace all linear layers of these kinds by `RandomizedLinear`, in place; return their names.
 
     Raises:
-        ValueError: there is none, or `share` is not between 0 and 1.
+        ValueError: the model has no such layer, or `share` is not between 0 and 1.
     """
-    _check_share(share)
-    return replace_modules(model, tuple(kinds), lambda module: RandomizedLinear.of(module, share), "kinds=")
+    return replace_modules(model, tuple(kinds), lambda module: RandomizedLinear.of(module, share))
 
 
 class _SketchedLinear(torch.autograd.Function):
@@ -93,15 +94,7 @@ class _SketchedLinear(torch.autograd.Function):
 
 
 def draw_sketch(rows: int, kept: int, seed: int, like: Tensor) -> Tensor:
-    """Draw S (rows, kept): signs over the root of `kept`, on the device and in the type of `like`."""
-    stream = torch.Generator(like.device).manual_seed(seed)
-    signs = torch.randint(2, (rows, kept), generator=stream, device=like.device, dtype=like.dtype)
+    """Draw S (rows, kept): random signs divided by sqrt(kept), with the device and dtype of `like`."""
+    generator = torch.Generator(like.device).manual_seed(seed)
+    signs = torch.randint(2, (rows, kept), generator=generator, device=like.device, dtype=like.dtype)
     return signs.mul_(2).sub_(1).div_(math.sqrt(kept))
-
-
-def _check_share(share: float) -> float:
-    if not 0 < share < 1:
-        raise ValueError(
-            f"share is {share}: the sketch has more than 0 and less than all of the rows; nn.Linear keeps all"
-        )
-    return share

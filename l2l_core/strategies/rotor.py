@@ -1,9 +1,9 @@
-"""Rotor: the fastest memory-persistent plan for a chain of unlike stages within a number of bytes.
+"""Rotor: the fastest memory-persistent plan for a heterogeneous chain of stages within a memory budget.
 
-Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains", arXiv 1911.13214. Persistent: what is kept stays
-until its backward. To drop and rebuild kept tensors can be better still, and is NP-hard. Where the paper has one temporary
-per stage, here are three: a run that keeps nothing makes a record and drops it, and to count that in every run would make
-budgets look too small that are not.
+Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains", arXiv 1911.13214. Persistent means that a kept
+tensor stays until its backward; to drop and rebuild kept tensors can be faster, and is NP-hard. The paper has one temporary
+per stage, this solver three: a run that keeps nothing makes a record and drops it, and to count that record in every run
+would reject budgets that suffice.
 """
 
 from __future__ import annotations
@@ -14,33 +14,21 @@ from functools import lru_cache
 
 import numpy as np
 
-from l2l_core.strategies.fixed_plans import Operations
-from l2l_core.strategies.plan import F0, FALL, FCK, B, Operation
-
-Floats = np.ndarray
+from l2l_core.strategies.plan import F0, FALL, FCK, B, Operation, Operations
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A chain of n stages, the last one the loss, in whole units of memory and any unit of time.
+    """A chain of n stages, the last one the loss, in whole units of memory and any unit of time."""
 
-    Attributes:
-        inputs: what enters each stage, and 0 at the end.
-        records: what the record of each stage adds to its input; its output is in it.
-        run_s, keep_s, back_s: seconds of a run that keeps nothing, of one that keeps its record, of backward.
-        run_more: what a run that keeps nothing needs beyond its output.
-        keep_more: what a run that keeps its record needs beyond the record.
-        back_more: what backward needs beyond the record and the gradient that comes in.
-    """
-
-    inputs: tuple[int, ...]
-    records: tuple[int, ...]
-    run_s: tuple[float, ...]
-    keep_s: tuple[float, ...]
+    inputs: tuple[int, ...]  # size of the input of each stage, and 0 at the end
+    records: tuple[int, ...]  # size of each record, which includes the stage's output, beyond the stage's input
+    run_s: tuple[float, ...]  # of a run that keeps nothing
+    keep_s: tuple[float, ...]  # of a run that keeps its record
     backward_s: tuple[float, ...]
-    run_extra: tuple[int, ...]
-    keep_extra: tuple[int, ...]
-    backward_extra: tuple[int, ...]
+    run_extra: tuple[int, ...]  # need of a run that keeps nothing, beyond its output
+    keep_extra: tuple[int, ...]  # need of a run that keeps its record, beyond the record
+    backward_extra: tuple[int, ...]  # need of backward, beyond the record and the incoming gradient
 
     @property
     def stages(self) -> int:
@@ -51,29 +39,29 @@ class Chain:
 class RotorSolution:
     """The fastest plans of a chain for every whole budget up to a limit.
 
-    `cost[s, t][m]` is the least time of forward and backward of stages s to t within m units, of which the input of s is
-    not a part and the gradient of the output of t is one:
+    `cost[s, t][m]` is the least time of forward and backward of stages s to t within m units. The units include the
+    gradient of the output of t and exclude the input of s. It is the minimum of
 
-        s = t:       keep s, back s                             if both fit
-        keep record: keep s, then (s+1, t) within m - record of s, then back s
+        s = t:       keep s, backward s                         if both fit
+        keep record: keep s, then (s+1, t) within m - record of s, then backward s
         keep input:  run s to j-1, then (j, t) within m - input of j, then (s, j-1) within m
     """
 
     def __init__(self, chain: Chain, limit: int) -> None:
         self.chain = chain
         self._units = np.arange(limit + 1)
-        self.cost: dict[tuple[int, int], Floats] = {}
+        self.cost: dict[tuple[int, int], np.ndarray] = {}
         self._choice: dict[tuple[int, int], np.ndarray] = {}
         for length in range(chain.stages):
             for s in range(chain.stages - length):
                 self._solve(s, s + length)
 
     def seconds(self, budget: int) -> float:
-        """Return the least time within a budget; infinite if there is no plan."""
+        """Return the least time within a budget; infinite if no plan fits."""
         return float(self.cost[0, self.chain.stages - 1][budget])
 
     def plan(self, budget: int) -> Operations:
-        """Return the plan that takes it."""
+        """Return the plan of that time."""
         return tuple(self._build_plan(0, self.chain.stages - 1, budget))
 
     def _solve(self, s: int, t: int) -> None:
@@ -92,7 +80,7 @@ class RotorSolution:
             best = np.minimum(best, value)
         self.cost[s, t], self._choice[s, t] = best, choice
 
-    def _cost_keeping_record(self, s: int, t: int, gradient: int) -> Floats:
+    def _cost_keeping_record(self, s: int, t: int, gradient: int) -> np.ndarray:
         c = self.chain
         value = np.full(len(self._units), float(c.keep_s[s] + c.backward_s[s]))
         value[self._units < gradient + c.records[s] + c.keep_extra[s]] = np.inf
@@ -110,18 +98,18 @@ class RotorSolution:
 
 @lru_cache(maxsize=8)
 def solve(chain: Chain, limit: int) -> RotorSolution:
-    """Solve a chain for all budgets up to `limit` units, once."""
+    """Return the solution of a chain for all budgets up to `limit` units, from a cache if possible."""
     return RotorSolution(chain, limit)
 
 
-def _shift_budget(cost: Floats, units: int) -> Floats:
-    """Return what `cost` is with so many units less."""
-    moved = np.full(len(cost), np.inf)
+def _shift_budget(cost: np.ndarray, units: int) -> np.ndarray:
+    """Return the costs after `units` have been taken from every budget."""
+    shifted = np.full(len(cost), np.inf)
     if units < len(cost):
-        moved[units:] = cost[: len(cost) - units]
-    return moved
+        shifted[units:] = cost[: len(cost) - units]
+    return shifted
 
 
 def round_up_to_units(nbytes: Sequence[int], unit: float) -> tuple[int, ...]:
-    """Return bytes in units, rounded up."""
+    """Return sizes in units, rounded up."""
     return tuple(int(np.ceil(each / unit - 1e-12)) for each in nbytes)

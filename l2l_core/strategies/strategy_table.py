@@ -1,4 +1,4 @@
-"""Ways beside one another: what each needs, and which of them no other beats."""
+"""Table of strategies: the needs of each, and the ones on the Pareto front."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from l2l_core.trace import Trace, format_bytes
 
 @dataclass(frozen=True)
 class StrategyResult:
-    """What a step in one way needs.
+    """Bytes and seconds of a step by one strategy.
 
     Attributes:
-        name: of the way.
-        peak_device_bytes: metered, with weights, gradients and optimizer state as far as they are on the device.
-        peak_host_bytes: metered: what waits there, and with a relay the EPS.
-        layer_forwards: how often layers run forward, all micro-batches together.
-        seconds: simulated on the device's link, updates on the device left out.
-        why: where there is no such step, the reason; the numbers are zero then.
-        trace: the simulated step, which takes `seconds`; with bytes as exact as metered ones. None of torch's checkpoint.
-        plan: that was followed; None of what has none: a relay, torch's checkpoint.
+        name: name of the strategy.
+        peak_device_bytes: metered, including weights, gradients and optimizer state on the device.
+        peak_host_bytes: metered: offloaded tensors, and with a relay the EPS.
+        layer_forwards: number of forward runs of layers, in all micro-batches together.
+        seconds: simulated on the device's link, without updates on the device.
+        why: reason why no step is possible; the numbers are zero then.
+        trace: the simulated step, which takes `seconds`; None for torch's checkpoint.
+        plan: the plan of the step; None for a relay and torch's checkpoint.
     """
 
     name: str
@@ -36,45 +36,49 @@ class StrategyResult:
 
 
 class Strategy(Protocol):
-    """Is something that a step can be made by."""
+    """A way to make a training step."""
 
     def measure(self, bench: StrategyBench) -> StrategyResult:
-        """Make a step on a copy, and say what it needed."""
+        """Run a step on a copy of the model and return its needs."""
+        ...
 
 
 class StrategyBench(Protocol):
-    """Makes steps on copies of one model."""
+    """Interface of `Lab` for strategies: steps on copies of one model."""
 
     def run_policy(self, policy: Any) -> StrategyResult:
-        """Make one by the plan of a policy."""
+        """Run a step by the plan of a policy."""
+        ...
 
     def run_relay(self, name: str, keep: int, ahead: int, stash: str) -> StrategyResult:
-        """Make one by relay."""
+        """Run a step by relay."""
+        ...
 
     def run_wrapped(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> StrategyResult:
-        """Make one by plain training, with every layer's forward in a wrap."""
+        """Run a step of plain training with every layer's forward in a wrapper."""
+        ...
 
 
 @dataclass(frozen=True)
 class StrategyTable:
-    """Rows in the order in which they were asked for.
+    """Results of strategies, in the given order.
 
     Attributes:
-        rows: one per way.
-        memory_bytes: of the device; None without a budget.
+        rows: one for each strategy.
+        memory_bytes: budget of the device; None for no limit.
     """
 
     rows: Sequence[StrategyResult]
     memory_bytes: int | None = None
 
     def fits(self, row: StrategyResult) -> bool:
-        """Whether there is such a step, and the device has room for it."""
+        """Return True if the step is possible and fits the device."""
         return not row.why and (self.memory_bytes is None or row.peak_device_bytes <= self.memory_bytes)
 
     def pareto(self) -> list[StrategyResult]:
-        """List the rows that no other beats: none is as fast with less on the device, or as small and faster."""
-        made = [row for row in self.rows if not row.why]
-        return [row for row in made if not any(_dominates(other, row) for other in made)]
+        """Return the rows that no other row dominates in seconds and device bytes."""
+        possible = [row for row in self.rows if not row.why]
+        return [row for row in possible if not any(_dominates(other, row) for other in possible)]
 
     def __str__(self) -> str:
         front = self.pareto()
@@ -90,9 +94,9 @@ class StrategyTable:
     def _cells(self, row: StrategyResult, in_front: bool) -> tuple[str, ...]:
         if row.why:
             return row.name, "", "", "", "", row.why
-        said = [*(["no other beats it"] if in_front else []), *([] if self.fits(row) else ["does not fit"])]
+        notes = ", ".join(["no other beats it"] * in_front + ["does not fit"] * (not self.fits(row)))
         device, host = format_bytes(row.peak_device_bytes), format_bytes(row.peak_host_bytes)
-        return row.name, device, host, str(row.layer_forwards), f"{row.seconds:.4g}", ", ".join(said)
+        return row.name, device, host, str(row.layer_forwards), f"{row.seconds:.4g}", notes
 
 
 def _dominates(one: StrategyResult, other: StrategyResult) -> bool:
