@@ -1,4 +1,4 @@
-"""The workbench: a session and its panels, as one widget at the end of a cell."""
+"""The workbench: a session and its panels as one widget."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ VIEWS: Mapping[str, Sequence[PanelFactory]] = {
 
 
 class Workbench(Dashboard):
-    """See a relay train, and steer it.
+    """Widget that shows and controls the training of a relay.
 
-    ``Workbench(relay, batches)`` at the end of a cell shows the buttons, a line on how the last step went, and one of these
-    views: "relay" (the live picture), "time" (lanes and overlap, and why), "memory", "layers" (the table, and the card of one
-    layer), "edits" (edits, branches and their journal), "loss", "figures" (of the layers, over the steps), "inside"
-    (activations, attention and what the head says of each depth, when asked for), "race" (branches on the same batches) and
-    "what if". ``view="time"`` begins with another one, ``view=["relay", "memory"]`` stacks several.
-    Running the cell again replaces it; another workbench on the same relay takes it over. Training goes on in a thread of
-    its own, so cells stay free.
+    ``Workbench(relay, batches)`` at the end of a cell shows the controls, a summary of the last step, and one of these
+    views: "relay" (live picture), "time" (lanes, overlap and bounds), "memory", "layers" (table, and card of one layer),
+    "edits" (edits, branches and their journal), "loss", "figures" (figures of the layers over the steps), "inside"
+    (activations, attention and logit lens, on request), "race" (branches on the same batches) and "what if".
+    ``view="time"`` begins with another view, ``view=["relay", "memory"]`` stacks several.
+    Running the cell again replaces the workbench; another workbench on the same relay takes it over. Training runs in a
+    background thread, so other cells can run.
 
     Args:
-        relay, batches, loggers, scheduler, schedule, probe, decode: as of `Session`.
-        view: the view that is seen first; several names are stacked, without buttons to turn.
+        relay, batches, loggers, scheduler, schedule, probe, decode: see `Session`.
+        view: the first view; several names are stacked, without buttons for other views.
 
     Raises:
-        TypeError: not a relay, or batches or a probe of no known kind.
-        ValueError: there is no such view, or a probe without batches.
+        TypeError: `relay`, `batches` or `probe` has the wrong type.
+        ValueError: an unknown view, or an empty `probe`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Workbench(Dashboard):
         decode: Callable[[Sequence[int]], str] | None = None,
         view: str | Sequence[str] = "relay",
     ) -> None:
-        check_view(view, VIEWS)  # first: making a session takes the relay over and starts a thread
+        check_view(view, VIEWS)  # first, since a session takes the relay over and starts a thread
         self.session = Session(
             relay, batches, loggers=loggers, scheduler=scheduler, schedule=schedule, probe=probe, decode=decode
         )
@@ -95,10 +95,10 @@ class Workbench(Dashboard):
     wait = forward_and_refresh(Session.wait)
 
     def close(self, wait: bool = True) -> None:
-        """End the session when its step is over, and leave a still picture in the notebook. The relay stays open.
+        """End the session after its current step, and leave a still picture in the notebook. The relay stays open.
 
         Args:
-            wait: for the step under way.
+            wait: wait for the current step.
         """
-        self.session.close(wait)  # before the still is drawn: it shows how the session has ended
+        self.session.close(wait)  # before the still picture is drawn, so that it shows the end of the session
         super().close()

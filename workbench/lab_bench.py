@@ -1,4 +1,4 @@
-"""A lab in a notebook: steps by plans, chosen one by one, seen like those of a relay."""
+"""Widget for a strategy lab: the plan is chosen step by step, and shown with the panels of a relay."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ LAB_TOUR_STOPS: Sequence[TourStop] = (
     TourStop(
         "",
         "Train",
-        "Run trains for the number of steps beside it; Step trains one. The plan that is pressed is followed from the next step "
-        "on, also while it runs.",
+        "Run trains the number of steps beside it; Step trains one. The selected plan is used from the next step on, also "
+        "during a run.",
     ),
     TourStop(
         "time",
         "See what runs and moves",
-        "A plan that recomputes runs layers forward again among the backwards; one that offloads copies, and hatched copies "
-        "are not hidden.",
+        "A plan with recompute runs layers forward again between the backwards; a plan with offload adds copies, and hatched "
+        "copies are not hidden.",
     ),
     TourStop(
         "memory",
         "See what fits",
-        "Device memory over the step by what fills it, with the budget and what plain training would need.",
+        "Device memory over the step by category, with the budget and the need of plain training.",
     ),
 )
 
 
 class LabBench(Dashboard):
-    """See the model of a lab train by plans, and choose the plan of the next step.
+    """Widget that shows the training of a lab's model and selects the plan of the next step.
 
-    ``LabBench(lab, batches)`` at the end of a cell shows the buttons, the plans, a line on how the last step went, and one of
-    these views: "time" (lanes and overlap, and why), "memory", "loss". A step that the device has no room for changes nothing
-    and is shown up to where it failed. Another bench on the same model takes it over.
+    ``LabBench(lab, batches)`` at the end of a cell shows the controls, the plans, a summary of the last step, and one of
+    these views: "time" (lanes, overlap and bounds), "memory", "loss". A step that does not fit the device changes nothing
+    and is shown up to its failure. Another bench on the same model takes it over.
 
     Args:
-        lab, batches, ways, plan: as of `LabSession`.
-        view: the view that is seen first; several names are stacked, without buttons to turn.
+        lab, batches, ways, plan: see `LabSession`.
+        view: the first view; several names are stacked, without buttons for other views.
 
     Attributes:
-        session: steers; a `LabSession`.
+        session: the `LabSession`.
 
     Raises:
-        TypeError, ValueError: as of `LabSession`; or there is no such view.
+        TypeError, ValueError: see `LabSession`; or an unknown view.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LabBench(Dashboard):
         plan: str | None = None,
         view: str | Sequence[str] = "memory",
     ) -> None:
-        check_view(view, VIEWS)  # first: making a session starts a thread
+        check_view(view, VIEWS)  # first, since a session starts a thread
         self.session = LabSession(lab, batches, ways, plan)
         super().__init__(self.session, (PlanHeaderPanel, VerdictPanel), VIEWS, view, stops=LAB_TOUR_STOPS)
 
@@ -82,10 +82,10 @@ class LabBench(Dashboard):
     wait = forward_and_refresh(LabSession.wait)
 
     def close(self, wait: bool = True) -> None:
-        """End the session when its step is over, and leave a still picture in the notebook. The lab can be used again.
+        """End the session after its current step, and leave a still picture; the lab can be used again.
 
         Args:
-            wait: for the step under way.
+            wait: wait for the current step.
         """
-        self.session.close(wait)  # before the still is drawn: it shows how the session has ended
+        self.session.close(wait)  # before the still picture is drawn, so that it shows the end of the session
         super().close()

@@ -1,4 +1,4 @@
-"""Several workers on this machine, started, seen and steered from a notebook."""
+"""Widget that starts, shows and controls several workers on this machine."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ VIEWS: Mapping[str, Sequence[PanelFactory]] = {
 
 
 class RankBench(Dashboard):
-    """See several workers train, and steer them as one: Run, Pause, Step, settings and edits go to all.
+    """Widget that shows the training of several workers and controls them together.
 
-    The views: "relays" (the workers' live pictures side by side, and the loss, which is one), "waits" (who waits for whom, and
-    every worker's lanes), "memory" (of worker 0), "edits". Ranks hold models and relays; here is what they tell. Running the
-    cell again, `close`, and the end of the kernel end all of them.
+    The views: "relays" (live pictures of the workers side by side, and their common loss), "waits" (which worker waits for
+    which, and the lanes of each), "memory" (of worker 0), "edits". Models and relays are in the workers' processes, which
+    end when the cell is run again, on `close`, and with the kernel.
 
     Attributes:
-        session: steers; it has a session's verbs, and each rank in `ranks`.
+        session: has the methods of a session, and each worker in `ranks`.
     """
 
     def __init__(self, ranks: RankProcesses) -> None:
@@ -55,22 +55,23 @@ class RankBench(Dashboard):
         """End all workers, and leave a still picture in the notebook.
 
         Args:
-            wait: until they have ended.
+            wait: wait until they have ended.
         """
         self.session.close(wait)
         super().close()
 
 
 def launch(train: Callable[[], Session], workers: int = 2) -> RankBench:
-    """Start workers on this machine and show them; what is returned, at the end of a cell, is their workbench.
+    """Start workers on this machine, and return the widget that shows them at the end of a cell.
 
     Args:
-        train: makes a worker's relay, with ``workers=Workers()``, and returns a `Session` over it and the worker's batches. Every
-            worker's process imports it, so it stands in a module, not in the notebook; the same program runs under torchrun.
-        workers: how many processes, each with its share of this machine's cores.
+        train: makes a relay with ``workers=Workers()``, and returns a `Session` over it and the worker's batches. Every
+            worker's process imports the function, so it must be in a module, not in the notebook; the same program runs
+            under torchrun.
+        workers: number of processes, each with its share of this machine's cores.
 
     Raises:
-        TypeError, ValueError: no such function or number.
-        LaunchError: a worker could not begin; says which and why, and all are ended.
+        TypeError, ValueError: `train` is not such a function, or `workers` is not a valid number.
+        LaunchError: a worker did not start; all workers are ended, and the message has the reason.
     """
     return RankBench(RankProcesses(train, workers))

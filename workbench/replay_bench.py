@@ -1,8 +1,8 @@
-"""A recorded run in the workbench again: the same panels without the buttons, and no model anywhere."""
+"""Widgets for recorded runs: the panels of the workbench without controls and without a model, and comparisons."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,16 @@ from workbench.runs import Comparison, NamedRun, RecordedRun, RunCursor, compare
 
 
 class ReplayBench(Dashboard):
-    """See a recorded run as it looked in the workbench, at any step that was recorded whole.
+    """Widget that shows a recorded run as in the workbench, at any step that was recorded with its trace.
 
     ``workbench.replay(path)`` at the end of a cell shows it. Nothing is trained and no model is built.
 
     Args:
-        run: from `load_run`.
+        run: the run, see `load_run`.
     """
 
     def __init__(self, run: RecordedRun) -> None:
-        self.session = RunCursor(run)  # by this name panels find it
+        self.session = RunCursor(run)  # panels read this attribute
         views = {
             "relay": (RecordedRelayPanel,),
             "time": (TimelinePanel, BoundsPanel, ExplorePanel, ExportPanel),
@@ -50,7 +50,7 @@ class ReplayBench(Dashboard):
             "edits": (JournalPanel,),
             "loss": (LossPanel,),
             "figures": (HeatPanel,),
-            # nothing can be begun here, so where none was recorded these views would stay empty
+            # A replay cannot start these, so the views are omitted if none was recorded.
             **({"waits": (RecordedWaitsPanel,)} if run.others else {}),
             **({"race": (RecordedRacePanel,)} if run.races else {}),
             **({"inside": (RecordedInsidePanel,)} if run.looks else {}),
@@ -68,31 +68,31 @@ class ReplayBench(Dashboard):
 
 
 class RunComparison:
-    """Recorded runs compared, at the end of a cell: pictures and tables, which need no kernel.
+    """Comparison of recorded runs at the end of a cell, as pictures and tables that need no kernel.
 
     Attributes:
-        comparison: what there is to see.
+        comparison: the data of the comparison.
     """
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
 
     def pictures(self) -> Sequence[Picture | Table]:
-        """List everything that is shown, from the top."""
+        """Return the pictures and tables, from the top."""
         steps = [picture for one in self.comparison.steps for picture in (one.timeline, one.memory)]
         return [self.comparison.table, self.comparison.loss, *steps]
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Bundle:
         bundle = bundle_of(self.pictures())
-        heads = [f"<p>{escape(sentence)}</p>" for sentence in self.comparison.said]
-        return {**bundle, "text/html": "".join(heads) + bundle["text/html"]}
+        paragraphs = [f"<p>{escape(sentence)}</p>" for sentence in self.comparison.said]
+        return {**bundle, "text/html": "".join(paragraphs) + bundle["text/html"]}
 
 
 def replay(path: str | Path) -> ReplayBench:
-    """Open a recorded run, a file of `Recorder` or the demo's folder.
+    """Open a recorded run from a file of `Recorder` or the folder of a demo.
 
     Raises:
-        FileNotFoundError, ValueError: as of `load_run`.
+        FileNotFoundError, ValueError: see `load_run`.
     """
     return ReplayBench(load_run(path))
 
@@ -101,8 +101,8 @@ def compare(*paths: str | Path) -> RunComparison:
     """Show two recorded runs or more side by side.
 
     Raises:
-        ValueError: fewer than two; or as of `load_run`.
-        FileNotFoundError: as of `load_run`.
+        ValueError: fewer than two runs; or see `load_run`.
+        FileNotFoundError: see `load_run`.
     """
     if len(paths) < 2:
         raise ValueError(f"compare takes two recorded runs or more, not {len(paths)}; replay(path) shows one")
@@ -113,18 +113,18 @@ def compare(*paths: str | Path) -> RunComparison:
 
 
 def _traced_moments(run: RecordedRun) -> list[tuple[str, int]]:
-    """Steps that were recorded whole, by the words of the slider; the end of the run is always among them."""
-    words: dict[str, int] = {}
+    """Return (slider label, moment) for steps recorded with their trace, and for the end of the run."""
+    moments: dict[str, int] = {}
     for number in sorted({*run.traced, len(run.moments) - 1}):
         snapshot = run.snapshot(number)
-        said = str(snapshot.step) if len(snapshot.branches) < 2 else f"{snapshot.step} of {snapshot.branch}"
-        # The end of the run may show the same step once more, after an edit.
-        words[said if said not in words else f"{said}, changed"] = number
-    return list(words.items())
+        label = str(snapshot.step) if len(snapshot.branches) < 2 else f"{snapshot.step} of {snapshot.branch}"
+        # The end of the run may show the same step again, after an edit.
+        moments[label if label not in moments else f"{label}, changed"] = number
+    return list(moments.items())
 
 
-def _describe(run: RecordedRun) -> Sequence[str]:
-    # Titles, names and facts are the user's, so they are escaped.
+def _describe(run: RecordedRun) -> Iterator[str]:
+    # Titles, names and facts are the user's text, so they are escaped.
     yield f"<strong>{escape(run.title)}</strong>, recorded {escape(run.began)}: a replay, nothing is trained here. "
     yield "" if run.complete else "The recording was cut short. "
     yield "".join(f"<br>{escape(name)}: {escape(words)}" for name, words in run.facts.items())

@@ -1,7 +1,7 @@
-"""Ranks that train in processes of their own, steered and seen from one place; no widgets.
+"""Training with one process per rank, controlled from the parent process; no widgets.
 
 May import `session`.
-Begin reading at `rank_controller.py` (what can be done), then `rank_processes.py` (this side of the processes) and `rank_server.py` (the other one).
+Begin reading at `rank_controller.py` (commands), then `rank_processes.py` (parent side) and `rank_server.py` (child side).
 """
 
 from workbench.ranks.rank_controller import RankController as RankController

@@ -1,4 +1,4 @@
-"""What goes through the pipe between a rank and whoever steers it. All of it can be pickled."""
+"""Messages between the parent process and a rank, pickled through a pipe."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from workbench.session import Failure, Snapshot
 
 @dataclass(frozen=True, slots=True)
 class RankRequest:
-    """To a rank: call a verb of its session.
+    """To a rank: call a method of its session.
 
     Attributes:
-        number: comes back with the answer.
-        verb: name of a method of `Session`.
+        number: returned in the response.
+        method: name of a method of `Session`.
+        args, options: positional and keyword arguments.
     """
 
     number: int
@@ -26,12 +27,12 @@ class RankRequest:
 
 @dataclass(frozen=True, slots=True)
 class RankResponse:
-    """From a rank: what was asked is done.
+    """From a rank: the method has returned.
 
     Attributes:
-        number: of the question.
-        failure: of the step or the edit; None if all went well.
-        refused: why nothing was done, in words; "" if it was.
+        number: number of the request.
+        failure: failure of the step or the edit; None on success.
+        refused: reason for a refusal; "" if the command was executed.
     """
 
     number: int
@@ -41,11 +42,11 @@ class RankResponse:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotMessage:
-    """From a rank: how its session stands.
+    """From a rank: the state of its session.
 
     Attributes:
-        snapshot: without the step that is shown, if that is the one of the message before.
-        same: whether it is.
+        snapshot: without the shown step if `step_unchanged`.
+        step_unchanged: True if the shown step is that of the previous message.
     """
 
     snapshot: Snapshot
@@ -54,11 +55,11 @@ class SnapshotMessage:
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """From a rank: it could not begin, or cannot be shown any more.
+    """From a rank: it could not start, or its snapshot cannot be pickled.
 
     Attributes:
-        message: of the error, with its class.
-        traceback: as Python prints it.
+        message: class and message of the error.
+        traceback: the formatted traceback.
     """
 
     message: str

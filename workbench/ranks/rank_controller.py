@@ -1,9 +1,9 @@
-"""Steers all ranks as a session steers one relay: what is asked reaches every rank at the same place between two steps.
+"""Control all ranks together: every command reaches every rank between the same two steps.
 
-    commands ──► queue ──► thread: one command, or else one step, at a time ──► every rank does it ──► all have answered
+    commands ──► queue ──► thread: one command or one step at a time ──► every rank executes it ──► all have responded
 
-So ranks cannot disagree on what comes next, whenever somebody presses a button; the price is a message to each rank and back
-per step. The queue and the run are those of a session.
+So all ranks execute the same sequence. The cost is one message per rank and direction for each step. The queue and the run are
+those of a session.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from workbench.ranks.messages import RankResponse
 from workbench.ranks.rank_processes import END_S, RankProcesses
 from workbench.session import Command, Failure, RunController, Snapshot
 
-_CLOSED = "These workers were ended: run the cell again to start others."
+_CLOSED = "These workers were ended: run the cell again to start new ones."
 
 
 class RankController(RunController):
-    """What can be done with ranks together, and how they stand; `ranks` has each of them by itself.
+    """Commands and snapshot of all ranks together; `ranks` has the single ranks.
 
-    Invariant: a rank is asked by the conductor's thread alone, and all are asked the same.
+    Invariant: only the thread of the controller sends requests, and it sends the same to all ranks.
 
     Args:
-        ranks: are the conductor's alone, and end with it.
+        ranks: owned by the controller, and closed with it.
     """
 
-    has_shelf = False  # which several workers cannot have
+    has_shelf = False  # not supported with several workers
 
     def __init__(self, ranks: RankProcesses) -> None:
-        super().__init__(lambda command, error: None)  # whoever asked gets the error, by the future
+        super().__init__(lambda command, error: None)  # the future of the command has the error
         self.ranks = ranks
         ranks.on_message = self._commands.notify_change
         self._commands.start(lambda: None, self._shut_down)
 
-    # -- looking -------------------------------------------------------------------------------------------------------
+    # -- snapshot ------------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Return how the first rank stands, with the run and the queue of all of them."""
+        """Return the snapshot of the first rank, with the run and the queue of the controller."""
         first = self.ranks[0].snapshot()
         with self._changed:
             run, queue = self._run, list(self._commands.queue)
@@ -64,17 +64,17 @@ class RankController(RunController):
     # -- commands ------------------------------------------------------------------------------------------------------
 
     def skip(self) -> None:
-        """Leave out the batch that a step has failed on, on every rank."""
+        """Skip the batch of a failed step on every rank."""
         self._submit("skip the batch", "skip")
 
     def edit(self, *edits: Edit, what: str = "", force: bool = False) -> Future[None]:
-        """Edit the stack of layers on all ranks between two steps, as `Session.edit`. The future gets a ValueError if refused.
+        """Edit the layers on all ranks, as `Session.edit`. The future raises ValueError if the edit is refused.
 
         Raises:
-            TypeError: not edits: a function cannot be sent to another process.
+            TypeError: an argument is not an edit. (Functions cannot be sent to another process.)
         """
         if not edits or not all(isinstance(edit, Edit) for edit in edits):
-            raise TypeError(f"{edits!r}: give edits, as Drop(2)")
+            raise TypeError(f"{edits!r}: pass edits, e.g. Drop(2)")
         return self._submit(what or ", ".join(map(repr, edits)), "edit", *edits, what=what, force=force)
 
     def undo(self) -> Future[None]:
@@ -82,46 +82,45 @@ class RankController(RunController):
         return self._submit("undo", "undo")
 
     def redo(self) -> Future[None]:
-        """Do again what was undone last, on all ranks."""
+        """Redo the last undone edit on all ranks."""
         return self._submit("redo", "redo")
 
     def fork(self, name: str) -> Future[None]:
-        """Make a branch of the present state on all ranks, and go on there. The future gets a ValueError if refused."""
+        """Create a branch and switch to it on all ranks. The future raises ValueError if it is refused."""
         return self._submit(f"⑂ {name}", "fork", name)
 
     def switch(self, name: str) -> Future[None]:
-        """Go on with another branch on all ranks, as `Session.switch`. The future gets a ValueError if there is none."""
+        """Switch to another branch on all ranks. The future raises ValueError if the branch does not exist."""
         return self._submit(f"switch to {name}", "switch", name)
 
     def discard(self, name: str) -> Future[None]:
-        """Free a branch that is not the present one, on all ranks."""
+        """Delete a branch other than the current one on all ranks."""
         return self._submit(f"discard {name}", "discard", name)
 
     def reconfigure(self, **settings: Any) -> Future[None]:
-        """Give the next step of all ranks other settings, as `Session.reconfigure`. The future gets a ValueError if refused."""
-        words = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-        return self._submit(words, "reconfigure", **settings)
+        """Change settings on all ranks, as `Session.reconfigure`. The future raises ValueError if they are refused."""
+        label = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        return self._submit(label, "reconfigure", **settings)
 
     def close(self, wait: bool = True) -> None:
-        """Let the step under way finish, for so long as ranks may take to end, and end every process. Closing twice is fine.
+        """Finish the current step, at most for `END_S` seconds, and end every process. Further calls do nothing.
 
         Args:
-            wait: until they have ended.
+            wait: block until all processes have ended.
         """
         with self._changed:
             self._ended = _CLOSED
         self._commands.close(wait=False)
-        ender = threading.Thread(
-            target=self._end_ranks, name="end ranks"
-        )  # no daemon: a process must not end before its ranks
-        ender.start()
+        # Not a daemon, because this process must not exit before its ranks.
+        closer = threading.Thread(target=self._end_ranks, name="end ranks")
+        closer.start()
         if wait:
-            ender.join()
+            closer.join()
 
     def _end_ranks(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._run.state == "closed", END_S)
-        self.ranks.close(0.0)  # for whoever hangs; the thread that waits for its answer ends with it
+        self.ranks.close(0.0)  # kills ranks that hang, which also ends the wait for their responses
         self._commands.join()
 
     # -- on the thread -------------------------------------------------------------------------------------------------
@@ -136,27 +135,28 @@ class RankController(RunController):
         if self._show_failure(self.ranks.call_all("step")):
             return
         with self._changed:
-            if self.ranks[0].snapshot().step == before:  # the batches have come to their end
+            if self.ranks[0].snapshot().step == before:  # no batch is left
                 self._run.stop()
             else:
                 self._run.count_step()
 
     def _call_all(self, method: str, *args: Any, **options: Any) -> None:
-        answers = self.ranks.call_all(method, *args, **options)
-        if self._show_failure(answers):
+        responses = self.ranks.call_all(method, *args, **options)
+        if self._show_failure(responses):
             return
-        refused = {rank: answer.refused for rank, answer in enumerate(answers) if answer.refused}
+        refused = {rank: response.refused for rank, response in enumerate(responses) if response.refused}
         if refused:
-            raise ValueError("; ".join(f"worker {rank}: {why}" for rank, why in refused.items()))
+            raise ValueError("; ".join(f"worker {rank}: {reason}" for rank, reason in refused.items()))
 
-    def _show_failure(self, answers: Sequence[RankResponse]) -> bool:
-        """Show the failure that was the cause of the others, if there is one."""
-        failures = [(rank, answer.failure) for rank, answer in enumerate(answers) if answer.failure is not None]
+    def _show_failure(self, responses: Sequence[RankResponse]) -> bool:
+        """Show the failure that caused the others; return False if no rank has failed."""
+        failures = [(rank, response.failure) for rank, response in enumerate(responses) if response.failure is not None]
         if not failures:
             return False
         rank, failure = min(failures, key=lambda each: _distance_from_cause(self.ranks[each[0]].ended, each[1]))
-        told = failure if self.ranks[rank].ended else replace(failure, message=f"worker {rank}: {failure.message}")
-        self._run.fail(told)
+        if not self.ranks[rank].ended:
+            failure = replace(failure, message=f"worker {rank}: {failure.message}")
+        self._run.fail(failure)
         return True
 
     def _shut_down(self) -> None:
@@ -167,5 +167,5 @@ class RankController(RunController):
 
 
 def _distance_from_cause(ended: str, failure: Failure) -> int:
-    """How far a failure is from the cause: first a worker that is gone, then one that failed by itself, then the others."""
+    """Rank a failure: 0 for a worker that has ended, 1 for an error of the worker itself, 2 for a consequence."""
     return 0 if ended else 1 if failure.error not in ("WorkerError", "WorkerLostError") else 2

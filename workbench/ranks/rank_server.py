@@ -1,6 +1,6 @@
-"""One rank: a process that trains in a session of its own, does what it is asked to, and tells how it stands.
+"""The process of one rank: it executes requests on its session and sends snapshots to the parent process.
 
-It lives as long as the other end of its pipe: when that is gone, with a kernel that was killed or restarted, it ends at once.
+The process exits at once when the other end of its pipe is closed, for example because the kernel was killed or restarted.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ import torch.distributed as dist
 from workbench.ranks.messages import RankFailure, RankRequest, RankResponse, SnapshotMessage
 from workbench.session import Session, ShownStep
 
-HZ, CPU_SHARE = 10.0, 0.03  # at most so many messages a second, and of a core for them
-_IDLE_WAIT_S = 0.5  # between two looks where nothing happens
-_REFUSABLE = ("edit", "undo", "redo", "fork", "switch", "discard")  # verbs that leave everything as it was, and say why
+HZ, CPU_SHARE = 10.0, 0.03  # limits for snapshots: messages per second, share of a core
+_IDLE_WAIT_S = 0.5
+_REFUSABLE = ("edit", "undo", "redo", "fork", "switch", "discard")  # commands that change nothing if they are refused
 
 
 def run_rank(
     train: Callable[[], Session], rank: int, count: int, port: int, pipe: multiprocessing.connection.Connection
 ) -> None:
-    """Be a rank, from the beginning of its process to the end.
+    """Run a rank; the main function of its process.
 
     Args:
-        train: makes the session.
-        rank, count: of this one, and how many there are.
-        port: of the store through which the process group is made, on this machine.
-        pipe: to whoever steers.
+        train: creates the session.
+        rank, count: number of this rank, and number of ranks.
+        port: local port of the store for the process group.
+        pipe: pipe to the parent process.
     """
-    # An interrupted cell: that is for the kernel, whose children get it too
+    # When a cell is interrupted, child processes receive the signal too, and only the kernel must handle it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
     try:
@@ -50,61 +50,62 @@ def run_rank(
         raise SystemExit(1) from error
     RankServer(session, pipe).serve()
     try:
-        dist.barrier()  # whoever ends first must not take connections away that others still use
+        dist.barrier()  # no rank may close connections that others still use
         dist.destroy_process_group()
     except RuntimeError:
-        os._exit(1)  # another rank is gone, and PyTorch's threads would wait for it
+        os._exit(1)  # another rank has ended, and the threads of PyTorch would wait for it
 
 
 class RankServer:
-    """Does one thing after another, in the order in which it is asked, and tells how the session stands.
+    """Executes requests in order, and sends snapshots of the session.
 
-    Invariant: one message is sent at a time, and how things stand after something is told before it is answered.
+    Invariant: one message is sent at a time, and the snapshot after a request is sent before its response.
 
     Args:
-        session: over the relay of this rank.
-        pipe: to whoever steers.
+        session: session of this rank.
+        pipe: pipe to the parent process.
     """
 
     def __init__(self, session: Session, pipe: multiprocessing.connection.Connection) -> None:
         self._session, self._pipe = session, pipe
-        self._executor = ThreadPoolExecutor(1, "asked")
+        self._executor = ThreadPoolExecutor(1, "requests")
         self._send_lock, self._ended = threading.Lock(), threading.Event()
-        self._sent_step: ShownStep | None = None  # that was sent last
+        self._sent_step: ShownStep | None = None  # shown step of the last message
 
     def serve(self) -> None:
-        """Serve until asked to end."""
-        teller = threading.Thread(target=self._send_updates, name="tell", daemon=True)
-        teller.start()
+        """Execute requests until the empty message."""
+        updates = threading.Thread(target=self._send_updates, name="updates", daemon=True)
+        updates.start()
         try:
-            while asked := self._pipe.recv_bytes():
-                self._executor.submit(self._handle_request, asked)
+            while data := self._pipe.recv_bytes():
+                self._executor.submit(self._handle_request, data)
         except (EOFError, OSError):
-            os._exit(1)  # in the middle of a step too: nobody is left to train for
+            os._exit(1)  # even during a step: the parent process has ended
         self._executor.shutdown(wait=True)
         self._ended.set()
         self._session.close()
         self._session.relay.close()
-        teller.join()
+        updates.join()
 
     def _handle_request(self, data: bytes) -> None:
         number, before = -1, self._session.snapshot().failure
         try:
-            ask: RankRequest = pickle.loads(data)
-            number = ask.number
-            getattr(self._session, ask.method)(*ask.args, **ask.options)
+            request: RankRequest = pickle.loads(data)
+            number = request.number
+            getattr(self._session, request.method)(*request.args, **request.options)
             now = self._session.wait()
-            refused = now.refusal.message if now.refusal is not None and ask.method in _REFUSABLE else ""
-            answer = RankResponse(number, now.failure if now.failure is not before else None, refused)
+            refused = now.refusal.message if now.refusal is not None and request.method in _REFUSABLE else ""
+            response = RankResponse(number, now.failure if now.failure is not before else None, refused)
         except Exception as error:
-            answer = RankResponse(number, refused=f"{type(error).__name__}: {error}")
+            response = RankResponse(number, refused=f"{type(error).__name__}: {error}")
         self._send_snapshot()
-        self._send_response(answer)
+        with self._send_lock:
+            self._write(pickle.dumps(response))
 
-    # -- telling -------------------------------------------------------------------------------------------------------
+    # -- snapshots -----------------------------------------------------------------------------------------------------
 
     def _send_updates(self) -> None:
-        """Send what is new, rarely enough that training does not notice."""
+        """Send new snapshots, within `HZ` and `CPU_SHARE`."""
         sent = -1
         while not self._ended.is_set():
             began_s = time.thread_time()
@@ -119,18 +120,16 @@ class RankServer:
 
     def _send_snapshot(self) -> None:
         with self._send_lock:
-            snapshot = self._session.snapshot()  # here: an older one must not follow a newer one
-            same = snapshot.shown is not None and snapshot.shown is self._sent_step
+            snapshot = self._session.snapshot()  # under the lock, so that snapshots are sent in order
+            unchanged = snapshot.shown is not None and snapshot.shown is self._sent_step
             try:
-                data = pickle.dumps(SnapshotMessage(replace(snapshot, shown=None) if same else snapshot, same))
-            except Exception as error:  # an edit with a module that cannot be pickled, say
+                data = pickle.dumps(
+                    SnapshotMessage(replace(snapshot, shown=None) if unchanged else snapshot, unchanged)
+                )
+            except Exception as error:  # for example an edit with a module that cannot be pickled
                 data = pickle.dumps(_rank_failure(error))
             self._sent_step = snapshot.shown
             self._write(data)
-
-    def _send_response(self, response: RankResponse) -> None:
-        with self._send_lock:
-            self._write(pickle.dumps(response))
 
     def _write(self, data: bytes) -> None:
         try:
@@ -140,7 +139,7 @@ class RankServer:
 
 
 def _join_group(rank: int, count: int, port: int) -> None:
-    # As torchrun sets them, for what a training function asks; on loopback: ranks of one machine need no network
+    # The variables of torchrun, for the training function; on loopback, because all ranks are on one machine.
     names = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
     os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in names.items()}})
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
@@ -150,17 +149,17 @@ def _join_group(rank: int, count: int, port: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
 
 
-def _check_session(made: object, count: int) -> Session:
-    if not isinstance(made, Session):
+def _check_session(session: object, count: int) -> Session:
+    if not isinstance(session, Session):
         raise TypeError(
-            f"train returned a {type(made).__name__}: it must return a workbench.Session over the rank's relay"
+            f"train returned a {type(session).__name__}: it must return a workbench.Session with the relay of the rank"
         )
-    if made.relay.workers != count:
+    if session.relay.workers != count:
         raise ValueError(
-            f"train made a relay of {made.relay.workers} worker(s), and {count} ranks were started: make it with "
+            f"train returned a relay of {session.relay.workers} worker(s), but {count} ranks were started: create it with "
             "Relay(..., workers=Workers())"
         )
-    return made
+    return session
 
 
 def _rank_failure(error: BaseException) -> RankFailure:

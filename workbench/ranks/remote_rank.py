@@ -1,4 +1,4 @@
-"""A rank as it is seen from here: what it has told last, and whether its process lives."""
+"""Parent side of one rank: its last snapshot, its responses, and the state of its process."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from workbench.session import ShownStep, Snapshot
 
 
 class RemoteRank:
-    """One rank in another process; panels look at it as at a session.
+    """A rank in another process, as a source of snapshots for panels.
 
-    Invariant: written by the thread that reads, under `changed`; what was shown once is the same object as long as it is shown.
+    Invariant: only the reading thread changes it, under `changed`. Snapshots with the same shown step share one object.
 
     Args:
-        rank: its number.
-        process: that it is in.
-        pipe: to it.
-        changed: is notified of whatever comes.
+        rank: number of the rank.
+        process: process of the rank.
+        pipe: pipe to the process.
+        changed: notified after every message.
 
     Attributes:
-        ended: why there is no process any more; "" while there is one.
-        broken: what went wrong in it outside of any step, if anything did.
+        ended: how the process has ended; "" while it runs.
+        failure: an error of the rank outside of steps.
     """
 
     def __init__(self, rank: int, process: BaseProcess, pipe: Connection, changed: Condition) -> None:
         self.rank, self.process, self.pipe, self._changed = rank, process, pipe, changed
-        self.ended, self.failure = "", None  # type: str, Broken | None
+        self.ended = ""
+        self.failure: RankFailure | None = None
         self._snapshot: Snapshot | None = None
         self._shown_step: ShownStep | None = None
         self._number = 0
@@ -40,32 +41,32 @@ class RemoteRank:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has said how it stands."""
+        """True after the first snapshot."""
         return self._snapshot is not None
 
     def snapshot(self) -> Snapshot:
-        """Return how it stood when it last said so."""
+        """Return the last snapshot."""
         with self._changed:
-            assert self._snapshot is not None, f"rank {self.rank} has said nothing yet"
+            assert self._snapshot is not None, f"rank {self.rank} has not sent a snapshot yet"
             return replace(self._snapshot, number=self._number, ended=self._snapshot.ended or self.ended)
 
     def wait_for_change(self, number: int, timeout_s: float) -> None:
-        """Wait until a snapshot would have another number than this one, at most `timeout_s`."""
+        """Wait at most `timeout_s` seconds until the snapshot has another number."""
         with self._changed:
             self._changed.wait_for(lambda: self._number != number, timeout_s)
 
     def send(self, request: RankRequest) -> None:
-        """Send a question; one that has ended does not get it."""
+        """Send a request, unless the process has ended."""
         data = pickle.dumps(request)
-        with suppress(OSError):  # it has just ended, which the thread that reads finds out by itself
+        with suppress(OSError):  # the process has just ended, which the reading thread detects
             self.pipe.send_bytes(data)
 
     def take_response(self, number: int) -> RankResponse | None:
-        """Take the answer to a question, if there is one."""
+        """Remove and return the response to a request; None if it has not arrived."""
         return self._responses.pop(number, None)
 
     def read_message(self) -> None:
-        """Take in one message, or the end of the process."""
+        """Read one message, or detect the end of the process."""
         try:
             message = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
@@ -80,12 +81,10 @@ class RemoteRank:
             elif isinstance(message, RankFailure):
                 self.failure = message
             else:
-                self._store_snapshot(message)
+                assert isinstance(message, SnapshotMessage)
+                now = replace(message.snapshot, shown=self._shown_step) if message.step_unchanged else message.snapshot
+                self._snapshot, self._shown_step = now, now.shown
             self._notify_change()
-
-    def _store_snapshot(self, message: SnapshotMessage) -> None:
-        now = replace(message.snapshot, shown=self._shown_step) if message.step_unchanged else message.snapshot
-        self._snapshot, self._shown_step = now, now.shown
 
     def _notify_change(self) -> None:
         self._number += 1
@@ -93,7 +92,7 @@ class RemoteRank:
 
 
 def _describe_exit(exitcode: int | None) -> str:
-    """Say how a process has ended."""
+    """Describe how a process has ended."""
     if exitcode is not None and exitcode < 0:
         return f"its process was ended by {signal.Signals(-exitcode).name}"
     return "its process has ended" if not exitcode else f"its process has ended with exit status {exitcode}"

@@ -1,4 +1,4 @@
-"""Arrays and numbers read off a trace: no drawing, no widgets.
+"""Arrays and figures computed from a trace; no drawing, no widgets.
 
 May import the engine.
 Begin reading at `trace_columns.py`, `lane_usage.py`, `state_timeline.py`.
@@ -9,13 +9,13 @@ from workbench.readings.algorithm_text import line_text as line_text
 from workbench.readings.bars import Bars as Bars
 from workbench.readings.bars import make_bars as make_bars
 from workbench.readings.bars import make_hatched as make_hatched
+from workbench.readings.lane_usage import LayerUsage as LayerUsage
 from workbench.readings.lane_usage import TimelineSummary as TimelineSummary
 from workbench.readings.lane_usage import find_phases as find_phases
 from workbench.readings.lane_usage import has_kind as has_kind
+from workbench.readings.lane_usage import layer_usage as layer_usage
 from workbench.readings.lane_usage import summarize_timeline as summarize_timeline
 from workbench.readings.lane_usage import visit_starts as visit_starts
-from workbench.readings.layer_costs import LayerUsage as LayerUsage
-from workbench.readings.layer_costs import layer_usage as layer_usage
 from workbench.readings.layer_names import LayerNumbers as LayerNumbers
 from workbench.readings.layer_names import full_name as full_name
 from workbench.readings.layer_names import number_layers as number_layers

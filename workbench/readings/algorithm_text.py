@@ -1,7 +1,7 @@
-"""A step in a few lines, and which of them an event belongs to. Words to highlight, not code that runs.
+"""Pseudocode of a step for display, and the line that each event belongs to.
 
-The lines follow the loop of `l2l_core/step/loop.py`; Pudipeddi et al., https://arxiv.org/abs/2002.05645 (L2L-p). Those of a step
-depth first follow `l2l_core/step/depth_first.py`.
+The lines follow `l2l_core/step/loop.py` and `l2l_core/step/depth_first.py`; Pudipeddi et al., https://arxiv.org/abs/2002.05645
+(L2L-p).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 
 class AlgorithmLine(NamedTuple):
-    """One line of the algorithm."""
+    """One line of the pseudocode."""
 
-    depth: int  # of its indentation
+    depth: int  # of the indentation
     text: str
 
 
@@ -44,8 +44,8 @@ _DEPTH_FIRST_LINES = (
 _LINES_OF_SCHEDULE = {"breadth_first": BREADTH_FIRST_LINES, "depth_first": _DEPTH_FIRST_LINES}
 
 _BACKWARD_LINE = 8
-_KEPT_GRAPH_LINE = "no recompute, back-propagate"  # in its place, where the graph of forward was kept
-_FIRST_FORWARD_LINE, _FIRST_BACKWARD_LINE = 0, 5  # where the two passes begin
+_KEPT_GRAPH_LINE = "no recompute, back-propagate"  # replaces the line if the graph of forward was kept
+_FIRST_FORWARD_LINE, _FIRST_BACKWARD_LINE = 0, 5
 _LINE_OF_KIND = {"forward": 3, "loss": 4, "backward": _BACKWARD_LINE, "push": 9, "reduce": 10, "update": 10, "clip": 10}
 _LINE_IN_PASS = {"load": 1, "stash": 3, "fetch": 3}
 _DEPTH_FIRST_LINE_OF_KIND = {"forward": 3, "loss": 4, "backward": 6, "push": 7, "reduce": 8, "update": 8, "clip": 8}
@@ -57,12 +57,13 @@ def algorithm_lines(schedule: str) -> tuple[AlgorithmLine, ...]:
 
 
 def line_index(kind: str, layer: str, backward: bool, schedule: str = "breadth_first") -> int:
-    """Find the line of an event, as an index into the lines of its schedule.
+    """Return the line of an event, as an index into the lines of its schedule.
 
     Args:
-        kind, layer: of the event; the shell's own work and loads belong to the line that begins the pass.
-        backward: whether backward had begun when the event started.
-        schedule: depth first, the shell's own work belongs to its micro-batch.
+        kind, layer: kind and layer of the event. Compute and loads of the shell belong to the first line of the pass, or,
+            depth first, to the line of the micro-batches.
+        backward: True if backward had begun when the event started.
+        schedule: as in `RelayConfig`.
     """
     if schedule == "depth_first":
         return 2 if kind == "load" and layer != "shell" else _DEPTH_FIRST_LINE_OF_KIND.get(kind, 0)
@@ -74,7 +75,7 @@ def line_index(kind: str, layer: str, backward: bool, schedule: str = "breadth_f
 
 
 def line_text(number: int, graph_kept: bool, schedule: str = "breadth_first") -> str:
-    """Write a line of the algorithm for a moment; with a kept graph, a relay's backward recomputes nothing."""
+    """Return the text of a line; breadth first, the backward of a kept graph has no recompute."""
     if graph_kept and number == _BACKWARD_LINE and schedule == "breadth_first":
         return _KEPT_GRAPH_LINE
     return _LINES_OF_SCHEDULE[schedule][number].text

@@ -1,7 +1,7 @@
-"""How a layer is called, in every picture, table, form and journal: its number, and its permanent key beside it.
+"""Display names of layers: the number and the permanent key.
 
-The number is the layer's position among the layers of that moment, from 0: what `Insert(at=6)` means by 6 where all layers are
-in one stack. It moves when layers before it come or go. The key stays with the layer through all edits.
+The number is the current position of the layer from 0, as in `Insert(at=6)` for a model with one stack. Edits change it; the
+key stays.
 """
 
 from __future__ import annotations
@@ -10,29 +10,25 @@ from collections.abc import Iterable, Mapping
 
 LayerNumbers = Mapping[str, int]  # by key
 
-_SHELL = "shell"  # of the model; traces name it among the layers
+_SHELL = "shell"  # among the layer names of a trace
 
 
 def number_layers(keys: Iterable[str]) -> LayerNumbers:
-    """Number layers by key.
-
-    Args:
-        keys: of all layers in order, as the names of a trace have them; the shell among them has no number.
-    """
+    """Return the number of each layer by key; the shell among `keys` has no number."""
     return {key: i for i, key in enumerate(key for key in keys if key != _SHELL)}
 
 
 def short_name(key: str, numbers: LayerNumbers) -> str:
-    """Give the number alone, "6", where there is little room; the key of what has none, as the shell or a layer that is gone."""
+    """Return the number of a layer, "6"; the key if it has none, as the shell or a dropped layer."""
     return str(numbers[key]) if key in numbers else key
 
 
 def full_name(key: str, numbers: LayerNumbers) -> str:
-    """Give number and key, "6 · L006"; the key alone of what has no number."""
+    """Return number and key, "6 · L006"; only the key if it has no number."""
     return f"{numbers[key]} · {key}" if key in numbers else key
 
 
 def span_name(first: str, last: str, numbers: LayerNumbers) -> str:
-    """Name layers that follow one another, "2–4 · L002–L009"; keys alone if one of both has no number."""
+    """Return the name of a range of layers, "2–4 · L002–L009"; only the keys if one end has no number."""
     keys = f"{first}–{last}"
     return f"{numbers[first]}–{numbers[last]} · {keys}" if {first, last} <= numbers.keys() else keys

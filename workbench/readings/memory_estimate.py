@@ -1,18 +1,15 @@
-"""What plain in-core training of the same batch would need on the device: an estimate from one step by relay.
+"""Estimate the device memory of in-core training from the trace of one relay step.
 
-Nothing is trained in core for it (`in_core.py` does that, and measures). In core the graphs of all layers are alive at
-once. The relay makes the same graphs one after another, and its memory samples tell their sizes: when a layer's forward
-event ends, its graph is still whole and its temporaries are gone, so the activation bytes then, less those before the
-event, are what autograd has saved inside the layer. Layer inputs come on top (the stash of one micro-batch), and
-weights, optimizer state and, from the second micro-batch on, gradients. The peak is the highest of these moments: the
-loss, the backward of each layer above the graphs of those below it, and the update.
+In core, the graphs of all layers exist at once. The relay builds the same graphs one after another: at the end of a layer's
+forward event its graph is complete and its temporaries are freed, so the growth of the activation bytes is the size of the
+graph. Layer inputs (the stash of one micro-batch), weights, optimizer state and, from the second micro-batch on, gradients are
+added. The peak is the maximum over the loss, the backward of each layer with the graphs of the layers below it, and the update.
+The samples of a depth-first step are used directly, because its graphs exist at once too.
 
-Measured against `InCore.measure_peak_bytes` for GPT-2 (with and without dropout), BERT, Llama, an MLP and a
-convolutional stack, 1 to 4 micro-batches, the stash on either side, AdamW (fused) and SGD: off by -1.3 % to +3.5 %, most
-by less than 0.5 %. From a relay in bfloat16 the float32 graphs are guessed by a factor: off by -10 % to +18 %. Not counted:
-temporaries of an optimizer that is not fused. A step depth first has the graphs of a micro-batch alive at once, as in core: its
-samples are the measure. On a GPU samples carry the host's times and events the GPU's, so graphs
-are told apart less well there; that was not measured.
+Error relative to `InCore.measure_peak_bytes` for GPT-2 (with and without dropout), BERT, Llama, an MLP and a convolutional
+stack, 1 to 4 micro-batches, the stash at either place, AdamW (fused) and SGD: -1.3 % to +3.5 %, mostly below 0.5 %; from a step
+in bfloat16, whose graphs are scaled by a factor, -10 % to +18 %. Temporaries of an optimizer that is not fused are not
+included. On a GPU, samples have host times and events GPU times, so graphs are separated less exactly (not measured).
 """
 
 from __future__ import annotations
@@ -27,22 +24,17 @@ from l2l_core import Relay, Trace
 from l2l_core.trace import CATEGORIES
 from workbench.readings.trace_columns import Columns
 
-# Bytes of a float32 graph over those of autocast: measured 2.1 for GPT-2 without dropout, 1.5 with it and for BERT, where
-# masks and softmax keep their type.
+# Size of a float32 graph relative to bfloat16 autocast: measured 2.1 for GPT-2 without dropout, 1.5 with dropout and for BERT,
+# in which masks and softmax keep their type.
 BF16_FACTOR = 1.7
 
 IntArray = NDArray[np.int64]
 
 
 def estimate_in_core_bytes(relay: Relay, trace: Trace) -> int:
-    """Estimate the peak device bytes of a step in core.
-
-    Args:
-        relay: whose model it is.
-        trace: one of its finished steps; says how many micro-batches there are.
-    """
+    """Estimate the peak device bytes of an in-core step from a finished step of the relay."""
     units = [relay.shell, *relay.stack]
-    owners = {param: unit.key for unit in reversed(units) for param in unit.params}  # one owner, even if shared
+    owners = {param: unit.key for unit in reversed(units) for param in unit.params}  # one owner per shared parameter
     gradients = dict.fromkeys((unit.key for unit in units), 0)
     for param, key in owners.items():
         gradients[key] += 4 * param.numel() if param.requires_grad else 0
@@ -51,25 +43,25 @@ def estimate_in_core_bytes(relay: Relay, trace: Trace) -> int:
 
 
 def estimate_peak_bytes(trace: Trace, weight_bytes: int, gradient_bytes: Mapping[str, int]) -> int:
-    """Estimate the peak device bytes of a step in core from plain values.
+    """Estimate the peak device bytes of an in-core step without the relay.
 
     Args:
-        trace: a finished step by relay.
-        weight_bytes: of the whole model in float32, buffers included.
-        gradient_bytes: of what is trained, by key of its layer or "shell", float32.
+        trace: a finished relay step.
+        weight_bytes: float32 bytes of the whole model, including buffers.
+        gradient_bytes: float32 bytes of the trained parameters, by key of the layer or "shell".
     """
     columns = Columns.of(trace)
     gradients = sum(gradient_bytes.values())
     fixed = weight_bytes + _peak_bytes(columns, "host", "optimizer") + batch_bytes(trace)
-    if trace.settings.get("schedule") == "depth_first":  # in core already, but for the optimizer
+    if trace.settings.get("schedule") == "depth_first":  # in core except for the optimizer
         return fixed + gradients + round(_precision_factor(trace) * _peak_bytes(columns, "device", "activations"))
     graphs = _GraphBytes.of(columns, on_host=trace.settings.get("stash") == "host")
     if graphs is None:
         return fixed + gradients
     factor = _precision_factor(trace)
-    trained = np.array([gradient_bytes.get(columns.layers[layer], 0) for layer in graphs.layer])
+    trained = np.array([gradient_bytes.get(columns.layers[int(layer)], 0) for layer in graphs.layer])
     above = np.append(np.cumsum(trained[::-1])[::-1][1:], 0)  # gradients that exist when a layer's backward begins
-    several = graphs.micro_batches > 1  # then those of the first one are all there
+    several = graphs.micro_batches > 1  # after the first micro-batch, all gradients exist
     at_backward = factor * graphs.backward_bytes + (gradients if several else above)
     at_loss = factor * graphs.loss_bytes + (gradients if several else 0)
     return fixed + round(max(float(at_backward.max()), at_loss, gradients))
@@ -81,13 +73,13 @@ def _precision_factor(trace: Trace) -> float:
 
 @dataclass(frozen=True)
 class _GraphBytes:
-    """Activation bytes in core of one micro-batch: at its loss, and while each layer is back-propagated.
+    """In-core activation bytes of one micro-batch.
 
     Attributes:
-        layer: (visits,), index of the layer that was visited, in order of forward.
-        at_backward: (visits,).
-        at_loss: with the graphs of all layers and of the loss.
-        micro_batches: how many there are.
+        layer: (visits,), index of the visited layer, in order of forward.
+        backward_bytes: (visits,), during the backward of the layer.
+        loss_bytes: at the loss, with the graphs of all layers and of the loss.
+        micro_batches: number of micro-batches.
     """
 
     layer: IntArray
@@ -97,7 +89,7 @@ class _GraphBytes:
 
     @staticmethod
     def of(columns: Columns, on_host: bool) -> _GraphBytes | None:
-        """From a trace whose stash was `on_host`; None if it holds no forward."""
+        """Compute from a trace whose stash was `on_host`; None without a forward event."""
         compute = columns.events_on("compute")
         visit, k, kind = columns.visit[compute], columns.k[compute], columns.kind[compute]
         forward = np.flatnonzero((kind == _kind_index(columns, "forward")) & (visit >= 0))
@@ -105,7 +97,7 @@ class _GraphBytes:
             return None
         before, during, after = _activation_bytes(columns, compute)
         visits, count = int(visit[forward].max()) + 1, len(np.unique(k[forward]))
-        # an event that waited was cut in pieces: what was there before the first, what is left after the last
+        # A call has several events if compute waits: the graph is the growth from before the first to after the last.
         call = visit[forward] * (int(k.max()) + 2) + k[forward]
         firsts = forward[np.unique(call, return_index=True)[1]]
         lasts = forward[len(forward) - 1 - np.unique(call[::-1], return_index=True)[1]]
@@ -114,34 +106,33 @@ class _GraphBytes:
         layer[visit[forward]] = columns.layer[compute][forward]
 
         backward = np.flatnonzero(kind == _kind_index(columns, "backward"))
-        own = saved.copy()  # the layer that is back-propagated, with its temporaries
+        own = saved.copy()  # of the layer in backward, with temporaries
         np.maximum.at(own, np.clip(2 * visits - 1 - visit[backward], 0, visits - 1), during[backward])
         below = np.cumsum(saved) - saved
         stash = _peak_bytes(columns, "host" if on_host else "device", "stash") // count
         inputs = stash * np.arange(1, visits + 1) // visits
-        turn = firsts[visit[firsts] == visits - 1][0]  # the last layer keeps its graph until the loss is done
+        turn = firsts[visit[firsts] == visits - 1][0]  # the last layer keeps its graph until the loss
         until = backward[0] if len(backward) else len(compute)
         last = max(int(during[turn:until].max(initial=0) - before[turn]), int(saved[-1]))
-        shell = 0 if on_host else int(before[turn]) // count  # saved between layers; on the host, it is in the stash
+        shell = 0 if on_host else int(before[turn]) // count  # saved between layers; part of the stash on the host
         return _GraphBytes(layer, below + own + inputs + shell, int(below[-1]) + last + stash + shell, count)
 
 
 def _activation_bytes(columns: Columns, compute: NDArray[np.intp]) -> tuple[IntArray, IntArray, IntArray]:
-    """Activation bytes on the device before, during (highest) and after every compute event.
+    """Return the activation bytes before, during (maximum) and after every compute event.
 
-    The relay samples when an event has ended: what was highest, then what is left. Where nothing changed there is no
-    sample.
+    At the end of an event the relay records two samples, the maximum and the current bytes; none if nothing has changed.
     """
     at = columns.samples_at("device")
-    held = np.append(columns.sample_bytes[at, CATEGORIES.index("activations")], 0)
+    activations = np.append(columns.sample_bytes[at, CATEGORIES.index("activations")], 0)
     first = np.append(np.searchsorted(columns.sample_s[at], columns.stop_s[compute], "left"), len(at))
-    after = np.where(first[1:] > 0, held[first[1:] - 1], 0)
-    during = np.where(first[1:] > first[:-1], np.maximum.reduceat(held, first[:-1]), after)
+    after = np.where(first[1:] > 0, activations[first[1:] - 1], 0)
+    during = np.where(first[1:] > first[:-1], np.maximum.reduceat(activations, first[:-1]), after)
     return np.append(0, after[:-1]), during, after
 
 
 def batch_bytes(trace: Trace) -> int:
-    """Add up the bytes of a finished step's batch, as they were copied to the device."""
+    """Return the bytes of the batch that a finished step copied to the device."""
     columns = Columns.of(trace)
     return int(columns.nbytes[columns.kind == _kind_index(columns, "batch")].sum())
 

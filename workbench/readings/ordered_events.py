@@ -1,4 +1,4 @@
-"""The events of a step by time of start, with the place that each one's layer has in the stack."""
+"""The events of a step in order of start, with the position of the layer of each event."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from workbench.readings.trace_columns import Columns
 
 
 class OrderedEvents:
-    """Events in order of start; those that start together come in order of stop.
+    """Events in order of start, then of stop.
 
     Attributes:
         start_s, stop_s, kind, layer, k, visit, nbytes, stay, slot, piece, pieces: (events,), as in `Columns`.
-        rank: (events,), the layer's place in the stack, -1 if it is not in it.
-        lanes: the events of each lane.
-        keys: the stack.
+        position: (events,), position of the layer in `keys`, -1 if it is not one of them.
+        lanes: indices of the events of each lane.
+        keys: keys of the layers in order.
     """
 
     def __init__(self, columns: Columns, keys: Sequence[str]) -> None:
@@ -32,31 +32,31 @@ class OrderedEvents:
         self.piece, self.pieces = columns.piece[order], columns.pieces[order]
         self._lane = columns.lane[order]
         self.lanes = {name: np.flatnonzero(self._lane == number) for number, name in enumerate(ALL_LANES)}
-        places = {key: number for number, key in enumerate(keys)}
-        ranks = np.array([places.get(name, -1) for name in columns.layers], np.int64)
-        self.position = ranks[self.layer] if len(order) else np.empty(0, np.int64)
+        numbers = {key: number for number, key in enumerate(keys)}
+        positions = np.array([numbers.get(name, -1) for name in columns.layers], np.int64)
+        self.position = positions[self.layer] if len(order) else np.empty(0, np.int64)
 
     def __len__(self) -> int:
         return len(self.start_s)
 
     def of_kind(self, *kinds: str) -> NDArray[np.intp]:
-        """Find the events of these kinds."""
-        wanted = [number for number, name in enumerate(self._kinds) if name in kinds]
-        return np.flatnonzero(np.isin(self.kind, wanted))
+        """Return the indices of the events of these kinds."""
+        numbers = [number for number, name in enumerate(self._kinds) if name in kinds]
+        return np.flatnonzero(np.isin(self.kind, numbers))
 
     def of_layers(self, *kinds: str) -> NDArray[np.intp]:
-        """Find the events of these kinds that are of a layer in the stack."""
+        """Return the indices of the events of these kinds that belong to a layer in `keys`."""
         rows = self.of_kind(*kinds)
         return rows[self.position[rows] >= 0]
 
     def kind_and_layer(self, row: int) -> tuple[str, str]:
-        """Name an event's kind and layer."""
-        return self._kinds[self.kind[row]], self._layers[self.layer[row]]
+        """Return the names of an event's kind and layer."""
+        return self._kinds[int(self.kind[row])], self._layers[int(self.layer[row])]
 
     def last_started(self, rows: NDArray[np.intp], lane: str, i: int) -> int:
-        """Find the last of the events `rows` on a lane that has started when event `i` starts, -1 if there is none.
+        """Return the last event among `rows` of a lane that has started when event `i` starts, -1 if none has.
 
-        Of those that start together with `i` the last one counts, but on its own lane `i` stands for itself.
+        Events that start together with `i` count on other lanes, but not on the lane of `i`.
         """
         if i >= 0 and self._lane[i] != ALL_LANES.index(lane):
             i = int(np.searchsorted(self.start_s, self.start_s[i], side="right")) - 1

@@ -1,4 +1,4 @@
-"""The state of the relay at one moment, as a value. Where it comes from is in `state_timeline.py`."""
+"""Value types for the state of the relay at one moment; `state_timeline.py` computes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Phase = Literal["fill", "forward", "backward", "tail", "idle"]
 
 @dataclass(frozen=True, slots=True)
 class LaneActivity:
-    """What a lane does: an event; `progress` in [0, 1], None if the event is known only because it is over."""
+    """The current event of a lane; `progress` is in [0, 1], or None in a running step."""
 
     kind: str
     layer: str
@@ -22,7 +22,7 @@ class LaneActivity:
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """A weight slot of the device: the layer in it, None if empty, and the share of its weights that is there."""
+    """A weight slot: its layer, None if empty, and the share of the weights that has been loaded."""
 
     layer: str | None
     share: float = 1.0
@@ -30,7 +30,7 @@ class SlotState:
 
 @dataclass(frozen=True, slots=True)
 class PushState:
-    """The gradient of a layer that backward is done with, and the share that has left the device."""
+    """A complete gradient on the device, and the share that has been pushed."""
 
     layer: str
     share: float
@@ -38,34 +38,35 @@ class PushState:
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """The relay at one moment.
+    """The state of the relay at one moment.
 
     Attributes:
-        i, count: number of the event that started last, from 0 (-1 before the first), and of all events; under way
-            as many as the step before had, 0 if that is not known.
+        event: number of the event that started last, from 0; -1 before the first.
+        num_events: number of events; in a running step that of the previous step, 0 if unknown.
         t_s: seconds since the step began.
-        phase: "fill" before the first layer runs, "tail" when compute is over, "idle" without a step.
-        lanes: what every lane does, None if it rests.
-        slots: the weight slots of the device, A first.
+        phase: "fill" before the first layer runs, "tail" after the last compute event, "idle" without a step.
+        lanes: current event of every lane, None if it is idle.
+        slots: the weight slots of the device.
         layer: the layer that computes.
-        waits_for: the layer that compute waits for, because its weights are on their way.
-        k, micro_batches: the micro-batch, -1 if none or all together, and how many there are.
-        kind: "forward", "backward" or "loss": what compute did last.
-        adding: the layer whose gradient is being added up on the device.
-        gathered: further layers whose gradients are there, to which micro-batches are still to add; depth first only.
-        leaving: gradients on the device that are complete, in the order in which they leave.
-        arrived: layers whose gradient waits in the EPS for their update.
-        eps_layer, eps_kind: what the EPS works on: "reduce", "update" or "clip".
+        waits_for: the layer whose weights compute waits for.
+        k: current micro-batch, -1 for none or all together.
+        micro_batches: number of micro-batches.
+        kind: kind of the last forward, backward or loss event.
+        accumulating: the layer whose gradient is being accumulated on the device.
+        waiting_gradients: further layers with incomplete gradients on the device; depth first only.
+        pushing: complete gradients on the device, in order of their pushes.
+        arrived: layers whose gradient has arrived in the EPS and is not applied yet.
+        eps_layer, eps_kind: layer and kind ("reduce", "update" or "clip") of the current EPS event.
         updated: layers updated so far in this step, in order.
-        stashed, stash: layer inputs that wait for their recompute, and at which place.
-        graphs: layers that have the graph of the micro-batch at work; depth first only, where nothing is stashed.
+        num_stashed, stash: number of stashed layer inputs, and their place.
+        num_graphs: number of layers with a graph of the current micro-batch; depth first only.
         device, host: bytes in use by category.
-        device_peak_bytes: the most bytes on the device so far known.
-        stash_peak_bytes: the most stash at either place so far known.
-        schedule: as in `RelayConfig`: which algorithm it is.
-        line: of that, index into its lines, None without an event.
-        beside: lines that other lanes are at, with the lane.
-        graph_kept: whether compute is in backward, in a layer that need not be recomputed.
+        device_peak_bytes: largest device bytes in this and the previous step.
+        stash_peak_bytes: largest stash bytes at either place in this and the previous step.
+        schedule: as in `RelayConfig`.
+        line: current line of the pseudocode of the schedule, None without an event.
+        other_lines: current lines of other lanes, with the lane.
+        graph_kept: True during a backward without recompute.
     """
 
     event: int = -1

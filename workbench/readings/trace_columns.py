@@ -1,7 +1,6 @@
-"""The events and memory samples of a trace as arrays, one column per field; they grow along with the trace.
+"""The events and memory samples of a trace as arrays, one column per field, read incrementally.
 
-Drawing a picture of a hundred thousand events at ten frames a second must not look at each of them every time: what has
-been read once is kept, and each look reads only what is new.
+Arrays are cached per trace and extended by new events, so that 100,000 events can be redrawn ten times a second.
 """
 
 from __future__ import annotations
@@ -19,17 +18,15 @@ from l2l_core.trace import ALL_LANES, CATEGORIES, PLACES, Trace
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """The first events and samples of a trace, in order of arrival. Times in seconds since the step began.
+    """The first events and samples of a trace, in order of recording. Times are seconds since the step began.
 
     Attributes:
         start_s, stop_s, stalled_s: (events,), float64.
         lane: (events,), index into `ALL_LANES`.
         kind, layer: (events,), indices into `kinds` and `layers`.
-        k, visit: (events,), -1 if none.
-        nbytes: (events,), int64.
-        stay, slot, piece, pieces: (events,), as events say it.
-        lanes: those that the worker has.
-        kinds, layers: names, in order of first appearance; layers are keys.
+        k, visit, nbytes, stay, slot, piece, pieces: (events,), int64, as in `Event`.
+        lanes: names of the lanes of the worker.
+        kinds, layers: names of kinds and keys of layers, in order of first appearance.
         sample_s: (samples,), float64.
         sample_place: (samples,), index into `PLACES`.
         sample_bytes: (samples, categories), int64, in the order of `CATEGORIES`.
@@ -57,21 +54,21 @@ class Columns:
 
     @staticmethod
     def of(trace: Trace, events: int | None = None, samples: int | None = None) -> Columns:
-        """Read what had arrived when the trace had so many events and samples; default all. Asked again, it is the same one."""
+        """Return the first `events` and `samples` of a trace, by default all; equal calls return the same object."""
         with _readers_lock:
             reader = _readers.get(trace)
             if reader is None:
                 reader = _readers[trace] = _TraceReader()
-            known = trace.counts
+            counts = trace.counts
             return reader.read(
                 trace,
-                known[0] if events is None else min(events, known[0]),
-                known[1] if samples is None else min(samples, known[1]),
+                counts[0] if events is None else min(events, counts[0]),
+                counts[1] if samples is None else min(samples, counts[1]),
             )
 
     @property
     def end_s(self) -> float:
-        """When the last event stops, 0.0 without events."""
+        """End of the last event, 0.0 without events."""
         return float(self.stop_s.max()) if len(self.stop_s) else 0.0
 
     def events_on(self, lane: str) -> NDArray[np.intp]:
@@ -86,7 +83,7 @@ class Columns:
 
 
 class _TraceReader:
-    """Reads a trace once."""
+    """Arrays of one trace."""
 
     def __init__(self) -> None:
         self._times, self._numbers = _GrowingArray(3, np.float64), _GrowingArray(10, np.int64)
@@ -96,57 +93,42 @@ class _TraceReader:
         self._columns: tuple[tuple[int, int], Columns] | None = None
 
     def read(self, trace: Trace, events: int, samples: int) -> Columns:
-        """The same object for the same numbers, so that what is made from it can be kept."""
+        """Return columns; the same object for the same counts, so that results can be cached by it."""
         if self._columns is None or self._columns[0] != (events, samples):
             self._columns = (events, samples), self._read(trace, events, samples)
         return self._columns[1]
 
     def _read(self, trace: Trace, events: int, samples: int) -> Columns:
         kinds, layers = self._kinds, self._layers
-        new, _ = trace.events_since(
-            self._times.count
-        )  # all there is by now, which may be more than is asked for: read once
-        if new:
-            self._times.add([(e.start_s, e.stop_s, e.stalled_s) for e in new])
-            self._numbers.add(
-                [
-                    (
-                        ALL_LANES.index(e.lane),
-                        kinds.setdefault(e.kind, len(kinds)),
-                        layers.setdefault(e.layer, len(layers)),
-                        e.k,
-                        e.visit,
-                        e.nbytes,
-                        e.stay,
-                        e.slot,
-                        e.piece,
-                        e.pieces,
-                    )
-                    for e in new
-                ]
-            )
-        fresh = trace.samples_since(self._sample_times.count)
-        if fresh:
-            self._sample_times.add([(sample.t_s,) for sample in fresh])
+        new_events, _ = trace.events_since(self._times.count)  # all new ones, even if fewer are requested
+        if new_events:
+            self._times.add([(e.start_s, e.stop_s, e.stalled_s) for e in new_events])
+            # In the order of the fields of `Columns`.
+            numbers = [(ALL_LANES.index(e.lane), kinds.setdefault(e.kind, len(kinds)),
+                        layers.setdefault(e.layer, len(layers)), e.k, e.visit, e.nbytes, e.stay, e.slot, e.piece, e.pieces)
+                       for e in new_events]  # fmt: skip
+            self._numbers.add(numbers)
+        new_samples = trace.samples_since(self._sample_times.count)
+        if new_samples:
+            self._sample_times.add([(sample.t_s,) for sample in new_samples])
             self._samples.add(
-                [(PLACES.index(s.place), *(s.bytes_by_category.get(c, 0) for c in CATEGORIES)) for s in fresh]
+                [(PLACES.index(s.place), *(s.bytes_by_category.get(c, 0) for c in CATEGORIES)) for s in new_samples]
             )
-        times, numbers = self._times.head(events), self._numbers.head(events)
-        held = self._samples.head(samples)
+        sampled = self._samples.head(samples)
         return Columns(
-            *(times[:, i] for i in range(3)),
-            *(numbers[:, i] for i in range(10)),
+            *self._times.head(events).T,
+            *self._numbers.head(events).T,
             lanes=trace.lane_names,
             kinds=tuple(kinds),
             layers=tuple(layers),
             sample_s=self._sample_times.head(samples)[:, 0],
-            sample_place=held[:, 0],
-            sample_bytes=held[:, 1:],
+            sample_place=sampled[:, 0],
+            sample_bytes=sampled[:, 1:],
         )
 
 
 class _GrowingArray:
-    """An array that grows at its end; what was handed out stays as it is."""
+    """An array that grows at its end; views of it stay valid."""
 
     def __init__(self, width: int, dtype: type) -> None:
         self._array, self.count = np.empty((256, width), dtype), 0
@@ -154,7 +136,7 @@ class _GrowingArray:
     def add(self, rows: Sequence[Sequence[float]]) -> None:
         needed = self.count + len(rows)
         if needed > len(self._array):
-            # A new array, since columns that were handed out are views of the old one; twice as large, so that it is rare.
+            # A new array, because `Columns` are views of the old one; of twice the size, so that this is rare.
             grown = np.empty((2 * needed, self._array.shape[1]), self._array.dtype)
             grown[: self.count] = self._array[: self.count]
             self._array = grown
@@ -165,5 +147,5 @@ class _GrowingArray:
         return self._array[:count]
 
 
-_readers: WeakKeyDictionary[Trace, _TraceReader] = WeakKeyDictionary()  # a reader goes with its trace
-_readers_lock = Lock()  # panels and the session's thread may read the same trace at once
+_readers: WeakKeyDictionary[Trace, _TraceReader] = WeakKeyDictionary()
+_readers_lock = Lock()  # panels and the thread of the session may read the same trace at the same time

@@ -1,4 +1,4 @@
-"""Stays of layers on the device in which they compute, one after another; and which one computes at a time."""
+"""Visits of layers over time, and the layer that computes at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workbench.readings.ordered_events import OrderedEvents
 
 
 class ComputeState(NamedTuple):
-    """The layer that computes, the one that compute waits for, and the micro-batch with which it begins if that is to come."""
+    """The layer that computes, the layer that compute waits for, and the first micro-batch of a visit that has not begun."""
 
     layer: str | None
     waits_for: str | None = None
@@ -20,19 +20,19 @@ class ComputeState(NamedTuple):
 
 
 class VisitTimeline:
-    """Stays that have computed. At the turn forward and backward share one, unless the last layer's graphs were dropped.
+    """Visits of layers. The last layer has one visit for forward and backward, unless its graph was dropped.
 
     Args:
-        events: of the step.
-        live: whether the step is still under way, so that visits are still to come.
-        earlier: visits of the step before, which come in the same order.
-        rounds: how often a step goes down the stack and back.
+        events: events of the step.
+        live: True if the step has not finished, so that visits may follow.
+        previous: visits of the previous step, which have the same order.
+        passes: number of forward-backward passes of a step.
 
     Attributes:
-        rows: (visits,), the event with which each one begins.
+        rows: (visits,), first event of each visit.
         start_s, stop_s: (visits,).
-        layers: place in the stack, by visit.
-        expected: likewise, of visits that are still to come.
+        layers: position of the layer, by visit.
+        expected: positions of the layers of the visits that will follow.
     """
 
     def __init__(self, events: OrderedEvents, live: bool, previous: VisitTimeline | None, passes: int = 1) -> None:
@@ -45,21 +45,21 @@ class VisitTimeline:
         self.layers: list[int] = events.position[self.rows].tolist()
         self._k: list[int] = events.k[self.rows].tolist()
         self.expected: list[int] = []
-        if live:  # as in the step before, or down the stack and back
+        if live:
             depth = len(self._keys)
-            # depth - 2: the last layer's visit is its forward and its backward.
-            plan = previous.layers if previous else [*range(depth), *range(depth - 2, -1, -1)] * passes
-            self.expected = plan[len(self.layers) :]
+            # The last layer has one visit for both directions.
+            order = previous.layers if previous else [*range(depth), *range(depth - 2, -1, -1)] * passes
+            self.expected = order[len(self.layers) :]
 
     @cached_property
     def typical_s(self) -> float:
-        """About how long a visit takes."""
+        """Mean seconds between the starts of the last visits."""
         if len(self.start_s) > 1:
             return float(np.diff(self.start_s[-9:]).mean())
         return self._previous.typical_s if self._previous else 0.1
 
     def compute_state(self, t_s: float, shares: Mapping[str | None, float]) -> ComputeState:
-        """Say what computes at a time before compute is over; `shares`: of its weights on the device, by layer."""
+        """Return what computes at a time before the end of compute; `shares` has the loaded share of the weights by layer."""
         j = int(np.searchsorted(self.start_s, t_s, side="right")) - 1
         over = j < 0 or t_s >= self.stop_s[j]
         key = self._keys[self.layers[j]] if j >= 0 else None
@@ -68,12 +68,12 @@ class VisitTimeline:
         following = [*self.layers[j + 1 : j + 2], *self.expected[:1]]
         if not following:
             return ComputeState(key if key in shares else None)
-        coming = self._keys[following[0]]
-        if shares.get(coming, 0.0) >= 1.0 and j >= 0:
-            return ComputeState(coming, first_k=self._first_k(j + 1))
-        return ComputeState(None, coming)
+        next_layer = self._keys[following[0]]
+        if shares.get(next_layer, 0.0) >= 1.0 and j >= 0:
+            return ComputeState(next_layer, first_k=self._first_k(j + 1))
+        return ComputeState(None, next_layer)
 
     def _first_k(self, j: int) -> int:
-        """The micro-batch with which a visit begins; of one that is still to come, as in the step before."""
+        """Return the first micro-batch of a visit; for a visit that has not begun, that of the previous step."""
         ks = self._k if j < len(self._k) or self._previous is None else self._previous._k
         return ks[j] if j < len(ks) else 0

@@ -1,4 +1,4 @@
-"""A session on disk: recorded, read, reported, compared.
+"""Recorded runs of a session: files, replay values, reports, comparisons and exports.
 
 May import `pictures`, `readings`, `session`.
 Begin reading at `recorder.py`, `run_loader.py`, `recorded_run.py`.

@@ -1,7 +1,7 @@
-"""The step that is seen, and the run that led to it, as files for other programs: what a page's buttons write.
+"""Export the shown step or the run so far to files for other programs.
 
-The formats are those of `Trace`, of the logger for TensorBoard and of the report; here is what a file is called, that none is
-ever written over nor left half written, and what to do with it.
+The formats are those of `Trace`, of the TensorBoard logger and of the report. Files are written atomically and never
+overwritten.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class ExportedFile(NamedTuple):
     """A file or folder that was written.
 
     Attributes:
-        path: where it is.
-        what: what is in it, as "step 12 of wide".
-        then: what to do with it.
-        site: a page that opens it; "" if none is needed.
+        path: location.
+        description: contents, for example "step 12 of wide".
+        next_step: instruction for opening it.
+        viewer_url: address of the viewer; "" if none is needed.
     """
 
     path: Path
@@ -38,13 +38,12 @@ class ExportedFile(NamedTuple):
 
 
 class ExportTarget(NamedTuple):
-    """A program that something can be written for.
+    """An export format.
 
     Attributes:
-        tip: what is written, for the pointer that rests on its button.
-        write: takes a session or a recording, of which it writes what is seen now, and a folder that is there. It raises
-            a ValueError where there is nothing to write, an OSError where it cannot be written, and a
-            ModuleNotFoundError where a package is missing.
+        tip: tooltip of its button.
+        write: writes the current snapshot of a source into an existing folder. Raises ValueError if no step has run, OSError
+            if the file cannot be written, ModuleNotFoundError if a package is missing.
     """
 
     tip: str
@@ -52,25 +51,23 @@ class ExportTarget(NamedTuple):
 
 
 def export(name: str, source: SnapshotSource, folder: str | Path) -> ExportedFile:
-    """Write what `EXPORTS` has under this name into a folder, which is made.
-
-    All is written or nothing: what fails half way leaves no file.
+    """Export a session to a folder, which is created. A failed export leaves no file.
 
     Args:
-        name: of `EXPORTS`.
+        name: key of `EXPORTS`.
         source: a session, or a recorded run at one of its moments.
-        folder: where to.
+        folder: destination.
 
     Raises:
-        ValueError: nothing has run yet, with the remedy.
-        OSError: it cannot be written there.
-        ModuleNotFoundError: it takes a package that is not installed.
+        ValueError: no step has run yet.
+        OSError: the file cannot be written.
+        ModuleNotFoundError: a required package is not installed.
     """
-    where, now = Path(folder).expanduser(), source.snapshot()
+    destination, now = Path(folder).expanduser(), source.snapshot()
     if failed_trace(now) is None:
-        _shown_step(now)  # raises before a folder is made that would stay empty
-    where.mkdir(parents=True, exist_ok=True)
-    return EXPORTS[name].write(source, where)
+        _shown_step(now)  # raises before an empty folder is created
+    destination.mkdir(parents=True, exist_ok=True)
+    return EXPORTS[name].write(source, destination)
 
 
 def _shown_step(snapshot: Snapshot) -> Trace:
@@ -80,28 +77,28 @@ def _shown_step(snapshot: Snapshot) -> Trace:
 
 
 def _write_perfetto(source: SnapshotSource, folder: Path) -> ExportedFile:
-    snapshot = source.snapshot()  # one for all of the file: a run goes on meanwhile
+    snapshot = source.snapshot()  # only once, because training may continue meanwhile
     trace = _shown_step(snapshot)
     path = _unused_path(folder, _step_stem(snapshot), ".json.gz")
     with _atomic_path(path, folder) as part:
         trace.to_chrome(part)
-    then = 'press "Open trace file"; the file is read in your browser and not uploaded'
-    return ExportedFile(path, snapshot.shown_words, then, "https://ui.perfetto.dev")
+    instruction = 'press "Open trace file"; the file is read in your browser and not uploaded'
+    return ExportedFile(path, snapshot.shown_words, instruction, "https://ui.perfetto.dev")
 
 
 def _write_memory(source: SnapshotSource, folder: Path) -> ExportedFile:
     snapshot = source.snapshot()
     failed, failure = failed_trace(snapshot), snapshot.failure
-    if failed is not None and failure is not None:  # what the view of memory shows then
-        trace, what = failed, snapshot.failed_words
+    if failed is not None and failure is not None:  # as in the memory view
+        trace, description = failed, snapshot.failed_words
         stem = _file_stem(snapshot, failure.branch, f"failed_step_{failure.step}")
     else:
-        trace, what, stem = _shown_step(snapshot), snapshot.shown_words, _step_stem(snapshot)
+        trace, description, stem = _shown_step(snapshot), snapshot.shown_words, _step_stem(snapshot)
     path = _unused_path(folder, f"{stem}_memory", ".pickle")
     with _atomic_path(path, folder) as part:
         trace.to_memory_snapshot(part)
-    then = "drag the file onto that page; device 0 is the device, device 1 the host"
-    return ExportedFile(path, what, then, "https://pytorch.org/memory_viz")
+    instruction = "drag the file onto that page; device 0 is the device, device 1 the host"
+    return ExportedFile(path, description, instruction, "https://pytorch.org/memory_viz")
 
 
 def _write_tensorboard(source: SnapshotSource, folder: Path) -> ExportedFile:
@@ -125,9 +122,7 @@ def _write_report(source: SnapshotSource, folder: Path) -> ExportedFile:
     path = _unused_path(folder, f"{_run_stem(snapshot)}_report", ".html")
     with _atomic_path(path, folder) as part:
         if isinstance(source, RunCursor):
-            write_report(
-                [source.run.truncated(snapshot.number)], part
-            )  # what came after the moment that is seen is left out
+            write_report([source.run.truncated(snapshot.number)], part)  # without later moments
         else:
             write_session_report(snapshot, part)
     return ExportedFile(path, _step_range(snapshot), "Open it in a browser; it is one page that needs no network")
@@ -138,36 +133,36 @@ def _step_range(snapshot: Snapshot) -> str:
 
 
 def _run_stem(snapshot: Snapshot) -> str:
-    """A name for the run so far."""
+    """Return a file stem for the run so far."""
     return _file_stem(snapshot, snapshot.branch, f"step_{snapshot.step}")
 
 
 def _step_stem(snapshot: Snapshot) -> str:
-    """A name for the step that is shown, which may be one of the branch that this one was forked from."""
+    """Return a file stem for the shown step, which may belong to the parent of the current branch."""
     assert snapshot.shown is not None
     return _file_stem(snapshot, snapshot.shown.branch, f"step_{snapshot.shown.number}")
 
 
 def _file_stem(snapshot: Snapshot, branch: str, step: str) -> str:
-    # A branch may have any name, "wide / 2" too.
+    # Branch names may contain any character, for example "wide / 2".
     return "_".join([re.sub(r"[^\w.-]+", "_", branch), step]) if len(snapshot.branches) > 1 else step
 
 
 def _unused_path(folder: Path, stem: str, ending: str) -> Path:
-    """A path at which nothing is yet: what was written before stays."""
+    """Return the first path of the stem, numbered if necessary, that does not exist."""
     names = (f"{stem}{f'-{number}' if number > 1 else ''}{ending}" for number in count(1))
     return next(path for name in names if not (path := folder / name).exists())
 
 
 @contextmanager
 def _atomic_path(path: Path, folder: Path) -> Iterator[Path]:
-    """A place for what is to lie at a path: it goes there when all is written, and is gone after an error.
+    """Yield a temporary path that is renamed to `path` on success and deleted on an error.
 
-    The place is in a folder of its own inside `folder`, so that moving it copies nothing.
+    The temporary folder is inside `folder`, so that the rename does not copy.
     """
-    with TemporaryDirectory(prefix=".unfinished-", dir=folder) as own:
-        yield (part := Path(own) / path.name)
-        path.parent.mkdir(exist_ok=True)  # only now: after an error it would be left empty
+    with TemporaryDirectory(prefix=".unfinished-", dir=folder) as temporary:
+        yield (part := Path(temporary) / path.name)
+        path.parent.mkdir(exist_ok=True)  # not earlier: an error would leave it empty
         part.rename(path)
 
 

@@ -1,6 +1,6 @@
-"""One HTML page from recorded runs: it opens from a file, loads nothing, and still reads with scripts turned off.
+"""Report of recorded runs as a self-contained HTML page that is readable without scripts.
 
-The pictures are those of the workbench, the page around them is in `pages/`. Two runs or more are also compared.
+The template is in `pages/`. The report of several runs also compares them.
 """
 
 from __future__ import annotations
@@ -56,27 +56,27 @@ Context = dict[str, Any]
 
 GLOSSARY = {
     "layer, shell": "A module that is loaded, run and removed as a unit; everything else of the model is the shell.",
-    "micro-batch": "A slice of the batch. In a relay a layer runs all of them before the next layer comes, so it is loaded once "
+    "micro-batch": "A slice of the batch. In a relay a layer runs all of them before the next layer, so it is loaded once "
     "per pass.",
-    "depth first": "The schedule in which nothing gives way: a micro-batch runs through all layers, and back, before the next "
-    "one begins. Its phases are the first one's forward, which hides loads, the middle, and the last one's backward, which hides "
-    "pushes.",
+    "depth first": "The schedule in which every layer stays on the device: a micro-batch runs forward and backward through all "
+    "layers before the next one begins. Its phases are the forward of the first micro-batch, which hides loads, the middle, and "
+    "the backward of the last one, which hides pushes.",
     "EPS": "The eager param-server: weights, gradients and optimizer state of every layer, in host memory. It updates a layer "
     "as soon as its gradient has arrived, while the device is busy with the next one.",
     "load, push": "Copies of a layer's weights to the device, and of its gradient back to the host.",
-    "stash": "Inputs of layers, kept for the backward pass, which computes each layer once more from its input.",
-    "overlap, exposed": "The share of copy time that is hidden under compute; the rest is exposed, and makes a step longer.",
+    "stash": "Inputs of layers, kept for the backward pass, which recomputes each layer from its input.",
+    "overlap, exposed": "The share of copy time that is hidden under compute; the rest is exposed and makes a step longer.",
     "worker, gather, exchange": "One of several processes that train together, each on its own rows. Before a layer is loaded "
     "its parts are gathered from all workers; its gradients are exchanged, and each updates its part.",
-    "in core": "Ordinary training, with the whole model on the device.",
+    "in core": "Plain training, with the whole model on the device.",
     "probe": "A few fixed batches whose losses are measured, in evaluation mode, before and after an edit. The change is the "
     "mean over the batches, ± its standard deviation over them; ▲ worse and ▼ better by more than that.",
-    "influence": "1 minus the mean cosine between what enters a layer and what leaves it: near 0, the layer changes little.",
+    "influence": "1 minus the mean cosine similarity of the input and output of a layer: near 0, the layer changes little.",
 }
 
 
 class ScheduleText(NamedTuple):
-    """What a page says of steps of a schedule: of a run with them, of the device during one, of what fills that."""
+    """Text of the page about a schedule: for the run, for the device during a step, and for device memory."""
 
     lead: str
     device: str
@@ -85,22 +85,22 @@ class ScheduleText(NamedTuple):
 
 SCHEDULE_TEXTS = {
     "breadth_first": ScheduleText(
-        "Trained by a layer relay: one layer at a time is on the device, all others wait in host memory.",
-        "which holds only a few. Layers are loaded in the order of the algorithm, run every micro-batch, and give way to the "
-        "next.",
-        "The device needs room for the layers that are there just now, whatever the depth of the model.",
+        "Trained by a layer relay: one layer at a time is on the device, all others are in host memory.",
+        "which holds only a few. Each layer is loaded in the order of the algorithm, runs every micro-batch, and is replaced by "
+        "the next.",
+        "The device needs room for a few layers at a time, independently of the depth of the model.",
     ),
     "depth_first": ScheduleText(
-        "Trained depth first: during a step all layers are on the device, between two steps they rest in host memory.",
-        "which holds all of them. A micro-batch runs through all layers, and back, before the next one begins. During the first "
-        "one's forward the layers are loaded, during the last one's backward their gradients leave.",
-        "The device needs room for weights and gradients of all layers, and for the graph of one micro-batch.",
+        "Trained depth first: during a step all layers are on the device, between two steps they are in host memory.",
+        "which holds all of them. A micro-batch runs forward and backward through all layers before the next one begins. Layers "
+        "are loaded during the forward of the first micro-batch; gradients are pushed during the backward of the last one.",
+        "The device needs room for the weights and gradients of all layers, and for the graph of one micro-batch.",
     ),
 }
 
 
 class SummaryCard(NamedTuple):
-    """A figure to see first."""
+    """A figure at the top of the page."""
 
     name: str
     value: str
@@ -108,23 +108,23 @@ class SummaryCard(NamedTuple):
 
 
 def main(paths: Sequence[Path], out: Path | None) -> int:
-    """Write the report of recorded runs: 0, or 2 if there is one that cannot be read."""
+    """Write the report of recorded runs; return 0, or 2 if a run cannot be read."""
     try:
         runs = [load_run(path) for path in paths]
-        where = out or runs[0].path.parent / ("report.html" if len(runs) == 1 else "comparison.html")
-        write_report(runs, where)
+        destination = out or runs[0].path.parent / ("report.html" if len(runs) == 1 else "comparison.html")
+        write_report(runs, destination)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"Written: {where} ({format_bytes(where.stat().st_size)}); open it in a browser")
+    print(f"Written: {destination} ({format_bytes(destination.stat().st_size)}); open it in a browser")
     return 0
 
 
 def write_report(runs: Sequence[RecordedRun], path: str | Path) -> None:
-    """Write the page; its folder is made.
+    """Write the report of recorded runs; the folder is created.
 
     Raises:
-        ValueError: no run, or a damaged one.
+        ValueError: `runs` is empty, or a run is damaged.
     """
     text = render_report(runs)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -132,11 +132,11 @@ def write_report(runs: Sequence[RecordedRun], path: str | Path) -> None:
 
 
 def write_session_report(snapshot: Snapshot, path: str | Path) -> None:
-    """Write the same page of a session that is still open, as it stands, with the step that it shows."""
+    """Write the report of an open session with its shown step."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "session.jsonl"
         with Recorder(file, title=f"{snapshot.model}, {snapshot.shown_words}") as recorder:
-            recorder.watch(snapshot)  # for what is known of a run besides its snapshot: machine, versions, the time
+            recorder.watch(snapshot)  # a recording adds machine, versions and time
             if snapshot.race is not None and snapshot.race.is_over:
                 recorder.log_race(snapshot.race)
         run = replace(load_run(file), path=Path("the open session"))
@@ -144,26 +144,26 @@ def write_session_report(snapshot: Snapshot, path: str | Path) -> None:
 
 
 def render_report(runs: Sequence[RecordedRun]) -> str:
-    """Make the page as text.
+    """Return the report as HTML.
 
     Raises:
-        ValueError: no run, or a damaged one.
+        ValueError: `runs` is empty, or a run is damaged.
     """
     if not runs:
-        raise ValueError("a report needs a recorded run")
+        raise ValueError("runs=[]: a report needs at least one recorded run")
     return _render([NamedRun(name, run.snapshot(), run) for name, run in zip(name_runs(runs), runs, strict=True)])
 
 
 def _render(named: Sequence[NamedRun], when: str = "began") -> str:
-    """The page; `when`: what its runs did at the time that they tell."""
+    """Return the page; `when` is the verb for the time of a run."""
     script = _page_file("player.js")
     schedules = {_schedule_of(one.snapshot.last) for one in named if one.snapshot.last is not None}
     return _template().render(
         title=named[0].run.title if len(named) == 1 else f"{len(named)} runs side by side",
-        lead=SCHEDULE_TEXTS[min(schedules, default="breadth_first")].lead,  # of both, the relay's
+        lead=SCHEDULE_TEXTS[min(schedules, default="breadth_first")].lead,  # breadth_first if both occur
         style=_page_file("report.css"),
         script=script,
-        # The page's Content-Security-Policy lets the script with this hash run, and no other.
+        # The Content-Security-Policy of the page allows only the script with this hash.
         script_hash=b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         comparison=compare_runs(named) if len(named) > 1 else None,
         runs=[_describe_run(one, when) for one in named],
@@ -171,7 +171,7 @@ def _render(named: Sequence[NamedRun], when: str = "began") -> str:
     )
 
 
-# What the template is given ------------------------------------------------------------------------------------------
+# Values for the template ---------------------------------------------------------------------------------------------
 
 
 def _describe_run(one: NamedRun, when: str) -> Context:
@@ -198,7 +198,7 @@ def _describe_run(one: NamedRun, when: str) -> Context:
         "machine": machine_table(run),
         "kept": traced_steps_table(run),
         "source": f"Made from {run.path.name}, recorded {run.began}"
-        + ("." if run.complete else "; the recording was cut short, what is here was written before."),
+        + ("." if run.complete else "; the recording was cut short, this is the part written before."),
     }
 
 
@@ -210,9 +210,7 @@ def _summary_cards(snapshot: Snapshot, run: RecordedRun) -> list[SummaryCard]:
         cards.append(
             SummaryCard("loss", f"{last.loss:.4g}", f"from {first.loss:.4g} in {len(snapshot.steps)} steps{held_out}")
         )
-        seconds = median(
-            row.seconds for row in snapshot.steps
-        )  # the first step of a shape is metered, and takes longer
+        seconds = median(row.seconds for row in snapshot.steps)  # not the mean: metered steps take longer
         rate = median(row.samples / row.seconds for row in snapshot.steps if row.seconds)
         cards.append(SummaryCard("time of a step", format_seconds(seconds), f"median; {rate:.3g} samples per second"))
         peak = max(row.peak_device_bytes for row in snapshot.steps)
@@ -230,7 +228,7 @@ def _summary_cards(snapshot: Snapshot, run: RecordedRun) -> list[SummaryCard]:
 
 
 def _bound_card(trace: Trace) -> list[SummaryCard]:
-    """What binds the longest phase."""
+    """Return a card with the bound of the longest phase."""
     longest = max(trace.bound_by(), key=lambda bound: bound.span_s, default=None)
     if longest is None:
         return []
@@ -253,22 +251,22 @@ def _loss(snapshot: Snapshot, run: RecordedRun) -> Picture:
 
 
 def _describe_loss(snapshot: Snapshot, run: RecordedRun) -> str:
-    said = ["The loss of every step."]
+    sentences = ["The loss of every step."]
     if run.held_out:
-        said.append("Points are losses on held-out data, which the model is not trained on.")
+        sentences.append("Points are losses on held-out data, which the model is not trained on.")
     if snapshot.changes:
-        said.append("Dashed upright lines are edits of the model and changes of settings.")
-    return " ".join(said)
+        sentences.append("Dashed vertical lines are edits of the model and changes of settings.")
+    return " ".join(sentences)
 
 
 def _step_context(snapshot: Snapshot) -> Context:
-    """The step that is shown, with the layers that there were in it: they may be others later."""
+    """Describe the shown step with the layers of that time, which later edits may have changed."""
     shown = snapshot.shown
     assert shown is not None
     trace = shown.trace
     frames = relay_frames(trace, shown.layers, snapshot.budget_bytes)
     sampled = (
-        f"{len(frames.frames):,} of {frames.events:,} events, evenly chosen."
+        f"{len(frames.frames):,} of {frames.events:,} events, evenly spaced."
         if len(frames.frames) < frames.events
         else ""
     )
@@ -295,7 +293,7 @@ def _schedule_of(trace: Trace) -> str:
 
 
 def _heat_pictures(snapshot: Snapshot) -> list[Any]:
-    """The first figure as a picture, the others with their names, to be folded away; without those that nobody knows."""
+    """Return the picture of the first figure, and the named pictures of the other recorded figures."""
     shown = {
         kind.label: show_heat(snapshot.statistics, figure, snapshot.changes)
         for figure, kind in FIGURE_KINDS.items()
@@ -314,5 +312,5 @@ def _page_file(name: str) -> str:
 
 @cache
 def _template() -> Any:
-    # whatever is not marked safe in the template is escaped: names and messages are the user's
+    # Values that are not marked safe in the template are escaped, because names and messages are user input.
     return Environment(autoescape=True, undefined=StrictUndefined).from_string(_page_file("report.html"))

@@ -1,4 +1,4 @@
-"""The line of a look inside, as plain values for JSON, and back: see `run_lines.py`. Tensors are their bytes in base64."""
+"""Conversion of a look inside to a JSON row and back (see `run_lines.py`); tensors are bytes in base64."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from l2l_core.inside import ActivationStats, Continuation, LayerObservation, Len
 from workbench.runs.run_lines import JsonRow, build_record
 
 Decode = Callable[[Sequence[int]], str]
-_DTYPES = ("float32", "int64", "int32", "int16", "int8", "uint8")  # of the numbers in a look's tensors
+_DTYPES = ("float32", "int64", "int32", "int16", "int8", "uint8")  # of the tensors in a look
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedLook:
-    """A look inside, as it is recorded.
+    """A look inside from a recorded run.
 
     Attributes:
-        seen: what was seen.
-        words: text of the tokens in it, by token; empty where nobody could decode them.
+        inside: the observations.
+        token_text: text of the tokens, by token; empty without a tokenizer.
     """
 
     inside: Inside
@@ -32,12 +32,12 @@ class RecordedLook:
 
     @property
     def decode(self) -> Decode | None:
-        """Write tokens as text, one after the other; None where their text is not known."""
+        """A function that decodes tokens to text; None without token texts."""
         return (lambda tokens: "".join(self.token_text[token] for token in tokens)) if self.token_text else None
 
 
 def look_row(inside: Inside, decode: Decode | None) -> JsonRow:
-    """Make the row of a look; the text of its tokens is in it, since a recorded run has no tokenizer."""
+    """Convert a look to a row that includes the text of its tokens, because a recorded run has no tokenizer."""
     row = {name: getattr(inside, name) for name in _plain_fields(Inside)}
     parts = {name: [_part_row(one) for one in getattr(inside, name)] for name in ("passings", "depths", "written")}
     tokens = [[at, _tensor_row(found)] for at, found in inside.tokens.items()]
@@ -46,13 +46,13 @@ def look_row(inside: Inside, decode: Decode | None) -> JsonRow:
 
 
 def look_from_row(row: Mapping[str, Any]) -> RecordedLook:
-    """Make the look that `look_row` was given.
+    """Convert a row of `look_row` back.
 
     Raises:
-        KeyError, TypeError, ValueError: it is no such row.
+        KeyError, TypeError, ValueError: the row is malformed.
     """
     lists = {"keys": tuple(row["keys"]), "micro_batches": tuple(map(int, row["micro_batches"]))}
-    seen = Inside(
+    inside = Inside(
         **{name: row[name] for name in _plain_fields(Inside) if name not in lists},
         **lists,
         tokens={int(at): _tensor_from_row(found) for at, found in row["tokens"]},
@@ -65,14 +65,14 @@ def look_from_row(row: Mapping[str, Any]) -> RecordedLook:
         ),
     )
     words = {int(token): str(text) for token, text in row["words"]}
-    # Pictures read all of these: what is missing is named with its line here, and breaks no picture later.
-    if not seen.micro_batches or (words and set(_all_tokens(seen)) - set(words)):
-        raise ValueError("a look at no micro-batch, or without the text of a token")
-    return RecordedLook(seen, words)
+    # Checked here, where the error has a line number, because pictures rely on it.
+    if not inside.micro_batches or (words and set(_all_tokens(inside)) - set(words)):
+        raise ValueError("a look inside without a micro-batch, or without the text of a token")
+    return RecordedLook(inside, words)
 
 
 def _plain_fields(record: type) -> list[str]:
-    """The fields of a look that are plain values."""
+    """Return the fields of a look that are JSON values."""
     return [one.name for one in fields(record) if one.name not in ("tokens", "passings", "depths", "written")]
 
 
@@ -83,7 +83,7 @@ def _all_tokens(inside: Inside) -> list[int]:
 
 
 def _part_row(one: Any) -> JsonRow:
-    """A layer, a depth or a text as a row."""
+    """Convert an observation, a lens result or a continuation to a row."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The line of a race, as plain values for JSON, and back: see `run_lines.py`."""
+"""Conversion of a race to a JSON row and back (see `run_lines.py`)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from workbench.session import Change, ProbeLosses, Race, Racer, StepRow
 
 
 def race_row(race: Race) -> JsonRow:
-    """Make the row of a race that is over, with all steps of its branches: moments do not say which of them were in a race."""
+    """Convert a finished race to a row with the steps of its branches, because moments do not mark them."""
     return {"asked": race.asked, "ended": race.ended, "racers": [asdict(racer) for racer in race.racers]}
 
 
 def race_from_row(row: Mapping[str, Any]) -> Race:
-    """Make the race that `race_row` was given.
+    """Convert a row of `race_row` back.
 
     Raises:
-        KeyError, TypeError, ValueError: it is no such row.
+        KeyError, TypeError, ValueError: the row is malformed.
     """
     racers = tuple(_racer_from_row(racer) for racer in row["racers"])
     if len(racers) < 2:
@@ -30,7 +30,7 @@ def race_from_row(row: Mapping[str, Any]) -> Race:
 def _racer_from_row(row: Mapping[str, Any]) -> Racer:
     steps = tuple(build_record(StepRow, step) for step in row["steps"])
     measured = tuple((int(at), ProbeLosses.of_plain(found)) for at, found in row["measured"])
-    # Pictures read these side by side: what does not fit is named with its line here, and breaks no picture later.
+    # Checked here, where the error has a line number, because pictures rely on it.
     if len(row["flop"]) != len(steps) or any(not 0 <= at <= len(steps) for at, _ in measured):
         raise ValueError(f"FLOP or measurements do not fit the {len(steps)} steps of {row['name']}")
     lists = {

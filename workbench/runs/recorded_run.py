@@ -1,4 +1,4 @@
-"""A run that was recorded with `Recorder`, read back: snapshots of its session and traces of some steps, without a model."""
+"""A run recorded by `Recorder`: snapshots of its session and traces of some steps, without a model."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from workbench.runs.run_lines import JsonRow, SnapshotDelta, trace_from_row
 from workbench.session import BranchHistories, Race, ShownStep, Snapshot
 
 
-@dataclass(frozen=True, eq=False)  # equal by identity, so that a run can be a key of the caches below
+@dataclass(frozen=True, eq=False)  # hashable by identity, for the caches below
 class RecordedRun:
     """A recorded run.
 
     Attributes:
-        path: its file.
-        title: for people; the file's name if there was none.
-        began: when, as ISO 8601 in UTC.
-        machine: what it ran on: platform, cores, memory_bytes, threads, python, torch.
-        moments: a line for every step and every change; `snapshot` shows one.
-        traced: numbers of the moments whose step was recorded whole, ascending.
+        path: file of the run.
+        title: title, by default the name of the file.
+        began: time of the start, as ISO 8601 in UTC.
+        machine: platform, cores, memory_bytes, threads, python, torch.
+        moments: one row per step and per change; `snapshot` converts one.
+        traced: numbers of the moments with the trace of a step, ascending.
         held_out: steps and losses on held-out data.
-        levels: names and losses to compare with.
-        facts: by name, what was found out about the run.
-        races: each with the number of the moment after which it was over.
-        looks: likewise, each with the number of the moment after which somebody looked inside.
-        complete: whether it was closed, and not cut short by the end of its process.
-        others: the same run as the other workers have recorded it, by rank; empty where one trained alone.
+        levels: names and values of reference losses.
+        facts: sentences about the run, by name.
+        races: races, each with the number of the last moment before its row.
+        looks: looks inside, each with the number of the last moment before its row.
+        complete: True if the recorder was closed; False if its process ended before.
+        others: recordings of the same run by the other workers, by rank; empty with one worker.
     """
 
     path: Path
@@ -48,16 +48,16 @@ class RecordedRun:
     races: Sequence[tuple[int, Race]]
     looks: Sequence[tuple[int, RecordedLook]]
     complete: bool
-    _traces: Mapping[int, tuple[int, JsonRow]]  # by moment, the line and its row
+    _traces: Mapping[int, tuple[int, JsonRow]]  # by moment: number of the line, and its row
     others: Sequence[RecordedRun] = ()
 
     def snapshot(self, number: int | None = None) -> Snapshot:
-        """Show the session after a step or a change; by default at the end.
+        """Return the snapshot of the session at a moment, by default the last.
 
-        It shows the newest step that led there and was recorded whole, none if there is none.
+        Its shown step is the newest one with a trace that led to the moment, if any.
 
         Raises:
-            ValueError: there is no such moment.
+            ValueError: the moment does not exist.
         """
         last = len(self.moments) - 1
         if number is None:
@@ -67,57 +67,54 @@ class RecordedRun:
         return _snapshot_at(self, number)[0]
 
     def traced_moment(self, number: int | None = None) -> int | None:
-        """Find the newest moment that led there, by default to the end, whose step was recorded whole; None if there is none.
-
-        Steps of other branches do not count.
-        """
+        """Return the newest traced moment up to a moment (by default the last) on its branch; None if none exists."""
         return _snapshot_at(self, len(self.moments) - 1 if number is None else number)[1]
 
     def look(self, number: int | None = None) -> tuple[int, RecordedLook] | None:
-        """Find the last look inside by a moment, by default the end, and the moment that it was of; None before the first."""
+        """Return the last look up to a moment (by default the last), with its moment; None before the first look."""
         last = len(self.moments) - 1 if number is None else number
         return next((one for one in reversed(self.looks) if one[0] <= last), None)
 
     def trace(self, number: int) -> Trace:
-        """Read the events of a step that was recorded whole; `traced` has the numbers.
+        """Return the trace of a moment in `traced`.
 
         Raises:
-            ValueError: it was not, or its line is damaged.
+            ValueError: the moment has no trace, or its line is damaged.
         """
         if number not in self._traces:
-            there = ", ".join(map(str, self.traced))
-            raise ValueError(f"number={number}: whole steps were recorded at moments {there}")
+            numbers = ", ".join(map(str, self.traced))
+            raise ValueError(f"number={number}: whole steps were recorded at moments {numbers}")
         return _read_trace(self, number)
 
     def traces(self, number: int | None = None) -> Traces | None:
-        """Read what all workers did in the step that `snapshot` shows; None where one trained alone, or one did not record it."""
-        of = self.traced_moment(number)
-        if of is None or not self.others or not all(of in other.traced for other in self.others):
+        """Return the traces of all workers for the shown step of a moment; None with one worker, or if a trace is missing."""
+        moment = self.traced_moment(number)
+        if moment is None or not self.others or not all(moment in other.traced for other in self.others):
             return None
-        return Traces([self.trace(of), *(other.trace(of) for other in self.others)])
+        return Traces([self.trace(moment), *(other.trace(moment) for other in self.others)])
 
     def last_traces(self, most: int, number: int | None = None) -> list[Traces]:
-        """Read the last steps that led there of which `traces` knows what all workers did, at most so many, oldest first."""
+        """Return the traces of all workers for at most `most` last steps up to a moment, oldest first."""
         found: list[Traces] = []
-        at = self.traced_moment(number)
-        while at is not None and len(found) < most:
-            traces = self.traces(at)
+        moment = self.traced_moment(number)
+        while moment is not None and len(found) < most:
+            traces = self.traces(moment)
             found += [traces] if traces is not None else []
-            at = self.traced_moment(at - 1) if at else None
+            moment = self.traced_moment(moment - 1) if moment else None
         return found[::-1]
 
     def truncated(self, number: int) -> RecordedRun:
-        """Cut the run after this moment, and name the moment in its title; what was found out about the run stays.
+        """Return the run up to a moment, which is added to its title; facts and levels stay.
 
-        Held-out losses are kept up to the furthest step that was reached by then.
+        Held-out losses are kept up to the highest step reached by then.
 
         Raises:
-            ValueError: there is no such moment.
+            ValueError: the moment does not exist.
         """
         if number == len(self.moments) - 1:
             return self
         then, moments = self.snapshot(number), self.moments[: number + 1]
-        # Rows say a step's number only where it differs, and it is less after a switch to a branch that is behind.
+        # A row contains the step only if it has changed; the step is lower after a switch to a branch with fewer steps.
         reached = max(row["plain"].get("step", 0) for row in moments)
         traces = {at: line for at, line in self._traces.items() if at <= number}
         return replace(
@@ -134,7 +131,7 @@ class RecordedRun:
 
 
 class RunCursor:
-    """A recorded run at one of its moments, as a source for panels.
+    """A recorded run at a selected moment, as a source of snapshots for panels.
 
     Invariant: `number` is a moment of the run.
     """
@@ -145,49 +142,50 @@ class RunCursor:
         self._changed = threading.Condition()
 
     def select(self, number: int) -> None:
-        """Go to another moment.
+        """Select another moment.
 
         Raises:
-            ValueError: there is none of this number.
+            ValueError: the moment does not exist.
         """
-        self.run.snapshot(number)  # raises; and it is made before those who wait are woken, to find it in the cache
+        self.run.snapshot(number)  # raises; also fills the cache before waiting threads are woken
         with self._changed:
             self.number = number
             self._changed.notify_all()
 
     def snapshot(self) -> Snapshot:
-        """Show the session as it was at this moment."""
+        """Return the snapshot of the session at the selected moment."""
         return self.run.snapshot(self.number)
 
     def wait_for_change(self, number: int, timeout_s: float) -> None:
-        """Wait until another moment is selected, at most `timeout_s`."""
+        """Wait at most `timeout_s` seconds until another moment than `number` is selected."""
         with self._changed:
             self._changed.wait_for(lambda: self.number != number, timeout_s)
 
 
 @lru_cache(maxsize=16)
 def _snapshot_at(run: RecordedRun, number: int) -> tuple[Snapshot, int | None]:
-    """The session then, and the moment of the step that it shows."""
-    told, pasts, branch = SnapshotDelta(), BranchHistories("", [""]), ""
-    wholes: dict[str, tuple[int, Callable[[Trace], ShownStep]] | None] = {"": None}  # by branch, as pasts are
+    """Return the snapshot of a moment, and the moment of its shown step."""
+    delta, histories, branch = SnapshotDelta(), BranchHistories("", [""]), ""
+    traced: dict[str, tuple[int, Callable[[Trace], ShownStep]] | None] = {"": None}  # by branch: the last traced step
     for at, row in enumerate(run.moments[: number + 1]):
-        told.apply(row)
-        # `branch` is still that of the row before, from which new ones were forked.
-        wholes = {name: wholes.get(name, wholes[branch]) for name in told.branches}
-        branch = told.branch
+        delta.apply(row)
+        # `branch` is still the branch of the previous row, the parent of new branches.
+        traced = {name: traced.get(name, traced[branch]) for name in delta.branches}
+        branch = delta.branch
         if row["stepped"] and at in run._traces:
-            wholes[branch] = at, told.shown_step_factory()
-        pasts.sync_branches(told.branch, told.branches)
+            traced[branch] = at, delta.shown_step_factory()
+        histories.sync_branches(delta.branch, delta.branches)
         if row["stepped"]:
-            pasts.current.steps.append(told.last_step)
-            pasts.current.statistics.append(told.last_step.step, told.layers())
+            histories.current.steps.append(delta.last_step)
+            histories.current.statistics.append(delta.last_step.step, delta.layers())
         else:
-            pasts.current.statistics.set_stack(told.layers())
+            histories.current.statistics.set_stack(delta.layers())
     race = next((race for at, race in reversed(run.races) if at <= number), None)
-    whole = wholes[branch]
-    if whole is None:
-        return told.decode(number, pasts, None, race), None
-    return told.decode(number, pasts, whole[1](run.trace(whole[0])), race), whole[0]
+    last = traced[branch]
+    if last is None:
+        return delta.decode(number, histories, None, race), None
+    moment, make_shown_step = last
+    return delta.decode(number, histories, make_shown_step(run.trace(moment)), race), moment
 
 
 @lru_cache(maxsize=16)
@@ -200,6 +198,6 @@ def _read_trace(run: RecordedRun, number: int) -> Trace:
 
 
 def name_runs(runs: Sequence[RecordedRun]) -> list[str]:
-    """List the titles of runs, with numbers if two are the same."""
+    """Return the titles of runs, numbered if two are equal."""
     titles = [run.title for run in runs]
     return titles if len(set(titles)) == len(titles) else [f"{title} ({i})" for i, title in enumerate(titles, start=1)]

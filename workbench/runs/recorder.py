@@ -1,6 +1,6 @@
-"""Writes what a session shows into one file, from which reports and replays are made: see `run_lines.py` for its lines.
+"""Logger that writes the snapshots of a session to a file for reports and replays; `run_lines.py` has the format.
 
-Each line is written out at once, so a crash loses at most the last one. Nothing is pickled.
+Each line is flushed at once, so a crash loses at most the last one. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -28,55 +28,53 @@ MAX_TRACES = 40
 
 
 class Recorder:
-    """A logger that records everything that the views need, so that `load_run` can show it again without a model.
+    """Logger that records a session, so that `load_run` can replay it without the model.
 
-    Every step is recorded with its figures and those of every layer (about 40 bytes per layer and step, before
-    compression). A few steps are recorded whole, with all their events: the first, the 2nd, 4th, 8th and so on, the last
-    one before and the first one after a change, and the last.
+    Each step is recorded with the figures of the step and of every layer (about 40 bytes per layer and step before
+    compression). The traces of a few steps are recorded too: of steps 1, 2, 4, 8 and so on, of the last step before and the
+    first step after a change, and of the last step.
 
     Args:
-        path: `*.jsonl`, or `*.jsonl.gz` for a tenth of the size; its folder is made.
-        title: of the run, for people.
-        overwrite: whether a file that is there may go.
-        traces: steps that are recorded whole, at most; the last step comes on top.
+        path: `*.jsonl`, or `*.jsonl.gz` for a tenth of the size; the folder is created.
+        title: title of the run.
+        overwrite: if True, replace an existing file.
+        traces: largest number of traces, not counting that of the last step.
 
     Raises:
-        FileExistsError: the file is there and `overwrite` is off.
-        ValueError: another ending.
+        FileExistsError: the file exists and `overwrite` is False.
+        ValueError: the suffix of `path` is neither `.jsonl` nor `.jsonl.gz`.
     """
 
     def __init__(self, path: str | Path, *, title: str = "", overwrite: bool = False, traces: int = MAX_TRACES) -> None:
         self.path = Path(path)
         if not self.path.name.endswith((".jsonl", ".jsonl.gz")):
             raise ValueError(
-                f"path={str(path)!r}: a recorded run is a file *.jsonl, or *.jsonl.gz to have it compressed"
+                f"path={str(path)!r}: the name of a recorded run must end in .jsonl, or in .jsonl.gz to have it compressed"
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            raw = open(self.path, "wb" if overwrite else "xb")
+            raw = open(self.path, "wb" if overwrite else "xb")  # noqa: SIM115 (closed by `close`)
         except FileExistsError as error:
-            raise FileExistsError(f"{self.path} exists already: give another path, or overwrite=True") from error
+            raise FileExistsError(f"{self.path} exists already: pass another path, or overwrite=True") from error
         self._raw: BinaryIO = raw
         self._gzip = (
             gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=6, mtime=0) if self.path.suffix == ".gz" else None
         )
         self._delta = SnapshotDelta()
         self._moments = self._steps = 0
-        self._last_traces: dict[
-            str, ref[Trace]
-        ] = {}  # by branch, the last step that was told; weak, since traces are large
-        self._pending: tuple[int, Trace] | None = None  # moment and trace of a step that may turn out to matter
+        self._last_traces: dict[str, ref[Trace]] = {}  # by branch, of the last step; weak, because traces are large
+        self._pending: tuple[int, Trace] | None = None  # moment and trace of a step that a change may follow
         self._changed = True  # since the last step
         self._traces_left = traces
         self._write("run", {"schema": SCHEMA, "version": VERSION, "title": title, **_describe_machine()})
 
-    # -- what a session calls ------------------------------------------------------------------------------------------
+    # -- called by the session -----------------------------------------------------------------------------------------
 
     def log_step(self, row: StepRow) -> None:
-        """Do nothing: `watch` sees the step."""
+        """Do nothing; `watch` records steps."""
 
     def log_change(self, change: Change) -> None:
-        """Do nothing: `watch` sees the change."""
+        """Do nothing; `watch` records changes."""
 
     def watch(self, now: Snapshot) -> None:
         """Record a step or a change.
@@ -100,32 +98,31 @@ class Recorder:
         self._changed = False
 
     def log_race(self, race: Race) -> None:
-        """Record a race that is over, with what each branch did in it."""
+        """Record a finished race."""
         self._write("race", race_row(race))
 
-    def log_look(self, seen: Inside, decode: Decode | None) -> None:
-        """Record what was seen inside of layers, with the text of its tokens where they can be decoded."""
-        self._write("look", look_row(seen, decode))
+    def log_look(self, inside: Inside, decode: Decode | None) -> None:
+        """Record a look inside, with the text of its tokens if `decode` is given."""
+        self._write("look", look_row(inside, decode))
 
     def _shows_new_step(self, snapshot: Snapshot) -> bool:
-        """Whether it shows a step of its branch that was not told yet."""
-        if (
-            snapshot.shown is None or snapshot.shown.branch != snapshot.branch
-        ):  # after a fork, the other branch's last step is shown
+        """Return True if the shown step belongs to the current branch and was not recorded yet."""
+        # After a fork, the last step of the parent branch is shown.
+        if snapshot.shown is None or snapshot.shown.branch != snapshot.branch:
             return False
-        told = self._last_traces.get(snapshot.branch)
-        return told is None or told() is not snapshot.last
+        recorded = self._last_traces.get(snapshot.branch)
+        return recorded is None or recorded() is not snapshot.last
 
     def close(self) -> None:
-        """Record the last step whole, and close the file; calling it twice is fine."""
+        """Record the trace of the last step and close the file; further calls do nothing."""
         if self._raw.closed:
             return
-        self._traces_left = 1  # the last step comes on top of what `traces` allows
+        self._traces_left = 1  # the last step does not count against `traces`
         self._write_trace(self._pending)
         self._write("end", {})
         if self._gzip is not None:
             self._gzip.close()
-        self._raw.close()  # `GzipFile` leaves a file open that it was given
+        self._raw.close()  # GzipFile does not close its fileobj
 
     def __enter__(self) -> Recorder:
         return self
@@ -133,18 +130,18 @@ class Recorder:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # -- what only the caller knows ------------------------------------------------------------------------------------
+    # -- called by the owner of the recorder ---------------------------------------------------------------------------
 
     def log_held_out(self, step: int, loss: float) -> None:
-        """Record the loss on held-out data after so many steps."""
+        """Record the loss on held-out data after `step` steps."""
         self._write("held_out", {"step": step, "loss": loss})
 
     def log_level(self, name: str, loss: float) -> None:
-        """Record a loss to compare with, as that of always guessing."""
+        """Record a reference loss, for example that of random guesses."""
         self._write("level", {"name": name, "loss": loss})
 
     def log_fact(self, name: str, words: str) -> None:
-        """Record something that was found out about the run, in a sentence; a later one of the same name takes its place."""
+        """Record a sentence about the run; it replaces an earlier one of the same name."""
         self._write("fact", {"name": name, "words": words})
 
     # -- lines ---------------------------------------------------------------------------------------------------------
@@ -156,12 +153,12 @@ class Recorder:
 
     def _write(self, kind: str, row: Mapping[str, Any]) -> None:
         if self._raw.closed:
-            raise ValueError(f"{self.path} is closed: make a new Recorder to go on")
+            raise ValueError(f"{self.path} is closed: create a new Recorder to record more")
         line = to_json({"type": kind, **row})
         file = cast(BinaryIO, self._gzip or self._raw)
         file.write(line.encode() + b"\n")
         if self._gzip is not None:
-            self._gzip.flush(zlib.Z_SYNC_FLUSH)  # all up to here can be unpacked, should the process end now
+            self._gzip.flush(zlib.Z_SYNC_FLUSH)  # readable up to here if the process ends
         self._raw.flush()
 
 

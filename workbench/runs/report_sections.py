@@ -1,4 +1,4 @@
-"""Parts of the report below its pictures of steps: changes, races, a look inside, the machine, and what was kept."""
+"""Sections of the report: changes, races, workers, the last look inside, hardware, and recorded steps."""
 
 from __future__ import annotations
 
@@ -28,24 +28,23 @@ Context = dict[str, Any]
 
 
 def changes_table(snapshot: Snapshot) -> Table:
-    """List edits and settings in the order in which they were made; only edits are measured."""
+    """Return a table of edits and changed settings in order; only edits have a probe result."""
     rows = [(str(change.step), change.what, change.verdict) for change in snapshot.changes]
     return Table("Changes", ("after step", "what", "probe"), rows)
 
 
 def race_section(race: Race) -> Context:
-    """Draw it over compute, at which the table compares; over steps and seconds to be folded away."""
-    names, others = ", ".join(racer.name for racer in race.racers), [axis for axis in AXES if axis != "flop"]
+    """Return the pictures of a race: over FLOP with the table, then folded over steps and seconds."""
     return {
-        "names": names,
+        "names": ", ".join(racer.name for racer in race.racers),
         "over": AXES["flop"],
         "picture": show_race(race, "flop"),
-        "others": [{"over": AXES[axis], "svg": draw_race(race, axis)} for axis in others],
+        "others": [{"over": AXES[axis], "svg": draw_race(race, axis)} for axis in AXES if axis != "flop"],
     }
 
 
 def workers_section(run: RecordedRun) -> Context | None:
-    """Draw who waited for whom, and the lanes of every worker; None where one trained alone, or no step is known of all."""
+    """Return waits and lanes of all workers; None with one worker, or if no step has all traces."""
     traces = run.traces()
     if traces is None:
         return None
@@ -56,32 +55,20 @@ def workers_section(run: RecordedRun) -> Context | None:
 
 
 def _worker_table(traces: Traces) -> Table:
-    """List what each worker did in the step."""
+    """Return a table of the figures of each worker in a step."""
     rows = []
     for trace in traces:
         busy = [format_seconds(trace.busy_s(lane)) for lane in ("compute", "gather", "reduce")]
-        came = format_bytes(sum(event.nbytes for lane in NETWORK_LANES for event in trace.lanes[lane]))
-        waited_s = sum(wait.exposed_s for wait in trace.waits())
+        received = format_bytes(sum(event.nbytes for lane in NETWORK_LANES for event in trace.lanes[lane]))
+        waits = format_seconds(sum(wait.exposed_s for wait in trace.waits()))
         peaks = [format_bytes(trace.peak_bytes(place)) for place in ("device", "host")]
-        rows.append(
-            (f"worker {trace.worker.rank}", format_seconds(trace.span_s), *busy, format_seconds(waited_s), came, *peaks)
-        )
-    header = (
-        "worker",
-        "step",
-        "computes",
-        "gathers",
-        "exchanges",
-        "waits for others",
-        "came",
-        "device peak",
-        "host peak",
-    )
-    return Table(f"Workers in step {traces[0].step + 1}", header, rows)
+        rows.append((f"worker {trace.worker.rank}", format_seconds(trace.span_s), *busy, waits, received, *peaks))
+    header = ("worker", "step", "computes", "gathers", "exchanges", "waits for others", "received", "device peak")
+    return Table(f"Workers in step {traces[0].step + 1}", (*header, "host peak"), rows)
 
 
 def look_section(run: RecordedRun) -> Context | None:
-    """Show the last look inside, with the numbers that layers had then: each has several pictures."""
+    """Return the pictures of the last look inside, with the layer numbers of that moment."""
     if (found := run.look()) is None:
         return None
     number, look = found
@@ -94,21 +81,21 @@ def look_section(run: RecordedRun) -> Context | None:
 
 
 def machine_table(run: RecordedRun) -> Table:
-    """List hardware and versions."""
-    said = {name.replace("_", " "): value for name, value in run.machine.items() if name != "memory_bytes"}
+    """Return a table of hardware and versions."""
+    facts = {name.replace("_", " "): value for name, value in run.machine.items() if name != "memory_bytes"}
     if run.machine.get("memory_bytes"):
-        said["memory"] = format_bytes(run.machine["memory_bytes"])
-    return Table("Hardware and versions", ("", ""), [(name, str(value)) for name, value in said.items()])
+        facts["memory"] = format_bytes(run.machine["memory_bytes"])
+    return Table("Hardware and versions", ("", ""), [(name, str(value)) for name, value in facts.items()])
 
 
 def traced_steps_table(run: RecordedRun) -> Table:
-    """List the steps that were recorded whole, in figures."""
+    """Return a table of the figures of the steps with a trace."""
     rows = []
     for number in run.traced:
         trace = run.trace(number)
         peaks = [format_bytes(trace.peak_bytes(place)) for place in ("device", "host")]
         hidden = f"{100 * trace.overlap():.0f} %"
-        # Traces count steps from 0, and whatever people see counts them from 1.
+        # Traces count steps from 0, tables from 1.
         rows.append((str(trace.step + 1), format_seconds(trace.span_s), f"{trace.counts[0]:,}", hidden, *peaks))
     header = ("step", "time", "events", "copies hidden", "device peak", "host peak")
     return Table("Fully recorded steps", header, rows)

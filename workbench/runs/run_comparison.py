@@ -1,4 +1,4 @@
-"""Two recorded runs or more side by side: losses on one axis, a step of each on one time axis, differences as a table."""
+"""Comparison of recorded runs: losses on one axis, a step of each on one time axis, differences as a table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from workbench.session import Snapshot
 
 
 class NamedRun(NamedTuple):
-    """A run by the name that tells it from the others, at its end."""
+    """A run with a unique name and its last snapshot."""
 
     name: str
     snapshot: Snapshot
@@ -36,24 +36,24 @@ class NamedRun(NamedTuple):
 
 
 class StepPictures(NamedTuple):
-    """A step of one run."""
+    """Pictures of one step of a run."""
 
     name: str
-    step: str  # which, in words
+    step: str  # for example "step 12"
     timeline: Picture
     memory: Picture
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What several runs have in common and what not.
+    """Differences between runs.
 
     Attributes:
         loss: all losses over steps.
-        steps: the last step of each run that was recorded whole, on one axis of time and one of bytes.
+        steps: the last traced step of each run, on common axes of time and bytes.
         table: a row per figure or setting, a column per run.
-        differing: names of the rows in which the runs are not the same.
-        said: a sentence per run but the first: how long its losses are equal to those of the first.
+        differing: names of the rows in which the runs differ.
+        `said`: one sentence for each run but the first: the steps in which its losses equal those of the first run.
     """
 
     loss: Picture
@@ -64,7 +64,7 @@ class Comparison:
 
 
 def compare_runs(runs: Sequence[NamedRun]) -> Comparison:
-    """Compare two runs or more."""
+    """Compare two or more runs."""
     columns = [_compared_figures(one) for one in runs]
     names = list(dict.fromkeys(name for column in columns for name in column))
     rows = [(name, *(column.get(name, "–") for column in columns)) for name in names]
@@ -87,42 +87,42 @@ def _draw_losses(runs: Sequence[NamedRun]) -> Picture:
     )
     by_step = [{row.step: row.loss for row in one.snapshot.steps} for one in runs]
     steps = sorted({step for losses in by_step for step in losses})
-    # Of many steps 20, evenly chosen, with both ends: tables are for reading.
+    # At most 20 rows, evenly spaced, with both ends.
     shown = [steps[round(i * (len(steps) - 1) / 19)] for i in range(20)] if len(steps) > 20 else steps
     rows = [(str(step), *(f"{losses[step]:.6g}" if step in losses else "–" for losses in by_step)) for step in shown]
     return Picture(drawn, Table("Losses of all runs", ("step", *(one.name for one in runs)), rows))
 
 
 def _describe_equality(first: NamedRun, other: NamedRun) -> str:
-    """Up to which step two runs have equal losses, bit by bit, and how far apart they are later."""
-    theirs = {row.step: row.loss for row in other.snapshot.steps}
-    common = [(row.step, abs(row.loss - theirs[row.step])) for row in first.snapshot.steps if row.step in theirs]
-    unequal = [(step, apart) for step, apart in common if apart != 0]  # NaN is equal to nothing
+    """Describe up to which step two runs have bitwise equal losses, and the largest later difference."""
+    losses = {row.step: row.loss for row in other.snapshot.steps}
+    common = [(row.step, abs(row.loss - losses[row.step])) for row in first.snapshot.steps if row.step in losses]
+    unequal = [(step, difference) for step, difference in common if difference != 0]  # true for NaN
     both = f"{first.name} and {other.name}"
     if not common:
         return f"{both} have no step in common."
     if not unequal:
         return f"{both}: losses are equal, to the bit, in all {len(common)} steps that both made."
-    since, apart = unequal[0][0], f"they differ by {max(apart for _, apart in unequal):.2g} at most"
+    since, largest = unequal[0][0], f"they differ by {max(difference for _, difference in unequal):.2g} at most"
     if since == common[0][0]:
-        return f"{both}: losses are not equal from the first common step on; {apart}."
-    return f"{both}: losses are equal, to the bit, before step {since}; after that {apart}."
+        return f"{both}: losses are not equal from the first common step on; {largest}."
+    return f"{both}: losses are equal, to the bit, before step {since}; after that {largest}."
 
 
 def _draw_steps(runs: Sequence[NamedRun]) -> list[StepPictures]:
-    known = [(one, one.snapshot.last) for one in runs if one.snapshot.last is not None]
-    span_s = round_up(max((Columns.of(trace).end_s for _, trace in known), default=0.0))
-    peaks = [trace.peak_bytes("device") for _, trace in known] + [one.snapshot.budget_bytes or 0 for one, _ in known]
+    traced = [(one, one.snapshot.last) for one in runs if one.snapshot.last is not None]
+    span_s = round_up(max((Columns.of(trace).end_s for _, trace in traced), default=0.0))
+    peaks = [trace.peak_bytes("device") for _, trace in traced] + [one.snapshot.budget_bytes or 0 for one, _ in traced]
     top = round_up(1.05 * max(peaks, default=0))
     return [
         StepPictures(one.name, one.snapshot.shown_words, _timeline(trace, span_s), _memory(one, trace, span_s, top))
-        for one, trace in known
+        for one, trace in traced
     ]
 
 
 def _timeline(trace: Trace, span_s: float) -> Picture:
-    said = [str(bound) for bound in trace.bound_by()]
-    drawn = draw_timeline(Columns.of(trace), span_s=span_s, keys=trace.names, sentences=said)
+    sentences = [str(bound) for bound in trace.bound_by()]
+    drawn = draw_timeline(Columns.of(trace), span_s=span_s, keys=trace.names, sentences=sentences)
     return Picture(drawn, timeline_table(trace))
 
 
@@ -139,7 +139,7 @@ def _memory(one: NamedRun, trace: Trace, span_s: float, top: float) -> Picture:
 
 
 def _compared_figures(one: NamedRun) -> dict[str, str]:
-    """Everything that is compared, by name."""
+    """Return the compared figures and settings, by name."""
     now, run = one.snapshot, one.run
     found = {"steps": str(len(now.steps)), "layers": str(len(now.layers)), "weights": format_count(now.num_params)}
     if now.steps:
@@ -162,7 +162,7 @@ def _compared_figures(one: NamedRun) -> dict[str, str]:
         found |= {f"bound in {bound.phase}": bound.lane for bound in now.last.bound_by()}
     found["edits and changes"] = str(len(now.changes))
     found["device"] = now.device
-    found |= dict(settings_table(now).rows)
+    found.update((name, value) for name, value in settings_table(now).rows)
     return found | {
         name: str(run.machine.get(name, "–")) for name in ("platform", "cores", "threads", "python", "torch")
     }

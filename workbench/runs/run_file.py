@@ -1,4 +1,4 @@
-"""The file of a recorded run: where it is, its lines, and the error that names a line which is not as it was written."""
+"""Files of recorded runs: search, reading by lines, and the error for a damaged line."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from itertools import count, takewhile
 from pathlib import Path
 
 RUN_FILE_NAMES = ("run.jsonl.gz", "run.jsonl", "rank0.jsonl.gz", "rank0.jsonl")
-# What values of another form raise where they are used: lines are read as they come, and not checked field by field.
+# Errors raised by a malformed row; rows are not validated field by field.
 DAMAGE_ERRORS = (KeyError, IndexError, TypeError, ValueError, AttributeError, AssertionError)
 
 
 def find_run(path: Path) -> Path:
-    """Find the file of a recorded run, which may be in a folder.
+    """Return the file of a recorded run; `path` may be its folder.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: no file exists.
     """
     found = next((path / name for name in RUN_FILE_NAMES if (path / name).is_file()), path)
     if not found.is_file():
         raise FileNotFoundError(
             f"there is no recorded run {path}: record one with Session(..., loggers=[Recorder({str(path)!r})]), "
-            "or with `make demo`, which makes out/demo/run.jsonl.gz"
+            "or with `make demo`, which writes out/demo/run.jsonl.gz"
         )
     return found
 
 
 def other_rank_files(path: Path) -> list[Path]:
-    """Find the files of the other workers of a run, by rank, where `path` is that of worker 0 and there are any."""
+    """Return the files of workers 1, 2, ... if `path` is the file of worker 0."""
     if not path.name.startswith("rank0."):
         return []
     ending = path.name.removeprefix("rank0")
@@ -38,10 +38,10 @@ def other_rank_files(path: Path) -> list[Path]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, bool]]:
-    """Go through the lines, and say whether they end; a compressed file may stop anywhere.
+    """Yield each line, and whether it ends with a newline; a compressed file may be truncated anywhere.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the compressed data is damaged.
     """
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         while True:
@@ -57,6 +57,8 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, bool]]:
 
 
 def damage_error(path: Path, line: int, error: BaseException) -> ValueError:
-    """Make the error that names a damaged line."""
-    said = str(error) if isinstance(error, ValueError) else repr(error)
-    return ValueError(f"{path}, line {line}: this is not what Recorder writes: {said}")
+    """Return the error for a damaged line, with its number."""
+    cause = str(error) if isinstance(error, ValueError) else repr(error)
+    return ValueError(
+        f"{path}, line {line}: this is not what Recorder writes: {cause}; record the run again, or restore a copy"
+    )

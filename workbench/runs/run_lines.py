@@ -1,18 +1,17 @@
-"""The lines of a recorded run, as plain values for JSON, and back to the values of the views. Reads and writes no files.
+"""Conversion between the values of a session and the JSON rows of a recorded run. Reads and writes no files.
 
 Every line is one JSON object with a `type`:
 
-    run       schema, version, when, on what machine
-    moment    after a step or a change: what a snapshot shows now, as far as the line before did not say it already
+    run       schema, version, time, machine
+    moment    the snapshot after a step or a change, as the difference to the moment before
     trace     every event and memory sample of a step; `of` is the number of its moment
-    race      branches that trained on the same batches, with all that was measured; it was over after the moment before
-    look      what was seen inside of layers, after the moment before
-    held_out  a loss on held-out data; level: a named loss to compare with; fact: something else that was found out
-    end       the run was closed; without it, its process has ended before
+    race      a finished race: its branches with their steps and measurements
+    look      a look inside
+    held_out  a loss on held-out data; level: a named reference loss; fact: a named sentence about the run
+    end       the recorder was closed; it is missing if the process ended before
 
-A moment's `lists` say of each list how much of the line before stays, and what follows: [4, [...]]. So a step costs one
-row, whatever came before, and a session that goes to another branch is told in the same way. Numbers that JSON does not
-have, NaN and infinities, are written as text.
+`lists` of a moment has, for each list, the number of elements that stay, and those that follow: [4, [...]]. So a step needs
+one element, and a switch to another branch needs no special case. NaN and infinities are written as text.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ PLAIN_FIELDS = (
     "branch",
 )
 LIST_FIELDS: Mapping[str, type] = {"steps": StepRow, "changes": Change, "journal": JournalEntry, "branches": Branch}
-STEP_FIELDS = frozenset({"in_core_bytes"})  # of PLAIN: what a snapshot has of the step that it shows
-LAYER_COLUMNS = ("version", *FIGURES)  # what every step changes; the rest of a layer is in the list "stack"
+STEP_FIELDS = frozenset({"in_core_bytes"})  # plain fields that belong to the shown step
+LAYER_COLUMNS = ("version", *FIGURES)  # change in every step; the other fields of a layer are in the list "stack"
 
 JsonRow = dict[str, Any]
 T = TypeVar("T")
@@ -55,9 +54,9 @@ T = TypeVar("T")
 
 
 class SnapshotDelta:
-    """What the lines so far say of a session; the writer and the reader of a run each keep one.
+    """Encoder and decoder of the moments of a run; the recorder and the reader of a run each have one.
 
-    Invariant: both go through the same states, because the reader takes in exactly what the writer gave out.
+    Invariant: the reader applies the rows that the writer returned, so both have the same state after each row.
     """
 
     def __init__(self) -> None:
@@ -66,94 +65,92 @@ class SnapshotDelta:
         self._layer_columns: dict[str, list[Any]] = {name: [] for name in LAYER_COLUMNS}
 
     def encode(self, snapshot: Snapshot) -> JsonRow:
-        """Make the line for a snapshot: what differs from what was told before."""
+        """Return the row of a snapshot: its difference to the snapshot before."""
         plain = {name: getattr(snapshot, name) for name in PLAIN_FIELDS} | {"config": asdict(snapshot.config)}
         plain |= {"figures": dict(snapshot.figures), "touched": sorted(snapshot.touched)}
         stack = [_constant_fields(layer) for layer in snapshot.layers]
         lists = {name: getattr(snapshot, name) for name in LIST_FIELDS} | {"stack": stack}
         tails = {name: _list_delta(self._lists[name], value) for name, value in lists.items()}
         columns = {name: [getattr(layer, name) for layer in snapshot.layers] for name in LAYER_COLUMNS}
-        told = {
+        row: JsonRow = {
             "plain": {
                 name: value for name, value in plain.items() if name not in self._plain or self._plain[name] != value
             },
-            "lists": {name: tail for name, tail in tails.items() if tail is not None},
-            "layers": {name: column for name, column in columns.items() if column != self._layer_columns[name]},
+            "lists": {
+                name: [tail[0], [asdict(one) if name in LIST_FIELDS else one for one in tail[1]]]
+                for name, tail in tails.items()
+                if tail is not None
+            },
+            "layers": {
+                name: _round_digits(column) for name, column in columns.items() if column != self._layer_columns[name]
+            },
         }
         self._plain, self._layer_columns = plain, columns
-        for name, tail in told["lists"].items():
-            self._lists[name][tail[0] :] = tail[1]
-        rows = {
-            name: [kept, [asdict(one) if name in LIST_FIELDS else one for one in new]]
-            for name, (kept, new) in told["lists"].items()
-        }
-        return {
-            "plain": told["plain"],
-            "lists": rows,
-            "layers": {name: _round_digits(column) for name, column in told["layers"].items()},
-        }
+        self._lists = {name: list(value) for name, value in lists.items()}
+        return row
 
     def apply(self, row: Mapping[str, Any]) -> None:
-        """Take in such a line.
+        """Apply a row of `encode`.
 
         Raises:
-            KeyError, TypeError, ValueError: it is no such line.
+            KeyError, TypeError, ValueError: the row is malformed.
         """
         self._plain |= row["plain"]
         for name, (kept, new) in row["lists"].items():
-            known = self._lists[name]
-            if not 0 <= kept <= len(known):
-                raise ValueError(f"keeps {kept} of {len(known)} {name}")
-            known[kept:] = [_BUILDERS[name](one) for one in new] if name in LIST_FIELDS else new
+            elements = self._lists[name]
+            if not 0 <= kept <= len(elements):
+                raise ValueError(f"keeps {kept} of {len(elements)} {name}")
+            elements[kept:] = [_BUILDERS[name](one) for one in new] if name in LIST_FIELDS else new
         for name, column in row["layers"].items():
             self._layer_columns[name] = [None if value is None else float(value) for value in column]
 
     @property
     def last_step(self) -> StepRow:
-        """The newest step of the present branch."""
+        """The last step of the current branch."""
         return self._lists["steps"][-1]
 
     @property
     def branch(self) -> str:
-        """The present branch."""
+        """The current branch."""
         return self._plain["branch"]
 
     @property
     def branches(self) -> list[str]:
-        """Names of all branches, the present one among them."""
+        """Names of all branches, the current one first."""
         return [self.branch, *(one.name for one in self._lists["branches"] if one.name != self.branch)]
 
     def layers(self) -> tuple[LayerRow, ...]:
-        """Make the rows of the layers, in order."""
-        # `take` makes floats of all columns, and a version is a whole number.
+        """Return the rows of the layers, in order."""
+        rows = []
         columns = zip(*(self._layer_columns[name] for name in LAYER_COLUMNS), strict=True)
-        return tuple(
-            LayerRow(**fixed, **(dict(zip(LAYER_COLUMNS, figures, strict=True)) | {"version": int(figures[0] or 0)}))
-            for fixed, figures in zip(self._lists["stack"], columns, strict=True)
-        )
+        for fixed, (version, *figures) in zip(self._lists["stack"], columns, strict=True):
+            # `apply` converts all columns to float, and a version is an integer.
+            values: JsonRow = {**fixed, "version": int(version or 0), **dict(zip(FIGURES, figures, strict=True))}
+            rows.append(LayerRow(**values))
+        return tuple(rows)
 
     def shown_step_factory(self) -> Callable[[Trace], ShownStep]:
-        """Return a function that takes the trace of the step that the lines end with, and says whose it is."""
+        """Return a function that converts the trace of the last step to a `ShownStep`."""
         row = self.last_step
         journal, nbytes = tuple(self._lists["journal"]), self._plain["in_core_bytes"]
         return partial(ShownStep, row.branch, row.step, layers=self.layers(), journal=journal, in_core_bytes=nbytes)
 
     def decode(
-        self, number: int, pasts: BranchHistories, shown_step: ShownStep | None, race: Race | None = None
+        self, number: int, histories: BranchHistories, shown_step: ShownStep | None, race: Race | None = None
     ) -> Snapshot:
-        """Show the session as it was then: closed, because nothing can be asked of it.
+        """Return the snapshot after the applied rows; its state is "closed", because it accepts no commands.
 
         Args:
-            number: of the moment.
-            pasts: steps and statistics by branch.
-            shown: the last step that led there and is known whole.
-            race: the last one that was over by then.
+            number: number of the moment.
+            histories: steps and statistics by branch.
+            shown_step: the last traced step up to the moment.
+            race: the last race finished by then.
         """
-        plain = {name: self._plain[name] for name in PLAIN_FIELDS if name not in STEP_FIELDS}
-        steps = tuple(self._lists["steps"])
+        values: JsonRow = {name: self._plain[name] for name in PLAIN_FIELDS if name not in STEP_FIELDS}
+        values |= {name: tuple(self._lists[name]) for name in LIST_FIELDS}
+        steps = values["steps"]
         return Snapshot(
-            **plain,
-            **{name: tuple(self._lists[name]) for name in LIST_FIELDS},
+            **values,
             config=RelayConfig(**self._plain["config"]),
             number=number,
             state="closed",
@@ -162,11 +159,11 @@ class SnapshotDelta:
             done=len(steps),
             target=len(steps),
             layers=self.layers(),
-            statistics=pasts.current.statistics.view(),
+            statistics=histories.current.statistics.view(),
             shown=shown_step,
             progress=None,
             failure=None,
-            elsewhere=pasts.other_steps(),
+            elsewhere=histories.other_steps(),
             touched=frozenset(self._plain["touched"]),
             race=race,
         )
@@ -177,8 +174,8 @@ def _constant_fields(layer: LayerRow) -> JsonRow:
 
 
 def _list_delta(old: Sequence[Any], new: Sequence[Any]) -> tuple[int, list[Any]] | None:
-    """How many of the old ones stay, and what follows them; None if nothing has changed."""
-    if old and len(new) >= len(old) and new[len(old) - 1] is old[-1]:  # the usual case, at no cost: it has grown
+    """Return the number of elements that stay and the elements that follow; None if nothing has changed."""
+    if old and len(new) >= len(old) and new[len(old) - 1] is old[-1]:  # fast path: the list has grown
         kept = len(old)
     else:
         kept = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
@@ -186,7 +183,7 @@ def _list_delta(old: Sequence[Any], new: Sequence[Any]) -> tuple[int, list[Any]]
 
 
 def _round_digits(column: Sequence[Any]) -> list[Any]:
-    """Six digits of a figure are enough for every picture, and a third of the bytes."""
+    """Round to six digits, which pictures do not need more of, for a third of the bytes."""
     return [float(f"{value:.6g}") if isinstance(value, float) else value for value in column]
 
 
@@ -194,7 +191,7 @@ def _round_digits(column: Sequence[Any]) -> list[Any]:
 
 
 def trace_row(trace: Trace) -> JsonRow:
-    """Make the row of a trace: events are lists in the order of `Event`, with lanes and names of layers by number."""
+    """Convert a trace to a row; events are lists in the order of `Event`, with lanes, kinds and layers as numbers."""
     events = trace.events_since(0)[0]
     words = list(dict.fromkeys(word for event in events for word in (event.kind, event.layer)))
     number = {word: i for i, word in enumerate(words)}
@@ -213,10 +210,10 @@ def trace_row(trace: Trace) -> JsonRow:
 
 
 def trace_from_row(row: Mapping[str, Any]) -> Trace:
-    """Make the trace that `trace_row` was given, exactly.
+    """Convert a row of `trace_row` back, exactly.
 
     Raises:
-        KeyError, IndexError, TypeError, ValueError: it is no such row.
+        KeyError, IndexError, TypeError, ValueError: the row is malformed.
     """
     words = row["words"]
     events = [Event._make((ALL_LANES[lane], words[kind], start, stop, words[layer], *rest))
@@ -230,10 +227,10 @@ def trace_from_row(row: Mapping[str, Any]) -> Trace:
 
 
 def to_json(row: JsonRow) -> str:
-    """Write a row as a line without its end; numbers that JSON does not have are written as text."""
+    """Convert a row to JSON without line breaks; NaN and infinities are written as text."""
     try:
         return json.dumps(row, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    except ValueError:  # there is one: rare, and looking for it takes longer than writing
+    except ValueError:  # rare, and a search in advance would take longer than writing
         return json.dumps(_json_value(row), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
@@ -245,13 +242,13 @@ def _json_value(value: Any) -> Any:
     return [_json_value(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def build_record(record: type[T], row: Mapping[str, Any]) -> T:
-    """Make `record(**row)`; numbers that were written as text become numbers again, and judgements become `Judged`.
+def build_record(record: Callable[..., T], row: Mapping[str, Any]) -> T:
+    """Return `record(**row)`, with floats converted from text and `LossChange` from its plain values.
 
     Raises:
-        TypeError, ValueError: other fields than the record's, or no number.
+        TypeError, ValueError: the fields are not those of the record, or a value is not a number.
     """
-    kinds = {field.name: str(field.type).partition(" ")[0] for field in fields(record)}  # type: ignore[arg-type]
+    kinds = {field.name: str(field.type).partition(" ")[0] for field in fields(record)}  # type: ignore[arg-type]  # a dataclass
     read = {name: _READERS[kind] for name, kind in kinds.items() if kind in _READERS}
     return record(**{name: read[name](v) if name in read and v is not None else v for name, v in row.items()})
 
@@ -259,7 +256,5 @@ def build_record(record: type[T], row: Mapping[str, Any]) -> T:
 _BUILDERS: Mapping[str, Callable[[JsonRow], Any]] = {
     name: partial(build_record, kind) for name, kind in LIST_FIELDS.items()
 }
-_READERS: Mapping[str, Callable[[Any], Any]] = {
-    "float": float,
-    "LossChange": LossChange.of_plain,
-}  # by the type of a field
+# By the type of a field.
+_READERS: Mapping[str, Callable[[Any], Any]] = {"float": float, "LossChange": LossChange.of_plain}

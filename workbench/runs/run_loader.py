@@ -1,4 +1,4 @@
-"""From the file of a recorded run to the run: line by line, each tried, so that a damaged one is named."""
+"""Load recorded runs; every line is decoded at once, so that an error names the damaged line."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from workbench.session import Race
 
 
 def load_run(path: str | Path) -> RecordedRun:
-    """Read a recorded run, a file or the folder of the demo; what its last line lost in a crash is left out.
+    """Load a recorded run from a file or folder; a last line truncated by a crash is dropped.
 
-    A run of several workers is a folder with `rank0.jsonl`, `rank1.jsonl` and so on, one by each worker's `Recorder`.
+    A run of several workers is a folder with `rank0.jsonl`, `rank1.jsonl` and so on, one per worker.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: a damaged line, which is named, nothing to show, or a file whose format has another version than the one
-            that this release reads.
+        FileNotFoundError: no file exists.
+        ValueError: a line is damaged, the run has no moment, or the file has another version of the format.
     """
     file = find_run(Path(path))
     return replace(_load(file), others=tuple(_load(other) for other in other_rank_files(file)))
@@ -39,13 +38,13 @@ def _load(file: Path) -> RecordedRun:
             raise
         except DAMAGE_ERRORS as error:
             if number == len(lines) > 1 and not is_whole:
-                break  # its writer was interrupted
+                break  # the writer was interrupted
             raise damage_error(file, number, error) from error
     return reader.result()
 
 
 class _RunReader:
-    """Takes one line after another."""
+    """Collects the rows of a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -69,13 +68,13 @@ class _RunReader:
             self._header = {name: row[name] for name in ("title", "began", "machine")}
         elif kind == "moment":
             self._delta.apply(row)
-            # Tried now, so that a damaged line is named by `load_run` and not by a picture.
-            self._delta.layers(), self._delta.branches, bool(row["stepped"])
+            # Raise for a damaged row here, where the line is known, and not in a picture.
+            _ = self._delta.layers(), self._delta.branches, row["stepped"]
             self._moments.append(row)
         elif kind == "trace":
             if not 0 <= (of := row.pop("of")) < len(self._moments):
                 raise ValueError(f"a trace of moment {of}, of {len(self._moments)}")
-            self._traces[of] = number, row  # as it is: a step has many events, and few steps are looked at
+            self._traces[of] = number, row  # decoded on demand, because a step has many events
         elif kind == "race":
             self._races.append((max(0, len(self._moments) - 1), race_from_row(row)))
         elif kind == "look":
@@ -89,11 +88,11 @@ class _RunReader:
         elif kind == "end":
             self._complete = True
         else:
-            raise ValueError(f"a line of the unknown type {kind!r}")
+            raise ValueError(f"a row of the unknown type {kind!r}")
 
     def result(self) -> RecordedRun:
         if not self._moments:
-            raise ValueError(f"{self._path} holds no step and no change: there is nothing to show")
+            raise ValueError(f"{self._path} holds no step and no change: record at least one step")
         title = self._header.pop("title") or self._path.name.partition(".")[0]
         return RecordedRun(
             path=self._path,

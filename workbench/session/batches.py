@@ -1,4 +1,4 @@
-"""Where batches come from: an iterable, which begins again when it ends, or a function that makes one."""
+"""Sources of training batches: an iterable, which restarts when it ends, an iterator, or a function."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ SourceKind = Literal["iterable", "iterator", "function"]
 
 
 class Batches:
-    """Batches one by one, and the one that was not used yet again.
+    """Iterator over a source of batches that returns a batch again until it is marked as used.
 
-    A `DataLoader`, a list or any other iterable begins anew when it ends, epoch after epoch. An iterator or generator
-    ends for good. A function is called for every batch.
+    A `DataLoader`, a list or any other iterable restarts when it ends, epoch after epoch. An iterator or generator ends
+    for good. A function is called for every batch.
 
     Raises:
-        TypeError: the source is none of these, or is a batch itself.
+        TypeError: the source is none of these, or is a single batch.
     """
 
     def __init__(self, source: BatchSource) -> None:
-        # These are iterable too, and their keys or rows would be trained on as batches.
+        # Single batches are iterable too, and their keys or rows would be trained on as batches.
         is_batch = isinstance(source, Mapping | torch.Tensor) or is_dataclass(source) or hasattr(source, "_fields")
         if is_batch or not (callable(source) or isinstance(source, Iterable)):
             raise TypeError(
@@ -35,14 +35,14 @@ class Batches:
             )
         self._source = source
         self._iterator: Iterator[Any] = iter(()) if callable(source) else iter(source)
-        self._pending: list[Any] = []  # the batch that was taken and not used
+        self._pending: list[Any] = []  # at most one batch: taken and not used
         self._tried = False  # whether a step has begun on it
 
     def next_batch(self) -> Any:
-        """Return the next batch, or again the last one if it was not used.
+        """Return the pending batch, or else the next one of the source.
 
         Raises:
-            StopIteration: there are no more.
+            StopIteration: the source has ended.
         """
         if not self._pending:
             self._pending.append(self._draw())
@@ -50,27 +50,27 @@ class Batches:
 
     @property
     def pending(self) -> Sequence[Any]:
-        """The batch that was taken and not used, if there is one."""
+        """The batch that was taken and not used; empty if there is none."""
         return tuple(self._pending)
 
     def mark_used(self) -> None:
-        """Be done with the batch that was taken: the next `take` gives another."""
+        """Drop the pending batch: the next call of `next_batch` takes another one."""
         self._pending.clear()
         self._tried = False
 
     def mark_tried(self) -> None:
-        """Note that a step begins on the batch that was taken; unless the batch is used afterwards, the step has failed."""
+        """Record that a step begins on the pending batch; unless the batch is used afterwards, the step has failed."""
         self._tried = True
 
     def skip_failed(self) -> bool:
-        """Be done with a batch that a step has failed on, if there is one; one that was only looked at is still to come."""
+        """Drop the pending batch if a step has failed on it, and return whether one had; an untried batch stays."""
         if tried := self._tried:
             self.mark_used()
         return tried
 
     @property
     def kind(self) -> SourceKind:
-        """What the source is: it begins again when it ends, or ends, or is called for each batch."""
+        """Kind of the source."""
         if callable(self._source):
             return "function"
         return "iterator" if isinstance(self._source, Iterator) else "iterable"
@@ -84,16 +84,16 @@ class Batches:
             self._iterator = iter(self._source)
             if self._iterator is self._source:
                 raise  # an iterator has ended for good
-        for batch in self._iterator:  # not `next`: its StopIteration would say that the batches have ended
+        for batch in self._iterator:  # not `next`: its StopIteration would end the run without an error
             return batch
         raise ValueError(
             "batches holds no batch, so there is nothing to train on: give a source that is not empty; a DataLoader with "
-            "drop_last=True is, if its dataset is smaller than a batch"
+            "drop_last=True is empty if its dataset is smaller than a batch"
         )
 
 
 def copy_batch(batch: Batch) -> Batch:
-    """Copy a batch, with its tensors and arrays: its source may fill the old ones again."""
+    """Copy a batch with its tensors and arrays, since the source may refill them."""
     return map_leaves(batch, _copy_leaf)
 
 

@@ -1,4 +1,4 @@
-"""Steps, changes and the step to show, by branch: each has the past that led to it, from before it was forked too."""
+"""History of every branch: its steps, changes, statistics and latest trace, including those from before its fork."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from workbench.session.shown_step import ShownStep
-from workbench.session.snapshot_values import Change, StepRow
+from workbench.session.snapshot_values import Change, ShownStep, StepRow
 from workbench.session.statistics import StatisticsLog
 
 MAX_SHOWN = 4
@@ -15,7 +14,7 @@ MAX_SHOWN = 4
 
 @dataclass
 class BranchHistory:
-    """What led to the state of one branch, in order."""
+    """Steps and changes that led to the state of one branch, in order."""
 
     steps: list[StepRow] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
@@ -23,56 +22,58 @@ class BranchHistory:
     shown: ShownStep | None = None
 
     def copy(self) -> BranchHistory:
-        """Copy the lists and statistics, so that two branches can go on from here."""
+        """Copy the history, so that two branches can extend it independently."""
         return BranchHistory(list(self.steps), list(self.changes), deepcopy(self.statistics), self.shown)
 
 
 class BranchHistories:
-    """The pasts of all branches of a relay.
+    """Histories of all branches of a relay.
 
-    Invariant: there is one for each branch that there was when `follow` was called last, and `here` is the present one's.
-    Traces are large: there is a step to show for the branches that were present last, `MOST_SHOWN` of them.
+    Invariant: there is one history for each branch of the last call of `sync_branches`, and `current` is the active
+    branch's. Traces are large, so only the `MAX_SHOWN` most recently active branches keep a step to show.
 
     Args:
-        branch: the present one.
-        names: of all; of what happened on them before the session, nothing is known.
+        branch: name of the active branch.
+        names: names of all branches; their histories begin empty.
     """
 
     def __init__(self, branch: str, names: Collection[str]) -> None:
         self._by_name = {name: BranchHistory() for name in names}
-        self.parents: dict[str, str] = {}  # by branch, the one that it was forked from
+        self.parents: dict[str, str] = {}  # branch -> the branch that it was forked from
         self.current = self._by_name[branch]
-        self._recent = [branch]  # the last one was present last
+        self._recent = [branch]  # least recently active first
 
     def sync_branches(self, branch: str, names: Collection[str]) -> bool:
-        """Take over the relay's branches, and which one is present; those that are new were forked from the last present one.
+        """Update the branches and the active one; a new branch counts as forked from the branch that was active before.
 
-        Returns whether it has gone to a branch that there was before.
+        Returns:
+            True if another branch that already existed became active.
         """
-        old, went = self.current, branch in self._by_name
-        known = self.parents | {name: self._recent[-1] for name in names if name not in self._by_name}
-        self.parents = {name: known[name] for name in names if name in known}
-        self._by_name = {name: self._by_name.get(name) or old.copy() for name in names}
+        previous, existed = self.current, branch in self._by_name
+        parents = self.parents | {name: self._recent[-1] for name in names if name not in self._by_name}
+        self.parents = {name: parents[name] for name in names if name in parents}
+        self._by_name = {name: self._by_name.get(name) or previous.copy() for name in names}
         self.current = self._by_name[branch]
         self._recent = [*(name for name in self._recent if name in names and name != branch), branch]
         for name in {*names} - {*self._recent[-MAX_SHOWN:]}:
             self._by_name[name].shown = None
-        return went and self.current is not old
+        return existed and self.current is not previous
 
     def history_of(self, name: str) -> BranchHistory:
-        """Return the past of a branch that exists."""
+        """Return the history of a branch that exists."""
         return self._by_name[name]
 
     def other_steps(self) -> Mapping[str, Sequence[StepRow]]:
-        """List for each other branch the steps that it does not share with the present one, after the last one that it shares."""
+        """Return the steps of each other branch from the last step that it shares with the active one."""
         return {
-            name: tuple(past.steps[max(0, fork - 1) :])
-            for name, past in self._by_name.items()
-            if past is not self.current and (fork := _common_length(past.steps, self.current.steps)) < len(past.steps)
+            name: tuple(history.steps[max(0, fork - 1) :])
+            for name, history in self._by_name.items()
+            if history is not self.current
+            and (fork := _common_length(history.steps, self.current.steps)) < len(history.steps)
         }
 
 
 def _common_length(a: Sequence[StepRow], b: Sequence[StepRow]) -> int:
-    """How many steps two pasts have in common."""
-    # By identity: a copied past holds the same rows, and other rows may be equal by chance.
+    """Return the number of steps that two histories share."""
+    # By identity: a copied history holds the same rows, and other rows may be equal by chance.
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x is not y), min(len(a), len(b)))

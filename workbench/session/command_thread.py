@@ -1,6 +1,6 @@
-"""A thread that does commands one after another, in the order in which they were given. It knows neither relay nor widgets.
+"""A thread that runs queued commands in order, one at a time. Independent of relays and widgets.
 
-commands ──► queue ──► thread: what is due of itself, or else the first command, one at a time
+commands ──► queue ──► thread: due work, or else the first command
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 @dataclass(frozen=True, eq=False)
 class Command:
-    """Something to do on the thread.
+    """Work for the thread.
 
     Attributes:
-        what: in a few words; or a function that says them as things are then.
-        action: does it; its value becomes that of `future`.
-        settings: that it will make.
-        is_whole: it does all of what it should, or nothing and says so by a ValueError or TypeError.
-        is_question: it changes nothing, so that the same errors concern nobody but whoever asked, who gets them by the future.
-        ticket: its number, by which it can be taken out of the queue.
+        what: short description, or a function that returns the current one.
+        action: function to call; `future` gets its value.
+        settings: settings that the command will make.
+        is_atomic: the command takes effect as a whole, or raises ValueError or TypeError and changes nothing.
+        is_query: the command changes nothing; its ValueError or TypeError is reported through the future alone.
+        ticket: unique number for `CommandThread.cancel`.
     """
 
     what: str | Callable[[], str]
@@ -37,47 +37,47 @@ class Command:
 
     @property
     def label(self) -> str:
-        """What it does, as things are now."""
+        """Current description of the command."""
         return self.what if isinstance(self.what, str) else self.what()
 
 
 class CommandThread:
-    """The queue and the thread.
+    """A command queue and the thread that runs it.
 
-    Invariant: one thing is done at a time; what is in here, and what its owner shows of itself, is read and written under
-    `changed`, and `number` has grown whenever it is different. While `is_held`, what is queued waits.
+    Invariant: one command runs at a time. This state, and that of the owner's snapshots, is read and written under
+    `changed`; `number` grows with every change. While `queue_paused` is set, queued commands wait.
 
     Args:
-        due: what to do before the next command, None if nothing; called under the lock.
-        fail: gets a command and its error, before the command's future does; called under the lock.
+        next_due: returns work to do before the next command, or None; called under the lock.
+        fail: receives a command and its error, before the command's future does; called under the lock.
     """
 
     def __init__(self, next_due: Callable[[], Command | None], fail: Callable[[Command, BaseException], None]) -> None:
-        self.changed = threading.Condition()  # re-entrant: who holds it may call what takes it again
+        self.changed = threading.Condition()  # re-entrant
         self.queue: deque[Command] = deque()
         self.number = 0
         self.is_closing = self.queue_paused = False
-        self.current: Command | None = None  # what is being done
+        self.current: Command | None = None  # the command that runs
         self._next_due, self._fail = next_due, fail
         self._thread: threading.Thread | None = None
 
     def start(self, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """Begin; on the thread, `before` is called first and `after` last."""
-        # in a list to take it from: a thread holds its arguments until it ends, and `before` may know another session
+        """Start the thread, which calls `before` first and `after` last."""
+        # In a list, from which it is popped: a thread keeps its arguments, and `before` may refer to another session.
         first = [before]
         self._thread = threading.Thread(target=self._run_loop, args=(first, after), name="session", daemon=True)
         self._thread.start()
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being done or waits."""
+        """True if a command runs or waits."""
         return self.current is not None or bool(self.queue)
 
     def submit(self, command: Command) -> Future[Any]:
-        """Put a command at the end of the queue.
+        """Append a command to the queue.
 
         Raises:
-            RuntimeError: it takes no more.
+            RuntimeError: the session is closed.
         """
         with self.changed:
             if self.is_closing:
@@ -87,7 +87,7 @@ class CommandThread:
         return command.future
 
     def cancel(self, ticket: int) -> bool:
-        """Take a command out of the queue; False if its turn has come already."""
+        """Remove a command from the queue; return False if it is not in the queue any more."""
         with self.changed:
             command = next((command for command in self.queue if command.ticket == ticket), None)
             if command is None:
@@ -97,41 +97,41 @@ class CommandThread:
         return command.future.cancel()
 
     def notify_change(self) -> None:
-        """Say that something is different now: wakes all who wait for a change."""
+        """Count a change of state, and wake all threads that wait for one."""
         with self.changed:
             self.number += 1
             self.changed.notify_all()
 
     def close(self, wait: bool) -> None:
-        """Let what is being done end, drop what is queued, end the thread."""
+        """Cancel the queue, and end the thread after the command that runs."""
         with self.changed:
             self.is_closing = True
             dropped = list(self.queue)
             self.queue.clear()
             self.notify_change()
-        for command in dropped:  # outside of the lock: this calls whatever somebody has hung on the futures
+        for command in dropped:  # outside of the lock: this runs the futures' callbacks, which are foreign code
             command.future.cancel()
         if wait:
             self.join()
 
     def join(self) -> None:
-        """Wait for the end of the thread, unless it is this one."""
+        """Wait for the end of the thread, unless called on it."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def execute(self, command: Command) -> None:
-        """Carry a command out now, on this thread, unless its future was cancelled."""
+        """Run a command now, on this thread, unless its future was cancelled."""
         if not command.future.set_running_or_notify_cancel():
             self._finish_current()
             return
         try:
             value = command.action()
         except BaseException as error:
-            with self.changed:  # at once: no snapshot shows a session at rest that has not failed yet
+            with self.changed:  # both at once: no snapshot may show an idle session between the end and the failure
                 self._finish_current()
                 self._fail(command, error)
-            command.future.set_exception(error)  # after that: who gets it finds the failure in the snapshot
-            del command  # the error knows this frame
+            command.future.set_exception(error)  # afterwards, so that waiting code finds the failure in the snapshot
+            del command  # the error refers to this frame
             return
         self._finish_current()
         command.future.set_result(value)
@@ -145,23 +145,23 @@ class CommandThread:
         first.pop()()
         while (command := self._next_command()) is not None:
             self.execute(command)
-            del command  # its error knows the frames of the step, and these all tensors
+            del command  # its error refers to the frames of the step, and these to all tensors
         after()
 
     def _next_command(self) -> Command | None:
-        """What to do next; None at the end."""
+        """Wait for the next command; None when the thread is to end."""
         with self.changed:
             due: Command | None = None
 
-            def there_is() -> bool:
+            def is_ready() -> bool:
                 nonlocal due
                 due = None if self.is_closing else self._next_due()
                 return self.is_closing or due is not None or bool(self.queue and not self.queue_paused)
 
-            self.changed.wait_for(there_is)
+            self.changed.wait_for(is_ready)
             if self.is_closing:
                 return None
             self.current = due or self.queue.popleft()
             if due is None:
-                self.notify_change()  # the queue is another one
+                self.notify_change()  # the queue has changed
             return self.current

@@ -1,6 +1,6 @@
-"""What a form has to ask for each kind of edit, the edit that the answers make, and what it would do. No widgets here.
+"""Form for edits, without widgets: fields of each kind, the edit that the answers define, and a preview.
 
-Layers are named by their keys: these stay, whatever else is edited before the turn of this edit comes.
+Layers are identified by their keys, which are the same after edits that run earlier.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from workbench.session.edit_text import describe_layers
 from workbench.session.snapshot_values import LayerRow
 
 END = ""  # in place of a key: after the last layer
-PREVIOUS = ""  # likewise: the layer before the place
+PREVIOUS = ""  # in place of a key: the layer before the new one
 
-Answers = Mapping[str, Any]  # by name of the question
+Answers = Mapping[str, Any]  # field -> value
 
 FORM_FIELDS: Mapping[str, tuple[str, ...]] = {
     "Insert": ("at", "like", "init", "optimizer", "factor", "warmup"),
@@ -36,15 +36,15 @@ NEEDS_CODE = "Replace takes a module, so it takes code: workbench.edit(Replace({
 
 
 def make_edit(kind: str, answers: Answers, stack: Sequence[LayerRow]) -> Edit:
-    """Make the edit that the answers describe.
+    """Make the edit that the answers define.
 
     Args:
-        kind: one of `QUESTIONS`.
-        answers: to the questions of that kind; keys of layers, END and PREVIOUS among them.
-        stack: the layers of the stack in which they are, in order.
+        kind: one of `FORM_FIELDS`.
+        answers: values of the fields of that kind, such as keys of layers, `END` and `PREVIOUS`.
+        stack: the layers of one stack, in order.
 
     Raises:
-        ValueError: of `Replace`, which needs code, or for an answer that the edit refuses.
+        ValueError: `kind` is "Replace", which needs code, or the edit refuses an answer.
     """
     if kind == "Replace":
         raise ValueError(NEEDS_CODE.format(key=stack[-1].key))
@@ -53,7 +53,7 @@ def make_edit(kind: str, answers: Answers, stack: Sequence[LayerRow]) -> Edit:
 
 def _insert(answers: Answers, stack: Sequence[LayerRow]) -> Edit:
     at = answers["at"] if answers["at"] != END else (stack[0].stack or "", len(stack))
-    # PREVIOUS is empty, and None stands for the layer before.
+    # PREVIOUS is empty, and `Insert` takes None for it.
     return Insert(
         at,
         like=answers["like"] or None,
@@ -84,19 +84,19 @@ _EDIT_MAKERS: Mapping[str, Callable[[Answers, Sequence[LayerRow]], Edit]] = {
 }
 
 
-# -- what it would do --------------------------------------------------------------------------------------------------
+# -- preview -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class EditPreview:
-    """What an edit would do.
+    """Effect of an edit before it is applied.
 
     Attributes:
-        does: a sentence.
-        keeps_function: whether the model computes the same afterwards.
-        optimizer: what becomes of the optimizer's state.
-        layers, params, nbytes: by how much the number of layers, their weights and the weights' bytes change; None where the
-            rows of layers do not tell, as who shares weights with whom.
+        effect: the effect, as a sentence.
+        keeps_function: True if the model computes the same function afterwards.
+        optimizer: effect on the optimizer state.
+        layers, params, nbytes: change of the numbers of layers and weights, and of the weights' bytes; None if it depends
+            on shared weights, which the rows of layers do not show.
     """
 
     effect: str
@@ -107,7 +107,7 @@ class EditPreview:
     nbytes: int | None
 
     def facts(self, layers: Sequence[LayerRow]) -> tuple[str, ...]:
-        """Say what would change, in a few words each; `layers` are all layers as they are now."""
+        """Return short descriptions of the changes; `layers` are all current layers."""
         nbytes = sum(row.nbytes for row in layers)
         same = "= computes the same" if self.keeps_function else "≠ computes something else"
         params = sum(row.num_params for row in layers)
@@ -124,17 +124,23 @@ class EditPreview:
 
 
 def preview_edit(edit: Edit, stack: Sequence[LayerRow], numbers: LayerNumbers) -> EditPreview:
-    """Say what an edit out of `make_edit` would do if the stack stays as it is until then; `numbers` are those of all layers."""
-    told = _describe_effect(edit, stack, numbers), edit.preserves_function, edit.optimizer_policy
+    """Preview an edit from `make_edit` on the current stack; `numbers` are those of all layers."""
+    effect = _describe_effect(edit, stack, numbers)
     if isinstance(edit, Delink):
-        return EditPreview(*told, None, None, None)
+        return EditPreview(effect, edit.preserves_function, edit.optimizer_policy, None, None, None)
     sign, rows = _layer_delta(edit, stack)
-    params, nbytes = sum(row.num_params for row in rows), sum(row.nbytes for row in rows)
-    return EditPreview(*told, sign * len(rows), sign * params, sign * nbytes)
+    return EditPreview(
+        effect,
+        edit.preserves_function,
+        edit.optimizer_policy,
+        sign * len(rows),
+        sign * sum(row.num_params for row in rows),
+        sign * sum(row.nbytes for row in rows),
+    )
 
 
 def _layer_delta(edit: Edit, stack: Sequence[LayerRow]) -> tuple[int, Sequence[LayerRow]]:
-    """1 and layers of which twins come, or -1 and layers that go."""
+    """Return 1 and the originals of the added layers, or -1 and the removed layers."""
     if isinstance(edit, Insert):
         return 1, [_template_of(edit, stack)]
     if isinstance(edit, Duplicate | Drop):
@@ -143,7 +149,7 @@ def _layer_delta(edit: Edit, stack: Sequence[LayerRow]) -> tuple[int, Sequence[L
 
 
 def _template_of(edit: Insert, stack: Sequence[LayerRow]) -> LayerRow:
-    """The layer that the new one is made like."""
+    """Return the layer that serves as template of an inserted one."""
     keys = [row.key for row in stack]
     if edit.like is not None:
         return stack[keys.index(str(edit.like))]
@@ -158,37 +164,37 @@ def _rows_of(span: Any, stack: Sequence[LayerRow]) -> Sequence[LayerRow]:
 
 
 def _describe_effect(edit: Edit, stack: Sequence[LayerRow], numbers: LayerNumbers) -> str:
-    def call(where: Any) -> str:
+    def name(where: Any) -> str:
         return describe_layers(where, numbers)
 
     match edit:
         case Insert(at, _, _, init):
-            where = f"in front of {call(at)}" if isinstance(at, str) else "after the last one"
+            where = f"in front of {name(at)}" if isinstance(at, str) else "after the last one"
             like = full_name(_template_of(edit, stack).key, numbers)
             return f"A new layer {where}, made like {like}: {_INIT_TEXT[init].format(like=like)}."
         case Duplicate(layers, mode):
-            return f"Copies of {call(layers)}, {_MODE_TEXT[mode]}."
+            return f"Copies of {name(layers)}, {_MODE_TEXT[mode]}."
         case Drop(layers, park):
-            return f"{call(layers)} {'leave' if isinstance(layers, tuple) else 'leaves'} the stack; {_KEEP_TEXT[park]}."
+            return f"{name(layers)} {'leave' if isinstance(layers, tuple) else 'leaves'} the stack; {_KEEP_TEXT[park]}."
         case Swap(a, b):
-            return f"{call(a)} and {call(b)} change places."
+            return f"{name(a)} and {name(b)} change places."
         case Move(layer, to):
-            return f"{call(layer)} goes to the place of {call(to)}."
+            return f"{name(layer)} moves to the place of {name(to)}."
         case Interpolate(layer, other, weight):
             return (
-                f"{call(layer)} moves {100 * weight:.3g} % of the way towards {call(other)}, with its optimizer state."
+                f"{name(layer)} moves {100 * weight:.3g} % of the way towards {name(other)}, with its optimizer state."
             )
         case Freeze(layers):
-            return f"{call(layers)} {'are' if isinstance(layers, tuple) else 'is'} no longer trained."
+            return f"{name(layers)} {'are' if isinstance(layers, tuple) else 'is'} no longer trained."
         case Unfreeze(layers):
-            return f"{call(layers)} {'are' if isinstance(layers, tuple) else 'is'} trained again."
+            return f"{name(layers)} {'are' if isinstance(layers, tuple) else 'is'} trained again."
         case Delink(layers):
-            return f"Where {call(layers)} shares weights, every place gets a layer of its own, with a copy of them."
+            return f"Where {name(layers)} shares weights, every place gets a separate layer with a copy of them."
     raise AssertionError(f"the form has no {type(edit).__name__}")
 
 
 _INIT_TEXT = {
-    "identity": "it passes its input on until it has learned something",
+    "identity": "its output is its input until it is trained",
     "copy": "it starts with a copy of the weights of {like}",
     "fresh": "it is initialised as in a new model",
     "interpolate": "it starts as the mean of the layers on both sides",

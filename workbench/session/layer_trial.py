@@ -1,4 +1,4 @@
-"""What the probe says of a model with a layer left out, or twice in it. The model itself stays as it is."""
+"""Trials of a layer, which do not change the model: losses of the probe without it, or with two of it."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ from workbench.session.snapshot import Snapshot
 
 TrialKind = Literal["without", "twice"]
 
-TRIAL_EDITS: Mapping[TrialKind, Callable[[str], Edit]] = {"without": Drop, "twice": Duplicate}  # by key of the layer
+TRIAL_EDITS: Mapping[TrialKind, Callable[[str], Edit]] = {
+    "without": Drop,
+    "twice": Duplicate,
+}  # trial -> edit of a layer key
 
 
 class StateVersion(NamedTuple):
-    """When something was measured, as far as that can be told: another step or change makes another moment."""
+    """Version of the session's state, which differs after another step, change or edit."""
 
     branch: str
     step: int
-    changes: int  # recorded ones
-    entries: int  # of the journal
+    changes: int  # number of recorded changes
+    entries: int  # number of journal entries
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> StateVersion:
-        """Return the moment of a snapshot."""
+        """Return the version of a snapshot."""
         return cls(snapshot.branch, snapshot.step, len(snapshot.changes), len(snapshot.journal))
 
 
 @dataclass(frozen=True)
 class LayerTrial:
-    """One layer, tried out.
+    """Result of a trial of one layer.
 
     Attributes:
-        key: of the layer.
-        how: what was tried.
-        judged: the losses of the probe as they are, and with it; None if they could not be measured.
-        why_not: then.
-        moment: at which the losses were measured.
+        key: key of the layer.
+        kind: kind of the trial.
+        loss_change: losses of the probe without and with the trial's edit; None if they could not be measured.
+        reason: reason why `loss_change` is None.
+        version: state in which the losses were measured.
     """
 
     key: str
@@ -49,7 +52,7 @@ class LayerTrial:
 
     @property
     def summary(self) -> str:
-        """The change and its spread, with the verdict's mark; or why there is none."""
+        """The change, its spread and the verdict as text; or the reason why there is none."""
         if self.loss_change is None:
             return f"{NOT_MEASURED}: {self.reason}"
         return f"{describe_change(self.loss_change)}, {self.loss_change.verdict}"

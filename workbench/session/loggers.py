@@ -1,8 +1,7 @@
-"""Where the figures of a run go besides the screen: one row per step, and every change between steps.
+"""Loggers of a run: one row per step, and every change between steps.
 
-A logger is any object with the three methods of `Logger`. Two are here, and `recorder.py` has one that keeps all that the
-views need. Others take a few lines, for example wandb (trackio's functions have the same names, so `import trackio as wandb`
-will do):
+A logger is any object with the three methods of `Logger`. This file has two, and `Recorder` records everything that the
+views need. Others take a few lines, for example wandb (or trackio, with `import trackio as wandb`):
 
     class Wandb:
         def __init__(self, **options): self.run = wandb.init(**options)
@@ -35,65 +34,65 @@ SCHEMA = 1
 
 @runtime_checkable
 class Logger(Protocol):
-    """Takes what a session has to tell, from one thread at a time."""
+    """Receives the steps and changes of a session, from one thread at a time."""
 
     def log_step(self, row: StepRow) -> None:
-        """A step is finished."""
+        """Log a finished step."""
 
     def log_change(self, change: Change) -> None:
-        """Settings or the model have changed since the last step; of an edit, this comes once the probe has judged it."""
+        """Log a change of settings or of the model; an edit is logged after the probe has measured it."""
 
     def close(self) -> None:
-        """Nothing more will come; calling it twice is fine."""
+        """End logging; may be called twice."""
 
 
-@runtime_checkable  # a session asks each logger whether it is one, and nobody has to inherit
+@runtime_checkable
 class SnapshotLogger(Protocol):
-    """A logger that also wants to see the whole session, as `Recorder` does."""
+    """A logger that also receives snapshots, such as `Recorder`."""
 
     def watch(self, now: Snapshot) -> None:
-        """Look at the session, in which the step or change that was logged just before shows by now."""
+        """Receive a snapshot that includes the step or change logged just before."""
 
 
 @runtime_checkable
 class RaceLogger(Protocol):
-    """A logger that also takes races; the steps of the branches come to `log_step`, one by one, as all do."""
+    """A logger that also receives races; the steps of the branches are logged by `log_step` like all others."""
 
     def log_race(self, race: Race) -> None:
-        """A race is over."""
+        """Log a finished race."""
 
 
 @runtime_checkable
 class LookLogger(Protocol):
-    """A logger that also takes looks inside of layers."""
+    """A logger that also receives looks inside layers."""
 
     def log_look(self, seen: Inside, decode: Callable[[Sequence[int]], str] | None) -> None:
-        """Somebody has looked; `decode` is the session's."""
+        """Log a look inside layers; `decode` is the session's."""
 
 
 class JsonLines:
-    """A file with one JSON object per line, each written out at once, so that a crash loses nothing.
+    """Logger to a file with one JSON object per line; each line is flushed, so a crash loses none.
 
-    Every line has a `type`: "header" (schema, versions, when the run began; one per run), then "step" and "change" with
-    the fields of `StepRow` and `Change`. JSON has no NaN or infinity: a number that is not finite becomes null.
+    Every line has a `type`: "header" (schema, versions, start time; one per run), then "step" and "change" with the fields
+    of `StepRow` and `Change`. JSON has no NaN or infinity, so a number that is not finite becomes null.
 
     Args:
-        path: the file; its folder is made.
-        append: go on at the end of a file that is there.
+        path: the file; its folder is created.
+        append: append to an existing file.
 
     Raises:
-        FileExistsError: the file is there and `append` is off.
+        FileExistsError: the file exists and `append` is False.
     """
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            # Binary, so that the last byte can be looked at; with "x" nobody can make the file in between.
-            self._file = open(self.path, "a+b" if append else "xb")
+            # Binary, to read the last byte; "x" checks and creates in one operation.
+            self._file = open(self.path, "a+b" if append else "xb")  # noqa: SIM115 - open until `close`
         except FileExistsError as error:
             raise FileExistsError(
-                f"{self.path} exists already: give another path, or append=True to go on at its end"
+                f"{self.path} exists already: give another path, or append=True to append to it"
             ) from error
         if append and self._ends_within_a_line():
             self._file.write(b"\n")
@@ -118,18 +117,18 @@ class JsonLines:
         self._write("change", asdict(change))
 
     def close(self) -> None:
-        """Close the file; calling it twice is fine."""
+        """Close the file; may be called twice."""
         self._file.close()
 
     def _write(self, kind: str, fields: Mapping[str, Any]) -> None:
         if self._file.closed:
-            raise ValueError(f"{self.path} is closed: make a new JsonLines(..., append=True) to go on")
+            raise ValueError(f"{self.path} is closed: make a new JsonLines(..., append=True) to append to it")
         line = json.dumps({"type": kind, **_finite_or_none(fields)}, ensure_ascii=False, allow_nan=False)
         self._file.write(line.encode("utf-8") + b"\n")
-        self._file.flush()  # a crash of the process loses none; a buffer would keep the last few
+        self._file.flush()
 
     def _ends_within_a_line(self) -> bool:
-        """Whether what wrote the file before was interrupted; its last line then stays as it is."""
+        """Return True if the last line of the file is incomplete, because the writer was interrupted."""
         if self._file.seek(0, os.SEEK_END) == 0:
             return False
         self._file.seek(-1, os.SEEK_END)
@@ -137,14 +136,14 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars and changes for TensorBoard.
+    """Logger of scalars and changes to TensorBoard.
 
     Args:
-        writer: a folder for a new `torch.utils.tensorboard.SummaryWriter`, or a writer of your own, which stays open
-            when the logger closes.
+        writer: a folder for a new `torch.utils.tensorboard.SummaryWriter`, or a writer, which stays open when the logger
+            is closed.
 
     Raises:
-        ModuleNotFoundError: a folder was given and the package tensorboard is not installed.
+        ModuleNotFoundError: `writer` is a folder and the package tensorboard is not installed.
         TypeError: neither a folder nor a writer.
     """
 
@@ -152,7 +151,7 @@ class TensorBoard:
         self._owns_writer = isinstance(writer, str | Path)
         if not self._owns_writer and not all(hasattr(writer, name) for name in ("add_scalar", "add_text", "flush")):
             raise TypeError(f"writer={writer!r}: give a folder, or a SummaryWriter")
-        self._writer = _make_writer(Path(writer)) if self._owns_writer else writer
+        self._writer: Any = _make_writer(Path(writer)) if self._owns_writer else writer
 
     def log_step(self, row: StepRow) -> None:
         """Write the figures of a step."""
@@ -169,15 +168,15 @@ class TensorBoard:
             self._writer.add_scalar(tag, value, row.step)
 
     def log_change(self, change: Change) -> None:
-        """Write a change as text at its step; of an edit that was judged, the probe's mean loss and its change too."""
-        said = change.what if change.entry is None else f"{change.what} (probe: {change.verdict})"
-        self._writer.add_text("change", said, change.step)
+        """Write a change as text at its step, and for a measured edit the probe's mean loss and its change."""
+        text = change.what if change.entry is None else f"{change.what} (probe: {change.verdict})"
+        self._writer.add_text("change", text, change.step)
         if change.judged is not None:
             self._writer.add_scalar("probe/loss", change.judged.after.mean, change.step)
             self._writer.add_scalar("probe/change", change.judged.change, change.step)
 
     def close(self) -> None:
-        """Flush; close the writer if it was made here."""
+        """Flush the writer, and close it if this logger created it."""
         self._writer.flush()
         if self._owns_writer:
             self._writer.close()

@@ -1,7 +1,7 @@
-"""A few fixed batches whose losses are looked at around every edit; measuring them changes no bit of training.
+"""Losses of a few fixed batches before and after every edit; the measurement does not change training, to the bit.
 
-The losses of two training steps differ because their batches do. On the same batches, in evaluation mode, what differs
-before and after an edit is what the edit did.
+The losses of two training steps differ because their batches differ. On fixed batches in evaluation mode, the difference
+between the losses before and after an edit is the effect of the edit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from workbench.session.batches import Batches, copy_batch
 from workbench.session.probe_verdict import LossChange, ProbeLosses
 from workbench.session.snapshot_values import ProbeRow
 
-MAX_BATCHES = 4  # training batches that are kept, if nobody has given others
+MAX_BATCHES = 4  # training batches that are kept if the user gave none
 
 _NO_BATCH = "no batch has been trained on yet, and no probe=[...] was given"
 
@@ -28,26 +28,27 @@ ProbeBatches = Sequence[Batch] | Literal[False] | None
 
 
 class NotMeasured(ValueError):
-    """The probe has nothing to say; why, in one line. Nothing is lost by it."""
+    """The losses of the probe could not be measured; the message is the reason, in one line."""
 
 
 class Probe:
-    """Batches, and the last measurement of them.
+    """Fixed batches, and the last measurement of their losses.
 
-    Invariant: `_last` is of the relay as it is now, or `_state` differs from that of the relay. Called on the session's
-    thread, but for `is_on` and `row`, which are read and written under its lock.
+    Invariant: `_last` belongs to the current state of the relay unless `_state` differs from `_relay_fingerprint()`.
+    Called on the session's thread, except `is_on` and `row`, which are read and written under its lock.
 
     Args:
-        relay: is measured.
-        given: batches; None: copies of the first training batches that are used while it is on; False: the same, and off.
-        source: of training batches; one that waits there serves as long as none has been used.
+        relay: the relay to measure.
+        given: batches; None: copies of the first training batches that are used while the probe is on; False: the same,
+            initially off.
+        source: source of training batches; its pending batch is measured until a training batch was used.
 
     Attributes:
-        is_on: whether edits are judged.
+        is_on: whether edits are measured.
 
     Raises:
-        TypeError: neither, or one batch instead of several.
-        ValueError: no batch.
+        TypeError: not a sequence, or a single batch.
+        ValueError: an empty sequence.
     """
 
     def __init__(self, relay: Relay, given: ProbeBatches, source: Batches) -> None:
@@ -55,22 +56,22 @@ class Probe:
         self._relay, self._source = relay, source
         self._is_given = given is not None and given is not False
         self._batches = tuple(_check_batches(given)) if self._is_given else ()
-        self._batch_count = len(self._batches) or None  # that were measured last, or will be
-        self._first_step: int | None = None  # from which training batches are kept
+        self._batch_count = len(self._batches) or None  # number measured last, or to be measured
+        self._first_step: int | None = None  # step of the first kept training batch
         self._last: ProbeLosses | None = None
         self._state: object = None
-        self._measured_batches: Sequence[Batch] = ()  # held, so that no other batch is taken for one of these
+        self._measured_batches: Sequence[Batch] = ()  # kept alive, since they are compared by identity
         self._seconds: float | None = None
 
     @property
     def row(self) -> ProbeRow:
-        """What panels show of the probe."""
+        """State of the probe for snapshots."""
         return ProbeRow(self.is_on, self._is_given, self._batch_count, MAX_BATCHES, self._first_step, self._seconds)
 
     def add_training_batch(self, batch: Batch, step: int) -> None:
-        """Keep a copy of a training batch that a step was made on, if batches are still wanted; its source may fill it again.
+        """Keep a copy of a training batch, unless there are enough or an equal one is kept.
 
-        One that is kept already would make the spread smaller than it is, and cost the same again.
+        A repeated batch would reduce the spread without new information.
         """
         if self._is_given or not self.is_on or len(self._batches) == MAX_BATCHES:
             return
@@ -81,31 +82,31 @@ class Probe:
         self.invalidate()
 
     def invalidate(self) -> None:
-        """Forget the last measurement: the relay may have changed in ways that it does not tell."""
+        """Drop the last measurement, since the relay may have changed in ways that its fingerprint does not show."""
         self._last, self._state, self._measured_batches = None, None, ()
 
     def measure(self) -> ProbeLosses:
-        """Measure the losses as the relay is now, or return the last ones if nothing has changed since.
+        """Measure the losses of the current relay, or return the last ones if nothing has changed since.
 
         Raises:
-            NotMeasured: it is off, or there is no batch, or it fails on the batches.
+            NotMeasured: the probe is off, there is no batch, or the relay fails on the batches.
         """
         batches, state = self._current_batches(), self._relay_fingerprint()
-        is_known = state == self._state and all(a is b for a, b in zip(batches, self._measured_batches, strict=False))
-        if self._last is None or not is_known:
+        is_current = state == self._state and all(a is b for a, b in zip(batches, self._measured_batches, strict=False))
+        if self._last is None or not is_current:
             self._last = self._evaluate(batches)
             self._state, self._measured_batches = state, batches
         return self._last
 
     def measure_before(self) -> ProbeLosses | str:
-        """Measure the losses before an edit, or say why that cannot be done."""
+        """Measure the losses before an edit, or return the reason why they cannot be measured."""
         try:
             return self.measure()
         except NotMeasured as error:
             return str(error)
 
     def measure_after(self, before: ProbeLosses | str) -> LossChange | str:
-        """Measure what an edit that is done has changed, or say why that is not known."""
+        """Measure the effect of an applied edit, or return the reason why it cannot be measured."""
         if isinstance(before, str):
             return before
         try:
@@ -114,32 +115,32 @@ class Probe:
             return str(error)
 
     def measure_edits(self, edits: Sequence[Edit]) -> LossChange:
-        """Measure what edits would do; they are taken back again.
+        """Measure the effect of edits, which are reverted.
 
         Raises:
-            NotMeasured: as of `measure`.
-            ValueError, TypeError: an edit that cannot be carried out.
+            NotMeasured: see `measure`.
+            ValueError, TypeError: an edit cannot be applied.
         """
         before = self.measure()
         return LossChange(before, self._evaluate(self._measured_batches, edits))
 
     def look(self, batch: Batch, layers: Any, options: Mapping[str, Any]) -> Inside:
-        """Look inside of layers; without a batch on the first one there is, whether the probe is on or not.
+        """Look inside layers on a batch; default the first batch of the probe, also if the probe is off.
 
         Raises:
             NotMeasured: there is no batch, or the model fails on it.
-            ValueError, TypeError: layers or options that there are not.
+            ValueError, TypeError: unknown layers or options.
         """
         if batch is None:
-            known = self._batches or self._source.pending
-            if not known:
+            batches = self._batches or self._source.pending
+            if not batches:
                 raise NotMeasured(_NO_BATCH)
-            batch = known[0]
+            batch = batches[0]
         try:
             return self._relay.look(batch, layers, **options)
         except (ValueError, TypeError):
             raise
-        except Exception as error:  # nothing has changed, so a run goes on
+        except Exception as error:  # nothing has changed, so the run continues
             raise NotMeasured(_first_line(error)) from error
 
     def _evaluate(self, batches: Sequence[Batch], edits: Sequence[Edit] = ()) -> ProbeLosses:
@@ -161,17 +162,17 @@ class Probe:
         raise NotMeasured(_NO_BATCH)
 
     def _relay_fingerprint(self) -> object:
-        """What tells the relay from what it was, as far as steps, edits, settings and writes of the user's own go."""
+        """Return a value that changes with steps, edits, settings and in-place writes of weights."""
         relay = self._relay
-        written = sum(param._version for param in relay.model.parameters())
-        return relay.branch, relay.steps, len(relay.journal), relay.config, written, len(self._current_batches())
+        writes = sum(param._version for param in relay.model.parameters())
+        return relay.branch, relay.steps, len(relay.journal), relay.config, writes, len(self._current_batches())
 
 
 class ProbingRelay:
-    """A relay as schedules see it: what they apply is judged at once, since a step comes next.
+    """Proxy of a relay for schedules that measures the effect of each edit at once, since a step follows.
 
     Attributes:
-        found: what was found out about an edit, by the number of its line in the journal.
+        found: effect of each edit, or the reason why it was not measured, by number of its journal entry.
     """
 
     _relay: Relay
@@ -179,16 +180,16 @@ class ProbingRelay:
     found: dict[int, LossChange | str]
 
     def __init__(self, relay: Relay, probe: Probe) -> None:
-        vars(self).update(_relay=relay, _probe=probe, found={})  # past `__setattr__`, which writes to the relay
+        vars(self).update(_relay=relay, _probe=probe, found={})  # bypasses `__setattr__`, which writes to the relay
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._relay, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._relay, name, value)  # as `config`, which a schedule of the user's own may set
+        setattr(self._relay, name, value)  # such as `config`, which a schedule may set
 
     def apply(self, *edits: Edit, force: bool = False) -> Edit:
-        """Apply edits as `Relay.apply` does, and measure the losses before and after."""
+        """Apply edits, see `Relay.apply`, and measure the losses before and after."""
         before = self._probe.measure_before()
         inverse = self._relay.apply(*edits, force=force)
         self.found[self._relay.journal[-1].number] = self._probe.measure_after(before)
@@ -196,12 +197,12 @@ class ProbingRelay:
 
 
 def _check_batches(given: object) -> Sequence[Batch]:
-    """Batches that somebody has given, if they are such."""
+    """Check the batches that the user gave, and return them."""
     is_batch = isinstance(given, Mapping | torch.Tensor | str) or is_dataclass(given) or hasattr(given, "_fields")
     is_batch = is_batch or (isinstance(given, tuple) and given and all(isinstance(x, torch.Tensor) for x in given))
     if is_batch or not isinstance(given, Sequence):
         raise TypeError(
-            f"probe is a {type(given).__name__}: give a list of a few held-out batches, also of one: probe=[batch]; "
+            f"probe is a {type(given).__name__}: give a list of a few held-out batches, such as probe=[batch]; "
             "None takes the first training batches, False turns it off"
         )
     if not given:
@@ -212,8 +213,8 @@ def _check_batches(given: object) -> Sequence[Batch]:
 
 
 def _is_equal(batch: Batch, other: Batch) -> bool:
-    mine, its = leaves_in(batch), leaves_in(other)
-    return len(mine) == len(its) and all(_is_equal_leaf(a, b) for a, b in zip(mine, its, strict=True))
+    a, b = leaves_in(batch), leaves_in(other)
+    return len(a) == len(b) and all(map(_is_equal_leaf, a, b))
 
 
 def _is_equal_leaf(a: Any, b: Any) -> bool:
@@ -225,5 +226,5 @@ def _is_equal_leaf(a: Any, b: Any) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    said = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    message = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -1,4 +1,4 @@
-"""What an edit did to the losses of a few fixed batches: the numbers, and how they are said. Measured in `probe.py`."""
+"""Effect of an edit on the losses of a few fixed batches, as numbers and as text. `probe.py` measures it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 Verdict = Literal["same", "better", "worse", "unclear"]
 
-PENDING = "measuring…"  # in place of a reason: the losses after the edit are still to come
+PENDING = "measuring…"  # in place of a reason, until the losses after the edit are measured
 NOT_MEASURED = "not measured"
 
 
@@ -21,7 +21,7 @@ class ProbeLosses:
 
     Attributes:
         losses: one per batch.
-        seconds: that it took to measure them.
+        seconds: duration of the measurement.
     """
 
     losses: tuple[float, ...]
@@ -29,36 +29,32 @@ class ProbeLosses:
 
     @classmethod
     def of_plain(cls, plain: Mapping[str, Any]) -> ProbeLosses:
-        """Read again what `dataclasses.asdict` and JSON have made of it, with numbers that JSON does not have as text.
+        """Restore the value from `dataclasses.asdict` after JSON; non-finite numbers may be text.
 
         Raises:
-            KeyError, TypeError, ValueError: it is nothing such.
+            KeyError, TypeError, ValueError: `plain` has another format.
         """
         return cls(tuple(map(float, plain["losses"])), float(plain["seconds"]))
 
     @property
     def mean(self) -> float:
-        """Of the batches' losses."""
+        """Mean of the losses."""
         return _mean(self.losses)
 
 
 @dataclass(frozen=True)
 class LossChange:
-    """Losses of the same batches before and after an edit.
-
-    Attributes:
-        before, after: of the same batches in the same order.
-    """
+    """Losses of the same batches, in the same order, before and after an edit."""
 
     before: ProbeLosses
     after: ProbeLosses
 
     @classmethod
     def of_plain(cls, plain: Mapping[str, Any]) -> LossChange:
-        """Read again what `dataclasses.asdict` and JSON have made of it, with numbers that JSON does not have as text.
+        """Restore the value from `dataclasses.asdict` after JSON; non-finite numbers may be text.
 
         Raises:
-            KeyError, TypeError, ValueError: it is nothing such.
+            KeyError, TypeError, ValueError: `plain` has another format.
         """
         before, after = (ProbeLosses.of_plain(plain[name]) for name in ("before", "after"))
         if not len(before.losses) == len(after.losses) > 0:
@@ -67,30 +63,30 @@ class LossChange:
 
     @property
     def is_same(self) -> bool:
-        """Whether every batch has the same loss, to the bit."""
+        """True if every batch has the same loss, to the bit."""
         return self.before.losses == self.after.losses
 
     @cached_property
     def change(self) -> float:
-        """The mean of the batches' changes; nan where it does not exist."""
+        """Mean change of a batch; nan if it does not exist."""
         return _mean(self._changes)
 
     @cached_property
     def spread(self) -> float | None:
-        """The standard deviation of the batches' changes; None of a single batch, nan where it does not exist."""
+        """Standard deviation of the changes of the batches; None for a single batch, nan if it does not exist."""
         if len(self._changes) < 2:
             return None
         return stdev(self._changes) if all(map(math.isfinite, self._changes)) else math.nan
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the loss has gone up or down by more than the spread; "unclear" if not, or of a single batch."""
+        """Direction of a change larger than the spread; "unclear" for a smaller one, or for a single batch."""
         if self.is_same:
             return "same"
         finite = [all(map(math.isfinite, each.losses)) for each in (self.before, self.after)]
         if finite[0] != finite[1]:
             return "worse" if finite[0] else "better"
-        if self.spread is None or not abs(self.change) > self.spread:  # `not >` and not `<=`, which nan never is
+        if self.spread is None or not abs(self.change) > self.spread:  # not `<=`, which is False for nan
             return "unclear"
         return "worse" if self.change > 0 else "better"
 
@@ -100,7 +96,7 @@ class LossChange:
 
 
 def describe_loss_change(change: LossChange) -> str:
-    """Say losses and change, as "2.431 → 2.508, ▲ +0.077 ± 0.012"; the triangle says that the change exceeds its spread."""
+    """Format losses and change, such as "2.431 → 2.508, ▲ +0.077 ± 0.012"; a triangle marks a significant change."""
     before, after = (f"{each.mean:.4g}" for each in (change.before, change.after))
     return (
         f"{before}, {describe_change(change)}" if change.is_same else f"{before} → {after}, {describe_change(change)}"
@@ -108,7 +104,7 @@ def describe_loss_change(change: LossChange) -> str:
 
 
 def describe_change(change: LossChange) -> str:
-    """Say the change and its spread alone."""
+    """Format the change and its spread."""
     if change.is_same:
         return "no change (0 exactly)"
     if not math.isfinite(change.change):
@@ -119,7 +115,7 @@ def describe_change(change: LossChange) -> str:
 
 
 def describe_verdict(change: LossChange | None, why_not: str) -> str:
-    """Say what the probe has found, or why it has found nothing."""
+    """Format the result of the probe, or the reason why there is none."""
     if change is not None:
         return describe_loss_change(change)
     return why_not if why_not == PENDING else ": ".join(filter(None, (NOT_MEASURED, why_not)))

@@ -1,71 +1,140 @@
-"""What can be asked of a session: answered on its thread, between two steps, and nothing is another thing afterwards."""
+"""Read side of a session: snapshots, waiting, and queries that are answered on its thread and change nothing."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
-from l2l_core import Edit, Forecast, Inside
+from tqdm.auto import tqdm
+
+from l2l_core import Edit, Forecast, Inside, Relay
 from l2l_core.batches import Batch
 from l2l_core.model import LayerRef
 from workbench.session.command_thread import Command
 from workbench.session.edit_text import describe_edits
 from workbench.session.layer_facts import LayerFacts
-from workbench.session.observable_session import ObservableSession
 from workbench.session.probe import Probe
 from workbench.session.probe_verdict import LossChange
+from workbench.session.race_controller import RaceController
+from workbench.session.run_controller import RunController
+from workbench.session.session_state import SessionState
+from workbench.session.snapshot import Snapshot
 from workbench.session.trainer import Trainer
 
 
-class QueryableSession(ObservableSession):
-    """The part of a session that asks. A question that has no answer says why in its future, and a run goes on."""
+class QueryableSession(RunController):
+    """The part of a session that changes nothing.
 
-    _probe: Probe
-    _trainer: Trainer
+    A query that fails reports its error in its future, and the run continues.
+
+    Invariant: the session's state is read under its lock.
+    """
+
+    relay: Relay
     decode: Callable[[Sequence[int]], str] | None
+    _probe: Probe
+    _state: SessionState
+    _trainer: Trainer
+    _races: RaceController
+
+    def __repr__(self) -> str:
+        snapshot = self.snapshot()
+        loss = f", loss {snapshot.steps[-1].loss:.4g}" if snapshot.steps else ""
+        return f"<{type(self).__name__} of {snapshot.model}: {snapshot.state} {snapshot.state_words}{loss}>"
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_shelf(self) -> bool:
+        """True if weights are in files; the stash can then be in files, too."""
+        return self.relay.shelf is not None
+
+    def snapshot(self) -> Snapshot:
+        """Return the current state, also in the middle of a step; never blocks on a step."""
+        return self._state.snapshot()
+
+    def wait(self, timeout_s: float | None = None, *, progress: bool = False) -> Snapshot:
+        """Wait until nothing runs and nothing is queued; an interrupt pauses the run.
+
+        Args:
+            timeout_s: maximum time to wait; default unlimited.
+            progress: show a progress bar.
+
+        Raises:
+            TimeoutError: the session is still busy after `timeout_s`.
+        """
+        until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        with tqdm(unit="step") if progress else nullcontext() as bar:
+            try:
+                while not self._has_settled(until_s):
+                    _update_bar(bar, self.snapshot())
+            except KeyboardInterrupt:
+                with suppress(RuntimeError):  # closed in the meantime
+                    self.pause()
+                raise
+            _update_bar(bar, now := self.snapshot())
+            return now
+
+    def _has_settled(self, until_s: float) -> bool:
+        with self._changed:
+            # A paused race holds the queue, so commands that wait there do not run.
+            is_busy = (self._commands.is_busy or self._state.pending is not None) and not self._races.is_paused
+            runs = self._run.state == "running" and not self._races.is_paused
+            if self._run.state == "closed" or not (runs or is_busy or self._races.is_running):
+                return True
+            if time.monotonic() >= until_s:
+                raise TimeoutError(
+                    f"the session is still {self._run.state} after step {self.relay.steps}: wait longer, or pause()"
+                )
+            self._changed.wait(min(until_s - time.monotonic(), 0.2))
+            return False
+
+    # -- queries -------------------------------------------------------------------------------------------------------
 
     def measure(self, *edits: Edit, what: str = "") -> Future[LossChange]:
-        """Measure what edits would do to the losses of the probe, as one group; they are taken back again, nothing has changed.
+        """Measure the effect of edits, as one group, on the losses of the probe; the edits are reverted.
 
-        The future gets a ValueError where nothing could be measured: the probe is off, or fails, or an edit cannot be done.
+        The future gets a ValueError if the probe is off or fails, or if an edit cannot be applied.
 
         Args:
             edits: in order.
-            what: a few words for the queue; default the edits.
+            what: description for the queue; default the edits.
         """
-        words = partial(describe_edits, edits, what)  # said when somebody looks: layers may have other numbers by then
+        words = partial(describe_edits, edits, what)  # evaluated when shown: the numbers of layers may change
         return self._submit_query(
             lambda: f"measure {words(self._state.relay_view.layers)}", self._trainer.measure, edits
         )
 
     def inspect(self, key: str) -> Future[LayerFacts | None]:
-        """Look at shapes and weights of a layer between two steps; changes nothing. The future gets None if it is gone then."""
-        return self._submit_query("look at a layer", self._trainer.inspect, key)
+        """Read a layer between two steps; the future gets None if the layer does not exist then."""
+        return self._submit_query("read a layer", self._trainer.inspect, key)
 
     def script(self) -> str:
-        """Write all that was done so far as a Python program, which asks for the relay and the batches and does it again.
+        """Write the session so far as a Python program that repeats it, given the relay and the batches.
 
-        Steps, edits, undo and redo, settings, branches and races are in it, and lead to the same losses and weights to the
-        bit. What was done by code or with a module is a call of its function `by_hand`, which raises until it is written.
+        It contains steps, edits, undo and redo, settings, branches and races, and leads to the same losses and weights to
+        the bit. Changes made by code or with a module are calls of its function `by_hand`, which raises until it is written.
         """
         return self._trainer.script.text()
 
     def look(self, layers: Iterable[LayerRef] | None = None, *, batch: Batch = None, **options: Any) -> Future[Inside]:
-        """Look inside of layers between two steps; changes nothing, see `Relay.look`, which says what `options` there are.
+        """Look inside layers between two steps; see `Relay.look`, which also documents `options`.
+
+        The future gets a ValueError if there is no batch yet, or if the model fails on it.
 
         Args:
-            layers: that are looked at; default up to 12, evenly chosen.
-            batch: default the first one of the probe, whether that is on or not.
-
-        The future gets a ValueError where nothing could be seen: there is no batch yet, or the model fails on it.
+            layers: layers to read; default up to 12, evenly spaced.
+            batch: default the first one of the probe, also if the probe is off.
         """
         return self._submit_query("look inside", self._trainer.look, batch, layers, options, self.decode)
 
     @property
     def probe_on(self) -> bool:
-        """Whether edits are judged on the probe; may be set at any time, for the edits whose turn comes later."""
+        """Whether edits are measured on the probe; a new value applies to edits that run after it is set."""
         return self._probe.is_on
 
     @probe_on.setter
@@ -75,9 +144,17 @@ class QueryableSession(ObservableSession):
             self._commands.notify_change()
 
     def forecast(self) -> Future[Forecast]:
-        """Forecast what the next step needs; trains nothing. Before the first of a kind, a few micro-batches are rehearsed."""
+        """Forecast the needs of the next step without training; the first one of a kind rehearses a few micro-batches."""
         return self._submit_query("forecast", self._trainer.forecast)
 
     def _submit_query(self, what: str | Callable[[], str], action: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Queue something that changes nothing."""
         return self._commands.submit(Command(what, lambda: action(*args), is_query=True))
+
+
+def _update_bar(bar: tqdm | None, snapshot: Snapshot) -> None:
+    if bar is None:
+        return
+    bar.total, bar.n = snapshot.target, snapshot.done
+    if snapshot.steps:
+        bar.set_postfix_str(f"loss {snapshot.steps[-1].loss:.4g}", refresh=False)
+    bar.refresh()

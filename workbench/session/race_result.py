@@ -1,7 +1,7 @@
-"""A race of branches as values: what each has done, and how far apart they are at equal compute. Run in `race_run.py`.
+"""Results of a race of branches, and their comparison at equal compute. `race_run.py` runs a race.
 
-Compute is an estimate in floating-point operations (FLOP), see `count_flop`. At equal compute means: at the least that any
-of two branches has spent; losses there are read between the two neighbouring measurements, on a straight line.
+Compute is an estimate in floating-point operations (FLOP), see `count_flop`. Two branches are compared at the lower of
+their total compute; losses at that point are interpolated linearly between the two neighbouring measurements.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from itertools import accumulate
 from workbench.session.probe_verdict import LossChange, ProbeLosses
 from workbench.session.snapshot_values import Change, StepRow
 
-STEPS_PER_ROUND = (
-    8  # steps of a branch before the next one's turn: as many batches are kept, and so seldom is there a switch
-)
+# Steps of a branch before the turn of the next one: more steps mean fewer switches, but more batches to keep.
+STEPS_PER_ROUND = 8
 
 
 @dataclass(frozen=True)
@@ -25,17 +24,17 @@ class Racer:
     """One branch in a race.
 
     Attributes:
-        name: of the branch.
+        name: name of the branch.
         begun: number of its steps before the race.
         layers: number of its layers.
-        steps: those of the race, in order.
-        flop: estimated for each of them.
-        measured: losses of the probe, each with the number of its steps in the race by then.
-        not_measured: why there are none, or no more.
-        left: why it has left the race; "" if it has not.
-        parent: the branch that it was forked from; None where that was before the session.
-        changes: that led to its present state, in order.
-        tried: whether it was given a batch for a step after these, which failed.
+        steps: its steps in the race, in order.
+        flop: estimated compute of each step.
+        measured: losses of the probe, each with the number of the branch's steps in the race before it.
+        not_measured: reason why there are none, or no more.
+        left: reason why it left the race; "" if it did not.
+        parent: the branch that it was forked from; None if it was forked before the session.
+        changes: changes that led to its current state, in order.
+        tried: True if its next step was tried and failed.
     """
 
     name: str
@@ -52,27 +51,27 @@ class Racer:
 
     @cached_property
     def spent_flop(self) -> Sequence[int]:
-        """After so many steps, from none on."""
+        """Compute after each number of steps, from 0 on."""
         return tuple(accumulate(self.flop, initial=0))
 
     @cached_property
     def spent_s(self) -> Sequence[float]:
-        """Seconds of its own steps alone, after so many of them."""
+        """Seconds of the branch's steps after each number of them, from 0 on."""
         return tuple(accumulate((row.seconds for row in self.steps), initial=0.0))
 
     @property
     def peak_bytes(self) -> int | None:
-        """Highest device bytes in any of its steps; None before the first."""
+        """Peak device bytes over its steps; None before the first."""
         return max((row.peak_device_bytes for row in self.steps), default=None)
 
     @property
     def at_end(self) -> ProbeLosses | None:
-        """Losses of the probe after its last step; None if they were not measured there."""
+        """Losses of the probe after its last step; None if they were not measured."""
         return next((found for step, found in self.measured if step == len(self.steps)), None)
 
     @property
     def forked_at(self) -> int | None:
-        """Steps that were finished when it was forked; None where that was before the session."""
+        """Number of finished steps at its fork; None if it was forked before the session."""
         return next((c.step for c in self.changes if c.branch == self.name and c.what == f"⑂ {self.name}"), None)
 
 
@@ -81,10 +80,10 @@ class Race:
     """Branches that train in turn on the same batches.
 
     Attributes:
-        asked: steps of each branch.
-        racers: in the order in which they were named; the first is the one that the others are compared with.
-        is_over, is_paused: how it stands.
-        ended: why before the end, if it is over; "" if every branch has made its steps or has left.
+        `asked`: requested number of steps of each branch.
+        racers: the branches, in the order of the call; the others are compared with the first.
+        is_over, is_paused: state of the race.
+        ended: reason for an early end; "" if every branch made its steps or left.
     """
 
     asked: int
@@ -94,25 +93,26 @@ class Race:
     ended: str = ""
 
     def __getitem__(self, name: str) -> Racer:
-        """A branch by its name."""
+        """Return a branch by its name."""
         return next(racer for racer in self.racers if racer.name == name)
 
     def equal_flop(self, name: str) -> int:
-        """Return the compute that this branch and the first one have both spent, in floating-point operations."""
+        """Return the compute at which this branch is compared with the first one, in floating-point operations."""
         return min(self.racers[0].spent_flop[-1], self[name].spent_flop[-1])
 
     def train_difference(self, name: str) -> float | None:
-        """Subtract the first branch's training loss at equal compute from this branch's; None where either has none there.
+        """Return this branch's training loss minus the first branch's at equal compute; None if either has no loss there.
 
-        Each step has a batch of its own, so this says less than `difference`.
+        Training losses are of different batches, so this is less reliable than `difference`.
         """
         first, other = (_train_loss(racer, self.equal_flop(name)) for racer in (self.racers[0], self[name]))
         return None if first is None or other is None else other - first
 
     def difference(self, name: str) -> LossChange | None:
-        """Compare the probe's losses of the first branch and of this one at equal compute; None where their ranges do not meet.
+        """Compare the probe losses of the first branch and this one at equal compute.
 
-        `Judged.change` is the mean difference over the probe's batches and `Judged.spread` its standard deviation.
+        `LossChange.change` is the mean difference over the probe's batches, `LossChange.spread` its standard deviation.
+        Returns None if the ranges of compute do not overlap.
         """
         of_both = [_losses_by_flop(racer) for racer in (self.racers[0], self[name])]
         if not all(of_both):
@@ -129,8 +129,8 @@ class Race:
 
 
 def _losses_by_flop(racer: Racer) -> Sequence[tuple[int, Sequence[float]]]:
-    """Losses by compute spent, of the measurements with as many batches as there were at last."""
-    # A probe of training batches fills up while branches train, so the first measurements may be of fewer.
+    """Return (compute, losses) of the measurements with the final number of batches."""
+    # A probe of training batches fills up during training, so the first measurements may have fewer batches.
     most = max((len(found.losses) for _, found in racer.measured), default=0)
     return [(racer.spent_flop[at], found.losses) for at, found in racer.measured if len(found.losses) == most]
 
@@ -141,7 +141,7 @@ def _train_loss(racer: Racer, flop: int) -> float | None:
 
 
 def _interpolate(points: Sequence[tuple[int, float]], at: int) -> float:
-    """The value at a place in the range of the points, on a straight line between its neighbours."""
+    """Interpolate linearly at a place within the range of the points."""
     i = bisect_left(points, at, key=lambda point: point[0])
     (right, high) = points[i]
     if right == at:

@@ -1,12 +1,11 @@
-"""A race: branches train in turn on the same batches, each on its own clock. A turn is one step of one branch.
+"""Run of a race: branches train in turn on the same batches. A turn is one step of one branch.
 
-    round of 3 steps     main 1 2 3   slim 1 2 3   │ main 4 5 6   slim 4 5 6   │ …
-    batches              a b c taken, kept, again  │ d e f taken, kept, again  │
+    round of 3 steps     main 1 2 3   slim 1 2 3      │ main 4 5 6   slim 4 5 6      │ …
+    batches              a b c taken, kept, reused    │ d e f taken, kept, reused    │
 
-The random streams of a step follow from the branch's seed and count of steps, and `Relay.switch` brings everything else
-along: so a branch ends with the bits that it would have if it had trained alone on these batches, unless a schedule makes
-layers during the race. Their names are counted over all branches, and the numbers that a fresh one begins with follow from its
-name: these depend on whose turn came first.
+The random streams of a step follow from the branch's seed and step count, and `Relay.switch` restores everything else.
+So a branch ends with the same bits as if it had trained alone on these batches, unless a schedule adds layers during the
+race: new layers are numbered over all branches, and the initial values of a fresh layer follow from its number.
 """
 
 from __future__ import annotations
@@ -14,49 +13,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 from workbench.session.probe_verdict import ProbeLosses
 from workbench.session.race_result import STEPS_PER_ROUND, Race, Racer
 from workbench.session.session_state import SessionState
-from workbench.session.snapshot_values import StepRow
 from workbench.session.step_estimates import count_flop
 from workbench.session.trainer import Trainer
 
-NUM_MEASUREMENTS = 8  # of the probe, for each branch, beside the one before its first step
-
-
-@dataclass(eq=False)
-class RacerState:
-    """What a branch has done so far; see `Racer`."""
-
-    name: str
-    begun: int
-    layers: int
-    steps: list[StepRow] = field(default_factory=list)
-    flop: list[int] = field(default_factory=list)
-    measured: list[tuple[int, ProbeLosses]] = field(default_factory=list)
-    not_measured: str = ""
-    left: str = ""
-    tried: bool = False
-    scheduler_state: Any = None  # state of the scheduler of the learning rate
+NUM_MEASUREMENTS = 8  # of the probe for each branch, besides the one before its first step
 
 
 class RaceRun:
     """A race from its first turn to its last.
 
-    Invariant: `turn` and `finish` are called on the session's thread alone; lanes are written under the session's lock,
-    which `value` takes too. A batch is taken when the first branch needs it, and is used once any branch has learned from
-    it; so a stop loses none.
+    Invariant: turns run on the session's thread alone; racers are written under the session's lock, which `as_race` takes
+    too. A batch is taken when the first branch needs it, and marked as used when any branch was trained on it, so a stop
+    loses none.
 
     Args:
-        names, asked: branches, and steps of each.
-        trainer, standing: of the session.
+        names, num_steps: branches, and number of steps of each.
+        trainer, state: the session's.
         future: gets the race when it is over.
 
     Raises:
-        ValueError: there is no such branch.
+        ValueError: a branch does not exist.
     """
 
     def __init__(
@@ -65,100 +47,94 @@ class RaceRun:
         rows = {branch.name: branch for branch in state.relay_view.branches}
         if unknown := [name for name in names if name not in rows]:
             raise ValueError(f"there is no branch {unknown[0]!r} to race: there are {', '.join(sorted(rows))}")
-        self._home_scheduler_state = trainer.lr_scheduler.state_dict()  # of home, if that does not race
-        self._racers = [
-            RacerState(name, rows[name].steps, rows[name].layers, scheduler_state=self._home_scheduler_state)
-            for name in names
-        ]
+        histories = state.relay_view.histories
+        self._racers = {
+            name: Racer(name, rows[name].steps, rows[name].layers, parent=histories.parents.get(name)) for name in names
+        }
+        self._home_branch = state.relay_view.branch
+        self._scheduler_states = dict.fromkeys([self._home_branch, *names], trainer.lr_scheduler.state_dict())
         self._num_steps, self._trainer, self._state, self._future = num_steps, trainer, state, future
         self._changed = state.changed
-        self._home_branch = state.relay_view.branch
-        self._last_step = num_steps  # less, where batches end
-        self._round_start = 0  # step that the round begins with
-        self._round_batches: list[Any] = []  # batches of the round
+        self._last_step = num_steps  # less if the batches end
+        self._round_start = 0  # first step of the round
+        self._round_batches: list[Any] = []
         self._measure_at = {round(i * num_steps / NUM_MEASUREMENTS) for i in range(1, NUM_MEASUREMENTS + 1)}
-        self._is_used = True  # the last of them
+        self._is_used = True  # whether the last batch of the round is marked as used
         self.is_over = self.is_paused = self.stops = False
         self._ended = ""
-        self._final: Race | None = None  # as it was at its end
+        self._final: Race | None = None  # result, once the race is over
 
     def as_race(self) -> Race:
-        """Return the race as it is now."""
+        """Return the current state of the race."""
         with self._changed:
             if self._final is not None:
                 return self._final
-            racers = tuple(self._racer(lane) for lane in self._racers)
-            return Race(self._num_steps, racers, self.is_over, self.is_paused, self._ended)
-
-    def _racer(self, lane: RacerState) -> Racer:
-        mirror = self._state.relay_view
-        told = tuple(lane.steps), tuple(lane.flop), tuple(lane.measured), lane.not_measured, lane.left
-        there = lane.name in (branch.name for branch in mirror.branches)  # it may be discarded when the race is over
-        changes = tuple(mirror.history_of(lane.name).changes) if there else ()
-        return Racer(lane.name, lane.begun, lane.layers, *told, mirror.parent_of(lane.name), changes, lane.tried)
+            return Race(self._num_steps, tuple(self._racers.values()), self.is_over, self.is_paused, self._ended)
 
     @property
     def label(self) -> str:
-        """What the next turn does, in words."""
-        lane = None if self.stops else self._next_racer()
-        return "end of the race" if lane is None else f"race: step {len(lane.steps) + 1} of {lane.name}"
+        """Description of the next turn."""
+        racer = None if self.stops else self._next_racer()
+        return "end of the race" if racer is None else f"race: step {len(racer.steps) + 1} of {racer.name}"
 
     # -- turns ---------------------------------------------------------------------------------------------------------
 
     def run_turn(self) -> None:
-        """Make one step of one branch, or end the race if nothing is left to do. An error that is no branch's ends it too."""
-        lane = None if self.stops else self._next_racer()
+        """Make one step of one branch, or end the race if no step is left."""
+        racer = None if self.stops else self._next_racer()
         try:
-            if lane is None:
+            if racer is None:
                 self._finish("it was stopped" if self.stops else self._ended)
             else:
-                self._run_step(lane)
+                self._run_step(racer)
         except BaseException as error:
             self.abort(error)
             raise
 
-    def _next_racer(self) -> RacerState | None:
-        """The first branch that has not made all steps of the round; None if none is left to race."""
-        racing = [lane for lane in self._racers if not lane.left and len(lane.steps) < self._last_step]
-        slowest = min((len(lane.steps) // STEPS_PER_ROUND for lane in racing), default=0)
-        return next((lane for lane in racing if len(lane.steps) // STEPS_PER_ROUND == slowest), None)
+    def _next_racer(self) -> Racer | None:
+        """Return the first branch that has steps left in the round; None if the race has no steps left."""
+        racing = [racer for racer in self._racers.values() if not racer.left and len(racer.steps) < self._last_step]
+        slowest = min((len(racer.steps) // STEPS_PER_ROUND for racer in racing), default=0)
+        return next((racer for racer in racing if len(racer.steps) // STEPS_PER_ROUND == slowest), None)
 
-    def _run_step(self, lane: RacerState) -> None:
+    def _run_step(self, racer: Racer) -> None:
+        name, steps = racer.name, racer.steps
         try:
-            self._trainer.switch_for_turn(lane.name)
-            self._trainer.lr_scheduler.load_state_dict(lane.scheduler_state)
-            if not lane.steps:
-                self._measure_probe(lane)
+            self._trainer.switch_for_turn(name)
+            self._trainer.lr_scheduler.load_state_dict(self._scheduler_states[name])
+            if not steps:
+                self._measure_probe(name)
         except Exception as error:
-            self._drop_out(lane, error)
+            self._drop_out(name, error)
             return
         try:
-            batch = self._batch_of_step(len(lane.steps))
+            batch = self._batch_of_step(len(steps))
         except StopIteration:
-            self._last_step, self._ended = len(lane.steps), "there are no more batches"
+            self._last_step, self._ended = len(steps), "there are no more batches"
             return
-        with self._changed:
-            lane.tried = True
+        self._update(name, tried=True)
         try:
             row, result = self._trainer.race_step(
                 batch, self._mark_batch_used if batch is self._round_batches[-1] else lambda: None
             )
             flop = count_flop(self._trainer.relay, batch, result.trace, result.samples)
-            with self._changed:
-                lane.tried = False
-                lane.steps.append(row)
-                lane.flop.append(flop)
-                lane.layers = len(self._trainer.relay.stack)  # a schedule may have edited it
+            steps, layers = (*steps, row), len(self._trainer.relay.stack)  # a schedule may have edited the stack
+            self._update(name, tried=False, steps=steps, flop=(*racer.flop, flop), layers=layers)
             self._state.activity = "scheduler"
             self._trainer.lr_scheduler.step(row.loss)
-            lane.scheduler_state = self._trainer.lr_scheduler.state_dict()
-            if len(lane.steps) in self._measure_at or len(lane.steps) == self._last_step:
-                self._measure_probe(lane)
+            self._scheduler_states[name] = self._trainer.lr_scheduler.state_dict()
+            if len(steps) in self._measure_at or len(steps) == self._last_step:
+                self._measure_probe(name)
         except Exception as error:
-            self._drop_out(lane, error)
+            self._drop_out(name, error)
+
+    def _update(self, name: str, **fields: Any) -> None:
+        with self._changed:
+            changes = tuple(self._state.relay_view.histories.history_of(name).changes)
+            self._racers[name] = replace(self._racers[name], changes=changes, **fields)
 
     def _batch_of_step(self, step: int) -> Any:
-        """The batch of a step, from 0: taken if no branch has asked for it yet."""
+        """Return the batch of a step (from 0), taken from the source if it is new."""
         first = step // STEPS_PER_ROUND * STEPS_PER_ROUND
         if first != self._round_start:
             self._round_start = first
@@ -169,63 +145,52 @@ class RaceRun:
         return self._round_batches[step - first]
 
     def _mark_batch_used(self) -> None:
-        """A branch has learned from the batch that was taken last."""
+        """Mark the last batch as used, since a branch was trained on it."""
         if not self._is_used:
             self._is_used = True
-            self._trainer.mark_batch_used()
+            self._trainer.batches.mark_used()
 
-    def _measure_probe(self, lane: RacerState) -> None:
-        found = self._trainer.measure_probe()
-        with self._changed:
-            if isinstance(found, ProbeLosses):
-                lane.measured.append((len(lane.steps), found))
-            lane.not_measured = "" if isinstance(found, ProbeLosses) else found
+    def _measure_probe(self, name: str) -> None:
+        racer, found = self._racers[name], self._trainer.probe.measure_before()
+        if isinstance(found, ProbeLosses):
+            self._update(name, measured=(*racer.measured, (len(racer.steps), found)), not_measured="")
+        else:
+            self._update(name, not_measured=found)
 
-    def _drop_out(self, lane: RacerState, error: Exception) -> None:
-        failure = self._state.explain_error(error)
+    def _drop_out(self, name: str, error: Exception) -> None:
+        failure, step = self._state.explain_error(error), len(self._racers[name].steps) + 1
         first_line = failure.message.partition("\n")[0]
-        with self._changed:
-            lane.left = f"{failure.error} in step {len(lane.steps) + 1} of the race: {first_line}"
+        self._update(name, left=f"{failure.error} in step {step} of the race: {first_line}")
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _restore_branch(self) -> None:
         self._trainer.switch_for_turn(self._home_branch)
-        self._trainer.lr_scheduler.load_state_dict(
-            next(
-                (lane.scheduler_state for lane in self._racers if lane.name == self._home_branch),
-                self._home_scheduler_state,
-            )
-        )
+        self._trainer.lr_scheduler.load_state_dict(self._scheduler_states[self._home_branch])
 
     def _finish(self, ended: str) -> None:
         self._restore_branch()
+        self._future.set_result(self._record_end(ended))
+
+    def _record_end(self, ended: str) -> Race:
         with self._changed:
             self._ended, self._round_batches, self.is_over, self.is_paused = ended, [], True, False
             self._final = self.as_race()
         self._state.log_race(self._final)
-        self._future.set_result(self._final)
+        return self._final
 
     def abort(self, error: BaseException) -> None:
-        """End the race for an error, on the branch that it began on if that can be done."""
+        """End the race with an error, on its home branch if possible."""
         during = self._state.activity
         with suppress(Exception):
             self._restore_branch()
-        with self._changed:
-            self._ended, self._round_batches, self.is_over, self.is_paused = (
-                f"{type(error).__name__}: {error}",
-                [],
-                True,
-                False,
-            )
-            self._final = self.as_race()
-        self._state.log_race(self._final)
-        self._state.activity = during  # the error is explained with it
+        self._record_end(f"{type(error).__name__}: {error}")
+        self._state.activity = during  # part of the explanation of the error
         if not self._future.done():
             self._future.set_exception(error)
 
     def close(self) -> None:
-        """The session ends: what the branches have done so far is the race."""
+        """End the race in its current state, since the session ends."""
         try:
             self._finish("the session was closed")
         except BaseException as error:

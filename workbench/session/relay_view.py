@@ -1,72 +1,59 @@
-"""The relay as it was when a session last looked at it: layers, journal, branches, and the steps that led there."""
+"""Cached view of a relay between its steps: layers, journal, branches, and their histories."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from l2l_core import Relay, Trace
-from workbench.session.branch_history import BranchHistories, BranchHistory
-from workbench.session.shown_step import ShownStep
+from workbench.session.branch_history import BranchHistories
 from workbench.session.snapshot_rows import changed_layers, count_params, layer_rows
-from workbench.session.snapshot_values import LayerRow, StepRow
+from workbench.session.snapshot_values import LayerRow, ShownStep, StepRow
 
 
 class RelayView:
-    """What of a relay is shown between its steps.
+    """Cached, consistent state of a relay between its steps.
 
-    Invariant: written by the session's thread, between steps and under the session's lock; all of it is of one moment.
+    Invariant: written by the session's thread, between steps and under the session's lock.
 
     Attributes:
-        layers, steps, num_params: of the relay.
-        journal, can_undo, can_redo, branch, branches: likewise.
+        layers, steps, num_params, journal, can_undo, can_redo, branch, branches: the relay's.
         elsewhere: steps of other branches, see `Snapshot`.
-        touched: keys of the layers that the last edit has changed.
+        histories: histories of the branches.
+        touched: keys of the layers that the last edit changed.
     """
 
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
-        self._histories = BranchHistories(relay.branch, [branch.name for branch in relay.branches])
+        self.histories = BranchHistories(relay.branch, [branch.name for branch in relay.branches])
         self.touched: frozenset[str] = frozenset()
         self.refresh()
 
-    @property
-    def history(self) -> BranchHistory:
-        """The past of the present branch."""
-        return self._histories.current
-
-    def history_of(self, name: str) -> BranchHistory:
-        """Return the past of any branch."""
-        return self._histories.history_of(name)
-
-    def parent_of(self, name: str) -> str | None:
-        """Return the branch that a branch was forked from; None where that was before the session."""
-        return self._histories.parents.get(name)
-
     def refresh(self) -> bool:
-        """Read the relay anew, since a change may have done anything to it; True if it went to a branch that existed before."""
+        """Read the relay again; return True if another branch that already existed became active."""
         self.layers, self.num_params = layer_rows(self._relay), count_params(self._relay)
         self._read_relay()
-        # Before whatever reads `past`: that is the one of the branch that is present now.
-        went = self._histories.sync_branches(self.branch, [branch.name for branch in self.branches])
-        self.history.statistics.set_stack(self.layers)
-        self.elsewhere = self._histories.other_steps()
-        if went:  # what the last edit touched was on the branch that was left
+        # Before the current history is read, which depends on the active branch.
+        switched = self.histories.sync_branches(self.branch, [branch.name for branch in self.branches])
+        self.histories.current.statistics.set_stack(self.layers)
+        self.elsewhere = self.histories.other_steps()
+        if switched:  # the last edit was on the previous branch
             self.touched = frozenset()
-        return went
+        return switched
 
     def find_changed(self, before: Sequence[LayerRow]) -> None:
-        """Find out which layers an edit has changed; `before` are the layers before it."""
+        """Set `touched` by comparing the layers with those before an edit."""
         self.touched = changed_layers(before, self.layers)
 
     def add_step(
         self, row: StepRow, layers: Sequence[LayerRow], trace: Trace, in_core_bytes: int | None = None
     ) -> None:
-        """Add a step that is done; `layers` are those after it."""
-        self.history.steps.append(row)
-        self.history.statistics.append(row.step, layers)
+        """Add a finished step; `layers` are the layers after it."""
+        history = self.histories.current
+        history.steps.append(row)
+        history.statistics.append(row.step, layers)
         self.layers = tuple(layers)
         self._read_relay()
-        self.history.shown = ShownStep(row.branch, row.step, trace, self.layers, self.journal, in_core_bytes)
+        history.shown = ShownStep(row.branch, row.step, trace, self.layers, self.journal, in_core_bytes)
 
     def _read_relay(self) -> None:
         relay = self._relay

@@ -1,7 +1,7 @@
-"""A session as a program: what was done with the relay, in order, as the lines of Python that do it again.
+"""Script of a session: a Python program that repeats what the session did with its relay.
 
-The program knows neither the model nor the batches, so it asks for them; `script_template.py` is its frame. What the session did
-by code that it cannot read (a function, a module) is a call of `by_hand` there, which raises until somebody has written it.
+The user adds the model and the batches to the program, whose frame is in `script_template.py`. Changes made by a function
+or with a module have no code; they become calls of `by_hand`, which raises until the user has written it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import l2l_core
 from l2l_core import Edit, Relay, Schedule
-from workbench.session.batches import Batches
+from workbench.session.batches import Batches, SourceKind
 from workbench.session.layer_edits import edit_code, literal
 from workbench.session.race_result import Race, Racer
 from workbench.session.script_template import ScriptFrame, render_script
@@ -26,59 +26,56 @@ from workbench.session.settings import LINK_SETTINGS, read_settings
 
 @dataclass
 class _StepsRecord:
-    """Steps one after another."""
+    """Consecutive steps."""
 
     count: int
-    loss: float  # of the last one
+    loss: float  # of the last step
 
 
 @dataclass
 class _SettingsRecord:
-    """Settings made between two steps; a later value stands for the ones before it."""
+    """Settings made between two steps; a later value replaces an earlier one."""
 
     config: dict[str, Any]
     link: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class _RaceRecord:
-    """A race, as far as it has come."""
-
-    current: Callable[[], Race]
+_Record = str | _StepsRecord | _SettingsRecord | Callable[[], Race]  # a line; or a race, which may be in progress
 
 
 class Script:
-    """What a session has done with its relay so far.
+    """Record of what a session did with its relay.
 
-    Invariant: written on the session's thread, and read, under its lock; what was refused is not in it.
+    Invariant: written on the session's thread and read anywhere, under its lock. Refused commands are not recorded.
 
     Args:
-        relay: of the session.
-        batches: where its batches come from.
-        scheduler, schedule, changed: of the session; the last is its lock.
+        relay, batches, scheduler, schedule: the session's.
+        changed: the session's lock.
     """
 
     def __init__(
         self, relay: Relay, batches: Batches, scheduler: object, schedule: Schedule, changed: Condition
     ) -> None:
         self._changed = changed
-        self._relay, self._kind = relay, batches.kind
-        self._scheduler = "" if scheduler is None else _scheduler_step_code(scheduler)
+        self._relay = relay
+        self._kind: SourceKind = batches.kind
+        loss = "losses[-1]" if isinstance(scheduler, ReduceLROnPlateau) else ""
+        self._scheduler_step = "" if scheduler is None else f"scheduler.step({loss})"
         self._has_schedule = type(schedule) is not Schedule
-        self._records: list[str | _StepsRecord | _SettingsRecord | _RaceRecord] = []
-        self._names: set[str] = set()  # of the engine, beside those of every script
+        self._records: list[_Record] = []
+        self._names: set[str] = set()  # imported from the engine, besides those of every script
         self.begin()
 
     def begin(self) -> None:
-        """Begin the script: it asks for a relay as this one is now."""
+        """Begin the script: its relay must have the current state of the session's."""
         relay = self._relay
         self._start_state = relay.steps, relay.branch, [layer.key for layer in relay.stack], len(relay.journal)
         self._config = relay.config
 
-    # -- what is done --------------------------------------------------------------------------------------------------
+    # -- recording -----------------------------------------------------------------------------------------------------
 
     def record_step(self, loss: float) -> None:
-        """Note a step on the next batch."""
+        """Record a step on the next batch."""
         with self._changed:
             if self._records and isinstance(last := self._records[-1], _StepsRecord):
                 last.count, last.loss = last.count + 1, loss
@@ -86,23 +83,23 @@ class Script:
                 self._records.append(_StepsRecord(1, loss))
 
     def record_taken_batch(self) -> None:
-        """Note that the next batch was taken and not trained on: random numbers that it draws were drawn here."""
+        """Record that the next batch was taken and not trained on, since its source may draw random numbers."""
         self._append("take()")
 
     def record_failed_step(self) -> None:
-        """Note that a step on the next batch has failed; edits that a schedule made before it stay."""
+        """Record that a step on the next batch failed; edits that a schedule made before it stay."""
         self._append("attempt(take())" if self._has_schedule else "take()")
 
     def record_skipped_batch(self) -> None:
-        """Note that the next batch is left out."""
-        self._append("waiting.clear()  # the next batch is left out: a step had failed on it")
+        """Record that the next batch is skipped."""
+        self._append("waiting.clear()  # skips the next batch, on which a step failed")
 
     def record_call(self, method: str, *names: str) -> None:
-        """Note a call of the relay that takes nothing but names."""
+        """Record a call of a method of the relay that takes only names."""
         self._append(f"relay.{method}({', '.join(map(repr, names))})")
 
     def record_edits(self, edits: Sequence[Edit], force: bool) -> None:
-        """Note edits, as one group."""
+        """Record edits, as one group."""
         if (code := apply_code(edits, force)) is None:
             self.record_manual(f"relay.apply({', '.join(map(repr, edits))})")
             return
@@ -110,36 +107,34 @@ class Script:
         self._append(code)
 
     def record_settings(self, settings: Mapping[str, Any]) -> None:
-        """Note that the relay has these settings now."""
+        """Record new settings of the relay."""
         with self._changed:
             if not self._records or not isinstance(last := self._records[-1], _SettingsRecord):
                 self._records.append(last := _SettingsRecord({}, {}))
             last.config |= {name: value for name, value in settings.items() if name not in LINK_SETTINGS}
             if not settings.keys().isdisjoint(LINK_SETTINGS):
-                # All figures of the link: `throttle` sets those that it is not given to no limit.
+                # All figures of the link, since `throttle` removes the limits that it is not given.
                 last.link = {name: value for name, value in read_settings(self._relay).items() if name in LINK_SETTINGS}
 
     def record_race(self, current_race: Callable[[], Race]) -> None:
-        """Note that a race begins; `now` tells how far it has come."""
-        self._append(
-            _RaceRecord(current_race)
-        )  # asked when the script is read: in the middle of a race that is what was done by then
+        """Record that a race begins; `current_race` is called when the script is written."""
+        self._append(current_race)
 
     def record_manual(self, what: str) -> None:
-        """Note something that cannot be written as code."""
+        """Record a change that has no code."""
         self._append(f"by_hand({what!r}, relay)")
 
-    def _append(self, done: str | _RaceRecord) -> None:
+    def _append(self, record: str | Callable[[], Race]) -> None:
         with self._changed:
-            self._records.append(done)
+            self._records.append(record)
 
-    # -- what it reads like --------------------------------------------------------------------------------------------
+    # -- writing -------------------------------------------------------------------------------------------------------
 
     def text(self) -> str:
         """Write the program."""
         with self._changed:
-            done = list(self._records)
-            lines = [line for one in done for line in _record_lines(one)]
+            records = list(self._records)
+            lines = [line for record in records for line in _record_lines(record)]
         return render_script(
             ScriptFrame(
                 lines=lines,
@@ -147,31 +142,30 @@ class Script:
                 config=edit_code(self._config),
                 start_state=self._start_state,
                 kind=self._kind,
-                scheduler_step=self._scheduler,
+                scheduler_step=self._scheduler_step,
                 has_schedule=self._has_schedule,
-                has_race=any(isinstance(one, _RaceRecord) for one in done),
+                has_race=any(map(callable, records)),
             )
         )
 
 
 def apply_code(edits: Sequence[Edit], force: bool = False) -> str | None:
-    """Write the line that carries out edits as one group; None where one of them cannot be written, as one with a module."""
+    """Return the line that applies edits as one group; None if one has no code (it has a module)."""
     if not all(_has_code(edit) for edit in edits):
         return None
     return f"relay.apply({', '.join([*map(edit_code, edits), *(['force=True'] if force else [])])})"
 
 
-def _record_lines(done: str | _StepsRecord | _SettingsRecord | _RaceRecord) -> Sequence[str]:
-    match done:
+def _record_lines(record: _Record) -> Sequence[str]:
+    match record:
         case _StepsRecord(count, loss):
             return [f"train({count}, loss={loss!r})" if math.isfinite(loss) else f"train({count})  # loss {loss}"]
         case _SettingsRecord(config, link):
             lines = [f"relay.config = replace(relay.config, {_keywords(config)})"] if config else []
             return [*lines, f"relay.device.throttle({_keywords(link)})"] if link else lines
-        case _RaceRecord(now):
-            return [_race_code(now().racers)]
-        case _:
-            return [done]
+        case str():
+            return [record]
+    return [_race_code(record().racers)]
 
 
 def _race_code(racers: Sequence[Racer]) -> str:
@@ -182,18 +176,13 @@ def _race_code(racers: Sequence[Racer]) -> str:
     return f"race({steps}, {losses}{f', tried={tried}' if tried else ''})"
 
 
-def _scheduler_step_code(scheduler: object) -> str:
-    """How a scheduler of the learning rate is told of a step."""
-    return "scheduler.step(losses[-1])" if isinstance(scheduler, ReduceLROnPlateau) else "scheduler.step()"
-
-
 def _keywords(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={literal(value)}" for name, value in values.items())
 
 
 def _has_code(edit: Edit) -> bool:
-    """Whether Python's way to print an edit makes it again."""
-    # By identity: a class of one's own may have a name that the engine has too.
+    """Return True if the code of an edit makes an equal edit."""
+    # By identity: a class of the user may have the same name as one of the engine.
     return getattr(l2l_core, type(edit).__name__, None) is type(edit) and all(map(_is_plain, vars(edit).values()))
 
 
@@ -202,5 +191,5 @@ def _is_plain(value: object) -> bool:
         return all(map(_is_plain, value))
     if isinstance(value, slice):
         return all(map(_is_plain, (value.start, value.stop, value.step)))
-    # The types themselves: a subclass may print itself in another way.
+    # Exact types: a subclass may have another `repr`.
     return value is None or type(value) in (bool, int, float, str, range) or isinstance(value, numpy.generic)

@@ -1,4 +1,4 @@
-"""The frame of a script: what it asks for, how it trains, and the check that it begins and goes as the session did."""
+"""Template of a script: functions for the user to write, the training loop, and checks against the session."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from workbench.session.race_result import STEPS_PER_ROUND
 
 @dataclass(frozen=True)
 class ScriptFrame:
-    """What differs from script to script.
+    """Values of the template.
 
     Attributes:
-        lines: that do what the session did, in order.
-        names: imported from the engine.
-        config: of the relay at the beginning, as code.
-        begun: steps, branch, keys of layers and lines of the journal then.
-        kind: of the source of batches.
-        turn: tells a scheduler of the learning rate of a step; "" without one.
-        has_schedule: whether a schedule edits layers or lets some sit out.
-        has_race: whether branches raced.
+        lines: lines that repeat the session, in order.
+        names: names imported from the engine.
+        config: code of the relay's configuration at the beginning.
+        start_state: steps, branch, keys of layers and number of journal entries at the beginning.
+        kind: kind of the source of batches.
+        scheduler_step: line that steps the learning rate scheduler; "" without one.
+        has_schedule: True if the session has a schedule of the layers.
+        has_race: True if branches raced.
     """
 
     lines: Sequence[str]
@@ -38,7 +38,7 @@ class ScriptFrame:
 
 
 def render_script(frame: ScriptFrame) -> str:
-    """Write the whole program."""
+    """Return the program."""
     more = ["schedule"] * frame.has_schedule + ["scheduler"] * bool(frame.scheduler_step)
     given = "".join(f", {name}" for name in more)
     step = "schedule.step(relay, batch)" if frame.has_schedule else "relay.step(batch)"
@@ -53,14 +53,14 @@ def render_script(frame: ScriptFrame) -> str:
         indent("\n".join([*frame.lines, "return losses"]), "    "),
         _run_function(frame, more),
     ]
-    # Parts bring blank lines of their own: at most one stays in a function, and two between functions.
+    # Parts begin and end with blank lines: keep at most one in a function, and two between functions.
     return re.sub(r"\n{3,}(?=    )", "\n\n", re.sub(r"\n{4,}", "\n\n\n", "\n".join(parts)))
 
 
-_HEAD = '''"""What a session of the workbench did with a relay, as a program that does it again.
+_HEAD = '''"""A program that repeats a session of the workbench.
 
-Write make_relay() and batches() (and what else raises NotImplementedError), then run it. Losses and weights are the same to
-the bit where the model, its seed, the batches and the machine are the same.
+Write make_relay(), batches() and every other function that raises NotImplementedError, then run it. Losses and weights are
+the same to the bit if the model, its seed, the batches and the machine are the same.
 """
 
 {imports}
@@ -71,16 +71,16 @@ from l2l_core import {names}
 
 _BY_HAND = '''
 def by_hand(what, relay):
-    """The session did this with code or a module that it cannot write down. Do it here; where it changed nothing, return."""
-    raise NotImplementedError(f"by_hand(): the session did something that this script cannot know; write it there: {what}")
+    """Repeat a change that the session made with code or a module; return if it changed nothing."""
+    raise NotImplementedError(f"by_hand(): the session made a change that has no code here; write it there: {what}")
 
 '''
 
 _TRAIN = '''
-waiting = []  # the batch that was taken and that no step was made on
+waiting = []  # the batch that was taken and not used
 
 def take():
-    """Look at the next batch; one that draws random numbers draws them now, and not only when it is trained on."""
+    """Return the next batch without using it; random numbers of the source are drawn here, as in the session."""
     if not waiting:
         waiting.append(next(batches))
     return waiting[0]
@@ -89,33 +89,33 @@ def train_on(batch):
     losses.append({step}.loss){turn}
 
 def train(steps, loss=None):
-    """Make steps on the next batches; `loss` is what the last of them had in the session."""
+    """Make steps on the next batches; `loss` is the last loss in the session."""
     for _ in range(steps):
         train_on(take())
         waiting.clear()
     check(loss)
 
 def check(loss):
-    """Compare the last loss with that of the session; None where there is none to compare with."""
+    """Compare the last loss with that of the session, unless it is None."""
     if loss is not None and losses[-1] != loss:
         warnings.warn(
-            f"the loss of step {{relay.steps}} of {{relay.branch}} is {{losses[-1]!r}}, and in the session it was {{loss!r}}: "
-            "the model, its seed, the batches or the machine are others"
+            f"the loss of step {{relay.steps}} of {{relay.branch}} is {{losses[-1]!r}}, but {{loss!r}} in the session: "
+            "the model, its seed, the batches or the machine differ"
         )
 '''
 
 _ATTEMPT = '''
 def attempt(batch):
-    """A step on this batch failed in the session: make the edits that were due before it, as many as could be made."""
+    """Make the edits before a step that failed in the session, as far as they succeed."""
     with suppress(Exception), relay.expect(batch):
         schedule.prepare(relay)
 '''
 
 _RACE = '''
 def race(steps, last, tried=()):
-    """Train branches in turn on the same batches, {round} steps of each at a time, and go back.
+    """Train branches in turn on the same batches, {round} steps of each at a time, and return to the active branch.
 
-    `steps` are those of each branch, `last` the loss of its last one, and in `tried` are those whose next step failed.
+    `steps` has the number of steps of each branch, `last` its last loss, and `tried` the branches whose next step failed.
     """
     home, done, kept, taken = relay.branch, dict.fromkeys(steps, 0), [None] * {round}, 0{begin}
     while racing := [name for name in steps if done[name] < steps[name] + (name in tried)]:
@@ -138,7 +138,7 @@ def race(steps, last, tried=()):
         relay.switch(home){end}
 '''
 
-_RATES = {  # of a race: each branch has a state of the scheduler of its own
+_RATES = {  # lines of a race that keep the state of the scheduler for each branch
     "begin": "\n    begun = copy.deepcopy(scheduler.state_dict())\n    rates = dict.fromkeys([home, *steps], begun)",
     "load": "\n        scheduler.load_state_dict(copy.deepcopy(rates[name]))",
     "keep": "\n        rates[name] = copy.deepcopy(scheduler.state_dict())",
@@ -147,7 +147,7 @@ _RATES = {  # of a race: each branch has a state of the scheduler of its own
 
 
 def _race_function(frame: ScriptFrame) -> str:
-    failed = "attempt(kept[place])" if frame.has_schedule else "pass  # but its batch was taken"
+    failed = "attempt(kept[place])" if frame.has_schedule else "pass  # the batch was taken"
     return _RACE.format(
         round=STEPS_PER_ROUND, failed=failed, **(_RATES if frame.scheduler_step else dict.fromkeys(_RATES, ""))
     )
@@ -166,42 +166,46 @@ def _imports(frame: ScriptFrame) -> Iterator[str]:
 
 
 def _stubs(frame: ScriptFrame) -> str:
-    """The functions that somebody has to write."""
+    """Return the functions for the user to write."""
     steps, branch, keys, edits = frame.start_state
     layers = f"{len(keys)} layers, {keys[0]} to {keys[-1]}" if len(keys) > 1 else f"{len(keys)} layer"
-    past = f", {edits} lines of its journal" if edits else ""
-    asked = [
+    past = f", {edits} journal entries" if edits else ""
+    stubs = [
         _stub(
             "make_relay",
-            f"The relay as the session found it: {layers}, after step {steps} of {branch}{past}.",
+            f"Return the relay as at the beginning of the session: {layers}, after step {steps} of {branch}{past}.",
             f"build the model from its seed and return Relay(model, ..., config={frame.config})",
         ),
         _stub("batches", *_BATCHES[frame.kind]),
     ]
     if frame.has_schedule:
-        asked.append(
-            _stub("make_schedule", "The schedule of the session.", "return what Session(schedule=...) was given")
+        stubs.append(
+            _stub("make_schedule", "Return the schedule of the session.", "return the schedule= of the Session")
         )
     if frame.scheduler_step:
-        asked.append(
-            _stub("make_scheduler", "The scheduler of the learning rate, as it was when the session began.",
-                 "return one over relay.optimizer, as Session(scheduler=...) was given", "relay")
-        )  # fmt: skip
-    return "\n".join(asked)
+        stubs.append(
+            _stub(
+                "make_scheduler",
+                "Return the learning rate scheduler in its state at the beginning of the session.",
+                "return one over relay.optimizer, like the scheduler= of the Session",
+                "relay",
+            )
+        )
+    return "\n".join(stubs)
 
 
 _BATCHES = {
     "iterable": (
-        "What the session was given as batches (a list, a DataLoader with the same seed); when it ends, it begins again.",
-        "return it here",
+        "Return the batches of the session (a list, a DataLoader with the same seed); they are repeated when they end.",
+        "return them here",
     ),
-    "iterator": ("The batches that the session was given, from its first one on.", "return an iterator of them"),
-    "function": ("The next batch, as the session's own function returned it.", "return a batch"),
+    "iterator": ("Return an iterator over the batches of the session, from its first one.", "return an iterator"),
+    "function": ("Return the next batch, like the function that the session called.", "return a batch"),
 }
 
 
 def _stub(name: str, docstring: str, remedy: str, args: str = "") -> str:
-    escaped = json.dumps(docstring, ensure_ascii=False)[1:-1]  # a name of a branch may hold quotes and backslashes
+    escaped = json.dumps(docstring, ensure_ascii=False)[1:-1]  # the name of a branch may contain quotes and backslashes
     return f'''
 def {name}({args}):
     """{escaped}"""
@@ -212,10 +216,10 @@ def {name}({args}):
 
 
 def _start_check(frame: ScriptFrame) -> str:
-    """Check that the relay is the one with which the session began."""
+    """Return the check that the relay has the state at the beginning of the session."""
     steps, branch, keys, edits = frame.start_state
     listed = "\n".join(f"    {line}" for line in wrap(", ".join(map(repr, keys)) + ",", 110))
-    return f'''"""Do all of it; the loss of every step, in the order in which they were made."""
+    return f'''"""Repeat the session, and return the loss of every step in order."""
 losses = []
 begun = {steps}, {branch!r}, {edits}, {frame.config}, [
 {listed}
@@ -223,7 +227,7 @@ begun = {steps}, {branch!r}, {edits}, {frame.config}, [
 found = relay.steps, relay.branch, len(relay.journal), relay.config, [layer.key for layer in relay.stack]
 if found != begun:
     raise ValueError(
-        f"steps, branch, lines of the journal, settings and layers of this relay are {{found}}, and the session began with "
+        f"steps, branch, journal entries, settings and layers of this relay are {{found}}, but the session began with "
         f"{{begun}}: return such a relay from make_relay()"
     )
 '''
@@ -233,7 +237,7 @@ def _run_function(frame: ScriptFrame, more: Sequence[str]) -> str:
     source = {
         "iterable": "itertools.chain.from_iterable(itertools.repeat(batches()))",
         "iterator": "iter(batches())",
-        "function": "iter(batches, object())",  # until it returns that very object, which is never
+        "function": "iter(batches, object())",  # the sentinel is a new object, so it never ends
     }[frame.kind]
     made = {"schedule": "make_schedule()", "scheduler": "make_scheduler(relay)"}
     given = "".join(f", {made[name]}" for name in more)
@@ -242,5 +246,5 @@ def _run_function(frame: ScriptFrame, more: Sequence[str]) -> str:
 if __name__ == "__main__":
     relay = make_relay()
     losses = reproduce(relay, {source}{given})
-    print(f"{{len(losses)}} steps are made again" + (f"; the last loss is {{losses[-1]!r}}" if losses else ""))
+    print(f"{{len(losses)}} steps were repeated" + (f"; the last loss is {{losses[-1]!r}}" if losses else ""))
 """

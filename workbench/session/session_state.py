@@ -1,4 +1,4 @@
-"""How a session stands, for whoever looks and for its loggers."""
+"""State of a session: its snapshots, its failures, and the notification of its loggers."""
 
 from __future__ import annotations
 
@@ -26,49 +26,55 @@ TAKEN_OVER = "This workbench was taken over by another one on the same relay: us
 
 
 class PendingVerdict(NamedTuple):
-    """An edit that is done and not judged yet."""
+    """An applied edit whose effect on the probe is still to be measured."""
 
     change: Change
     before: ProbeLosses
 
 
 class SessionState:
-    """What a session shows of itself, and tells.
+    """The visible state of a session, from which snapshots are taken and loggers are notified.
 
-    Invariant: read and written under the lock of the worker, so that a snapshot is of one moment. All but `snapshot` is
-    called on the session's thread alone.
+    Invariant: read and written under the lock of the command thread, so that a snapshot is consistent. Every method but
+    `snapshot` is called on the session's thread alone.
 
     Args:
-        relay: is looked at between its steps, but for its trace.
-        worker: the queue is shown too.
-        loggers: are told of steps and changes; of edits once they are judged.
-        probe: its cost is shown.
+        relay: read between its steps, except for its trace.
+        commands: the command thread; snapshots show its queue.
+        run: the current run.
+        loggers: notified of steps and changes; of an edit after its effect is measured.
+        probe: shown in snapshots.
 
     Attributes:
-        run, plan, mirror: steps asked for, settings, and the relay when it was last looked at.
-        during: what the thread is at, which an error is explained with.
+        settings_plan: settings of the next step.
+        relay_view: the relay as last read.
+        activity: current activity of the thread, part of the explanation of an error.
         refusal, ended: see `Snapshot`.
-        owed: the last change, if its losses after it are still to be measured: before anything else is done.
+        pending: the last change, if the losses after it are still to be measured; this precedes all other work.
+        race: returns the last race in its current state.
     """
 
-    def __init__(self, relay: Relay, commands: CommandThread, loggers: Sequence[Logger], probe: Probe) -> None:
+    def __init__(
+        self, relay: Relay, commands: CommandThread, run: TrainingRun, loggers: Sequence[Logger], probe: Probe
+    ) -> None:
         self._relay, self._commands, self._loggers, self._probe = relay, commands, tuple(loggers), probe
-        self.changed = commands.changed
-        self.run, self.settings_plan, self.relay_view = TrainingRun(self.changed), SettingsPlan(relay), RelayView(relay)
+        self.changed, self.run = commands.changed, run
+        self.settings_plan, self.relay_view = SettingsPlan(relay), RelayView(relay)
         self.activity: Activity = "step"
         self.refusal: Failure | None = None
         self.pending: PendingVerdict | None = None
         self.ended = ""
-        self.race: Callable[[], Race | None] = lambda: None  # the last one, as it is now
+        self.race: Callable[[], Race | None] = lambda: None
         self._running_trace: Callable[[], Trace | None] = lambda: None
-        self._failed_trace: Trace | None = None  # of the step that has just failed
+        self._failed_trace: Trace | None = None  # trace of the step that has just failed
 
-    # -- shown ---------------------------------------------------------------------------------------------------------
+    # -- snapshots -----------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Take a snapshot of all of it as it is now, in the middle of a step too."""
+        """Return a snapshot of the current state, also in the middle of a step."""
         with self.changed:
-            run, mirror, shell = self.run, self.relay_view, self._relay.shell
+            run, view, shell = self.run, self.relay_view, self._relay.shell
+            history = view.histories.current
             queue = list(self._commands.queue)
             waiting = [command.label for command in queue]
             trace = self._running_trace()
@@ -77,56 +83,56 @@ class SessionState:
                 state=run.state,
                 pausing=run.state == "running" and (run.pause_after_step or bool({"pause", "stop"} & set(waiting))),
                 model=type(self._relay.model).__name__,
-                num_params=mirror.num_params,
+                num_params=view.num_params,
                 device=self._relay.device.name,
-                # of the next step, as `config` is: what waits in the queue shows at once
+                # Of the next step, like `config`: queued settings are shown at once.
                 figures={name: self.settings_plan.settings[name] for name in self._relay.device.figures()},
                 config=make_config(self.settings_plan.settings),
                 queued=tuple(waiting),
-                step=mirror.steps,
+                step=view.steps,
                 done=run.done,
                 target=run.target,
-                steps=tuple(mirror.history.steps),
-                changes=tuple(mirror.history.changes),
-                layers=mirror.layers,
-                statistics=mirror.history.statistics.view(),
+                steps=tuple(history.steps),
+                changes=tuple(history.changes),
+                layers=view.layers,
+                statistics=history.statistics.view(),
                 shell_params=shell.num_params,
                 shell_trained=shell.num_trained,
                 busy=self._describe_activity(),
                 ended=self.ended,
-                shown=mirror.history.shown,
+                shown=history.shown,
                 progress=Progress(trace, *trace.counts, trace.now()) if trace is not None else None,
                 failure=run.failure,
                 refusal=self.refusal,
                 tickets=tuple(command.ticket for command in queue),
-                journal=mirror.journal,
-                can_undo=mirror.can_undo,
-                can_redo=mirror.can_redo,
-                branch=mirror.branch,
-                branches=mirror.branches,
-                elsewhere=mirror.elsewhere,
-                touched=mirror.touched,
+                journal=view.journal,
+                can_undo=view.can_undo,
+                can_redo=view.can_redo,
+                branch=view.branch,
+                branches=view.branches,
+                elsewhere=view.elsewhere,
+                touched=view.touched,
                 probe=self._probe.row,
                 race=self.race(),
             )
 
     def set_ended(self, reason: str) -> None:
-        """Say why nothing more can be asked of the session; the first reason stays."""
+        """Set the reason why the session accepts no more commands, unless one is set already."""
         with self.changed:
             self.ended = self.ended or reason
             self._commands.notify_change()
 
     def _describe_activity(self) -> str:
-        """What the thread does, in words."""
-        work = self._commands.current
-        if work is None:
+        """Return a description of the current command, or ""."""
+        command = self._commands.current
+        if command is None:
             return ""
-        return f"step {self.relay_view.steps + 1}" if work.what == TRAIN else work.label
+        return f"step {self.relay_view.steps + 1}" if command.what == TRAIN else command.label
 
     @contextmanager
     def track_step(self) -> Iterator[None]:
-        """Show the relay's trace as progress in the block, as soon as it is that of a new step."""
-        old = self._relay.trace  # is still there until the step has made one of its own
+        """Show the trace of the step that runs in this context as progress."""
+        old = self._relay.trace  # remains until the step has made a new one
         self._running_trace = lambda: trace if (trace := self._relay.trace) is not old else None
         self._failed_trace = None
         try:
@@ -138,23 +144,23 @@ class SessionState:
             self._running_trace = lambda: None
 
     def refresh(self) -> None:
-        """Read the relay anew: a change may have done anything to it."""
+        """Read the relay again: a change may have had any effect."""
         with self.changed:
             if self.relay_view.refresh():
                 self.settings_plan.mark_used()
             self.replan_settings()
 
     def replan_settings(self) -> None:
-        """Plan the settings anew: others may wait in the queue now."""
+        """Plan the settings of the next step again, since the queue may have changed."""
         with self.changed:
             self.settings_plan.apply_queued(command.settings for command in self._commands.queue)
 
-    # -- what goes wrong -----------------------------------------------------------------------------------------------
+    # -- errors --------------------------------------------------------------------------------------------------------
 
     def show_error(self, command: Command, error: BaseException) -> None:
-        """Show why a command failed. It stops the run, unless it says that everything is as it was before.
+        """Show the error of a command. It stops the run unless the command is known to have changed nothing.
 
-        Why a question has no answer is known to whoever asked, and is no refusal of an edit.
+        A failed query is reported through its future alone, and does not replace the refusal of an edit.
         """
         if (command.is_atomic or command.is_query) and isinstance(error, ValueError | TypeError):
             if not command.is_query:
@@ -169,17 +175,17 @@ class SessionState:
             self._commands.notify_change()
 
     def explain_error(self, error: BaseException) -> Failure:
-        """Explain an error; this alone stops nothing."""
-        failed, self._failed_trace = self._failed_trace, None  # an error later on is not of that step
+        """Make a failure of an error, with the trace of the step if one has just failed."""
+        failed, self._failed_trace = self._failed_trace, None  # a later error belongs to another step
         return make_failure(error, self.activity, self._relay, failed)
 
     def show_refusal(self, error: BaseException) -> None:
-        """Show an error that has changed nothing, so that the run goes on."""
+        """Show an error that has changed nothing; the run continues."""
         with self.changed:
             self.refusal = make_failure(error, "refused", self._relay)
             self._commands.notify_change()
 
-    # -- told ----------------------------------------------------------------------------------------------------------
+    # -- changes and loggers -------------------------------------------------------------------------------------------
 
     def record_change(
         self, what: str, entry: int | None = None, measured: LossChange | ProbeLosses | str = ""
@@ -187,34 +193,37 @@ class SessionState:
         """Record a change between two steps.
 
         Args:
-            what: a few words.
-            entry: number of an edit in the journal.
-            found: by the probe: all of it; or what was before the edit, so that it is owed; or why there is nothing.
+            what: short description.
+            entry: number of the edit's journal entry.
+            measured: result of the probe; or its losses before the edit, so that those after it are still to be measured;
+                or the reason why there is no result.
         """
         made = Change(self._relay.steps, what, self._relay.branch, entry)
         with self.changed:
             self.pending = PendingVerdict(made, measured) if isinstance(measured, ProbeLosses) else None
-            self.relay_view.history.changes.append(made if self.pending is None else replace(made, why_not=PENDING))
+            self.relay_view.histories.current.changes.append(
+                made if self.pending is None else replace(made, why_not=PENDING)
+            )
         return made if isinstance(measured, ProbeLosses) else self._complete_change(made, measured)
 
     def complete_pending(self, found: LossChange | str) -> None:
-        """Take in what the probe says of the edit that was owed, or why it says nothing."""
+        """Add the result of the probe, or the reason why there is none, to the pending change."""
         assert self.pending is not None
         self._complete_change(self.pending.change, found)
 
     def _complete_change(self, made: Change, found: LossChange | str) -> Change:
-        """Nothing more will be known of the last change: show it whole, and tell of it."""
+        """Show the last change with its result, and notify the loggers."""
         judged, why_not = (None, found) if isinstance(found, str) else (found, "")
-        whole = replace(made, judged=judged, why_not=why_not)
+        complete = replace(made, judged=judged, why_not=why_not)
         with self.changed:
-            # Still the last one: what is owed is due before anything that could add another.
-            self.relay_view.history.changes[-1], self.pending = whole, None
+            # Still the last one: pending measurements precede everything that adds a change.
+            self.relay_view.histories.current.changes[-1], self.pending = complete, None
             self._commands.notify_change()
-        self.notify_loggers(lambda logger: logger.log_change(whole))
-        return whole
+        self.notify_loggers(lambda logger: logger.log_change(complete))
+        return complete
 
     def notify_loggers(self, notify: Callable[[Logger], None]) -> None:
-        """Tell all loggers. When one fails the run stops, but the others are told, and what was done is done."""
+        """Notify all loggers, also after one has failed; a failure stops the run, but undoes nothing."""
         self.activity = "logger"
         for logger in self._loggers:
             try:
@@ -225,11 +234,11 @@ class SessionState:
                 self.fail(error)
 
     def log_race(self, race: Race) -> None:
-        """Tell the loggers that take races of one that is over; those that watch see where the session is again."""
+        """Notify the loggers that take races of a finished race; snapshot loggers see the branch to which it returned."""
         self.notify_loggers(lambda logger: logger.log_race(race) if isinstance(logger, RaceLogger) else None)
 
     def log_look(self, inside: Inside, decode: Callable[[Sequence[int]], str] | None) -> None:
-        """Tell the loggers that take looks of one; nothing has changed, so those that watch have nothing new to see."""
+        """Notify the loggers that take looks; snapshot loggers are not notified, since nothing has changed."""
         self.activity = "logger"
         for logger in self._loggers:
             if isinstance(logger, LookLogger):
@@ -239,7 +248,7 @@ class SessionState:
                     self.fail(error)
 
     def close(self) -> None:
-        """Close the loggers; what goes wrong with one is shown."""
+        """Close the loggers, and show their errors."""
         if self.pending is not None:
             self.complete_pending("the session was closed first")
         self.activity = "logger"

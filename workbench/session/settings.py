@@ -1,7 +1,4 @@
-"""What can be set between two steps, as one flat mapping: the fields of `RelayConfig`, and the figures of an emulated link.
-
-`Plan` knows what is set, what will be, and what was at the last step.
-"""
+"""Settings that can change between two steps, as one flat mapping: fields of `RelayConfig`, figures of an emulated link."""
 
 from __future__ import annotations
 
@@ -16,49 +13,52 @@ from workbench.session.snapshot_values import Change
 LINK_SETTINGS = ("h2d_bytes_per_s", "d2h_bytes_per_s", "latency_s")
 SETTINGS = (*(field.name for field in fields(RelayConfig)), *LINK_SETTINGS)
 
-Settings = dict[str, Any]  # by name
+Settings = dict[str, Any]  # name -> value
 
 
 def read_settings(relay: Relay) -> Settings:
-    """Read the settings of a relay and its device as they are."""
+    """Return the current settings of a relay and its device."""
     config = relay.config
     return {**{field.name: getattr(config, field.name) for field in fields(config)}, **relay.device.figures()}
 
 
 def check_names(names: Iterable[str], device: Device) -> None:
-    """Refuse what is no setting, or none of this device.
+    """Check that settings exist and apply to a device.
 
     Raises:
-        ValueError: says what can be set.
+        ValueError: an unknown name, or a figure of a real link.
     """
     for name in names:
         if name not in SETTINGS:
             raise ValueError(f"there is no setting {name!r}; there are {', '.join(SETTINGS)}")
         if name in LINK_SETTINGS and not isinstance(device, EmulatedDevice):
-            raise ValueError(f"{name}: the link of {device.name} is real; only an emulated one can be set")
+            raise ValueError(
+                f"{name}: the link of {device.name} is real and cannot be set; use an EmulatedDevice for that"
+            )
 
 
 def check_settings(settings: Settings) -> None:
-    """Refuse what is out of range.
+    """Check the values of settings.
 
     Raises:
-        ValueError: says what would be valid.
+        ValueError: a value that `RelayConfig` or `EmulatedDevice` refuses.
     """
-    make_config(settings), EmulatedDevice(None, *_link_arguments(settings))  # made for what their constructors refuse
+    make_config(settings)
+    EmulatedDevice(None, *_link_arguments(settings))
 
 
 def apply_settings(relay: Relay, settings: Settings) -> None:
-    """Let the next step use them."""
+    """Apply settings to a relay and its device for the next step."""
     relay.config = make_config(settings)
     if isinstance(relay.device, EmulatedDevice):
         relay.device.throttle(*_link_arguments(settings))
 
 
 def make_config(settings: Settings) -> RelayConfig:
-    """Make the configuration of the relay from its part of the settings.
+    """Make a relay configuration from its part of the settings.
 
     Raises:
-        ValueError: a value, or values together, that it refuses.
+        ValueError: a value, or a combination of values, that `RelayConfig` refuses.
     """
     return RelayConfig(**{field.name: settings[field.name] for field in fields(RelayConfig)})
 
@@ -68,14 +68,14 @@ def _link_arguments(settings: Settings) -> list[Any]:
 
 
 class SettingsPlan:
-    """What settings will be, and what they were when they were last used.
+    """Settings after the queue has run, and settings of the last step.
 
     Invariant: `settings` is read and written under the session's lock, the rest by its thread alone.
 
     Attributes:
-        settings: as they will be once everything queued is done.
-        used: those of the last step.
-        noted: on record as set since then; settings between two steps are one change, however often they are set.
+        settings: settings after all queued commands.
+        last_used: settings of the last step.
+        recorded: the recorded change since then; all new settings between two steps form one change.
     """
 
     def __init__(self, relay: Relay) -> None:
@@ -84,13 +84,13 @@ class SettingsPlan:
         self.recorded: Change | None = None
 
     def mark_used(self) -> None:
-        """Note that a step used the relay's settings, or that it became another relay: changes count from here on."""
+        """Make the current settings the reference for the next change, after a step or a switch of branches."""
         self.last_used, self.recorded = read_settings(self._relay), None
 
     def apply_queued(self, queued: Iterable[Mapping[str, Any]]) -> None:
-        """Read the relay's settings anew, and put those on top that still wait in the queue, in order."""
+        """Read the relay's settings again, and add those that wait in the queue, in order."""
         self.settings = read_settings(self._relay)
-        for more in queued:
-            with suppress(ValueError):  # no longer fits: its turn will tell
-                check_settings(planned := {**self.settings, **more})
+        for settings in queued:
+            with suppress(ValueError):  # no longer valid: its command will fail
+                check_settings(planned := {**self.settings, **settings})
                 self.settings = planned

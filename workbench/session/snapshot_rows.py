@@ -1,4 +1,4 @@
-"""From what the engine gives (units, results, errors) to the rows of a snapshot."""
+"""Conversion of the engine's units, results and errors to the values of a snapshot."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
-from l2l_core import Relay, StepResult, TornStep, Trace
+from l2l_core import DeviceOutOfMemory, EmulatedDevice, Relay, StepResult, TornStep, Trace
 from l2l_core.eps.blocks import Unit
 from l2l_core.trace import format_bytes
 from workbench.readings import Columns, summarize_timeline
-from workbench.session.remedies import find_remedy
-from workbench.session.shown_step import ShownStep
 from workbench.session.snapshot import Snapshot
-from workbench.session.snapshot_values import Activity, Failure, LayerRow, StepRow
+from workbench.session.snapshot_values import Activity, Failure, LayerRow, Remedy, ShownStep, StepRow
 from workbench.session.statistics import StatisticsLog
 
 BANDWIDTHS = ("h2d_bytes_per_s", "d2h_bytes_per_s")
 
 
 def layer_rows(relay: Relay) -> tuple[LayerRow, ...]:
-    """Read the layers of a relay, in order."""
+    """Return the rows of a relay's layers, in order."""
     places: dict[Unit, tuple[str, int]] = {}
     for name, units in relay.stacks.items():
         for i, unit in enumerate(units):
-            places.setdefault(unit, (name, i))  # the first one, of a layer that stands in several
+            places.setdefault(unit, (name, i))  # the first stack, for a layer that is in several
     return tuple(
         LayerRow(
             key=unit.key,
@@ -46,10 +44,10 @@ def layer_rows(relay: Relay) -> tuple[LayerRow, ...]:
 
 
 def changed_layers(before: Sequence[LayerRow], after: Sequence[LayerRow]) -> frozenset[str]:
-    """Find the keys of layers that are new, have moved past others, were frozen, or are trained again."""
+    """Return the keys of layers that are new, moved past others, frozen or unfrozen."""
     frozen = {row.key: row.frozen for row in before}
-    still = {row.key for row in after}
-    old = [row.key for row in before if row.key in still]
+    remaining = {row.key for row in after}
+    old = [row.key for row in before if row.key in remaining]
     new = [row.key for row in after if row.key in frozen]
     blocks = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
     stayed = {key for block in blocks for key in new[block.b : block.b + block.size]}
@@ -57,12 +55,12 @@ def changed_layers(before: Sequence[LayerRow], after: Sequence[LayerRow]) -> fro
 
 
 def count_params(relay: Relay) -> int:
-    """Count the weights of the model as it is now; shared ones count once."""
+    """Return the number of weights of the model; shared ones count once."""
     return sum(param.numel() for param in relay.model.parameters())
 
 
 def step_row(step: int, result: StepResult, branch: str) -> StepRow:
-    """Make the row of a finished step of a branch; `step` counts from 1."""
+    """Make the row of a finished step; `step` counts from 1."""
     return StepRow(
         step=step,
         loss=result.loss,
@@ -77,35 +75,30 @@ def step_row(step: int, result: StepResult, branch: str) -> StepRow:
 
 
 def snapshot_of(relay: Relay, steps: Sequence[StepRow], in_core_bytes: int | None = None) -> Snapshot:
-    """Show a relay between two steps as a session would, for a program that trains without a session.
+    """Make a snapshot of a relay between two steps, for a program that trains without a session.
 
     Args:
-        relay: whose steps these are.
-        steps: finished ones.
-        in_core_bytes: that in-core training would need on the device.
+        relay: the relay that made the steps.
+        steps: its finished steps.
+        in_core_bytes: device bytes that in-core training would need.
     """
     return Snapshot(
         number=len(steps),
         state="idle",
-        pausing=False,
         model=type(relay.model).__name__,
         num_params=count_params(relay),
         device=relay.device.name,
         figures=relay.device.figures(),
         config=relay.config,
-        queued=(),
         step=relay.steps,
         done=len(steps),
         target=len(steps),
         steps=tuple(steps),
-        changes=(),
         layers=layer_rows(relay),
         statistics=StatisticsLog().view(),
         shell_params=relay.shell.num_params,
         shell_trained=relay.shell.num_trained,
         shown=_shown_step(relay, in_core_bytes) if steps else None,
-        progress=None,
-        failure=None,
         journal=relay.journal,
         can_undo=relay.can_undo,
         can_redo=relay.can_redo,
@@ -122,36 +115,53 @@ def _shown_step(relay: Relay, in_core_bytes: int | None) -> ShownStep | None:
 
 
 def make_failure(error: BaseException, during: Activity, relay: Relay, trace: Trace | None = None) -> Failure:
-    """Say what a person has to know of an error of a relay; `trace` is that of the step that failed."""
-    number = relay.steps + (during in ("batch", "step"))  # while it is tried a step is not counted yet, later it is
+    """Make the failure to show for an error of a relay; `trace` is the trace of the failed step."""
+    number = relay.steps + (during in ("batch", "step"))  # a step that is still tried is not counted yet
     printed = "".join(traceback.format_exception(error))
     message = "\n".join([_message_of(error) or "no message", *getattr(error, "__notes__", ())])
-    after, remedy = _state_after(error, during), find_remedy(error, relay)
+    after, remedy = _state_after(error, during), _find_remedy(error, relay)
     return Failure(number, during, type(error).__name__, message, printed, after, trace, relay.branch, remedy)
+
+
+def _find_remedy(error: BaseException, relay: Relay) -> Remedy | None:
+    """Return the remedy that the relay found for a full device; None if it found none."""
+    full = error if isinstance(error, DeviceOutOfMemory) else error.__cause__  # the cause of a TornStep
+    if not isinstance(full, DeviceOutOfMemory) or full.least_bytes is None:
+        return None
+    return Remedy(dict(full.settings), full.least_bytes, _larger_device_code(relay, full.least_bytes))
+
+
+def _larger_device_code(relay: Relay, nbytes: int) -> str:
+    """Return code for an emulated device like the relay's with more memory; "" for a real device."""
+    if not isinstance(relay.device, EmulatedDevice):
+        return ""
+    figures = {**relay.device.figures(), "memory_bytes": nbytes}
+    arguments = ", ".join(f"{name}={value!r}" for name, value in figures.items() if value)
+    return f"device = EmulatedDevice({arguments})"
 
 
 def _message_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as second:  # a user's own error may not even print, and must not end the thread
+    except Exception as second:  # an error class of the user may fail to print, and must not end the thread
         return f"its message cannot be read: {second!r}"
 
 
 def _state_after(error: BaseException, during: Activity) -> str:
     if isinstance(error, TornStep):
-        return "Some layers hold new weights and the batch counts as used: Run goes on with the next one."
+        return "Some layers hold new weights and the batch counts as used: Run continues with the next one."
     return {
-        "batch": "The source of batches failed before anything was computed: Run asks it again.",
+        "batch": "The source of batches failed before anything was computed: Run tries it again.",
         "step": "Weights and optimizer are as they were before this step: Run tries the same batch again, Skip leaves it out.",
-        "edit": "What the change did before its error stays: Run goes on from here.",
+        "edit": "The effect of the change before its error remains: Run continues from here.",
         "refused": "Nothing was changed.",
-        "scheduler": "The step itself is done and counted: Run goes on.",
-        "logger": "The step or change itself is done and counted, but may not be logged: Run goes on.",
+        "scheduler": "The step itself is done and counted: Run continues.",
+        "logger": "The step or change itself is done and counted, but may not be logged: Run continues.",
     }[during]
 
 
 def describe_settings_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Say how two sets of settings differ, as "micro_batches 4 → 8"; the same change in both directions is one "link"."""
+    """Describe a change of settings, such as "micro_batches 4 → 8"; equal changes of both bandwidths are one "link"."""
     names = [name for name in new if new[name] != old.get(name)]
     values = {name: f"{format_setting(name, old.get(name))} → {format_setting(name, new[name])}" for name in names}
     if len({values.get(name) for name in BANDWIDTHS}) == 1 and BANDWIDTHS[0] in values:
@@ -160,7 +170,7 @@ def describe_settings_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> 
 
 
 def format_setting(name: str, value: Any) -> str:
-    """Write the value of a setting for people."""
+    """Format the value of a setting."""
     if name.endswith("_bytes_per_s"):
         return "unlimited" if value is None else f"{format_bytes(value)}/s"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,13 +1,13 @@
-"""Values that a snapshot of a session consists of."""
+"""Values that a snapshot of a session consists of, and the state of an edit journal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from l2l_core import Trace
-from l2l_core.edits import MAIN_BRANCH
+from l2l_core.edits import MAIN_BRANCH, JournalEntry
 from workbench.session.probe_verdict import LossChange, describe_verdict
 
 State = Literal["idle", "running", "paused", "failed", "closed"]
@@ -24,9 +24,9 @@ class StepRow:
         seconds: wall time.
         samples: rows of the batch.
         peak_device_bytes: highest device bytes.
-        bytes_loaded, bytes_pushed: weights to the device, gradients back.
+        bytes_loaded, bytes_pushed: bytes of weights copied to the device, and of gradients copied back.
         overlap: share in [0, 1] of copy time hidden under compute.
-        branch: on which it was made.
+        branch: the branch that was trained.
     """
 
     step: int
@@ -47,16 +47,16 @@ class LayerRow:
     Attributes:
         key: permanent identity.
         name: dotted name in the model.
-        num_params: weights.
+        num_params: number of weights.
         nbytes: bytes of the float32 weights.
         version: number of updates so far.
-        frozen: whether nothing in it is trained.
+        frozen: True if none of its weights is trained.
         grad_norm: norm of its gradient.
         update_ratio: norm of the update over norm of the weights.
         influence: 1 minus the mean cosine between its input and its output, in [0, 2] (Block Influence, arXiv 2403.03853).
-        stack: name of the stack that it is in; None if it is in none, and cannot be edited.
+        stack: name of its stack; None if it is in no stack, and cannot be edited.
         position: in that stack, from 0.
-        num_trained: weights that are trained.
+        num_trained: number of weights that are trained.
     """
 
     key: str
@@ -75,15 +75,15 @@ class LayerRow:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that changed between two steps: settings, or an edit.
+    """A change between two steps: settings, or an edit.
 
     Attributes:
-        step: number of steps that were finished.
-        what: a few words, as "micro_batches 4 → 8".
-        branch: on which it happened.
-        entry: number of its line in the journal; None: it is no edit.
-        judged: what it did to the losses of the probe, if that was measured.
-        why_not: otherwise, of an edit; `PENDING` while it is being measured.
+        step: number of steps finished before the change.
+        what: short description, such as "micro_batches 4 → 8".
+        branch: the branch that was changed.
+        entry: number of the edit's journal entry; None if the change is not an edit.
+        judged: effect of an edit on the losses of the probe, if it was measured.
+        why_not: reason why `judged` is None; `PENDING` during the measurement.
     """
 
     step: int
@@ -95,21 +95,21 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """What the probe says of it, in words."""
+        """The effect on the probe as text, or the reason why it was not measured."""
         return describe_verdict(self.judged, self.why_not)
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeRow:
-    """What edits are judged on.
+    """State of the probe on which edits are measured.
 
     Attributes:
-        is_on: whether they are.
-        is_given: whether somebody has given the batches; otherwise they are training batches.
-        batches: how many were given, or measured last; None of training batches before the first measurement.
-        most: training batches that are kept.
-        first_step: from which training batches are kept, from 1; None before that, or if batches were given.
-        seconds: that the last measurement took; None before the first.
+        is_on: whether edits are measured.
+        is_given: whether the user gave the batches; otherwise they are training batches.
+        batches: number of batches given, or measured last; None for training batches before the first measurement.
+        most: maximum number of training batches that are kept.
+        first_step: step of the first kept training batch, from 1; None before it, or if batches were given.
+        seconds: duration of the last measurement; None before the first.
     """
 
     is_on: bool
@@ -122,12 +122,12 @@ class ProbeRow:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """What was found to help against a device that is too small.
+    """Remedy for a device that is too small for a step.
 
     Attributes:
-        settings: with which the step fits; empty if none do.
-        least_bytes: the smallest budget with which it would fit, with whatever settings.
-        code: that gives an emulated device this budget; empty where the device has the memory that it has.
+        settings: settings with which the step fits; empty if there are none.
+        least_bytes: the smallest budget with which the step fits, with any settings.
+        code: line of code that makes an emulated device with this budget; empty for a real device.
     """
 
     settings: Mapping[str, Any]
@@ -137,18 +137,18 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the last command did not succeed.
+    """Cause and consequences of a command that failed.
 
     Attributes:
         step: the step that was tried, from 1.
-        during: what was being done.
+        during: activity of the session when the error was raised.
         error: name of the exception's class.
-        message: its message; begins with what happened and ends with a remedy.
-        traceback: as Python prints it.
-        after: what holds now, as "Nothing was updated: Run tries the same batch again."
-        trace: of the step that failed, up to that moment; None if none was begun. `Trace.failed` says how it ended.
-        branch: on which it was tried.
-        remedy: what would help, if that was found out.
+        message: message of the exception: the cause first, a remedy last.
+        traceback: traceback in Python's format.
+        after: the state after the error, such as "Nothing was changed."
+        trace: trace of the failed step up to the error (see `Trace.failed`); None if no step had begun.
+        branch: the branch on which the step was tried.
+        remedy: remedy, if one was found.
     """
 
     step: int
@@ -164,9 +164,67 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A step under way, as far as it had come: the first `events` events and `samples` samples of `trace`."""
+    """A step in progress: the first `events` events and `samples` samples of `trace`."""
 
     trace: Trace
     events: int
     samples: int
     now_s: float  # seconds since the step began
+
+
+class JournalState(NamedTuple):
+    """Edits of a journal that are in force, and edits that a redo would restore; the latest is last."""
+
+    in_force: tuple[JournalEntry, ...]
+    undone: tuple[JournalEntry, ...]
+
+
+def journal_state_of(journal: Sequence[JournalEntry]) -> JournalState:
+    """Replay a journal from its first entry to its last, and return the state of its edits."""
+    done: list[JournalEntry] = []
+    undone: list[JournalEntry] = []
+    for entry in journal:
+        if entry.kind == "edit":
+            done.append(entry)
+            undone.clear()
+        elif entry.kind == "undo" and done:
+            undone.append(done.pop())
+        elif undone:
+            done.append(undone.pop())
+    return JournalState(tuple(done), tuple(undone))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShownStep:
+    """A finished step with the branch, layers and journal that its trace belongs to.
+
+    Attributes:
+        branch: the branch that was trained.
+        number: number of the step on that branch, from 1.
+        trace: trace of the step.
+        layers: the stack after the step, in order.
+        journal: the journal after the step.
+        in_core_bytes: estimated device bytes of in-core training on the same batch; None if there is no estimate.
+    """
+
+    branch: str
+    number: int
+    trace: Trace
+    layers: Sequence[LayerRow]
+    journal: Sequence[JournalEntry] = ()
+    in_core_bytes: int | None = None
+
+    def is_before_edit(self, layers: Sequence[LayerRow], journal: Sequence[JournalEntry]) -> bool:
+        """Return True if the stack was edited after this step and not edited back.
+
+        Args:
+            layers, journal: the current ones.
+        """
+        if [_layer_identity(row) for row in self.layers] != [_layer_identity(row) for row in layers]:
+            return True
+        return self.journal != journal and journal_state_of(self.journal).in_force != journal_state_of(journal).in_force
+
+
+def _layer_identity(row: LayerRow) -> tuple[Any, ...]:
+    """Return the part of a row that steps do not change."""
+    return row.key, row.num_params, row.num_trained, row.frozen

@@ -1,8 +1,8 @@
-"""The figures of every layer over the steps of a session, in bounded memory: what the heat map shows. Knows no widgets.
+"""Figures of every layer over the steps of a session, in bounded memory, for the heat map. No widgets.
 
-A column is a step at first. When there are too many columns, neighbours merge in pairs, and from then on a column is two
-steps, then four, and so on; a merged cell is the mean of its finite figures. A layer keeps its row, whatever its place in
-the stack, because rows go by the permanent key.
+A column is one step at first. When there are too many columns, neighbours merge in pairs, and from then on a column is
+two steps, then four, and so on; a merged cell is the mean of its finite figures. A layer keeps its row when it moves,
+because rows belong to permanent keys.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from workbench.session.snapshot_values import LayerRow
 
 FIGURES = ("grad_norm", "update_ratio", "influence")  # fields of LayerRow
 MAX_COLUMNS = 256
-MAX_REMOVED = 64  # layers out of the stack that are remembered
+MAX_REMOVED = 64  # removed layers whose figures are kept
 
-_PRESENT = len(FIGURES)  # besides: 1 in every step in which the layer was in the stack
+_PRESENT = len(FIGURES)  # one more plane: 1 in every step in which the layer was in the stack
 _LARGEST = float(np.finfo(np.float32).max)
 
 Cells = NDArray[np.float32]
@@ -28,12 +28,12 @@ IntArray = NDArray[np.int64]
 
 
 class LayerTrack(NamedTuple):
-    """A layer in the record.
+    """Row of a layer in the statistics.
 
     Attributes:
         key: permanent identity.
-        name: dotted name in the model, the last one that it had there.
-        row: its place in the arrays.
+        name: latest dotted name in the model.
+        row: index in the arrays.
     """
 
     key: str
@@ -43,14 +43,14 @@ class LayerTrack(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Statistics:
-    """The record at one moment; what is in it does not change any more.
+    """Immutable figures of the layers up to one moment.
 
     Attributes:
         stack: layers in the stack, in order.
-        gone: layers that were in it in some step, in the order in which they left.
+        removed: layers that were in the stack in some step, in the order of their removal.
         first, last: (columns,), first and last step of every column.
         closed: (figures + 1, columns or one less, rows), complete columns.
-        open: (figures + 1, rows), the column to which steps are still added, if there is one.
+        open: (figures + 1, rows), the incomplete last column, if there is one.
     """
 
     stack: tuple[LayerTrack, ...]
@@ -61,9 +61,9 @@ class Statistics:
     open: Cells | None
 
     def values(self, figure: str, tracks: Sequence[LayerTrack]) -> Cells:
-        """Return (tracks, columns): means over the steps of a column.
+        """Return (tracks, columns): means over the steps of each column.
 
-        NaN: the layer was not there, or had no figure, as when it is frozen; inf: it had some, but none was finite.
+        NaN: the layer was not in the stack or had no figure, for example because it was frozen. inf: no figure was finite.
 
         Raises:
             ValueError: no such figure.
@@ -73,7 +73,7 @@ class Statistics:
         return self._select(FIGURES.index(figure), tracks)
 
     def present(self, tracks: Sequence[LayerTrack]) -> NDArray[np.bool_]:
-        """Return (tracks, columns): whether the layer was in the stack in some step of a column."""
+        """Return (tracks, columns): True if the layer was in the stack in some step of the column."""
         return ~np.isnan(self._select(_PRESENT, tracks))
 
     def _select(self, plane: int, tracks: Sequence[LayerTrack]) -> Cells:
@@ -83,13 +83,13 @@ class Statistics:
 
 
 class StatisticsLog:
-    """Takes the figures of every step; `view` is what is known so far.
+    """Collects the figures of every step; `view` returns those so far.
 
-    Invariant: a cell that a view shows is never written again. Columns are written once, behind those of earlier views,
-    and whatever moves cells (merging, room for more layers) makes new arrays.
+    Invariant: a cell in a view is never written again. Columns are written once, after those of earlier views, and
+    operations that move cells (merging, room for more layers) make new arrays.
 
     Args:
-        columns: at most so many, an even number.
+        columns: maximum number of columns; even.
     """
 
     def __init__(self, columns: int = MAX_COLUMNS) -> None:
@@ -97,8 +97,8 @@ class StatisticsLog:
         self._stack: tuple[LayerTrack, ...] = ()
         self._removed: tuple[LayerTrack, ...] = ()
         self._stack_names: tuple[list[str], list[str]] = [], []  # keys and names of the stack
-        self._rows = 0  # in use, those of forgotten layers included
-        self._columns = 0  # complete
+        self._rows = 0  # in use, including those of dropped layers
+        self._columns = 0  # complete columns
         self._stride = 1  # steps in a complete column
         self._mean = np.full((_PRESENT + 1, columns, 0), np.nan, np.float32)
         self._count = np.zeros(self._mean.shape, np.uint32)  # finite figures in a cell
@@ -107,7 +107,7 @@ class StatisticsLog:
         self._view: Statistics | None = None
 
     def append(self, step: int, layers: Sequence[LayerRow]) -> None:
-        """Add the figures of a step; `layers` is the stack in order."""
+        """Add the figures of a step; `layers` are the stack in order."""
         self.set_stack(layers)
         self._view = None
         column = _column_of(step, layers, [track.row for track in self._stack], self._mean.shape[2])
@@ -116,24 +116,24 @@ class StatisticsLog:
             self._store_column(self._open)
 
     def set_stack(self, layers: Sequence[LayerRow]) -> None:
-        """Take over the stack as it is now, in order."""
-        called = [layer.key for layer in layers], [layer.name for layer in layers]
-        if called == self._stack_names:
+        """Update the stack to `layers`, in order."""
+        names = [layer.key for layer in layers], [layer.name for layer in layers]
+        if names == self._stack_names:
             return
-        self._stack_names, self._view = called, None
+        self._stack_names, self._view = names, None
         keys = {layer.key for layer in layers}
-        left = [track for track in self._stack if track.key not in keys and self._was_present(track.row)]
-        known = {track.key: track.row for track in (*self._removed, *self._stack)}
-        self._removed = tuple(track for track in (*self._removed, *left) if track.key not in keys)[-MAX_REMOVED:]
-        fresh = list(dict.fromkeys(layer.key for layer in layers if layer.key not in known))
+        removed = [track for track in self._stack if track.key not in keys and self._was_present(track.row)]
+        rows = {track.key: track.row for track in (*self._removed, *self._stack)}
+        self._removed = tuple(track for track in (*self._removed, *removed) if track.key not in keys)[-MAX_REMOVED:]
+        fresh = list(dict.fromkeys(layer.key for layer in layers if layer.key not in rows))
         if self._rows + len(fresh) > self._mean.shape[2]:
-            known = self._allocate_rows([key for key in known if key in keys], known, len(fresh))
-        known.update(zip(fresh, range(self._rows, self._rows + len(fresh)), strict=True))
+            rows = self._allocate_rows([key for key in rows if key in keys], rows, len(fresh))
+        rows.update(zip(fresh, range(self._rows, self._rows + len(fresh)), strict=True))
         self._rows += len(fresh)
-        self._stack = tuple(LayerTrack(layer.key, layer.name, known[layer.key]) for layer in layers)
+        self._stack = tuple(LayerTrack(layer.key, layer.name, rows[layer.key]) for layer in layers)
 
     def view(self) -> Statistics:
-        """Return what is known now; it is the same object as long as nothing is added."""
+        """Return the statistics so far; the same object until something is added."""
         if self._view is None:
             part, closed = self._open, self._mean[:, : self._columns]
             closed.flags.writeable = False
@@ -148,13 +148,13 @@ class StatisticsLog:
         return self._view
 
     def _was_present(self, row: int) -> bool:
-        before = self._count[_PRESENT, : self._columns, row].any()
-        return bool(before) or (self._open is not None and bool(self._open.count[_PRESENT, row]))
+        closed = self._count[_PRESENT, : self._columns, row].any()
+        return bool(closed) or (self._open is not None and bool(self._open.count[_PRESENT, row]))
 
-    def _allocate_rows(self, staying: Sequence[str], known: dict[str, int], count: int) -> dict[str, int]:
-        """Rows for `count` more layers, without those of layers that are forgotten; the new rows by key."""
+    def _allocate_rows(self, staying: Sequence[str], old_rows: dict[str, int], count: int) -> dict[str, int]:
+        """Make room for `count` more layers, and return the new rows by key; other rows are dropped."""
         kept = [*staying, *(track.key for track in self._removed)]
-        rows = [known[key] for key in kept]
+        rows = [old_rows[key] for key in kept]
         room = (len(kept) + count) * 5 // 4
 
         def moved(cells: NDArray, empty: float) -> NDArray:
@@ -166,9 +166,9 @@ class StatisticsLog:
         if self._open is not None:
             part = self._open
             self._open = part._replace(mean=moved(part.mean, np.nan), count=moved(part.count, 0))
-        self._rows, known = len(kept), {key: i for i, key in enumerate(kept)}
-        self._removed = tuple(track._replace(row=known[track.key]) for track in self._removed)
-        return known
+        self._rows, new_rows = len(kept), {key: i for i, key in enumerate(kept)}
+        self._removed = tuple(track._replace(row=new_rows[track.key]) for track in self._removed)
+        return new_rows
 
     def _store_column(self, part: _StepColumn) -> None:
         at, self._open = self._columns, None
@@ -179,7 +179,7 @@ class StatisticsLog:
             self._merge()
 
     def _merge(self) -> None:
-        """Neighbouring columns become one."""
+        """Merge neighbouring columns in pairs."""
         half, old_mean, old_count = self._columns // 2, self._mean, self._count
         self._mean, self._count = np.full_like(old_mean, np.nan), np.zeros_like(old_count)
         self._mean[:, :half], self._count[:, :half] = _mean_of(
@@ -192,7 +192,7 @@ class StatisticsLog:
 
 
 class _StepColumn(NamedTuple):
-    """Steps one after another; `mean` and `count` are (figures + 1, rows), as in the log."""
+    """Column of consecutive steps; `mean` and `count` are (figures + 1, rows)."""
 
     first: int
     last: int
@@ -207,7 +207,7 @@ class _StepColumn(NamedTuple):
 
 def _column_of(step: int, layers: Sequence[LayerRow], rows: Sequence[int], room: int) -> _StepColumn:
     given = [[getattr(layer, figure) for layer in layers] for figure in FIGURES]
-    figures = np.array(given, np.float64)  # None becomes NaN, which as a figure is one that is not finite
+    figures = np.array(given, np.float64)  # None becomes NaN, as does a figure that is NaN
     missing = np.array([[figure is None for figure in line] for line in given], bool)
     usable = np.abs(figures) <= _LARGEST
     mean, count = np.full((_PRESENT + 1, room), np.nan), np.zeros((_PRESENT + 1, room), np.uint32)
@@ -218,7 +218,7 @@ def _column_of(step: int, layers: Sequence[LayerRow], rows: Sequence[int], room:
 
 
 def _mean_of(a: NDArray, a_count: NDArray, b: NDArray, b_count: NDArray) -> tuple[NDArray, NDArray]:
-    """Means of the finite figures of two columns, and how many they are; the mean of none is inf if there were others."""
+    """Return means and counts of the finite figures of two columns; the mean is inf if all figures are non-finite."""
     count = a_count + b_count
     low, high = np.where(a_count > 0, a, 0), np.where(b_count > 0, b, 0)
     share = b_count / np.maximum(count, 1)

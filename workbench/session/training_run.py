@@ -1,4 +1,4 @@
-"""A run: how many steps are asked for and done, whether the next one is due, and why it failed. It knows no relay."""
+"""State of a run: steps requested and done, whether the next one is due, and why it failed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from workbench.session.snapshot_values import Failure, State
 
 
 def check_steps(steps: int | None) -> int | None:
-    """Return a number of steps to run, or None.
+    """Return a number of steps to run, or None, unchanged.
 
     Raises:
-        ValueError: not a positive number.
+        ValueError: not a positive integer.
     """
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
         raise ValueError(f"steps={steps!r}: must be a positive integer, or None to go on")
@@ -19,18 +19,18 @@ def check_steps(steps: int | None) -> int | None:
 
 
 class TrainingRun:
-    """The run of a session, from its beginning to its end; the next one begins where it has ended.
+    """The run of a session, from its beginning to its end; it is reused for the next run.
 
-    Invariant: read and written under the session's lock; `failure` says why the state is "failed", and goes with it.
+    Invariant: read and written under the session's lock; `failure` is set exactly while `state` is "failed".
 
     Args:
         changed: the session's lock.
 
     Attributes:
         state: see `Snapshot`.
-        done, left: steps made, and steps asked for and not made; None: no end.
-        pauses: whether it pauses after the step under way.
-        owes_step: whether commands wait until it has made a step, since it has just begun.
+        done, remaining: steps made, and steps requested and not made (None: no end).
+        pause_after_step: the run pauses after the current step.
+        first_step_pending: the run has just begun, and commands wait for its first step.
         failure: why it stopped.
     """
 
@@ -45,17 +45,17 @@ class TrainingRun:
 
     @property
     def target(self) -> int | None:
-        """Steps of this run, made or not; None: no end."""
+        """Total number of steps of this run; None: no end."""
         return None if self.remaining is None else self.done + self.remaining
 
     def is_due(self, has_waiting: bool) -> bool:
-        """Say whether the run's next step comes before whatever else is asked for."""
+        """Return True if the next step precedes the waiting commands, or if none waits."""
         return self.state == "running" and (self.first_step_pending or not has_waiting)
 
     def begin(self, steps: int | None, *, pause_after_step: bool = False, continues: bool = False) -> None:
-        """Begin, or go on with the steps that are left (None); steps are added to those of a run under way.
+        """Begin a run, or resume the remaining steps (None); steps are added to those of a run in progress.
 
-        `goes_on` was asked of a run under way: it means nothing if that has come to its end meanwhile.
+        `continues` marks a request to resume a run in progress, which has no effect if the run has ended since.
         """
         with self._changed:
             if continues and self.remaining == 0:
@@ -64,20 +64,16 @@ class TrainingRun:
                 self.remaining, self.done = steps, 0
             elif steps is not None and self.remaining is not None:
                 self.remaining += steps
-            self.state, self.pause_after_step, self.first_step_pending, self.failure = (
-                "running",
-                pause_after_step,
-                True,
-                None,
-            )
+            self.state, self.failure = "running", None
+            self.pause_after_step, self.first_step_pending = pause_after_step, True
 
     def begin_single_step(self) -> None:
-        """Make one step of those that are left, or else one of its own, and pause."""
+        """Make one of the remaining steps, or else begin a run of one step, and pause after it."""
         with self._changed:
             self.begin(None if self.remaining != 0 else 1, pause_after_step=True)
 
     def count_step(self) -> None:
-        """Count a step that is made; the run halts after its last one, or if it is to pause."""
+        """Count a finished step; the run pauses after its last one, or if it is to pause."""
         with self._changed:
             self.done += 1
             if self.remaining is not None:
@@ -86,17 +82,17 @@ class TrainingRun:
                 self.pause()
 
     def pause(self) -> None:
-        """Pause; what does not run, and what has failed, stays as it is."""
+        """Pause; no effect unless the run is running."""
         with self._changed:
             if self.state == "running":
                 self.state = "idle" if self.remaining == 0 else "paused"
 
     def stop(self) -> None:
-        """Drop the steps that are left, and what has failed with them."""
+        """Drop the remaining steps and the failure."""
         with self._changed:
             self.remaining, self.failure, self.state = 0, None, "idle"
 
     def fail(self, failure: Failure) -> None:
-        """Stop, with the steps that are left."""
+        """Stop with a failure; the remaining steps stay."""
         with self._changed:
             self.state, self.first_step_pending, self.failure = "failed", False, failure
