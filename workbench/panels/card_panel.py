@@ -1,4 +1,4 @@
-"""The card of the chosen layer: what it is, how its weights are spread, what the probe says of it, and edits of it."""
+"""Card of the selected layer: facts, weights, trials on the probe, and edits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import ipywidgets
 
-from workbench.panels.choices import make_dropdown, set_options
+from workbench.panels.controls import make_box, make_button, make_dropdown, make_row, set_options
 from workbench.panels.folded_table import FoldedTable
 from workbench.panels.key_capture import KeyCapture
 from workbench.panels.layer_picker import make_pickable
@@ -45,7 +45,7 @@ from workbench.session import (
 )
 
 _NO_LAYER_TEXT = "No layer is chosen: choose one in the list, or in the table of layers."
-_NO_LAYER_OPTION = ("choose a layer", "")  # not None: with that value a list of ipywidgets shows nothing
+_NO_LAYER_OPTION = ("choose a layer", "")  # not None: a dropdown of ipywidgets is blank with that value
 _EDIT_ICONS = {
     "Drop": "trash",
     "Duplicate": "clone",
@@ -58,99 +58,70 @@ _EDIT_ICONS = {
 
 
 class CardPanel(Panel):
-    """Shows one layer, chosen by list or by pointer; all of it is asked of the session, so training goes on meanwhile.
+    """One layer, selected in a list or by pointer. Measurements run on the session's thread, between steps.
 
-    Weights are looked at when the layer is chosen, after edits, and on demand, never at every step. All controls are native
-    ones: Tab reaches them, arrow keys choose in the list, Space and Enter press.
+    Weights are read when the layer is selected, after edits and on demand, not at every step.
     """
 
     source_type = Session
+    session: Session
 
     def build(self) -> ipywidgets.Box:
         self._selection, self._trials = shared_selection(self.session), TrialRunner(self.session, self._redraw)
         self._predictions = Predictions(self.session, self._redraw)
         self._predictions.button.on_click(lambda _: self._guarded(self._run_prediction))
-        self._filling = False  # whether it is the panel that sets the list
+        self._filling = False  # the panel sets the list
         self._facts: LayerFacts | None = None
-        self._facts_request: object = None  # what the weights were last asked for
+        self._facts_request: object = None  # the state for which the facts were requested
         self._drawn_inputs: object = None
         self._chart_inputs: tuple[Any, ...] = (None, None, None)
-        self._edits = {}
+        self._edits: dict[str, tuple[ipywidgets.Button, ipywidgets.HTML]] = {}
         self._selection.observe(self._redraw)
         self._facts_html, self._error_html = ipywidgets.HTML(), ipywidgets.HTML()
-        self._weights, self._figures, self._chart = (
-            ipywidgets.HTML(),
-            ipywidgets.HTML(),
-            make_pickable(ipywidgets.HTML()),
-        )
+        self._weights, self._figures = ipywidgets.HTML(), ipywidgets.HTML()
+        self._chart = make_pickable(ipywidgets.HTML())
         self._fold = FoldedTable("Measurements as a table")
         self._fold.widget.layout.display = "none"
         self._line = ipywidgets.HTML()
         self._line.add_class("l2l-card-pending")
         self._list = make_dropdown("card of", [_NO_LAYER_OPTION], "320px")
         self._list.observe(lambda change: self._choose_from_list(change["new"]), "value")
-        self._previous_button = self._button(
-            "Previous layer", "chevron-left", "Choose the previous layer", lambda: self._choose_neighbour(-1)
-        )
-        self._next_button = self._button(
-            "Next layer", "chevron-right", "Choose the next layer", lambda: self._choose_neighbour(1)
-        )
-        self._reread_button = self._button(
-            "Look again", "refresh", "Look at the weights as they are now", self._reread_facts
-        )
-        chooser = _row(self._list, self._previous_button, self._next_button, self._reread_button)
-        acts = [self._build_edit_row(words, icon) for words, icon in _EDIT_ICONS.items()]
-        tries = [self._build_trial_row(how) for how in TRIAL_EDITS]
-        predicted = [_row(self._predictions.button, self._predictions.line), self._predictions.picture]
-        self._all_button = self._button(
-            "All layers", "bar-chart", "Measure both for every layer in turn", self._run_all_trials
-        )
-        self._stop_button = self._button(
-            "Stop measuring", "stop", "Stop after the current measurement", self._trials.stop
-        )
+        to_previous, to_next = partial(self._choose_neighbour, -1), partial(self._choose_neighbour, 1)
+        self._previous_button = self._button("Previous layer", "chevron-left", "Choose the previous layer", to_previous)
+        self._next_button = self._button("Next layer", "chevron-right", "Choose the next layer", to_next)
+        self._reread_button = self._button("Read again", "refresh", "Read the current weights", self._reread_facts)
+        chooser = make_row(self._list, self._previous_button, self._next_button, self._reread_button)
+        for label, icon in _EDIT_ICONS.items():
+            button = self._button(label, icon, "Apply after the current step", partial(self._apply_edit, label))
+            self._edits[label] = button, ipywidgets.HTML()
+        for kind in TRIAL_EDITS:
+            label, tip = TRIAL_LABELS[kind].capitalize(), "Measure it on the probe; nothing is changed"
+            button = self._button(label, "balance-scale", tip, partial(self._run_trial, kind))
+            self._edits[kind] = button, ipywidgets.HTML()
+        predictions = make_row(self._predictions.button, self._predictions.line), self._predictions.picture
+        self._all_button = self._button("All layers", "bar-chart", "Measure both for every layer", self._run_all_trials)
+        self._stop_button = self._button("Stop measuring", "stop", "Stop after this measurement", self._trials.stop)
         self._progress = ipywidgets.HTML()
-        charts = ipywidgets.HBox([self._weights, self._figures])
-        charts.add_class("l2l-card-charts")
-        side_by_side = ipywidgets.VBox([*acts, *tries])
-        side_by_side.add_class("l2l-card-acts")
-        parts = [self._facts_html, charts, side_by_side, *predicted]
-        self._layer_box = ipywidgets.VBox(parts)
-        everyone = [_row(self._all_button, self._stop_button, self._progress), self._chart, self._fold.widget]
-        keys = KeyCapture(layout={"display": "none"})
-        box = ipywidgets.VBox(
-            [ipywidgets.HTML(), chooser, self._layer_box, *everyone, self._line, self._error_html, keys]
-        )
-        box.add_class("l2l-card-panel")
-        return box
-
-    def _build_edit_row(self, label: str, icon: str) -> ipywidgets.Box:
-        button = self._button(label, icon, "Carry it out after the current step", partial(self._apply_edit, label))
-        self._edits[label] = button, ipywidgets.HTML()
-        return _row(*self._edits[label])
-
-    def _build_trial_row(self, kind: TrialKind) -> ipywidgets.Box:
-        words = TRIAL_LABELS[kind].capitalize()
-        button = self._button(
-            words, "balance-scale", "Measure it on the probe; nothing is changed", lambda: self._run_trial(kind)
-        )
-        self._edits[kind] = button, ipywidgets.HTML()
-        return _row(*self._edits[kind])
+        charts = make_box(ipywidgets.HBox, "l2l-card-charts", self._weights, self._figures)
+        actions = make_box(ipywidgets.VBox, "l2l-card-acts", *(make_row(*pair) for pair in self._edits.values()))
+        self._layer_box = ipywidgets.VBox([self._facts_html, charts, actions, *predictions])
+        sweep = make_row(self._all_button, self._stop_button, self._progress), self._chart, self._fold.widget
+        self._title, keys = ipywidgets.HTML(), KeyCapture(layout={"display": "none"})
+        parts = self._title, chooser, self._layer_box, *sweep, self._line, self._error_html, keys
+        return make_box(ipywidgets.VBox, "l2l-card-panel", *parts)
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 
     def draw(self, snapshot: Snapshot) -> None:
         row, numbers = self._selection.find_in(snapshot.layers), number_layers(one.key for one in snapshot.layers)
-        title = self.widget.children[0]
-        # of a chosen layer the list below says it, and the view fits a screen
-        title.value = "" if row else f'<div class="l2l-heading">Card of a layer</div><p>{_NO_LAYER_TEXT}</p>'
-        title.layout.display = "none" if row else ""
+        # without a title when the list shows a layer, so that the view fits a screen
+        self._title.value = "" if row else f'<div class="l2l-heading">Card of a layer</div><p>{_NO_LAYER_TEXT}</p>'
+        self._title.layout.display = "none" if row else ""
         self._fill_list([(f"{full_name(one.key, numbers)} {one.name}", one.key) for one in snapshot.layers], row)
-        # -1: nothing is chosen; then both buttons are enabled, and choose the first layer
-        at = numbers[row.key] if row else -1
-        self._previous_button.disabled, self._next_button.disabled = (
-            at == 0 or not snapshot.layers,
-            at == len(snapshot.layers) - 1,
-        )
+        # without a selection (-1), both buttons select the first layer
+        index = numbers[row.key] if row else -1
+        self._previous_button.disabled = index == 0 or not snapshot.layers
+        self._next_button.disabled = index == len(snapshot.layers) - 1
         self._layer_box.layout.display = "" if row else "none"
         (self.widget.add_class if row else self.widget.remove_class)("l2l-card-open")
         self._reread_button.disabled = row is None
@@ -164,49 +135,45 @@ class CardPanel(Panel):
         self._filling = True
         try:
             set_options(self._list, [_NO_LAYER_OPTION, *options])
-            if self._list.value != (key := row.key if row else _NO_LAYER_OPTION[1]):
-                self._list.value = key
+            self._list.value = row.key if row else _NO_LAYER_OPTION[1]
         finally:
             self._filling = False
 
     def _draw_layer(self, row: LayerRow, snapshot: Snapshot) -> None:
-        facts, moment = self._facts_of(row), StateVersion.of(snapshot)
-        _set_if_changed(self._facts_html, facts_html(row, number_layers(one.key for one in snapshot.layers), facts))
-        known = row.key, facts, snapshot.statistics  # the statistics are another object after a step or an edit
-        if known != self._drawn_inputs:
-            self._drawn_inputs = known
-            _set_if_changed(self._weights, "" if facts is None else draw_histogram(facts))
-            _set_if_changed(self._figures, draw_figures(snapshot.statistics, row.key) if snapshot.steps else "")
+        facts, version = self._facts_of(row), StateVersion.of(snapshot)
+        self._facts_html.value = facts_html(row, number_layers(one.key for one in snapshot.layers), facts)
+        inputs = row.key, facts, snapshot.statistics  # a step or an edit replaces the statistics
+        if inputs != self._drawn_inputs:
+            self._drawn_inputs = inputs
+            self._weights.value = "" if facts is None else draw_histogram(facts)
+            self._figures.value = draw_figures(snapshot.statistics, row.key) if snapshot.steps else ""
         edits = edits_for_layer(row, snapshot.layers)
-        for words in _EDIT_ICONS:
-            button, code = self._edits[words]
-            # `edits_of` has either Freeze or Unfreeze; they share a button, which keeps its place
-            able = next((one for one in edits if one == words or (words, one) == ("Freeze", "Unfreeze")), None)
-            button.disabled, button.description = able is None, able or words
-            _set_if_changed(code, "" if able is None else code_line(f"relay.apply({edit_code(edits[able])})"))
-        for how, make in TRIAL_EDITS.items():
-            button, said = self._edits[how]
-            button.disabled = row.stack is None or (row.key, how) in self._trials.waiting
-            waits = "is being measured, or waits for its turn" if (row.key, how) in self._trials.waiting else ""
-            found = trial_html(self._trials.found.get((row.key, how)), waits, moment)
-            _set_if_changed(said, f"{code_line(f'workbench.measure({edit_code(make(row.key))})')} {found}")
-
+        for label in _EDIT_ICONS:
+            button, code = self._edits[label]
+            # `edits` has either Freeze or Unfreeze, which share a button
+            name = "Unfreeze" if label == "Freeze" and "Unfreeze" in edits else label
+            button.disabled, button.description = name not in edits, name
+            code.value = code_line(f"relay.apply({edit_code(edits[name])})") if name in edits else ""
+        for kind, make in TRIAL_EDITS.items():
+            button, text = self._edits[kind]
+            waits = (row.key, kind) in self._trials.waiting
+            button.disabled = row.stack is None or waits
+            status = "is being measured, or waits in the queue" if waits else ""
+            result = trial_html(self._trials.found.get((row.key, kind)), status, version)
+            text.value = f"{code_line(f'workbench.measure({edit_code(make(row.key))})')} {result}"
         self._predictions.draw(row, snapshot)
 
     def _draw_trials(self, snapshot: Snapshot) -> None:
-        left, moment = self._trials.remaining, StateVersion.of(snapshot)
+        left, version = self._trials.remaining, StateVersion.of(snapshot)
         self._all_button.disabled, self._stop_button.disabled = bool(left) or not _trial_keys(snapshot), not left
-        words = f"{left} measurements left" if left else self._trials.stop_reason
-        _set_if_changed(self._progress, f'<span class="l2l-caption" role="status">{words}</span>')
-        known = (self._trials.found, snapshot.layers, moment)
-        # by identity: trials and layers are replaced and never changed in place, so this costs nothing at every frame
-        if (
-            self._chart_inputs[0] is not known[0]
-            or self._chart_inputs[1] is not known[1]
-            or self._chart_inputs[2] != moment
-        ):
-            self._chart_inputs, picture = known, self._trials_picture(snapshot, moment)
-            _set_if_changed(self._chart, "" if picture is None else picture.svg)
+        status = f"{left} measurements left" if left else self._trials.stop_reason
+        self._progress.value = f'<span class="l2l-caption" role="status">{status}</span>'
+        trials, layers, drawn_version = self._chart_inputs
+        # cheap in every frame: trials and layers are replaced, never changed in place
+        if trials is not self._trials.found or layers is not snapshot.layers or drawn_version != version:
+            self._chart_inputs = self._trials.found, snapshot.layers, version
+            picture = self._trials_picture(snapshot, version)
+            self._chart.value = "" if picture is None else picture.svg
             self._fold.widget.layout.display = "none" if picture is None else ""
             if picture is not None:
                 self._fold.show(lambda: picture.table)
@@ -218,67 +185,60 @@ class CardPanel(Panel):
         return show_trials(snapshot.layers, found, numbers, version) if found else None
 
     def still(self, snapshot: Snapshot) -> Sequence[Picture | Table]:
-        row, moment = self._selection.find_in(snapshot.layers), StateVersion.of(snapshot)
-        picture = self._trials_picture(snapshot, moment)
+        row, version = self._selection.find_in(snapshot.layers), StateVersion.of(snapshot)
+        picture = self._trials_picture(snapshot, version)
         charts = [] if picture is None else [picture]
         if row is None:
             return [Table("Card of a layer", ("layer",), [], "No layer is chosen."), *charts]
         found = [one for (key, _), one in self._trials.found.items() if key == row.key]
         numbers, facts = number_layers(one.key for one in snapshot.layers), self._facts_of(row)
-        return [card_table(row, numbers, facts, found, moment), *self._predictions.still(row.key), *charts]
+        return [card_table(row, numbers, facts, found, version), *self._predictions.still(row.key), *charts]
 
-    # -- asking --------------------------------------------------------------------------------------------------------
+    # -- facts ---------------------------------------------------------------------------------------------------------
 
     def _facts_of(self, row: LayerRow) -> LayerFacts | None:
-        """What is known of this layer; never that of another one."""
+        """Return the facts if they are those of this layer."""
         facts = self._facts
         return facts if facts is not None and facts.key == row.key else None
 
     def _request_facts(self, row: LayerRow, snapshot: Snapshot) -> None:
-        """Have the weights looked at, if they are another layer's or there was an edit since."""
-        wanted = row.key, snapshot.branch, len(snapshot.journal)
-        # an ended session takes no question, and raises
-        if wanted == self._facts_request or snapshot.ended:
+        """Request the facts of the layer unless they were requested since the last edit."""
+        request = row.key, snapshot.branch, len(snapshot.journal)
+        if request == self._facts_request or snapshot.ended:  # an ended session refuses requests
             return
-        self._facts_request = wanted
+        self._facts_request = request
         self.session.inspect(row.key).add_done_callback(self._on_facts)
 
     def _on_facts(self, future: Future[LayerFacts | None]) -> None:
-        """On the session's thread, without any lock; if it was cancelled, whoever did that may hold the session's."""
+        """Show a result; called on the session's thread without locks, or by the thread that cancelled the request."""
         if future.cancelled() or future.exception() is not None:
-            return
+            return  # the thread that cancelled it may hold the session's lock
         self._facts = future.result()
         self._redraw()
 
-    def _redraw(self) -> None:
-        self.show(self.session.snapshot())
-
-    # -- pressed -------------------------------------------------------------------------------------------------------
+    # -- buttons -------------------------------------------------------------------------------------------------------
 
     def _choose_from_list(self, key: str) -> None:
-        with self._drawing:  # another thread may be filling the list, and have put the old choice back
+        with self._drawing:  # another thread may be filling the list
             if self._filling:
                 return
-        # without the lock: every panel that watches is drawn, under a lock of its own
+        # without the lock: observers draw other panels, which take their locks
         self._selection.choose(None if key == _NO_LAYER_OPTION[1] else key)
 
     def _choose_neighbour(self, by: int) -> None:
-        # as they are now: there may have been an edit since the panel was drawn
         keys = [row.key for row in self.session.snapshot().layers]
-        at = keys.index(self._selection.key) + by if self._selection.key in keys else 0
-        self._selection.choose(keys[min(max(at, 0), len(keys) - 1)])
+        index = keys.index(self._selection.key) + by if self._selection.key in keys else 0
+        self._selection.choose(keys[min(max(index, 0), len(keys) - 1)])
 
     def _reread_facts(self) -> None:
         self._facts_request = None
 
-    def _apply_edit(self, words: str) -> None:
+    def _apply_edit(self, label: str) -> None:
         snapshot = self.session.snapshot()
         row = self._selection.find_in(snapshot.layers)
-        if row is None:
-            return  # it has gone since the panel was drawn
-        edits = edits_for_layer(row, snapshot.layers)
-        words = "Unfreeze" if words == "Freeze" and row.frozen else words
-        self.session.edit(edits[words])
+        if row is not None:  # None: the layer was removed since the panel was drawn
+            edits = edits_for_layer(row, snapshot.layers)
+            self.session.edit(edits["Unfreeze" if label == "Freeze" and row.frozen else label])
 
     def _run_trial(self, kind: TrialKind) -> None:
         if self._selection.key is not None:
@@ -291,13 +251,13 @@ class CardPanel(Panel):
     def _run_all_trials(self) -> None:
         self._trials.request_all(_trial_keys(self.session.snapshot()))
 
-    def _button(self, label: str, icon: str, tip: str, action: Callable[[], Any]) -> ipywidgets.Button:
-        button = ipywidgets.Button(description=label, icon=icon, tooltip=tip, layout={"width": "auto"})
+    def _button(self, label: str, icon: str, tooltip: str, action: Callable[[], Any]) -> ipywidgets.Button:
+        button = make_button(label, icon, tooltip)
         button.on_click(lambda _: self._guarded(action))
         return button
 
     def _guarded(self, action: Callable[[], Any]) -> None:
-        """Do what was pressed and show at once what waits; an error is shown below."""
+        """Run the action of a button and redraw; an exception is shown below."""
         try:
             action()
             self._error_html.value = ""
@@ -307,17 +267,5 @@ class CardPanel(Panel):
 
 
 def _trial_keys(snapshot: Snapshot) -> Sequence[str]:
-    """Layers that can be left out, as those of a stack can."""
+    """Return the keys of the layers that can be left out, which are those in a stack."""
     return [row.key for row in snapshot.layers if row.stack is not None]
-
-
-def _set_if_changed(html: ipywidgets.HTML, value: str) -> None:
-    """Send it only if it is another one: what somebody has selected in it stays selected."""
-    if html.value != value:
-        html.value = value
-
-
-def _row(*children: ipywidgets.Widget) -> ipywidgets.Box:
-    row = ipywidgets.HBox(children)
-    row.add_class("l2l-buttons")
-    return row

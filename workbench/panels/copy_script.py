@@ -1,17 +1,17 @@
-"""A button that copies the script of a session, and one that shows it, for where a page may not write to the clipboard.
+"""Buttons that copy the script of a session to the clipboard and show it.
 
-Only the page itself has a clipboard, and it gives it out only while somebody presses a button: hence a widget with a few
-lines of JavaScript. The text is asked for when it is wanted, since every step changes it.
+A page can write to the clipboard only while it handles a click, hence the JavaScript. The page requests the script on each
+click, since every step changes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import anywidget
 
-# Over plain http, but for localhost, a page has no `navigator.clipboard`: that throws too, and ends in the same `catch`.
-# The view is made anew each time the page shows the widget and the model stays, so it takes its listener off when it goes.
+# Over plain http, except on localhost, `navigator.clipboard` is missing, which ends in the same `catch`.
+# The page renders the widget again each time it shows it, with the same model, so a view removes its listener.
 _ESM = """
 function render({ model, el }) {
   el.classList.add("l2l-script");
@@ -21,17 +21,17 @@ function render({ model, el }) {
     made.title = title;
     return made;
   };
-  const copy = make("button", "Copy as script", "Copy a program that does again all that was done here");
+  const copy = make("button", "Copy as script", "Copy a program that repeats this session");
   const show = make("button", "▸ The session as a script", "Open or close the text");
   for (const button of [copy, show]) button.className = "jupyter-button widget-button";
-  const said = make("span", "", "");
-  said.className = "l2l-caption";
-  said.setAttribute("role", "status");
+  const status = make("span", "", "");
+  status.className = "l2l-caption";
+  status.setAttribute("role", "status");
   const text = make("textarea", "", "");
   text.readOnly = true;
   text.spellcheck = false;
   text.setAttribute("aria-label", "The session as a script");
-  text.addEventListener("keydown", (event) => event.stopPropagation());  // the notebook takes keys from what is read-only
+  text.addEventListener("keydown", (event) => event.stopPropagation());  // the notebook handles keys in read-only elements
   const open = (is_open) => {
     text.hidden = !is_open;
     show.textContent = `${is_open ? "▾" : "▸"} The session as a script`;
@@ -45,33 +45,33 @@ function render({ model, el }) {
     waiting = [];
   };
   model.on("msg:custom", take);
-  const ask = () => new Promise((done) => {
+  const request = () => new Promise((done) => {
     waiting.push(done);
-    said.textContent = "waits until the kernel is free";
+    status.textContent = "waiting for the kernel";
     model.send({});
   });
   show.addEventListener("click", async () => {
     open(text.hidden);
-    if (!text.hidden) { await ask(); said.textContent = ""; }
+    if (!text.hidden) { await request(); status.textContent = ""; }
   });
   copy.addEventListener("click", async () => {
-    const script = await ask();
+    const script = await request();
     try {
       await navigator.clipboard.writeText(script);
-      said.textContent = `copied, ${script.trimEnd().split("\\n").length} lines`;
+      status.textContent = `copied, ${script.trimEnd().split("\\n").length} lines`;
     } catch {
       open(true);
       text.select();
-      said.textContent = "this page may not write to the clipboard: copy the text below";
+      status.textContent = "the browser refused access to the clipboard: copy the text below";
     }
   });
-  el.append(copy, show, said, text);
-  return () => model.disabled("msg:custom", take);
+  el.append(copy, show, status, text);
+  return () => model.off("msg:custom", take);
 }
 export default { render };
 """
 
-# The class `widget-button` gives these buttons the look of the others, and a fixed width, which is taken back here.
+# The class `widget-button` sets the style of other buttons, and a fixed width that is reset here.
 _CSS = """
 .l2l-script{display:flex;flex-flow:row wrap;align-items:center;gap:4px}
 .l2l-script button{flex:0 0 auto;width:auto;height:28px;line-height:28px}
@@ -84,10 +84,10 @@ border:1px solid var(--jp-border-color2,#8886)}
 
 
 class CopyScript(anywidget.AnyWidget):
-    """Shows two buttons, and the text once it is open.
+    """Two buttons, and the text of the script when it is open.
 
     Args:
-        script: gives the text as it is now; called when somebody asks.
+        script: returns the current script.
     """
 
     _esm = _ESM
@@ -98,5 +98,5 @@ class CopyScript(anywidget.AnyWidget):
         self._script = script
         self.on_msg(self._send_script)
 
-    def _send_script(self, _: object, __: object, ___: Sequence[memoryview]) -> None:
+    def _send_script(self, *_: object) -> None:
         self.send({"script": self._script()})

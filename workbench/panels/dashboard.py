@@ -1,4 +1,4 @@
-"""Several panels on one source, as one widget at the end of a cell."""
+"""Several panels of one source as one widget."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import anywidget
 import ipywidgets
 
 from workbench.panels.card_panel import CardPanel
+from workbench.panels.controls import make_box
 from workbench.panels.display import Bundle, Display
 from workbench.panels.ended_notice import EndedNotice
 from workbench.panels.folded_table import FoldedTable
 from workbench.panels.layer_picker import LayerPicker
 from workbench.panels.notebook_cells import register_in_cell
 from workbench.panels.panel import Panel
-from workbench.panels.present import FullScreenButton
-from workbench.panels.style import STYLE
+from workbench.panels.style import style_sheet
 from workbench.panels.tour import TOUR_STOPS, Tour, TourStop
 from workbench.panels.view_tabs import ViewTabs, check_view
 from workbench.pictures import bundle_of, glossary_table, print_view, text_view
@@ -30,18 +31,18 @@ T = TypeVar("T")
 
 
 def forward_to_session(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Make a verb of a session one of the board that has it, with its signature and docstring, which notebooks complete."""
+    """Return a method that calls `method` of `self.session`, with its signature and docstring."""
 
     @wraps(method)
     def steer(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
         return method(self.session, *args, **kwargs)
 
-    steer.__qualname__ = steer.__name__  # `wraps` took that of the session
+    steer.__qualname__ = steer.__name__  # `wraps` copied the session's
     return steer
 
 
 def forward_and_refresh(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Do the same with a verb that waits, and let the panels catch up: the notebook is saved as soon as its cell ends."""
+    """As `forward_to_session`, and update the panels afterwards: a notebook may be saved when its cell ends."""
     steer = forward_to_session(method)
 
     @wraps(steer)
@@ -54,18 +55,18 @@ def forward_and_refresh(method: Callable[Concatenate[S, P], T]) -> Callable[Conc
 
 
 class Dashboard:
-    """Shows some panels always, and below them one view of several. Made in a cell again, it replaces what the cell had made.
+    """Panels that are always visible, and below them one view of several. Running its cell again replaces it.
 
     Args:
-        source: gives the snapshots.
-        top: kinds of the panels that are always seen.
-        views: kinds of panels by the name of their view.
-        view: the view that is seen first, or several to be stacked; see `Views`.
-        above: widgets over all.
-        stops: of the tour.
+        source: source of the snapshots.
+        top: constructors of the panels that are always visible.
+        views: constructors of panels by name of their view.
+        view: the view shown first, or several to stack; see `ViewTabs`.
+        header_widgets: widgets above the panels.
+        stops: stops of the tour.
 
     Raises:
-        ValueError: there is no such view.
+        ValueError: no view has the name `view`.
     """
 
     def __init__(
@@ -78,26 +79,24 @@ class Dashboard:
         stops: Sequence[TourStop] = TOUR_STOPS,
     ) -> None:
         self._source = source
-        # first: a widget that was made stays in the registry of ipywidgets until somebody closes it
+        # first: the registry of ipywidgets keeps created widgets until they are closed
         check_view(view, views)
-        stacked = [] if view is None or isinstance(view, str) else list(view)
+        if view is None or isinstance(view, str):
+            first, names = view or next(iter(views)), tuple(views)
+        else:  # stacked: without buttons, the other views could not be shown
+            first, names = None, tuple(view)
         self._top = tuple(kind(source) for kind in top)
-        # of stacked views only those that were asked for are made: there are no buttons to turn to others
-        made = {name: tuple(kind(source) for kind in views[name]) for name in stacked or views}
-        first = None if stacked else view or next(iter(views))
+        made = {name: tuple(kind(source) for kind in views[name]) for name in names}
         self.views = ViewTabs(made, first, lambda: self._show(self._source.snapshot()))
-        self.panels = (*self._top, *self.views.all_panels)
+        self.panels = (*self._top, *(panel for panels in made.values() for panel in panels))
         head = ipywidgets.VBox([*header_widgets, *(panel.widget for panel in self._top)])
-        tour, words = Tour(self.views, head, stops), FoldedTable("The words of a relay")
-        words.show(glossary_table)
-        words.widget.add_class("l2l-glossary")
-        bar = ipywidgets.HBox([self.views.buttons, tour.button, FullScreenButton()])
-        bar.add_class("l2l-viewbar")
-        # its rules are in force although the widget that holds them is not displayed
-        style = ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})
+        tour, terms = Tour(self.views, head, stops), FoldedTable("The words of a relay")
+        terms.show(glossary_table)
+        terms.widget.add_class("l2l-glossary")
+        bar = make_box(ipywidgets.HBox, "l2l-viewbar", self.views.buttons, tour.button, FullScreenButton())
         self._notice, self._picker = EndedNotice(), LayerPicker(source, self._open_card)
         self.widget = ipywidgets.VBox(
-            [style, self._notice.widget, head, bar, tour.widget, self.views.widget, words.widget, self._picker]
+            [style_sheet(), self._notice.widget, head, bar, tour.widget, self.views.widget, terms.widget, self._picker]
         )
         self.widget.add_class("l2l-workbench")
         register_in_cell(self)
@@ -106,19 +105,19 @@ class Dashboard:
         )
 
     def snapshot(self) -> Snapshot:
-        """Return what the panels show."""
+        """Return the current snapshot."""
         return self._source.snapshot()
 
     def close(self, wait: bool = True) -> None:
-        """Take the widgets off the page, and leave a still picture in the notebook."""
+        """Remove the widgets from the page and leave a still picture in the notebook."""
         self._display.close()
 
     def __repr__(self) -> str:
-        """What ``print`` shows, and a Python prompt: the session in words and bars."""
+        """Return the session as text with bars."""
         return text_view(self.snapshot(), encoding=sys.stdout.encoding or "utf-8")
 
     def _open_card(self) -> None:
-        """Turn to the view that has the card of the chosen layer, where there is one."""
+        """Show the view with the card of the selected layer, if there is one."""
         card = self.views.view_with(CardPanel)
         if card is not None:
             self.views.show_view(card)
@@ -126,12 +125,12 @@ class Dashboard:
     def _show(self, snapshot: Snapshot) -> None:
         self._notice.draw(snapshot)
         self._picker.draw(snapshot)
-        # what nobody sees is not drawn, but for the last time: its controls turn grey too
+        # hidden panels are drawn only after the end of the session, which disables their controls
         for panel in self.panels if snapshot.ended else (*self._top, *self.views.visible_panels):
             panel.show(snapshot)
 
     def _build_still(self, snapshot: Snapshot) -> Bundle:
-        # of all views: a page without a kernel cannot turn to another one
+        # of all views: on a page without a kernel the buttons do nothing
         return bundle_of([picture for panel in self.panels for picture in panel.still_or_error(snapshot)])
 
     def _ipython_display_(self) -> None:
@@ -139,3 +138,25 @@ class Dashboard:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Bundle:
         return self._display.bundle()
+
+
+class FullScreenButton(anywidget.AnyWidget):
+    """A button that shows the workbench full screen in large type; Escape leaves.
+
+    A page can enter full screen only while it handles a click, hence the JavaScript.
+    """
+
+    _esm = """
+function render({ model, el }) {
+  const button = document.createElement("button");
+  button.className = "jupyter-button widget-button l2l-present";
+  button.title = "Full screen, in large type and high contrast; leave with Escape";
+  button.textContent = "Present";
+  button.addEventListener("click", () => {
+    if (document.fullscreenElement) document.exitFullscreen();
+    else el.closest(".l2l-workbench").requestFullscreen();
+  });
+  el.append(button);
+}
+export default { render };
+"""

@@ -1,4 +1,4 @@
-"""A live widget on a page, and the still picture that stands for it where there is no kernel."""
+"""A live widget on a page, and the still picture that replaces it on pages without a kernel."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ WIDGET_VIEW_TYPE = "application/vnd.jupyter.widget-view+json"
 
 
 class Display:
-    """Shows a session in a widget as long as somebody looks, and keeps a still of it in the notebook.
+    """Displays a widget, updates it while it is visible, and keeps a still picture in the notebook.
 
-    The still is a second output below the widget. It is hidden while the widget lives; it is what a reader sees on a page
-    without a kernel, or after the kernel was restarted. Whenever the session comes to rest, the still is brought up to
-    date, so that a saved notebook shows how things stood.
+    The still is a second output below the widget. It is hidden while the widget is connected to its kernel, and visible on
+    pages without a kernel or after a restart. It is updated whenever the session pauses or ends a run, so that a saved
+    notebook shows the last state.
 
     Args:
-        session: what is shown.
-        widget: where it is shown live.
-        show: brings the widget up to date.
-        still: the bundle for a page without widgets.
-        tell: prints it where there is no page.
+        session: source of the snapshots.
+        widget: the live widget.
+        show: updates the widget.
+        still: returns the MIME bundle for a page without widgets.
+        print_text: prints the session outside of notebooks.
     """
 
     def __init__(
@@ -40,16 +40,11 @@ class Display:
         still: Callable[[Snapshot], Bundle],
         print_text: Callable[[Snapshot], None],
     ) -> None:
-        self._session, self._widget, self._show, self._still, self._print_text = (
-            session,
-            widget,
-            show,
-            still,
-            print_text,
-        )
+        self._session, self._widget = session, widget
+        self._show, self._still, self._print_text = show, still, print_text
         self._name = f"l2l-{widget.model_id[:12]}"
         widget.add_class(f"{self._name}-live")
-        widget._view_count = 0  # asks the page to say how often it shows the widget
+        widget._view_count = 0  # not None: the page then reports the number of its views of the widget
         widget.observe(self._on_view_count, "_view_count")
         self._page_reported = self._open = self._closed = False
         self._still_number = -1  # number of the snapshot that the still shows
@@ -57,7 +52,7 @@ class Display:
         self._drawing = threading.RLock()
 
     def open(self) -> None:
-        """Put widget and still on the page, below the cell that runs; outside of a notebook, print."""
+        """Display widget and still below the running cell; outside of a notebook, print the session."""
         snapshot = self._session.snapshot()
         page = self._still_bundle(snapshot)
         if not is_notebook():
@@ -65,9 +60,9 @@ class Display:
         elif self._closed:
             display(page, raw=True)
         else:
-            # two outputs: in JupyterLab a widget view hides whatever else its own output holds
+            # two outputs: in JupyterLab a widget view hides the rest of its output
             display({WIDGET_VIEW_TYPE: widget_view(self._widget)}, raw=True)
-            same = self._output.display_id if self._output is not None else True  # so that one update reaches all
+            same = self._output.display_id if self._output is not None else True  # one update for all copies
             self._output = display(page, raw=True, display_id=same)
         self._still_number = snapshot.number
         if not self._open and not self._closed:
@@ -75,13 +70,13 @@ class Display:
             RefreshLoop.for_session(self._session).add(self._on_snapshot)
 
     def bundle(self) -> Bundle:
-        """Return widget and still as one output, for pages that choose between them; once closed, the still alone."""
+        """Return widget and still as one output, from which the page selects; after `close`, only the still."""
         page = self._still_bundle(self._session.snapshot())
         return page if self._closed else {WIDGET_VIEW_TYPE: widget_view(self._widget), **page}
 
     def close(self) -> None:
-        """Take the widget away and stop drawing; the still stays, up to date. Closing twice is fine."""
-        # before the lock is taken: the pump holds its own lock while it calls `_look`, which waits for this one
+        """Close the widget, update the still and stop drawing. Does nothing the second time."""
+        # without `_drawing`: the refresh loop holds its own lock while it calls `_on_snapshot`, which takes `_drawing`
         if self._open:
             RefreshLoop.for_session(self._session).remove(self._on_snapshot)
         with self._drawing:
@@ -92,26 +87,25 @@ class Display:
             close_all(self._widget)
 
     def update_now(self) -> None:
-        """Show how things stand now, without waiting for the pump: a notebook may be saved right after this cell."""
+        """Show the current snapshot at once: a notebook may be saved right after this cell."""
         self._on_snapshot(self._session.snapshot())
 
     def _on_snapshot(self, snapshot: Snapshot) -> None:
-        """Called by the pump."""
         with self._drawing:
             if not self._open:
                 return
             if snapshot.number != self._still_number:
-                snapshot = self._session.snapshot()  # the pump's may be older than what `catch_up` has shown
+                snapshot = self._session.snapshot()  # `update_now` may have shown a newer one
             if snapshot.state != "running" and snapshot.number != self._still_number and self._output is not None:
                 self._output.update(self._still_bundle(snapshot), raw=True)
                 self._still_number = snapshot.number
             self._page_reported = self._page_reported or bool(self._widget._view_count)
-            # as long as the page has said nothing, it may be showing the widget
+            # before the page has reported a number, the widget may be visible
             if self._widget._view_count or not self._page_reported:
                 self._show(snapshot)
 
     def _on_view_count(self, change: dict[str, Any]) -> None:
-        """The page shows the widget again: let it show what has happened meanwhile."""
+        """Update the widget when it becomes visible again."""
         if change["new"] and not change["old"]:
             self._on_snapshot(self._session.snapshot())
 
@@ -120,14 +114,14 @@ class Display:
 
 
 def hide_behind_widget(name: str, bundle: Bundle) -> Bundle:
-    """Return a still that is hidden while the widget of the class `name`-live is on the page and has its kernel."""
+    """Return a still that is hidden while a widget of the CSS class `name`-live is connected to its kernel."""
     live, still = f".{name}-live", f".{name}-still"
-    lost = ".jupyter-widgets-disconnected"  # from its kernel: JupyterLab leaves it there, with a sign at every part
+    lost = ".jupyter-widgets-disconnected"  # JupyterLab keeps a widget without its kernel, with an icon at every part
     rules = (
-        # front ends agree on no nearer box around the outputs of a cell
+        # `body`: front ends share no closer element around the outputs of a cell
         f"body:has({live}:not({lost})) {still}",
         f"{live}{lost}",
-        # what stands in the widget's place where it is gone: nothing, or words about loading it in vain
+        # the placeholder of a missing widget: nothing, or a loading message
         f".jp-OutputArea-child:has(+ .jp-OutputArea-child {still})>.jp-OutputArea-output:not(:has(*))",
     )
     style = f"<style>{','.join(rules)}{{display:none}}</style>"
@@ -135,12 +129,12 @@ def hide_behind_widget(name: str, bundle: Bundle) -> Bundle:
 
 
 def widget_view(widget: ipywidgets.DOMWidget) -> dict[str, Any]:
-    """Return what a page needs to show a widget."""
+    """Return the MIME data with which a page displays a widget."""
     return {"model_id": widget.model_id, "version_major": 2, "version_minor": 0}
 
 
 def close_all(widget: ipywidgets.Widget) -> None:
-    """Close it with its children, layouts and styles: the registry of widgets keeps each until then."""
+    """Close a widget with its children, layouts and styles, which the registry of widgets keeps until then."""
     parts = [getattr(widget, name) for name in widget.keys]
     widget.close()
     for part in parts:

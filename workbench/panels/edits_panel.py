@@ -1,114 +1,89 @@
-"""Edits of the stack while it trains: a form, the queue, undo and redo, and the journal."""
+"""Edits of the layers during training: form, group, queue, undo, redo, branches, probe and journal."""
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import ipywidgets
 
 from l2l_core import Edit
-from workbench.panels.choices import make_list
+from workbench.panels.controls import make_box, make_checkbox, make_list, make_row
 from workbench.panels.copy_script import CopyScript
-from workbench.panels.edit_controls import BranchControls
+from workbench.panels.edit_controls import BranchControls, ProbeControls, QueueControls
 from workbench.panels.edit_form_controls import EditFormControls
 from workbench.panels.key_capture import KeyCapture
-from workbench.panels.panel import Panel, failure_html
-from workbench.panels.probe_controls import ProbeControls
-from workbench.panels.queue import QueueControls
+from workbench.panels.panel import ControlPanel
 from workbench.pictures import Table, branches_table, draw_journal, journal_table, shortened
 from workbench.session import Session, Snapshot, describe_edit, describe_entry, journal_state_of
 
-_TITLE = '<div class="l2l-heading">Edit the stack of layers</div>'
 
+class EditsPanel(ControlPanel):
+    """Inserts, drops and moves layers between two steps, also during a run.
 
-class EditsPanel(Panel):
-    """Grows, drops and moves layers between two steps, also while a run is under way.
-
-    Apply puts the edit of the form into the queue; its turn comes when the step under way is over. Choices change only when
-    the stack does: what a person has open or chosen stays while training goes on. All controls are native ones, with
-    labels: Tab reaches them, arrow keys choose, Space and Enter press.
+    Apply queues the edit of the form, which runs after the current step. Options of the form change only with the layers,
+    so open dropdowns and selections stay during training.
     """
 
     source_type = Session
+    session: Session
     has_own_caption = True  # in the table of branches
 
     def build(self) -> ipywidgets.DOMWidget:
-        self._drawn_inputs: object = None  # the journal that is shown, and what can be undone and redone
-        self._has_error = False  # a refusal that no session knows of
+        self._drawn_inputs: object = None  # of journal, undo and redo
         self._group: list[Edit] = []
-        self._title = ipywidgets.HTML()
+        title = ipywidgets.HTML('<div class="l2l-heading">Edit the stack of layers</div>')
         self._form = EditFormControls(self._guard, self._enable)
-        self._apply = self._button("Apply", "check", "Carry it out after the current step", self._press_apply)
+        self._apply = self._button("Apply", "check", "Apply after the current step", self._press_apply)
         self._apply.button_style = "primary"
-        self._add = self._button(
-            "Add to group", "plus", "Edits of a group are all carried out, or none", self._press_add
-        )
-        self._force = ipywidgets.Checkbox(
-            description="force",
-            tooltip="Also carry out an edit that only looks wrong, such as a layer of another kind at this position",
-            indent=False,
-            layout={"width": "auto"},
-        )
+        tip = "The edits of a group are applied together or not at all"
+        self._add = self._button("Add to group", "plus", tip, self._press_add)
+        tip = "Skip the check that refuses, for example, a layer of another kind at this position"
+        self._force = make_checkbox("force", tip)
         self._undo = self._button("Undo", "undo", "", self.session.undo)
         self._redo = self._button("Redo", "repeat", "", self.session.redo)
         for button in (self._undo, self._redo):
-            # they name what they would turn to; with a width of their own, nothing beside them moves
+            # fixed, since the label names the edit: otherwise the buttons beside would move
             button.layout.width = "212px"
         self._error_html = ipywidgets.HTML(layout={"display": "none"})
         self._branches = BranchControls(self.session, self._button)
         self._probe, self._queue = ProbeControls(self.session), QueueControls(self.session, self._button)
         self._journal, self._script = ipywidgets.HTML(), CopyScript(self.session.script)
-        form = _box(ipywidgets.HBox, "l2l-form", self._form.widget, self._build_group(), self._build_queue())
-        buttons = _box(ipywidgets.HBox, "l2l-buttons", self._apply, self._add, self._force, self._undo, self._redo)
-        outlook, branches, probe = self._form.preview, self._branches.widget, self._probe.widget
-        parts = [
-            self._title,
-            form,
-            outlook,
-            buttons,
-            self._queue.line,
-            self._error_html,
-            branches,
-            probe,
-            self._journal,
-        ]
-        return _box(ipywidgets.VBox, "l2l-edits", *parts, self._script, KeyCapture(layout={"display": "none"}))
+        form = make_box(ipywidgets.HBox, "l2l-form", self._form.widget, self._build_group(), self._build_queue())
+        buttons = make_row(self._apply, self._add, self._force, self._undo, self._redo)
+        status = self._form.preview, buttons, self._queue.line, self._error_html
+        below = self._branches.widget, self._probe.widget, self._journal, self._script
+        keys = KeyCapture(layout={"display": "none"})
+        return make_box(ipywidgets.VBox, "l2l-edits", title, form, *status, *below, keys)
 
     def _build_group(self) -> ipywidgets.DOMWidget:
         self._members = make_list(5)
-        self._apply_group = self._button("Apply group", "check", "All of them, or none", self._press_apply_group)
-        self._remove_button = self._button(
-            "Remove", "times", "Take the chosen edit out of the group", self._press_remove
-        )
+        self._apply_group = self._button("Apply group", "check", "Apply all edits, or none", self._press_apply_group)
+        tip = "Remove the selected edit from the group"
+        self._remove_button = self._button("Remove", "times", tip, self._press_remove)
         self._show_group(-1)
-        buttons = _box(ipywidgets.HBox, "l2l-buttons", self._apply_group, self._remove_button)
-        return _box(ipywidgets.VBox, "l2l-list", _caption("Group: all of it, or nothing"), self._members, buttons)
+        buttons = make_row(self._apply_group, self._remove_button)
+        return make_box(ipywidgets.VBox, "l2l-list", _caption("Group: all edits or none"), self._members, buttons)
 
     def _build_queue(self) -> ipywidgets.DOMWidget:
-        buttons = _box(ipywidgets.HBox, "l2l-buttons", self._queue.remove)
-        return _box(ipywidgets.VBox, "l2l-list", _caption("Queue: waits for its turn"), self._queue.commands, buttons)
+        parts = _caption("Queue: waiting commands"), self._queue.commands, make_row(self._queue.remove)
+        return make_box(ipywidgets.VBox, "l2l-list", *parts)
 
     def draw(self, snapshot: Snapshot) -> None:
-        self._title.value = _TITLE  # `fail` writes over it, so every frame writes it again
-        if self._form.set_layers(snapshot.layers) and self._group:  # the layers have other numbers
+        if self._form.set_layers(snapshot.layers) and self._group:  # the numbers of layers may have changed
             self._show_group(self._members.index if self._members.index is not None else -1)
         self._queue.draw(snapshot)
         self._branches.draw(snapshot)
         self._probe.draw(snapshot)
-        known = snapshot.journal, snapshot.changes, snapshot.can_undo, snapshot.can_redo
-        if known != self._drawn_inputs:
-            self._drawn_inputs, self._journal.value = known, draw_journal(snapshot.journal, snapshot.changes)
+        inputs = snapshot.journal, snapshot.changes, snapshot.can_undo, snapshot.can_redo
+        if inputs != self._drawn_inputs:
+            self._drawn_inputs, self._journal.value = inputs, draw_journal(snapshot.journal, snapshot.changes)
             self._label_undo_redo(snapshot)
-        if snapshot.refusal is not None:
-            self._show_error(
-                f"Refused after step {snapshot.refusal.step}: {snapshot.refusal.message}",
-                snapshot.refusal.traceback,
-                snapshot.refusal.after,
-            )
+        if (refusal := snapshot.refusal) is not None:
+            message = f"Refused after step {refusal.step}: {refusal.message}"
+            self._show_error(message, refusal.traceback, refusal.after)
         elif not self._has_error:
-            self._error_html.layout.display = "none"
+            self._hide_error()
 
     def still(self, snapshot: Snapshot) -> Sequence[Table]:
         several = [branches_table(snapshot.branches)] if len(snapshot.branches) > 1 else []
@@ -118,16 +93,16 @@ class EditsPanel(Panel):
         return snapshot.state_words
 
     def _label_undo_redo(self, snapshot: Snapshot) -> None:
-        """Undo and redo, named by what they would turn to."""
-        turns = journal_state_of(snapshot.journal)
-        for button, word, able, last in (
-            (self._undo, "Undo", snapshot.can_undo, turns.in_force),
-            (self._redo, "Redo", snapshot.can_redo, turns.undone),
+        """Label undo and redo with the edits that they would reverse or repeat."""
+        state = journal_state_of(snapshot.journal)
+        for button, verb, enabled, entries in (
+            (self._undo, "Undo", snapshot.can_undo, state.in_force),
+            (self._redo, "Redo", snapshot.can_redo, state.undone),
         ):
-            words = describe_entry(last[-1], snapshot.journal) if able and last else ""
-            button.description = f"{word} {shortened(words, 22)}".strip()
-            button.tooltip = f"{word} {words}: relay.{word.lower()}()" if words else f"Nothing to {word.lower()}"
-            button.disabled = not able
+            edit = describe_entry(entries[-1], snapshot.journal) if enabled and entries else ""
+            button.description = f"{verb} {shortened(edit, 22)}".strip()
+            button.tooltip = f"{verb} {edit}: relay.{verb.lower()}()" if edit else f"Nothing to {verb.lower()}"
+            button.disabled = not enabled
 
     # -- buttons -------------------------------------------------------------------------------------------------------
 
@@ -144,10 +119,10 @@ class EditsPanel(Panel):
         self._show_group(len(self._group) - 1)
 
     def _press_remove(self) -> None:
-        at = self._members.value
-        if at is not None:
-            del self._group[at]
-            self._show_group(min(at, len(self._group) - 1))
+        index = self._members.value
+        if index is not None:
+            del self._group[index]
+            self._show_group(min(index, len(self._group) - 1))
 
     def _press_apply_group(self) -> None:
         if self._group:
@@ -155,47 +130,19 @@ class EditsPanel(Panel):
             self._group.clear()
             self._show_group(-1)
 
-    def _show_group(self, at: int) -> None:
+    def _show_group(self, index: int) -> None:
         numbers = self._form.numbers
         self._members.options = [(describe_edit(edit, numbers), i) for i, edit in enumerate(self._group)]
-        self._members.value = at if at >= 0 else None
+        self._members.value = index if index >= 0 else None
         self._apply_group.disabled = self._remove_button.disabled = not self._group
 
-    def _button(self, label: str, icon: str, tip: str, action: Callable[[], Any]) -> ipywidgets.Button:
-        button = ipywidgets.Button(description=label, icon=icon, tooltip=tip, layout={"width": "auto"})
-        button.on_click(self._guard(lambda: self._run_action(action)))
-        return button
+    def _button(self, label: str, icon: str, tooltip: str, action: Callable[[], Any]) -> ipywidgets.Button:
+        def run_action() -> None:
+            action()
+            self._queue.draw(self.session.snapshot())  # at once
 
-    def _run_action(self, action: Callable[[], Any]) -> None:
-        """Do it, and show at once what waits."""
-        action()
-        self._queue.draw(self.session.snapshot())
-
-    def _guard(self, action: Callable[[], Any]) -> Callable[..., None]:
-        """A widget's callback: an error is shown below the form."""
-
-        def callback(*_: object) -> None:
-            # waits for a frame that is being drawn: while the form follows the layers, it takes every change for its own
-            with self._drawing:
-                try:
-                    self._has_error = False
-                    action()
-                except Exception as error:
-                    self._has_error = True
-                    self._show_error(str(error), traceback.format_exc())
-
-        return callback
-
-    def _show_error(self, message: str, details: str, after: str = "") -> None:
-        self._error_html.value = failure_html(message, details, after)
-        self._error_html.layout.display = ""
+        return super()._button(label, icon, tooltip, run_action)
 
 
-def _box(kind: type[ipywidgets.Box], name: str, *children: ipywidgets.DOMWidget) -> ipywidgets.DOMWidget:
-    box = kind(children)
-    box.add_class(name)
-    return box
-
-
-def _caption(words: str) -> ipywidgets.HTML:
-    return ipywidgets.HTML(f'<div class="l2l-caption">{words}</div>')
+def _caption(text: str) -> ipywidgets.HTML:
+    return ipywidgets.HTML(f'<div class="l2l-caption">{text}</div>')

@@ -1,9 +1,10 @@
-"""A session that takes nothing more: its controls are grey, and one line says why and what to do."""
+"""The notice of an ended session, and disabled controls."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
+from typing import Any
 
 import ipywidgets
 
@@ -11,13 +12,13 @@ from workbench.session import Snapshot
 
 
 class EndedNotice:
-    """Shows the line, above everything else; there is none as long as the session is open."""
+    """The line above all panels with the reason why the session ended and the remedy; hidden while it is open."""
 
     def __init__(self) -> None:
         self.widget = ipywidgets.HTML(layout={"display": "none"})
 
     def draw(self, snapshot: Snapshot) -> None:
-        """Show the line as soon as the session has ended, also while its last step is still under way."""
+        """Show the notice once the session has ended, even if its last step is still in progress."""
         self.widget.value = (
             f'<div class="l2l-ended" role="status">{escape(snapshot.ended)}</div>' if snapshot.ended else ""
         )
@@ -25,15 +26,15 @@ class EndedNotice:
 
 
 def disable_controls(widget: ipywidgets.Widget) -> None:
-    """Disable every control below a widget, and stop what plays."""
+    """Disable every control in a widget and stop players."""
     for one in _descendants(widget):
-        if one.has_trait("playing"):  # it counts in the page, and would go on with its buttons grey
+        if one.has_trait("playing"):  # a player counts in the page and would continue with disabled buttons
             one.playing = False
         if one.has_trait("disabled"):
             one.disabled = True
 
 
-def _descendants(widget: ipywidgets.Widget) -> Iterator[ipywidgets.Widget]:
+def _descendants(widget: Any) -> Iterator[Any]:
     yield widget
     for child in getattr(widget, "children", ()):
         yield from _descendants(child)

@@ -1,4 +1,4 @@
-"""Buttons that write what is seen into files for other programs."""
+"""Buttons that export the step or the run to files for other programs."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from html import escape
 import ipywidgets
 
 from l2l_core.trace import format_bytes
-from workbench.panels.choices import control_layout
+from workbench.panels.controls import control_layout, make_button, make_row
 from workbench.panels.panel import Panel, failure_html
 from workbench.pictures import Picture, Table
 from workbench.runs import EXPORTS, ExportedFile, export
 from workbench.session import Snapshot
 
-DEFAULT_FOLDER = "exports"  # beside the notebook, where its kernel works
+DEFAULT_FOLDER = "exports"  # relative to the kernel's working folder
 
 
 class ExportPanel(Panel):
-    """Writes the step that is seen for Perfetto and PyTorch's memory viewer, the run so far for TensorBoard and as a report.
+    """Exports the step for Perfetto and PyTorch's memory viewer, and the run for TensorBoard and as a report.
 
-    Files go into a folder that a person may name; what is there already is never written over.
+    Existing files in the folder are never overwritten.
     """
 
     has_own_caption = True
 
     def build(self) -> ipywidgets.Box:
         self._status = ipywidgets.HTML()
-        undrawn = ipywidgets.HTML()  # the first child, where `fail` writes
         self._folder = ipywidgets.Text(
             value=DEFAULT_FOLDER,
             description="into the folder",
@@ -36,47 +35,42 @@ class ExportPanel(Panel):
             continuous_update=False,
             **control_layout("260px"),
         )
-        row = ipywidgets.HBox([ipywidgets.Label("Write for"), *map(self._button, EXPORTS), self._folder])
-        row.add_class("l2l-buttons")
-        return ipywidgets.VBox([undrawn, row, self._status])
+        row = make_row(ipywidgets.Label("Write for"), *map(self._button, EXPORTS), self._folder)
+        return ipywidgets.VBox([row, self._status])
 
     def draw(self, snapshot: Snapshot) -> None:
-        # only what `fail` has written; what a button has said stays to be read until the next one
-        self.widget.children[0].value = ""
+        """Do nothing: the status of the last export stays until the next one."""
 
     def still(self, snapshot: Snapshot) -> Sequence[Picture | Table]:
         return []
 
     def _button(self, name: str) -> ipywidgets.Button:
-        button = ipywidgets.Button(
-            description=name, icon="download", tooltip=EXPORTS[name].tip, layout={"width": "auto"}
-        )
+        button = make_button(name, "download", EXPORTS[name].tip)
         button.on_click(lambda _: self._write_export(name))
         return button
 
     def _write_export(self, name: str) -> None:
-        """Write it here and now; drawing goes on meanwhile."""
-        self._show_status(f"{name}: writing …")
+        """Write the files on this thread; the refresh loop continues to draw."""
+        self._status.value = f'<span class="l2l-caption" role="status">{escape(name)}: writing …</span>'
         try:
             written = export(name, self.session, self._folder.value.strip() or ".")
         except (ValueError, ModuleNotFoundError) as error:
             self._status.value = failure_html(f"{name}: {error}", traceback.format_exc())
         except OSError as error:
-            why = f"{name}: {error.strerror or error} ({error.filename or self._folder.value})"
-            self._status.value = failure_html(why, traceback.format_exc(), "Nothing was written: name another folder.")
+            reason = f"{name}: {error.strerror or error} ({error.filename or self._folder.value})"
+            self._status.value = failure_html(
+                reason, traceback.format_exc(), "Nothing was written: name another folder."
+            )
         except Exception as error:
             self._status.value = failure_html(f"{name} could not be written: {error!r}", traceback.format_exc())
         else:
             self._status.value = _written_html(written)
 
-    def _show_status(self, words: str) -> None:
-        self._status.value = f'<span class="l2l-caption" role="status">{escape(words)}</span>'
-
 
 def _written_html(written: ExportedFile) -> str:
     path = written.path.resolve()
-    size = f", {format_bytes(path.stat().st_size)}" if path.is_file() else ""  # TensorBoard gets a folder
+    size = f", {format_bytes(path.stat().st_size)}" if path.is_file() else ""  # a folder for TensorBoard
     site = f'At <a href="{escape(written.viewer_url)}" target="_blank" rel="noopener"><u>{escape(written.viewer_url)}</u></a>: '
-    what = f"{written.description[:1].upper()}{written.description[1:]}"
-    words = f"{escape(what)} written{size}: <code>{escape(str(path))}</code><br>"
+    description = f"{written.description[:1].upper()}{written.description[1:]}"
+    words = f"{escape(description)} written{size}: <code>{escape(str(path))}</code><br>"
     return f'<div class="l2l-written" role="status">{words}{site if written.viewer_url else ""}{escape(written.next_step)}.</div>'

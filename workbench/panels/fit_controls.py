@@ -1,4 +1,4 @@
-"""A button that has the relay look for its own settings: the fastest that fit, used from the next step on, and why these."""
+"""Buttons for settings that fit the device: a search, and a suggestion where the next step would not fit."""
 
 from __future__ import annotations
 
@@ -9,54 +9,98 @@ from html import escape
 import ipywidgets
 
 from l2l_core import Fit, NothingFits
+from l2l_core.forecast import WhatFits
+from l2l_core.trace import format_bytes
+from workbench.panels.controls import make_button, make_row
 from workbench.panels.panel import failure_html
 from workbench.session import Session
 
 _TIP = (
-    "Find the fastest settings that fit the device: micro-batches, layers ahead, place of the stash, weights that stay, "
-    "graphs that are kept, or all of it and one micro-batch after another. A few steps are rehearsed and nothing is trained"
+    "Find the fastest settings that fit the device: micro-batches, layers ahead, place of the stash, resident weights, "
+    "kept graphs, or depth first with every layer on the device. Rehearses a few steps and trains nothing"
 )
 
 
 class FitButton:
-    """Looks for settings when pressed, and says in `words` what was chosen and why.
+    """A button that searches for the fastest settings that fit; `text` then shows them with the reasons.
 
     Args:
-        session: looks, on its thread, and has the settings then.
+        session: runs the search on its thread and uses the settings from the next step on.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.button = ipywidgets.Button(description="Fit", icon="magic", tooltip=_TIP, layout={"width": "auto"})
+        self.button = make_button("Fit", "magic", _TIP)
         self.button.on_click(lambda _: self._start_search())
         self.text = ipywidgets.HTML(layout={"display": "none"})
 
     def _start_search(self) -> None:
         self.button.disabled = True
         try:
-            self._show_text('<span class="l2l-caption">looking for settings that fit …</span>')
+            self._show_text('<span class="l2l-caption">searching for settings that fit …</span>')
             self._session.fit().add_done_callback(self._on_result)
         except Exception as error:
             self._show_failure(error)
 
     def _on_result(self, future: Future[Fit]) -> None:
-        """The search is over; on the session's thread."""
+        """Show the result; called on the session's thread."""
         self.button.disabled = False
         try:
-            choice, *why = str(future.result()).splitlines()
+            choice, *reasons = str(future.result()).splitlines()
         except Exception as error:
             self._show_failure(error)
             return
-        more = "".join(f'<br><span class="l2l-caption">{escape(line)}</span>' for line in why)
+        more = "".join(f'<br><span class="l2l-caption">{escape(line)}</span>' for line in reasons)
         self._show_text(f'<div class="l2l-forecast"><strong>chosen</strong> {escape(choice)}{more}</div>')
 
     def _show_failure(self, error: BaseException) -> None:
         self.button.disabled = False
         if isinstance(error, NothingFits | CancelledError):
-            words = "it was taken out of the queue" if isinstance(error, CancelledError) else str(error)
-            self._show_text(f'<span class="l2l-caption">{escape(words)}</span>')
+            message = "the search was removed from the queue" if isinstance(error, CancelledError) else str(error)
+            self._show_text(f'<span class="l2l-caption">{escape(message)}</span>')
         else:
             self._show_text(failure_html(f"No settings were found: {error}", traceback.format_exc()))
 
     def _show_text(self, html: str) -> None:
         self.text.value, self.text.layout.display = html, ""
+
+
+class FitSuggestion:
+    """A button that applies suggested settings, with the device bytes that they need; hidden while the next step fits.
+
+    Args:
+        session: the session whose settings are changed.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._suggestion: WhatFits | None = None
+        self._button = make_button("", "check", "Use these settings for the next step; by the forecast it then fits")
+        self._button.on_click(lambda _: self._apply())
+        self._text = ipywidgets.HTML()
+        self.widget = make_row(self._button, self._text)
+        self.show(None)
+
+    def show(self, found: WhatFits | None) -> None:
+        """Show a suggestion; None hides the widget."""
+        self._suggestion = found
+        if found is not None:
+            fastest = found.fastest
+            self._button.layout.display = "" if fastest is not None else "none"
+            self._button.description = f"Use {', '.join(f'{name}={value}' for name, value in found.settings.items())}"
+            words = (
+                f"{format_bytes(fastest.device_bytes)} on the device, by the forecast"
+                if fastest is not None
+                else "no settings fit with this number of micro-batches: by the forecast, the step needs at least "
+                f"{format_bytes(found.smallest.budget_bytes)}. It will try other numbers and name one that fits"
+            )
+            self._text.value = f'<span class="l2l-caption">{escape(words)}</span>'
+        self.widget.layout.display = "" if found is not None else "none"
+
+    def _apply(self) -> None:
+        found = self._suggestion  # read once: the thread of the forecasts may replace it
+        try:
+            if found is not None:
+                self._session.reconfigure(**found.settings)
+        except Exception as error:
+            self._text.value = failure_html(str(error), traceback.format_exc())

@@ -1,4 +1,4 @@
-"""A table behind a picture, folded away: it is made only while somebody has it open."""
+"""A collapsible table behind a picture, drawn only while it is open."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from workbench.pictures import Table
 
 
 class FoldedTable:
-    """Opens and closes a table with a button. What was last shown is drawn when it opens, then at every `show`.
+    """A button that opens and closes a table.
 
-    It is a button because an `ipywidgets.Accordion` cannot be reached from the keyboard.
+    A button, because an `ipywidgets.Accordion` cannot be reached with the keyboard.
     """
 
     def __init__(self, title: str) -> None:
@@ -26,7 +26,7 @@ class FoldedTable:
         self._toggle()
 
     def show(self, make: Callable[[], Table]) -> None:
-        """Show this table, if the fold is open or when it opens."""
+        """Draw the table that `make` returns: at once if the fold is open, otherwise when it opens."""
         self._make = make
         self._draw()
 

@@ -1,4 +1,4 @@
-"""The top of the workbench: what trains and where, the buttons, the settings of the next step, and what went wrong."""
+"""Header of the workbench: model and device, buttons, settings of the next step, and failures."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import math
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from html import escape
 from typing import Any
 
 import ipywidgets
 
 from l2l_core import TornStep
 from l2l_core.trace import format_bytes
-from workbench.panels.panel import Panel, code_html, failure_html
+from workbench.panels.controls import make_box, make_button, make_row
+from workbench.panels.panel import Panel, failure_html
 from workbench.pictures import Picture, failure_title, header_html, header_picture, progress_html
-from workbench.session import ControllableSource, Failure, Remedy, Snapshot
+from workbench.session import ControllableSource, Failure, Snapshot
 
 MICRO_BATCH_OPTIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 AHEAD_OPTIONS = (0, 1, 2, 3, 4)
@@ -25,36 +27,30 @@ _DEFAULT_STEPS = 100
 
 
 class HeaderPanel(Panel):
-    """Shows the state, the buttons and the settings.
-
-    Sliders act on the next step. All controls are ordinary buttons and sliders: Tab reaches them, Space and Enter press
-    buttons, arrow keys move sliders.
-    """
+    """State of the session, buttons, and sliders for the settings of the next step."""
 
     source_type = ControllableSource
     has_own_caption = True
 
     def build(self) -> ipywidgets.DOMWidget:
         self._has_error = False
-        # The thread that lets the controls follow: what they call then was done by no person. Not a flag, since a press that
-        # comes from another thread meanwhile must count.
+        # The thread that sets the controls: its callbacks are no user input. Not a flag, since a click handled on another
+        # thread at the same time counts.
         self._updating_thread: int | None = None
-        self._shown_settings: dict[Any, Any] = {}  # by widget, the setting that it was last made to show
-        self._min_number = 0  # older snapshots do not have yet what was set here last
+        self._shown_settings: dict[Any, Any] = {}  # by widget, the setting that it was last set to
+        self._min_number = 0  # older snapshots lack the last change made here
         self._title, self._progress = ipywidgets.HTML(), ipywidgets.HTML()
         self._error_html = ipywidgets.HTML()
-        self._skip = _button(
-            "Skip this batch", "forward", "Leave out the batch that failed; the next step takes another one"
-        )
+        self._skip = make_button("Skip this batch", "forward", "Skip the failed batch and continue with the next one")
         self._skip.add_class("l2l-skip")
-        self._fit = _button("", "check", "Give the next step settings with which it fits")
+        self._fit = make_button("", "check", "Use settings with which the next step fits")
         self._fit.add_class("l2l-fit")
-        self._run = _button("Run", "play", "Train for the number of steps on the right; after a pause, go on")
-        self._pause = _button("Pause", "pause", "Pause after the current step")
-        self._step = _button("Step", "step-forward", "Train one step")
-        self._stop = _button("Stop", "stop", "End the run after the current step")
-        self._take_back_button = _button("Take back", "reply", "Remove the newest waiting command from the queue")
-        # not `display`: its place stays free, so that no button moves when it comes
+        self._run = make_button("Run", "play", "Train for the number of steps on the right; after a pause, continue")
+        self._pause = make_button("Pause", "pause", "Pause after the current step")
+        self._step = make_button("Step", "step-forward", "Train one step")
+        self._stop = make_button("Stop", "stop", "End the run after the current step")
+        self._take_back_button = make_button("Take back", "reply", "Remove the newest waiting command from the queue")
+        # not `display`: the hidden button keeps its space, so that no other button moves
         self._take_back_button.layout.visibility = "hidden"
         self._steps = ipywidgets.BoundedIntText(
             _DEFAULT_STEPS,
@@ -74,13 +70,11 @@ class HeaderPanel(Panel):
             (self._fit, self._press_fit),
         ):
             button.on_click(self._guard(action))
-        buttons = ipywidgets.HBox(
-            [self._run, self._pause, self._step, self._stop, self._steps, self._progress, self._take_back_button]
-        )
-        settings = ipywidgets.HBox(self._build_settings(), layout={"flex_flow": "row wrap"})
+        run_buttons = self._run, self._pause, self._step, self._stop
+        buttons = make_row(*run_buttons, self._steps, self._progress, self._take_back_button)
+        settings = make_box(ipywidgets.HBox, "l2l-settings", *self._build_settings())
+        settings.layout.flex_flow = "row wrap"
         self._error_box = ipywidgets.VBox([self._error_html, self._fit, self._skip], layout={"display": "none"})
-        for box, name in ((buttons, "l2l-buttons"), (settings, "l2l-settings")):
-            box.add_class(name)
         return ipywidgets.VBox([self._title, buttons, settings, self._error_box])
 
     def _build_settings(self) -> list[ipywidgets.DOMWidget]:
@@ -93,9 +87,7 @@ class HeaderPanel(Panel):
             "host": "Layer inputs are kept in host memory: device memory does not grow with depth",
         }
         if self.session.has_shelf:
-            places["disk"] = (
-                "Layer inputs pass to a scratch file of the shelf: host memory does not grow with depth either"
-            )
+            places["disk"] = "Layer inputs are kept in a scratch file: neither device nor host memory grows with depth"
         self._stash = ipywidgets.ToggleButtons(
             options=list(places),
             value=config.stash,
@@ -104,17 +96,15 @@ class HeaderPanel(Panel):
             style={"description_width": "58px", "button_width": "60px"},
             layout={"width": "auto"},
         )
-        watched = {"micro_batches": self._micro_batches, "ahead": self._ahead, "stash": self._stash}
-        widgets = [*watched.values()]
+        by_setting = {"micro_batches": self._micro_batches, "ahead": self._ahead, "stash": self._stash}
+        widgets = [*by_setting.values()]
         self._link: ipywidgets.SelectionSlider | None = None
-        if "h2d_bytes_per_s" in snapshot.figures:  # an emulated one: other links are what they are
-            self._link = _slider("emulated link", _LINK_OPTIONS, math.inf, "94px", "260px")
-            # before it is observed: new options make the first of them the value for a moment
-            _set_value(self._link, _link_speed(snapshot))
+        if "h2d_bytes_per_s" in snapshot.figures:  # only the speed of an emulated link can be set
+            self._link = _slider("emulated link", _LINK_OPTIONS, _link_speed(snapshot), "94px", "260px")
             self._link.add_class("l2l-link")
             self._link.observe(self._guard(self._change_link), "value")
             widgets.append(self._link)
-        for name, widget in watched.items():
+        for name, widget in by_setting.items():
             change = self._guard(lambda name=name, widget=widget: self.session.reconfigure(**{name: widget.value}))
             widget.observe(change, "value")
         return widgets
@@ -126,16 +116,16 @@ class HeaderPanel(Panel):
         self._update_controls(snapshot)
         if snapshot.failure is not None:
             failure = snapshot.failure
-            # of a step that is torn the batch is gone: some layers have learned from it
+            # the batch of a torn step cannot be skipped: some layers were updated with it
             skips = failure.during == "step" and failure.error != TornStep.__name__
             self._show_error(
                 f"{failure_title(failure, snapshot.branch)}: {failure.message}", failure.traceback, failure.after, skips
             )
             self._show_remedy(snapshot, failure)
-        # what the panel itself has refused is in no snapshot: it stays until the next press
+        # an error of a button is in no snapshot: it stays until the next click
         elif self._error_box.layout.display != "none" and not self._has_error:
             self._error_box.layout.display = "none"
-        # last: a page gets one change after the other, and "failed" must not stand there without its reason
+        # last: changes reach the page in order, and the state "failed" must not appear before its reason
         self._title.value = header_html(snapshot)
 
     def still(self, snapshot: Snapshot) -> Sequence[Picture]:
@@ -146,11 +136,11 @@ class HeaderPanel(Panel):
         self._take_back_button.layout.visibility = "visible" if snapshot.queued else "hidden"
 
     def _take_back(self) -> None:
-        for ticket in self.session.snapshot().tickets[-1:]:  # of none, if its turn has come
+        for ticket in self.session.snapshot().tickets[-1:]:  # none, if the command has started
             self.session.cancel(ticket)
 
     def _update_controls(self, snapshot: Snapshot) -> None:
-        """Let the sliders show settings that were changed elsewhere, and only those: a person may be moving another one."""
+        """Update the sliders of settings that were changed elsewhere; the user may be moving another slider."""
         if snapshot.number < self._min_number:
             return
         values = {
@@ -169,22 +159,20 @@ class HeaderPanel(Panel):
             self._updating_thread = None
 
     def _show_remedy(self, snapshot: Snapshot, failure: Failure) -> None:
-        """What helps against a device that is too small: settings at a press, or a line of code to copy."""
+        """Show the remedy for a device that is too small: a button with settings, or code to copy."""
         remedy = failure.remedy
         if remedy is None or failure.branch != snapshot.branch:
             return
-        if remedy.settings and not self._has_settings(snapshot, remedy):
+        if any(getattr(snapshot.config, name) != value for name, value in remedy.settings.items()):
             self._fit.description = f"Use {', '.join(f'{n}={v}' for n, v in remedy.settings.items())}"
             self._fit.layout.display = ""
         elif remedy.code and not remedy.settings:
-            self._error_html.value += code_html("Only a larger device helps. For a relay with one:", remedy.code)
-
-    @staticmethod
-    def _has_settings(snapshot: Snapshot, remedy: Remedy) -> bool:
-        return all(getattr(snapshot.config, name) == value for name, value in remedy.settings.items())
+            self._error_html.value += (
+                f'<div class="l2l-caption">No settings fit. Use a larger device:<pre>{escape(remedy.code)}</pre></div>'
+            )
 
     def _press_fit(self) -> None:
-        """Takes the settings of the failure that there is now: the one that was shown may be of the past."""
+        """Apply the remedy of the current failure, which may differ from the one shown."""
         failure = self.session.snapshot().failure
         if failure is not None and failure.remedy is not None:
             self.session.reconfigure(**failure.remedy.settings)
@@ -192,17 +180,17 @@ class HeaderPanel(Panel):
     def _press_run(self) -> None:
         snapshot = self.session.snapshot()
         if snapshot.race is not None and not snapshot.race.is_over:
-            self.session.run()  # goes on with it, or says that it does so by itself
+            self.session.run()  # resumes a paused race, otherwise raises
             return
         if (snapshot.state == "running" and not snapshot.pausing) or {"run", "step"} & set(snapshot.queued):
-            return  # pressing twice must not train twice as long
+            return  # a second click must not train twice as long
         if snapshot.pausing and "stop" not in snapshot.queued:
-            # After its last step a run has nothing left to go on with, and would begin one without end.
+            # after the last step, `run()` would start a run without end
             if snapshot.target is None or snapshot.done + 1 < snapshot.target:
                 self.session.run()
             return
-        goes_on = snapshot.state in ("paused", "failed") and snapshot.target != snapshot.done
-        self.session.run(None if goes_on else self._steps.value)
+        resumes = snapshot.state in ("paused", "failed") and snapshot.target != snapshot.done
+        self.session.run(None if resumes else self._steps.value)
 
     def _change_link(self) -> None:
         assert self._link is not None
@@ -210,7 +198,7 @@ class HeaderPanel(Panel):
         self.session.reconfigure(h2d_bytes_per_s=bytes_per_s, d2h_bytes_per_s=bytes_per_s)
 
     def _guard(self, action: Callable[[], Any]) -> Callable[..., None]:
-        """A widget's callback: an error is shown below the buttons, where whoever pressed one looks."""
+        """Return a widget's callback for an action; an exception is shown below the buttons."""
 
         def callback(*_: object) -> None:
             if self._updating_thread == threading.get_ident():
@@ -220,11 +208,11 @@ class HeaderPanel(Panel):
                 action()
                 snapshot = self.session.snapshot()
                 self._min_number = snapshot.number
-                self._draw_progress(snapshot)  # at once, and without waiting for a frame that is being drawn
+                self._draw_progress(snapshot)  # at once, without the lock of a frame in progress
             except Exception as error:
                 self._has_error = True
                 self._show_error(str(error), traceback.format_exc())
-                with self._drawing:  # what was not set is not shown as if it were
+                with self._drawing:  # reset a slider whose setting was refused
                     self._shown_settings.clear()
                     self._update_controls(self.session.snapshot())
 
@@ -237,23 +225,16 @@ class HeaderPanel(Panel):
         self._error_box.layout.display = ""
 
 
-def _button(label: str, icon: str, tip: str) -> ipywidgets.Button:
-    return ipywidgets.Button(description=label, icon=icon, tooltip=tip, layout={"width": "auto"})
-
-
 def _slider(label: str, options: Sequence[Any], value: Any, label_width: str, width: str) -> ipywidgets.SelectionSlider:
-    pairs = [option if isinstance(option, tuple) else (str(option), option) for option in options]
-    # a relay may have been made with a number that is not offered
-    if value not in [v for _, v in pairs]:
-        pairs = sorted([*pairs, (str(value), value)], key=lambda pair: pair[1])
-    return ipywidgets.SelectionSlider(
-        options=pairs,
-        value=value,
+    slider = ipywidgets.SelectionSlider(
+        options=options,
         description=label,
-        continuous_update=False,  # each value that the handle passes would be a setting of the next step
+        continuous_update=False,  # otherwise each value during a drag would become a setting
         style={"description_width": label_width},
         layout={"width": width},
     )
+    _set_value(slider, value)
+    return slider
 
 
 def _link_speed(snapshot: Snapshot) -> float:
@@ -261,7 +242,7 @@ def _link_speed(snapshot: Snapshot) -> float:
 
 
 def _set_value(widget: Any, value: Any) -> None:
-    """Let a slider or a choice show a value, which its options need not have yet."""
+    """Set the value of a slider or of toggle buttons; add it to the options if it is missing."""
     options = [option if isinstance(option, tuple) else (str(option), option) for option in widget.options]
     if value not in [v for _, v in options]:
         name = str(value) if isinstance(value, int) else f"{format_bytes(round(value))}/s"

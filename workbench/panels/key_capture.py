@@ -1,17 +1,17 @@
-"""Keys for dropdowns, lists and sliders.
+"""Keyboard input for dropdowns, lists and sliders.
 
-JupyterLab and Notebook take keys for their own, unless a text is being written: on a dropdown the arrows would go to another
-cell, and D twice would delete one. What is pressed on a choice must stay there. Their shortcuts leave alone what carries
-Lumino's attribute `data-lm-suppress-shortcuts`; Notebook looks before any element does, hence the listener on the window.
-Classic Notebook takes keys that reach the document.
+JupyterLab and Notebook handle keys as shortcuts unless the focus is in a text field: on a dropdown, an arrow would select
+another cell, and D twice would delete one. Their shortcuts skip elements with Lumino's attribute
+`data-lm-suppress-shortcuts`. Notebook handles keys before any element, hence the listener on the window. Classic Notebook
+handles keys that reach the document.
 """
 
 from __future__ import annotations
 
 import anywidget
 
-# The element is put on the page only after `render`, and has no workbench around it before: hence the wait for a frame. With
-# Ctrl or Cmd a key is not ours, so that shortcuts such as Ctrl+S stay those of the notebook.
+# The element is attached to the page after `render`, hence the wait for a frame. Keys with Ctrl or Cmd, such as Ctrl+S,
+# remain shortcuts of the notebook.
 _ESM = """
 const choices = "select, .noUi-handle, .l2l-layers-box";
 const isOurs = (event) => !event.ctrlKey && !event.metaKey;
@@ -41,6 +41,6 @@ export default {
 
 
 class KeyCapture(anywidget.AnyWidget):
-    """Gives choices the keys that are pressed on them: those in its workbench, or else in its box. It is invisible."""
+    """Invisible widget that keeps keys on the controls of its workbench, or else of its box."""
 
     _esm = _ESM

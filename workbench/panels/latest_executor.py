@@ -1,4 +1,4 @@
-"""Work that is done beside the callers, the newest only: who asks again before it is done makes the older request void."""
+"""An executor that runs only the newest job and drops jobs that it has replaced."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Job = Callable[[], None]
 
 
 class LatestExecutor:
-    """Runs jobs one at a time on a thread that is there only while there is something to do.
+    """Runs jobs one at a time on a thread that exists only while a job is pending.
 
-    Invariant: of the jobs that wait there is at most one, the newest. A job handles its own errors.
+    Invariant: at most one job waits, the newest. A job handles its own exceptions.
     """
 
     def __init__(self, name: str) -> None:
@@ -20,18 +20,18 @@ class LatestExecutor:
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Job) -> None:
-        """Do this as soon as what is under way is done; returns at once, from any thread."""
+        """Run `job` after the current one, in place of a job that still waits. Returns at once; call it from any thread."""
         with self._lock:
             self._job = job
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run_jobs, name=self._name, daemon=True)
-                self._thread.start()  # under the lock: `wait` never joins a thread that has not begun
+                self._thread.start()  # under the lock: `wait` never joins a thread that has not started
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is left to do; False if that takes longer."""
+        """Wait until no job is left; return False after `timeout_s` seconds."""
         with self._lock:
             thread = self._thread
-        if thread is not None:  # not under the lock, which the thread needs in order to end
+        if thread is not None:  # without the lock, which the thread needs to end
             thread.join(timeout_s)
         return thread is None or not thread.is_alive()
 
@@ -40,7 +40,7 @@ class LatestExecutor:
             with self._lock:
                 job, self._job = self._job, None
                 if job is None:
-                    # under the same lock: whoever asks now starts another thread, and no job is left behind
+                    # under the same lock: the next `submit` starts another thread, and no job is left behind
                     self._thread = None
                     return
             job()

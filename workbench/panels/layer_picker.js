@@ -1,9 +1,9 @@
-// Whatever carries data-key is a picture of that layer: a press chooses it, a second one opens its card. What carries
-// data-cell too can be dragged to another one's place. Pictures are drawn again many times a second, so nothing is kept of
-// their elements: a press counts where the pointer comes up over the same layer, and what is chosen is marked by a style rule.
-const FAR = 6; // px that a pointer moves before it drags
-const EDGE = 0.28; // of a cell's width, where a layer can be inserted
-const WAITS_MS = 2000;
+// An element with data-key belongs to the picture of that layer: a click selects the layer, a double click opens its card. An
+// element with data-cell too can be dragged to the position of another one. Pictures are redrawn many times per second, so no
+// element is stored: a click counts if press and release are over the same layer, and a style rule marks the selected layer.
+const DRAG_PX = 6; // pointer movement that starts a drag
+const EDGE = 0.28; // share of a cell's width at either end where a layer can be inserted
+const CARD_TIMEOUT_MS = 2000;
 const MARK = "var(--jp-brand-color1,#1976d2)";
 
 const quoted = (key) => CSS.escape(key);
@@ -17,10 +17,10 @@ export default {
     let root = null, down = null, over = null, lastUp = { key: null, when: 0 };
     plus.className = "l2l-plus";
     plus.textContent = "+";
-    plus.tabIndex = -1; // from the keyboard, the card inserts
+    plus.tabIndex = -1; // with the keyboard, layers are inserted on the card
     label.className = "l2l-dragged";
     label.hidden = true;
-    const hidePlus = () => (plus.hidden = plus.disabled = true); // what cannot be pressed is not enabled
+    const hidePlus = () => (plus.hidden = plus.disabled = true);
     hidePlus();
 
     const draw = () => {
@@ -32,7 +32,7 @@ export default {
         `${here} tr${one}>:first-child{box-shadow:inset 4px 0 ${MARK};font-weight:600}` +
         (over ? `${here} [data-cell][data-key="${quoted(over)}"]{stroke:${MARK};stroke-width:4px;stroke-dasharray:6 3}` : "");
     };
-    // Brings the row of the chosen layer into sight where the table scrolls, and leaves the page where it is.
+    // Scroll the table, not the page, to the row of the selected layer.
     const reveal = () => {
       const box = root?.querySelector(".l2l-layers-box");
       const row = box?.querySelector(`tr[data-key="${quoted(model.get("chosen"))}"]`);
@@ -42,7 +42,7 @@ export default {
       if (at.top < top) box.scrollTop -= top - at.top;
       else if (at.bottom > seen.top + box.clientHeight) box.scrollTop += at.bottom - seen.top - box.clientHeight;
     };
-    const resized = new ResizeObserver(reveal); // the table is lower while a card is open
+    const resized = new ResizeObserver(reveal); // an open card makes the table lower
     const choose = (key) => {
       model.set("chosen", key);
       model.save_changes();
@@ -51,7 +51,7 @@ export default {
       const found = document.elementFromPoint(event.clientX, event.clientY)?.closest(what);
       return found && root.contains(found) ? found : null;
     };
-    const steers = () => model.get("steers") && !model.get("disabled");
+    const canEdit = () => model.get("can_edit") && !model.get("disabled");
     const place = (part, x, y) => {
       const box = root.getBoundingClientRect();
       part.style.left = `${x - box.left - root.clientLeft + root.scrollLeft}px`;
@@ -60,13 +60,13 @@ export default {
     };
     const openCard = () => {
       model.send({ open: true });
-      const until = performance.now() + WAITS_MS;
-      const look = () => {
+      const until = performance.now() + CARD_TIMEOUT_MS;
+      const focusList = () => {
         const list = root.querySelector(".l2l-card-panel select");
         if (list?.offsetParent) list.focus();
-        else if (list && performance.now() < until) requestAnimationFrame(look);
+        else if (list && performance.now() < until) requestAnimationFrame(focusList);
       };
-      look();
+      focusList();
     };
     const endDrag = () => {
       down = over = null;
@@ -76,7 +76,7 @@ export default {
 
     const offerInsert = (event) => {
       if (event.target === plus) return;
-      const cell = steers() && at(event, "[data-cell]");
+      const cell = canEdit() && at(event, "[data-cell]");
       hidePlus();
       if (!cell) return;
       const box = cell.getBoundingClientRect(), share = (event.clientX - box.left) / box.width;
@@ -97,9 +97,9 @@ export default {
     };
     const moved = (event) => {
       if (!down) return offerInsert(event);
-      if (!event.buttons) return endDrag(); // it was let go where nobody listens
-      const far = Math.hypot(event.clientX - down.x, event.clientY - down.y) > FAR;
-      if (!(down.drags && steers() && (over || far))) return;
+      if (!event.buttons) return endDrag(); // released outside of the page
+      const far = Math.hypot(event.clientX - down.x, event.clientY - down.y) > DRAG_PX;
+      if (!(down.drags && canEdit() && (over || far))) return;
       hidePlus();
       over = at(event, "[data-cell]")?.dataset.key ?? down.key;
       label.textContent = `relay.apply(Move(layer='${down.key}', to='${over}'))`;
@@ -127,7 +127,7 @@ export default {
       const by = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Enter: 0 }[event.key];
       if (by === undefined) return;
       event.preventDefault();
-      event.stopPropagation(); // JupyterLab would go to another cell
+      event.stopPropagation(); // JupyterLab would select another cell
       const parts = [...box.querySelectorAll("[data-key]")];
       const keys = [...new Set(parts.map((part) => part.dataset.key))], chosen = model.get("chosen");
       if (by === 0) return chosen ? openCard() : undefined;
@@ -138,14 +138,14 @@ export default {
       parts.find((part) => part.dataset.key === next && part.tagName === "TR")?.scrollIntoView({ block: "nearest" });
     };
     const focused = (event) => {
-      if (event.target.matches?.(".l2l-picks")) event.target.ariaLabel = model.get("says");
+      if (event.target.matches?.(".l2l-picks")) event.target.ariaLabel = model.get("hint");
     };
     const inserted = () => {
       model.send({ insert: plus.dataset.next, behind: plus.dataset.behind === "1" });
       hidePlus();
     };
 
-    const listening = [
+    const listeners = [
       ["pointerdown", pressed],
       ["pointermove", moved],
       ["pointerleave", hidePlus],
@@ -157,7 +157,7 @@ export default {
       root.dataset.touch = name;
       root.append(style, plus, label);
       plus.addEventListener("click", inserted);
-      for (const [what, told] of listening) root.addEventListener(what, told);
+      for (const [type, listener] of listeners) root.addEventListener(type, listener);
       document.addEventListener("pointerup", lifted);
       document.addEventListener("pointercancel", endDrag);
       model.on("change:chosen", draw);
@@ -168,7 +168,7 @@ export default {
     });
     return () => {
       cancelAnimationFrame(attach);
-      for (const [what, told] of listening) root?.removeEventListener(what, told);
+      for (const [type, listener] of listeners) root?.removeEventListener(type, listener);
       document.removeEventListener("pointerup", lifted);
       document.removeEventListener("pointercancel", endDrag);
       model.off("change:chosen", draw);

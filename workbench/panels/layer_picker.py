@@ -1,4 +1,4 @@
-"""Layers that can be touched wherever they are drawn: chosen, opened, dragged to another place, inserted between."""
+"""Selecting, opening, moving and inserting layers with the pointer or keyboard in every picture."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from workbench.session import Session, Snapshot, SnapshotSource, edits_for_layer
 
 
 class LayerPicker(anywidget.AnyWidget):
-    """Makes every part of a board that carries a layer's key a way to choose that layer. It is invisible.
+    """Invisible widget with which a click on an element that has a layer's key selects that layer.
 
-    Which one is chosen is marked in the page itself, so no picture is drawn again for it. Where the source is a session,
-    a cell of the relay picture can be dragged to another one's place, and between two cells a layer can be inserted.
+    The page marks the selected layer with a style rule, so no picture is redrawn. If the source is a session, cells of the
+    relay picture can be dragged to another position, and layers can be inserted between two cells.
 
     Args:
-        source: whose layers they are; or anything else whose parts carry keys, on which a selection is kept.
-        open_card: turns to where the card of the chosen layer is.
-        says: what keys do in a picture, for those who hear it.
+        source: source of the layers, or another object with a selection whose pictures have keys.
+        open_card: shows the card of the selected layer.
+        hint: ARIA label of a focused picture, which names the keys.
 
     Attributes:
-        chosen: key of the chosen layer, or "".
-        steers: whether the layers can be edited.
-        disabled: whether they can no longer.
+        chosen: key of the selected layer, or "".
+        can_edit: the layers are those of a session.
+        disabled: the session has ended.
     """
 
     _esm = Path(__file__).with_name("layer_picker.js").read_text()
     chosen = traitlets.Unicode("").tag(sync=True)
-    steers = traitlets.Bool(False).tag(sync=True)
+    can_edit = traitlets.Bool(False).tag(sync=True)
     disabled = traitlets.Bool(False).tag(sync=True)
-    says = traitlets.Unicode().tag(sync=True)
+    hint = traitlets.Unicode().tag(sync=True)
 
     def __init__(
         self,
         source: SnapshotSource | Hashable,
         open_card: Callable[[], None] = lambda: None,
-        says: str = "Arrow keys choose a layer, Enter opens its card",
+        hint: str = "Arrow keys choose a layer, Enter opens its card",
     ) -> None:
-        super().__init__(steers=isinstance(source, Session), says=says, layout={"display": "none"})
+        super().__init__(can_edit=isinstance(source, Session), hint=hint, layout={"display": "none"})
         self._source, self._open_card, self._selection = source, open_card, shared_selection(source)
         self._selection.observe(self._show_selection)
         self._show_selection()
@@ -52,7 +52,7 @@ class LayerPicker(anywidget.AnyWidget):
         self.on_msg(self._on_message)
 
     def draw(self, snapshot: Snapshot) -> None:
-        """Choose nothing any more if the chosen layer has gone, and edit nothing any more if the session has ended."""
+        """Clear the selection if its layer is gone, and disable edits if the session has ended."""
         self.disabled = bool(snapshot.ended)
         self._selection.find_in(snapshot.layers)
         self._show_selection()
@@ -70,15 +70,14 @@ class LayerPicker(anywidget.AnyWidget):
         else:
             layers = self._source.snapshot().layers
             row = next((row for row in layers if row.key == content["insert"]), None)
-            if row is not None:  # else it has gone while the pointer was over it
-                words = "Insert after" if content["behind"] else "Insert before"
-                self._source.edit(
-                    edits_for_layer(row, layers).get(words, Insert(row.key))
-                )  # in no stack: refused with the reason
+            if row is not None:  # None: the layer was removed under the pointer
+                label = "Insert after" if content["behind"] else "Insert before"
+                # a layer in no stack has no such edit: `Insert` is then refused with the reason
+                self._source.edit(edits_for_layer(row, layers).get(label, Insert(row.key)))
 
 
 def make_pickable(picture: ipywidgets.HTML) -> ipywidgets.HTML:
-    """Let layers be chosen in a picture with the keyboard too; return the picture."""
+    """Make a picture focusable, so that arrow keys select its layers; return the picture."""
     picture.tabbable = True
     picture.add_class("l2l-picks")
     return picture

@@ -1,4 +1,4 @@
-"""The stack, one row per layer."""
+"""Table of the layers, one row each."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from workbench.session import LayerRow, Snapshot
 
 
 class LayersPanel(Panel):
-    """Shows sizes, versions and statistics of the layers, as of the last step; a press or an arrow key chooses one."""
+    """Sizes, versions and statistics of the layers after the last step; a click or an arrow key selects one."""
 
     def build(self) -> ipywidgets.DOMWidget:
         self._drawn_inputs: tuple[Sequence[LayerRow] | None, str | None] = None, None
         self._selection = shared_selection(self.session)
         self._selection.observe(self._redraw)
         self._table = make_pickable(ipywidgets.HTML())
-        self._table.add_class("l2l-layers-box")  # scrolls, so that new rows leave it where it is
+        self._table.add_class("l2l-layers-box")  # scrolls, so that new rows keep its position
         return ipywidgets.VBox([self._table])
 
     def draw(self, snapshot: Snapshot) -> None:
@@ -29,12 +29,9 @@ class LayersPanel(Panel):
         key = row.key if row is not None else None
         if (
             snapshot.layers is not self._drawn_inputs[0] or key != self._drawn_inputs[1]
-        ):  # new rows come with a step or an edit
+        ):  # a step or edit makes new rows
             self._drawn_inputs = snapshot.layers, key
             self._table.value = draw_layers(snapshot.layers, changed=snapshot.touched, selected=key or "")
 
     def still(self, snapshot: Snapshot) -> Sequence[Table]:
         return [layers_table(snapshot.layers)]
-
-    def _redraw(self) -> None:
-        self.show(self.session.snapshot())

@@ -1,4 +1,4 @@
-"""The loss over the steps of a session."""
+"""Chart of the loss over the steps of a session."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workbench.session import Change, Snapshot
 
 
 class LossPanel(Panel):
-    """Shows the loss of every step, with the changes that were made in between, and other branches beside it."""
+    """The loss of every step, the changes between steps, and the losses of other branches."""
 
     def build(self) -> ipywidgets.DOMWidget:
         self._drawn_inputs: tuple[int, Sequence[Change], object, str] = (-1, (), None, "")
@@ -21,11 +21,11 @@ class LossPanel(Panel):
         return ipywidgets.VBox([self._picture, self._fold.widget])
 
     def draw(self, snapshot: Snapshot) -> None:
-        # the changes themselves, not their number: settings before the same step take the place of one another
-        known = len(snapshot.steps), snapshot.changes, snapshot.elsewhere, snapshot.branch
-        if known == self._drawn_inputs:
+        # compare changes, not their number: a setting replaces an earlier one made before the same step
+        inputs = len(snapshot.steps), snapshot.changes, snapshot.elsewhere, snapshot.branch
+        if inputs == self._drawn_inputs:
             return
-        self._drawn_inputs = known
+        self._drawn_inputs = inputs
         if not snapshot.steps:
             self._picture.value = '<p class="l2l-empty">The loss appears with the first step.</p>'
             return

@@ -1,4 +1,4 @@
-"""What fills the device and the host during a step."""
+"""Memory of the device and the host over a step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from workbench.session import Snapshot
 
 
 class MemoryPanel(Panel):
-    """Shows bytes by category over the step, the device's budget, and what in-core training would need.
+    """Bytes by category over the step, the device's budget, and the bytes that in-core training would need.
 
-    A step that the device had no room for is shown up to where it failed, until something runs again.
+    A step that ran out of device memory is shown up to its failure until the next step starts.
     """
 
     def build(self) -> ipywidgets.DOMWidget:
@@ -53,8 +53,7 @@ class MemoryPanel(Panel):
         shown = failed or snapshot.last
         if shown is not None and self._table_trace is not shown:
             self._table_trace = shown
-            needed = snapshot.in_core_bytes
-            self._fold.show(lambda: memory_table(shown, needed))
+            self._fold.show(lambda: memory_table(shown, snapshot.in_core_bytes))
 
     def still(self, snapshot: Snapshot) -> Sequence[Picture]:
         trace = failed_trace(snapshot) or snapshot.last

@@ -1,4 +1,4 @@
-"""What every panel is: a widget over a session that can be shown a snapshot, and a still of it."""
+"""`Panel`, the base class of all views: a widget that draws snapshots, and its still picture."""
 
 from __future__ import annotations
 
@@ -6,46 +6,49 @@ import sys
 import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any, ClassVar
 
 import ipywidgets
 
+from workbench.panels.controls import make_button
 from workbench.panels.display import Bundle, Display
 from workbench.panels.ended_notice import EndedNotice, disable_controls
 from workbench.panels.layer_picker import LayerPicker
 from workbench.panels.notebook_cells import register_in_cell
-from workbench.panels.style import STYLE
+from workbench.panels.style import style_sheet
 from workbench.pictures import Picture, Table, bundle_of, encodable, with_caption
 from workbench.session import Session, Snapshot, SnapshotSource
 
 
 class Panel(ABC):
-    """Shows one view of a session.
+    """One view of a session.
 
-    At the end of a cell it shows itself and follows the session. Inside a `Workbench`, that does so for all its panels.
+    As the last expression of a cell, a panel displays itself and follows the session. A `Workbench` displays and updates
+    its panels itself. All controls are native, so the keyboard reaches them: Tab, arrow keys, Space and Enter.
 
     Args:
-        session: or anything that has one, as a `Workbench`; or another source of snapshots, if the panel only shows.
+        session: a session, an object with an attribute `session` such as a `Workbench`, or, for panels without controls
+            over the training, another source of snapshots.
 
     Raises:
-        TypeError: neither.
+        TypeError: `session` is none of these.
     """
 
-    source_type: ClassVar[type] = SnapshotSource  # panels that steer want a Session
-    has_own_caption: ClassVar[bool] = False  # of which branch and step it is, so that nothing has to be added
+    source_type: ClassVar[type] = SnapshotSource  # panels that control training need a Session
+    has_own_caption: ClassVar[bool] = False  # the panel itself shows the branch and step that it is drawn from
 
     def __init__(self, session: Session | SnapshotSource | Any) -> None:
         found = getattr(session, "session", session)
         if not isinstance(found, self.source_type):
             raise TypeError(f"{type(self).__name__} takes a Session or a Workbench, not a {type(session).__name__}")
         self.session: Any = found
-        # reentrant: what `draw` sets calls observers, on the same thread, which may draw again
-        self._drawing = threading.RLock()  # the pump draws, and so do callbacks of widgets
+        # The refresh loop and callbacks of widgets draw. Reentrant: setting a widget in `draw` can call such a callback.
+        self._drawing = threading.RLock()
         self.widget = self.build()
-        self._failure: ipywidgets.HTML | None = None  # made when it is needed: widgets live until they are closed
-        self._notice: EndedNotice | None = None  # where the panel stands alone
+        self._failure: ipywidgets.HTML | None = None  # created on demand: a widget exists until it is closed
+        self._notice: EndedNotice | None = None  # of a panel displayed alone
         self._caption = None if self.has_own_caption else ipywidgets.HTML()
         if self._caption is not None:
             self.widget.children = (*self.widget.children, self._caption)
@@ -53,25 +56,22 @@ class Panel(ABC):
 
     @abstractmethod
     def build(self) -> ipywidgets.Box:
-        """Make the panel's widget, once."""
+        """Create the panel's widget; called once."""
 
     @abstractmethod
     def draw(self, snapshot: Snapshot) -> None:
-        """Bring the widget up to date."""
+        """Update the widget."""
 
     @abstractmethod
     def still(self, snapshot: Snapshot) -> Sequence[Picture | Table]:
-        """Return the same as pictures with their tables, or as tables."""
+        """Return the same view as pictures with their tables, or as tables."""
 
     def caption(self, snapshot: Snapshot) -> str:
-        """Say of which branch and step is what is to be seen."""
+        """Return the branch and step that the panel shows."""
         return snapshot.state_words
 
     def show(self, snapshot: Snapshot) -> None:
-        """Bring the widget up to date; an error in a picture is shown in its place.
-
-        Of a session that has ended, all controls are grey.
-        """
+        """Update the widget; an exception is shown in the panel. After the end of the session all controls are disabled."""
         with self._drawing:
             try:
                 self._clear_failure()
@@ -81,15 +81,18 @@ class Panel(ABC):
                 self.show_failure(error)
             if self._notice is not None:
                 self._notice.draw(snapshot)
-            if snapshot.ended:  # last, since `draw` enables what an open session takes
+            if snapshot.ended:  # last: `draw` enables controls
                 disable_controls(self.widget)
+
+    def _redraw(self) -> None:
+        self.show(self.session.snapshot())
 
     def _show_standalone(self, snapshot: Snapshot) -> None:
         self._picker.draw(snapshot)
         self.show(snapshot)
 
     def show_failure(self, error: Exception) -> None:
-        """Say above all in the panel that drawing it has failed, until it is drawn again."""
+        """Show at the top of the panel, until it is drawn again, that drawing it failed."""
         self._clear_failure()
         self._failure = ipywidgets.HTML(failure_html(self._failure_message(error), traceback.format_exc()))
         self.widget.children = (self._failure, *self.widget.children)
@@ -101,7 +104,7 @@ class Panel(ABC):
             self._failure = None
 
     def still_or_error(self, snapshot: Snapshot) -> Sequence[Picture | Table]:
-        """Return the still, or what went wrong with it."""
+        """Return the still, or a table with the traceback if it cannot be made."""
         try:
             return [with_caption(one, self._still_caption(snapshot)) for one in self.still(snapshot)]
         except Exception as error:
@@ -109,7 +112,7 @@ class Panel(ABC):
             return [Table(self._failure_message(error), ("traceback",), lines)]
 
     def _still_caption(self, snapshot: Snapshot) -> str:
-        """The same of a still, which shows no step under way; nothing where it says so itself."""
+        """Return the caption of a still, which never shows a step in progress; "" if the still has its own."""
         return "" if self.has_own_caption else self.caption(snapshot)
 
     def _update_caption(self, snapshot: Snapshot) -> None:
@@ -120,15 +123,14 @@ class Panel(ABC):
         return f"{type(self).__name__} could not be drawn: {error!r}"
 
     def close(self, wait: bool = True) -> None:
-        """Take the panel off the page; the session goes on."""
+        """Remove the panel from the page; the session stays open."""
         self._standalone_display().close()
 
     def _standalone_display(self) -> Display:
-        if self._display is None:  # made when it is shown by itself: a board has one of each for all its panels
-            style = ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})
+        if self._display is None:  # created when the panel is displayed alone: a dashboard has one for all its panels
             self._notice = EndedNotice()
             self._picker = LayerPicker(self.session)
-            alone = ipywidgets.VBox([style, self._notice.widget, self.widget, self._picker])
+            alone = ipywidgets.VBox([style_sheet(), self._notice.widget, self.widget, self._picker])
             alone.add_class("l2l-alone")
             self._display = Display(self.session, alone, self._show_standalone, self._still_bundle, self._print_still)
             register_in_cell(self)
@@ -147,15 +149,44 @@ class Panel(ABC):
         return self._standalone_display().bundle()
 
 
+class ControlPanel(Panel):
+    """A panel with buttons; an exception of a button's action is shown in the panel."""
+
+    _error_html: ipywidgets.HTML  # created by `build`, hidden
+    _has_error = False  # an error of a button is shown, which is in no snapshot
+
+    def _button(self, label: str, icon: str, tooltip: str, action: Callable[[], Any]) -> ipywidgets.Button:
+        button = make_button(label, icon, tooltip)
+        button.on_click(self._guard(action))
+        return button
+
+    def _guard(self, action: Callable[[], Any]) -> Callable[..., None]:
+        """Return a widget's callback that runs an action and shows its exception."""
+
+        def callback(*_: object) -> None:
+            with self._drawing:  # while a frame updates controls, their callbacks are no user input
+                try:
+                    action()
+                    if self._has_error:
+                        self._hide_error()
+                except Exception as error:
+                    self._show_error(str(error), traceback.format_exc())
+                    self._has_error = True
+
+        return callback
+
+    def _show_error(self, message: str, details: str, after: str = "") -> None:
+        self._error_html.value = failure_html(message, details, after)
+        self._error_html.layout.display = ""
+
+    def _hide_error(self) -> None:
+        self._has_error, self._error_html.layout.display = False, "none"
+
+
 def failure_html(message: str, details: str, after: str = "") -> str:
-    """Write a message, what holds now, and a folded traceback, as HTML."""
+    """Return a message, the state that it leaves, and a collapsed traceback as HTML."""
     first, _, rest = message.partition("\n")
     more = f"<pre>{escape(rest)}</pre>" if rest else ""
     then = f"<p>{escape(after)}</p>" if after else ""
     folded = f"<details><summary>traceback</summary><pre>{escape(details)}</pre></details>"
     return f'<div class="l2l-failure" role="alert"><strong>{escape(first)}</strong>{more}{then}{folded}</div>'
-
-
-def code_html(words: str, code: str) -> str:
-    """Write a line of code to copy, and what it is for, as HTML."""
-    return f'<div class="l2l-caption">{escape(words)}<pre>{escape(code)}</pre></div>'

@@ -1,4 +1,4 @@
-"""The top of a bench over a lab: the buttons of a run, the plan that the next step follows, and why some ways have none."""
+"""Header of a lab bench: buttons of a run, and the plan that the next step executes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from workbench.session import Snapshot
 
 
 class PlanHeaderPanel(HeaderPanel):
-    """Shows the state, the buttons, and one button per way; those without a plan are grey, and the line below says why."""
+    """State, buttons, and one button per strategy; strategies without a plan are disabled, with the reason below."""
 
     source_type = LabSession
+    session: LabSession
 
     def _build_settings(self) -> list[ipywidgets.DOMWidget]:
         self._plan_buttons: dict[str, ipywidgets.Button] = {}
@@ -36,16 +37,17 @@ class PlanHeaderPanel(HeaderPanel):
         self._status.value = _describe_plan(chosen, self.session.choices, snapshot.budget_bytes)
 
     def still(self, snapshot: Snapshot) -> Sequence[Picture | Table]:
-        words = [(choice.name, choice.words(snapshot.budget_bytes)) for choice in self.session.choices]
+        rows = [(choice.name, choice.describe(snapshot.budget_bytes)) for choice in self.session.choices]
         note = f"The next step follows {self.session.chosen.name}."
-        return [Picture(header_picture(snapshot).svg, Table("Plans", ("way", "what a step needs"), words, note))]
+        table = Table("Plans", ("strategy", "memory and layer forwards of a step"), rows, note)
+        return [Picture(header_picture(snapshot).svg, table)]
 
     def _add_plan_buttons(self) -> None:
-        """Make a button for every choice that has none yet."""
-        for choice in [choice for choice in self.session.choices if choice.name not in self._plan_buttons]:
+        """Add buttons of new choices."""
+        for choice in (one for one in self.session.choices if one.name not in self._plan_buttons):
             self._plan_buttons[choice.name] = button = ipywidgets.Button(
                 description=choice.name,
-                tooltip=choice.words(self.session.snapshot().budget_bytes),
+                tooltip=choice.describe(self.session.snapshot().budget_bytes),
                 disabled=choice.plan is None,
                 layout={"width": "auto"},
             )
@@ -55,11 +57,13 @@ class PlanHeaderPanel(HeaderPanel):
 
 
 def _describe_plan(chosen: PlanChoice, choices: Sequence[PlanChoice], budget_bytes: int | None) -> str:
-    """What the next step needs, and behind a fold why some ways have no plan."""
+    """Return the plan of the next step and a collapsed list of reasons why strategies have no plan, as HTML."""
     line = f"The next step follows <b>{escape(chosen.name)}</b>: {escape(chosen.describe(budget_bytes))}."
     without = [choice for choice in choices if choice.plan is None]
     if not without:
         return f'<div class="l2l-caption">{line}</div>'
     names = escape(", ".join(choice.name for choice in without))
-    why = "".join(f"<li>{escape(choice.reason)}</li>" for choice in without)
-    return f'<div class="l2l-caption">{line}<details><summary>Why not {names}</summary><ul>{why}</ul></details></div>'
+    reasons = "".join(f"<li>{escape(choice.reason)}</li>" for choice in without)
+    return (
+        f'<div class="l2l-caption">{line}<details><summary>Why not {names}</summary><ul>{reasons}</ul></details></div>'
+    )

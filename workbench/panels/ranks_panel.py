@@ -1,4 +1,4 @@
-"""Ranks beside one another: each with its relay picture, what it waits for, and what went wrong with it."""
+"""Relay pictures of all ranks side by side, with their waits and failures."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from html import escape
 
 import ipywidgets
 
+from workbench.panels.controls import make_box
 from workbench.panels.panel import Panel, failure_html
 from workbench.panels.relay_panel import RelayPanel
 from workbench.pictures import Picture, Table, format_seconds
@@ -16,15 +17,15 @@ from workbench.session import Snapshot
 
 
 class RanksPanel(Panel):
-    """Shows every rank's relay picture, live, side by side; each has a player of its own for its last step."""
+    """Live relay picture of every rank, each with a player for its last step."""
 
     source_type = RankController
-    has_own_caption = True  # each rank's picture does
+    session: RankController
+    has_own_caption = True  # in each rank's picture
 
     def build(self) -> ipywidgets.DOMWidget:
         self._columns = [_RankColumn(one) for one in self.session.ranks]
-        row = ipywidgets.HBox([column.widget for column in self._columns])
-        row.add_class("l2l-ranks")
+        row = make_box(ipywidgets.HBox, "l2l-ranks", *(column.widget for column in self._columns))
         return ipywidgets.VBox([row])
 
     def draw(self, snapshot: Snapshot) -> None:
@@ -36,13 +37,13 @@ class RanksPanel(Panel):
 
 
 class _RankColumn:
-    """One rank: a caption, its trouble if it has any, and its picture."""
+    """Caption, failure and relay picture of one rank."""
 
     def __init__(self, remote: RemoteRank) -> None:
         self._remote, self._panel = remote, RelayPanel(remote)
         self._caption, self._error_html = ipywidgets.HTML(), ipywidgets.HTML(layout={"display": "none"})
-        self.widget = ipywidgets.VBox([self._caption, self._error_html, self._panel.widget])
-        self.widget.add_class("l2l-rank")
+        parts = self._caption, self._error_html, self._panel.widget
+        self.widget = make_box(ipywidgets.VBox, "l2l-rank", *parts)
 
     def draw(self) -> None:
         snapshot = self._remote.snapshot()
@@ -57,7 +58,7 @@ class _RankColumn:
     def _draw_error(self, snapshot: Snapshot) -> None:
         broken, failure = self._remote.failure, snapshot.failure
         if self._remote.ended or broken is not None:
-            message = self._remote.ended or "it can be shown no more"
+            message = self._remote.ended or "its state can no longer be shown"
             words = f"Worker {self._remote.rank}: {message}", broken.traceback if broken is not None else ""
         elif failure is not None:
             words = f"Worker {self._remote.rank}: {failure.error}: {failure.message}", failure.traceback
@@ -68,10 +69,10 @@ class _RankColumn:
 
 
 def _describe_waits(snapshot: Snapshot) -> str:
-    """For whom the rank has waited most in its last step, while it could not compute."""
-    assert snapshot.last is not None, "no step yet"
+    """Return the rank for which compute waited longest in the last step, and the seconds."""
+    assert snapshot.last is not None, "the caller checks"
     lost_s: dict[int, float] = defaultdict(float)
     for wait in snapshot.last.waits():
         lost_s[wait.last] += wait.exposed_s
     most = max(lost_s, key=lambda rank: lost_s[rank], default=None)
-    return "waited for nobody" if most is None else f"waited {format_seconds(lost_s[most])} for worker {most}"
+    return "no waits" if most is None else f"waited {format_seconds(lost_s[most])} for worker {most}"

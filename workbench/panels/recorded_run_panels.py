@@ -1,4 +1,4 @@
-"""Panels that only a recorded run needs: those that steer have nothing to do there."""
+"""Panels of a recorded run, without controls of the training."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from html import escape
 
 import ipywidgets
 
+from workbench.panels.controls import make_box
 from workbench.panels.folded_table import FoldedTable
 from workbench.panels.panel import Panel
 from workbench.panels.race_panel import make_axis_buttons
@@ -35,7 +36,7 @@ RECORDED_STATE = "recorded"
 
 
 class FactsPanel(Panel):
-    """Shows what was trained and where, and the settings at that moment."""
+    """Model, device and settings at the selected moment."""
 
     def build(self) -> ipywidgets.DOMWidget:
         self._title, self._settings = ipywidgets.HTML(), ipywidgets.HTML()
@@ -50,12 +51,13 @@ class FactsPanel(Panel):
 
 
 class RecordedRelayPanel(RelayPanel):
-    """Shows the relay picture of a step that is over: nothing is live, so the player stands in mid-backward at first.
+    """The relay picture of the newest completely recorded step, with the layers of that step.
 
-    It shows the newest step that was recorded whole, with the layers that there were in it.
+    There is no live mode; the player starts at the busiest event, in the middle of backward.
     """
 
     source_type = RunCursor
+    session: RunCursor
 
     def build(self) -> ipywidgets.DOMWidget:
         widget = super().build()
@@ -65,32 +67,29 @@ class RecordedRelayPanel(RelayPanel):
 
     def draw(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
-        if snapshot.shown is self._played_step and self._picture.value:  # the player stays where a person has put it
+        if snapshot.shown is self._played_step and self._picture.value:  # keep the user's position
             return
         self._load_step(snapshot.shown)
-        if (step := self._load_timeline()) is None or not step.count:
+        if (timeline := self._load_timeline()) is None or not timeline.count:
             self._picture.value = '<p class="l2l-empty">No step up to here was fully recorded.</p>'
             return
-        self._slider.value = step.busiest_event()
-        # the slider alone would draw nothing where it has stood at this event already
-        assert snapshot.shown is not None, "there are moments"
-        self._draw_state(step.at_event(step.busiest_event()), snapshot.shown.layers)
+        self._slider.value = timeline.busiest_event()
+        # draw here too: a slider that was at this event does not call its observers
+        assert snapshot.shown is not None, "it has a timeline"
+        self._draw_state(timeline.at_event(timeline.busiest_event()), snapshot.shown.layers)
 
 
 class RecordedRacePanel(Panel):
-    """Shows the last race that was over by then."""
+    """The last race that had ended by the selected moment."""
 
     source_type = RunCursor
+    session: RunCursor
 
     def build(self) -> ipywidgets.DOMWidget:
-        self._axis, self._picture, self._fold = (
-            make_axis_buttons(),
-            ipywidgets.HTML(),
-            FoldedTable("The race as a table"),
-        )
-        self._axis.observe(lambda _: self.show(self.session.snapshot()), "value")
-        axis = ipywidgets.HBox([self._axis])
-        axis.add_class("l2l-settings")
+        self._axis, self._picture = make_axis_buttons(), ipywidgets.HTML()
+        self._fold = FoldedTable("The race as a table")
+        self._axis.observe(lambda _: self._redraw(), "value")
+        axis = make_box(ipywidgets.HBox, "l2l-settings", self._axis)
         return ipywidgets.VBox([self._picture, axis, self._fold.widget])
 
     def draw(self, snapshot: Snapshot) -> None:
@@ -98,7 +97,7 @@ class RecordedRacePanel(Panel):
         self._axis.disabled = race is None
         if race is None:
             self._picture.value = '<p class="l2l-empty">No race had ended by this moment.</p>'
-            # else an open fold would go on showing the race of a later moment
+            # an open fold would still show the race of a later moment
             self._fold.show(lambda: Table("Race", ("branch",), ()))
             return
         self._picture.value = draw_race(race, self._axis.value)
@@ -109,9 +108,10 @@ class RecordedRacePanel(Panel):
 
 
 class RecordedInsidePanel(Panel):
-    """Shows the last look inside by then, all pictures one below the other."""
+    """All pictures of the last look inside before the selected moment."""
 
     source_type = RunCursor
+    session: RunCursor
 
     def build(self) -> ipywidgets.DOMWidget:
         self._drawn_inputs: object = None
@@ -121,16 +121,13 @@ class RecordedInsidePanel(Panel):
     def draw(self, snapshot: Snapshot) -> None:
         found = self.session.run.look(self.session.number)
         if found is None:
-            self._drawn_inputs, self._pages.value = (
-                None,
-                '<p class="l2l-empty">Nobody had looked inside by this moment.</p>',
-            )
-        elif found != self._drawn_inputs:  # what a person has unfolded stays so
+            self._drawn_inputs = None
+            self._pages.value = '<p class="l2l-empty">No look inside was recorded up to this moment.</p>'
+        elif found != self._drawn_inputs:  # only then: opened parts stay open
             self._drawn_inputs = found
-            seen = found[1].seen
-            words = (
-                f"{describe_rows(seen).capitalize()}, after step {seen.step} of {seen.branch}; {describe_cost(seen)}."
-            )
+            inside = found[1].inside
+            rows = describe_rows(inside).capitalize()
+            words = f"{rows}, after step {inside.step} of {inside.branch}; {describe_cost(inside)}."
             pages = "".join(one.to_html() for one in self._inside_pages())
             self._pages.value = f'<div class="l2l-caption">{escape(words)}</div>{pages}'
 
@@ -143,11 +140,11 @@ class RecordedInsidePanel(Panel):
             return []
         number, look = found
         numbers = number_layers(row.key for row in self.session.run.snapshot(number).layers)
-        return inside_pages(look.seen, numbers, look.decode)
+        return inside_pages(look.inside, numbers, look.decode)
 
 
 class JournalPanel(Panel):
-    """Shows what was edited so far."""
+    """Journal of the edits up to the selected moment."""
 
     def build(self) -> ipywidgets.DOMWidget:
         self._table = ipywidgets.HTML()

@@ -1,8 +1,7 @@
-"""Brings snapshots to those who look at a session, on a thread that comes late rather than slow training down.
+"""A thread that draws the newest snapshot of a session without slowing training down.
 
-Training must not notice that somebody looks. So the newest snapshot is taken and older ones are forgotten, at most so
-many times a second, and the thread works for at most a small share of the time: the longer a frame takes to draw, the
-fewer there are.
+The number of frames per second is limited, and so is the thread's share of processor time: the longer a frame takes to
+draw, the fewer are drawn. Snapshots between two frames are skipped.
 """
 
 from __future__ import annotations
@@ -18,47 +17,49 @@ from workbench.session import Snapshot, SnapshotSource
 View = Callable[[Snapshot], None]
 
 HZ = 10.0
-CPU_SHARE = 0.03  # of a core; ten frames a second would take a tenth of one, beside a training step (docs/LOG.md)
-_IDLE_WAIT_S = 0.5  # between two looks at a session where nothing happens
+CPU_SHARE = 0.03  # of a core; ten frames per second during a training step would take 0.1 (docs/LOG.md)
+_IDLE_WAIT_S = 0.5  # longest wait for a change of an idle session
 
 
 class RefreshLoop:
-    """Calls views with snapshots of one session, on a thread that lives as long as there are views.
+    """Calls views with snapshots of one session, on a thread that exists while there are views.
 
-    Invariant: a view is called by one thread at a time, and never after `remove` has returned, unless it is being called
-    by the thread that removes it. A view that fails is logged and removed; the others go on.
+    Invariant: one thread at a time calls a view, and none after `remove` has returned, except for the call from which
+    `remove` itself was called. A view that raises is logged and removed; the others continue.
     """
 
     def __init__(self, session: SnapshotSource, hz: float = HZ, share: float = CPU_SHARE) -> None:
-        self._session = ref(session)  # weak: `_pumps` must not keep sessions that nobody else keeps
+        self._session = ref(session)  # weak: `_loops` must not keep sessions alive
         self._hz, self._share = hz, share
         self._views: list[View] = []
-        self._has_no_views = threading.Event()  # there are no views, so that the thread need not sleep any longer
+        self._has_no_views = threading.Event()  # set: the thread stops sleeping and ends
         self._drawing = threading.RLock()
         self._thread: threading.Thread | None = None
         self.frames = 0
-        self.busy_s = 0.0  # processor seconds spent on them
+        self.busy_s = 0.0  # processor seconds of all frames
 
     @staticmethod
     def for_session(session: SnapshotSource) -> RefreshLoop:
-        """Return the pump that all panels of a session share."""
+        """Return the refresh loop that all panels of a session share."""
         with _loops_lock:
             return _loops.setdefault(session, RefreshLoop(session))
 
     def add(self, view: View) -> None:
-        """Show the session to `view` from now on, at once for a start."""
+        """Call `view` now and with every new snapshot."""
         session = self._session()
-        assert session is not None, "whoever shows a session has it"
+        assert session is not None, "the caller of `add` holds the session"
         with self._drawing:
             view(session.snapshot())
             self._views.append(view)
             self._has_no_views.clear()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run_loop, args=(session,), name="pump", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run_loop, args=(session,), name="refresh loop", daemon=True
+                )
                 self._thread.start()
 
     def remove(self, view: View) -> None:
-        """Show it no more; without views the thread ends."""
+        """Stop calling `view`; the thread ends with the last view."""
         with self._drawing:
             if view in self._views:
                 self._views.remove(view)
@@ -66,7 +67,7 @@ class RefreshLoop:
                 self._has_no_views.set()
 
     def join(self) -> None:
-        """Wait for the end of the thread, once no views are left."""
+        """Wait for the end of the thread after the last view was removed."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -74,14 +75,14 @@ class RefreshLoop:
     def _run_loop(self, session: SnapshotSource) -> None:
         shown: Snapshot | None = None
         while True:
-            # processor time of this thread alone: while it waits for the interpreter, training has it
+            # processor time of this thread: while it waits for the interpreter, training runs
             began_s = time.thread_time()
             snapshot = session.snapshot()
             with self._drawing:
                 if not self._views:
-                    self._thread = None  # under the lock: a view that comes now starts another thread
+                    self._thread = None  # under the lock: the next `add` starts another thread
                     return
-                # a step under way grows without another number
+                # a step in progress grows under the same number
                 if shown is None or snapshot.number != shown.number or snapshot.progress is not None:
                     self._call_views(snapshot)
                     self.frames += 1
@@ -91,17 +92,17 @@ class RefreshLoop:
             # cost / (cost + pause) is at most the share
             left = self._has_no_views.wait(max(1 / self._hz, cost_s / self._share - cost_s))
             if not left and snapshot.progress is None and snapshot.state != "running":
-                # not for good: meanwhile the last view may go, which does not change the session
+                # with a timeout: removing the last view does not change the session
                 session.wait_for_change(snapshot.number, _IDLE_WAIT_S)
 
     def _call_views(self, snapshot: Snapshot) -> None:
         for view in list(self._views):
             if view not in self._views:
-                continue  # another view has removed it
+                continue  # removed by another view
             try:
                 view(snapshot)
             except Exception:
-                _log.exception("a view of the session has failed and is shown no more")
+                _log.exception("a view of the session raised an exception and is no longer updated")
                 self.remove(view)
 
 

@@ -1,4 +1,4 @@
-"""Which layer is chosen: one for all panels on a source, so that a board has one selection."""
+"""The selected layer, shared by all panels of a source."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from workbench.session import LayerRow, SnapshotSource
 
 
 class Selection:
-    """Holds the key of the chosen layer, or None.
+    """Key of the selected layer, or None.
 
-    It stays with its layer through edits, whatever its number is then, and falls to None when the layer goes. Panels ask
-    when they draw. Whoever watches is told of what a person chooses, and must hold no lock of another panel when choosing.
+    The key stays the same when edits change the layer's number. Panels read it when they draw; observers are called after
+    `choose`. A caller of `choose` must not hold the lock of a panel.
 
     Attributes:
-        key: the last one chosen; `among` says whether it is still there.
+        key: key of the layer that was selected last; `find_in` resets it if the layer is gone.
     """
 
     def __init__(self) -> None:
         self.key: str | None = None
-        # weak: a selection lives as long as its source, while panels come and go with their cells
+        # weak: a selection exists as long as its source, panels only as long as their cells' output
         self._callbacks: list[WeakMethod[Callable[[], None]]] = []
 
     def find_in(self, layers: Sequence[LayerRow]) -> LayerRow | None:
-        """Return the chosen one of these layers; if it is not among them, nothing is chosen from now on."""
+        """Return the selected layer; if it is not among `layers`, reset the selection and return None."""
         row = next((row for row in layers if row.key == self.key), None)
         if row is None:
-            self.key = None  # and nobody is told: this is asked while panels draw, under their locks
+            self.key = None  # without calling observers: panels call this while they hold their locks
         return row
 
     def choose(self, key: str | None) -> None:
-        """Choose a layer, or none, and tell whoever watches if it is another one."""
+        """Select a layer or, with None, no layer; call the observers if the selection changes."""
         if key == self.key:
             return
         self.key = key
-        for told in [method() for method in self._callbacks]:
-            if told is not None:
-                told()
+        for callback in [method() for method in self._callbacks]:
+            if callback is not None:
+                callback()
 
     def observe(self, callback: Callable[[], None]) -> None:
-        """Call this method after every choice, as long as its object lives."""
+        """Call a method after every change of the selection, as long as its object exists."""
         self._callbacks = [method for method in self._callbacks if method() is not None] + [WeakMethod(callback)]
 
 
 def shared_selection(source: SnapshotSource | Hashable) -> Selection:
-    """Return the selection that all panels on a source share; or all pictures of anything else that has one."""
+    """Return the selection that all panels of a source, or all pictures of another object, share."""
     with _selections_lock:
         return _selections.setdefault(source, Selection())
 

@@ -1,5 +1,7 @@
 """The style sheet of the panels, in the colours of JupyterLab's theme."""
 
+import ipywidgets
+
 from workbench.pictures import (
     VERMILION,
     edit_journal,
@@ -14,10 +16,10 @@ from workbench.pictures import (
     step_verdict,
     strategy_comparison,
 )
-from workbench.what_if import what_if_picture as answer
+from workbench.what_if import what_if_picture
 
-# Narrow means the workbench, not the window (`@container`): beside other panes a wide window leaves it little room.
-# `touch-action:none` is for fingers, which would scroll the page where they should drag a layer.
+# `@container`: the width of the workbench decides, which can be small in a wide window with other panes.
+# `touch-action:none`: a finger drags a layer and does not scroll the page.
 _PANELS = """
 .l2l-workbench{container:l2l/inline-size;max-width:1240px;padding:6px 14px 6px;overflow:hidden;color:var(--jp-ui-font-color1);
 border:1px solid var(--jp-border-color2,#8884);border-radius:6px}
@@ -135,10 +137,15 @@ STYLE = (
         + edit_journal.STYLE
         + edit_preview.STYLE
         + inside_lens.STYLE
-        + answer.STYLE
+        + what_if_picture.STYLE
         + strategy_comparison.STYLE
         + _PANELS
     )
     .replace("\n", "")
     .replace("@RED", VERMILION)
 )
+
+
+def style_sheet() -> ipywidgets.HTML:
+    """Return the style sheet as a widget; its rules apply although it is not displayed."""
+    return ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})

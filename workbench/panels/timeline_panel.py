@@ -1,4 +1,4 @@
-"""The timeline of the step under way."""
+"""Timeline of the current step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.session import ShownStep, Snapshot
 
 
 class TimelinePanel(Panel):
-    """Shows lanes over time, exposed copies hatched, and overlap in figures. `WhyPanel` says what binds each phase."""
+    """Lanes over time with exposed copies hatched, and the overlap. `BoundsPanel` lists the bound of each phase."""
 
     def build(self) -> ipywidgets.DOMWidget:
         self._span_s = 0.0
@@ -30,7 +30,7 @@ class TimelinePanel(Panel):
             return
         self._span_s = sweep.span_s
         self._picture.value = draw_timeline(**sweep._asdict())
-        # once for a step, and not at every frame: an open fold makes its table anew each time it is shown one
+        # once per step, not per frame: an open fold draws its table at every `show`
         if (shown := snapshot.shown) is not None and self._table_step is not shown:
             self._table_step = shown
             self._fold.show(lambda: timeline_table(shown.trace))

@@ -1,4 +1,4 @@
-"""How the step went: one line under the buttons, and why, phase by phase, behind a fold below the timeline."""
+"""The verdict on the last step in one line, and the bound of each of its phases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_INTERVAL_S = 1.0
 
 
 class VerdictPanel(Panel):
-    """Says what binds the last step, how much of its copying is hidden, and whether it fits."""
+    """Bound of the last step, share of its copies that compute hides, and the comparison with the budget."""
 
     has_own_caption = True
 
@@ -31,39 +31,34 @@ class VerdictPanel(Panel):
     def draw(self, snapshot: Snapshot) -> None:
         shown = snapshot.shown
         if shown is None:
-            words = (
-                "No step yet: press Run, or Step." if not snapshot.steps else f"{snapshot.shown_words.capitalize()}."
-            )
-            self._shown_step, self._line.value = None, verdict_html("", [words])
+            text = f"{snapshot.shown_words.capitalize()}." if snapshot.steps else "No step yet: press Run, or Step."
+            self._shown_step, self._line.value = None, verdict_html("", [text])
             return
-        # nobody reads what changes all the time, and `bound_by` takes milliseconds; but a switch of branches shows at once
-        in_a_hurry = snapshot.state == "running" and time.monotonic() < self._next_s
-        told = self._shown_step is not None and self._shown_step.branch == shown.branch and in_a_hurry
-        if told or (self._shown_step is shown and self._shown_label == snapshot.shown_words):
+        # limited during a run, since `bound_by` takes milliseconds; a switch of branches is shown at once
+        too_early = snapshot.state == "running" and time.monotonic() < self._next_s
+        same_branch = self._shown_step is not None and self._shown_step.branch == shown.branch
+        if (too_early and same_branch) or (self._shown_step is shown and self._shown_label == snapshot.shown_words):
             return
-        self._shown_step, self._shown_label, self._next_s = (
-            shown,
-            snapshot.shown_words,
-            time.monotonic() + MIN_INTERVAL_S,
-        )
+        self._shown_step, self._shown_label = shown, snapshot.shown_words
+        self._next_s = time.monotonic() + MIN_INTERVAL_S
         self._line.value = verdict_html(self._shown_label, _find_verdict(shown, snapshot.budget_bytes)[1])
 
     def still(self, snapshot: Snapshot) -> Sequence[Table]:
         if snapshot.shown is None:
             return []
-        found, said = _find_verdict(snapshot.shown, snapshot.budget_bytes)
-        words = snapshot.shown_words
-        return [bounds_table(found, f"{words[:1].upper()}{words[1:]}: {plain_text(said)}")]
+        bounds, verdict = _find_verdict(snapshot.shown, snapshot.budget_bytes)
+        label = snapshot.shown_words
+        return [bounds_table(bounds, f"{label[:1].upper()}{label[1:]}: {plain_text(verdict)}")]
 
 
 class BoundsPanel(Panel):
-    """Says what binds each phase of the step that the timeline shows, and what would help; closed until somebody opens it."""
+    """Bound of each phase of the step that the timeline shows, with advice, in a fold."""
 
     has_own_caption = True
 
     def build(self) -> ipywidgets.Box:
         self._shown_step: ShownStep | None = None
-        self._fold = FoldedTable("Why: what binds each phase")
+        self._fold = FoldedTable("Why: the bound of each phase")
         self._fold.widget.add_class("l2l-why")
         return ipywidgets.VBox([self._fold.widget])
 
@@ -74,9 +69,9 @@ class BoundsPanel(Panel):
             self._fold.show(lambda: bounds_table(shown.trace.bound_by(), title))
 
     def still(self, snapshot: Snapshot) -> Sequence[Table]:
-        return []  # the verdict's still says it
+        return []  # part of the verdict's still
 
 
 def _find_verdict(step: ShownStep, budget_bytes: int | None) -> tuple[Sequence[Bound], Sentence]:
-    found = step.trace.bound_by()
-    return found, verdict_of(step.trace, found, budget_bytes, step.in_core_bytes)
+    bounds = step.trace.bound_by()
+    return bounds, verdict_of(step.trace, bounds, budget_bytes, step.in_core_bytes)

@@ -1,4 +1,4 @@
-"""Views: panels that are seen together, and the row of buttons that turns from one view to another."""
+"""Views, which are groups of panels, and the row of buttons that selects one."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ PanelsByView = Mapping[str, Sequence[Panel]]
 
 
 def check_view(view: str | Sequence[str] | None, names: Collection[str]) -> None:
-    """Refuse a name that is no view.
+    """Check names of views.
 
     Raises:
-        ValueError: names it, and those that there are.
+        ValueError: a name is not in `names`, or `view` is empty.
     """
-    asked = [] if view is None else [view] if isinstance(view, str) else list(view)
-    if unknown := [name for name in asked if name not in names]:
+    chosen = [] if view is None else [view] if isinstance(view, str) else list(view)
+    if unknown := [name for name in chosen if name not in names]:
         raise ValueError(f"view={view!r}: there is no view {unknown[0]!r}; there are {', '.join(map(repr, names))}")
-    if view is not None and not asked:
+    if view is not None and not chosen:
         raise ValueError(f"view={view!r} shows nothing: give one or several of {', '.join(map(repr, names))}")
 
 
 class ViewTabs:
-    """Shows one view at a time behind buttons, or several stacked.
+    """Shows one view, selected with buttons, or all views stacked.
 
-    The buttons are buttons because the bar of an `ipywidgets.Tab` cannot be reached from the keyboard.
+    Toggle buttons, because the bar of an `ipywidgets.Tab` cannot be reached with the keyboard.
 
     Args:
-        made: panels by the name of their view, in order.
-        first: the view that is shown at first; None stacks all of them, without buttons to turn.
-        turned: called when another view is shown.
+        panels_by_view: panels by name of their view, in order.
+        first: the view shown first; None stacks all views and hides the buttons.
+        on_change: called after another view was selected.
 
     Attributes:
-        are_stacked: whether all are shown below one another, and nothing is turned.
+        are_stacked: all views are shown.
+        boxes: widgets of the views by name.
     """
 
     def __init__(self, panels_by_view: PanelsByView, first: str | None, on_change: Callable[[], None]) -> None:
         self._panels_by_view, self._on_change, self.are_stacked = panels_by_view, on_change, first is None
-        self._boxes = {
+        self.boxes = {
             name: ipywidgets.VBox([panel.widget for panel in panels]) for name, panels in panels_by_view.items()
         }
         self.buttons = ipywidgets.ToggleButtons(
@@ -51,46 +52,32 @@ class ViewTabs:
         )
         self.buttons.add_class("l2l-tabs")
         self.buttons.observe(lambda _: self._on_button(), "value")
-        self.widget = ipywidgets.VBox(list(self._boxes.values()))
+        self.widget = ipywidgets.VBox(list(self.boxes.values()))
         self._update_layout()
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of the views that can be seen."""
+        """Names of the views."""
         return tuple(self._panels_by_view)
 
     @property
     def visible_panels(self) -> Iterator[Panel]:
-        """Panels that are on the page now."""
-        return (
-            panel for name in self._panels_by_view if self._is_visible(name) for panel in self._panels_by_view[name]
-        )
-
-    @property
-    def all_panels(self) -> Iterator[Panel]:
-        """Panels of every view that can be seen."""
-        return (panel for panels in self._panels_by_view.values() for panel in panels)
+        """Panels of the visible views."""
+        return (one for name, panels in self._panels_by_view.items() if self._is_visible(name) for one in panels)
 
     def show_view(self, name: str) -> None:
-        """Show a view; stacked ones are all seen already.
+        """Show a view; does nothing if all are stacked.
 
         Raises:
-            ValueError: there is no such view.
+            ValueError: no view has this name.
         """
-        if name not in self.names:
-            raise ValueError(f"view={name!r}: there are {', '.join(map(repr, self.names))}")
+        check_view(name, self.names)
         self.buttons.value = name
 
     def view_with(self, panel_type: type[Panel]) -> str | None:
-        """Return the name of the view in which there is a panel of this kind, if there is one."""
-        return next(
-            (name for name, made in self._panels_by_view.items() if any(isinstance(one, panel_type) for one in made)),
-            None,
-        )
-
-    def box_of(self, name: str) -> ipywidgets.DOMWidget:
-        """Return the part of the page that a view has."""
-        return self._boxes[name]
+        """Return the name of the first view with a panel of this type, or None."""
+        names = (n for n, panels in self._panels_by_view.items() if any(isinstance(one, panel_type) for one in panels))
+        return next(names, None)
 
     def _on_button(self) -> None:
         self._update_layout()
@@ -101,5 +88,5 @@ class ViewTabs:
 
     def _update_layout(self) -> None:
         self.buttons.layout.display = "none" if self.are_stacked else ""
-        for name, box in self._boxes.items():
+        for name, box in self.boxes.items():
             box.layout.display = "" if self._is_visible(name) else "none"

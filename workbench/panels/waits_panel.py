@@ -1,4 +1,4 @@
-"""Who waits for whom among several workers, and the lanes of each: of a run under way, or of a recorded one."""
+"""Waits between workers and the lanes of each worker, in a running or recorded training."""
 
 from __future__ import annotations
 
@@ -18,38 +18,37 @@ from workbench.session import Snapshot
 
 
 class WaitsPanel(Panel):
-    """Shows who waited for whom in a step that all workers have finished and over the last ones, and every worker's lanes."""
+    """Waits between workers in a step that all have completed and in the steps before, and every worker's lanes."""
 
     def build(self) -> ipywidgets.DOMWidget:
-        self._drawn_trace: object = None  # the first trace of those that are shown
+        self._drawn_trace: object = None  # the first of the traces shown
         self._picture, self._history_picture, self._lanes = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
-        self._fold = FoldedTable("Who waits for whom, as a table")
-        self._history_fold = FoldedTable("Over the last steps, as a table")
+        self._fold = FoldedTable("Waits between workers as a table")
+        self._history_fold = FoldedTable("Waits over the last steps as a table")
         parts = [self._picture, self._fold.widget, self._history_picture, self._history_fold.widget, self._lanes]
         return ipywidgets.VBox(parts)
 
     @abstractmethod
     def traces(self) -> Traces | None:
-        """Put the traces of the step together; None if there is none of which all are known."""
+        """Return the traces of all workers of one step, or None while one is missing."""
 
     @abstractmethod
     def steps(self) -> Sequence[StepWaits]:
-        """Give what was waited in this step and in those before it, as far as that is known; oldest first."""
+        """Return the waits of this step and of earlier steps with known waits, oldest first."""
 
     def draw(self, snapshot: Snapshot) -> None:
         traces = self.traces()
         if traces is None:
             self._drawn_trace, self._lanes.value, self._history_picture.value = None, "", ""
-            self._picture.value = '<p class="l2l-empty">What workers waited for appears with a step of all of them.</p>'
+            self._picture.value = '<p class="l2l-empty">Waits appear once all workers have completed a step.</p>'
         elif traces[0] is not self._drawn_trace:
-            self._drawn_trace, shown = traces[0], show_stragglers(traces)
-            self._picture.value = shown.svg
-            self._fold.show(lambda: shown.table)
-            over = show_waits(self.steps())
-            self._history_picture.value = over.svg
-            self._history_fold.show(lambda: over.table)
+            self._drawn_trace = traces[0]
+            waits, history = show_stragglers(traces), show_waits(self.steps())
+            self._picture.value, self._history_picture.value = waits.svg, history.svg
+            self._fold.show(lambda: waits.table)
+            self._history_fold.show(lambda: history.table)
             heads = [f'<div class="l2l-heading">Worker {trace.worker.rank}</div>' for trace in traces]
-            self._lanes.value = "".join(a + b.svg for a, b in zip(heads, show_lanes(traces), strict=True))
+            self._lanes.value = "".join(head + lanes.svg for head, lanes in zip(heads, show_lanes(traces), strict=True))
 
     def still(self, snapshot: Snapshot) -> Sequence[Picture | Table]:
         traces = self.traces()
@@ -60,9 +59,10 @@ class WaitsPanel(Panel):
 
 
 class RankWaitsPanel(WaitsPanel):
-    """Shows the last step of ranks that were launched; over steps, those that it has drawn."""
+    """Waits of launched ranks in the last step and in the earlier steps that were drawn."""
 
     source_type = RankController
+    session: RankController
 
     def build(self) -> ipywidgets.DOMWidget:
         self._steps: deque[StepWaits] = deque(maxlen=MAX_STEPS)
@@ -77,14 +77,15 @@ class RankWaitsPanel(WaitsPanel):
     def traces(self) -> Traces | None:
         found = [one.snapshot().last for one in self.session.ranks]
         traces = [trace for trace in found if trace is not None]
-        is_one_step = len({trace.step for trace in traces}) == 1  # else some rank is a step ahead
+        is_one_step = len({trace.step for trace in traces}) == 1  # otherwise a rank is one step ahead
         return Traces(traces) if len(traces) == len(found) and is_one_step else None
 
 
 class RecordedWaitsPanel(WaitsPanel):
-    """Shows the newest step by a moment of a recorded run that all workers have recorded whole."""
+    """Waits of the newest step, up to a moment of a recorded run, that all workers recorded completely."""
 
     source_type = RunCursor
+    session: RunCursor
 
     def traces(self) -> Traces | None:
         return self.session.run.traces(self.session.number)

@@ -1,4 +1,4 @@
-"""Ways to train side by side, live: the picture, its table, and below them the plan of the way that is chosen."""
+"""Interactive comparison of strategies: chart, table and the plan of the selected strategy."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import ipywidgets
 from IPython.display import display
 
 from l2l_core.strategies import StrategyResult, StrategyTable
+from workbench.panels.controls import make_box
 from workbench.panels.display import WIDGET_VIEW_TYPE, Bundle, close_all, hide_behind_widget, widget_view
 from workbench.panels.folded_table import FoldedTable
 from workbench.panels.layer_picker import LayerPicker, make_pickable
 from workbench.panels.notebook_cells import is_notebook, register_in_cell
 from workbench.panels.selection import shared_selection
-from workbench.panels.style import STYLE
+from workbench.panels.style import style_sheet
 from workbench.pictures import (
     Picture,
     best_strategy,
@@ -32,20 +33,20 @@ from workbench.pictures import (
 )
 
 _STILL_STYLE = page_bundle.STYLE + strategy_comparison.STYLE
-_PICKER_LABEL = "Arrow keys choose a way; its plan is shown below"
+_PICKER_HINT = "Arrow keys choose a strategy; its plan is shown below"
 
 
 class Ways:
-    """See what ways to train need and take, and how the chosen one spends its step.
+    """Memory and time of strategies, and the step of the selected one.
 
-    ``Ways(lab.compare([...]))`` at the end of a cell shows it. A mark or a row is chosen by pointer, or with the arrow keys; the
-    fastest way that fits is chosen at first. A saved notebook keeps the picture of what was chosen.
+    ``Ways(lab.compare([...]))`` as the last expression of a cell displays it. A click on a mark or row, or an arrow key,
+    selects a strategy; at first, the fastest that fits is selected. A saved notebook keeps the picture of the selection.
 
     Args:
-        table: from `Lab.compare`.
+        table: the table that `Lab.compare` returns.
 
     Raises:
-        TypeError: something else.
+        TypeError: `table` is no `StrategyTable`.
     """
 
     def __init__(self, table: StrategyTable) -> None:
@@ -58,13 +59,10 @@ class Ways:
         self._selection.observe(self._on_selection)
         self._plan, self._fold = ipywidgets.HTML(), FoldedTable("The plan as a table")
         self._plan.add_class("l2l-way")
-        style = ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})
-        picture = make_pickable(ipywidgets.HTML(draw_strategies(table)))
-        side_by_side = ipywidgets.Box([picture, make_pickable(ipywidgets.HTML(strategies_html(table)))])
-        side_by_side.add_class("l2l-ways")
-        self.widget = ipywidgets.VBox(
-            [style, side_by_side, self._plan, self._fold.widget, LayerPicker(self, says=_PICKER_LABEL)]
-        )
+        pictures = [make_pickable(ipywidgets.HTML(html)) for html in (draw_strategies(table), strategies_html(table))]
+        side_by_side = make_box(ipywidgets.Box, "l2l-ways", *pictures)
+        picker = LayerPicker(self, hint=_PICKER_HINT)
+        self.widget = ipywidgets.VBox([style_sheet(), side_by_side, self._plan, self._fold.widget, picker])
         self._name = f"l2l-{self.widget.model_id[:12]}"
         for name in ("l2l-workbench", f"{self._name}-live"):
             self.widget.add_class(name)
@@ -75,17 +73,17 @@ class Ways:
 
     @property
     def chosen(self) -> StrategyResult | None:
-        """The way whose plan is shown."""
-        at = self._row_index
-        return None if at is None else self.table.rows[at]
+        """Result of the selected strategy, or None."""
+        index = self._row_index
+        return None if index is None else self.table.rows[index]
 
     def close(self, wait: bool = True) -> None:
-        """Take the widget off the page, and leave a still picture in the notebook. Closing twice is fine."""
+        """Remove the widget from the page and leave the still in the notebook. Does nothing the second time."""
         if not self._closed:
             self._closed = True
             close_all(self.widget)
 
-    # -- drawn ---------------------------------------------------------------------------------------------------------
+    # -- drawing -------------------------------------------------------------------------------------------------------
 
     @property
     def _row_index(self) -> int | None:
@@ -98,33 +96,31 @@ class Ways:
 
     def _draw(self) -> None:
         row, plan = self.chosen, self._plan_picture()
-        self._plan.value = (
-            plan.svg if plan is not None else "" if row is None else f"<p>{escape(f'{row.name}: {row.why}')}</p>"
-        )
+        reason = "" if row is None else f"<p>{escape(f'{row.name}: {row.why}')}</p>"
+        self._plan.value = plan.svg if plan is not None else reason
         self._fold.widget.layout.display = "none" if plan is None else ""
         if plan is not None:
             self._fold.show(lambda: plan.table)
 
     def _plan_picture(self) -> Picture | None:
-        """The plan of the chosen way, on axes that are the same for all."""
+        """Return the plan of the selected strategy; all plans have the same axes."""
         if self.chosen is None or self.chosen.trace is None:
             return None
-        made = [row for row in self.table.rows if row.trace is not None]
-        span_s = round_up(max(row.seconds for row in made))
-        most = max(row.peak_device_bytes for row in made)
-        near = self.table.memory_bytes or 0
-        top_bytes = round_up(1.06 * max(most, near if near <= 2 * most else 0))
+        rows = [row for row in self.table.rows if row.trace is not None]
+        span_s = round_up(max(row.seconds for row in rows))
+        peak = max(row.peak_device_bytes for row in rows)
+        budget = self.table.memory_bytes or 0
+        top_bytes = round_up(1.06 * max(peak, budget if budget <= 2 * peak else 0))
         return show_strategy(self.chosen, self.table.memory_bytes, span_s, top_bytes)
 
     # -- on the page ---------------------------------------------------------------------------------------------------
 
     def still(self) -> Bundle:
         """Return the pictures and tables for a page without a kernel."""
-        pictures = [show_strategies(self.table, self._row_index)]
-        plan = self._plan_picture()
-        bundle = bundle_of([*pictures, *([plan] if plan is not None else [])])
+        picture, plan = show_strategies(self.table, self._row_index), self._plan_picture()
+        bundle = bundle_of([picture] if plan is None else [picture, plan])
         below = f'<div class="l2l-way">{plan.to_html()}</div>' if plan is not None else ""
-        beside = f"<div>{pictures[0].svg}</div><div>{strategies_html(self.table, self._row_index)}</div>"
+        beside = f"<div>{picture.svg}</div><div>{strategies_html(self.table, self._row_index)}</div>"
         return {**bundle, "text/html": f'<style>{_STILL_STYLE}</style><div class="l2l-ways">{beside}</div>{below}'}
 
     def _still_bundle(self) -> Bundle:
@@ -136,12 +132,9 @@ class Ways:
             return
         if not self._closed:
             display({WIDGET_VIEW_TYPE: widget_view(self.widget)}, raw=True)
-        same = self._output.display_id if self._output is not None else True  # so that one update reaches all
+        same = self._output.display_id if self._output is not None else True  # one update for all copies
         self._output = display(self._still_bundle(), raw=True, display_id=same)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Bundle:
-        return (
-            self._still_bundle()
-            if self._closed
-            else {WIDGET_VIEW_TYPE: widget_view(self.widget), **self._still_bundle()}
-        )
+        still = self._still_bundle()
+        return still if self._closed else {WIDGET_VIEW_TYPE: widget_view(self.widget), **still}

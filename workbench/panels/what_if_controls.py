@@ -1,4 +1,4 @@
-"""The sliders and choices of a what-if question."""
+"""Sliders and toggle buttons of a what-if question."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from typing import Any
 import ipywidgets
 
 from l2l_core.schedule_rules import weight_slots
+from workbench.panels.controls import make_box
 from workbench.panels.header_panel import AHEAD_OPTIONS, LINK_SPEEDS, MICRO_BATCH_OPTIONS
 from workbench.what_if import Question, format_setting
 
 DEPTH_OPTIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1000)
-STAY_FIELDS = ("resident", "keep")  # of as many layers as there are
+STAY_FIELDS = ("resident", "keep")  # at most as many as there are layers
 WIDTH_OPTIONS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 MEMORY_OPTIONS = tuple(n * 10.0**power for power in range(5, 12) for n in (1, 2, 5))  # bytes
 
-_SLIDERS: dict[str, tuple[str, Sequence[float], str, str]] = {  # words, values, width of the words, width
+_SLIDERS: dict[str, tuple[str, Sequence[float], str, str]] = {  # label, values, width of the label, width
     "depth": ("layers", DEPTH_OPTIONS, "44px", "204px"),
     "width": ("width", WIDTH_OPTIONS, "40px", "196px"),
     "micro_batches": ("micro-batches", MICRO_BATCH_OPTIONS, "102px", "236px"),
@@ -31,18 +32,17 @@ _SLIDERS: dict[str, tuple[str, Sequence[float], str, str]] = {  # words, values,
     "d2h_bytes_per_s": ("link to host", (*LINK_SPEEDS, math.inf), "76px", "254px"),
     "memory_bytes": ("device memory", (*MEMORY_OPTIONS, math.inf), "110px", "290px"),
 }
-_COUNTS = {"depth", "micro_batches", "ahead", "resident", "keep"}  # whose values are short
+_COUNTS = {"depth", "micro_batches", "ahead", "resident", "keep"}  # fields with short values
 _TIPS = {
-    "resident": "Further layers whose weights stay on the device from forward to backward, so that they are loaded once",
-    "keep": "Layers whose graphs are kept from forward to backward, so that they are not recomputed; their weights must stay",
+    "resident": "Further layers whose weights stay on the device from forward to backward and are loaded once",
+    "keep": "Layers whose graphs are kept from forward to backward instead of recomputed; their weights must stay",
 }
-_CHOICES: dict[
-    str, tuple[str, Sequence[tuple[str, Any]], Sequence[str], str]
-] = {  # words, options, tips, width of words
+# label, options, tooltips, width of the label
+_CHOICES: dict[str, tuple[str, Sequence[tuple[str, Any]], Sequence[str], str]] = {
     "same_batch": (
         "of",
         (("the same batch", True), ("a larger batch", False)),
-        ("More micro-batches are smaller ones, as in the next step", "More micro-batches make the batch larger"),
+        ("More micro-batches are smaller, as in the next step", "More micro-batches make the batch larger"),
         "16px",
     ),
     "stash": ("stash on", (("device", "device"), ("host", "host")), ("", ""), "58px"),
@@ -51,62 +51,56 @@ _CHOICES: dict[
 
 
 class WhatIfControls:
-    """Has one control for each field of a question; `changed` is called when a person has moved one.
+    """One control for each field of a question; `on_change` is called when the user changes one.
 
     Attributes:
-        widget: all of them.
-        base: the settings to which `reset` leads.
+        widget: all controls.
+        base: the settings that `reset` restores.
     """
 
     def __init__(self, base: Question, on_change: Callable[[], None]) -> None:
         self.base, self._on_change = base, on_change
-        self._updating_thread: int | None = (
-            None  # thread that moves controls; what they call then was done by no person
-        )
+        self._updating_thread: int | None = None  # thread that sets controls; its callbacks are no user input
         self._by_name: dict[str, Any] = {}
-        # in three rows on a page of 1440 px
+        # this order gives three rows on a page of 1440 px
         order = ("depth", "width", "memory_bytes", "ahead", "micro_batches", "same_batch", "resident", "keep", "stash")
         for name in (*order, "precision", "h2d_bytes_per_s", "d2h_bytes_per_s"):
-            made = self._slider(name) if name in _SLIDERS else self._choice(name)
-            made.observe(partial(self._on_moved, name), "value")
-            self._by_name[name] = made
-        self.widget = ipywidgets.HBox(list(self._by_name.values()), layout={"flex_flow": "row wrap"})
-        self.widget.add_class("l2l-settings")
+            self._by_name[name] = control = self._slider(name) if name in _SLIDERS else self._choice(name)
+            control.observe(partial(self._on_moved, name), "value")
+        self.widget = make_box(ipywidgets.HBox, "l2l-settings", *self._by_name.values())
+        self.widget.layout.flex_flow = "row wrap"
 
     def question(self) -> Question:
-        """Return what is asked now."""
+        """Return the question that the controls show."""
         return Question(**{name: _from_slider(widget.value) for name, widget in self._by_name.items()})
 
-    def set_base(self, base: Question) -> bool:
-        """Move controls that stand at the old base to the new one; settings of a person stay. Return whether one has moved."""
-        old, self.base = self.base, base
-        return self._set_values(
-            {n: getattr(base, n) for n in self._by_name if getattr(self.question(), n) == getattr(old, n)}
-        )
+    def set_base(self, base: Question) -> None:
+        """Move controls at the old base to the new one; values set by the user stay."""
+        old, question, self.base = self.base, self.question(), base
+        self._set_values({n: getattr(base, n) for n in self._by_name if getattr(question, n) == getattr(old, n)})
 
     def reset(self) -> None:
-        """Put all controls to the base."""
+        """Set all controls to the base."""
         self._set_values({name: getattr(self.base, name) for name in self._by_name})
 
     def set_values(self, **settings: Any) -> None:
-        """Put some controls to values, which are checked as those of a `Question` are."""
-        asked = replace(self.question(), **settings)
-        self._set_values({name: getattr(asked, name) for name in settings})
+        """Set some controls; the values are checked by `Question`."""
+        question = replace(self.question(), **settings)
+        self._set_values({name: getattr(question, name) for name in settings})
 
-    def _set_values(self, values: dict[str, Any]) -> bool:
-        before, self._updating_thread = self.question(), threading.get_ident()
+    def _set_values(self, values: dict[str, Any]) -> None:
+        self._updating_thread = threading.get_ident()
         try:
             for name, value in values.items():
                 widget, shown = self._by_name[name], _to_slider(value)
                 if name in _SLIDERS and shown not in [v for _, v in widget.options]:
                     set_slider_options(widget, name, [*(v for _, v in widget.options), shown], shown)
-                elif widget.value != shown:
+                else:
                     widget.value = shown
             if "depth" in values:
                 self._limit_to_depth()
         finally:
             self._updating_thread = None
-        return self.question() != before
 
     def _on_moved(self, name: str, _: object) -> None:
         if self._updating_thread == threading.get_ident():
@@ -121,16 +115,16 @@ class WhatIfControls:
         self._on_change()
 
     def _limit_to_depth(self) -> None:
-        """No more weights can stay, and no more graphs be kept, than there are layers."""
+        """Limit resident and kept layers to the number of layers."""
         depth = self._by_name["depth"].value
         for name in STAY_FIELDS:
             widget = self._by_name[name]
-            # a session may ask for more than there are: then all of them stay
+            # the settings of a session may exceed the number of layers: then all layers stay
             values = sorted({*layer_counts(depth), getattr(self.base, name)})
             set_slider_options(widget, name, values, max(n for n in values if n <= widget.value))
 
     def _reconcile(self, moved: str) -> None:
-        """A graph can be kept only of a layer whose weights are still there: what was moved takes the other one along."""
+        """Adjust the other control, since only layers whose weights stay can keep their graphs."""
         ahead, resident, keep = (self._by_name[name] for name in ("ahead", "resident", "keep"))
         if moved == "keep" and (needed := keep.value - weight_slots(ahead.value)) > resident.value:
             resident.value = min(n for _, n in resident.options if n >= needed)
@@ -139,16 +133,16 @@ class WhatIfControls:
             keep.value = max(n for _, n in keep.options if n <= most)
 
     def _slider(self, name: str) -> ipywidgets.SelectionSlider:
-        words, values, label, width = _SLIDERS[name]
+        label, values, label_width, width = _SLIDERS[name]
         values = layer_counts(self.base.depth) if name in STAY_FIELDS else values
         options = sorted({*values, _to_slider(getattr(self.base, name))})
-        # it answers while it is dragged, unlike the sliders of the header: a question sets nothing
+        # continuous, unlike the sliders of the header: a question changes no setting
         slider = ipywidgets.SelectionSlider(
             options=[(format_setting(name, _from_slider(value)), value) for value in options],
             value=_to_slider(getattr(self.base, name)),
-            description=words,
+            description=label,
             tooltip=_TIPS.get(name),
-            style={"description_width": label},
+            style={"description_width": label_width},
             layout={"width": width},
         )
         if name in _COUNTS:
@@ -156,38 +150,38 @@ class WhatIfControls:
         return slider
 
     def _choice(self, name: str) -> ipywidgets.ToggleButtons:
-        words, options, tips, label = _CHOICES[name]
+        label, options, tooltips, label_width = _CHOICES[name]
         return ipywidgets.ToggleButtons(
             options=options,
             value=getattr(self.base, name),
-            description=words,
-            tooltips=tips,
-            style={"description_width": label, "button_width": "auto"},
+            description=label,
+            tooltips=tooltips,
+            style={"description_width": label_width, "button_width": "auto"},
             layout={"width": "auto"},
         )
 
 
 def layer_counts(depth: int) -> list[int]:
-    """Offer each number of layers of a stack that is not deep, and some of a deep one, from none to all."""
+    """Return the options from 0 to `depth`: every number up to 32, then some."""
     return [*range(min(depth, 32) + 1), *(n for n in DEPTH_OPTIONS if 32 < n < depth), *([depth] if depth > 32 else [])]
 
 
 def set_slider_options(slider: ipywidgets.SelectionSlider, name: str, values: Sequence[float], value: float) -> None:
-    """Let a slider offer these values of a setting, and show one of them."""
+    """Set the options of a slider and its value."""
     options = [(format_setting(name, _from_slider(one)), one) for one in sorted(set(values))]
     if (tuple(slider.options), slider.value) == (tuple(options), value):
         return
-    with slider.hold_sync():  # one message: new options alone choose the first of them
+    with slider.hold_sync():  # one message: new options alone would select the first one
         slider.options = options
         slider.value = value
 
 
-# a new field of a question needs a control
+# every field of a question needs a control
 assert {*_SLIDERS, *_CHOICES} == {field.name for field in fields(Question)}
 
 
+# On sliders, infinity stands for None.
 def _to_slider(value: Any) -> Any:
-    """A slider has no place for None."""
     return math.inf if value is None else value
 
 

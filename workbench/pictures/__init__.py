@@ -1,17 +1,17 @@
-"""Values in, SVG and tables out: pure functions.
+"""Pure functions that turn values into SVG, HTML and tables.
 
 May import `readings`, `session`.
 Begin reading at `picture.py`, `timeline_chart.py`.
 """
 
-from workbench.pictures.branch_list import branches_table as branches_table
 from workbench.pictures.card_charts import draw_figures as draw_figures
 from workbench.pictures.card_charts import draw_histogram as draw_histogram
+from workbench.pictures.edit_journal import branches_table as branches_table
+from workbench.pictures.edit_journal import describe_probe as describe_probe
 from workbench.pictures.edit_journal import draw_journal as draw_journal
 from workbench.pictures.edit_journal import journal_table as journal_table
 from workbench.pictures.edit_preview import preview_html as preview_html
 from workbench.pictures.glossary import glossary_table as glossary_table
-from workbench.pictures.glossary import term_html as term_html
 from workbench.pictures.heat_cells import FIGURE_KINDS as FIGURE_KINDS
 from workbench.pictures.heat_cells import heat_table as heat_table
 from workbench.pictures.heat_map import draw_heat as draw_heat
@@ -48,7 +48,6 @@ from workbench.pictures.plotly_figures import timeline_figure as timeline_figure
 from workbench.pictures.prediction_examples import Examples as Examples
 from workbench.pictures.prediction_examples import examples_html as examples_html
 from workbench.pictures.prediction_examples import examples_table as examples_table
-from workbench.pictures.probe import describe_probe as describe_probe
 from workbench.pictures.race_chart import AXES as AXES
 from workbench.pictures.race_chart import draw_race as draw_race
 from workbench.pictures.race_chart import race_table as race_table
@@ -73,7 +72,6 @@ from workbench.pictures.session_header import header_picture as header_picture
 from workbench.pictures.session_header import pending_html as pending_html
 from workbench.pictures.session_header import progress_html as progress_html
 from workbench.pictures.session_header import settings_table as settings_table
-from workbench.pictures.span import common_span_s as common_span_s
 from workbench.pictures.stack_table import draw_layers as draw_layers
 from workbench.pictures.stack_table import layers_table as layers_table
 from workbench.pictures.step_verdict import Sentence as Sentence
@@ -84,14 +82,12 @@ from workbench.pictures.step_verdict import verdict_of as verdict_of
 from workbench.pictures.stragglers import describe_stragglers as describe_stragglers
 from workbench.pictures.stragglers import show_lanes as show_lanes
 from workbench.pictures.stragglers import show_stragglers as show_stragglers
-from workbench.pictures.stragglers import stragglers_table as stragglers_table
 from workbench.pictures.strategy_comparison import best_strategy as best_strategy
 from workbench.pictures.strategy_comparison import draw_strategies as draw_strategies
 from workbench.pictures.strategy_comparison import row_key as row_key
 from workbench.pictures.strategy_comparison import show_strategies as show_strategies
 from workbench.pictures.strategy_comparison import strategies_html as strategies_html
 from workbench.pictures.strategy_timeline import show_strategy as show_strategy
-from workbench.pictures.strategy_timeline import strategy_table as strategy_table
 from workbench.pictures.svg import document as document
 from workbench.pictures.svg import group as group
 from workbench.pictures.svg import path as path
@@ -113,6 +109,7 @@ from workbench.pictures.theme import ORANGE as ORANGE
 from workbench.pictures.theme import VERMILION as VERMILION
 from workbench.pictures.theme import category_colour as category_colour
 from workbench.pictures.theme import kind_colour as kind_colour
+from workbench.pictures.timeline_chart import common_span_s as common_span_s
 from workbench.pictures.timeline_chart import draw_timeline as draw_timeline
 from workbench.pictures.timeline_chart import show_timeline as show_timeline
 from workbench.pictures.timeline_chart import timeline_table as timeline_table

@@ -1,4 +1,4 @@
-"""Places of many cells in a box, and paths that draw some of them at once. What a cell means is the caller's."""
+"""Layout of many cells in a box, and SVG paths that draw several cells at once."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from workbench.pictures import svg
-from workbench.pictures.relay_drawing import sized_text
 
 
 class CellGrid:
-    """Finds places of `count` cells in a box: few large ones in one or two rows, many narrow ones in more. Sizes are in px."""
+    """Grid of `count` cells in a box, few large or many narrow ones; sizes are in px."""
 
     def __init__(self, count: int, x: float, y: float, width: float, height: float) -> None:
-        count = max(count, 1)  # a stack without layers has a box as well
-        # of many cells each is about one and a half times as high as wide
+        count = max(count, 1)  # a stack without layers is drawn as one box
+        # with many cells, each is about 1.5 times as high as wide
         rows = 1 if count <= 8 else 2 if count <= 32 else max(2, round(math.sqrt(count * height / width / 1.5)))
         self.columns = -(-count // rows)
         rows = -(-count // self.columns)
         self.count, self.x, self.y = count, x, y
         self.pitch_x = min(76.0, width / self.columns)
         self.legible = self.pitch_x >= 6.4 * len(str(count - 1)) + 4
-        if not self.legible:  # the number of a row's first layer stands before it
+        if not self.legible:  # room for the number of a row's first layer, left of the row
             self.x += 24.0
             self.pitch_x = (width - 24.0) / self.columns
         self.pitch_y = min(84.0, height / rows)
@@ -35,7 +34,7 @@ class CellGrid:
 
     def all_boxes(self) -> str:
         """Return the commands of a path that draws all cells."""
-        # from cell to cell by relative moves, which are short; with five digits, since their roundings add up
+        # Relative moves are short; five digits, because their rounding errors add up.
         wide, high = _format_number(self.pitch_x - self.gap), _format_number(self.pitch_y - self.gap)
         box = f"h{wide}v{high}h-{wide}z"
         return "".join(
@@ -45,7 +44,7 @@ class CellGrid:
         )
 
     def boxes(self, cells: Sequence[int], high: float = 1.0, grow: float = 0.0) -> str:
-        """Return commands that draw some cells, each up to a share of its height, `grow` px larger on each side."""
+        """Return path commands that draw cells up to the share `high` of their height, `grow` px larger on each side."""
         parts = []
         for x, y, width, height in self._cell_boxes(cells):
             top, wide, tall = y + height * (1 - high) - grow, _format_number(width + 2 * grow), height * high + 2 * grow
@@ -53,7 +52,7 @@ class CellGrid:
         return "".join(parts)
 
     def hatch(self, cells: Sequence[int], high: float = 1.0) -> str:
-        """Return commands of slanted lines over cells, up to a share of their height; of one level line where they are small."""
+        """Return path commands that hatch cells up to the share `high` of their height; small cells get one level line."""
         if not self.legible:
             return "".join(f"M{x:.1f} {y + h * (1 - high / 2):.1f}h{w:.1f}" for x, y, w, h in self._cell_boxes(cells))
         pitch = max(3.0, min(6.0, self.pitch_x / 3))
@@ -63,7 +62,7 @@ class CellGrid:
         )
 
     def _cell_boxes(self, cells: Sequence[int]) -> list[tuple[float, float, float, float]]:
-        """x, y, width and height of cells; neighbours that are too small for numbers are drawn as one."""
+        """Return (x, y, width, height) of cells; neighbours too small for numbers are joined."""
         runs: list[list[int]] = []
         for i in sorted(cells):
             if runs and not self.legible and i == runs[-1][1] + 1 and i % self.columns:
@@ -71,7 +70,7 @@ class CellGrid:
             else:
                 runs.append([i, i])
         return [
-            (*self._position(first), (last - first) * self.pitch_x + self.pitch_x - self.gap, self.pitch_y - self.gap)
+            (*self._position(first), (last - first + 1) * self.pitch_x - self.gap, self.pitch_y - self.gap)
             for first, last in runs
         ]
 
@@ -79,40 +78,23 @@ class CellGrid:
         row, column = divmod(i, self.columns)
         return self.x + column * self.pitch_x, self.y + row * self.pitch_y
 
-    def numbers(self, keys: Sequence[str], inks: Mapping[str | None, str], strong: str | None) -> list[str]:
-        """Write numbers into cells that have room for them, or one before each row."""
+    def numbers(self, keys: Sequence[str], inks: Mapping[str, str], strong: str | None) -> list[str]:
+        """Return the cells' numbers as text, or one number left of each row if the cells are too small."""
         if not self.legible:
-            step = -(-11 // int(self.pitch_y + 1))  # rows that are too low for a number each
-            return [
-                sized_text(
-                    self.x - 4,
-                    self._position(i)[1] + self.pitch_y / 2 + 3,
-                    str(i),
-                    size=9,
-                    style="dim",
-                    anchor="end",
-                )
-                for j, i in enumerate(range(0, self.count, self.columns))
-                if j % step == 0
-            ]
-        size = max(8.5, min(20.0, self.pitch_x * 0.46))
-        places = [self._number_position(i) for i in range(self.count)]
-        return [
-            sized_text(
-                x,
-                y + size * 0.36,
-                str(i),
-                size=size,
-                anchor="middle",
-                strong=key == strong,
-                fill=inks.get(key, ""),
-            )
-            for i, (key, (x, y)) in enumerate(zip(keys, places, strict=True))
-        ]
+            step = -(-11 // int(self.pitch_y + 1))  # low rows share a number
+            rows = range(0, self.count, self.columns * step)
+            places = [(i, self._position(i)[1] + self.pitch_y / 2 + 3) for i in rows]
+            return [svg.text(self.x - 4, y, str(i), size=9, style="dim", anchor="end") for i, y in places]
+        size, parts = max(8.5, min(20.0, self.pitch_x * 0.46)), []
+        for i, key in enumerate(keys):
+            (x, y), ink = self._number_position(i), inks.get(key, "")
+            y += size * 0.36
+            parts.append(svg.text(x, y, str(i), size=size, anchor="middle", strong=key == strong, fill=ink))
+        return parts
 
-    def versions(self, keys: Sequence[str], inks: Mapping[str | None, str], versions: Mapping[str, int]) -> list[str]:
-        """Write how often each layer was updated, into cells that have room for it below the number."""
-        longest = max((len(str(version)) for version in versions.values()), default=99) + 1  # of none, none has room
+    def versions(self, keys: Sequence[str], inks: Mapping[str, str], versions: Mapping[str, int]) -> list[str]:
+        """Return the number of updates of each layer as text below its number; nothing if the cells are too small."""
+        longest = max((len(str(version)) for version in versions.values()), default=99) + 1
         if self.pitch_y <= 50 or self.pitch_x < 5.4 * longest + 3:
             return []
         parts = []
@@ -120,17 +102,17 @@ class CellGrid:
             if key in versions:
                 (x, y), ink = self._number_position(i), inks.get(key, "")
                 words, style = f"v{versions[key]}", "" if ink else "dim"
-                parts.append(sized_text(x, y + 22, words, size=8.5, anchor="middle", style=style, fill=ink))
+                parts.append(svg.text(x, y + 22, words, size=8.5, anchor="middle", style=style, fill=ink))
         return parts
 
     def _number_position(self, i: int) -> tuple[float, float]:
-        """Where the middle of a cell's number is."""
+        """Return the centre of a cell's number."""
         x, y = self._position(i)
         up = 0.36 if self.pitch_y > 40 else 0.5
         return x + (self.pitch_x - self.gap) / 2, y + (self.pitch_y - self.gap) * up
 
     def tip(self, i: int, key: str, words: str) -> str:
-        """Put words under the pointer, over a whole cell, which can be touched."""
+        """Return a transparent cell with a tooltip and the layer's key."""
         cell = f'<path d="{self.boxes([i])}" fill-opacity="0"{svg.layer_attribute(key)} data-cell="">'
         return f"{cell}<title>{escape(words)}</title></path>"
 

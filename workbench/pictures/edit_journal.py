@@ -1,6 +1,6 @@
-"""The journal of edits as a table: when, what, what the probe says of it, and what became of weights and optimizer.
+"""Journal of edits as an HTML table with probe losses, the probe in words, and the table of branches.
 
-HTML, not SVG: text of a page can be selected, searched and scrolled under a fixed header. A page needs `STYLE` once.
+A page needs `STYLE` once.
 """
 
 from __future__ import annotations
@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from l2l_core.edits import JournalEntry
+from l2l_core.edits import Branch, JournalEntry
 from l2l_core.trace import format_bytes
 from workbench.pictures.picture import Table
+from workbench.pictures.scale import format_seconds
 from workbench.pictures.theme import GREEN, VERMILION
-from workbench.session import NOT_MEASURED, Change, LossChange, describe_entry, journal_state_of
+from workbench.session import NOT_MEASURED, Change, LossChange, ProbeRow, describe_entry, journal_state_of
 
-MAX_ENTRIES = 100  # newest entries that are shown
+MAX_ENTRIES = 100  # the newest ones are shown
 
-# A height of its own, so that what is below does not move as entries come.
+# The height is fixed, so that new entries do not move the page below.
 STYLE = """
 .l2l-journal{height:9.5em;overflow:auto;border:1px solid var(--jp-border-color2,#8886);
 color:var(--jp-ui-font-color1,CanvasText);background:var(--jp-layout-color1,Canvas);
@@ -42,7 +43,7 @@ _MEANINGS: Mapping[str, str] = {
 }
 _COLOURS: Mapping[str, str] = {"▲": VERMILION, "▼": GREEN}
 
-_COLUMNS = (  # em; 0: what is left
+_COLUMNS = (  # width in em; 0: the remaining width
     ("", 3),
     ("step", 4.5),
     ("edit", 0),
@@ -54,26 +55,23 @@ _COLUMNS = (  # em; 0: what is left
     ("optimizer state", 13),
 )
 _LEFT = ("edit", "optimizer state")
-_EMPTY = "No edit yet. What is applied appears here, with the loss of the probe before and after."
+_EMPTY = "No edit yet. Applied edits appear here, with the loss of the probe before and after."
 
 
 def draw_journal(journal: Sequence[JournalEntry], changes: Sequence[Change] = ()) -> str:
-    """Write an HTML table in a box that scrolls, newest entry first; edits that are undone are struck through.
+    """Return the journal as an HTML table in a scrolling box, newest entry first; undone edits are struck through.
 
     Args:
-        journal: of a relay.
-        changes: of a session, which know what the probe says of edits.
+        journal: journal of a relay.
+        changes: changes of a session, with the probe's verdicts.
     """
-    head = "".join(
-        f'<th scope="col"{_class(name)} style="{f"width:{width}em" if width else ""}" title="{_MEANINGS.get(name, "")}">'
-        f"{name}</th>"
-        for name, width in _COLUMNS
-    )
-    gone, known = _undone_entries(journal), _changes_by_entry(changes)
-    rows = [
-        _row(entry, journal, entry.number in gone, known.get(entry.number))
-        for entry in journal[: -MAX_ENTRIES - 1 : -1]
-    ]
+    head = ""
+    for name, width in _COLUMNS:
+        style, aligned = f"width:{width}em" if width else "", ' class="l2l-words"' if name in _LEFT else ""
+        head += f'<th scope="col"{aligned} style="{style}" title="{_MEANINGS.get(name, "")}">{name}</th>'
+    undone, by_entry = _undone_entries(journal), _changes_by_entry(changes)
+    shown = journal[: -MAX_ENTRIES - 1 : -1]
+    rows = [_row(entry, journal, entry.number in undone, by_entry.get(entry.number)) for entry in shown]
     if not rows:
         rows = [f'<tr><td class="l2l-none" colspan="{len(_COLUMNS)}">{_EMPTY}</td></tr>']
     if len(journal) > MAX_ENTRIES:
@@ -87,36 +85,28 @@ def draw_journal(journal: Sequence[JournalEntry], changes: Sequence[Change] = ()
 
 
 def journal_table(journal: Sequence[JournalEntry], changes: Sequence[Change] = ()) -> Table:
-    """Make a table of the same in text, newest entry first."""
-    gone, known = _undone_entries(journal), _changes_by_entry(changes)
-    shown = journal[: -MAX_ENTRIES - 1 : -1]
-    rows = [
-        (
-            str(entry.number),
-            *_cells(entry, journal, known.get(entry.number)),
-            "undone" if entry.number in gone else "in force",
-        )
-        for entry in shown
-    ]
+    """Return the journal as a table of text, newest entry first."""
+    undone, by_entry = _undone_entries(journal), _changes_by_entry(changes)
+    shown, rows = journal[: -MAX_ENTRIES - 1 : -1], []
+    for entry in shown:
+        cells = _cells(entry, journal, by_entry.get(entry.number))
+        rows.append((str(entry.number), *cells, "undone" if entry.number in undone else "in force"))
     note = f"… {len(journal) - len(shown)} earlier" if len(shown) < len(journal) else ""
     header = ("no.", *(name for name, _ in _COLUMNS[1:]), "state")
     return Table("Journal of edits", header, rows, note)
 
 
 def _undone_entries(journal: Sequence[JournalEntry]) -> set[int]:
-    """Numbers of edits that are not in force."""
-    return {entry.number for entry in journal if entry.kind == "edit"} - {
-        e.number for e in journal_state_of(journal).in_force
-    }
+    in_force = {entry.number for entry in journal_state_of(journal).in_force}
+    return {entry.number for entry in journal if entry.kind == "edit"} - in_force
 
 
 def _changes_by_entry(changes: Sequence[Change]) -> dict[int, Change]:
-    """Edits of a session by their line in the journal."""
     return {change.entry: change for change in changes if change.entry is not None}
 
 
 def _cells(entry: JournalEntry, journal: Sequence[JournalEntry], change: Change | None) -> Iterator[str]:
-    """Words of a line, but for its number."""
+    """Yield the cells of a row after its number."""
     yield str(entry.step)
     yield describe_entry(entry, journal)
     yield NOT_MEASURED if change is None else change.verdict
@@ -127,28 +117,51 @@ def _cells(entry: JournalEntry, journal: Sequence[JournalEntry], change: Change 
     yield entry.optimizer
 
 
-def _row(entry: JournalEntry, journal: Sequence[JournalEntry], gone: bool, change: Change | None) -> str:
-    step, words, said, layers, params, nbytes, computes, optimizer = map(escape, _cells(entry, journal, change))
+def _row(entry: JournalEntry, journal: Sequence[JournalEntry], undone: bool, change: Change | None) -> str:
+    step, words, verdict, layers, params, nbytes, function, optimizer = map(escape, _cells(entry, journal, change))
     cells = [
         f"<td>{entry.number}</td>",
         f"<td>{step}</td>",
-        f'<th scope="row" class="l2l-words" title="{escape(entry.what)}">{"undone: " if gone else ""}<span>{words}</span></th>',
-        _verdict_cell(said, None if change is None else change.judged),
-        *(f"<td>{cell}</td>" for cell in (layers, params.replace("-", "−"), nbytes, computes)),
+        f'<th scope="row" class="l2l-words" title="{escape(entry.what)}">{"undone: " if undone else ""}<span>{words}</span></th>',
+        _verdict_cell(verdict, None if change is None else change.judged),
+        *(f"<td>{cell}</td>" for cell in (layers, params.replace("-", "−"), nbytes, function)),
         f'<td class="l2l-words" title="{optimizer}">{optimizer}</td>',
     ]
-    return f'<tr class="{"l2l-gone" if gone else ""}">{"".join(cells)}</tr>'
+    return f'<tr class="{"l2l-gone" if undone else ""}">{"".join(cells)}</tr>'
 
 
 def _verdict_cell(verdict: str, change: LossChange | None) -> str:
-    """The cell of the probe, with a mark in colour where there is a verdict; what was not measured is grey, and told whole."""
+    """Return the probe's cell: grey with a tooltip if not measured, else with a coloured mark."""
     if change is None:
         return f'<td class="l2l-unknown" title="{verdict}">{verdict}</td>'
-    # the words are escaped already, so the mark may become markup
+    # `verdict` is already escaped
     for mark, colour in _COLOURS.items():
         verdict = verdict.replace(mark, f'<b style="color:{colour}">{mark}</b>')
     return f"<td>{verdict}</td>"
 
 
-def _class(name: str) -> str:
-    return ' class="l2l-words"' if name in _LEFT else ""
+def describe_probe(probe: ProbeRow) -> str:
+    """Return the probe's batches, cost and source, as in "4 batches, 0.8 s per measurement: ..."."""
+    cost = "cost not measured yet" if probe.seconds is None else f"{format_seconds(probe.seconds)} per measurement"
+    count = f"up to {probe.most}" if probe.batches is None else str(probe.batches)
+    source = "the batches given as probe=[...]"
+    if not probe.is_given:
+        since = "the next step" if probe.first_step is None else f"step {probe.first_step}"
+        source = f"the training batches from {since} on; give probe=[...] for held-out ones"
+    return f"{count} batch{'' if probe.batches == 1 else 'es'}, {cost}: {source}"
+
+
+def branches_table(branches: Sequence[Branch]) -> Table:
+    """Return a table with one row per branch; bytes are in addition to those of the active branch."""
+    rows = [
+        (
+            branch.name,
+            "● present" if branch.active else "",
+            str(branch.steps),
+            str(branch.layers),
+            "–" if branch.loss is None else f"{branch.loss:.4g}",
+            "–" if branch.active else format_bytes(branch.nbytes),  # the active branch is the live state
+        )
+        for branch in branches
+    ]
+    return Table("Branches", ("branch", "", "step", "layers", "loss", "host bytes"), rows)

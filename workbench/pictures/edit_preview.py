@@ -1,4 +1,4 @@
-"""What the panel of edits says beside its controls, in HTML."""
+"""HTML preview of an edit: its effect, its figures and its code."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ STYLE = """
 
 
 def preview_html(effect: str, facts: Sequence[str], code: str = "") -> str:
-    """Write three lines, of which the last two may be empty: what an edit would do, what that means in figures, and its code."""
+    """Return three lines: the effect of an edit, its figures, and its code; the last two may be empty."""
     lines = [" · ".join(map(escape, facts)), code_line(code) if code else ""]
-    # an empty line keeps its height, so that the buttons below stay where they are
+    # an empty line keeps its height, so that the buttons below do not move
     more = "".join(f"<p>{line or '&nbsp;'}</p>" for line in lines)
-    # the style cuts a long line off: the whole of it is shown under the pointer
+    # the style truncates a long line; the tooltip has all of it
     return f'<p title="{escape(effect)}">{escape(effect)}</p>{more}'

@@ -1,8 +1,8 @@
-"""Attention maps: of every layer the mean over its heads, and of one layer all heads. Rows look, columns are looked at."""
+"""Attention maps: the mean over heads of every layer, and all heads of one layer; rows are queries, columns keys."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,32 +16,29 @@ from workbench.pictures.picture import Picture, Table
 from workbench.pictures.png import write_png
 from workbench.readings import LayerNumbers, full_name, short_name
 
-LAYERS, HEADS, POSITIONS = 12, 16, 48  # that are drawn at most
+LAYERS, HEADS, POSITIONS = 12, 16, 48  # maximum numbers drawn
 _PER_LINE, _APART = 8, 12
-_SIDE = (WIDTH - _APART * (_PER_LINE - 1)) / _PER_LINE  # px of a map
+_SIDE = (WIDTH - _APART * (_PER_LINE - 1)) / _PER_LINE  # px, side of a map
 _SMALL = (WIDTH - _APART * (LAYERS - 1)) / LAYERS
 _KIND = FigureKind("share of attention", logarithmic=False, aggregate="largest")
 
 
 def show_attention(inside: Inside, numbers: LayerNumbers, key: str | None) -> Picture:
-    """Draw maps of the row; `key` is the layer whose heads are shown, None the last one that has any."""
+    """Draw attention maps of the row; `key` is the layer whose heads are shown, None the last one with maps."""
     title, shown = "Attention", drawn_layers(inside)
-    having = [one for one in shown if one.attention]
+    with_maps = [one for one in shown if one.attention]
     table = attention_table(inside, numbers)
-    if not having:
-        why = next((one.why_no_attention for one in shown if one.why_no_attention), "no attention maps were asked for")
-        words = [svg.text(0, 20, words, style="dim") for words in (why,)]
-        return Picture(svg.document(WIDTH, 40, title, why, words), table)
-    chosen = next((one for one in having if one.key == key), having[-1])
-    few = sample_evenly(having, LAYERS)
+    if not with_maps:
+        why = next((one.why_no_attention for one in shown if one.why_no_attention), "no attention maps were requested")
+        return Picture(svg.document(WIDTH, 40, title, why, [svg.text(0, 20, why, style="dim")]), table)
+    chosen = next((one for one in with_maps if one.key == key), with_maps[-1])
+    layers = sample_evenly(with_maps, LAYERS)
     maps = chosen.attention[0].numpy()[:HEADS, :POSITIONS, :POSITIONS]
-    means = [one.attention[0].numpy()[:, :POSITIONS, :POSITIONS].mean(0) for one in few]
-    looked_at = np.concatenate(
-        [each[each > 0].ravel() for each in (*means, maps)]
-    )  # what a mask hides makes none darker
-    shades = ColourScale.of(looked_at, _KIND)
+    means = [one.attention[0].numpy()[:, :POSITIONS, :POSITIONS].mean(0) for one in layers]
+    # without masked positions, whose zeros would shift the scale
+    shades = ColourScale.of(np.concatenate([each[each > 0].ravel() for each in (*means, maps)]), _KIND)
     parts = [svg.text(0, 12, f"mean over heads, layer by layer; {describe_rows(inside)}", style="small")]
-    for i, (one, mean) in enumerate(zip(few, means, strict=True)):
+    for i, (one, mean) in enumerate(zip(layers, means, strict=True)):
         parts += _draw_map(mean, shades, i * (_SMALL + _APART), 20, _SMALL, f"layer {short_name(one.key, numbers)}")
     top = 20 + _SMALL + 48
     parts.append(svg.text(0, top - 8, _describe_map(chosen, numbers), style="small"))
@@ -50,38 +47,31 @@ def show_attention(inside: Inside, numbers: LayerNumbers, key: str | None) -> Pi
         parts += _draw_map(one_head, shades, at * (_SIDE + _APART), top + line * (_SIDE + 26), _SIDE, f"head {i}")
     bottom = top + (1 + (len(maps) - 1) // _PER_LINE) * (_SIDE + 26) + 8
     parts += draw_colour_bar(shades, _KIND, 8, 260, bottom)
-    parts.append(
-        svg.text(
-            284, bottom + 9, "share of a position's attention; rows look, columns are looked at", style="small dim"
-        )
-    )
+    words = "share of a position's attention; rows are queries, columns are keys"
+    parts.append(svg.text(284, bottom + 9, words, style="small dim"))
     return Picture(svg.document(WIDTH, bottom + 32, title, f"{title}, {describe_rows(inside)}", parts), table)
 
 
 def attention_table(inside: Inside, numbers: LayerNumbers) -> Table:
-    """Say of each layer how spread out its heads look, and how much they look at the first position."""
+    """Return a table of the entropy of each layer's attention and its share on the first position."""
     rows = []
     for one in inside.passings:
-        for at, maps in enumerate(one.attention):
-            held = maps.numpy().astype(np.float64)
-            rows.append(
-                (full_name(one.key, numbers), str(one.micro_batch), str(at), str(len(held)), *_attention_figures(held))
-            )
+        layer = full_name(one.key, numbers), str(one.micro_batch)
+        for i, maps in enumerate(one.attention):
+            shares = maps.numpy().astype(np.float64)
+            logs = np.log(np.where(shares > 0, shares, 1.0))  # 0 log 0 counts as 0
+            entropy, first = float(-(shares * logs).sum(-1).mean()), float(shares[..., 0].mean())
+            rows.append((*layer, str(i), str(len(shares)), format_figure(entropy), f"{first:.1%}"))
         if not one.attention:
-            rows.append((full_name(one.key, numbers), str(one.micro_batch), "–", one.why_no_attention or "–", "–", "–"))
+            rows.append((*layer, "–", one.why_no_attention or "–", "–", "–"))
     header = ("layer", "micro-batch", "attention", "heads", "entropy", "at the first position")
     note = "Entropy: in nats, mean over heads and positions; 0 is all attention at one position."
     return Table("Attention", header, rows, note)
 
 
-def _attention_figures(maps: NDArray[np.float64]) -> Sequence[str]:
-    logs = np.log(np.where(maps > 0, maps, 1.0))  # 0 log 0 counts as 0
-    return format_figure(float(-(maps * logs).sum(-1).mean())), f"{float(maps[..., 0].mean()):.1%}"
-
-
 def _describe_map(one: LayerObservation, numbers: LayerNumbers) -> str:
     maps = one.attention[0]
-    more = f", of which {HEADS} are shown" if maps.shape[0] > HEADS else ""
+    more = f", {HEADS} shown" if maps.shape[0] > HEADS else ""
     others = f"; the first of {len(one.attention)} attentions" if len(one.attention) > 1 else ""
     heads = f"{maps.shape[0]} heads{more}{others}"
     return f"layer {full_name(one.key, numbers)}: {heads}, first {min(maps.shape[1], POSITIONS)} positions"

@@ -1,4 +1,4 @@
-"""All that there is to see of a look inside, one below the other: for stills, reports and replays."""
+"""All pictures of a look inside, for static pages, reports and replays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.readings import LayerNumbers
 
 
 def inside_pages(inside: Inside, numbers: LayerNumbers, decode: Decode | None) -> Sequence[Picture | Table]:
-    """List the pictures of what was asked for; `numbers` are those that the layers had then."""
+    """Return the pictures of what was recorded; `numbers` are the layer numbers at that time."""
     pages: list[Picture | Table] = [show_stream(inside, numbers), show_spreads(inside, numbers)]
     pages += [show_attention(inside, numbers, None)] if any(one.attention for one in inside.passings) else []
     pages += [show_lens(inside, numbers, decode)] if inside.depths else []

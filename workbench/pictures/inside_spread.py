@@ -1,4 +1,4 @@
-"""How the numbers that leave each layer are spread: one histogram above the other, on one axis."""
+"""Histograms of each layer's output activations, on one axis."""
 
 from __future__ import annotations
 
@@ -18,20 +18,14 @@ _LEFT, _TOP, _PITCH, _HIGH = 44, 40, 24, 34  # px; a ridge may reach into the on
 
 
 def show_spreads(inside: Inside, numbers: LayerNumbers) -> Picture:
-    """Draw a histogram for each layer, as high as its fullest bin, and make a table of the same in words."""
+    """Return histograms of the activations of each layer, and a table of their ranges."""
     title = "Activations after each layer"
     shown = [(one, one.left) for one in drawn_layers(inside) if one.left is not None and one.left.counts]
-    rows = [
-        (
-            full_name(one.key, numbers),
-            format_figure(left.low),
-            format_figure(left.high),
-            f"{left.outside:,}",
-            f"{left.zeros:.1%}",
-        )
-        for one, left in shown
-    ]
-    note = "From and to: four deviations to both sides of the mean, or as far as there are numbers."
+    rows = []
+    for one, left in shown:
+        ends = format_figure(left.low), format_figure(left.high)
+        rows.append((full_name(one.key, numbers), *ends, f"{left.outside:,}", f"{left.zeros:.1%}"))
+    note = "From and to: four standard deviations on both sides of the mean, or the smallest and the largest number."
     table = Table(title, ("layer", "from", "to", "numbers outside", "exactly 0"), rows, note)
     height = _TOP + _PITCH * len(shown) + 34
     if not shown:
@@ -48,8 +42,8 @@ def show_spreads(inside: Inside, numbers: LayerNumbers) -> Picture:
         tip = f"layer {full_name(one.key, numbers)}: {format_figure(left.mean)} ± {format_figure(left.deviation)}"
         parts.append(svg.group([f"<title>{tip}</title>", svg.path(_ridge(left, across, foot), style="l2l-ridge")]))
         parts.append(svg.text(_LEFT - 6, foot, short_name(one.key, numbers), style="small", anchor="end"))
-    look = f"<style>.l2l-ridge{{fill:{BLUE};fill-opacity:.55;stroke:{svg.PAGE};stroke-width:1}}</style>"
-    return Picture(svg.document(WIDTH, height, title, title, [look, *parts]), table)
+    style = f"<style>.l2l-ridge{{fill:{BLUE};fill-opacity:.55;stroke:{svg.PAGE};stroke-width:1}}</style>"
+    return Picture(svg.document(WIDTH, height, title, title, [style, *parts]), table)
 
 
 def _axis(across: Scale, bottom: float) -> Iterator[str]:
@@ -60,7 +54,7 @@ def _axis(across: Scale, bottom: float) -> Iterator[str]:
 
 
 def _ridge(spread: ActivationStats, across: Scale, foot: float) -> str:
-    """The outline of a histogram on its foot."""
+    """Return path commands of a histogram's outline above its baseline `foot`."""
     edge = (spread.high - spread.low) / len(spread.counts)
     up = Scale(0, max(spread.counts), foot, foot - _HIGH)
     tops = "".join(

@@ -1,4 +1,4 @@
-"""The card of a layer: what it is, what it is made of, and what was found out about it, in HTML and as a table."""
+"""Card of a layer: facts, parameters and trial results, in HTML and as a table."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from workbench.pictures.picture import Table
 from workbench.readings import LayerNumbers, full_name
 from workbench.session import LayerFacts, LayerRow, LayerTrial, StateVersion, TrialKind
 
-MAX_PARAMETERS = 12  # parameters that are listed
-_COLUMN = 4  # of them, one below the other
+MAX_PARAMETERS = 12  # maximum number of parameters listed
+_COLUMN = 4  # parameters per column
 TRIAL_LABELS: Mapping[TrialKind, str] = {"without": "loss without it", "twice": "loss with it twice"}
 
 STYLE = """
@@ -27,39 +27,39 @@ STYLE = """
 
 
 def describe_age(version: StateVersion, current: StateVersion) -> str:
-    """Say when something was measured; of another moment than `now`, that it is old."""
+    """Return the step of a measurement, marked as old if the state has changed since."""
     where = f" of {version.branch}" if version.branch != current.branch else ""
     if version == current:
         return f"after step {version.step}"
-    # the same branch and step: only changes lie between
+    # same branch and step: only edits or settings differ
     since = " and edits or settings since" if version[:2] == current[:2] else f", now it is step {current.step}"
     return f"old: after step {version.step}{where}{since}"
 
 
 def facts_html(row: LayerRow, numbers: LayerNumbers, facts: LayerFacts | None) -> str:
-    """Write what a layer is, as HTML; `facts` are None as long as nobody has looked."""
-    said = " · ".join(escape(words) for words in _facts(row, facts))
-    parts = [] if facts is None else [_parameter_row(*cells) for cells in _parameter_rows(facts)]
+    """Return the facts of a layer as HTML; `facts` is None until they are read."""
+    words = " · ".join(map(escape, _facts(row, facts)))
+    parts = []
+    for name, *cells in [] if facts is None else _parameter_rows(facts):
+        columns = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        parts.append(f'<tr><th scope="row">{escape(name)}</th>{columns}</tr>')
     more = 0 if facts is None else len(facts.parameters) - MAX_PARAMETERS
     parts += [f"<tr><td>… {more} more</td></tr>"] if more > 0 else []
     tables = "".join(f"<table>{''.join(parts[i : i + _COLUMN])}</table>" for i in range(0, len(parts), _COLUMN))
-    # it scrolls where it is narrow or long, from the keyboard too
-    box = (
-        f'<div class="l2l-card-parts" tabindex="0" role="region" aria-label="Parameters">{tables}</div>'
-        if parts
-        else ""
-    )
+    box = ""
+    if parts:  # focusable, so that it scrolls from the keyboard
+        box = f'<div class="l2l-card-parts" tabindex="0" role="region" aria-label="Parameters">{tables}</div>'
     name = f"<strong>{escape(full_name(row.key, numbers))}</strong> {escape(row.name)}"
-    return f'<div class="l2l-card-facts"><div>{name} · {said}</div>{box}</div>'
+    return f'<div class="l2l-card-facts"><div>{name} · {words}</div>{box}</div>'
 
 
 def code_line(code: str) -> str:
-    """Write a line of code as HTML, which a click selects as a whole."""
+    """Return a line of code as HTML; a click selects all of it."""
     return f'<span class="l2l-code"><code>{escape(code)}</code></span>'
 
 
 def trial_html(trial: LayerTrial | None, waiting: str, current: StateVersion) -> str:
-    """Write what was found, and when, as HTML; or what it waits for."""
+    """Return the result of a trial and its step as HTML, or `waiting` while it is pending."""
     if waiting:
         return f'<span class="l2l-caption" role="status">{escape(waiting)}</span>'
     if trial is None:
@@ -71,20 +71,19 @@ def trial_html(trial: LayerTrial | None, waiting: str, current: StateVersion) ->
 def card_table(
     row: LayerRow, numbers: LayerNumbers, facts: LayerFacts | None, trials: Sequence[LayerTrial], current: StateVersion
 ) -> Table:
-    """Make a table of what the card says."""
+    """Return the contents of the card as a table."""
     rows = [("name", row.name), *(("fact", words) for words in _facts(row, facts))]
     if facts is not None:
         rows += [("parameter", " ".join(cells)) for cells in _parameter_rows(facts)]
         rows.append(("spread of weights", describe_spread(facts)))
-    for name, figure in (("gradient norm", row.grad_norm), ("update / weight", row.update_ratio)):
-        rows.append((name, "–" if figure is None else format_figure(figure)))
-    rows.append(("influence", "–" if row.influence is None else format_figure(row.influence)))
+    figures = ("gradient norm", row.grad_norm), ("update / weight", row.update_ratio), ("influence", row.influence)
+    rows += [(name, format_figure(figure)) for name, figure in figures]
     rows += [(TRIAL_LABELS[one.kind], f"{one.summary} ({describe_age(one.version, current)})") for one in trials]
     return Table(f"Layer {full_name(row.key, numbers)}", ("of the layer", "is"), rows)
 
 
 def describe_spread(facts: LayerFacts) -> str:
-    """Say mean, deviation and ends of the weights, and when they were looked at."""
+    """Return mean, deviation and range of the weights, and the step of the measurement, in words."""
     broken = f"{facts.non_finite:,} weights are not finite; " if facts.non_finite else ""
     if not facts.counts:
         return f"{broken}no finite weights, after step {facts.step}"
@@ -93,27 +92,15 @@ def describe_spread(facts: LayerFacts) -> str:
 
 
 def _facts(row: LayerRow, facts: LayerFacts | None) -> list[str]:
-    kind = [facts.module] if facts is not None else []
-    trained = "frozen" if row.frozen else "trained"
-    sizes = [f"{row.num_params:,} weights", format_bytes(row.nbytes), f"version {row.version}", trained]
-    return [
-        *kind,
-        *sizes,
-        *(["not in a ModuleList or Sequential, so it cannot be edited"] if row.stack is None else []),
-    ]
+    words = [facts.module] if facts is not None else []
+    words += [f"{row.num_params:,} weights", format_bytes(row.nbytes), f"version {row.version}"]
+    words.append("frozen" if row.frozen else "trained")
+    return words if row.stack is not None else [*words, "not in a ModuleList or Sequential, so it cannot be edited"]
 
 
 def _parameter_rows(facts: LayerFacts) -> list[tuple[str, str, str, str]]:
-    return [
-        (
-            part.name,
-            " × ".join(map(str, part.shape)) or "one number",
-            part.dtype,
-            f"{prod(part.shape):,}{'' if part.trained else ', frozen'}",
-        )
-        for part in facts.parameters[:MAX_PARAMETERS]
-    ]
-
-
-def _parameter_row(name: str, *cells: str) -> str:
-    return f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+    rows = []
+    for part in facts.parameters[:MAX_PARAMETERS]:
+        count = f"{prod(part.shape):,}{'' if part.trained else ', frozen'}"
+        rows.append((part.name, " × ".join(map(str, part.shape)) or "one number", part.dtype, count))
+    return rows

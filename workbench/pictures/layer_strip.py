@@ -1,4 +1,4 @@
-"""A strip on the time axis that says which layer computes when: forward, then backward; depth first, by turns."""
+"""Strip on the time axis that shows the computing layer: forward, then backward; depth first, alternating."""
 
 from __future__ import annotations
 
@@ -15,41 +15,42 @@ from workbench.readings import Columns, LayerNumbers, short_name
 
 HEIGHT = 17.0  # px
 LETTER = 6.6  # px, of a digit
-_MIN_GAP = 68.0  # px, from one word under the strip to the next
+_MIN_GAP = 68.0  # px, between the labels under the strip
 EVERY = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 
 
 def draw_strip(
     steps: Sequence[tuple[Columns, NDArray[np.intp]]], time: Scale, cursor: float, top: float, numbers: LayerNumbers
 ) -> Iterator[str]:
-    """Draw the strip, `HEIGHT` px high, and a line of words under it.
+    """Draw the strip, `HEIGHT` px high, and a line of labels under it.
 
     Args:
-        steps: columns and their compute events by start: the step up to the cursor, and the one before from there on.
+        steps: columns and compute events by start, of the current step and optionally of the previous one, which is
+            drawn from the cursor on.
         time: seconds to pixels.
         cursor: px; the right end of the axis if the step is over.
         top: px.
-        numbers: of the layers.
+        numbers: numbers of the layers.
     """
     visits = [_StripVisits.of(columns, compute, time, numbers) for columns, compute in steps]
-    every = _label_interval(visits[-1])  # of the step before, if there is one: it is whole, so labels hold still
+    every = _label_interval(visits[-1])  # the previous step is complete, so its labels do not move
     yield rect(time.first, top, time.last - time.first, HEIGHT, style="well")
     yield text(time.first - 8, top + 12.5, "layer", style="small dim", anchor="end")
     yield from visits[0].draw(top, time.first, cursor, every)
-    for before in visits[1:]:
-        yield group(before.draw(top, cursor, time.last, every), style="ghost")
+    for previous in visits[1:]:
+        yield group(previous.draw(top, cursor, time.last, every), style="ghost")
 
 
 @dataclass(frozen=True)
 class _StripVisits:
-    """Visits by start.
+    """Visits of a step, ordered by start.
 
     Attributes:
         left, right: (visits,), px.
-        backward: (visits,), bool.
-        layer: (visits,), index into `names`.
-        number: (visits,), what decides whether a visit is labelled: the layer's number, or its place if it has none.
-        keys, names: of layers; the names are short, their numbers, if they have some.
+        backward: (visits,), True for backward.
+        layer: (visits,), index into `keys` and `names`.
+        number: (visits,), the layer's number, or its index if it has none; selects the labelled visits.
+        keys, names: keys and short names of the layers.
     """
 
     left: NDArray[np.float64]
@@ -66,8 +67,8 @@ class _StripVisits:
         kind = columns.kind[compute]
         backward = kind == kinds.get("backward", -1)
         events = np.flatnonzero((backward | (kind == kinds.get("forward", -1))) & (columns.visit[compute] >= 0))
-        # `unique` gives the first events by number of stay and visit; sorted, they are in order of time again. By both: at the
-        # turn of a relay two visits take turns in one stay, and depth first all micro-batches have visits of the same numbers
+        # First event of each (stay, visit), sorted by time. Both numbers are needed: one stay may hold two visits, and
+        # depth first all micro-batches have visits of the same numbers.
         numbered = np.column_stack([columns.stay[compute[events]], columns.visit[compute[events]]])
         first = events[np.sort(np.unique(numbered, axis=0, return_index=True)[1])]
         starts_s = columns.start_s[compute[first]]
@@ -78,58 +79,58 @@ class _StripVisits:
         return _StripVisits(edges[:-1], edges[1:], backward[first], layer, number, columns.layers, names)
 
     def continues(self) -> NDArray[np.bool_]:
-        """(visits,): whether the layer is the one before, as it is where forward turns into backward, or back."""
-        # cut, since of no visits `append` would still make one
+        """Return (visits,): True if the previous visit is of the same layer, as between forward and backward."""
+        # sliced, because without visits `append` returns one element
         return np.append(False, self.layer[1:] == self.layer[:-1])[: len(self.layer)]
 
     def centres(self) -> NDArray[np.float64]:
-        """(visits,), px: of a layer that goes on, the middle of both visits."""
-        ends, on = self.right.copy(), np.flatnonzero(self.continues())
-        ends[on - 1] = self.right[on]
+        """Return (visits,), px: the centre of a visit together with its continuation."""
+        ends, continued = self.right.copy(), np.flatnonzero(self.continues())
+        ends[continued - 1] = self.right[continued]
         return (self.left + ends) / 2
 
     def labelled_visits(self, every: int) -> NDArray[np.intp]:
-        """Visits that get a label."""
+        """Return the indices of visits with a label."""
         return np.flatnonzero((self.number % every == 0) & ~self.continues())
 
     def draw(self, top: float, left: float, right: float, every: int) -> Iterator[str]:
-        """What lies between two pixels."""
+        """Draw the visits between two pixels."""
         starts, ends = np.clip(self.left, left, right), np.clip(self.right, left, right)
         runs = [run for run in np.split(np.arange(len(starts)), np.flatnonzero(np.diff(self.backward)) + 1) if len(run)]
-        # forward and backward have their names; where they follow one another again and again, all have them or the first two
+        # "forward" and "backward" label all runs if there is room, else the first two
         named = len(runs) if (np.diff([self.left[run[0]] for run in runs]) >= _MIN_GAP).all() else 2
         for number, run in enumerate(runs):
-            seen = run[ends[run] > starts[run]]
-            if not len(seen):
+            visible = run[ends[run] > starts[run]]
+            if not len(visible):
                 continue
-            word, begin = "backward" if self.backward[run[0]] else "forward", starts[seen[0]]
-            yield rect(begin, top, ends[seen[-1]] - begin, HEIGHT, fill=KIND_COLOURS[word])
+            word, begin = "backward" if self.backward[run[0]] else "forward", float(starts[visible[0]])
+            yield rect(begin, top, float(ends[visible[-1]]) - begin, HEIGHT, fill=KIND_COLOURS[word])
             if begin < right - 60 and self.left[run[0]] >= left and number < named:
                 yield text(begin, top + HEIGHT + 12, f"{word} →", style="small dim")
-        borders = starts[1:][(self.left[1:] > left) & (self.left[1:] < right)]
-        if len(borders) and np.median(self.right - self.left) >= 3:
-            yield path("".join(f"M{x:.1f} {top:g}v4" for x in borders), style="hatch")
         if len(starts) and np.median(self.right - self.left) >= 3:
+            borders = starts[1:][(self.left[1:] > left) & (self.left[1:] < right)]
+            if len(borders):
+                yield path("".join(f"M{x:.1f} {top:g}v4" for x in borders), style="hatch")
             for i in np.flatnonzero(ends > starts).tolist():
-                key = self.keys[self.layer[i]]
-                yield rect(starts[i], top, ends[i] - starts[i], HEIGHT, fill="transparent", key=key)
-        centres = self.centres()
-        for i in self.labelled_visits(every):
+                key, width = self.keys[int(self.layer[i])], float(ends[i] - starts[i])
+                yield rect(float(starts[i]), top, width, HEIGHT, fill="transparent", key=key)
+        centres = self.centres().tolist()
+        for i in self.labelled_visits(every).tolist():
             if left <= centres[i] <= right:
                 colour = KIND_COLOURS["backward" if self.backward[i] else "forward"]
-                name = self.names[self.layer[i]]
+                name = self.names[int(self.layer[i])]
                 half = LETTER * len(name) / 2 + 1
-                x = min(max(centres[i], self.left[0] + half), self.right[-1] - half)
+                x = min(max(centres[i], float(self.left[0]) + half), float(self.right[-1]) - half)
                 yield text(x, top + 14, name, style="small", anchor="middle", fill=text_colour_on(colour))
 
 
 def _label_interval(visits: _StripVisits) -> int:
-    """Label every so many layers, so that labels stay apart."""
+    """Return the smallest interval between labelled layers at which labels do not overlap."""
     centres = visits.centres()
     widths = np.array([LETTER * len(name) for name in visits.names])
     for every in EVERY:
-        at = visits.labelled_visits(every)
-        wide = widths[visits.layer[at]]
-        if (np.diff(centres[at]) >= (wide[1:] + wide[:-1]) / 2 + 5).all():
+        labelled = visits.labelled_visits(every)
+        wide = widths[visits.layer[labelled]]
+        if (np.diff(centres[labelled]) >= (wide[1:] + wide[:-1]) / 2 + 5).all():
             return every
     return EVERY[-1]

@@ -1,7 +1,6 @@
-"""What fills a memory in several cases, one bar each, on one scale: a picture, and the table behind it.
+"""Bars of memory by category in several cases, on one scale, and their table.
 
-The moment is the caller's choice, mostly each case's peak; how memory goes over a step is drawn in `memory_chart.py`, in the same
-colours and textures.
+Colours and textures are those of `memory_chart.py`.
 """
 
 from __future__ import annotations
@@ -9,62 +8,52 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from l2l_core.trace import format_bytes
-from workbench.pictures.memory_areas import CATEGORY_ORDER, TEXTURES
+from workbench.pictures.memory_areas import CATEGORY_ORDER, draw_category_legend, texture
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, round_up, ticks
 from workbench.pictures.svg import document, path, rect, text
 from workbench.pictures.theme import category_colour
 
 WIDTH, LEFT, RIGHT = 960, 216, 880
-TOP, PITCH, HEIGHT = 56, 30, 20  # px: of the first bar, from bar to bar, of a bar
+TOP, PITCH, HEIGHT = 56, 30, 20  # px: top of the first bar, distance between bars, height of a bar
 
-Cases = Mapping[str, Mapping[str, int]]  # by the name of a case: bytes by category
+Cases = Mapping[str, Mapping[str, int]]  # name of a case -> bytes by category
 
 
 def show_memory_bars(title: str, cases: Cases, budget_bytes: int | None = None) -> Picture:
-    """Return picture and table of several cases.
+    """Return a bar chart of several cases and its table.
 
     Args:
-        title: what is compared.
-        cases: bytes by category, by the name of the case.
-        budget_bytes: memory of the device, drawn as a line; the axis reaches it.
+        title: title of the comparison.
+        cases: bytes by category of each case, mostly at its peak.
+        budget_bytes: memory of the device, drawn as a line within the axis.
 
     Raises:
-        ValueError: no cases.
+        ValueError: `cases` is empty.
     """
     if not cases:
-        raise ValueError("no cases to draw: give at least one, such as {'by relay': {'weights': 1000}}")
+        raise ValueError(f"cases={cases!r} is empty: give at least one, as in {{'relay': {{'weights': 1000}}}}")
     return Picture(draw_memory_bars(title, cases, budget_bytes), _table(title, cases, budget_bytes))
 
 
 def draw_memory_bars(title: str, cases: Cases, budget_bytes: int | None = None) -> str:
-    """Draw the picture; arguments are those of `show_memory_bars`."""
+    """Draw the bars as an SVG; arguments are those of `show_memory_bars`."""
     bottom = TOP + PITCH * len(cases)
-    most = max(_total_bytes(held) for held in cases.values())
+    most = max(map(_total_bytes, cases.values()))
     bytes_to_px = Scale(0.0, round_up(max(most, budget_bytes or 0)), LEFT, RIGHT)
-    parts = [text(16, 18, title, style="strong"), *_legend(cases), *_axis(bytes_to_px, bottom)]
-    for i, (name, held) in enumerate(cases.items()):
-        y = TOP + PITCH * i
+    parts = [text(16, 18, title, style="strong"), *draw_category_legend(_categories(cases), LEFT, 29)]
+    parts += _axis(bytes_to_px, bottom)
+    for i, (name, bytes_by_category) in enumerate(cases.items()):
+        y, total = TOP + PITCH * i, _total_bytes(bytes_by_category)
         parts.append(text(LEFT - 10, y + 14.5, name, anchor="end"))
-        parts += _bar(bytes_to_px, held, y)
-        parts.append(
-            text(bytes_to_px(_total_bytes(held)) + 8, y + 14.5, format_bytes(_total_bytes(held)), style="strong")
-        )
+        parts += _bar(bytes_to_px, bytes_by_category, y)
+        parts.append(text(bytes_to_px(total) + 8, y + 14.5, format_bytes(total), style="strong"))
     if budget_bytes is not None:
         x = bytes_to_px(budget_bytes)
         parts.append(path(f"M{x:.1f} {TOP - 8}V{bottom}", style="axis", width=1.5))
         parts.append(text(x + 5, bottom - 2, f"budget {format_bytes(budget_bytes)}", style="small"))
-    said = ". ".join(f"{name}: {_describe_case(held)}" for name, held in cases.items())
-    return document(WIDTH, bottom + 26, title, said, parts)
-
-
-def _legend(cases: Cases) -> Iterator[str]:
-    x = float(LEFT)
-    for category in (c for c in CATEGORY_ORDER if any(held.get(c) for held in cases.values())):
-        yield rect(x, 29, 16, 12, fill=category_colour(category))
-        yield _texture(category, x, x + 16, 29, 12)
-        yield text(x + 22, 39, category)
-        x += 46 + 7 * len(category)
+    description = ". ".join(f"{name}: {_describe_case(case)}" for name, case in cases.items())
+    return document(WIDTH, bottom + 26, title, description, parts)
 
 
 def _axis(scale: Scale, bottom: float) -> Iterator[str]:
@@ -83,27 +72,21 @@ def _bar(scale: Scale, bytes_by_category: Mapping[str, int], y: float) -> Iterat
         if right - left >= 0.05:  # px
             tip = f"{category} {format_bytes(nbytes)}"
             yield rect(left, y, right - left, HEIGHT, fill=category_colour(category), tip=tip)
-            yield _texture(category, left, right, y, HEIGHT)
-
-
-def _texture(category: str, left: float, right: float, y: float, height: float) -> str:
-    """Upright lines, so that a category is known without its hue."""
-    pitch, dash = TEXTURES.get(category, (0, ""))
-    if not pitch:
-        return ""
-    count = int((right - left) // pitch)
-    lines = "".join(f"M{left + pitch * (i + 0.5):.1f} {y:g}v{height:g}" for i in range(count))
-    return path(lines, style="hatch", dash=dash) if lines else ""
+            yield texture(category, left, right, y, HEIGHT)
 
 
 def _table(title: str, cases: Cases, budget_bytes: int | None) -> Table:
-    shown = [category for category in CATEGORY_ORDER if any(held.get(category) for held in cases.values())]
+    shown = _categories(cases)
     rows = [
-        (name, *(format_bytes(held.get(category, 0)) for category in shown), format_bytes(_total_bytes(held)))
-        for name, held in cases.items()
+        (name, *(format_bytes(case.get(category, 0)) for category in shown), format_bytes(_total_bytes(case)))
+        for name, case in cases.items()
     ]
     note = "" if budget_bytes is None else f"The budget is {format_bytes(budget_bytes)}."
     return Table(f"In numbers: {title}", ("", *shown, "all"), rows, note)
+
+
+def _categories(cases: Cases) -> list[str]:
+    return [category for category in CATEGORY_ORDER if any(case.get(category) for case in cases.values())]
 
 
 def _total_bytes(bytes_by_category: Mapping[str, int]) -> int:

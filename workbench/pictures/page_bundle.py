@@ -1,4 +1,4 @@
-"""Pictures for a page without widgets: one bundle of HTML, SVG and text, and the styles of tables and folds."""
+"""MIME bundles of pictures and tables for pages without widgets, and the styles of tables."""
 
 from __future__ import annotations
 
@@ -17,21 +17,19 @@ STYLE = """
 
 
 def with_caption(one: Picture | Table, caption: str) -> Picture | Table:
-    """Return the same, saying of which branch and step it is."""
-    return (
-        replace(one, table=replace(one.table, caption=caption))
-        if isinstance(one, Picture)
-        else replace(one, caption=caption)
-    )
+    """Return a copy with a caption, which names branch and step."""
+    if isinstance(one, Picture):
+        return replace(one, table=replace(one.table, caption=caption))
+    return replace(one, caption=caption)
 
 
 def bundle_of(shown: Sequence[Picture | Table]) -> dict[str, str]:
-    """Put pictures with their tables, and tables, into one output by MIME type; its SVG is the first picture."""
+    """Return pictures and tables as one output by MIME type; its SVG is the first picture."""
     tables = [one.table if isinstance(one, Picture) else one for one in shown]
     pictures = [one.svg for one in shown if isinstance(one, Picture)]
-    # it stands where there are no widgets, and so none of their style sheets
     body = "".join(one.to_html() for one in shown)
     return {
+        # with the style, because the widgets' style sheets are absent
         "text/html": f"<style>{STYLE}</style><div>{body}</div>",
         **({"image/svg+xml": pictures[0]} if pictures else {}),
         "text/plain": "\n\n".join(table.to_text() for table in tables),

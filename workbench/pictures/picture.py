@@ -1,4 +1,4 @@
-"""A picture and the table behind it, as a value that any notebook page can show."""
+"""Pictures and tables as values that notebooks can display."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Table:
-    """Holds rows of text under a header: what a picture shows, in words.
+    """Rows of text under a header, with the contents of a picture.
 
     Attributes:
-        title: what the table lists.
+        title: title of the table.
         header: names of the columns; the first column names the row.
-        rows: as many cells each.
-        note: a sentence under the table.
-        whose: of which branch and step it is, if that is to be said.
+        rows: cells of each row, as many as `header`.
+        note: text under the table.
+        caption: branch and step of the table, if shown.
     """
 
     title: str
@@ -28,35 +28,25 @@ class Table:
 
     @property
     def heading(self) -> str:
-        """The title, and whose it is."""
+        """The title with the caption."""
         return f"{self.title} ({self.caption})" if self.caption else self.title
 
     def to_text(self) -> str:
-        """Write aligned columns of plain text."""
-        lines = [self.header, *self.rows]
-        # a row of another length raises, here or in the strict zip
-        widths = [max(len(str(row[i])) for row in lines) for i in range(len(self.header))]
-        shown = [
-            "  ".join(
-                str(cell).ljust(width) if i == 0 else str(cell).rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in lines
-        ]
-        return "\n".join([self.heading, *shown, *([self.note] if self.note else [])])
+        """Return aligned columns of plain text."""
+        lines, texts = [[str(cell) for cell in row] for row in (self.header, *self.rows)], [self.heading]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for name, *cells in lines:
+            padded = [name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]
+            texts.append("  ".join(padded).rstrip())
+        return "\n".join([*texts, self.note] if self.note else texts)
 
     def to_html(self, *, folded: bool = True) -> str:
-        """Write an HTML table, inside a fold unless `folded` is off."""
+        """Return an HTML table, in a collapsed `<details>` element if `folded`."""
         head = "".join(f'<th scope="col">{escape(str(cell))}</th>' for cell in self.header)
-        body = "".join(
-            "<tr>"
-            + "".join(
-                f'<th scope="row">{escape(str(cell))}</th>' if i == 0 else f"<td>{escape(str(cell))}</td>"
-                for i, cell in enumerate(row)
-            )
-            + "</tr>"
-            for row in self.rows
-        )
+        body = ""
+        for name, *cells in self.rows:
+            columns = "".join(f"<td>{escape(str(cell))}</td>" for cell in cells)
+            body += f'<tr><th scope="row">{escape(str(name))}</th>{columns}</tr>'
         note = f"<p>{escape(self.note)}</p>" if self.note else ""
         table = f'<table class="l2l-table"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}'
         if not folded:
@@ -66,15 +56,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """Holds an SVG and the table behind it, which says whose both are. At the end of a cell it shows itself."""
+    """An SVG and its table; notebooks display both. The caption is the table's."""
 
     svg: str
     table: Table
 
     def to_html(self) -> str:
-        """Write the picture, the table in a fold, and above them whose they are."""
-        whose = f'<div class="l2l-caption">{escape(self.table.caption)}</div>' if self.table.caption else ""
-        return f"{whose}{self.svg}{self.table.to_html()}"
+        """Return the caption, the picture, and the table in a collapsed element."""
+        caption = f'<div class="l2l-caption">{escape(self.table.caption)}</div>' if self.table.caption else ""
+        return f"{caption}{self.svg}{self.table.to_html()}"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return {

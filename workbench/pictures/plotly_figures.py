@@ -1,7 +1,7 @@
-"""Plotly figures for what people explore by zooming and hovering: the timeline, memory, and losses of several runs.
+"""Plotly figures to zoom and hover: the timeline, memory, and losses of several runs.
 
-Not for live panels: those are SVG. Nothing here loads anything from the network; whoever writes a page decides how it
-gets plotly's script. Paper and plot are transparent and lines grey, so that a figure reads on light and dark pages.
+Live panels use SVG instead. Figures load nothing from the network; the page provides plotly's script. Backgrounds are
+transparent and lines grey, so that figures are readable on light and dark pages.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from workbench.pictures.timeline_labels import label
 from workbench.readings import Columns, LayerNumbers, full_name, number_layers
 from workbench.session import Change, StepRow
 
-MAX_BARS = 5_000  # with more events a bar each would be slow to zoom; they become thick lines, drawn by WebGL
+MAX_BARS = 5_000  # more events are drawn as thick WebGL lines, because that many bars are slow to zoom
 
-# Kinds that share a hue have a pattern each, and so have the categories, which lie on one another.
+# Kinds of the same colour differ in their pattern; so do the categories, whose areas are stacked.
 _KIND_PATTERNS = {"fetch": "\\", "batch": ".", "reduce": "/", "clip": "x", "backward": ""}
 _CATEGORY_PATTERNS = dict(zip(CATEGORIES, ("", "/", ".", "\\", "-", "x"), strict=True))
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -48,12 +48,11 @@ _GRID, _INK = "rgba(128,128,128,.3)", "#888"
 
 
 def timeline_figure(trace: Trace) -> go.Figure:
-    """Draw all events of a step on its lanes, a plotly trace per kind; hovering names layer, micro-batch, bytes, time."""
+    """Draw all events of a step on its lanes, one plotly trace per kind."""
     columns, numbers = Columns.of(trace), number_layers(trace.names)
     figure = go.Figure()
     draw = _bars_of if len(columns.kind) <= MAX_BARS else _lines_of
-    known = [kind for kind in KIND_COLOURS if kind in columns.kinds]
-    for kind in [*known, *(kind for kind in columns.kinds if kind not in known)]:
+    for kind in sorted(columns.kinds, key=lambda kind: [*KIND_COLOURS, kind].index(kind)):
         at = np.flatnonzero(columns.kind == columns.kinds.index(kind))
         at = at[np.argsort(columns.start_s[at], kind="stable")]
         figure.add_trace(draw(columns, kind, at, _hover_texts(columns, kind, at, numbers), numbers))
@@ -64,14 +63,14 @@ def timeline_figure(trace: Trace) -> go.Figure:
         range=[len(lanes) - 0.5, -0.5],  # compute on top
         tickmode="array",
         tickvals=lanes,
-        fixedrange=True,  # people zoom into time, and lanes stay as they are
+        fixedrange=True,  # zooming affects the time axis alone
     )
     if len(columns.kind) > MAX_BARS:
         figure.update_yaxes(tickvals=list(range(len(lanes))), ticktext=lanes)
     figure.update_xaxes(title="seconds since the step began", range=[0, columns.end_s or 1.0])
-    # overlay, or plotly puts kinds side by side; a letter that would be smaller than 9 px is left out
+    # overlay, because plotly places kinds side by side by default; labels below 9 px are hidden
     figure.update_layout(barmode="overlay", bargap=0.2, uniformtext={"minsize": 9, "mode": "hide"})
-    return _finish(figure, f"Step {trace.step} on {trace.device or '?'}", 380)
+    return _finish(figure, f"Step {trace.step} on {trace.device or '?'}")
 
 
 def memory_figure(
@@ -80,15 +79,15 @@ def memory_figure(
     """Draw the bytes in use at a place over a step, stacked by category.
 
     Args:
-        trace: of the step.
+        trace: trace of the step.
         place: "device" or "host".
-        budget_bytes: what the place has, drawn as a line.
-        in_core_bytes: what in-core training would need, drawn as a line.
+        budget_bytes: memory of the place, drawn as a line.
+        in_core_bytes: bytes needed by in-core training, drawn as a line.
 
     Raises:
         ValueError: there is no such place.
     """
-    trace.peak_bytes(place)  # refuses an unknown place
+    trace.peak_bytes(place)  # raises for an unknown place
     columns = Columns.of(trace)
     at = columns.samples_at(place)
     end_s = max([columns.end_s, *columns.sample_s[at].tolist()])
@@ -102,7 +101,7 @@ def memory_figure(
         figure.add_trace(
             go.Scatter(
                 x=times_s,
-                y=np.append(nbytes, nbytes[-1]),  # the last sample holds until the step is over
+                y=np.append(nbytes, nbytes[-1]),  # the last sample is valid until the end of the step
                 name=category,
                 stackgroup="bytes",
                 mode="lines",
@@ -112,32 +111,34 @@ def memory_figure(
                 hovertemplate="%{y:.3s}B",
             )
         )
-    if len(at):  # the stack has no lines, which would hide what is short; so a peak shows here
+    if len(at):  # the areas have no outlines, so this line shows short peaks
         total = columns.sample_bytes[at].sum(axis=1)
-        figure.add_trace(
-            go.Scatter(
-                x=times_s,
-                y=np.append(total, total[-1]),
-                name="total",
-                mode="lines",
-                line={"shape": "hv", "width": 1, "color": _INK},
-                hovertemplate="%{y:.3s}B",
-            )
+        style = {"shape": "hv", "width": 1, "color": _INK}
+        figure.add_scatter(
+            x=times_s, y=np.append(total, total[-1]), name="total", mode="lines", line=style, hovertemplate="%{y:.3s}B"
         )
-    lines = (("budget", budget_bytes, "solid"), ("in core would need", in_core_bytes, "dash"))
-    for name, level, dash in lines:
+    for name, level, dash in (("budget", budget_bytes, "solid"), ("in core would need", in_core_bytes, "dash")):
         if level is not None:
-            figure.add_trace(_level_line(f"{name} {format_bytes(level)}", level, end_s, dash))
+            x, style, name = (
+                [0.0, end_s or 1.0],
+                {"color": _INK, "dash": dash, "width": 2},
+                f"{name} {format_bytes(level)}",
+            )
+            figure.add_scatter(x=x, y=[level, level], name=name, mode="lines", line=style, hoverinfo="skip")
     figure.update_xaxes(title="seconds since the step began", range=[0, end_s or 1.0])
     figure.update_yaxes(title=f"bytes on the {place}", tickformat="~s", ticksuffix="B", rangemode="tozero")
     figure.update_layout(hovermode="x unified")
-    return _finish(figure, f"Memory of the {place}, step {trace.step}", 380)
+    return _finish(figure, f"Memory of the {place}, step {trace.step}")
 
 
 def loss_figure(runs: Mapping[str, Sequence[StepRow]], changes: Sequence[Change] = ()) -> go.Figure:
-    """Draw the loss over steps for one or several runs, with a line where something changed between two steps.
+    """Draw the loss over the steps of one or several runs, with a line at each change.
 
-    Losses that are not finite are gaps. `runs` maps names to finished steps.
+    Losses that are not finite are gaps.
+
+    Args:
+        runs: finished steps by name of the run.
+        changes: changes between steps.
     """
     figure = go.Figure()
     styles = zip(cycle(_RUN_COLOURS), cycle(_DASHES), cycle(_SYMBOLS), strict=False)
@@ -159,10 +160,7 @@ def loss_figure(runs: Mapping[str, Sequence[StepRow]], changes: Sequence[Change]
         figure.add_vline(x=step + 0.5, line={"color": _INK, "dash": "dot", "width": 1})
     figure.update_xaxes(title="step")
     figure.update_yaxes(title="loss")
-    return _finish(figure, "Loss", 380)
-
-
-# ---- the timeline's parts --------------------------------------------------------------------------------------
+    return _finish(figure, "Loss")
 
 
 def _bars_of(columns: Columns, kind: str, at: NDArray[np.intp], hovers: list[str], numbers: LayerNumbers) -> go.Bar:
@@ -179,18 +177,18 @@ def _bars_of(columns: Columns, kind: str, at: NDArray[np.intp], hovers: list[str
             "line": {"width": 0},
             "pattern": {"shape": _KIND_PATTERNS.get(kind, ""), "fillmode": "overlay", "size": 6, "solidity": 0.25},
         },
-        text=[label(kind, columns.layers[layer], numbers) for layer in columns.layer[at].tolist()],
+        text=[label(kind, columns.layers[int(layer)], numbers) for layer in columns.layer[at]],
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
         textfont={"color": text_colour_on(colour)},
         hovertext=hovers,
-        hovertemplate="%{hovertext}<extra></extra>",  # an empty extra: no second box with the name of the trace
+        hovertemplate="%{hovertext}<extra></extra>",  # an empty <extra> hides the box with the name of the trace
     )
 
 
 def _lines_of(columns: Columns, kind: str, at: NDArray[np.intp], hovers: list[str], _: LayerNumbers) -> go.Scattergl:
-    """Start, stop and a gap for every event; lanes are numbers, because WebGL is faster without categories."""
+    """Return a line with start, stop and a gap for every event; lanes are numbers, which WebGL draws faster."""
     x = np.column_stack([columns.start_s[at], columns.stop_s[at], np.full(len(at), np.nan)]).ravel()
     y = np.repeat(columns.lane[at].astype(float), 3)
     return go.Scattergl(
@@ -206,18 +204,12 @@ def _lines_of(columns: Columns, kind: str, at: NDArray[np.intp], hovers: list[st
 
 
 def _hover_texts(columns: Columns, kind: str, at: NDArray[np.intp], numbers: LayerNumbers) -> list[str]:
-    """What is said of each event; keys are escaped, because plotly reads a little HTML."""
-    called = [f" {escape(full_name(key, numbers))}" if key and key != kind else "" for key in columns.layers]
-    rows: Iterable[tuple[Any, ...]] = zip(
-        columns.layer[at].tolist(),
-        columns.k[at].tolist(),
-        columns.nbytes[at].tolist(),
-        columns.start_s[at].tolist(),
-        columns.stop_s[at].tolist(),
-        strict=True,
-    )
+    """Return the hover text of each event; keys are escaped, because plotly interprets HTML."""
+    names = [f" {escape(full_name(key, numbers))}" if key and key != kind else "" for key in columns.layers]
+    values = (columns.layer, columns.k, columns.nbytes, columns.start_s, columns.stop_s)
+    rows: Iterable[tuple[Any, ...]] = zip(*(column[at].tolist() for column in values), strict=True)
     return [
-        f"{escape(kind)}{called[layer]}"
+        f"{escape(kind)}{names[layer]}"
         + (f", micro-batch {k}" if k >= 0 else "")
         + (f", {format_bytes(nbytes)}" if nbytes else "")
         + f"<br>{format_seconds(stop_s - start_s)}, from {format_seconds(start_s)}"
@@ -225,52 +217,38 @@ def _hover_texts(columns: Columns, kind: str, at: NDArray[np.intp], numbers: Lay
     ]
 
 
-# ---- lines and layout ------------------------------------------------------------------------------------------
-
-
-def _level_line(name: str, level: float, end_s: float, dash: str) -> go.Scatter:
-    return go.Scatter(
-        x=[0.0, end_s or 1.0],
-        y=[level, level],
-        name=name,
-        mode="lines",
-        line={"color": _INK, "dash": dash, "width": 2},
-        hoverinfo="skip",
-    )
-
-
 def _change_marks(changes: Sequence[Change], runs: Iterable[Sequence[StepRow]]) -> go.Scatter:
-    """One mark per step with changes, on top of the highest loss; hovering says what changed."""
+    """Return one mark per step with changes, at the height of the highest loss."""
     losses = [row.loss for rows in runs for row in rows if math.isfinite(row.loss)]
-    said: dict[int, list[str]] = defaultdict(list)
+    by_step: dict[int, list[str]] = defaultdict(list)
     for change in changes:
-        said[change.step].append(escape(change.what))
-    steps = sorted(said)
+        by_step[change.step].append(escape(change.what))
+    steps = sorted(by_step)
     return go.Scatter(
         x=[step + 0.5 for step in steps],
         y=[max(losses, default=0.0)] * len(steps),
         name="change",
         mode="markers",
         marker={"symbol": "triangle-down", "size": 11, "color": _INK},
-        hovertext=["<br>".join(said[step]) for step in steps],
+        hovertext=["<br>".join(by_step[step]) for step in steps],
         hovertemplate="after step %{customdata}:<br>%{hovertext}<extra></extra>",
         customdata=steps,
     )
 
 
-def _finish(figure: go.Figure, title: str, height: int) -> go.Figure:
+def _finish(figure: go.Figure, title: str) -> go.Figure:
     figure.update_layout(
         title={"text": escape(title), "font": {"size": 15}, "x": 0, "xref": "paper", "y": 0.97, "yanchor": "top"},
         template="none",
-        height=height,
+        height=380,
         margin={"l": 110, "r": 20, "t": 44, "b": 90},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font={"color": _INK},
         legend={"orientation": "h", "y": -0.3, "yanchor": "top", "x": 0, "xanchor": "left", "traceorder": "normal"},
         uirevision="l2l",  # zoom and hidden kinds stay when the data change
-        showlegend=True,  # plotly leaves it out where there is a single trace
+        showlegend=True,  # plotly hides the legend of a single trace by default
     )
-    figure.update_xaxes(gridcolor=_GRID, zeroline=False, linecolor=_GRID)
-    figure.update_yaxes(gridcolor=_GRID, zeroline=False, linecolor=_GRID)
+    for update in (figure.update_xaxes, figure.update_yaxes):
+        update(gridcolor=_GRID, zeroline=False, linecolor=_GRID)
     return figure

@@ -1,4 +1,4 @@
-"""Small PNG images with a palette (https://www.w3.org/TR/png-3/): many cells in few bytes."""
+"""Writer of PNG images with a palette (https://www.w3.org/TR/png-3/)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Colour = tuple[int, int, int, int]  # red, green, blue, opacity, each from 0 to 
 
 
 def write_png(pixels: NDArray[np.uint8], palette: Sequence[Colour]) -> bytes:
-    """Write a PNG of (height, width) numbers of colours; at least one pixel, at most 256 colours."""
+    """Return a PNG of (height, width) palette indices; at least one pixel, at most 256 colours."""
     height, width = pixels.shape
     assert height and width and len(palette) <= 256 and int(pixels.max()) < len(palette), (pixels.shape, len(palette))
-    lines = np.zeros((height, width + 1), np.uint8)  # before each line the number of its filter: none
+    lines = np.zeros((height, width + 1), np.uint8)  # each line begins with filter type 0: none
     lines[:, 1:] = pixels
     return b"".join(
         [
             b"\x89PNG\r\n\x1a\n",
-            # 8 bits a pixel, colours by palette (3); the three zeros are the only compression and filter, and no interlace
+            # 8 bits per pixel, colour type 3 (palette), default compression and filter methods, no interlace
             _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
             _chunk(b"PLTE", bytes(value for colour in palette for value in colour[:3])),
             _chunk(b"tRNS", bytes(colour[3] for colour in palette)),

@@ -1,4 +1,4 @@
-"""What the model predicts for one row, with a layer and without it, side by side."""
+"""Predictions of the model for one row, with and without a layer."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ STYLE = """
 
 
 class Examples(NamedTuple):
-    """Holds two looks at one row, of the whole model and without a layer, each with what the head says after the last layer."""
+    """Two looks inside at one row, with and without a layer, each with the head's output after the last layer."""
 
     with_layer: Inside
     without: Inside
 
     @property
     def missing_reason(self) -> str:
-        """Why there is nothing to compare; "" if there is."""
+        """Why predictions are missing; "" if both exist."""
         return next((one.why_not for one in self.depths if one.why_not), "")
 
     @property
     def depths(self) -> tuple[LensResult, LensResult]:
-        """What the head says, with the layer and without it."""
+        """The head's outputs with and without the layer."""
         return self.with_layer.depths[0], self.without.depths[0]
 
 
 def examples_html(examples: Examples, decode: Decode | None) -> str:
-    """Write a column for every position: what the row has there, and the likeliest token with and without the layer."""
+    """Return an HTML table with a column per position: the row's token, and the likeliest with and without the layer."""
     if examples.missing_reason:
         return f'<p class="l2l-caption">No predictions: {escape(examples.missing_reason)}</p>'
     rows = [("in the row", _row_tokens(examples, decode)), *_predicted_tokens(examples, decode)]
     differs, lines = _differing_positions(examples), []
-    for i, (words, said) in enumerate(rows):
-        cells = "".join(_cell(each, i > 0 and differs[at]) for at, each in enumerate(said))
-        lines.append(f'<tr><th scope="row">{words}</th>{cells}</tr>')
+    for i, (name, tokens) in enumerate(rows):
+        cells = "".join(_cell(token, i > 0 and differs[position]) for position, token in enumerate(tokens))
+        lines.append(f'<tr><th scope="row">{name}</th>{cells}</tr>')
     return (
         f'<div class="l2l-caption">{escape(_describe(examples))}</div>'
         f'<div class="l2l-examples"><table>{"".join(lines)}</table></div>'
@@ -54,13 +54,13 @@ def examples_html(examples: Examples, decode: Decode | None) -> str:
 
 
 def examples_table(examples: Examples, decode: Decode | None) -> Table:
-    """Make a table of the same, with a row for every position."""
+    """Return a table with a row per position."""
     if examples.missing_reason:
         return Table("Predictions with and without the layer", ("position",), [], f"None: {examples.missing_reason}")
     (_, whole), (_, without) = _predicted_tokens(examples, decode)
-    given = [words for words, _ in _row_tokens(examples, decode)]
+    tokens = [words for words, _ in _row_tokens(examples, decode)]
     rows = [
-        (str(i), given[i], " ".join(whole[i]), " ".join(without[i]), "differs" if differs else "")
+        (str(i), tokens[i], " ".join(whole[i]), " ".join(without[i]), "differs" if differs else "")
         for i, differs in enumerate(_differing_positions(examples))
     ]
     header = ("position", "in the row", "with it", "without it", "")
@@ -68,9 +68,9 @@ def examples_table(examples: Examples, decode: Decode | None) -> Table:
 
 
 def _differing_positions(examples: Examples) -> Sequence[bool]:
-    """Whether the two looks predict different tokens, by position; two tokens may be the same text."""
+    """Return True for each position with different tokens; two tokens may have the same text."""
     whole, without = examples.depths
-    assert whole.tokens is not None and without.tokens is not None, "there is something to compare"
+    assert whole.tokens is not None and without.tokens is not None, examples.missing_reason
     return (whole.tokens[:, 0] != without.tokens[:, 0]).tolist()
 
 
@@ -93,13 +93,13 @@ def _row_tokens(examples: Examples, decode: Decode | None) -> Sequence[tuple[str
 
 
 def _predicted_tokens(examples: Examples, decode: Decode | None) -> list[tuple[str, Sequence[tuple[str, str]]]]:
-    """The likeliest tokens and their chances, with the layer and without it."""
-    said = []
+    """Return the likeliest tokens and their probabilities, with and without the layer."""
+    predictions = []
     for words, one in zip(("with it", "without it"), examples.depths, strict=True):
-        assert one.tokens is not None and one.chances is not None, "there is something to compare"
+        assert one.tokens is not None and one.chances is not None, examples.missing_reason
         pairs = zip(one.tokens[:, 0].tolist(), one.chances[:, 0].tolist(), strict=True)
-        said.append((words, [(show_token(token, decode), f"{chance:.0%}") for token, chance in pairs]))
-    return said
+        predictions.append((words, [(show_token(token, decode), f"{chance:.0%}") for token, chance in pairs]))
+    return predictions
 
 
 def _cell(prediction: tuple[str, str], differs: bool) -> str:

@@ -1,7 +1,7 @@
-"""A race of branches: their losses on one axis, where each comes from and was edited, and the memory that each needed.
+"""Race of branches: losses on one axis, the tree of branches with their edits, and the memory of each.
 
-Thin curves are training losses; rings are means over the probe, measured on the same batches for all. Below, on the left,
-the branches as a tree over the steps of each, thick where they raced, with a diamond for every edit.
+Curves are training losses; rings are means over the probe, on the same batches for all branches. In the tree below, a thick
+line marks the steps of the race and a diamond an edit.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from l2l_core.trace import format_bytes
 from workbench.pictures.loss_chart import BOTTOM, TOP, draw_loss_axis, loss_scale
 from workbench.pictures.loss_curve import OTHER_STYLES, LossCurve, draw_curve, draw_others
 from workbench.pictures.picture import Picture, Table
-from workbench.pictures.roofline_chart import format_prefixed
-from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
-from workbench.pictures.step_axis import LEFT, RIGHT, WIDTH, truncate
+from workbench.pictures.relay_drawing import shortened
+from workbench.pictures.scale import Scale, format_prefixed, format_seconds, round_up, ticks
+from workbench.pictures.step_axis import LEFT, RIGHT, WIDTH
 from workbench.pictures.svg import document, path, rect, text
 from workbench.pictures.theme import BLUE, GREY
 from workbench.session import FLOP_FORMULA, Change, Race, Racer, describe_change
@@ -26,73 +26,69 @@ from workbench.session import FLOP_FORMULA, Change, Race, Racer, describe_change
 Axis = Literal["steps", "flop", "seconds"]
 
 AXES: Mapping[Axis, str] = {"steps": "steps", "flop": "compute (FLOP)", "seconds": "seconds of the branch's own steps"}
-MAX_RACERS = 8  # branches that are drawn
-MAX_EDITS = 40  # of a branch
-TREE = (LEFT, 560.0)  # px, from left to right
+MAX_RACERS = 8  # maximum number of branches drawn
+MAX_EDITS = 40  # per branch
+TREE = (LEFT, 560.0)  # px, left and right edge
 BARS = (620.0, 860.0)
-LINE = 24.0  # px, of a branch
+LINE = 24.0  # px, height of a branch
 
 
 def show_race(race: Race, axis: Axis = "steps") -> Picture:
-    """Return the picture and its table."""
+    """Return a race as a picture with its table."""
     return Picture(draw_race(race, axis), race_table(race))
 
 
 def draw_race(race: Race, axis: Axis = "steps") -> str:
-    """Draw a race over this axis, as an SVG.
+    """Draw a race over steps, FLOP or seconds, as an SVG.
 
     Raises:
         ValueError: there is no such axis.
     """
     if axis not in AXES:
-        raise ValueError(f"axis={axis!r}: there are {', '.join(map(repr, AXES))}")
+        raise ValueError(f"axis={axis!r} is not an axis of a race: give one of {', '.join(map(repr, AXES))}")
     shown = race.racers[:MAX_RACERS]
     colours = [BLUE, *(OTHER_STYLES[i % len(OTHER_STYLES)][0] for i in range(len(shown) - 1))]
     curves = {racer.name: _curve(racer, axis) for racer in shown}
-    points = {racer.name: _points(racer, axis) for racer in shown}
-    means = [mean for of in points.values() for _, mean in of]
+    measured = [
+        (racer.name, _spent_so_far(racer, axis)[step], loss) for racer in shown for step, loss in racer.measured
+    ]
+    points = [(name, spent, loss.mean) for name, spent, loss in measured if math.isfinite(loss.mean)]
+    means = [mean for _, _, mean in points]
     y, marks = loss_scale([end for curve in curves.values() for end in curve.range()] + means)
-    x = Scale(
-        0.0, max([at for racer in shown for at in _spent_so_far(racer, axis)[-1:]], default=0.0) or 1.0, LEFT, RIGHT
-    )
+    x = Scale(0.0, max(_spent_so_far(racer, axis)[-1] for racer in shown) or 1.0, LEFT, RIGHT)
     first, *others = shown
-    lines = _branch_lines(shown)
-    height = BOTTOM + 74 + LINE * len(lines) + 24
+    lines, tree_top, colour_of = _branch_lines(shown), BOTTOM + 74, dict(zip(curves, colours, strict=True))
+    height = tree_top + LINE * len(lines) + 24
     parts = [
         text(LEFT, 20, "Race: loss", style="strong"),
-        text(LEFT, 40, f"{truncate(first.name, 24)} is the solid line; rings are means over the probe", style="dim"),
+        text(LEFT, 40, f"{shortened(first.name, 24)} is the solid line; rings are means over the probe", style="dim"),
         *draw_loss_axis(y, marks, "loss", named=bool(means) or any(len(curve.step) for curve in curves.values())),
         *_axis(x, axis),
-        *(
-            _draw_equal(race, other, x, colour)
-            for other, colour in zip(others, colours[1:], strict=True)
-            if axis == "flop"
-        ),
+        *(_draw_equal(race, other, x, colour_of[other.name]) for other in others if axis == "flop"),
         *draw_others({racer.name: curves[racer.name] for racer in others}, x, y),
         *draw_curve(curves[first.name], x, y),
-        *(_ring(x(at), y(mean), c) for r, c in zip(shown, colours, strict=True) for at, mean in points[r.name]),
-        *_tree(lines, dict(zip(curves, colours, strict=True)), BOTTOM + 74),
-        *_bars(lines, dict(zip(curves, colours, strict=True)), BOTTOM + 74),
+        *(_ring(x(spent), y(mean), colour_of[name]) for name, spent, mean in points),
+        *_tree(lines, colour_of, tree_top),
+        *_bars(lines, colour_of, tree_top),
     ]
     return document(WIDTH, height, "Race", _describe(race, axis), parts)
 
 
 def race_table(race: Race) -> Table:
-    """List a row per branch, the difference at equal compute among it, and what has to be known to read it."""
-    first = race.racers[0]
-    header = ("branch", "layers", "steps", "loss", "probe", "FLOP", "seconds", "peak memory",
-              "probe at equal FLOP", "training loss there")  # fmt: skip
+    """Return a table with a row per branch, including the difference at equal compute, and notes."""
+    costs = ("FLOP", "seconds", "peak memory", "probe at equal FLOP", "training loss there")
+    header = ("branch", "layers", "steps", "loss", "probe", *costs)
     rows = [_row(race, racer) for racer in race.racers]
-    done = f"The race has ended: {race.ended}." if race.ended else ""
-    equal = (
-        f"At equal compute: the loss of a branch minus that of {first.name} after as many FLOP, ± the standard deviation over "
-        "the probe's batches. Between two measurements it is read off a straight line. ▼ lower and ▲ higher by more than that."
-    )
-    why = [f"{r.name} has left, {r.left}." if r.left else "" for r in race.racers]
-    why += [f"{r.name}: the probe was not measured, {r.not_measured}." if r.not_measured else "" for r in race.racers]
-    return Table(
-        "Race", header, rows, " ".join(filter(None, [done, *why, equal, f"{FLOP_FORMULA} Seconds: own steps only."]))
-    )
+    notes = [f"The race has ended: {race.ended}."] if race.ended else []
+    notes += [f"{racer.name} has left, {racer.left}." for racer in race.racers if racer.left]
+    for racer in race.racers:
+        notes += [f"{racer.name}: the probe was not measured, {racer.not_measured}."] if racer.not_measured else []
+    notes += [
+        f"At equal compute: the loss of a branch minus that of {race.racers[0].name} after as many FLOP, ± the standard "
+        "deviation over the probe's batches, interpolated between measurements. ▼ lower and ▲ higher by more than that.",
+        f"{FLOP_FORMULA} Seconds: own steps only.",
+    ]
+    return Table("Race", header, rows, " ".join(notes))
 
 
 def _row(race: Race, racer: Racer) -> Sequence[str]:
@@ -112,26 +108,18 @@ def _row(race: Race, racer: Racer) -> Sequence[str]:
     )
 
 
-# Curves --------------------------------------------------------------------------------------------------------------
-
-
 def _spent_so_far(racer: Racer, axis: Axis) -> Sequence[float]:
-    """What was spent after so many steps, from none on."""
+    """Return the position on the axis after each number of steps, from 0 steps on."""
     if axis == "flop":
         return racer.spent_flop
     return racer.spent_s if axis == "seconds" else range(len(racer.steps) + 1)
 
 
 def _curve(racer: Racer, axis: Axis) -> LossCurve:
-    at = np.array(_spent_so_far(racer, axis)[1:], np.float64)
+    spent = np.array(_spent_so_far(racer, axis)[1:], np.float64)
     loss = np.array([row.loss for row in racer.steps], np.float64)
-    fine = np.isfinite(loss)
-    return LossCurve(at[fine], loss[fine], at[~fine])
-
-
-def _points(racer: Racer, axis: Axis) -> list[tuple[float, float]]:
-    spent = _spent_so_far(racer, axis)
-    return [(spent[at], found.mean) for at, found in racer.measured if math.isfinite(found.mean)]
+    finite = np.isfinite(loss)
+    return LossCurve(spent[finite], loss[finite], spent[~finite])
 
 
 def _axis(x: Scale, axis: Axis) -> Iterator[str]:
@@ -140,14 +128,14 @@ def _axis(x: Scale, axis: Axis) -> Iterator[str]:
         f"M{LEFT} {TOP}V{BOTTOM}H{RIGHT}" + "".join(f"M{x(mark):.1f} {BOTTOM}v5" for mark in marks), style="axis"
     )
     for mark in marks:
-        said = {"steps": f"{mark:.0f}", "flop": format_prefixed(mark).strip(), "seconds": f"{mark:.4g}"}[axis]
+        words = {"steps": f"{mark:.0f}", "flop": format_prefixed(mark).strip(), "seconds": f"{mark:.4g}"}[axis]
         anchor = "end" if x(mark) > RIGHT - 14 else "middle"
-        yield text(x(mark), BOTTOM + 19, said, style="small dim", anchor=anchor)
+        yield text(x(mark), BOTTOM + 19, words, style="small dim", anchor=anchor)
     yield text((LEFT + RIGHT) / 2, BOTTOM + 38, AXES[axis], style="dim", anchor="middle")
 
 
 def _draw_equal(race: Race, other: Racer, x: Scale, colour: str) -> str:
-    """Where a branch and the first one have spent the same."""
+    """Return a line where a branch and the first one have spent the same FLOP."""
     return path(f"M{x(race.equal_flop(other.name)):.1f} {TOP}V{BOTTOM}", stroke=colour, dash="1 4", width=1.5)
 
 
@@ -155,37 +143,32 @@ def _ring(x: float, y: float, colour: str) -> str:
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" class="page" stroke="{colour}" stroke-width="2"/>'
 
 
-# Tree and bars -------------------------------------------------------------------------------------------------------
-
-
 class _BranchLine(NamedTuple):
     """A branch in the tree."""
 
     name: str
     parent: str | None
-    first: int  # steps when it was forked
-    start_step: int  # when the race began
-    last: int  # steps now
+    first: int  # step of its fork
+    start_step: int  # step at the beginning of the race
+    last: int  # present step
     edits: Sequence[Change]
-    racer: Racer | None  # None of a branch that does not race, but has a child that does
+    racer: Racer | None  # None if only a child of the branch races
 
 
 def _branch_lines(racers: Sequence[Racer]) -> Sequence[_BranchLine]:
-    """Those that race, and before them the branches that these were forked from."""
+    """Return the racing branches, preceded by parents that do not race."""
     names = {racer.name for racer in racers}
-    lines, above = [], {}
+    lines, parents = [], {}
     for one in racers:
         first, parent = one.forked_at, one.parent
         if parent is None or first is None:
             parent, first = None, 0
-        lines.append(
-            _BranchLine(one.name, parent, first, one.begun, one.begun + len(one.steps), _edits(one, one.name), one)
-        )
+        last = one.begun + len(one.steps)
+        lines.append(_BranchLine(one.name, parent, first, one.begun, last, _edits(one, one.name), one))
         if parent is not None and parent not in names:
-            old = above.get(parent)
-            last = max(first, old.last if old is not None else 0)
-            above[parent] = _BranchLine(parent, None, 0, last, last, _edits(one, parent), None)
-    return [*above.values(), *lines]
+            last = max(first, parents[parent].last if parent in parents else 0)
+            parents[parent] = _BranchLine(parent, None, 0, last, last, _edits(one, parent), None)
+    return [*parents.values(), *lines]
 
 
 def _edits(racer: Racer, branch: str) -> Sequence[Change]:
@@ -198,7 +181,7 @@ def _tree(lines: Sequence[_BranchLine], colours: Mapping[str, str], top: float) 
     yield text(LEFT, top - 8, f"branches and edits ◆, over {x.high:.0f} steps", style="dim")
     for line in lines:
         y, colour = rows[line.name], colours.get(line.name, GREY)
-        yield text(LEFT - 8, y + 4, truncate(line.name, 14), style="small", anchor="end")
+        yield text(LEFT - 8, y + 4, shortened(line.name, 14), style="small", anchor="end")
         if line.parent is not None:
             yield path(f"M{x(line.first):.1f} {rows[line.parent]:.1f}V{y:.1f}", style="axis")
         yield path(f"M{x(line.first):.1f} {y:.1f}H{x(line.start_step):.1f}", stroke=colour, width=1.5)
@@ -225,8 +208,8 @@ def _bars(lines: Sequence[_BranchLine], colours: Mapping[str, str], top: float) 
 
 
 def _describe(race: Race, axis: Axis) -> str:
-    said = [f"{len(race.racers)} branches on the same batches, over {AXES[axis]}."]
+    sentences = [f"{len(race.racers)} branches on the same batches, over {AXES[axis]}."]
     for racer in race.racers[:MAX_RACERS]:
         loss = f", loss {racer.steps[-1].loss:.4g}" if racer.steps else ""
-        said.append(f"{racer.name}: {len(racer.steps)} of {race.asked} steps{loss}, {len(racer.changes)} changes.")
-    return " ".join(said)
+        sentences.append(f"{racer.name}: {len(racer.steps)} of {race.asked} steps{loss}, {len(racer.changes)} changes.")
+    return " ".join(sentences)

@@ -1,34 +1,28 @@
-"""The relay at one moment, as a picture: the EPS with its layers, the link, the device with its slots, the algorithm.
+"""Picture of the relay at one moment: EPS, link, device and algorithm.
 
-Everything has a fixed place: only fillings and words change from one moment to the next.
+All parts have fixed positions; only fillings and texts change between moments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from l2l_core.trace import LANES, Trace, format_bytes
 from workbench.pictures import svg
-from workbench.pictures.algorithm import draw_algorithm
 from workbench.pictures.device_box import draw_device
 from workbench.pictures.eps_box import draw_eps
 from workbench.pictures.picture import Picture, Table
-from workbench.pictures.relay_drawing import micro_batch_label, shortened, sized_text
+from workbench.pictures.relay_drawing import micro_batch_label, shortened
 from workbench.pictures.scale import format_seconds
-from workbench.pictures.theme import (
-    BLUE,
-    GREY,
-    LANE_NAMES,
-    PURPLE,
-    VERMILION,
-)
+from workbench.pictures.theme import BLUE, GREY, LANE_NAMES, PURPLE, VERMILION, kind_colour
 from workbench.readings import (
     LayerNumbers,
     SlotState,
     StateTimeline,
     StepState,
+    algorithm_lines,
     full_name,
     line_text,
     number_layers,
@@ -41,21 +35,23 @@ _SHELF = (16.0, _TOP, 326.0, 258.0)  # x, y, width, height
 _DEVICE = (474.0, _TOP, 246.0, 258.0)
 _LINK = (352.0, 112.0)  # x, width
 _ALGORITHM = (736.0, _TOP, 208.0)  # x, y, width
-_SEAM = 728.0  # left of it memory and link, right of it the algorithm
+_SEAM = 728.0  # px, left edge of the algorithm's half
+_LINE_HEIGHT, _TEXT_SIZE = 16.6, 11.0  # px
+_CHARACTER_WIDTH = 0.6  # width of a fixed-width character as a share of the text size
 
 
 @dataclass(frozen=True, kw_only=True)
 class RelayScene:
-    """Says what a relay picture shows beside the moment.
+    """Contents of a relay picture that do not depend on the moment.
 
     Attributes:
-        keys: the stack, in order, which says the layers' numbers.
+        keys: keys of the layers, in order.
         names: dotted names of the layers by key.
-        versions: number of updates of every layer.
-        frozen: keys of layers of which nothing is trained.
+        versions: number of updates of each layer.
+        frozen: keys of fully frozen layers.
         device: name of the device.
-        budget_bytes: its memory, None if it has no limit.
-        idle: whether no step is under way: layers rest, whatever the moment says.
+        budget_bytes: memory of the device; None if it has no limit.
+        idle: True if no step is under way; the state is then ignored.
     """
 
     keys: Sequence[str]
@@ -68,29 +64,29 @@ class RelayScene:
 
 
 def draw_relay(state: StepState, keys: Sequence[str], **scene: Any) -> str:
-    """Draw the picture as an SVG string.
+    """Draw the relay picture as an SVG.
 
     Args:
-        moment: from `Moments`; `Moment()` if there is no step yet.
-        keys: the stack, in order.
-        scene: further fields of `Scene`.
+        state: state from a `StateTimeline`; `StepState()` before the first step.
+        keys: keys of the layers, in order.
+        scene: further fields of `RelayScene`.
     """
     state, left, right = _draw_halves(state, RelayScene(keys=keys, **scene))
     return svg.document(WIDTH, HEIGHT, "Relay", describe_state(state, keys), [*left, *right])
 
 
 def relay_html(state: StepState, scene: RelayScene) -> str:
-    """Write the same as HTML in two halves, memory with link, and algorithm; a narrow page puts one below the other."""
+    """Return the relay picture as HTML in two halves, which a narrow page stacks vertically."""
     state, left, right = _draw_halves(state, scene)
     halves = (
         svg.document(_SEAM, HEIGHT, "Relay", describe_state(state, scene.keys), left),
-        svg.document(WIDTH - _SEAM, HEIGHT, "Algorithm", "The line that runs, and what every lane does.", right, _SEAM),
+        svg.document(WIDTH - _SEAM, HEIGHT, "Algorithm", "The running line, and the work of every lane.", right, _SEAM),
     )
     return '<div class="l2l-halves">' + "".join(f"<div>{half}</div>" for half in halves) + "</div>"
 
 
 def _draw_halves(state: StepState, scene: RelayScene) -> tuple[StepState, list[str], list[str]]:
-    """The moment as it is shown, and the parts of the picture on both sides of the seam."""
+    """Return the state that is drawn, and the parts of both halves of the picture."""
     if scene.idle:
         state = StepState(
             micro_batches=state.micro_batches,
@@ -107,7 +103,7 @@ def _draw_halves(state: StepState, scene: RelayScene) -> tuple[StepState, list[s
         *draw_device(*_DEVICE, state, numbers, scene.device, scene.budget_bytes),
         *_draw_foot(state, len(scene.keys)),
     ]
-    return state, left, draw_algorithm(*_ALGORITHM, state, numbers)
+    return state, left, _draw_algorithm(*_ALGORITHM, state, numbers)
 
 
 STYLE = """
@@ -121,7 +117,7 @@ STYLE = """
 
 
 def describe_state(state: StepState, keys: Sequence[str]) -> str:
-    """Say the moment in a sentence or two; `keys` are those of `draw_relay`."""
+    """Return a description of the moment; `keys` are those of `draw_relay`."""
     numbers = number_layers(keys)
     if state.phase == "idle":
         return "No step is under way; all layers rest in the EPS."
@@ -138,70 +134,53 @@ def describe_state(state: StepState, keys: Sequence[str]) -> str:
     if state.eps_layer:
         words.append(f"the EPS works on layer {short_name(state.eps_layer, numbers)} ({state.eps_kind})")
     words.append(f"{len(state.updated)} layers are updated")
-    at = f"{event_label(state).capitalize()}, {format_seconds(state.t_s)}, {state.phase}. "
-    return at + "; ".join(words) + "."
+    return f"{event_label(state).capitalize()}, {format_seconds(state.t_s)}, {state.phase}. {'; '.join(words)}."
 
 
 def event_label(state: StepState) -> str:
-    """Say which event it is, counted from 1: "event 143 of 528"."""
-    of = f" of {state.num_events}" if state.num_events else ""
-    return f"event {state.event + 1}{of}"
-
-
-# -- the link ------------------------------------------------------------------------------------------------------------
+    """Return the number of the event, counted from 1: "event 143 of 528"."""
+    total = f" of {state.num_events}" if state.num_events else ""
+    return f"event {state.event + 1}{total}"
 
 
 def _draw_link(state: StepState, numbers: LayerNumbers) -> list[str]:
     x, width = _LINK
     h2d, d2h = state.lanes.get("h2d"), state.lanes.get("d2h")
-    loading = next((slot for slot in state.slots if slot.layer is not None and slot.share < 1), None)
-    leaving = state.pushing[0] if state.pushing else None
-    parts = [sized_text(x + width / 2, 20, "link", size=15, strong=True, anchor="middle")]
+    loading = next((slot.layer for slot in state.slots if slot.layer is not None and slot.share < 1), None)
+    pushing = state.pushing[0].layer if state.pushing else None
+    middle = x + width / 2
+    parts = [svg.text(middle, 20, "link", size=15, strong=True, anchor="middle")]
     depth_first = state.schedule == "depth_first"
     shown = [
-        ("load", h2d, loading.layer if loading else None, BLUE, 1),
-        ("push", d2h, leaving.layer if leaving else None, VERMILION, -1),
+        ("load", h2d, loading, BLUE, 1),
+        ("push", d2h, pushing, VERMILION, -1),
         ("batch" if depth_first or (h2d is not None and h2d.kind == "batch") else "fetch", h2d, None, PURPLE, 1),
     ]
-    if not depth_first:  # otherwise nothing is stashed
+    if not depth_first:  # depth first has no stash
         shown.append(("stash", d2h, None, PURPLE, -1))
-    for row, (kind, work, under_way, colour, way) in enumerate(shown):
+    for row, (kind, lane_work, pending, colour, direction) in enumerate(shown):
         y = _TOP + 46 + row * 62
-        moves = work is not None and work.kind == kind
-        layer = work.layer if moves and work is not None else under_way
-        # in between: under way, but the lane does not carry it at this moment
-        strength = 1.0 if moves else 0.55 if under_way is not None else 0.16
-        words = kind if layer in (None, "") else f"{kind} {short_name(layer or '', numbers)}"
-        if kind in ("stash", "fetch", "batch") and moves and work is not None and work.k >= 0:
+        work = lane_work if lane_work is not None and lane_work.kind == kind else None
+        layer = pending if work is None else work.layer
+        # pale: the copy has begun, but the lane carries another one at the moment
+        strength = 1.0 if work is not None else 0.55 if pending is not None else 0.16
+        words = f"{kind} {short_name(layer, numbers)}" if layer else kind
+        if kind in ("stash", "fetch", "batch") and work is not None and work.k >= 0:
             words = f"{kind} {micro_batch_label(work.k, state.micro_batches)}"
-        parts.append(_arrow(x + 4, y, width - 8, way, colour, strength))
-        parts.append(
-            sized_text(
-                x + width / 2,
-                y - 12,
-                shortened(words, 13),
-                size=14,
-                strong=moves,
-                anchor="middle",
-                style="" if moves or under_way else "dim",
-            )
-        )
-        if moves and work is not None:
-            parts.append(
-                sized_text(x + width / 2, y + 22, format_bytes(work.nbytes), size=11, anchor="middle", style="dim")
-            )
+        words, style = shortened(words, 13), "" if work is not None or pending else "dim"
+        parts.append(_arrow(x + 4, y, width - 8, direction, colour, strength))
+        parts.append(svg.text(middle, y - 12, words, size=14, strong=work is not None, anchor="middle", style=style))
+        if work is not None:
+            parts.append(svg.text(middle, y + 22, format_bytes(work.nbytes), size=11, anchor="middle", style="dim"))
     return parts
 
 
 def _arrow(x: float, y: float, width: float, direction: int, colour: str, strength: float) -> str:
-    """A broad arrow to the right (`way` 1) or to the left (-1)."""
+    """Return a broad arrow to the right (`direction` 1) or to the left (-1)."""
     tail, tip = (x, x + width) if direction > 0 else (x + width, x)
     neck = tip - direction * 13
     d = f"M{tail:.1f} {y - 4:.1f}H{neck:.1f}V{y - 9:.1f}L{tip:.1f} {y:.1f}L{neck:.1f} {y + 9:.1f}V{y + 4:.1f}H{tail:.1f}z"
     return f'<path d="{d}" fill="{colour}" fill-opacity="{strength:g}"/>'
-
-
-# -- the foot ----------------------------------------------------------------------------------------------------------
 
 
 def _draw_foot(state: StepState, layers: int) -> list[str]:
@@ -209,68 +188,103 @@ def _draw_foot(state: StepState, layers: int) -> list[str]:
     width = _SEAM - 24
     parts = [svg.rect(16, y, width, 3, style="well")]
     if state.phase == "idle":
-        return [*parts, sized_text(16, y + 20, f"no step is under way: {layers} layers rest in the EPS", size=13)]
+        return [*parts, svg.text(16, y + 20, f"no step is under way: {layers} layers rest in the EPS", size=13)]
     if state.num_events:
         parts.append(svg.rect(16, y, width * (state.event + 1) / state.num_events, 3, fill=GREY))
-    parts.append(sized_text(16, y + 20, event_label(state), size=13))
-    parts.append(sized_text(352 + 56, y + 20, format_seconds(state.t_s), size=13, anchor="middle"))
-    parts.append(sized_text(474, y + 20, state.phase, size=13, strong=True))
+    parts.append(svg.text(16, y + 20, event_label(state), size=13))
+    parts.append(svg.text(352 + 56, y + 20, format_seconds(state.t_s), size=13, anchor="middle"))
+    parts.append(svg.text(474, y + 20, state.phase, size=13, strong=True))
     return parts
 
 
-# -- in words ------------------------------------------------------------------------------------------------------------
+def _draw_algorithm(x: float, top: float, width: float, state: StepState, numbers: LayerNumbers) -> list[str]:
+    """Draw the pseudocode with a bar behind the running line, and the lanes below it."""
+    parts = [svg.text(x, 20, "algorithm", size=15, strong=True)]
+    other_lines = dict(state.other_lines)
+    for number, line in enumerate(algorithm_lines(state.schedule)):
+        y = top + 4 + number * _LINE_HEIGHT
+        if number == state.line:
+            style = "code strong"
+            parts += [
+                svg.rect(x, y, width, _LINE_HEIGHT, style="well"),
+                svg.rect(x, y, 4, _LINE_HEIGHT, fill="currentColor"),
+            ]
+        elif number in other_lines:
+            style, work = "code", state.lanes.get(other_lines[number])
+            parts.append(svg.rect(x, y + 3, 4, 10.6, fill=GREY if work is None else kind_colour(work.kind)))
+        else:
+            style = "code dim"
+        words, left = line_text(number, state.graph_kept, state.schedule), x + 9 + line.depth * 13
+        size = min(_TEXT_SIZE, (x + width - left) / (_CHARACTER_WIDTH * len(words)))
+        parts.append(svg.text(left, y + 12, words, size=round(size, 1), style=style))
+    return [*parts, *_draw_lanes(x, state, numbers)]
+
+
+def _draw_lanes(x: float, state: StepState, numbers: LayerNumbers) -> Iterator[str]:
+    for row, lane in enumerate(LANES):
+        y = 234.0 + row * 17
+        work = state.lanes.get(lane)
+        yield svg.text(x, y, LANE_NAMES.get(lane, lane), size=11, style="dim")
+        yield svg.rect(x + 84, y - 9, 9, 9, fill=kind_colour(work.kind) if work else "", style="" if work else "well")
+        if work:
+            words = work.kind if work.layer in ("", work.kind) else f"{work.kind} {short_name(work.layer, numbers)}"
+            words = shortened(f"{words}  {micro_batch_label(work.k, state.micro_batches)}".rstrip(), 19)
+        else:
+            words = _describe_waiting(state, numbers) if lane == "compute" else ""
+        if words:
+            yield svg.text(x + 97, y, words, size=11, style="" if work else "dim")
+
+
+def _describe_waiting(state: StepState, numbers: LayerNumbers) -> str:
+    if state.waits_for:
+        return shortened(f"waits for {short_name(state.waits_for, numbers)}", 19)
+    return "waits" if state.layer else ""
 
 
 def relay_table(state: StepState, keys: Sequence[str]) -> Table:
-    """Say the same in words: what lanes do, what slots hold, where gradients and inputs are."""
+    """Return the moment as a table: lanes, slots, gradients, stash and memory."""
     numbers = number_layers(keys)
 
-    def call(key: str | None) -> str:
+    def name(key: str | None) -> str:
         return full_name(key, numbers) if key else ""
 
     rows: list[tuple[str, str]] = [("phase", state.phase)]
     for lane in LANES:
         work = state.lanes.get(lane)
-        words = (
-            "at rest"
-            if work is None
-            else " ".join(
-                word for word in (work.kind, call(work.layer), micro_batch_label(work.k, state.micro_batches)) if word
-            )
-        )
+        words = "at rest"
+        if work is not None:
+            parts = work.kind, name(work.layer), micro_batch_label(work.k, state.micro_batches)
+            words = " ".join(filter(None, parts))
         rows.append((LANE_NAMES.get(lane, lane), words))
-    rows.append(
-        ("computes", call(state.layer) or (f"waits for {call(state.waits_for)}" if state.waits_for else "nothing"))
-    )
+    idle = f"waits for {name(state.waits_for)}" if state.waits_for else "nothing"
+    rows.append(("computes", name(state.layer) or idle))
     for j, slot in enumerate(state.slots):
         share = "" if slot.share >= 1 else f", loading {100 * slot.share:.0f} %"
-        rows.append(
-            (f"slot {chr(ord('A') + j) if j < 26 else j}", f"{call(slot.layer)}{share}" if slot.layer else "empty")
-        )
-    rows.append(("gradient adds up", call(state.accumulating) or "none"))
+        letter = chr(ord("A") + j) if j < 26 else j
+        rows.append((f"slot {letter}", f"{name(slot.layer)}{share}" if slot.layer else "empty"))
+    rows.append(("gradient adds up", name(state.accumulating) or "none"))
     if state.waiting_gradients:
-        rows.append(("gradient waits for further micro-batches", ", ".join(map(call, state.waiting_gradients))))
-    rows.append(
-        ("gradient leaves", ", ".join(f"{call(g.layer)} {100 * g.share:.0f} %" for g in state.pushing) or "none")
-    )
+        rows.append(("gradient waits for further micro-batches", ", ".join(map(name, state.waiting_gradients))))
+    pushing = ", ".join(f"{name(push.layer)} {100 * push.share:.0f} %" for push in state.pushing)
+    rows.append(("gradient leaves", pushing or "none"))
     rows.append(("updated", f"{len(state.updated)} of {len(keys)}"))
-    of_graphs = ("layers with a graph", f"{state.num_graphs} of {len(keys)}")
-    rows.append(("stashed inputs", str(state.num_stashed)) if state.schedule == "breadth_first" else of_graphs)
+    if state.schedule == "breadth_first":
+        rows.append(("stashed inputs", str(state.num_stashed)))
+    else:
+        rows.append(("layers with a graph", f"{state.num_graphs} of {len(keys)}"))
     for place, used in (("device", state.device), ("host", state.host)):
         stash = f", stash {format_bytes(used['stash'])}" if used.get("stash") else ""
         rows.append((f"{place} memory", f"{format_bytes(sum(used.values()))}{stash}"))
     if state.line is not None:
         rows.append(("algorithm", line_text(state.line, state.graph_kept, state.schedule)))
     title = f"{event_label(state)}, {format_seconds(state.t_s)}" if state.phase != "idle" else "no step"
-    return Table(title, ("what", "state"), rows)
+    return Table(title, ("part", "state"), rows)
 
 
 def show_relay(trace: Trace, i: int | None = None) -> Picture:
-    """Show a step at event `i`, by time of start; default is a moment in mid-backward at which every lane works."""
-    moments = StateTimeline.of(trace)
-    if not moments.count:
-        moment = StepState()
-    else:
+    """Return the relay at event `i` of a step, by start; default a moment in mid-backward with every lane busy."""
+    moments, moment = StateTimeline.of(trace), StepState()
+    if moments.count:
         moment = moments.at_event(moments.busiest_event() if i is None else i)
     budget_bytes = trace.settings.get("memory_bytes")
     drawn = draw_relay(moment, moments.keys, names=trace.names, device=trace.device, budget_bytes=budget_bytes)

@@ -1,8 +1,8 @@
-"""A roofline: speed over arithmetic intensity, the bounds of device and link, and points that were measured.
+"""Roofline chart: speed over arithmetic intensity, the bounds of device and link, and measured points.
 
-Speed is at most that of the device, and at most intensity times the link. Both axes are logarithmic, so that the bounds are
-straight lines. Source: Williams, Waterman, Patterson, https://doi.org/10.1145/1498765.1498785. The roofline of a relay's step,
-phase by phase, is arithmetic of `l2l_core.analysis.roofline`, not this.
+Speed is at most that of the device, and at most intensity times the link's bandwidth. Both axes are logarithmic. Source:
+Williams, Waterman, Patterson, https://doi.org/10.1145/1498765.1498785. `l2l_core.analysis.roofline` computes the roofline
+of a step.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from workbench.pictures.picture import Picture, Table
-from workbench.pictures.scale import Scale
+from workbench.pictures.scale import Scale, format_prefixed
 from workbench.pictures.svg import document, path, rect, text
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 960, 330, 136, 900, 44, 272
-UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 
 class RooflinePoint(NamedTuple):
-    """Names something that was measured, with its figures."""
+    """A measured point of a roofline."""
 
     name: str
     intensity: float  # operations per byte of the link
@@ -28,30 +27,30 @@ class RooflinePoint(NamedTuple):
 
 
 def show_roofline(title: str, flops_per_s: float, bytes_per_s: float, points: Sequence[RooflinePoint]) -> Picture:
-    """Return picture and table.
+    """Return a roofline chart with its table.
 
     Args:
-        title: what is shown.
-        flops_per_s: of the device at its best.
-        bytes_per_s: of the link.
-        points: measured, at least one.
+        title: title of the chart.
+        flops_per_s: peak speed of the device.
+        bytes_per_s: bandwidth of the link.
+        points: measured points, at least one.
 
     Raises:
-        ValueError: a number that is not positive, or no points.
+        ValueError: a number is not positive and finite, or `points` is empty.
     """
     figures = {"flops_per_s": flops_per_s, "bytes_per_s": bytes_per_s}
     for point in points:
         figures |= {f"intensity of {point.name}": point.intensity, f"flops_per_s of {point.name}": point.flops_per_s}
     for name, value in figures.items():
         if not 0 < value < math.inf:
-            raise ValueError(f"{name}={value!r}: must be positive, a logarithmic axis has no place for it")
+            raise ValueError(f"{name}={value!r} is not on a logarithmic axis: give a positive, finite number")
     if not points:
-        raise ValueError("points is empty: a roofline needs at least one measured point")
+        raise ValueError(f"points={points!r} is empty: give at least one measured point")
     return Picture(_draw(title, flops_per_s, bytes_per_s, points), _table(title, flops_per_s, bytes_per_s, points))
 
 
 def _draw(title: str, flops_per_s: float, bytes_per_s: float, points: Sequence[RooflinePoint]) -> str:
-    ridge = flops_per_s / bytes_per_s  # operations per byte at which link and device bind alike
+    ridge = flops_per_s / bytes_per_s  # operations per byte at which link and device limit equally
     intensities, speeds = [ridge, *(p.intensity for p in points)], [flops_per_s, *(p.flops_per_s for p in points)]
     low, high = min(intensities) / 2, max(intensities) * 2
     x = Scale(math.log10(low), math.log10(high), LEFT, RIGHT)
@@ -69,17 +68,15 @@ def _draw(title: str, flops_per_s: float, bytes_per_s: float, points: Sequence[R
     middle, top = x(math.log10(ridge)), y(math.log10(flops_per_s))
     parts.append(text(middle - 12, top - 8, "the link binds ◂", anchor="end", style="dim"))
     parts.append(text(middle + 12, top - 8, f"▸ the device binds, {format_prefixed(flops_per_s)}FLOP/s", style="dim"))
-    for point in points:  # the opacity as a style, which wins over the rule of the class
+    descriptions = []
+    for point in points:
         px, py = x(math.log10(point.intensity)), y(math.log10(point.flops_per_s))
-        parts.append(
-            f'<circle cx="{px:.1f}" cy="{py:.1f}" r="5" class="card" stroke-width="2" style="stroke-opacity:1"/>'
-        )
-        parts.append(text(px + 10, py + 16, point.name))
-    said = "; ".join(
-        f"{p.name}: {format_prefixed(p.flops_per_s)}FLOP/s of at most {format_prefixed(_speed_bound(p, flops_per_s, bytes_per_s))}"
-        for p in points
-    )
-    return document(WIDTH, HEIGHT, title, said, parts)
+        # opacity as a style, which takes precedence over the class
+        dot = f'<circle cx="{px:.1f}" cy="{py:.1f}" r="5" class="card" stroke-width="2" style="stroke-opacity:1"/>'
+        parts += [dot, text(px + 10, py + 16, point.name)]
+        bound = format_prefixed(_speed_bound(point, flops_per_s, bytes_per_s))
+        descriptions.append(f"{point.name}: {format_prefixed(point.flops_per_s)}FLOP/s of at most {bound}")
+    return document(WIDTH, HEIGHT, title, "; ".join(descriptions), parts)
 
 
 def _axes(x: Scale, y: Scale) -> Iterator[str]:
@@ -95,7 +92,7 @@ def _axes(x: Scale, y: Scale) -> Iterator[str]:
 
 
 def _decades(scale: Scale) -> Iterator[float]:
-    """1, 2 and 5 times the powers of ten on an axis."""
+    """Yield 1, 2 and 5 times the powers of ten on an axis."""
     for power in range(math.floor(scale.low), math.ceil(scale.high) + 1):
         yield from (f * 10.0**power for f in (1, 2, 5) if scale.low <= math.log10(f * 10.0**power) <= scale.high)
 
@@ -108,17 +105,7 @@ def _table(title: str, flops_per_s: float, bytes_per_s: float, points: Sequence[
     rows = []
     for point in points:
         roof = _speed_bound(point, flops_per_s, bytes_per_s)
-        numbers = (
-            f"{point.intensity:.4g}",
-            f"{format_prefixed(roof)}FLOP/s",
-            f"{format_prefixed(point.flops_per_s)}FLOP/s",
-        )
-        rows.append((point.name, *numbers, f"{point.flops_per_s / roof:.0%}"))
+        speeds = (f"{format_prefixed(speed)}FLOP/s" for speed in (roof, point.flops_per_s))
+        rows.append((point.name, f"{point.intensity:.4g}", *speeds, f"{point.flops_per_s / roof:.0%}"))
     note = f"The device: {format_prefixed(flops_per_s)}FLOP/s. The link: {format_prefixed(bytes_per_s)}B/s."
     return Table(f"In numbers: {title}", ("", "operations per byte", "roofline", "measured", "of it"), rows, note)
-
-
-def format_prefixed(value: float) -> str:
-    """Write a number to three digits, with the prefix of its unit."""
-    factor, prefix = next((unit for unit in UNITS if value >= unit[0] * 0.9995), UNITS[-1])
-    return f"{value / factor:.3g} {prefix}"

@@ -1,13 +1,15 @@
-"""From values to pixels: linear scales, round marks on an axis, numbers for people."""
+"""Linear scales, axis marks and the format of numbers."""
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple
 
+UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+
 
 class Scale(NamedTuple):
-    """Maps values to pixels, linearly."""
+    """Linear mapping of values to pixels."""
 
     low: float  # value at `first`
     high: float  # value at `last`
@@ -15,15 +17,14 @@ class Scale(NamedTuple):
     last: float
 
     def __call__(self, value: float) -> float:
-        """Return where `value` lies, in pixels; values outside lie outside."""
-        # of an empty range every value lies at `first`
+        """Return the position of `value` in pixels, without clipping; `first` if the range is empty."""
         return self.first + (self.last - self.first) * (value - self.low) / ((self.high - self.low) or 1.0)
 
 
 def ticks(low: float, high: float, at_most: int) -> list[float]:
-    """Return round values from `low` to `high`, in steps of 1, 2 or 5 times a power of ten, `at_most` of them (2 or more)."""
+    """Return at most `at_most` (2 or more) multiples of 1, 2 or 5 * 10**n from `low` to `high`."""
     rough = (high - low) / (at_most - 1)
-    if not rough > 0:  # not `<=`: NaN ends here as well
+    if not rough > 0:  # also for NaN
         return [low]
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
@@ -31,8 +32,8 @@ def ticks(low: float, high: float, at_most: int) -> list[float]:
 
 
 def round_up(value: float) -> float:
-    """Return the next of 1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8 times a power of ten: the end of an axis that should not jump."""
-    if not value > 0:  # NaN as well
+    """Return the next larger round value, one of 1, 1.2, 1.5, ... 8 times a power of ten."""
+    if not value > 0:  # also for NaN
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
     steps = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
@@ -40,8 +41,14 @@ def round_up(value: float) -> float:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write `seconds` for people: three digits with s, ms or µs."""
+    """Return `seconds` with three digits and the unit s, ms or µs."""
     size = abs(seconds)
     if size >= 0.9995:  # three digits of 999.6 ms would be "1e+03"
         return f"{seconds:.3g} s" if size < 999.5 else f"{seconds:.0f} s"
     return f"{seconds * 1e3:.3g} ms" if size >= 0.9995e-3 or size == 0 else f"{seconds * 1e6:.3g} µs"
+
+
+def format_prefixed(value: float) -> str:
+    """Return a number with three digits and an SI prefix."""
+    factor, prefix = next((unit for unit in UNITS if value >= unit[0] * 0.9995), UNITS[-1])
+    return f"{value / factor:.3g} {prefix}"

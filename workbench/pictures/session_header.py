@@ -1,4 +1,4 @@
-"""The header in HTML: what trains on what, how far it is, and what waits to be done."""
+"""Header of a session: state, facts, progress, queue and settings."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from l2l_core import Compress
 from l2l_core.trace import format_bytes
 from workbench.pictures import svg
 from workbench.pictures.picture import Picture, Table
-from workbench.pictures.scale import format_seconds
+from workbench.pictures.scale import format_prefixed, format_seconds
 from workbench.pictures.theme import GREEN, GREY, ORANGE, SKY, VERMILION
 from workbench.session import Failure, Snapshot
 
 STATE_COLOURS = {"idle": GREY, "running": GREEN, "paused": ORANGE, "failed": VERMILION, "closed": GREY}
 STATE_SIGNS = {"idle": "●", "running": "▶", "paused": "‖", "failed": "✕", "closed": "○"}
-_PACE_STEPS = 10  # steps that the pace is taken from
+_PACE_STEPS = 10  # number of recent steps that define the pace
 
 
 def header_html(snapshot: Snapshot, state_label: str = "") -> str:
-    """Write one line: the state, or what it is called here, and the facts."""
+    """Return one line of HTML with the state, or `state_label` in its place, and the facts."""
     colour, words = STATE_COLOURS[snapshot.state], state_label or describe_state(snapshot)
     state = f'<span class="l2l-state" style="border-color:{colour}">{STATE_SIGNS[snapshot.state]} {words}</span>'
     facts = " · ".join(escape(fact) for fact in header_facts(snapshot))
@@ -36,31 +36,31 @@ _FAILURE_TITLES = {
 
 
 def failure_title(failure: Failure, branch: str) -> str:
-    """Say what failed and with which error, in a few words; on which branch, if that is not this one."""
+    """Return the title of a failure: the part that failed, its branch if it is not `branch`, and the error."""
     where = f" on branch {failure.branch}" if failure.branch != branch else ""
     return f"{_FAILURE_TITLES[failure.during].format(step=failure.step)}{where}: {failure.error}"
 
 
 def header_picture(snapshot: Snapshot, state_label: str = "") -> Picture:
-    """Make a picture of the same facts, in one line, with a table of what is set."""
+    """Return a picture of the header line with a table of the settings."""
     words = f"{state_label or describe_state(snapshot)}: {' · '.join(header_facts(snapshot))}"
     line = svg.document(960, 26, words, words, [svg.text(0, 17, words, style="strong")])
     return Picture(line, settings_table(snapshot, words))
 
 
 def settings_table(snapshot: Snapshot, note: str = "") -> Table:
-    """Make a table of the settings of the next step."""
+    """Return a table of the settings of the next step."""
     rows = [(name, str(value)) for name, value in _settings(snapshot).items()]
     return Table("Settings of the next step", ("setting", "value"), rows, note)
 
 
 def describe_state(snapshot: Snapshot) -> str:
-    """Say the state in a word or a few."""
+    """Return the state in words."""
     return "pausing after this step" if snapshot.pausing else snapshot.state
 
 
 def header_facts(snapshot: Snapshot) -> list[str]:
-    """Say what trains on what, how far it is, the last loss and the pace."""
+    """Return model, device, step, last loss and pace, each in words."""
     facts = [
         snapshot.model,
         f"{len(snapshot.layers)} layers",
@@ -75,18 +75,18 @@ def header_facts(snapshot: Snapshot) -> list[str]:
 
 
 def _step_seconds(snapshot: Snapshot) -> float:
-    # the median: one slow step, as the first one often is, does not count
+    # the median, which ignores single slow steps, such as the first one
     recent = sorted(row.seconds for row in snapshot.steps[-_PACE_STEPS:])
     return recent[len(recent) // 2]
 
 
 def describe_wait(snapshot: Snapshot) -> str:
-    """Say what commands in the queue wait for."""
+    """Return the wait of the queue in words."""
     return f"waits for {snapshot.busy} to end" if snapshot.busy else "is next"
 
 
 def pending_html(snapshot: Snapshot) -> str:
-    """Write what the newest command waits for, and its place in the queue; nothing if none waits."""
+    """Return the newest waiting command as HTML, with its place in the queue; empty if none waits."""
     if not snapshot.queued:
         return ""
     count = len(snapshot.queued)
@@ -96,22 +96,21 @@ def pending_html(snapshot: Snapshot) -> str:
 
 
 def progress_html(snapshot: Snapshot) -> str:
-    """Write how far the run is, and what waits for which command or step to end."""
+    """Return the progress of the run and the queue as HTML."""
     queued = ""
     if snapshot.queued:
         words = f"{describe_wait(snapshot)}: " if snapshot.busy else "next: "
-        listed = "; ".join(f"{i}. {what}" for i, what in enumerate(snapshot.queued, start=1))
-        said = escape(words + listed)
-        queued = f'<span class="l2l-queued" role="status" title="{said}">{said}</span>'
+        words += "; ".join(f"{i}. {what}" for i, what in enumerate(snapshot.queued, start=1))
+        queued = f'<span class="l2l-queued" role="status" title="{escape(words)}">{escape(words)}</span>'
     return f'<div class="l2l-progress">{_progress_bar(snapshot)}{queued}</div>'
 
 
 def _progress_bar(snapshot: Snapshot) -> str:
-    # None: without end; 0: no run so far
+    # target None: a run without end; 0: no run yet
     if snapshot.target is None:
         return f"<span>{snapshot.done} steps, until stopped</span>"
     if not snapshot.target:
-        return "<span>no steps asked for</span>"
+        return "<span>no run yet</span>"
     share = snapshot.done / snapshot.target
     left = ""
     if snapshot.steps and snapshot.state == "running" and snapshot.target > snapshot.done:
@@ -129,7 +128,7 @@ def _settings(snapshot: Snapshot) -> dict[str, object]:
     links = {
         words: "unlimited" if figures.get(name) is None else f"{format_bytes(figures[name])}/s"
         for name, words in (("h2d_bytes_per_s", "link to the device"), ("d2h_bytes_per_s", "link from the device"))
-        if name in figures  # a device whose link is real need not state any
+        if name in figures  # a real link may have no stated bandwidth
     }
     stays = {"layers that stay": config.resident, "graphs kept": config.keep}
     return {
@@ -140,20 +139,16 @@ def _settings(snapshot: Snapshot) -> dict[str, object]:
         "stash on": config.stash,
         "update": config.update,
         "precision": config.precision,
-        **({"gradients on the wire": describe_compression(config.wire)} if config.wire is not None else {}),
+        **({"gradients on the wire": _describe_compression(config.wire)} if config.wire is not None else {}),
         **links,
         "device memory": "no limit" if snapshot.budget_bytes is None else format_bytes(snapshot.budget_bytes),
     }
 
 
-def describe_compression(compress: Compress) -> str:
-    """Say how gradients are compressed."""
+def _describe_compression(compress: Compress) -> str:
     return f"{compress.format}, {'with' if compress.feedback else 'without'} feedback"
 
 
 def format_count(number: int) -> str:
-    """Write a number for people, with three digits: "1.22 M"."""
-    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= 0.9995 * scale:  # three digits of 999,900 would be "1e+03 k"
-            return f"{number / scale:.3g} {unit}"
-    return str(number)
+    """Return a number with three digits and a unit prefix, as in "1.22 M"."""
+    return format_prefixed(number).strip()

@@ -1,13 +1,14 @@
-"""The layers as a table: sizes, versions, gradient norms, update-to-weight ratios with small bars, and influence.
+"""HTML table of the layers: sizes, versions, gradient norms, update / weight ratios with bars, and influence.
 
-HTML, not SVG: text of a page can be selected, searched and scrolled under a fixed header. A page needs `STYLE` once.
+A page needs `STYLE` once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from html import escape
+from typing import TypeGuard
 
 from l2l_core.trace import format_bytes
 from workbench.pictures.picture import Table
@@ -15,12 +16,12 @@ from workbench.pictures.theme import BLUE, GREEN, VERMILION
 from workbench.readings import number_layers, short_name
 from workbench.session import LayerRow
 
-ALL_UP_TO = 40  # rows; of more layers, head, tail and the notable ones are shown
-NUM_ENDS = 12  # of them, at head and at tail
-NUM_NOTABLE = 3  # with the largest and the smallest of each figure
+ALL_UP_TO = 40  # of more layers, both ends and the notable ones are shown
+NUM_ENDS = 12  # layers shown at each end
+NUM_NOTABLE = 3  # layers shown with the largest and with the smallest values of each figure
 TEXT_UP_TO = 60
-USUAL_RATIOS = (3e-4, 3e-3)  # update over weight: about 1e-3 is healthy, a rule of thumb (A. Karpathy)
-UNUSUAL_RATIOS = (1e-5, 1e-2)  # beyond, a ratio gets an exclamation mark
+USUAL_RATIOS = (3e-4, 3e-3)  # update / weight: about 1e-3 is healthy, a rule of thumb (A. Karpathy)
+UNUSUAL_RATIOS = (1e-5, 1e-2)  # ratios outside get an exclamation mark
 RATIO_AXIS = (1e-6, 1e-1)  # ends of the ratios' bars
 
 STYLE = f"""
@@ -49,43 +50,43 @@ background:color-mix(in srgb,currentColor 9%,transparent)}}
 """.replace("\n", "")
 
 _HEADER = ("layer", "key", "name", "weights", "bytes", "version", "gradient norm", "update / weight", "influence", "")
-_WIDTHS = (4.5, 7, 0, 8.5, 6.5, 6, 13, 15, 7, 8)  # em, so that nothing moves while numbers change; 0: what is left
-_USUAL = "norm of the update over norm of the weights; about 1e-3 is usual, the marks stand at 3e-4 and 3e-3"
-_NUMBER = "position among the layers, from 0: it moves when layers before it come or go"
-_KEY = "stays with the layer through all edits"
-_INFLUENCE = "1 minus the mean cosine between the layer's input and output: near 0, the layer changes little"
+_WIDTHS = (4.5, 7, 0, 8.5, 6.5, 6, 13, 15, 7, 8)  # em, fixed so that columns do not move; 0: the remaining width
+_TITLES = {
+    "layer": "position among the layers, from 0; edits of earlier layers change it",
+    "key": "permanent name of the layer, which edits do not change",
+    "update / weight": "norm of the update over norm of the weights; about 1e-3 is usual, marks at 3e-4 and 3e-3",
+    "influence": "1 minus the mean cosine between the layer's input and output: near 0, the layer changes little",
+}
 
 
 def draw_layers(
     layers: Sequence[LayerRow], *, computing: str = "", changed: Collection[str] = (), selected: str = ""
 ) -> str:
-    """Write an HTML table of the layers, in a box that scrolls.
+    """Return an HTML table of the layers, in a scrolling box.
 
     Args:
-        layers: the stack, in order.
-        computing: key of the layer that computes now.
+        layers: the layers, in order.
+        computing: key of the computing layer.
         changed: keys of layers to mark, as after an edit.
-        selected: key of the layer that is chosen; of many layers, it is always among those that are shown.
+        selected: key of the selected layer, which is always shown.
     """
-    head = "".join(
-        f'<th scope="col" style="{f"width:{width}em" if width else ""}"{_HEADER_ATTRIBUTES.get(name, "")}>{name}</th>'
-        for name, width in zip(_HEADER, _WIDTHS, strict=True)
-    )
-    norms = [layer.grad_norm for layer in layers]
-    ends = _axis_ends(norms)
+    head = ""
+    for name, width in zip(_HEADER, _WIDTHS, strict=True):
+        style, title = f"width:{width}em" if width else "", _TITLES.get(name)
+        attributes = ' class="l2l-name"' if name in ("key", "name") else ""
+        attributes += f' title="{title}"' if title else ""
+        head += f'<th scope="col" style="{style}"{attributes}>{name}</th>'
+    ends = _axis_ends([layer.grad_norm for layer in layers])
     rows, last, numbers = [], -1, number_layers(layer.key for layer in layers)
     for number in _visible_layers(layers, {computing, selected, *changed}):
         if number > last + 1:
-            rows.append(_more_row(number - last - 1))
+            more = f'<td colspan="{len(_HEADER) - 1}">… {number - last - 1:,} more</td>'
+            rows.append(f'<tr class="l2l-more"><td></td>{more}</tr>')
         layer = layers[number]
-        states = {
-            "l2l-computing": layer.key == computing,
-            "l2l-changed": layer.key in changed,
-            "l2l-frozen": layer.frozen,
-        }
-        rows.append(
-            _row(short_name(layer.key, numbers), layer, ends, [name for name, holds in states.items() if holds])
-        )
+        classes = ["l2l-computing"] if layer.key == computing else []
+        classes += ["l2l-changed"] if layer.key in changed else []
+        classes += ["l2l-frozen"] if layer.frozen else []
+        rows.append(_row(short_name(layer.key, numbers), layer, ends, classes))
         last = number
     if not layers:
         rows.append(f'<tr class="l2l-more"><td colspan="{len(_HEADER)}">no layers</td></tr>')
@@ -93,70 +94,35 @@ def draw_layers(
 
 
 def layers_table(layers: Sequence[LayerRow]) -> Table:
-    """Make a table of the same in text: up to 60 layers all of them, of more the ends and the notable ones."""
-    numbers = range(len(layers)) if len(layers) <= TEXT_UP_TO else _visible_layers(layers, ())
+    """Return a table of the layers as text; of more than 60, both ends and the notable ones."""
+    shown = range(len(layers)) if len(layers) <= TEXT_UP_TO else _visible_layers(layers, ())
     rows, names = [], number_layers(layer.key for layer in layers)
-    for number in numbers:
-        layer = layers[number]
-        rows.append(
-            (
-                short_name(layer.key, names),
-                layer.key,
-                layer.name,
-                f"{layer.num_params:,}",
-                format_bytes(layer.nbytes),
-                str(layer.version),
-                _figure(layer.grad_norm),
-                _figure(layer.update_ratio),
-                _figure(layer.influence),
-                _describe_trained(layer),
-            )
-        )
-    header = (
-        "layer",
-        "key",
-        "name",
-        "weights",
-        "bytes",
-        "version",
-        "gradient norm",
-        "update/weight",
-        "influence",
-        "frozen",
-    )
+    for layer in (layers[i] for i in shown):
+        sizes = f"{layer.num_params:,}", format_bytes(layer.nbytes), str(layer.version)
+        figures = map(_figure, (layer.grad_norm, layer.update_ratio, layer.influence))
+        rows.append((short_name(layer.key, names), layer.key, layer.name, *sizes, *figures, _describe_trained(layer)))
+    header = (*_HEADER[:-1], "frozen")
     note = f"… {len(layers) - len(rows)} more" if len(rows) < len(layers) else ""
     return Table("Layers", header, rows, note)
 
 
 def _visible_layers(layers: Sequence[LayerRow], besides: Collection[str]) -> Sequence[int]:
-    """Numbers of the layers to show, ascending."""
+    """Return the positions of the layers to show, ascending."""
     count = len(layers)
     if count <= ALL_UP_TO:
         return range(count)
     chosen = {*range(NUM_ENDS), *range(count - NUM_ENDS, count)}
     for figures in zip(*((layer.grad_norm, layer.update_ratio, layer.influence) for layer in layers), strict=True):
-        known = [i for _, i in sorted((figure, i) for i, figure in enumerate(figures) if _is_finite(figure))]
-        chosen |= {*known[:NUM_NOTABLE], *known[-NUM_NOTABLE:]}
-        chosen |= set(
-            [i for i, figure in enumerate(figures) if figure is not None and not _is_finite(figure)][:NUM_NOTABLE]
-        )
+        ranked = [i for _, i in sorted((figure, i) for i, figure in enumerate(figures) if _is_finite(figure))]
+        broken = [i for i, figure in enumerate(figures) if figure is not None and not _is_finite(figure)]
+        chosen |= {*ranked[:NUM_NOTABLE], *ranked[-NUM_NOTABLE:], *broken[:NUM_NOTABLE]}
     chosen |= set([i for i, layer in enumerate(layers) if layer.key in besides][:NUM_ENDS])
     return sorted(chosen)
 
 
-_HEADER_ATTRIBUTES = {
-    "layer": f' title="{_NUMBER}"',
-    "key": f' class="l2l-name" title="{_KEY}"',
-    "name": ' class="l2l-name"',
-    "update / weight": f' title="{_USUAL}"',
-    "influence": f' title="{_INFLUENCE}"',
-}
-
-
-def _row(number: str, layer: LayerRow, ends: tuple[float, float], states: Sequence[str]) -> str:
-    style = " ".join(states)
+def _row(number: str, layer: LayerRow, ends: tuple[float, float], classes: Sequence[str]) -> str:
     ratio = layer.update_ratio
-    odd = _is_finite(ratio) and not UNUSUAL_RATIOS[0] <= ratio <= UNUSUAL_RATIOS[1]  # type: ignore[operator]
+    odd = _is_finite(ratio) and not UNUSUAL_RATIOS[0] <= ratio <= UNUSUAL_RATIOS[1]
     mark = f'<span class="l2l-odd">{"!" if odd else ""}</span>'
     low, high = (100 * _share(bound, RATIO_AXIS) for bound in USUAL_RATIOS)
     band = f'<b style="left:{low:.0f}%;right:{100 - high:.0f}%"></b>'
@@ -172,53 +138,45 @@ def _row(number: str, layer: LayerRow, ends: tuple[float, float], states: Sequen
         f"<td>{_figure(layer.influence)}</td>",
         f"<td>{_describe_trained(layer)}</td>",
     ]
-    styled = f' class="{style}"' if style else ""
+    styled = f' class="{" ".join(classes)}"' if classes else ""
     return f'<tr data-key="{escape(layer.key)}"{styled}>{"".join(cells)}</tr>'
 
 
 def _describe_trained(layer: LayerRow) -> str:
-    """How much of a layer is trained, if it is not all of it."""
+    """Return the trained share of a layer in words; empty if all of it is trained."""
     if layer.frozen:
         return "frozen"
     if layer.num_trained >= layer.num_params:
         return ""
-    return f"trains {min(99, 100 * layer.num_trained / layer.num_params):.2g} %"  # 100 % would say all of it
-
-
-def _more_row(count: int) -> str:
-    return f'<tr class="l2l-more"><td></td><td colspan="{len(_HEADER) - 1}">… {count:,} more</td></tr>'
+    return f"trains {min(99, 100 * layer.num_trained / layer.num_params):.2g} %"  # 100 % would mean all of it
 
 
 def _bar(figure: float | None, ends: tuple[float, float], colour: str, inside: str = "") -> str:
     filled = ""
     if _is_finite(figure):
-        filled = f'<i style="width:{100 * _share(figure, ends):.0f}%;background:{colour}"></i>'  # type: ignore[arg-type]
+        filled = f'<i style="width:{100 * _share(figure, ends):.0f}%;background:{colour}"></i>'
     return f'<span class="l2l-bar" aria-hidden="true">{filled}{inside}</span>'
 
 
 def _axis_ends(figures: Sequence[float | None]) -> tuple[float, float]:
-    """Ends of a logarithmic scale: whole powers of ten around all figures, two of them at least."""
-    known = list(_positive(figures))
-    if not known:
+    """Return the ends of a logarithmic scale: powers of ten around all figures, at least two decades apart."""
+    positive = [figure for figure in figures if _is_finite(figure) and figure > 0]
+    if not positive:
         return 1e-3, 1.0
-    # a little lower than the smallest figure, so that it has a bar, too
-    low, high = math.floor(math.log10(min(known)) - 0.3), math.ceil(math.log10(max(known)))
+    # 0.3 lower, so that the smallest figure has a visible bar
+    low, high = math.floor(math.log10(min(positive)) - 0.3), math.ceil(math.log10(max(positive)))
     return 10.0**low, 10.0 ** max(high, low + 2)
 
 
 def _share(figure: float, ends: tuple[float, float]) -> float:
-    """Where a figure lies between the ends, in [0, 1], on a logarithmic scale."""
+    """Return the position of a figure between the ends on a logarithmic scale, in [0, 1]."""
     if figure <= 0:
         return 0.0
     low, high = math.log10(ends[0]), math.log10(ends[1])
     return min(1.0, max(0.0, (math.log10(figure) - low) / (high - low)))
 
 
-def _positive(figures: Sequence[float | None]) -> Iterator[float]:
-    return (figure for figure in figures if figure is not None and math.isfinite(figure) and figure > 0)
-
-
-def _is_finite(figure: float | None) -> bool:
+def _is_finite(figure: float | None) -> TypeGuard[float]:
     return figure is not None and math.isfinite(figure)
 
 

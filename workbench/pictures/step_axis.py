@@ -1,73 +1,79 @@
-"""The axis of steps that the loss and the heat map share, so that they line up, and the changes marked on it."""
+"""Axes shared by several pictures: seconds, steps, and the marks of changes between steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 
-from workbench.pictures.scale import Scale, ticks
-from workbench.pictures.svg import path, text
+from workbench.pictures.relay_drawing import shortened
+from workbench.pictures.scale import Scale, format_seconds, ticks
+from workbench.pictures.svg import PAGE, path, text
 from workbench.session import Change
 
 WIDTH, LEFT, RIGHT = 960, 96, 944
 MIN_GAP = 4.0  # px, between marks
-LETTER = 6.2  # px, of a small letter, at most
-
-ChangeMark = tuple[float, str]  # px, what was changed
+LETTER = 6.2  # px, maximum width of a small letter
 
 
 def steps_scale(seen: Sequence[float], changes: Sequence[Change] = ()) -> Scale:
-    """Make a scale from the first of these steps to the last, with room for all of the last: half a step to either side."""
+    """Return a scale for these steps and changes, with half a step of room after the last."""
     first, last = min(seen, default=0.0), max([*seen, *(change.step for change in changes)], default=1.0)
-    # not from 0 where that would leave a fifth of the axis empty, as in a run that is continued
+    # not from 0 if more than a fifth of the axis would be empty, as in a resumed run
     low = 0.0 if first <= max(last / 5, 1.0) else first - 1.0
-    return Scale(low, max(last + 0.5, low + 10.0), LEFT, RIGHT)  # so that the first steps do not stretch it each
+    return Scale(low, max(last + 0.5, low + 10.0), LEFT, RIGHT)  # at least 10 steps, so that it is stable at first
+
+
+def draw_time_axis(time: Scale, y: float, at_most: int, style: str = "") -> Iterator[str]:
+    """Draw an axis of seconds with at most `at_most` marks and their labels."""
+    marks = ticks(time.low, time.high, at_most)
+    lines = "".join(f"M{time(mark):.1f} {y:g}v5" for mark in marks)
+    yield path(f"M{time.first:g} {y:g}H{time.last:g}{lines}", style="axis")
+    for mark in marks:
+        anchor, words = "end" if time(mark) > time.last - 20 else "middle", format_seconds(mark) if mark else "0"
+        yield text(time(mark), y + 18, words, style=style, anchor=anchor)
 
 
 def draw_steps_axis(x: Scale, top: float, bottom: float) -> Iterator[str]:
     """Draw lines on the left and at the bottom, with numbers of steps."""
     steps = [step for step in ticks(x.low, math.floor(x.high), 11) if step == int(step)]
-    yield path(
-        f"M{LEFT} {top:g}V{bottom:g}H{RIGHT}" + "".join(f"M{x(step):.1f} {bottom:g}v5" for step in steps), style="axis"
-    )
+    marks = "".join(f"M{x(step):.1f} {bottom:g}v5" for step in steps)
+    yield path(f"M{LEFT} {top:g}V{bottom:g}H{RIGHT}{marks}", style="axis")
     for step in steps:
         anchor = "end" if x(step) > RIGHT - 14 else "middle"
         yield text(x(step), bottom + 19, f"{step:.0f}", style="small dim", anchor=anchor)
     yield text((LEFT + RIGHT) / 2, bottom + 38, "step", style="dim", anchor="middle")
 
 
-def locate_changes(changes: Sequence[Change], x: Scale) -> list[ChangeMark]:
-    """Return where each change lies, between two steps; changes in one place are one."""
+def draw_changes(
+    changes: Sequence[Change],
+    scale: Scale,
+    top: float,
+    bottom: float,
+    baselines: Sequence[float],
+    outlined: bool = False,
+) -> Iterator[str]:
+    """Draw a dashed line at each change, with a label in the first row with room for it.
+
+    Changes after the same step share a line, and lines are at least `MIN_GAP` apart. `outlined` separates the lines from
+    colours behind them.
+    """
     by_step: dict[int, list[str]] = {}
     for change in changes:
         by_step.setdefault(change.step, []).append(change.what)
-    return [(min(max(x(step + 0.5), LEFT), RIGHT), ", ".join(what)) for step, what in sorted(by_step.items())]
-
-
-def change_lines(places: Sequence[ChangeMark], top: float, bottom: float) -> str:
-    """Return commands of a path: an upright line at every place, where they are not too close."""
-    lines, end = [], -math.inf
-    for at, _ in places:
-        if at >= end + MIN_GAP:
-            lines.append(f"M{at:.1f} {top:g}V{bottom:g}")
-            end = at
-    return "".join(lines)
-
-
-def name_changes(places: Sequence[ChangeMark], baselines: Sequence[float]) -> Iterator[str]:
-    """Write each name into the first row that has room for it; a name that fits in none is left out."""
-    free = [0.0] * len(baselines)
-    for at, what in places:
-        words = truncate(what, 34)
+    lines, labels, previous, free = "", [], -math.inf, [0.0] * len(baselines)
+    for step, what in sorted(by_step.items()):
+        x, words = min(max(scale(step + 0.5), LEFT), RIGHT), shortened(", ".join(what), 34)
+        if x >= previous + MIN_GAP:
+            lines += f"M{x:.1f} {top:g}V{bottom:g}"
+            previous = x
         width = LETTER * len(words)
-        left = min(at, RIGHT - width)
-        for row, baseline in enumerate(baselines):
-            if left >= free[row]:
-                yield text(left, baseline, words, style="small")
-                free[row] = left + width + 10
-                break
-
-
-def truncate(words: str, letters: int) -> str:
-    """Return at most so many letters, with an ellipsis instead of the rest."""
-    return words if len(words) <= letters else words[: letters - 1].rstrip() + "…"
+        left = min(x, RIGHT - width)
+        row = next((row for row, end in enumerate(free) if left >= end), None)
+        if row is not None:
+            labels.append(text(left, baselines[row], words, style="small"))
+            free[row] = left + width + 10
+    if lines and outlined:
+        yield f'<g opacity=".6">{path(lines, stroke=PAGE, width=3)}</g>'
+    if lines:
+        yield path(lines, style="axis", dash="3 4")
+    yield from labels

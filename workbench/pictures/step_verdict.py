@@ -1,4 +1,4 @@
-"""The last step in one line: what binds it, how much of its copying is hidden, and whether it fits."""
+"""Verdict on a step in one line: its bottleneck, the share of hidden copies, and its memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from workbench.pictures.theme import LANE_NAMES
 from workbench.readings import Columns, summarize_timeline
 
 COPY_LANES = ("h2d", "d2h")
-_MIN_SHARE = 0.05  # a share of a step below which a phase binds nothing
+_MIN_SHARE = 0.05  # phases shorter than this share of a step are ignored
 
 
 class GlossaryTerm(NamedTuple):
-    """Names a word of the glossary, and what stands in its place."""
+    """A term of the glossary; `text` replaces it on the page."""
 
     word: str
     text: str = ""
@@ -29,37 +29,34 @@ Sentence = Sequence[str | GlossaryTerm]
 
 
 def verdict_of(trace: Trace, bounds: Sequence[Bound], budget_bytes: int | None, in_core_bytes: int | None) -> Sentence:
-    """Say what binds a step, how much of its copying is hidden, and whether it fits, in one line.
+    """Return one line on a step's bottleneck, the share of hidden copies, and its memory.
 
     Args:
-        trace: of a finished step.
-        found: what binds its phases, `trace.bound_by()`.
-        budget_bytes: the device's memory, None if it has no limit.
-        in_core_bytes: what in-core training would need, None if that is not known.
+        trace: trace of a finished step.
+        bounds: bottlenecks of its phases, `trace.bound_by()`.
+        budget_bytes: memory of the device; None if it has no limit.
+        in_core_bytes: bytes needed by in-core training, if available.
     """
     overlap = summarize_timeline(Columns.of(trace)).overlap
-    copied = [" · ", f"{100 * overlap:.0f} % of copies ", GlossaryTerm("hidden"), " · "]
-    return [
-        *_describe_bound(trace, bounds),
-        *copied,
-        *_describe_fit(trace.peak_bytes("device"), budget_bytes, in_core_bytes),
-    ]
+    copies = f" · {100 * overlap:.0f} % of copies ", GlossaryTerm("hidden"), " · "
+    fit = _describe_fit(trace.peak_bytes("device"), budget_bytes, in_core_bytes)
+    return [*_describe_bound(trace, bounds), *copies, *fit]
 
 
 def plain_text(sentence: Sentence) -> str:
-    """Return a line without explanations."""
+    """Return the line as plain text."""
     return "".join(one if isinstance(one, str) else one.text or one.word for one in sentence)
 
 
 def verdict_html(step_label: str, sentence: Sentence) -> str:
-    """Write the line for a page, of a step as the session calls it (or of none); its terms explain themselves."""
+    """Return the line as HTML with explained terms, preceded by `step_label` unless empty."""
     words = "".join(escape(one) if isinstance(one, str) else term_html(*one) for one in sentence)
     step = f'<span class="l2l-step">{escape(step_label)}</span>' if step_label else ""
     return f'<div class="l2l-verdict">{step}{words}</div>'
 
 
 def bounds_table(bounds: Sequence[Bound], title: str) -> Table:
-    """List what binds each phase, and what would help."""
+    """Return a table of each phase's bottleneck and its remedy."""
     rows = []
     for bound in bounds:
         share = f"{100 * bound.idle_s / bound.span_s:.0f} %" if bound.span_s else "–"
@@ -82,21 +79,21 @@ def _describe_bound(trace: Trace, bounds: Sequence[Bound]) -> Sentence:
     if worst.lane in NETWORK_LANES:
         return [f"bound by the network: in {worst.phase} compute waits {share} for {LANE_NAMES[worst.lane]}"]
     if worst.lane == "others":
-        return [f"bound by other workers: in {worst.phase} compute waits {share} for one to come"]
+        return [f"bound by other workers: in {worst.phase} compute waits {share} for another worker"]
     return [f"bound by the host: in {worst.phase} no lane is busy {share}"]
 
 
 def _describe_fit(peak_bytes: int, budget_bytes: int | None, in_core_bytes: int | None) -> Sentence:
     if budget_bytes is None:
-        said: Sentence = [f"takes {format_bytes(peak_bytes)} of device memory"]
+        fit: Sentence = [f"takes {format_bytes(peak_bytes)} of device memory"]
     else:
-        said = [GlossaryTerm("budget", "fits"), f" with {format_bytes(budget_bytes - peak_bytes)} to spare"]
+        fit = [GlossaryTerm("budget", "fits"), f" with {format_bytes(budget_bytes - peak_bytes)} to spare"]
     if in_core_bytes is None or in_core_bytes <= peak_bytes:
-        return said
-    return [*said, f" ({format_bytes(in_core_bytes)} ", GlossaryTerm("in core"), ")"]
+        return fit
+    return [*fit, f" ({format_bytes(in_core_bytes)} ", GlossaryTerm("in core"), ")"]
 
 
-# Where one line may become two from step to step, two are kept free: nothing below moves under the pointer.
+# On narrow pages two lines are reserved, so that the page does not move when the text wraps.
 STYLE = """
 @container l2l (max-width:1050px){.l2l-verdict{min-height:2.7em}}
 .l2l-verdict{font-size:13.5px;padding:2px 2px 4px;white-space:normal}

@@ -1,4 +1,4 @@
-"""Which worker waits for which: a row per worker on one axis of time, and a table of who waited for whom and where."""
+"""Waits between workers in one step: a row per worker on one time axis, and a table."""
 
 from __future__ import annotations
 
@@ -10,39 +10,38 @@ from l2l_core.analysis import STEP_BEGIN, Traces, Wait
 from l2l_core.trace import NETWORK_LANES, Trace
 from workbench.pictures import svg
 from workbench.pictures.picture import Picture, Table
-from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
-from workbench.pictures.span import common_span_s
+from workbench.pictures.scale import Scale, format_seconds, round_up
+from workbench.pictures.step_axis import draw_time_axis
 from workbench.pictures.theme import BLUE, GREEN, VERMILION, text_colour_on
-from workbench.pictures.timeline_chart import show_timeline
+from workbench.pictures.timeline_chart import common_span_s, show_timeline
 
 WIDTH, LEFT, RIGHT, TOP, ROW, PITCH = 960, 96, 944, 34, 26, 38  # px
-_MIN_LABEL_PX = 26  # px: of a wait that its worker's number fits into
+_MIN_LABEL_PX = 26  # px, the shortest wait that is labelled with a worker's number
 _WAIT_NAMES = {STEP_BEGIN: "before the step", "gather": "for weights", "reduce": "for gradients and the end"}
 _KINDS = ((GREEN, "computes"), (BLUE, "exchanges, compute waits"), (VERMILION, "waits for worker n"))
 
 
 def show_stragglers(traces: Traces) -> Picture:
-    """Draw what each worker did in a step, and for whom it waited, as SVG with a table of the waits."""
+    """Return a picture of each worker's work and waits in a step, with a table of the waits."""
     table = stragglers_table(traces)
     height = TOP + len(traces) * PITCH + 46
-    least_s = min(0.0, *(begins_s - trace.worker.waited_s for begins_s, trace in _traces_with_start(traces)))
-    reach_s = max(
-        (b + e.stop_s for b, trace in _traces_with_start(traces) for e in trace.events_since(0)[0]), default=0.0
-    )
+    started = list(zip(traces.offsets_s, traces, strict=True))
+    least_s = min([0.0, *(begin_s - trace.worker.waited_s for begin_s, trace in started)])
+    reach_s = max([0.0, *(begin_s + event.stop_s for begin_s, trace in started for event in trace.events_since(0)[0])])
     axis = Scale(least_s, least_s + round_up(reach_s - least_s), LEFT, RIGHT)
-    parts = [*_legend(), *_axis(axis, height - 34)]
-    for row, (begins_s, trace) in enumerate(_traces_with_start(traces)):
-        parts += _row(trace, begins_s, axis, TOP + row * PITCH)
+    parts = [*_legend(), *draw_time_axis(axis, height - 34, 9)]
+    for row, (begin_s, trace) in enumerate(started):
+        parts += _row(trace, begin_s, axis, TOP + row * PITCH)
     return Picture(svg.document(WIDTH, height, table.title, table.note, parts), table)
 
 
 def show_lanes(traces: Traces) -> list[Picture]:
-    """Draw every worker's timeline; all of them are as long, and each begins with its own step."""
+    """Return every worker's timeline, all on time axes of the same length."""
     return [show_timeline(trace, common_span_s(*traces)) for trace in traces]
 
 
 def stragglers_table(traces: Traces) -> Table:
-    """List who waited for whom, where and how long; the note says who was waited for most."""
+    """Return a table of the waits between workers; the note names the worker that caused the longest waits."""
     whole_s = traces.span_s + max(trace.worker.waited_s for trace in traces)
     rows = [
         (
@@ -60,43 +59,40 @@ def stragglers_table(traces: Traces) -> Table:
 
 
 def describe_stragglers(waits: Sequence[Wait]) -> str:
-    """Say in a sentence for which worker the others wait most, counting what compute did not hide."""
+    """Return a sentence on the worker that caused the longest waits not hidden by compute."""
     waited_s: dict[int, float] = defaultdict(float)
     for wait in waits:
         waited_s[wait.last] += wait.exposed_s
     if not any(waited_s.values()):
-        return "Nobody waits for anybody."
+        return "No worker waits for another one."
     last = max(waited_s, key=lambda rank: waited_s[rank])
     return f"Most is waited for worker {last}: {format_seconds(waited_s[last])} in which others could not compute."
 
 
-def _traces_with_start(traces: Traces) -> Iterator[tuple[float, Trace]]:
-    return zip(traces.offsets_s, traces, strict=True)
-
-
-def _row(trace: Trace, begins_s: float, axis: Scale, y: float) -> Iterator[str]:
-    yield svg.text(LEFT - 8, y + ROW / 2 + 4, f"worker {trace.worker.rank}", anchor="end")
+def _row(trace: Trace, begin_s: float, axis: Scale, y: float) -> Iterator[str]:
+    worker = trace.worker
+    yield svg.text(LEFT - 8, y + ROW / 2 + 4, f"worker {worker.rank}", anchor="end")
     yield svg.rect(LEFT, y, RIGHT - LEFT, ROW, style="well")
-    waits = [(-trace.worker.waited_s, 0.0, trace.worker.last)] if trace.worker.waited_s else []
-    works = []
+    waits = [(-worker.waited_s, 0.0, worker.last)] if worker.waited_s else []
+    exchanges = []
     for event in (event for lane in NETWORK_LANES for event in trace.lanes.get(lane, ())):
-        works.append((event.start_s, event.stop_s))
+        exchanges.append((begin_s + event.start_s, begin_s + event.stop_s))
         waits += [(event.start_s - event.stalled_s, event.start_s, event.last)] if event.stalled_s else []
-    yield _boxes([(begins_s + a, begins_s + b) for a, b in works], axis, y, BLUE)
+    yield _boxes(exchanges, axis, y, BLUE)
     for last, group in groupby(sorted(waits, key=lambda wait: wait[2]), key=lambda wait: wait[2]):
-        spans = [(begins_s + a, begins_s + b) for a, b, _ in group]
+        spans = [(begin_s + a, begin_s + b) for a, b, _ in group]
         yield _boxes(spans, axis, y, VERMILION)
-        for a, b in spans:
-            if axis(b) - axis(a) > _MIN_LABEL_PX:
-                middle, ink = (axis(a) + axis(b)) / 2, text_colour_on(VERMILION)
-                yield svg.text(middle, y + ROW / 2 + 4, f"→ {last}", anchor="middle", style="small", fill=ink)
-    # Over the others: what compute hides costs nothing
-    computes = [(begins_s + event.start_s, begins_s + event.stop_s) for event in trace.lanes["compute"]]
+        for left, right in ((axis(a), axis(b)) for a, b in spans):
+            if right - left > _MIN_LABEL_PX:
+                x, ink = (left + right) / 2, text_colour_on(VERMILION)
+                yield svg.text(x, y + ROW / 2 + 4, f"→ {last}", anchor="middle", style="small", fill=ink)
+    # drawn last, because waits hidden by compute cost nothing
+    computes = [(begin_s + event.start_s, begin_s + event.stop_s) for event in trace.lanes["compute"]]
     yield _boxes(computes, axis, y, GREEN)
 
 
 def _boxes(spans: Sequence[tuple[float, float]], axis: Scale, y: float, colour: str) -> str:
-    """One path for all of them; those that are too close to be told apart are drawn as one."""
+    """Return one path for all spans; spans closer than 0.3 px are joined."""
     boxes: list[tuple[float, float]] = []
     for left, right in sorted((axis(a), axis(b)) for a, b in spans):
         if boxes and left - boxes[-1][1] < 0.3:
@@ -113,11 +109,3 @@ def _legend() -> Iterator[str]:
         yield svg.rect(x, 6, 12, 12, fill=colour)
         yield svg.text(x + 17, 16, words, style="small")
         x += 34 + 6 * len(words)
-
-
-def _axis(axis: Scale, y: float) -> Iterator[str]:
-    marks = ticks(axis.low, axis.high, 9)
-    yield svg.path(f"M{LEFT} {y}H{RIGHT}" + "".join(f"M{axis(mark):.1f} {y}v5" for mark in marks), style="axis")
-    for mark in marks:
-        anchor = "end" if axis(mark) > RIGHT - 20 else "middle"
-        yield svg.text(axis(mark), y + 18, format_seconds(mark) if mark else "0", anchor=anchor)

@@ -1,7 +1,6 @@
-"""Ways to train beside one another: seconds of a step against the highest bytes of the device, a mark per way.
+"""Comparison of strategies: seconds of a step over peak device bytes, a mark per strategy, and the table.
 
-Bytes are measured, seconds simulated, and picture and table say so. The line is the front: what lies above or right of it is
-beaten by a way that is as fast with less, or as small and faster. Right of the budget nothing fits.
+Bytes are measured, seconds simulated. The line is the Pareto front: no strategy on it is beaten in both figures.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from workbench.pictures.theme import BLUE, VERMILION
 
 WIDTH, HEIGHT = 620, 372
 LEFT, RIGHT, TOP, BOTTOM = 70, 606, 34, 306  # px
-_FAR_BUDGET = 4.0  # times the most bytes of a way; a budget beyond is named at the edge
+_FAR_BUDGET = 4.0  # a budget beyond this multiple of the largest peak is named at the edge
 _LETTER, _LINE = 6.3, 13.0  # px of a label
 HEADER = ("way", "device, measured", "host, measured", "layer forwards", "step, simulated", "")
 
@@ -45,17 +44,17 @@ STYLE = """
 
 
 def row_key(at: int) -> str:
-    """Name the row at a position of the table, for what can be chosen."""
+    """Return the key of the row at a position of the table."""
     return f"way-{at}"
 
 
 def show_strategies(table: StrategyTable, chosen: int | None = None) -> Picture:
-    """Return picture and table; `chosen` is the position of a row that is marked."""
+    """Return the comparison as a picture with its table; `chosen` is the position of the marked row."""
     return Picture(draw_strategies(table, chosen), strategies_table(table))
 
 
 def best_strategy(table: StrategyTable) -> int | None:
-    """Find the fastest row that fits, or else the smallest one; None if no way has a step."""
+    """Return the position of the fastest row that fits, else of the smallest; None without any step."""
     made = [i for i, row in enumerate(table.rows) if not row.why]
     fitting = [i for i in made if table.fits(table.rows[i])]
     if fitting:
@@ -64,11 +63,11 @@ def best_strategy(table: StrategyTable) -> int | None:
 
 
 def describe_best_strategy(table: StrategyTable) -> str:
-    """Say in a sentence which way the picture speaks for."""
-    at = best_strategy(table)
-    if at is None:
-        return "None of these ways has a step for this device; the table says why."
-    row, budget = table.rows[at], table.memory_bytes
+    """Return a sentence on the best strategy."""
+    best = best_strategy(table)
+    if best is None:
+        return "None of these ways has a step for this device; the table gives the reasons."
+    row, budget = table.rows[best], table.memory_bytes
     needs = f"{format_bytes(row.peak_device_bytes)} of the device (measured)"
     if not table.fits(row):
         return f"None of these ways fits into {format_bytes(budget or 0)}. The smallest is {row.name}: {needs}."
@@ -76,16 +75,12 @@ def describe_best_strategy(table: StrategyTable) -> str:
     return f"Fastest{within}: {row.name}, {format_seconds(row.seconds)} a step (simulated), {needs}."
 
 
-# Table ---------------------------------------------------------------------------------------------------------------
-
-
 def strategies_table(table: StrategyTable) -> picture.Table:
-    """List all ways in the order in which they were asked for."""
+    """Return a table of all strategies, in the given order."""
     rows = [(row.name, *(["–"] * 4 + ["no plan"] if row.why else _cells(table, row))) for row in table.rows]
     why = [f"{row.why}." for row in table.rows if row.why]
-    return picture.Table(
-        "Ways to train, side by side", HEADER, rows, " ".join([describe_best_strategy(table), *why, _METHOD_NOTE])
-    )
+    note = " ".join([describe_best_strategy(table), *why, _METHOD_NOTE])
+    return picture.Table("Ways to train, side by side", HEADER, rows, note)
 
 
 _METHOD_NOTE = (
@@ -95,16 +90,15 @@ _METHOD_NOTE = (
 
 
 def strategies_html(table: StrategyTable, chosen: int | None = None) -> str:
-    """Write the table as HTML, with a key per row and the columns under what they are: measured, counted, simulated."""
+    """Return the table as HTML, with a key per row and the columns grouped: measured, counted, simulated."""
     rows = []
     for i, row in enumerate(table.rows):
-        cells = _cells(table, row)
-        said = (
-            [f'<td colspan="5">{escape(row.why)}</td>'] if row.why else [f"<td>{escape(cell)}</td>" for cell in cells]
-        )
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in _cells(table, row))
+        if row.why:
+            cells = f'<td colspan="5">{escape(row.why)}</td>'
         marked = ' class="l2l-chosen"' if i == chosen else ""
         name = f'<th scope="row">{i + 1} {escape(row.name)}</th>'
-        rows.append(f'<tr data-key="{row_key(i)}"{marked}>{name}{"".join(said)}</tr>')
+        rows.append(f'<tr data-key="{row_key(i)}"{marked}>{name}{cells}</tr>')
     groups = (
         '<tr><td></td><th scope="colgroup" colspan="2" class="l2l-how">measured</th><th class="l2l-how">counted</th>'
         '<th class="l2l-how">simulated</th><td></td></tr>'
@@ -118,19 +112,15 @@ def strategies_html(table: StrategyTable, chosen: int | None = None) -> str:
 
 
 def _cells(table: StrategyTable, row: StrategyResult) -> Sequence[str]:
-    said = [*(["front"] if _is_in_front(row, table.pareto()) else []), *([] if table.fits(row) else ["does not fit"])]
-    device, host = (
-        format_bytes(row.peak_device_bytes),
-        format_bytes(row.peak_host_bytes) if row.peak_host_bytes else "–",
-    )
-    return device, host, str(row.layer_forwards), format_seconds(row.seconds), ", ".join(said)
+    notes = ["front"] if _is_in_front(row, table.pareto()) else []
+    notes += [] if table.fits(row) else ["does not fit"]
+    host = format_bytes(row.peak_host_bytes) if row.peak_host_bytes else "–"
+    costs = str(row.layer_forwards), format_seconds(row.seconds)
+    return format_bytes(row.peak_device_bytes), host, *costs, ", ".join(notes)
 
 
 def _is_in_front(row: StrategyResult, front: Sequence[StrategyResult]) -> bool:
-    return any(row is one for one in front)  # by identity: two ways may need the same
-
-
-# Picture -------------------------------------------------------------------------------------------------------------
+    return any(row is one for one in front)  # by identity: two strategies may have equal figures
 
 
 class _StrategyMark(NamedTuple):
@@ -138,30 +128,33 @@ class _StrategyMark(NamedTuple):
     row: StrategyResult
     x: float
     y: float
+    in_front: bool
 
 
 def draw_strategies(table: StrategyTable, chosen: int | None = None) -> str:
-    """Draw a mark per way as an SVG, the front, and the budget; a way without a step is in the table alone."""
+    """Draw a mark per strategy, the front and the budget, as an SVG; strategies without a step are left out."""
     made = [(i, row) for i, row in enumerate(table.rows) if not row.why]
     across, up = _scales(table, [row for _, row in made])
-    marks = [_StrategyMark(i, row, across(row.peak_device_bytes), up(row.seconds)) for i, row in made]
     front = table.pareto()
+    marks = [
+        _StrategyMark(i, row, across(row.peak_device_bytes), up(row.seconds), _is_in_front(row, front))
+        for i, row in made
+    ]
     parts = [svg.rect(LEFT, TOP, RIGHT - LEFT, BOTTOM - TOP, style="well"), *_axes(across, up)]
     parts += _budget(table, across)
-    parts += _front([mark for mark in marks if _is_in_front(mark.row, front)])
+    parts += _front([mark for mark in marks if mark.in_front])
     if not marks:
-        parts.append(
-            svg.text((LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2, "no way has a step", style="dim", anchor="middle")
-        )
+        x, y = (LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2
+        parts.append(svg.text(x, y, "no way has a step", style="dim", anchor="middle"))
     parts += _labels(marks)
-    for mark in sorted(marks, key=lambda mark: mark.x):  # so arrow keys go from left to right
-        parts += _mark(mark, table, _is_in_front(mark.row, front), mark.at == chosen)
+    for mark in sorted(marks, key=lambda mark: mark.x):  # arrow keys move from left to right
+        parts += _mark(mark, table.fits(mark.row), mark.at == chosen)
     parts += _legend()
     return svg.document(WIDTH, HEIGHT, "Ways to train: seconds of a step against bytes", _describe(table), parts)
 
 
 def _scales(table: StrategyTable, rows: Sequence[StrategyResult]) -> tuple[Scale, Scale]:
-    """Axes around what there is; the budget is on them unless it is far away."""
+    """Return scales that fit all strategies, and the budget unless it is far above."""
     nbytes = [float(row.peak_device_bytes) for row in rows] or [0.0]
     if table.memory_bytes is not None and table.memory_bytes <= _FAR_BUDGET * max(nbytes):
         nbytes.append(float(table.memory_bytes))
@@ -181,9 +174,8 @@ def _axes(across: Scale, up: Scale) -> Iterator[str]:
     yield svg.path("".join(lines), style="rule")
     yield svg.path(f"M{LEFT} {TOP}V{BOTTOM}H{RIGHT}", style="axis")
     for mark in marks_x:
-        yield svg.text(
-            across(mark), BOTTOM + 16, format_bytes(mark) if mark else "0", style="small dim", anchor="middle"
-        )
+        words = format_bytes(mark) if mark else "0"
+        yield svg.text(across(mark), BOTTOM + 16, words, style="small dim", anchor="middle")
     for mark in marks_y:
         yield svg.text(LEFT - 8, up(mark) + 4, format_seconds(mark) if mark else "0", style="small dim", anchor="end")
     yield svg.text(0, 14, "seconds of a step, simulated", style="small strong")
@@ -207,7 +199,7 @@ def _budget(table: StrategyTable, across: Scale) -> Iterator[str]:
 
 
 def _front(marks: Sequence[_StrategyMark]) -> Iterator[str]:
-    """A staircase through the marks of the front: up from the smallest way, right from the fastest."""
+    """Draw a staircase through the marks of the front: up from the smallest strategy, right from the fastest."""
     if not marks:
         return
     first, *others = sorted(marks, key=lambda mark: mark.x)
@@ -215,15 +207,13 @@ def _front(marks: Sequence[_StrategyMark]) -> Iterator[str]:
     yield svg.path(f"M{first.x:.1f} {TOP}V{first.y:.1f}{steps}H{RIGHT}", stroke=BLUE, width=1.8, fill="none")
 
 
-def _mark(mark: _StrategyMark, table: StrategyTable, in_front: bool, is_chosen: bool) -> Iterator[str]:
+def _mark(mark: _StrategyMark, fits: bool, is_chosen: bool) -> Iterator[str]:
     x, y, row, key = mark.x, mark.y, mark.row, svg.layer_attribute(row_key(mark.at))
-    if table.fits(row):
-        d = f"M{x - 6:.1f} {y:.1f}a6 6 0 1 0 12 0a6 6 0 1 0 -12 0z"
-    else:
-        d = f"M{x:.1f} {y - 7:.1f}l7 7l-7 7l-7 -7z"
+    circle, diamond = f"M{x - 6:.1f} {y:.1f}a6 6 0 1 0 12 0a6 6 0 1 0 -12 0z", f"M{x:.1f} {y - 7:.1f}l7 7l-7 7l-7 -7z"
+    d = circle if fits else diamond
     if is_chosen:
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="11" class="axis" stroke-width="2.5" style="stroke-opacity:1"/>'
-    fill = BLUE if in_front else svg.PAGE
+    fill = BLUE if mark.in_front else svg.PAGE
     tip = f"{row.name}: device {format_bytes(row.peak_device_bytes)} measured, step {format_seconds(row.seconds)} simulated"
     yield f'<path d="{d}" fill="{fill}" stroke="{BLUE}" stroke-width="2"{key}><title>{escape(tip)}</title></path>'
     yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="12" fill="transparent"{key}><title>{escape(tip)}</title></circle>'
@@ -236,33 +226,30 @@ class _LabelBox(NamedTuple):
     bottom: float
 
     def overlaps(self, other: _LabelBox) -> bool:
-        return (
-            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
-        )
+        across = self.left < other.right and other.left < self.right
+        return across and self.top < other.bottom and other.top < self.bottom
 
 
 def _labels(marks: Sequence[_StrategyMark]) -> Iterator[str]:
-    """Number and name beside every mark, where they meet neither a mark nor another label; the number alone where all is full."""
+    """Draw number and name near every mark without overlaps, or the number alone if there is no room."""
     taken = [_LabelBox(mark.x - 7, mark.y - 7, mark.x + 7, mark.y + 7) for mark in marks]
     for mark in sorted(marks, key=lambda mark: (mark.x, mark.y)):
         for words in (f"{mark.at + 1} {mark.row.name}", f"{mark.at + 1}"):
-            found = next(
-                (box for box in _label_places(mark, _LETTER * len(words)) if not any(map(box.overlaps, taken))), None
-            )
-            if found is not None:
-                taken.append(found)
-                x, y = found.left, found.bottom - 3
-                if abs((found.top + found.bottom) / 2 - mark.y) > 1.6 * _LINE:
-                    end = min(max(mark.x, found.left), found.right)
-                    edge = found.top if found.top > mark.y else found.bottom
+            places = _label_places(mark, _LETTER * len(words))
+            box = next((box for box in places if not any(map(box.overlaps, taken))), None)
+            if box is not None:
+                taken.append(box)
+                if abs((box.top + box.bottom) / 2 - mark.y) > 1.6 * _LINE:
+                    end = min(max(mark.x, box.left), box.right)
+                    edge = box.top if box.top > mark.y else box.bottom
                     yield svg.path(f"M{mark.x:.1f} {mark.y:.1f}L{end:.1f} {edge:.1f}", style="axis", width=0.8)
-                written = svg.outlined_text(svg.text(x, y, words, style="small"))
-                yield f"<g{svg.layer_attribute(row_key(mark.at))}>{written}</g>"
+                label = svg.outlined_text(svg.text(box.left, box.bottom - 3, words, style="small"))
+                yield f"<g{svg.layer_attribute(row_key(mark.at))}>{label}</g>"
                 break
 
 
 def _label_places(mark: _StrategyMark, width: float) -> Iterator[_LabelBox]:
-    """Places for a label inside of the axes, the nearest ones first; above or below the front that runs through the mark."""
+    """Yield places for a label within the axes, nearest first, above or below the mark."""
     for far in range(7):
         for below in (False, True):
             top = mark.y + 3 + far * _LINE if below else mark.y - 3 - (far + 1) * _LINE
@@ -273,22 +260,18 @@ def _label_places(mark: _StrategyMark, width: float) -> Iterator[_LabelBox]:
 
 
 def _legend() -> Iterator[str]:
-    y, said = HEIGHT - 12, 'stroke-width="2"'
+    y, x = HEIGHT - 12, LEFT + 176
     yield svg.path(f"M{LEFT} {y - 4}h22", stroke=BLUE, width=1.8)
     yield f'<circle cx="{LEFT + 11}" cy="{y - 4}" r="5" fill="{BLUE}"/>'
     yield svg.text(LEFT + 28, y, "front: no other beats it", style="small")
-    x = LEFT + 176
-    yield f'<circle cx="{x}" cy="{y - 4}" r="5" fill="none" stroke="{BLUE}" {said}/>'
+    yield f'<circle cx="{x}" cy="{y - 4}" r="5" fill="none" stroke="{BLUE}" stroke-width="2"/>'
     yield svg.text(x + 12, y, "another beats it", style="small")
     x += 118
-    yield f'<path d="M{x} {y - 10}l6 6l-6 6l-6 -6z" fill="none" stroke="{BLUE}" {said}/>'
+    yield f'<path d="M{x} {y - 10}l6 6l-6 6l-6 -6z" fill="none" stroke="{BLUE}" stroke-width="2"/>'
     yield svg.text(x + 12, y, "does not fit", style="small")
 
 
 def _describe(table: StrategyTable) -> str:
-    said = [
-        f"{row.name}: {format_bytes(row.peak_device_bytes)}, {format_seconds(row.seconds)}"
-        for row in table.rows
-        if not row.why
-    ]
-    return f"{describe_best_strategy(table)} {'; '.join(said)}."
+    rows = [row for row in table.rows if not row.why]
+    figures = "; ".join(f"{r.name}: {format_bytes(r.peak_device_bytes)}, {format_seconds(r.seconds)}" for r in rows)
+    return f"{describe_best_strategy(table)} {figures}."

@@ -1,6 +1,6 @@
-"""One way to train, over the time of its step: what runs and moves on lanes, above what fills the device meanwhile.
+"""Timeline of a strategy's simulated step: lanes above the memory of the device.
 
-The step is simulated; its bytes are as exact as metered ones. A forward that runs for the second time is hatched: recompute.
+Bytes are as exact as metered ones. A recomputed forward is hatched.
 """
 
 from __future__ import annotations
@@ -13,55 +13,53 @@ from numpy.typing import NDArray
 from l2l_core.strategies import StrategyResult
 from l2l_core.trace import CATEGORIES, LANES, Trace, format_bytes
 from workbench.pictures import svg, timeline_labels
-from workbench.pictures.memory_areas import CATEGORY_ORDER, TEXTURES, stacked_areas
+from workbench.pictures.memory_areas import CATEGORY_ORDER, draw_category_legend, stacked_areas
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
-from workbench.pictures.theme import KIND_COLOURS, LANE_NAMES, category_colour, kind_colour
+from workbench.pictures.step_axis import draw_time_axis
+from workbench.pictures.theme import KIND_COLOURS, LANE_NAMES, kind_colour
 from workbench.readings import Columns, MemoryLevels, find_peak, make_bars, number_layers
 
-WIDTH, LEFT, RIGHT = 960, 118, 926  # px; right of it is what the update needs
+WIDTH, LEFT, RIGHT = 960, 118, 926  # px; the update is drawn right of RIGHT
 LANE, PITCH, TOP = 24, 30, 56
-CHART, TAIL = 118, 16  # px: height of the memory, width of the update
-_BARS = 200  # of a lane at most
+CHART, TAIL = 118, 16  # px: height of the memory plot, width of the update
+_BARS = 200  # maximum number per lane
 
 
 def show_strategy(
     row: StrategyResult, budget_bytes: int | None, span_s: float | None = None, top_bytes: float | None = None
 ) -> Picture:
-    """Return the picture of one way, and its lanes as a table.
+    """Return the timeline of a strategy's step, with its lanes as a table.
 
     Args:
-        row: with a simulated step.
-        budget_bytes: of the device.
-        span_s, top_bytes: ends of the axes, the same for ways that are compared; default round values.
+        row: result of a strategy with a simulated step.
+        budget_bytes: memory of the device.
+        span_s, top_bytes: ends of the axes; give the same values to compare strategies; default round values.
 
     Raises:
-        ValueError: there is no such step.
+        ValueError: the strategy has no simulated step.
     """
-    if row.trace is None:
-        raise ValueError(f"{row.name} has no step to show: {row.why or 'it was not simulated'}")
-    return Picture(_draw(row, row.trace, budget_bytes, span_s, top_bytes), strategy_table(row))
+    return Picture(_draw(row, _trace_of(row), budget_bytes, span_s, top_bytes), strategy_table(row))
 
 
 def strategy_table(row: StrategyResult) -> Table:
-    """List what the step does on every lane."""
+    """Return a table of the events, busy seconds and bytes of every lane."""
     columns = Columns.of(_trace_of(row))
-    again = _is_recompute(columns)
+    recomputed = _is_recompute(columns)
     rows = []
     for lane in _lanes(columns):
         on = columns.events_on(lane)
         busy_s = float((columns.stop_s[on] - columns.start_s[on]).sum())
-        runs = f", {int(again[on].sum())} of them recompute" if again[on].any() else ""
+        recomputes = f", {int(recomputed[on].sum())} of them recompute" if recomputed[on].any() else ""
         moved = format_bytes(int(columns.nbytes[on].sum())) if lane in ("h2d", "d2h") else "–"
-        rows.append((LANE_NAMES[lane], f"{len(on)}{runs}", format_seconds(busy_s), moved))
-    steps = "" if row.plan is None else " Plan: " + " ".join(map("{0[0]}{0[1]}".format, row.plan.operations)) + "."
-    return Table(
-        f"{row.name}: {_figures(row)}", ("lane", "events", "busy, simulated", "bytes moved"), rows, steps.strip()
-    )
+        rows.append((LANE_NAMES[lane], f"{len(on)}{recomputes}", format_seconds(busy_s), moved))
+    note = "" if row.plan is None else f"Plan: {' '.join(f'{each[0]}{each[1]}' for each in row.plan.operations)}."
+    return Table(f"{row.name}: {_figures(row)}", ("lane", "events", "busy, simulated", "bytes moved"), rows, note)
 
 
 def _trace_of(row: StrategyResult) -> Trace:
-    assert row.trace is not None, row.name
+    if row.trace is None:
+        raise ValueError(f"{row.name} has no step to show: {row.why or 'it was not simulated'}")
     return row.trace
 
 
@@ -85,10 +83,12 @@ def _draw(
     parts += _draw_kinds(columns)
     for i, lane in enumerate(lanes):
         parts += _lane(columns, lane, time, TOP + i * PITCH, trace)
-    parts += _draw_categories(columns, chart - 20)
+    most = columns.sample_bytes[columns.samples_at("device")].max(axis=0, initial=0).tolist()
+    used = [category for category in CATEGORY_ORDER if most[CATEGORIES.index(category)]]
+    parts += draw_category_legend(used, LEFT, chart - 20, small=True)
     parts += _memory(row, columns, bytes_scale, time, chart)
     parts += _budget(budget_bytes, bytes_scale)
-    parts += _axis(time, bottom)
+    parts += draw_time_axis(time, bottom, 9, style="small dim")
     return svg.document(WIDTH, bottom + 26, f"Plan of {row.name} over a step", f"{row.name}: {_figures(row)}.", parts)
 
 
@@ -97,17 +97,14 @@ def _lanes(columns: Columns) -> Sequence[str]:
 
 
 def _is_recompute(columns: Columns) -> NDArray[np.bool_]:
-    """(events,): whether it is a forward whose layer this micro-batch has run before."""
-    again, seen = np.zeros(len(columns.kind), bool), set()
+    """Return (events,): True for a forward of a layer that the micro-batch has already run."""
+    recomputed, seen = np.zeros(len(columns.kind), bool), set()
     for i in columns.events_on("compute").tolist():
-        if columns.kinds[columns.kind[i]] == "forward":
-            which = columns.layer[i], columns.k[i]
-            again[i] = which in seen
-            seen.add(which)
-    return again
-
-
-# Lanes ---------------------------------------------------------------------------------------------------------------
+        if columns.kinds[int(columns.kind[i])] == "forward":
+            call = int(columns.layer[i]), int(columns.k[i])
+            recomputed[i] = call in seen
+            seen.add(call)
+    return recomputed
 
 
 def _lane(columns: Columns, lane: str, time: Scale, y: float, trace: Trace) -> Iterator[str]:
@@ -122,15 +119,16 @@ def _lane(columns: Columns, lane: str, time: Scale, y: float, trace: Trace) -> I
             f"M{x:.1f} {y + LANE:g}v-{LANE * share:.3g}h{max(to - x, 0.4):.1f}v{LANE * share:.3g}z"
             for x, to, share in zip(*(column[of_kind].tolist() for column in bars[:3]), strict=True)
         )
-        yield svg.path(body, fill=kind_colour(columns.kinds[code]))
-    again = _is_recompute(columns)[on]
-    boxes = zip(left[again].tolist(), right[again].tolist(), strict=True)
+        yield svg.path(body, fill=kind_colour(columns.kinds[int(code)]))
+    recomputed = _is_recompute(columns)[on]
+    boxes = zip(left[recomputed].tolist(), right[recomputed].tolist(), strict=True)
     strokes = "".join(svg.hatch(x, y, to - x, LANE, 5) for x, to in boxes if to - x > 1)
     yield svg.path(strokes, style="hatch") if strokes else ""
     yield from timeline_labels.draw_separators(columns, lane, on, time, y, LANE)
     units = timeline_labels.group_events(columns, lane, on, time.high / (RIGHT - LEFT) * timeline_labels.MIN_LABEL_PX)
     numbers = number_layers(trace.names)
-    hatched = make_bars(left[again], right[again], columns.kind[on][again], _BARS, within=(LEFT, RIGHT))
+    kinds = columns.kind[on][recomputed]
+    hatched = make_bars(left[recomputed], right[recomputed], kinds, _BARS, within=(LEFT, RIGHT))
     yield from timeline_labels.draw_labels(units, hatched, time, y + LANE / 2 + 4, numbers)
     yield from timeline_labels.draw_tips([(units, y)], LANE, time, numbers, 20_000, keyed=False)
 
@@ -140,7 +138,7 @@ def _to_pixels(times_s: NDArray[np.float64], time: Scale) -> NDArray[np.float64]
 
 
 def _draw_kinds(columns: Columns) -> Iterator[str]:
-    """Colours of the bars."""
+    """Draw the legend of the bars."""
     x = float(LEFT)
     for kind in [kind for kind in KIND_COLOURS if kind in columns.kinds]:
         yield svg.rect(x, 30, 12, 12, fill=kind_colour(kind))
@@ -152,9 +150,6 @@ def _draw_kinds(columns: Columns) -> Iterator[str]:
         yield svg.text(x + 21, 40, "forward again: recompute", style="small")
 
 
-# Memory --------------------------------------------------------------------------------------------------------------
-
-
 def _memory(row: StrategyResult, columns: Columns, scale: Scale, time: Scale, top: float) -> Iterator[str]:
     bottom = top + CHART
     marks = ticks(0.0, scale.high, 5)
@@ -164,27 +159,25 @@ def _memory(row: StrategyResult, columns: Columns, scale: Scale, time: Scale, to
         yield svg.text(LEFT - 8, scale(mark) + 4, format_bytes(mark) if mark else "0", style="small dim", anchor="end")
     levels = MemoryLevels.of(columns, "device", columns.events_on("compute"))
     end = max(time(columns.end_s), LEFT + 1)
-    # A plan's last sample is what the update needs, whose seconds nobody knows: it stands behind the end of the step.
+    # A plan's last sample is the update, whose duration is not simulated; it is drawn after the end of the step.
     tail = end + TAIL if row.plan is not None else end
     yield svg.group(stacked_areas(levels, scale, time, LEFT, tail))
     if row.plan is not None:
         yield svg.path(f"M{end:.1f} {top:g}V{bottom:g}", style="axis", dash="2 3")
-        is_wide = tail + 6 + 36 < WIDTH
-        yield svg.text(
-            tail + 5 if is_wide else end - 5, bottom - 6, "update", style="small", anchor="start" if is_wide else "end"
-        )
+        x, anchor = (tail + 5, "start") if tail + 6 + 36 < WIDTH else (end - 5, "end")
+        yield svg.text(x, bottom - 6, "update", style="small", anchor=anchor)
     yield from _peak(row, columns, levels, scale, time, top)
 
 
 def _peak(
     row: StrategyResult, columns: Columns, levels: MemoryLevels, scale: Scale, time: Scale, top: float
 ) -> Iterator[str]:
-    """A ring where the device is fullest, and words at a place of their own."""
-    found = find_peak(levels, columns, columns.events_on("compute"))
+    """Draw a ring at the peak of the device, and its text above the plot."""
+    peak = find_peak(levels, columns, columns.events_on("compute"))
     words = f"○ peak {format_bytes(row.peak_device_bytes)}, measured"
     yield svg.text(RIGHT + TAIL, top - 10, words, style="small strong", anchor="end")
-    if found is not None:
-        x, y = time((found.began_s + found.t_s) / 2), scale(found.nbytes)
+    if peak is not None:
+        x, y = time((peak.began_s + peak.t_s) / 2), scale(peak.nbytes)
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" class="card" stroke-width="1.5" style="stroke-opacity:1"/>'
 
 
@@ -197,23 +190,3 @@ def _budget(budget_bytes: int | None, scale: Scale) -> Iterator[str]:
         return
     yield svg.path(f"M{LEFT} {scale(budget_bytes):.1f}H{RIGHT}", style="axis", width=1.8)
     yield svg.outlined_text(svg.text(RIGHT - 4, scale(budget_bytes) - 4, words, style="small strong", anchor="end"))
-
-
-def _draw_categories(columns: Columns, y: float) -> Iterator[str]:
-    """Colours of the areas."""
-    x, held = float(LEFT), columns.sample_bytes[columns.samples_at("device")].any(axis=0)
-    for category in [each for each in CATEGORY_ORDER if held[CATEGORIES.index(each)]]:
-        yield svg.rect(x, y, 16, 12, fill=category_colour(category))
-        if category in TEXTURES:
-            pitch, dash = TEXTURES[category]
-            upright = [x + 8] if pitch > 8 else [x + 4, x + 12]
-            yield svg.path("".join(f"M{mark:g} {y:g}v12" for mark in upright), style="hatch", dash=dash)
-        yield svg.text(x + 21, y + 10, category, style="small")
-        x += 36 + 6.2 * len(category)
-
-
-def _axis(time: Scale, y: float) -> Iterator[str]:
-    marks = ticks(0.0, time.high, 9)
-    yield svg.path(f"M{LEFT} {y:g}H{RIGHT}" + "".join(f"M{time(mark):.1f} {y:g}v5" for mark in marks), style="axis")
-    for mark in marks:
-        yield svg.text(time(mark), y + 18, format_seconds(mark) if mark else "0", style="small dim", anchor="middle")

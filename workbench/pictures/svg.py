@@ -1,6 +1,6 @@
-"""A few functions that write SVG: elements, text, and the document around them.
+"""SVG elements and documents as strings.
 
-Coordinates are in pixels of a picture that scales with its place. Ids are avoided, because several pictures share a page.
+Coordinates are in pixels of the view box. Elements have no ids, because several pictures share a page.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ PAGE = "var(--jp-layout-color1,Canvas)"  # the colour behind the picture
 
 
 def document(width: float, height: float, title: str, description: str, parts: Iterable[str], left: float = 0) -> str:
-    """Write a whole picture from `left` on, with a title and a description for those who do not see it."""
-    # with its own style: in a file there is no page around it that would have one
-    return (
+    """Return an SVG document whose view box begins at `left`, with title and description for screen readers."""
+    return (  # with its style, so that it can be saved to a file
         f'<svg xmlns="http://www.w3.org/2000/svg" class="l2l" viewBox="{left:g} 0 {width:g} {height:g}" width="100%" role="img" '
         f'aria-label="{escape(title)}" style="display:block;height:auto">'
         f"<title>{escape(title)}</title><desc>{escape(description)}</desc><style>{STYLE}</style>"
@@ -26,12 +25,27 @@ def document(width: float, height: float, title: str, description: str, parts: I
     )
 
 
-def text(x: float, y: float, words: str, *, style: str = "", anchor: str = "start", fill: str = "") -> str:
-    """Write words at a point on their baseline; `style` names classes of the theme, `anchor` is start, middle or end."""
+def text(
+    x: float,
+    y: float,
+    words: str,
+    *,
+    style: str = "",
+    anchor: str = "start",
+    fill: str = "",
+    size: float = 0,
+    strong: bool = False,
+) -> str:
+    """Return text; `y` is its baseline, `style` names classes of the theme, `anchor` is start, middle or end.
+
+    `size` in px has no effect with the class `small`, which takes precedence.
+    """
+    sized = f' font-size="{size:g}"' if size else ""
+    heavy = ' font-weight="600"' if strong else ""
     named = f' class="{style}"' if style else ""
     placed = f' text-anchor="{anchor}"' if anchor != "start" else ""
     filled = f' fill="{fill}"' if fill else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{named}{placed}{filled}>{escape(words)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}"{sized}{heavy}{named}{placed}{filled}>{escape(words)}</text>'
 
 
 def rect(
@@ -46,21 +60,22 @@ def rect(
     tip: str = "",
     key: str | None = None,
 ) -> str:
-    """Write a rectangle; `tip` is shown under the pointer, `key` says of which layer it is."""
+    """Return a rectangle with tooltip `tip` and the key of its layer."""
     named = f' class="{style}"' if style else ""
     filled = f' fill="{fill}"' if fill else ""
     rounded = f' rx="{r:g}"' if r else ""
-    start = f'<rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"{rounded}{named}{filled}{layer_attribute(key)}'
+    box = f'x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"'
+    start = f"<rect {box}{rounded}{named}{filled}{layer_attribute(key)}"
     return f"{start}><title>{escape(tip)}</title></rect>" if tip else f"{start}/>"
 
 
 def layer_attribute(key: str | None) -> str:
-    """Write the attribute by which a page knows of which layer an element is; nothing if it is of none."""
+    """Return the attribute that names an element's layer; empty for None."""
     return f' data-key="{escape(key)}"' if key is not None else ""
 
 
 def image(x: float, y: float, width: float, height: float, png: bytes) -> str:
-    """Write a PNG that lies in the picture itself, stretched to a box; its pixels stay sharp."""
+    """Return an embedded PNG, stretched to a box with sharp pixels."""
     return (
         f'<image x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}" preserveAspectRatio="none" '
         f'style="image-rendering:pixelated" href="data:image/png;base64,{b64encode(png).decode()}"/>'
@@ -68,7 +83,7 @@ def image(x: float, y: float, width: float, height: float, png: bytes) -> str:
 
 
 def path(d: str, *, style: str = "", stroke: str = "", fill: str = "", width: float = 0, dash: str = "") -> str:
-    """Write a path from its commands."""
+    """Return a path with commands `d`."""
     named = f' class="{style}"' if style else ""
     stroked = f' stroke="{stroke}"' if stroke else ""
     filled = f' fill="{fill}"' if fill else ""
@@ -77,20 +92,25 @@ def path(d: str, *, style: str = "", stroke: str = "", fill: str = "", width: fl
     return f'<path d="{d}"{named}{stroked}{filled}{wide}{dashed}/>'
 
 
+def polyline(points: Iterable[tuple[float, float]]) -> str:
+    """Return path commands of a line through points."""
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+
+
 def group(parts: Iterable[str], *, style: str = "", transform: str = "") -> str:
-    """Put parts together that share a class or a place."""
+    """Return a group of parts with a common class or transform."""
     named = f' class="{style}"' if style else ""
     moved = f' transform="{transform}"' if transform else ""
     return f"<g{named}{moved}>{''.join(parts)}</g>"
 
 
 def outlined_text(words: str, width: float = 3) -> str:
-    """Write words over lines or areas, with a seam in the colour of the page, `width` px wide."""
+    """Return text elements with an outline in the page's colour, `width` px wide, readable over lines and areas."""
     return f'<g style="paint-order:stroke;stroke:{PAGE};stroke-width:{width:g}px;stroke-linejoin:round">{words}</g>'
 
 
 def hatch(x: float, y: float, width: float, height: float, pitch: float = 5) -> str:
-    """Return commands of a path that fills a box with slanted lines, inside its edges; join several into one path."""
+    """Return path commands of slanted lines that fill a box; several results can be joined into one path."""
     strokes = []
     at = x - height
     while at < x + width:

@@ -1,6 +1,6 @@
-"""A session as text for a terminal, a log or a mail: what a page shows, in 80 columns, with bars of letters.
+"""Text view of a session for a terminal, a log or a mail, with bars of block characters.
 
-Colour is added only where the reader's terminal has it, and letters beyond ASCII only where it can write them.
+Colour is used only if the terminal supports it, and characters beyond ASCII only if the encoding has them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator, Sequence
-from typing import TextIO
+from itertools import pairwise
+from typing import Any, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -21,21 +22,17 @@ from workbench.pictures.session_header import STATE_SIGNS, describe_state, failu
 from workbench.pictures.step_verdict import plain_text, verdict_of
 from workbench.pictures.theme import BLUE, GREEN, ORANGE, VERMILION
 from workbench.readings import Columns, layer_usage, number_layers, short_name
-from workbench.session import Failure, ShownStep, Snapshot
+from workbench.session import ShownStep, Snapshot
 
 COLUMNS = 80
 MAX_COLUMNS = 100  # wider lines are hard to read
-ALL_UP_TO = 20  # layers; of more, the ends are shown
+ALL_UP_TO = 20  # of more layers, both ends are shown
 ENDS = 8
-MIN_COLUMNS = 76  # below, a terminal wraps
-NAME, NUMBER, GAPS = (
-    14,
-    8,
-    17,
-)  # letters: of a name, of a number, of all else in a line of the table but for its two bars
-CURVE = 48  # letters
+MIN_COLUMNS = 76  # minimum width of the table
+NAME, NUMBER, GAPS = 14, 8, 17  # characters of a name, of a number, and of the rest of a row without its two bars
+CURVE = 48  # characters
 LEVELS = "▁▂▃▄▅▆▇█"
-# One letter for one, so that columns stay where they are: every sign that the workbench and the engine write.
+# All characters that workbench and engine write, each replaced by one, so that columns stay aligned.
 ASCII = str.maketrans(
     LEVELS + "▒·–—―−…●▶‖✕○µ±⑂→←⇄×≠≤≥▲▼▸▾◂◆✱✓⏎⇥",
     "_.,-~=*#" + ":|----~*>=xou~Y><~x!<>^v>v<o*+/>",
@@ -43,37 +40,36 @@ ASCII = str.maketrans(
 
 
 def text_view(now: Snapshot, *, columns: int = COLUMNS, encoding: str = "utf-8") -> str:
-    """Write a session as plain text: how the last step went, its layers, the loss, what binds it.
+    """Return a session as plain text: the last step, its layers, its bottlenecks and the loss.
 
     Args:
-        now: the session.
+        now: snapshot of the session.
         columns: width of a line.
-        encoding: of whoever reads it; one without block letters gets ASCII.
+        encoding: target encoding; without block characters, the text is ASCII.
     """
     return _render(now, columns, encoding, None)
 
 
 def print_view(snapshot: Snapshot, file: TextIO) -> None:
-    """Print the same to a file: as wide as its terminal, and with colour if that has it."""
+    """Print the text view to a file, with the width and the colours of its terminal."""
     console = Console(file=file)
-    # an old console of Windows would show the codes for colours as letters
-    writes_ansi = console.is_terminal and not console.no_color and not console.legacy_windows
-    system = console.color_system if writes_ansi else None
-    file.write(_render(snapshot, min(console.width, MAX_COLUMNS), file.encoding or "utf-8", system) + "\n")
+    # a legacy Windows console would print colour codes as text
+    coloured = console.is_terminal and not console.no_color and not console.legacy_windows
+    terminal = console if coloured else None
+    file.write(_render(snapshot, min(console.width, MAX_COLUMNS), file.encoding or "utf-8", terminal) + "\n")
 
 
-def _render(snapshot: Snapshot, columns: int, encoding: str, colours: str | None) -> str:
-    # forced, because a buffer is no terminal; without highlight, because rich would colour numbers of its own accord
+def _render(snapshot: Snapshot, columns: int, encoding: str, terminal: Console | None) -> str:
     buffer, columns = io.StringIO(), max(columns, MIN_COLUMNS)
-    console = Console(
-        file=buffer, width=columns, color_system=colours, force_terminal=colours is not None, highlight=False
-    )  # type: ignore[arg-type]
+    colours = cast(Any, terminal.color_system if terminal is not None else None)
+    # `force_terminal`, because a buffer is not a terminal; `highlight` would colour numbers
+    console = Console(file=buffer, width=columns, color_system=colours, force_terminal=bool(colours), highlight=False)
     console.print(Group(*_parts(snapshot, columns)))
     return encodable("\n".join(line.rstrip() for line in buffer.getvalue().rstrip().splitlines()), encoding)
 
 
 def encodable(text: str, encoding: str) -> str:
-    """Return the text itself, or in ASCII where the encoding cannot write it; every letter stays one letter."""
+    """Return the text, in ASCII of the same length if the encoding cannot represent it."""
     try:
         text.encode(encoding)
     except (UnicodeEncodeError, LookupError):
@@ -88,37 +84,33 @@ def _parts(snapshot: Snapshot, columns: int) -> Iterator[RenderableType]:
         yield Text(snapshot.ended, style="bold")
     for trouble in (snapshot.failure, snapshot.refusal):
         if trouble is not None:
-            yield _failure_text(trouble, snapshot.branch)
+            words = Text(failure_title(trouble, snapshot.branch), style=f"bold {VERMILION}")
+            yield words.append(f"\n{trouble.message}\n{trouble.after}", style="not bold")
     if snapshot.target is not None and snapshot.target > snapshot.done:
         yield Text(f"{snapshot.done} of {snapshot.target} steps of this run are done.")
     if snapshot.queued:
         yield Text(f"Waiting: {'; '.join(snapshot.queued)}.")
     if snapshot.shown is None:
-        yield Text("No step yet: run(10) trains ten, wait(progress=True) shows how far it is.")
+        yield Text("No step yet: run(10) makes ten steps, wait(progress=True) shows their progress.")
         return
     yield from _step(snapshot, snapshot.shown, (columns - NAME - 3 * NUMBER - GAPS) // 2)
     yield from _loss(snapshot)
 
 
-def _failure_text(failure: Failure, branch: str) -> Text:
-    words = Text(failure_title(failure, branch), style=f"bold {VERMILION}")
-    return words.append(f"\n{failure.message}\n{failure.after}", style="not bold")
-
-
 def _step(snapshot: Snapshot, shown: ShownStep, room: int) -> Iterator[RenderableType]:
-    found = shown.trace.bound_by()
-    said = plain_text(verdict_of(shown.trace, found, snapshot.budget_bytes, shown.in_core_bytes))
+    bounds = shown.trace.bound_by()
+    verdict = plain_text(verdict_of(shown.trace, bounds, snapshot.budget_bytes, shown.in_core_bytes))
     name = snapshot.shown_words
-    yield Text(f"{name[:1].upper()}{name[1:]}: ", style="bold").append(said, style="not bold")
+    yield Text(f"{name[:1].upper()}{name[1:]}: ", style="bold").append(verdict, style="not bold")
     yield ""
     yield _layers(snapshot, shown, room)
-    if found:
-        yield Text("\nWhat binds each phase, and what would help", style="bold")
-        yield from (Padding(Text(str(bound)), (0, 0, 0, 2)) for bound in found)
+    if bounds:
+        yield Text("\nBottleneck of each phase, and its remedy", style="bold")
+        yield from (Padding(Text(str(bound)), (0, 0, 0, 2)) for bound in bounds)
 
 
 def _layers(snapshot: Snapshot, shown: ShownStep, room: int) -> Grid:
-    """Time and device memory of every layer, as numbers and as bars of at most `room` letters."""
+    """Return time and device memory of every layer, as numbers and as bars of at most `room` characters."""
     columns, keys = Columns.of(shown.trace), [row.key for row in shown.layers]
     costs, numbers = layer_usage(columns, keys), number_layers(keys)
     longest = max((cost.compute_s + cost.waiting_s for cost in costs), default=0.0)
@@ -139,7 +131,7 @@ def _layers(snapshot: Snapshot, shown: ShownStep, room: int) -> Grid:
             continue
         bar = Text(_bar(cost.compute_s, longest, room)).append(_bar(cost.waiting_s, longest, room, "▒"), style=ORANGE)
         grid.add_row(
-            Text(short_name(row.key, numbers)),  # as it is: a cell that is no Text is read as rich's markup
+            Text(short_name(row.key, numbers)),  # a plain string would be parsed as rich's markup
             Text(row.name if len(row.name) <= NAME else f"…{row.name[1 - NAME :]}"),
             format_bytes(row.nbytes),
             format_seconds(cost.compute_s),
@@ -162,20 +154,20 @@ def _loss(snapshot: Snapshot) -> Iterator[RenderableType]:
 
 
 def sparkline(values: Sequence[float], max_length: int) -> str:
-    """Return a curve of at most so many letters, each the mean of its steps; "x" where none of them is finite."""
+    """Return a curve of at most `max_length` characters, each the mean of its values; "x" if none is finite."""
     groups = min(len(values), max_length)
     bounds = [round(i * len(values) / groups) for i in range(groups + 1)]
     means = []
-    for low, high in zip(bounds, bounds[1:], strict=False):
+    for low, high in pairwise(bounds):
         finite = [value for value in values[low:high] if math.isfinite(value)]
         means.append(sum(finite) / len(finite) if finite else math.nan)
-    known = [mean for mean in means if math.isfinite(mean)]
-    low, high = min(known, default=0.0), max(known, default=0.0)
+    drawn = [mean for mean in means if math.isfinite(mean)]
+    low, high = min(drawn, default=0.0), max(drawn, default=0.0)
     step = (high - low) / (len(LEVELS) - 1)
     return "".join("x" if math.isnan(mean) else LEVELS[round((mean - low) / step) if step else 0] for mean in means)
 
 
 def _bar(value: float, full: float, room: int, letter: str = "█") -> str:
-    """Letters for a share of what is full; at least one for more than a hundredth of it."""
+    """Return a bar for the share `value / full`; at least one character above 1 %."""
     share = value / full if full else 0.0
     return letter * max(round(room * min(share, 1.0)), int(share > 0.01))

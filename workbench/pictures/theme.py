@@ -1,10 +1,8 @@
-"""Colours, letters and the style sheet that every picture shares.
+"""Colours, letters and the style sheet shared by all pictures.
 
-A colour says what a thing is, in every picture alike: weights and the loads that bring them are blue, gradients and the
-pushes that take them away vermilion, and so on. The hues are those of Okabe and Ito
-(https://jfly.uni-koeln.de/color/), which people with colour-blindness tell apart; nothing is told by hue alone.
-
-Text and surfaces follow JupyterLab's variables where there are any, and the reader's system elsewhere, light or dark.
+Colours have the same meaning in every picture: weights and loads are blue, gradients and pushes vermilion, and so on. The
+palette is that of Okabe and Ito (https://jfly.uni-koeln.de/color/), distinguishable with colour-blindness; no meaning
+depends on colour alone. Text and surfaces follow JupyterLab's theme, and the system's elsewhere.
 """
 
 from __future__ import annotations
@@ -14,8 +12,8 @@ from collections.abc import Mapping
 BLUE, VERMILION, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
 SKY, PURPLE, YELLOW, GREY = "#56B4E9", "#CC79A7", "#F0E442", "#999999"
 
-# From little to much, evenly to the eye and with colour-blindness, darker is less: viridis, every ninth part of it
-# (S. van der Walt and N. Smith for matplotlib, https://bids.github.io/colormap/, CC0).
+# Ten evenly spaced colours of viridis, dark to light: perceptually uniform, also with colour-blindness (S. van der Walt
+# and N. Smith for matplotlib, https://bids.github.io/colormap/, CC0).
 LITTLE_TO_MUCH = (
     "#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725"
 )  # fmt: skip
@@ -80,11 +78,11 @@ LANE_NAMES: Mapping[str, str] = {
     "disk write": "disk write",
 }
 
-# On these hues white would have a contrast of about 3 or less; on the others it has more.
+# White on these colours has a contrast of about 3 or less.
 _DARK_TEXT = (ORANGE, SKY, YELLOW, PURPLE, GREY)
 
-# In a notebook the variables are JupyterLab's and follow its theme. By itself a picture has the system's colours; `svg:root` is
-# only one that is opened as a file.
+# In a notebook the variables are JupyterLab's; elsewhere the system's colours apply. `svg:root` matches a picture opened as
+# a file.
 STYLE = """
 svg:root{color-scheme:light dark}
 .l2l{color:var(--jp-ui-font-color1,CanvasText);fill:currentColor;
@@ -94,7 +92,7 @@ font:12px var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tab
 .l2l .strong{font-weight:600}
 .l2l .rule{stroke:currentColor;stroke-opacity:.18;fill:none}
 .l2l .axis{stroke:currentColor;stroke-opacity:.55;fill:none}
-.l2l .still_or_error{fill:var(--jp-layout-color1,Canvas)}
+.l2l .page{fill:var(--jp-layout-color1,Canvas)}
 .l2l .well{fill:currentColor;fill-opacity:.05}
 .l2l .card{fill:var(--jp-layout-color1,Canvas);stroke:currentColor;stroke-opacity:.3}
 .l2l .hatch{stroke:var(--jp-layout-color1,Canvas);stroke-width:1.6;fill:none}
@@ -104,15 +102,15 @@ font:12px var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tab
 
 
 def kind_colour(kind: str) -> str:
-    """Return the colour of an event's kind, grey for one that is not known."""
+    """Return the colour of an event kind; grey for other kinds."""
     return KIND_COLOURS.get(kind, GREY)
 
 
 def category_colour(category: str) -> str:
-    """Return the colour of a memory category, grey for one that is not known."""
+    """Return the colour of a memory category; grey for other categories."""
     return CATEGORY_COLOURS.get(category, GREY)
 
 
 def text_colour_on(colour: str) -> str:
-    """Return black or white, whichever reads on a colour of the palette."""
+    """Return black or white, for text with sufficient contrast on a colour of the palette."""
     return "#000" if colour in _DARK_TEXT else "#fff"

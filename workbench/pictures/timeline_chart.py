@@ -1,7 +1,6 @@
-"""The timeline: lanes over the time of a step, what was exposed, the figures of overlap, and what binds each phase.
+"""Timeline of a step: lanes with exposed copies, figures of overlap, and the bottleneck of each phase.
 
-It draws what a trace says and computes no advice. How events become few bars is in `bars.py`, the numbers are from
-`lane_usage.py`, the words on and under bars from `timeline_labels.py`.
+`workbench.readings` joins events into bars and computes the figures; `timeline_labels.py` labels the bars.
 """
 
 from __future__ import annotations
@@ -16,9 +15,21 @@ from l2l_core.trace import NETWORK_LANES, Trace, format_bytes
 from workbench.pictures import svg, timeline_labels
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
+from workbench.pictures.step_axis import draw_time_axis
 from workbench.pictures.theme import LANE_NAMES, VERMILION, kind_colour
-from workbench.pictures.timeline_layout import LANE, LEFT, RIGHT, TOP, WIDTH, TimelineLayout
-from workbench.pictures.timeline_text import draw_figures, draw_legend, draw_sentences, percent, sentences_height
+from workbench.pictures.timeline_text import (
+    LANE,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    TimelineLayout,
+    draw_figures,
+    draw_legend,
+    draw_sentences,
+    percent,
+    sentences_height,
+)
 from workbench.readings import (
     Bars,
     Columns,
@@ -32,8 +43,8 @@ from workbench.readings import (
 
 __all__ = ["draw_timeline", "show_timeline", "summarize_timeline", "timeline_table"]
 
-MAX_LIVE_BARS = 130  # of a lane at most, in pictures that are drawn many times a second
-MAX_BYTES = 55_000  # tooltips are left out rather than to exceed this
+MAX_BARS, MAX_LIVE_BARS = 260, 130  # maximum number per lane; live: in pictures drawn many times a second
+MAX_BYTES = 55_000  # tooltips are left out if they exceed this size of the picture
 
 
 def draw_timeline(
@@ -45,39 +56,41 @@ def draw_timeline(
     keys: Iterable[str] = (),
     sentences: Sequence[str] = (),
 ) -> str:
-    """Draw the lanes of a step as SVG, below 60 kB whatever the number of events.
+    """Draw the lanes of a step as an SVG of less than 60 kB, regardless of the number of events.
 
     Args:
-        now: the events of the step.
-        before: of the step before; what lies right of `now_s` is shown pale.
-        now_s: seconds since a step under way began; None: the step is finished.
-        span_s: end of the time axis; default a round number from the last event on.
-        keys: of all layers of that step, in order: they say the numbers on bars, as the names of its trace do.
-        said: sentences such as "forward: ...", one per phase, shown under the figures.
+        now: events of the step.
+        before: events of the previous step, drawn pale right of `now_s`.
+        now_s: seconds since a running step began; None: the step is finished.
+        span_s: end of the time axis; default a round value after the last event.
+        keys: keys of all layers of the step, in order, which define the numbers on bars.
+        sentences: sentences such as "forward: ...", one per phase, shown under the figures.
     """
     summary, numbers = summarize_timeline(now), number_layers(keys)
-    reach_s = max([now.end_s, now_s or 0.0, *([before.end_s] if before is not None else [])])
+    reach_s = max(now.end_s, now_s or 0.0, before.end_s if before is not None else 0.0)
     axis = Scale(0.0, span_s or round_up(reach_s), LEFT, RIGHT)
     sheet = TimelineLayout(now.lanes)
     height = sheet.text + sentences_height(sentences)
     parts = [*_draw_lane_backgrounds(sheet, LEFT, RIGHT)]
     if before is not None and now_s is not None:
-        cursor = axis(min(now_s, axis.high))  # left of it, the ghost is covered by the colour of the page
+        cursor = axis(min(now_s, axis.high))  # the page's colour covers the previous step left of it
         parts += [_draw_previous(before, axis), svg.rect(LEFT, TOP, cursor - LEFT, sheet.axis - TOP, style="page")]
         parts += _draw_lane_backgrounds(sheet, LEFT, cursor)
-    parts += [*_draw_axis(axis, sheet.axis), *_draw_phases(now, axis)]
-    px_s = axis.high / (RIGHT - LEFT)
-    narrowest_s = px_s * (timeline_labels.MIN_TIP_PX if now_s is None else timeline_labels.MIN_LABEL_PX)
-    on = {lane: now.events_on(lane) for lane in now.lanes}
-    units = {lane: timeline_labels.group_events(now, lane, on[lane], narrowest_s) for lane in now.lanes}
+    rules = "".join(f"M{axis(mark):.1f} {TOP}V{sheet.axis}" for mark in ticks(0.0, axis.high, 9))
+    parts += [svg.path(rules, style="rule"), *draw_time_axis(axis, sheet.axis, 9), *_draw_phases(now, axis)]
+    min_px, at_most = timeline_labels.MIN_TIP_PX, MAX_BARS
+    if now_s is not None:
+        min_px, at_most = timeline_labels.MIN_LABEL_PX, MAX_LIVE_BARS
+    units = {}
     for lane, y in sheet.rows:
-        exposed_s = summary.exposed[lane]
-        parts += _draw_bars(_bars(now, on[lane], axis, MAX_LIVE_BARS if now_s is not None else 260), now, y)
-        parts += timeline_labels.draw_separators(now, lane, on[lane], axis, y, LANE)
+        on, exposed_s = now.events_on(lane), summary.exposed[lane]
+        units[lane] = timeline_labels.group_events(now, lane, on, min_px * axis.high / (RIGHT - LEFT))
+        parts += _draw_bars(_bars(now, on, axis, at_most), now, y)
+        parts += timeline_labels.draw_separators(now, lane, on, axis, y, LANE)
         exposed = make_hatched(_to_pixels(exposed_s[0], axis), _to_pixels(exposed_s[1], axis), (LEFT, RIGHT))
         parts += _draw_hatch(exposed, y)
         parts += timeline_labels.draw_labels(units[lane], exposed, axis, y + LANE / 2 + 4, numbers)
-        parts += _draw_waits(now, on[lane], axis, y) if lane in NETWORK_LANES else ()
+        parts += _draw_waits(now, on, axis, y) if lane in NETWORK_LANES else ()
     parts += _draw_lane_names(sheet, summary)
     if now_s is not None:
         parts.append(svg.path(f"M{axis(min(now_s, axis.high)):.1f} {TOP - 6}V{sheet.axis}", style="axis", width=1.5))
@@ -91,15 +104,26 @@ def draw_timeline(
     return svg.document(WIDTH, height, "Timeline of a step", _describe(summary, now_s, sentences), parts)
 
 
+def common_span_s(*traces: Trace) -> float:
+    """Return a round end in seconds of a time axis that fits all of these steps, for `span_s`.
+
+    Raises:
+        ValueError: there are no traces.
+    """
+    if not traces:
+        raise ValueError("common_span_s() needs a trace: give the traces whose pictures are compared")
+    return round_up(max(Columns.of(trace).end_s for trace in traces))
+
+
 def show_timeline(trace: Trace, span_s: float | None = None) -> Picture:
-    """Show the timeline of a step with what binds each phase, and its table; of a step that failed, with how it ended.
+    """Return the timeline of a step with its table, and the bottlenecks of its phases or its failure.
 
     Args:
-        trace: of the step.
-        span_s: end of the time axis, for pictures that are compared; see `common_span_s`.
+        trace: trace of the step.
+        span_s: end of the time axis; see `common_span_s` to compare pictures.
     """
-    said = _failure_of(trace) or [str(bound) for bound in trace.bound_by()]
-    drawn = draw_timeline(Columns.of(trace), span_s=span_s, keys=trace.names, sentences=said)
+    sentences = _failure_of(trace) or [str(bound) for bound in trace.bound_by()]
+    drawn = draw_timeline(Columns.of(trace), span_s=span_s, keys=trace.names, sentences=sentences)
     return Picture(drawn, timeline_table(trace))
 
 
@@ -108,7 +132,7 @@ def _failure_of(trace: Trace) -> list[str]:
 
 
 def timeline_table(trace: Trace) -> Table:
-    """List per lane events, bytes, busy and exposed seconds; the note has overlap and what binds each phase."""
+    """Return events, bytes, busy and exposed seconds per lane; the note has overlap and bottlenecks."""
     columns = Columns.of(trace)
     summary = summarize_timeline(columns)
     rows = []
@@ -118,17 +142,11 @@ def timeline_table(trace: Trace) -> Table:
         exposed = format_seconds(summary.exposed_s[lane]) if lane != "compute" else "–"
         share = percent(busy_s / summary.span_s if summary.span_s else 0.0)
         rows.append((LANE_NAMES[lane], f"{len(on):,}", moved, format_seconds(busy_s), share, exposed))
-    said = [f"{percent(summary.overlap)} of copy time hidden under compute.", *(f"{b}." for b in trace.bound_by())]
+    notes = [*_failure_of(trace), f"{percent(summary.overlap)} of copy time hidden under compute."]
+    notes += [f"{bound}." for bound in trace.bound_by()]
     failed = ", which failed" if trace.failed is not None else ""
-    return Table(
-        title=f"Timeline of step {trace.step + 1}{failed}: {format_seconds(summary.span_s)}",
-        header=("lane", "events", "bytes", "busy", "share of step", "exposed"),
-        rows=rows,
-        note=" ".join([*_failure_of(trace), *said]),
-    )
-
-
-# ---- lanes -----------------------------------------------------------------------------------------------------
+    title = f"Timeline of step {trace.step + 1}{failed}: {format_seconds(summary.span_s)}"
+    return Table(title, ("lane", "events", "bytes", "busy", "share of step", "exposed"), rows, " ".join(notes))
 
 
 def _draw_lane_backgrounds(sheet: TimelineLayout, left: float, right: float) -> Iterator[str]:
@@ -138,7 +156,7 @@ def _draw_lane_backgrounds(sheet: TimelineLayout, left: float, right: float) -> 
 
 @lru_cache(maxsize=4)
 def _draw_previous(before: Columns, axis: Scale) -> str:
-    """The whole step before: it stays the same while the cursor moves over it, so it is drawn once."""
+    """Return the complete previous step, which does not depend on the cursor and so is drawn once."""
     ghosts = (
         _draw_bars(_bars(before, before.events_on(lane), axis, MAX_LIVE_BARS), before, y)
         for lane, y in TimelineLayout(before.lanes).rows
@@ -146,22 +164,22 @@ def _draw_previous(before: Columns, axis: Scale) -> str:
     return svg.group(("".join(ghost) for ghost in ghosts), style="ghost")
 
 
-def _bars(columns: Columns, on: NDArray[np.intp], axis: Scale, at_most: int = 260) -> Bars:
-    """Bars of the events of a lane, as far as the axis goes."""
+def _bars(columns: Columns, on: NDArray[np.intp], axis: Scale, at_most: int) -> Bars:
+    """Return bars of a lane's events up to the end of the axis."""
     on = on[columns.start_s[on] < axis.high]
     left, right = _to_pixels(columns.start_s[on], axis), _to_pixels(columns.stop_s[on], axis)
     return make_bars(left, right, columns.kind[on], at_most, within=(axis.first, axis.last))
 
 
 def _to_pixels(times_s: NDArray[np.float64], axis: Scale) -> NDArray[np.float64]:
-    """Where times lie, in pixels, at most at the end of the axis."""
+    """Return the positions of times in pixels, clipped to the axis."""
     return np.clip(axis.first + (axis.last - axis.first) * times_s / axis.high, axis.first, axis.last)
 
 
 def _draw_bars(bars: Bars, columns: Columns, y: float) -> Iterator[str]:
-    """One path per kind: full bars reach over the whole lane, others over their share of it, from below.
+    """Draw one path per kind, each bar as high as the busy share of its time.
 
-    A thin rail under the lane shows where something happened that is too short, or too rare, to be seen as a bar.
+    A thin rail under the lane marks bars that are too short or too low to be visible.
     """
     for code in np.unique(bars.kind):
         of_kind = bars.kind == code
@@ -170,7 +188,7 @@ def _draw_bars(bars: Bars, columns: Columns, y: float) -> Iterator[str]:
             f"M{x:.2f} {y + LANE:g}v-{LANE * part:.4g}h{to - x:.2f}v{LANE * part:.4g}z"
             for x, to, part in zip(left, right, share, strict=True)
         )
-        colour = kind_colour(columns.kinds[code])
+        colour = kind_colour(columns.kinds[int(code)])
         yield svg.path(body, style="bars", fill=colour)
         rail = "".join(
             f"M{x:.1f} {y + LANE + 2:g}h{max(to - x, 0.6):.1f}"
@@ -189,14 +207,12 @@ def _draw_hatch(exposed: Bars, y: float) -> Iterator[str]:
 
 
 def _draw_waits(now: Columns, on: NDArray[np.intp], axis: Scale, y: float) -> Iterator[str]:
-    """When the worker waited for another one, pale: no work, but it may be what others wait for."""
+    """Draw the times in which the worker waited for another one, pale."""
     on = on[now.stalled_s[on] > 0]
-    left, right = (
-        _to_pixels(np.maximum(now.start_s[on] - now.stalled_s[on], 0.0), axis),
-        _to_pixels(now.start_s[on], axis),
-    )
-    seen = right - left > 0.5
-    boxes = zip(left[seen].tolist(), right[seen].tolist(), strict=True)
+    left = _to_pixels(np.maximum(now.start_s[on] - now.stalled_s[on], 0.0), axis)
+    right = _to_pixels(now.start_s[on], axis)
+    visible = right - left > 0.5
+    boxes = zip(left[visible].tolist(), right[visible].tolist(), strict=True)
     drawn = "".join(f"M{x:.1f} {y:g}h{to - x:.1f}v{LANE}H{x:.1f}z" for x, to in boxes)
     if drawn:
         yield svg.path(drawn, style="ghost", fill=VERMILION)
@@ -209,20 +225,8 @@ def _draw_lane_names(sheet: TimelineLayout, summary: TimelineSummary) -> Iterato
         yield svg.text(LEFT - 8, y + 29, f"busy {percent(share)}", anchor="end", style="small dim")
 
 
-# ---- axis and phases -------------------------------------------------------------------------------------------
-
-
-def _draw_axis(axis: Scale, y: float) -> Iterator[str]:
-    marks = ticks(0.0, axis.high, 9)
-    yield svg.path("".join(f"M{axis(mark):.1f} {TOP}V{y}" for mark in marks), style="rule")
-    yield svg.path(f"M{LEFT} {y}H{RIGHT}" + "".join(f"M{axis(mark):.1f} {y}v5" for mark in marks), style="axis")
-    for mark in marks:
-        anchor = "end" if axis(mark) > RIGHT - 20 else "middle"
-        yield svg.text(axis(mark), y + 18, format_seconds(mark) if mark else "0", anchor=anchor)
-
-
 def _draw_phases(columns: Columns, axis: Scale) -> Iterator[str]:
-    """Brackets above compute; a phase that is too short for its name has a bracket only."""
+    """Draw brackets above compute; a short phase has no name."""
     brackets = []
     for name, start_s, stop_s in find_phases(columns):
         low, high = axis(min(start_s, axis.high)) + 0.75, axis(min(stop_s, axis.high)) - 0.75
@@ -236,14 +240,10 @@ def _draw_phases(columns: Columns, axis: Scale) -> Iterator[str]:
 
 
 def _describe(summary: TimelineSummary, now_s: float | None, sentences: Sequence[str]) -> str:
-    exposed = ", ".join(
-        f"{lane} {format_seconds(summary.exposed_s[lane])}" for lane in summary.exposed_s if lane != "compute"
-    )
+    step = f"A step of {format_seconds(summary.span_s)}" if now_s is None else f"A step, {format_seconds(now_s)} so far"
     busy = ", ".join(f"{lane} {format_seconds(seconds)}" for lane, seconds in summary.busy_s.items())
-    begin = (
-        f"A step of {format_seconds(summary.span_s)}" if now_s is None else f"A step, {format_seconds(now_s)} so far"
-    )
+    exposed = ", ".join(f"{lane} {format_seconds(s)}" for lane, s in summary.exposed_s.items() if lane != "compute")
     return (
-        f"{begin}. Busy: {busy}. Exposed, hatched: {exposed}. {percent(summary.overlap)} of copy time hidden under "
-        "compute. Bars lower than their lane were busy for that share of the time. " + " ".join(sentences)
+        f"{step}. Busy: {busy}. Exposed, hatched: {exposed}. {percent(summary.overlap)} of copy time hidden under "
+        f"compute. Bars lower than their lane were busy for that share of the time. {' '.join(sentences)}"
     ).strip()

@@ -1,6 +1,6 @@
-"""Words on a timeline's bars: letters with a layer's number where they fit, separators, and tooltips.
+"""Labels, separators and tooltips of a timeline's bars.
 
-A visit on compute is one unit, whatever the number of its micro-batches; elsewhere events of one layer in a row are.
+Labels are per unit: on compute a visit with all its micro-batches, on other lanes successive events of one layer.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from workbench.pictures.scale import Scale, format_seconds
 from workbench.pictures.theme import KIND_LETTERS, kind_colour, text_colour_on
 from workbench.readings import Bars, Columns, LayerNumbers, full_name, has_kind, visit_starts
 
-MIN_LABEL_PX = 7.0  # px, the narrowest bar that can carry a letter
+MIN_LABEL_PX = 7.0  # px, the narrowest bar with a letter
 MIN_TIP_PX = 2.0  # px
-LETTER, SMALL_LETTER = 7.2, 6.2  # px, of wide fonts
-_FULL = 0.6  # a unit that was busy for a smaller share of its extent has no label: it would stand in the void
-_SURFACE = "var(--jp-layout-color1,Canvas)"
+MAX_UNITS = 400  # per lane
+LETTER, SMALL_LETTER = 7.2, 6.2  # px, in wide fonts
+_FULL = 0.6  # a unit with a smaller busy share has no label, which would lie between its bars
 
 
 class EventGroup(NamedTuple):
-    """Sums up events that a reader sees as one bar."""
+    """A unit: events that are labelled as one bar."""
 
     start_s: float
     stop_s: float
@@ -40,9 +40,9 @@ class EventGroup(NamedTuple):
 def draw_labels(
     units: Sequence[EventGroup], hatched: Bars, axis: Scale, y: float, numbers: LayerNumbers
 ) -> Iterator[str]:
-    """Write letter and number in the middle of every unit that has room for them, in one size; `y` is the baseline, in px.
+    """Draw letter and number in the middle of every unit with room for them, in one size.
 
-    A halo keeps hatching off the letters, and separators where there is room for it.
+    `y` is the baseline in px. A halo separates the letters from hatching and, if there is room, from separators.
     """
     fitting, small = [], False
     for unit in units:
@@ -57,21 +57,20 @@ def draw_labels(
         half = LETTER * len(words) / 2
         written = svg.text(x, y, words, style="small" if small else "", anchor="middle", fill=text_colour_on(colour))
         if roomy or ((hatched.left < x + half) & (hatched.right > x - half)).any():
-            written = (
-                f'<g stroke="{colour}" stroke-width="4" stroke-linejoin="round" paint-order="stroke">{written}</g>'
-            )
+            halo = f'stroke="{colour}" stroke-width="4" stroke-linejoin="round" paint-order="stroke"'
+            written = f"<g {halo}>{written}</g>"
         yield written
 
 
 def label(kind: str, layer: str, numbers: LayerNumbers) -> str:
-    """Return "F6" for a forward visit of layer 6; the letter alone for what is no layer's."""
+    """Return a label such as "F6" for a forward visit of layer 6; the letter alone without a layer."""
     return KIND_LETTERS.get(kind, kind) + str(numbers.get(layer, ""))
 
 
 def draw_separators(
     columns: Columns, lane: str, on: NDArray[np.intp], axis: Scale, top: float, height: float
 ) -> Iterator[str]:
-    """Draw thin lines between bars that touch: between units of 4 px or more, and between events of 6 px or more."""
+    """Draw thin lines between adjacent units of at least 4 px, and between adjacent events of at least 6 px."""
     px_per_s = (axis.last - axis.first) / axis.high
     start_s, stop_s = columns.start_s[on], columns.stop_s[on]
     if len(on) < 2:
@@ -84,10 +83,10 @@ def draw_separators(
     outer = first[1:][(extent[1:] >= 4) & (extent[:-1] >= 4)]
     outer = outer[touching[outer]]
     inner[outer] = False
-    for at, width in ((np.flatnonzero(inner), 0.7), (outer, 1.4)):
-        lines = "".join(f"M{axis(x):.1f} {top:g}v{height:g}" for x in start_s[at].tolist())
+    for events, width in ((np.flatnonzero(inner), 0.7), (outer, 1.4)):
+        lines = "".join(f"M{axis(x):.1f} {top:g}v{height:g}" for x in start_s[events].tolist())
         if lines:
-            yield svg.path(lines, stroke=_SURFACE, width=width)
+            yield svg.path(lines, stroke=svg.PAGE, width=width)
 
 
 def draw_tips(
@@ -98,18 +97,18 @@ def draw_tips(
     max_bytes: int,
     keyed: bool = True,
 ) -> list[str]:
-    """Put a tooltip over every unit of 2 px or more, by invisible boxes; none at all if they need more than `room` bytes.
+    """Return transparent boxes with a tooltip over every unit; none at all if they exceed `max_bytes`.
 
     Args:
-        lanes: units and y of each.
-        height: of a lane.
-        numbers: of the layers.
-        room: in bytes.
-        keyed: whether they say of which layer they are, so that it can be chosen there.
+        lanes: units and upper edge of each lane.
+        height: height of a lane.
+        axis: seconds to pixels.
+        numbers: numbers of the layers.
+        max_bytes: maximum total size.
+        keyed: True if the boxes carry the key of their layer, so that it can be selected.
     """
     tips: list[str] = []
-    # at some 140 bytes each they would have no room, so they are not even made
-    if sum(len(units) for units, _ in lanes) >= 400:
+    if sum(len(units) for units, _ in lanes) >= MAX_UNITS:  # at about 140 bytes each they would exceed any limit
         return tips
     for units, y in lanes:
         for unit in units:
@@ -123,7 +122,7 @@ def draw_tips(
 def draw_pickable(
     units: Sequence[EventGroup], y: float, height: float, axis: Scale, numbers: LayerNumbers
 ) -> Iterator[str]:
-    """Put invisible boxes over units that are a layer's, by which it can be chosen; they are tips without words."""
+    """Draw transparent boxes over the units of layers, by which a layer can be selected."""
     for unit in units:
         if unit.layer in numbers:
             low, high = axis(unit.start_s), axis(min(unit.stop_s, axis.high))
@@ -140,34 +139,34 @@ def _tooltip(unit: EventGroup, numbers: LayerNumbers) -> str:
     return f"{' '.join(words)}: {', '.join(facts)}"
 
 
-def group_events(
-    columns: Columns, lane: str, on: NDArray[np.intp], at_least_s: float, at_most: int = 400
-) -> list[EventGroup]:
-    """Return units of a lane that last `at_least_s` or longer, in order; the longest ones if there are too many.
+def group_events(columns: Columns, lane: str, on: NDArray[np.intp], at_least_s: float) -> list[EventGroup]:
+    """Return the units of a lane that last at least `at_least_s`, in order; the longest of more than `MAX_UNITS`.
 
     Args:
-        on: the events of the lane, by start.
+        columns: events of the step.
+        lane: name of the lane.
+        on: indices of the lane's events, by start.
+        at_least_s: minimum duration of a unit.
     """
     if not len(on):
         return []
     units: list[EventGroup] = []
     first = _group_starts(columns, on)
     if lane == "compute":
-        units, taken = _visit_groups(columns, on, at_least_s, at_most)
-        # what no visit takes lies between those that do, which therefore end a run
+        units, taken = _visit_groups(columns, on, at_least_s)
+        # the remaining events lie between visits, and a visit ends a group
         begins = np.zeros(len(on), bool)
         begins[first] = True
         begins[1:] |= taken[:-1]
         rest = ~taken
         first = np.flatnonzero(begins[rest])
         on = on[rest]
-    units += _long_groups(columns, on, first, at_least_s, at_most)
-    units = sorted(sorted(units, key=lambda unit: unit.start_s - unit.stop_s)[:at_most])
-    return units
+    units += _long_groups(columns, on, first, at_least_s)
+    return sorted(sorted(units, key=lambda unit: unit.start_s - unit.stop_s)[:MAX_UNITS])
 
 
 def _group_starts(columns: Columns, on: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Positions in `on` where another kind, layer or visit begins."""
+    """Return the positions in `on` at which kind, layer or visit changes."""
     new = np.zeros(len(on), bool)
     new[:1] = True
     for column in (columns.kind, columns.layer, columns.visit):
@@ -177,24 +176,24 @@ def _group_starts(columns: Columns, on: NDArray[np.intp]) -> NDArray[np.intp]:
 
 
 def _long_groups(
-    columns: Columns, on: NDArray[np.intp], first: NDArray[np.intp], at_least_s: float, at_most: int
+    columns: Columns, on: NDArray[np.intp], first: NDArray[np.intp], at_least_s: float
 ) -> list[EventGroup]:
-    """Units made of the events from each position in `first` to the next."""
+    """Return units of the events from each position in `first` to the next, without short ones."""
     if not len(first):
         return []
     last = np.append(first[1:], len(on)) - 1
     busy_s = np.add.reduceat(columns.stop_s[on] - columns.start_s[on], first)
     nbytes = np.add.reduceat(columns.nbytes[on], first)
     extent_s = columns.stop_s[on[last]] - columns.start_s[on[first]]
-    # what takes no time has no unit, even if `at_least_s` is 0
+    # without units of no duration, even if `at_least_s` is 0
     long = np.flatnonzero(extent_s >= max(at_least_s, 1e-300))
-    long = np.sort(long[np.argsort(-extent_s[long], kind="stable")[:at_most]])
+    long = np.sort(long[np.argsort(-extent_s[long], kind="stable")[:MAX_UNITS]])
     return [
         EventGroup(
             float(columns.start_s[on[first[i]]]),
             float(columns.stop_s[on[last[i]]]),
-            columns.kinds[columns.kind[on[first[i]]]],
-            columns.layers[columns.layer[on[first[i]]]],
+            columns.kinds[int(columns.kind[on[first[i]]])],
+            columns.layers[int(columns.layer[on[first[i]]])],
             int(last[i] - first[i]) + 1,
             int(nbytes[i]),
             float(busy_s[i]),
@@ -204,19 +203,19 @@ def _long_groups(
 
 
 def _visit_groups(
-    columns: Columns, on: NDArray[np.intp], at_least_s: float, at_most: int
+    columns: Columns, on: NDArray[np.intp], at_least_s: float
 ) -> tuple[list[EventGroup], NDArray[np.bool_]]:
-    """Visits of one kind, forward or backward, and which events they take; not the visit in which both take turns."""
+    """Return units for the visits of one kind, forward or backward, and a mask of their events in `on`."""
     starts = visit_starts(columns, on)
     work = has_kind(columns, on, OVERLAPPING)
     visit = np.searchsorted(starts, np.arange(len(on)), side="right") - 1  # -1 before the first
     taken = work & (visit >= 0)
     if not taken.any():
         return [], taken
-    # a visit of one kind has as many forwards as events, or none
+    # excludes visits in which forward and backward alternate
     forward = np.bincount(visit[taken], has_kind(columns, on[taken], ("forward",)), len(starts))
     every = np.bincount(visit[taken], minlength=len(starts))
     taken &= ((forward == 0) | (forward == every))[visit]
     chosen = on[taken]
     first = np.flatnonzero(np.append(True, np.diff(visit[taken]) != 0)) if len(chosen) else np.arange(0)
-    return _long_groups(columns, chosen, first, at_least_s, at_most), taken
+    return _long_groups(columns, chosen, first, at_least_s), taken

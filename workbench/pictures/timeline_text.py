@@ -1,8 +1,9 @@
-"""The words under a timeline: kinds of events, figures of overlap and of the network, and what binds each phase."""
+"""Layout of a timeline and the text under it: legend, figures, and the bottleneck of each phase."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from textwrap import wrap
 
 from l2l_core.analysis import ALL_PHASES, MIDDLE
@@ -10,15 +11,49 @@ from l2l_core.trace import LANES, NETWORK_LANES
 from workbench.pictures import svg
 from workbench.pictures.scale import format_seconds
 from workbench.pictures.theme import KIND_COLOURS, KIND_LETTERS, LANE_NAMES, kind_colour, text_colour_on
-from workbench.pictures.timeline_layout import FIGURE_ROW, LEFT, RIGHT, TimelineLayout
 from workbench.readings import Columns, TimelineSummary
 
-LINE, SLOT = 15, 35  # px: from line to line and from phase to phase of what is said
-COLUMNS = 132  # characters that fit beside a phase's name
+WIDTH, LEFT, RIGHT = 960, 96, 944  # px; the time axis spans LEFT to RIGHT
+TOP, LANE, PITCH = 30, 34, 44  # px: top of the first lane, height of a lane, distance between lanes
+FIGURE_ROW = 44  # px
+LINE, SLOT = 15, 35  # px: height of a line and of a phase
+COLUMNS = 132  # characters that fit beside the name of a phase
+
+
+@dataclass(frozen=True)
+class TimelineLayout:
+    """Vertical positions of a timeline's parts, in pixels, for lanes from the top."""
+
+    lanes: Sequence[str]
+
+    @property
+    def rows(self) -> Iterator[tuple[str, float]]:
+        """Every lane with its upper edge."""
+        return ((lane, TOP + i * PITCH) for i, lane in enumerate(self.lanes))
+
+    @property
+    def axis(self) -> float:
+        """Line below the lanes."""
+        return TOP + (len(self.lanes) - 1) * PITCH + LANE + 8
+
+    @property
+    def legend(self) -> float:
+        """Baseline of the legend of event kinds."""
+        return self.axis + 44
+
+    @property
+    def figures(self) -> float:
+        """Baseline of the names of figures; figures of the network are in a second row."""
+        return self.axis + 84
+
+    @property
+    def text(self) -> float:
+        """Top of the text, which is the height of a timeline without text."""
+        return self.axis + 118 + (FIGURE_ROW if len(self.lanes) > len(LANES) else 0)
 
 
 def draw_legend(y: float, *shown: Columns | None) -> Iterator[str]:
-    """The kinds that are there, in the order of the theme."""
+    """Draw the legend of event kinds, in the order of the theme."""
     present = {kind for columns in shown if columns is not None for kind in columns.kinds}
     x = float(LEFT)
     for kind in [kind for kind in KIND_COLOURS if kind in present] + sorted(present - {*KIND_COLOURS}):
@@ -35,7 +70,7 @@ def draw_legend(y: float, *shown: Columns | None) -> Iterator[str]:
 
 
 def draw_figures(sheet: TimelineLayout, summary: TimelineSummary, now_s: float | None) -> Iterator[str]:
-    """Five figures, each at its own place, and below them those of the network."""
+    """Draw the five figures at fixed positions, and those of the network below."""
     whole_s = summary.span_s if now_s is None else now_s
     figures = [
         ("copies hidden under compute", percent(summary.overlap)),
@@ -60,17 +95,17 @@ def _draw_figure(left: float, y: float, name: str, value: str, is_hatched: bool)
 
 
 def sentences_height(sentences: Sequence[str]) -> int:
-    """Return the height in px of what is said; what is not there yet has its place, too."""
+    """Return the height of the sentences in px, with room for phases that have none yet."""
     return len(_phase_slots(sentences)) * SLOT + 10 if sentences else 0
 
 
 def _phase_slots(sentences: Sequence[str]) -> Sequence[str]:
-    """The phases that have a place: a middle has one only where it is spoken of, as depth first."""
+    """Return the phases with room for a sentence; the middle, as of depth first, only if it has one."""
     return [name for name in ALL_PHASES if name != MIDDLE or any(one.startswith(f"{MIDDLE}: ") for one in sentences)]
 
 
 def draw_sentences(sentences: Sequence[str], top: float) -> Iterator[str]:
-    """One sentence per phase, each phase at its own place, two lines at most."""
+    """Draw one sentence per phase at a fixed position, in at most two lines."""
     taken: set[int] = set()
     phases = _phase_slots(sentences)
     for sentence in sentences:
@@ -88,5 +123,5 @@ def draw_sentences(sentences: Sequence[str], top: float) -> Iterator[str]:
 
 
 def percent(share: float) -> str:
-    """Write a share for people, a small one with a decimal."""
+    """Return a share in percent, with one decimal if it is small."""
     return f"{100 * share:.0f} %" if share >= 0.0995 or not share else f"{100 * share:.1f} %"

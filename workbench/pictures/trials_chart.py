@@ -1,4 +1,4 @@
-"""Every layer tried out: how the loss of the probe changes without it and with it twice, as bars with their spread."""
+"""Changes of the probe's loss without each layer and with it twice, as bars with their spread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.readings import LayerNumbers, full_name, short_name
 from workbench.session import TRIAL_EDITS, LayerRow, LayerTrial, StateVersion, TrialKind
 
 WIDTH, HEIGHT = 960, 210
-MAX_LAYERS = 120  # trials that are drawn and listed, of more those that change most
+MAX_LAYERS = 120  # maximum number of trials shown; of more, the largest changes
 _LEFT, _TOP, _BOTTOM = 64, 40, 180
 COLOURS: dict[TrialKind, str] = {"without": VERMILION, "twice": BLUE}
 
@@ -24,31 +24,31 @@ COLOURS: dict[TrialKind, str] = {"without": VERMILION, "twice": BLUE}
 def show_trials(
     layers: Sequence[LayerRow], trials: Collection[LayerTrial], numbers: LayerNumbers, current: StateVersion
 ) -> Picture:
-    """Draw bars from 0, one or two for every layer that was tried, and make a table of the same with the verdicts.
+    """Return bars of the changes, one or two for every tried layer, and a table of the results.
 
     Args:
-        layers: in order; of others nothing is shown.
-        found: one trial at most for a layer and what is tried.
-        now: the moment at which this is shown, so that what is of another one is said to be.
+        layers: the layers, in order; trials of other layers are ignored.
+        trials: at most one trial per layer and kind.
+        numbers: numbers of the layers.
+        current: present state; older trials are marked as old.
     """
-    by = {(one.key, one.kind): one for one in trials}
-    known = [one for row in layers for how in TRIAL_EDITS if (one := by.get((row.key, how))) is not None]
-    shown = _largest_changes(known)
-    whose = _describe_when([one.version for one in shown], current)
+    by_key = {(one.key, one.kind): one for one in trials}
+    found = [one for row in layers for kind in TRIAL_EDITS if (one := by_key.get((row.key, kind))) is not None]
+    shown = _largest_changes(found)
+    when = _describe_when([one.version for one in shown], current)
     rows = [
         (short_name(one.key, numbers), one.key, TRIAL_LABELS[one.kind], one.summary, describe_age(one.version, current))
         for one in shown
     ]
     title = "Change of the probe's loss, layer by layer"
-    note = f"the {len(shown)} of {len(known)} that change most" if len(shown) < len(known) else ""
+    note = f"the {len(shown)} of {len(found)} that change most" if len(shown) < len(found) else ""
     table = Table(title, ("layer", "key", "tried", "change", "measured"), rows, note)
-    drawn = "".join(_draw([row.key for row in layers], shown, numbers))
-    legend = _legend("; ".join(filter(None, (whose, note))))
-    return Picture(svg.document(WIDTH, HEIGHT, title, f"{title}; {whose}", [*legend, drawn]), table)
+    parts = [*_legend("; ".join(filter(None, (when, note)))), *_draw([row.key for row in layers], shown, numbers)]
+    return Picture(svg.document(WIDTH, HEIGHT, title, f"{title}; {when}", parts), table)
 
 
 def _describe_when(versions: Sequence[StateVersion], current: StateVersion) -> str:
-    """When all of them were measured: at one moment, or over several steps, as while a run goes on."""
+    """Return the step or the steps of the measurements, and how many are old, in words."""
     if len({*versions}) < 2:
         return "".join(describe_age(moment, current) for moment in {*versions})
     steps = [moment.step for moment in versions]
@@ -60,18 +60,17 @@ def _describe_when(versions: Sequence[StateVersion], current: StateVersion) -> s
     )
 
 
-def _largest_changes(known: Sequence[LayerTrial]) -> Sequence[LayerTrial]:
-    """All of a few, in order; of many those with the largest changes, and what could not be measured last."""
-    # 1 for what could not be measured, which is behind all others: theirs are 0 or less
-    sizes = sorted((-max(map(abs, _bar_ends(one)), default=-1.0), i) for i, one in enumerate(known))
-    return [known[i] for i in sorted(i for _, i in sizes[:MAX_LAYERS])]
+def _largest_changes(trials: Sequence[LayerTrial]) -> Sequence[LayerTrial]:
+    """Return the `MAX_LAYERS` largest changes, in order; trials without a measurement rank last."""
+    ranked = sorted((-max(map(abs, _bar_ends(one)), default=-1.0), i) for i, one in enumerate(trials))
+    return [trials[i] for i in sorted(i for _, i in ranked[:MAX_LAYERS])]
 
 
 def _legend(caption: str) -> Iterator[str]:
     x = _LEFT
-    for how, colour in COLOURS.items():
+    for kind, colour in COLOURS.items():
         yield svg.rect(x, 4, 10, 10, fill=colour)
-        yield svg.text(x + 15, 13, TRIAL_LABELS[how], style="small")
+        yield svg.text(x + 15, 13, TRIAL_LABELS[kind], style="small")
         x += 150
     yield svg.text(_LEFT, 30, shortened(caption, 150), style="small dim")
 
@@ -79,7 +78,7 @@ def _legend(caption: str) -> Iterator[str]:
 def _draw(keys: Sequence[str], shown: Sequence[LayerTrial], numbers: LayerNumbers) -> Iterator[str]:
     heights = [bound for one in shown for bound in _bar_ends(one)]
     if not heights:
-        yield svg.text(_LEFT, (_TOP + _BOTTOM) / 2, "nothing measured that is finite", style="dim")
+        yield svg.text(_LEFT, (_TOP + _BOTTOM) / 2, "no finite measurement", style="dim")
         return
     low, high = min(0.0, *heights), max(0.0, *heights)
     up = Scale(low, high, _BOTTOM, _TOP) if high > low else Scale(-1, 1, _BOTTOM, _TOP)
@@ -97,7 +96,7 @@ def _draw(keys: Sequence[str], shown: Sequence[LayerTrial], numbers: LayerNumber
 
 
 def _bar(one: LayerTrial, left: float, slot: float, up: Scale, name: str) -> Iterator[str]:
-    """From 0 to the change, and a line as long as the spread to both sides of its end."""
+    """Draw a bar from 0 to the change, and a line for its spread."""
     bounds = _bar_ends(one)
     if not bounds:
         return
@@ -106,16 +105,15 @@ def _bar(one: LayerTrial, left: float, slot: float, up: Scale, name: str) -> Ite
     x = left + slot / 2 - (wide if one.kind == "without" else 0)
     top, bottom = sorted((up(one.loss_change.change), up(0)))
     tip = f"{name}, {TRIAL_LABELS[one.kind]}: {one.summary}"
-    # one px for no change: it was measured
+    # at least one px, so that a change of 0 is visible
     yield svg.rect(x, top, wide, max(bottom - top, 1), fill=COLOURS[one.kind], tip=tip, key=one.key)
     if bounds[0] != bounds[-1]:
-        yield svg.path(
-            f"M{x + wide / 2:.1f} {up(bounds[0]):.1f}V{up(bounds[-1]):.1f}", stroke="currentColor", width=1.4
-        )
+        line = f"M{x + wide / 2:.1f} {up(bounds[0]):.1f}V{up(bounds[-1]):.1f}"
+        yield svg.path(line, stroke="currentColor", width=1.4)
 
 
 def _bar_ends(one: LayerTrial) -> tuple[float, ...]:
-    """The ends of what a bar takes with its spread; nothing of what is not finite."""
+    """Return the ends of the spread around a change; empty if it is not finite."""
     if one.loss_change is None or not math.isfinite(one.loss_change.change):
         return ()
     spread = one.loss_change.spread or 0.0

@@ -1,7 +1,7 @@
-"""Steps by the plans of a lab, steered and seen as a session's; no widgets.
+"""Session of a lab: steps by selectable plans, without widgets.
 
 May import `session`, `readings`.
-Begin reading at `lab_session.py` (what can be done), then `plan_choices.py` (the plans to choose from).
+Begin reading at `lab_session.py` (commands), then `plan_choices.py` (plans to select).
 """
 
 from workbench.plans.lab_session import LabSession as LabSession

@@ -1,4 +1,4 @@
-"""Trains the model of a lab in a thread of its own, each step by the plan that is chosen then, and shows it as a session does.
+"""Session of a lab, which trains its model in a thread, each step by the plan selected at that time.
 
 commands ──► queue ──► thread: one command, or else one step ──► lab.step(plan, batch) ──► snapshot
 """
@@ -46,24 +46,24 @@ _NOTHING_CHANGED = (
 
 
 class LabSession(RunController):
-    """What can be done with a lab, and how it stands.
+    """Commands and state of a lab's training.
 
-    Invariant: the lab trains on the thread alone, and a model has one such session: a second one takes it over. A batch is
-    used once, however often a step on it fails.
+    Invariant: only the thread trains, and a model has one such session, which a second one takes over. A batch is used
+    once, regardless of the number of failed steps on it.
 
     Args:
-        lab: whose model is trained.
-        batches: all of the shapes of the lab's batch; as of `Session`.
-        ways: policies and plans to choose from.
-        plan: name of the first one to follow; default the fastest that fits, by simulated seconds.
+        lab: the lab whose model is trained.
+        batches: batches as for `Session`, all of the shapes of the lab's batch.
+        ways: policies and plans to select from.
+        plan: name of the first plan; default the fastest that fits, by simulated seconds.
 
     Attributes:
-        choices: the ways, with those that have no plan, in order.
-        chosen: for the next step.
+        choices: all strategies in order, including those without a plan.
+        chosen: the choice for the next step.
 
     Raises:
-        TypeError: not a lab, batches of no known kind, or ways that are none.
-        ValueError: there is no way, or none of this name, or it has no plan.
+        TypeError: `lab` is not a lab, or `batches` or `ways` are of unsupported types.
+        ValueError: no strategy has a plan, or there is no plan of this name.
     """
 
     def __init__(
@@ -96,10 +96,8 @@ class LabSession(RunController):
         _sessions[lab.model] = ref(self)
         self._commands.start(lambda: earlier._commands.join() if earlier is not None else None, self._shut_down)
 
-    # -- looking -------------------------------------------------------------------------------------------------------
-
     def snapshot(self) -> Snapshot:
-        """Take a snapshot of it as it is now, in the middle of a step too."""
+        """Return the present state, also during a step."""
         with self._changed:
             run, lab, queue, work = self._run, self.lab, [*self._commands.queue], self._commands.current
             trace, params = self._running_trace(), [*lab.model.parameters()]
@@ -132,22 +130,19 @@ class LabSession(RunController):
                 tickets=tuple(command.ticket for command in queue),
             )
 
-    # -- commands ------------------------------------------------------------------------------------------------------
-
     def follow(self, way: str | Plan) -> Future[None]:
-        """Follow another plan from the next step on; the one under way ends as it began.
+        """Follow another plan from the next step on; a running step is not affected.
 
         Args:
-            way: the name of a choice, or a plan, as ``lab.plan([...])`` makes one by hand; that is another choice from now on.
+            way: name of a choice, or a plan, as from ``lab.plan([...])``, which becomes another choice.
 
         Raises:
-            TypeError: neither.
+            TypeError: `way` is neither a name nor a plan.
             ValueError: there is no such choice, or it has no plan.
         """
         if not isinstance(way, str | Plan):
-            raise TypeError(
-                f"{way!r} is a {type(way).__name__}: give the name of a choice, or a plan, as lab.plan(Rotor())"
-            )
+            remedy = "give the name of a choice, or a plan, as lab.plan(Rotor())"
+            raise TypeError(f"{way!r} is a {type(way).__name__}: {remedy}")
         with self._changed:
             if isinstance(way, Plan) and all(choice.plan != way for choice in self.choices):
                 self.choices.append(PlanChoice(self._unique_name(way.name), way))
@@ -155,14 +150,14 @@ class LabSession(RunController):
         return self._commands.submit(Command(f"follow {choice.name}", lambda: self._choose_plan(choice)))
 
     def skip(self) -> None:
-        """Leave out the batch that a step has failed on: the next step takes another one."""
-        self._commands.submit(Command("skip the batch", self._skip_batch))
+        """Leave out the batch of the failed step; the next step takes another one."""
+        self._commands.submit(Command("skip the batch", lambda: self._batches.skip_failed()))
 
     def close(self, wait: bool = True) -> None:
-        """End when the step under way is over. Closing twice is fine.
+        """End after the running step. Closing twice has no effect.
 
         Args:
-            wait: for that step.
+            wait: True to wait for that step.
         """
         self._end_session(CLOSED)
         if wait:
@@ -173,11 +168,9 @@ class LabSession(RunController):
             self._ended = self._ended or reason
         self._commands.close(wait=False)
 
-    # -- on the thread -------------------------------------------------------------------------------------------------
-
     def _step(self) -> None:
         with self._changed:
-            self._run.first_step_pending = False  # whatever comes of it: commands waited for this one alone
+            self._run.first_step_pending = False  # even if the step fails: commands wait for this one only
         self._activity = "batch"
         try:
             batch = self._batches.next_batch()
@@ -191,15 +184,15 @@ class LabSession(RunController):
             with self._track_step():
                 result = self.lab.step(self.chosen.plan, batch)
         except TornStep:
-            self._batches.mark_used()  # a part of the weights has learned from it
+            self._batches.mark_used()  # some weights have been updated with it
             raise
         self._batches.mark_used()
         self._record_step(result, batch)
 
     @contextmanager
     def _track_step(self) -> Iterator[None]:
-        """Show the lab's trace as progress in the block, as soon as it is that of a new step."""
-        old = self.lab.trace  # is still there until the step has made one of its own
+        """Show the lab's trace as progress while entered, from the beginning of the new step."""
+        old = self.lab.trace  # the lab keeps it until the step begins a new one
         self._running_trace, self._failed_trace = lambda: trace if (trace := self.lab.trace) is not old else None, None
         try:
             yield
@@ -232,15 +225,10 @@ class LabSession(RunController):
                 self._changes.append(Change(self.lab.steps, f"plan {self.chosen.name} → {choice.name}"))
                 self.chosen = choice
 
-    def _skip_batch(self) -> None:
-        self._batches.skip_failed()
-
     def _shut_down(self) -> None:
         with self._changed:
             self._run.state = "closed"
             self._commands.notify_change()
-
-    # -- what goes wrong -----------------------------------------------------------------------------------------------
 
     def _show_error(self, command: Command, error: BaseException) -> None:
         during, failed, self._failed_trace = self._activity, self._failed_trace, None
@@ -258,49 +246,40 @@ class LabSession(RunController):
 
     def _state_after(self, error: BaseException, during: Activity) -> str:
         if during == "batch":
-            return "The source of batches failed before anything was computed: Run asks it again."
+            return "The source of batches failed before the step began: Run tries it again."
         if isinstance(error, TornStep):
-            return "Some weights are new and the batch counts as used: Run goes on with the next one."
+            return "Some weights are updated and the batch counts as used: Run continues with the next one."
         if not isinstance(error, DeviceOutOfMemory):
             return _NOTHING_CHANGED
         names = ", ".join(choice.name for choice in self.choices if choice.fits(self._budget_bytes))
-        return (
-            f"{_NOTHING_CHANGED} Plans that fit: {names}."
-            if names
-            else f"{_NOTHING_CHANGED} None of these plans fits this device."
-        )
-
-    # -- inside --------------------------------------------------------------------------------------------------------
+        fitting = f"Plans that fit: {names}." if names else "None of these plans fits this device."
+        return f"{_NOTHING_CHANGED} {fitting}"
 
     @property
     def _budget_bytes(self) -> int | None:
-        return self.lab.device.memory_bytes
+        return self.lab.device.figures().get("memory_bytes")
 
     def _find_choice(self, name: str) -> PlanChoice:
         choice = next((choice for choice in self.choices if choice.name == name), None)
         if choice is None:
-            there = ", ".join(repr(choice.name) for choice in self.choices)
-            raise ValueError(f"there is no plan {name!r} to choose; there are {there}")
+            names = ", ".join(repr(choice.name) for choice in self.choices)
+            raise ValueError(f"there is no plan {name!r}; give one of {names}")
         if choice.plan is None:
             raise ValueError(f"no step can follow {name!r}: {choice.reason}")
         return choice
 
     def _unique_name(self, name: str) -> str:
-        """Give the name itself, or one with a number if another choice has it."""
-        taken = {choice.name for choice in self.choices}
-        return next(each for each in chain([name], (f"{name} {i}" for i in count(2))) if each not in taken)
+        """Return the name, with a number if another choice has it."""
+        names = {choice.name for choice in self.choices}
+        return next(each for each in chain([name], (f"{name} {i}" for i in count(2))) if each not in names)
 
     def _read_layers(self) -> tuple[LayerRow, ...]:
-        model, rows = self.lab.model, []
+        rows = []
         for name in self.lab.layers:
-            params = [*model.get_submodule(name).parameters()]
-            number, trained = (
-                sum(p.numel() for p in each) for each in (params, [p for p in params if p.requires_grad])
-            )
-            nbytes = sum(param.nbytes for param in params)
-            rows.append(
-                LayerRow(name, name, number, nbytes, self.lab.steps, not trained, None, None, num_trained=trained)
-            )
+            params = [*self.lab.model.get_submodule(name).parameters()]
+            number, nbytes = sum(param.numel() for param in params), sum(param.nbytes for param in params)
+            trained, steps = sum(param.numel() for param in params if param.requires_grad), self.lab.steps
+            rows.append(LayerRow(name, name, number, nbytes, steps, not trained, None, None, num_trained=trained))
         return tuple(rows)
 
 

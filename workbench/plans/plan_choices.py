@@ -1,4 +1,4 @@
-"""Plans to choose from for the next step; of a way without a plan, why it has none."""
+"""Plans to select for the next step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ DEFAULT_STRATEGIES: Sequence[Strategy] = (Plain(), Full(), Periodic(), Rotor(), 
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """A way to make the next step.
+    """A strategy for the next step.
 
     Attributes:
-        name: of the way.
-        plan: None where there is none.
-        why: there is none.
+        name: name of the strategy.
+        plan: its plan, if there is one.
+        reason: reason for having no plan.
     """
 
     name: str
@@ -27,11 +27,11 @@ class PlanChoice:
     reason: str = ""
 
     def fits(self, memory_bytes: int | None) -> bool:
-        """Whether there is a plan, and a device of so much memory (None: no limit) has room for it."""
+        """Return True if there is a plan and it fits in `memory_bytes` of device memory (None: no limit)."""
         return self.plan is not None and (memory_bytes is None or self.plan.peak_device_bytes <= memory_bytes)
 
     def describe(self, memory_bytes: int | None) -> str:
-        """Say what a step by it needs, and whether it fits; or why there is no plan."""
+        """Return the memory and forwards of a step and whether it fits, or the reason for having no plan."""
         plan = self.plan
         if plan is None:
             return self.reason
@@ -43,20 +43,20 @@ class PlanChoice:
 
 
 def make_choices(lab: Lab, strategies: Sequence[Strategy | Plan]) -> list[PlanChoice]:
-    """Make the plans of these ways for the lab's device; a way may be a plan already.
+    """Return the plans of strategies for the lab's device; plans are taken as they are.
 
     Raises:
-        TypeError: something else.
+        TypeError: an element is neither a strategy nor a plan.
     """
-    return [_make_choice(lab, way) for way in strategies]
+    return [_make_choice(lab, strategy) for strategy in strategies]
 
 
 def fastest_choice(choices: Sequence[PlanChoice], memory_bytes: int | None) -> PlanChoice | None:
-    """Return the choice of the least simulated seconds that fits; where none fits, the one that needs least."""
-    with_plans = [(choice, choice.plan) for choice in choices if choice.plan is not None]
-    fitting = [(plan.seconds, choice) for choice, plan in with_plans if choice.fits(memory_bytes)]
-    needing = [(plan.peak_device_bytes, choice) for choice, plan in with_plans]
-    return min(fitting or needing, key=lambda each: each[0], default=(0, None))[1]
+    """Return the fastest choice that fits, by simulated seconds; if none fits, the one with the lowest peak."""
+    plans = [(choice, choice.plan) for choice in choices if choice.plan is not None]
+    fitting = [(plan.seconds, choice) for choice, plan in plans if choice.fits(memory_bytes)]
+    peaks = [(plan.peak_device_bytes, choice) for choice, plan in plans]
+    return min(fitting or peaks, key=lambda each: each[0], default=(0, None))[1]
 
 
 def _make_choice(lab: Lab, strategy: Strategy | Plan) -> PlanChoice:
@@ -69,13 +69,9 @@ def _make_choice(lab: Lab, strategy: Strategy | Plan) -> PlanChoice:
             return PlanChoice(strategy.name, None, str(error))
     name = type(strategy).__name__
     if isinstance(strategy, RelayPolicy):
-        return PlanChoice(
-            "Relay",
-            None,
-            "Relay is no plan over stages: Workbench(Relay(model, ...), batches) steps with it",
-        )
-    if callable(getattr(strategy, "row", None)):
-        return PlanChoice(
-            name, None, f"{name} is no plan over stages: workbench.Ways(lab.compare([...])) shows what it needs"
-        )
+        remedy = "use Workbench(Relay(model, ...), batches)"
+        return PlanChoice("Relay", None, f"Relay is not a plan over stages: {remedy}")
+    if callable(getattr(strategy, "measure", None)):
+        remedy = "workbench.Ways(lab.compare([...])) shows its needs"
+        return PlanChoice(name, None, f"{name} is not a plan over stages: {remedy}")
     raise TypeError(f"{strategy!r} is a {name}: give policies, as Rotor(), or plans, as lab.plan([...])")

@@ -1,4 +1,4 @@
-"""From a question about other settings to an answer and its picture; no widgets.
+"""Simulation of training steps with other settings, and pictures of the results; no widgets.
 
 May import `pictures`, `readings`, `session`.
 Begin reading at `question.py`, `answer.py`.

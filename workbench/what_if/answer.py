@@ -1,7 +1,6 @@
-"""What a step would be with other settings: a question, and its answer from the schedule in numbers (`simulate`).
+"""Simulate a training step with other settings, from the costs of a measured step.
 
-Costs are those of a measured step, scaled where the question asks for what was not measured (`rescale.py`); where no step has
-been measured yet, see `assumed_costs.py`. Nothing here trains, waits, or shows anything.
+Costs that were not measured are scaled (`rescale.py`). Before the first measured step, see `assumed_costs.py`.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from workbench.what_if.rescale import formula_notes, rescale
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Answer(StepFigures):
-    """A step that was simulated, or measured and put into the same form.
+    """Figures of a simulated step, or of a measured step in the same form.
 
     Attributes:
-        question: its settings.
-        by_formula: what of it is by formula, in words.
+        question: settings of the step.
+        by_formula: descriptions of the figures that were scaled by formula.
         simulated: False for a measured step.
         guessed: True if no step was measured at all.
-        per_layer: how many layers of the stack one layer of the trace stands for, at most.
+        per_layer: largest number of layers that one layer of the trace represents.
     """
 
     question: Question
@@ -43,17 +42,17 @@ class Answer(StepFigures):
 
     @property
     def columns(self) -> Columns:
-        """Of the trace."""
+        """Events and samples of the trace."""
         return Columns.of(self.trace)
 
     @cached_property
     def summary(self) -> TimelineSummary:
-        """Busy and exposed seconds."""
+        """Busy and exposed seconds of the lanes."""
         return summarize_timeline(self.columns)
 
     @property
     def seconds(self) -> float:
-        """From the first event to the last."""
+        """Seconds from the first event to the last."""
         return self.summary.span_s
 
     @property
@@ -63,43 +62,44 @@ class Answer(StepFigures):
 
     @property
     def fits(self) -> bool:
-        """Whether the device has so much memory."""
+        """True if the step fits in device memory."""
         limit = self.question.memory_bytes
         return limit is None or self.peak_device_bytes <= limit
 
     def __str__(self) -> str:
-        """One line: seconds, bytes, what binds."""
+        """Summarize the step in one line: seconds, device bytes, bound."""
         limit = self.question.memory_bytes
         room = f" of {format_bytes(limit)}" if limit is not None else ""
-        lacks = "" if self.fits else ", which is too much"
-        found = str(self.bound).split("; ")[0] if self.bound is not None else "no events"
-        return f"{format_seconds(self.seconds)}, {format_bytes(self.peak_device_bytes)}{room} on the device{lacks}; {found}"
+        excess = "" if self.fits else ", which is too much"
+        bound = str(self.bound).split("; ")[0] if self.bound is not None else "no events"
+        return f"{format_seconds(self.seconds)}, {format_bytes(self.peak_device_bytes)}{room} on the device{excess}; {bound}"
 
 
 def measured_answer(step: Trace | MeasuredStep) -> Answer:
-    """Make an answer of a measured step, to compare others with.
+    """Return the figures of a measured step as an `Answer`, for comparison.
 
     Raises:
-        ValueError: the trace holds no whole training step.
+        ValueError: the trace is not a complete training step.
     """
     base = MeasuredStep.of(step)
-    assert base.trace is not None, "a profile alone is no measured step"
+    assert base.trace is not None, "a profile without a trace is not a measured step"
     return Answer(question=Question.of(base), trace=base.trace, basis=f"{base.name}, measured", simulated=False)
 
 
 def answer_question(step: Trace | Profile | MeasuredStep, question: Question) -> Answer:
-    """Say what a step would be with the settings of a question.
+    """Simulate a step with the settings of `question`.
 
     Args:
-        step: measured; `MeasuredStep.of` it once, if many questions are to be asked.
-        question: unknown settings (`update`, latency, ...) are those of the step.
+        step: the measured step; pass a `MeasuredStep` to answer many questions from it.
+        question: new settings; settings that it lacks (`update`, latency, ...) are those of the step.
 
     Raises:
-        TypeError, ValueError: no step.
+        TypeError: `step` is not a step.
+        ValueError: the trace is not a complete training step.
     """
     base = MeasuredStep.of(step)
     settings = base.profile.settings
-    # As it ran: `rescale` would take the micro-batches of a long step together, and the answer would no longer be exact.
+    # Not rescaled: `rescale` merges the micro-batches of a long step, which would make the answer inexact.
     if base.trace is not None and question == Question.of(base):
         profile, per_layer = base.profile, 1
     else:
@@ -114,43 +114,45 @@ def answer_question(step: Trace | Profile | MeasuredStep, question: Question) ->
 
 
 def simulate_profile(profile: Profile, question: Question, settings: Mapping[str, Any]) -> Trace:
-    """Simulate the step on a virtual clock; the trace's settings are those asked for."""
+    """Simulate the profile on a virtual clock; the settings of the trace are those of `question`."""
     config = {f.name: settings[f.name] for f in fields(RelayConfig) if f.name in settings}
     config |= {name: getattr(question, name) for name in ("ahead", "keep", "stash", "precision")}
     config["resident"] = profile.settings["resident"]
     figures = {"latency_s": settings.get("latency_s", 0.0), "memory_bytes": question.memory_bytes}
     link = {f"{lane}_bytes_per_s": getattr(question, f"{lane}_bytes_per_s") for lane in COPY_LANES}
-    # without a limit where one was measured nobody knows how fast it is: as fast as can be
+    # If the measured link had a limit and the question has none, the copies take no time.
     fast = {name: math.inf if value is None and settings.get(name) else value for name, value in link.items()}
-    # The profile's own number of micro-batches: 1, where they are taken together.
+    # profile.micro_batches is 1 if micro-batches are merged.
     trace = simulate(profile, RelayConfig(**{**config, "micro_batches": profile.micro_batches}), {**figures, **fast})
-    # What was asked for: None in place of inf, and what advice reckons with, where the profile takes things together.
+    # The settings of the question: None instead of inf, and counts before merging.
     trace.settings.update(link, micro_batches=question.micro_batches, resident=question.resident)
     return trace
 
 
-def find_fitting_settings(ask: Callable[[Question], Answer], question: Question, most_s: float = math.inf) -> WhatFits:
-    """Find layers ahead and a place of the stash with which a step fits its device, with and without what stays there.
+def find_fitting_settings(
+    answer: Callable[[Question], Answer], question: Question, most_s: float = math.inf
+) -> WhatFits:
+    """Find settings of `ahead`, `stash`, `resident` and `keep` with which a step fits in device memory.
 
-    Other numbers of micro-batches are not tried: an answer stretches what was measured to them, which is good for a picture and
-    too little for a promise (a fifth of the bytes has been missing). The step itself rehearses them where it does not fit.
+    The number of micro-batches stays: figures scaled to other numbers are too inexact for a guarantee (off by up to a fifth
+    of the bytes). A step that does not fit rehearses them itself.
 
     Args:
-        ask: answers a question; nothing is run for it.
-        question: of a device with a budget; the rest of its settings stay.
-        most_s: as of `what_fits`.
+        answer: simulates a question; no step runs.
+        question: settings with a device budget; settings that are not searched stay.
+        most_s: as in `what_fits`.
 
     Raises:
-        ValueError: the device has no budget, or no step could be made.
+        ValueError: the device has no budget, or no step can be simulated.
     """
     if question.memory_bytes is None:
         raise ValueError(
-            "memory_bytes=None: a device without a limit has room for everything; ask for one with a budget"
+            "memory_bytes=None: a device without a limit has room for every setting; pass a number of bytes"
         )
 
     def price(config: RelayConfig) -> Priced:
-        found = ask(replace(question, **{name: getattr(config, name) for name in CONFIG_FIELDS}))
+        found = answer(replace(question, **{name: getattr(config, name) for name in CONFIG_FIELDS}))
         return Priced(config, found.peak_device_bytes, lambda: Run(found.seconds, found.peak_host_bytes))
 
-    asked = RelayConfig(**{name: getattr(question, name) for name in CONFIG_FIELDS})
-    return what_fits(price, asked, [question.micro_batches], int(question.memory_bytes), most_s)
+    config = RelayConfig(**{name: getattr(question, name) for name in CONFIG_FIELDS})
+    return what_fits(price, config, [question.micro_batches], int(question.memory_bytes), most_s)

@@ -1,6 +1,6 @@
-"""What a step might be before any has been measured: from numbers of parameters, and figures that are assumed.
+"""Rough figures of a step before the first measured step, from parameter counts and an assumed machine.
 
-What it is not: a forecast. The answer says what is assumed, and nobody is told afterwards how far off it was.
+Such a guess is not a forecast: it lists its assumptions and is never compared with the measured step.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from workbench.what_if.measured_step import MeasuredStep
 from workbench.what_if.question import Question
 from workbench.what_if.rescale import rescale
 
-_ASSUMED_TOKENS = 512  # of a micro-batch that nobody has seen
+_ASSUMED_TOKENS = 512  # per micro-batch
 _ASSUMED_MACHINE = Machine(2e10, 2e8, 1e10, 1e10, "a core of about 20 GFLOP/s, and memory of 10 GB/s")
-# Bytes that autograd keeps of a layer per token and unit of its width: of GPT-2's without scores (forecast/model_shapes.py).
+# Bytes that autograd keeps of a layer per token and unit of width: GPT-2 without attention scores (forecast/model_shapes.py).
 _GRAPH_BYTES = {"fp32": 54 + 4 * 20, "bf16": 33 + 4 * 10}
-_MAX_LAYERS = 256  # by themselves; further ones repeat them
+_MAX_LAYERS = 256  # deeper stacks repeat these
 
 
 @dataclass(frozen=True, kw_only=True)
 class AssumedCosts:
-    """What is assumed of a step where none has been measured.
+    """Assumptions about a step before the first measured step.
 
     Attributes:
-        layer_params: of every layer.
-        shell_params: of the rest of the model.
-        layer_trained, shell_trained: of these, those that are trained; None for all of them.
-        micro_batches: of the step with so many tokens each.
-        tokens: per micro-batch.
-        machine: its figures.
+        layer_params: number of parameters of each layer.
+        shell_params: number of parameters of the shell.
+        layer_trained, shell_trained: numbers of trained parameters; None if all are trained.
+        micro_batches: number of micro-batches of the step.
+        tokens: tokens per micro-batch.
+        machine: throughput and bandwidth.
     """
 
     layer_params: tuple[int, ...]
@@ -46,7 +46,7 @@ class AssumedCosts:
 
     @staticmethod
     def of(snapshot: Snapshot) -> AssumedCosts:
-        """Guess for a session before its first step; where nothing is trained, which no step would do, as if all were."""
+        """Return the assumptions for a session; if no parameter is trained, all count as trained."""
         trained = [row.num_trained for row in snapshot.layers]
         trains = any([snapshot.shell_trained, *trained])
         return AssumedCosts(
@@ -58,18 +58,18 @@ class AssumedCosts:
         )
 
     def trained_shares(self, depth: int) -> list[float]:
-        """Say what share of each of so many layers is trained: that of the layer at the same height in the stack."""
+        """Return the trained share of each of `depth` layers, from the layer at the same relative depth."""
         trained = self.layer_params if self.layer_trained is None else self.layer_trained
         each = [n / params if params else 0.0 for n, params in zip(trained, self.layer_params, strict=True)]
-        found = [each[i * len(each) // depth] for i in range(depth)]
-        # Something must be trained at any depth, or it is no step.
-        return found if any(found) or self.shell_trained else [*found[:-1], max(each)]
+        shares = [each[i * len(each) // depth] for i in range(depth)]
+        # A step without trained parameters is refused, so at least one layer is trained at every depth.
+        return shares if any(shares) or self.shell_trained else [*shares[:-1], max(each)]
 
 
 def assumed_answer(costs: AssumedCosts, question: Question) -> Answer:
-    """Guess a step from numbers of parameters alone; see `costs_of_shapes`.
+    """Guess the figures of a step from parameter counts; see `Profile.of_shapes`.
 
-    A layer is taken for a transformer's: 12 times its width squared parameters (Kaplan et al., arXiv 2001.08361, section 2.1).
+    Each layer is assumed to be a transformer layer with 12 * width**2 parameters (Kaplan et al., arXiv 2001.08361, section 2.1).
     """
     params = sorted(costs.layer_params)[len(costs.layer_params) // 2]
     rows = costs.micro_batches / question.micro_batches if question.same_batch else 1.0
@@ -80,7 +80,7 @@ def assumed_answer(costs: AssumedCosts, question: Question) -> Answer:
     shapes = Shapes(
         layer_params=[layer] * depth,
         shell_params=round(shell * question.width),
-        # rounded up: a few trained parameters, as of an adapter, must not become none
+        # Rounded up, so that the few trained parameters of an adapter do not become 0.
         layer_trained=[math.ceil(share * layer) for share in costs.trained_shares(depth)],
         shell_trained=round((shell if trained is None else trained) * question.width),
         tokens=tokens,
@@ -90,7 +90,7 @@ def assumed_answer(costs: AssumedCosts, question: Question) -> Answer:
         precision=question.precision,
     )
     base = MeasuredStep(Profile.of_shapes(shapes, costs.machine))
-    # width and rows are in the shapes already
+    # The shapes include the width and the rows already.
     graph_bytes = round(_GRAPH_BYTES[question.precision] * tokens * width)
     profile, per_layer = rescale(base, replace(question, width=1.0, same_batch=False), graph_bytes)
     trace = simulate_profile(profile, question, {})

@@ -1,4 +1,4 @@
-"""The edits that a number of layers means: which layers would come or go, in words and as a line of code."""
+"""Edits that change the depth of a model, with a description and a line of code for each."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from workbench.session import LayerRow
 
 @dataclass(frozen=True)
 class DepthEdit:
-    """One way to another depth.
+    """A group of edits that leads to another depth.
 
     Attributes:
-        title: for a button.
-        words: what it does, a sentence.
-        code: the same for a cell.
-        edits: carried out together.
+        title: label of a button.
+        description: one sentence about the effect.
+        code: the edits as a line of code for a notebook cell.
+        edits: the edits, to be applied as a group.
     """
 
     title: str
@@ -27,9 +27,9 @@ class DepthEdit:
 
 
 def depth_edits(layers: Sequence[LayerRow], depth: int) -> tuple[DepthEdit, ...]:
-    """List ways from these layers to `depth`: new ones come after the last, or the last ones go; none if it is the depth.
+    """Return the edits that add layers after the last one, or drop the last ones, until there are `depth`.
 
-    Of several stacks the last one is edited.
+    If the model has several stacks, the last one is edited. Returns () if the model has that depth already.
 
     Raises:
         ValueError: the layers are in no stack, or the last stack has too few of them.
@@ -39,7 +39,7 @@ def depth_edits(layers: Sequence[LayerRow], depth: int) -> tuple[DepthEdit, ...]
         return ()
     names = list(dict.fromkeys(row.stack for row in layers if row.stack is not None))
     if not names:
-        raise ValueError("these layers are in no ModuleList or Sequential, so no edit can add or drop any")
+        raise ValueError("the layers are in no ModuleList or Sequential, so no edit can add or drop any")
     size = sum(row.stack == names[-1] for row in layers)
     stack = _EditedStack(names[-1] if len(names) > 1 else None, size)
     if more > 0:
@@ -47,14 +47,14 @@ def depth_edits(layers: Sequence[LayerRow], depth: int) -> tuple[DepthEdit, ...]
     if size + more < 1:
         raise ValueError(
             f"{-more} layers fewer: {f'the last stack, {names[-1]},' if len(names) > 1 else 'the stack'} has {size} and one "
-            "must stay; the panel of edits drops layers anywhere"
+            "must stay; use the edits panel to drop layers of other stacks"
         )
     return (_drop(stack, -more),)
 
 
 @dataclass(frozen=True)
 class _EditedStack:
-    """Where it happens; the name is needed only if there are several."""
+    """The stack to edit; its name is None if the model has only one."""
 
     name: str | None
     size: int
@@ -64,48 +64,46 @@ class _EditedStack:
         return f" of {self.name}" if self.name is not None else ""
 
     def place_code(self, place: str) -> str:
-        """A place in it as code."""
+        """Return a position in the stack as code."""
         return place if self.name is None else f"({self.name!r}, {place})"
 
 
 def _insert(stack: _EditedStack, more: int) -> DepthEdit:
-    # One place further each time: edits of a group see what those before them have done.
+    # Each position is one further, because an edit of a group sees the stack as left by the edits before it.
     where = range(stack.size, stack.size + more)
     one = f"Insert({stack.place_code(str(stack.size))})"
     code = one if more == 1 else f"*(Insert({stack.place_code('at')}) for at in range({where.start}, {where.stop}))"
     return DepthEdit(
         f"Insert {_count_layers(more)}",
-        f"{_count_layers(more)} after the last one{stack.description}, which {'passes its' if more == 1 else 'pass their'} input on until "
-        "something is learned: the model computes the same.",
+        f"{_count_layers(more)} after the last one{stack.description}, initially with output equal to input: "
+        "the model computes the same.",
         f"workbench.edit({code})",
         [Insert(at if stack.name is None else (stack.name, at)) for at in where],
     )
 
 
 def _duplicate(stack: _EditedStack, more: int) -> DepthEdit:
-    """The whole stack once more as long as that is not too much, then the last layers."""
-    now, end, spans = stack.size, stack.size + more, []
-    while end - now >= now:
-        spans.append(slice(None))  # all layers that there are by then, so each of these doubles the stack
-        now *= 2
-    doublings = len(spans)
-    if end > now:
-        spans.append(slice(2 * now - end, now))
-    code = [f"Duplicate({stack.place_code('slice(None)') if stack.name else ''})"] if doublings == 1 else []
-    code += (
-        [f"*[Duplicate({stack.place_code('slice(None)') if stack.name else ''})] * {doublings}"]
-        if doublings > 1
-        else []
-    )
-    code += [f'Duplicate({stack.place_code(f"slice({2 * now - end}, {now})")}, "top")'] if end > now else []
-    what = (
+    """Double the stack as often as possible, then duplicate the last layers."""
+    size, end, spans = stack.size, stack.size + more, []
+    while end - size >= size:
+        spans.append(slice(None))  # all layers that exist by then
+        size *= 2
+    doublings, code = len(spans), []
+    if doublings:
+        whole = f"Duplicate({stack.place_code('slice(None)') if stack.name else ''})"
+        code.append(whole if doublings == 1 else f"*[{whole}] * {doublings}")
+    if end > size:
+        spans.append(slice(2 * size - end, size))
+        code.append(f'Duplicate({stack.place_code(f"slice({2 * size - end}, {size})")}, "top")')
+    copied = (
         f"the last {_count_layers(more)}"
         if more <= stack.size
         else f"all layers, until there are {_count_layers(more)} more,"
     )
     return DepthEdit(
         f"Duplicate {_count_layers(more)}",
-        f"Copies of {what} after the last one{stack.description}, with their optimizer state: the model computes something else.",
+        f"Copies of {copied} after the last one{stack.description}, with their optimizer state: "
+        "the model computes something else.",
         f"workbench.edit({', '.join(code)})",
         [
             Duplicate(span if stack.name is None else (stack.name, span), "middle" if span == slice(None) else "top")
@@ -119,8 +117,8 @@ def _drop(stack: _EditedStack, fewer: int) -> DepthEdit:
     last = "The last layer" if fewer == 1 else f"The last {fewer} layers"
     return DepthEdit(
         f"Drop {_count_layers(fewer)}",
-        f"{last}{stack.description} {'leaves' if fewer == 1 else 'leave'} the stack; weights and optimizer state wait in memory for "
-        "an undo.",
+        f"{last}{stack.description} {'leaves' if fewer == 1 else 'leave'} the stack; "
+        "weights and optimizer state stay in memory for undo.",
         f"workbench.edit(Drop({stack.place_code(f'slice({span.start}, {span.stop})')}))",
         [Drop(span if stack.name is None else (stack.name, span))],
     )

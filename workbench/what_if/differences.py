@@ -1,4 +1,4 @@
-"""A simulated step beside a measured one: what differs, in words and as a table."""
+"""Differences between a simulated step and a measured step, as sentences and as a table."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from workbench.pictures import LANE_NAMES, Table, format_seconds
 from workbench.what_if.answer import Answer
 from workbench.what_if.question import Question
 
-_SAME_SHARE = 0.02  # relative; what differs by less is called the same
-_NEGLIGIBLE_EXPOSURE = 0.02  # of the step; a lane that exposes less is hidden
+_SAME_SHARE = 0.02  # relative; figures that differ by less count as equal
+_NEGLIGIBLE_EXPOSURE = 0.02  # share of the step; a lane that is exposed for less counts as hidden
 _LINK = ("h2d", "d2h")
 
 
 def describe_differences(was: Answer, now: Answer) -> list[str]:
-    """Say what differs and why, a sentence each, the step first. Settings that are the same are not named."""
-    found = [_step(was, now), _device(was, now)]
+    """Return one sentence for each difference, with its cause; the first is about the seconds of the step."""
+    found = [_describe_seconds(was, now), _describe_device(was, now)]
     if not _is_same(was.peak_host_bytes, now.peak_host_bytes):
-        found.append(
-            f"Host {_describe_change(was.peak_host_bytes, now.peak_host_bytes)}: {_changed_categories(was.host_bytes, now.host_bytes)}."
-        )
+        change = f"{format_bytes(was.peak_host_bytes)} → {format_bytes(now.peak_host_bytes)}"
+        found.append(f"Host {change}: {_changed_categories(was.host_bytes, now.host_bytes)}.")
     if now.bound is not None and (was.bound is None or was.bound.lane != now.bound.lane):
-        found.append(f"This binds the step now: {now.bound}.")
+        found.append(f"New bound: {now.bound}.")
     return found
 
 
 def changed_settings(was: Question, now: Question) -> list[str]:
-    """List the settings that differ, as "micro-batches 4 → 8"."""
+    """Return the settings that differ, as "micro-batches 4 → 8"."""
     found = []
     for name, words in _SETTINGS.items():
         old, new = getattr(was, name), getattr(now, name)
@@ -41,7 +40,7 @@ def changed_settings(was: Question, now: Question) -> list[str]:
 
 
 def format_setting(name: str, value: Any) -> str:
-    """Write the value of a setting for people."""
+    """Format the value of a setting with its unit."""
     if value is None:
         return "no limit"
     if name.endswith("_bytes_per_s"):
@@ -52,37 +51,37 @@ def format_setting(name: str, value: Any) -> str:
 
 
 def comparison_table(was: Answer | None, now: Answer) -> Table:
-    """Put figures of both and their difference into a table; without a measured step those of the answer alone."""
-    held = [name for name in CATEGORIES if any(each.device_bytes.get(name) for each in (was, now) if each is not None)]
-    reads: list[tuple[str, Callable[[Answer], float], Callable[[float], str]]] = [
+    """Return a table of the figures of both steps and their differences; without a measured step, of one."""
+    used = [name for name in CATEGORIES if any(each.device_bytes.get(name) for each in (was, now) if each is not None)]
+    figures: list[tuple[str, Callable[[Answer], float], Callable[[float], str]]] = [
         ("step", lambda answer: answer.seconds, format_seconds),
         ("compute at work", lambda answer: answer.summary.busy_s["compute"], format_seconds),
         *((f"{LANE_NAMES[lane]}, exposed", partial(_exposed_s, lane), format_seconds) for lane in LANES[1:]),
         ("copies hidden", lambda answer: answer.overlap, _percent),
         ("device at its peak", lambda answer: answer.peak_device_bytes, format_bytes),
-        *((f"· {name}", partial(_category_bytes, name), format_bytes) for name in held),
+        *((f"· {name}", partial(_category_bytes, name), format_bytes) for name in used),
         ("host at its peak", lambda answer: answer.peak_host_bytes, format_bytes),
     ]
-    rows = [_row(name, read(was) if was is not None else None, read(now), words) for name, read, words in reads]
+    rows = [_row(name, read(was) if was is not None else None, read(now), unit) for name, read, unit in figures]
     measured = was.basis if was is not None else "measured"
-    rows.append(("what binds", _bound(was), _bound(now), ""))
-    notes = [f"{now.basis[0].upper()}{now.basis[1:]}.", *(f"By formula: {words}." for words in now.by_formula)]
+    rows.append(("bound by", _bound(was), _bound(now), ""))
+    notes = [f"{now.basis[0].upper()}{now.basis[1:]}.", *(f"By formula: {note}." for note in now.by_formula)]
     if now.per_layer > 1:
-        notes.append(f"To be quick, up to {now.per_layer} layers are simulated as one.")
+        notes.append(f"For speed, up to {now.per_layer} layers are simulated as one.")
     return Table("What if, in figures", ("", measured, "what if, simulated", "difference"), rows, " ".join(notes))
 
 
 def forecast_error(forecast: Answer, step: Answer) -> str:
-    """Say how far a forecast was off from a measured step; "" for a guess, or if the step had other settings."""
+    """Return the error of a forecast of a measured step; "" for a guess, or if the settings differ."""
     if forecast.guessed or forecast.question != step.question:
         return ""
     seconds, nbytes = step.seconds, step.peak_device_bytes
-    off = f"{_signed((forecast.seconds - seconds) / seconds, _percent)}" if seconds else "–"
+    error_s = f"{_signed((forecast.seconds - seconds) / seconds, _percent)}" if seconds else "–"
     change = forecast.peak_device_bytes - nbytes
-    right = f"{_signed(change, format_bytes)}, {_signed(change / nbytes, _percent)}" if change and nbytes else "exact"
+    error = f"{_signed(change, format_bytes)}, {_signed(change / nbytes, _percent)}" if change and nbytes else "exact"
     return (
-        f"{step.basis}: {format_seconds(seconds)}, forecast {format_seconds(forecast.seconds)} ({off}); "
-        f"{format_bytes(nbytes)} on the device, forecast {format_bytes(forecast.peak_device_bytes)} ({right})"
+        f"{step.basis}: {format_seconds(seconds)}, forecast {format_seconds(forecast.seconds)} ({error_s}); "
+        f"{format_bytes(nbytes)} on the device, forecast {format_bytes(forecast.peak_device_bytes)} ({error})"
     )
 
 
@@ -104,7 +103,7 @@ _SETTINGS = {
 # -- sentences -------------------------------------------------------------------------------------------------------
 
 
-def _step(was: Answer, now: Answer) -> str:
+def _describe_seconds(was: Answer, now: Answer) -> str:
     if _is_same(was.seconds, now.seconds):
         return f"The step takes {format_seconds(now.seconds)}, as long as the measured one."
     change = now.seconds - was.seconds
@@ -116,16 +115,16 @@ def _step(was: Answer, now: Answer) -> str:
 
 
 def _main_reasons(was: Answer, now: Answer) -> list[str]:
-    """What the difference of two steps is made of, the largest part first; parts that go the other way are left out."""
+    """Return the parts of the change in seconds that have its sign, the largest first."""
     change = now.seconds - was.seconds
     parts: list[tuple[float, str]] = []
-    worked = now.summary.busy_s["compute"] - was.summary.busy_s["compute"]
-    parts.append((worked, f"compute works {format_seconds(abs(worked))} {'more' if worked > 0 else 'less'}"))
+    compute_s = now.summary.busy_s["compute"] - was.summary.busy_s["compute"]
+    parts.append((compute_s, f"compute works {format_seconds(abs(compute_s))} {'more' if compute_s > 0 else 'less'}"))
     for names, words in ((_LINK, "the link"), (("eps",), "the EPS")):
         before, after = (sum(answer.summary.exposed_s[name] for name in names) for answer in (was, now))
         parts.append((after - before, _describe_exposure(words, before, after, was.seconds, now.seconds)))
-    telling = [part for part in parts if part[0] * change > 0 and abs(part[0]) > 0.1 * abs(change)]
-    return [words for _, words in sorted(telling, key=lambda part: -abs(part[0]))]
+    main = [part for part in parts if part[0] * change > 0 and abs(part[0]) > 0.1 * abs(change)]
+    return [words for _, words in sorted(main, key=lambda part: -abs(part[0]))]
 
 
 def _describe_exposure(words: str, before: float, after: float, was_s: float, now_s: float) -> str:
@@ -136,30 +135,26 @@ def _describe_exposure(words: str, before: float, after: float, was_s: float, no
     return f"{words} is exposed for {format_seconds(after)} instead of {format_seconds(before)}"
 
 
-def _device(was: Answer, now: Answer) -> str:
+def _describe_device(was: Answer, now: Answer) -> str:
     before, after = was.peak_device_bytes, now.peak_device_bytes
     if _is_same(before, after):
-        said = f"The device needs {format_bytes(after)}, as measured"
+        text = f"The device needs {format_bytes(after)}, as measured"
     else:
-        said = f"Device {_describe_change(before, after)}: {_changed_categories(was.device_bytes, now.device_bytes)}"
+        categories = _changed_categories(was.device_bytes, now.device_bytes)
+        text = f"Device {format_bytes(before)} → {format_bytes(after)}: {categories}"
         if was.question.stash != now.question.stash:
-            where = "stays there" if now.question.stash == "device" else "leaves it"
-            said += f"; the stash {where}"
+            text += f"; the stash {'stays there' if now.question.stash == 'device' else 'leaves it'}"
     if not now.fits and now.question.memory_bytes is not None:
-        said += f". That does not fit {format_bytes(now.question.memory_bytes)}: the step would fail"
-    return f"{said}."
+        text += f". That does not fit {format_bytes(now.question.memory_bytes)}: the step would fail"
+    return f"{text}."
 
 
 def _changed_categories(was: Mapping[str, int], now: Mapping[str, int]) -> str:
-    """The categories that change most, two at most."""
+    """Return the one or two categories that change most."""
     changes = {name: now.get(name, 0) - was.get(name, 0) for name in (*was, *now)}
     largest = sorted(changes.items(), key=lambda item: -abs(item[1]))[:2]
-    telling = [(name, change) for name, change in largest if abs(change) >= 0.1 * abs(largest[0][1]) > 0]
-    return ", ".join(f"{name} {_signed(change, format_bytes)}" for name, change in telling)
-
-
-def _describe_change(before: float, after: float) -> str:
-    return f"{format_bytes(before)} → {format_bytes(after)}"
+    shown = [(name, change) for name, change in largest if abs(change) >= 0.1 * abs(largest[0][1]) > 0]
+    return ", ".join(f"{name} {_signed(change, format_bytes)}" for name, change in shown)
 
 
 def _is_same(before: float, after: float) -> bool:
@@ -176,7 +171,7 @@ def _row(name: str, was: float | None, now: float, words: Callable[[float], str]
     if words is _percent:
         points = _signed(100 * change, lambda n: f"{n:.0f} points")
         return name, words(was), words(now), points if round(100 * change) else "="
-    if abs(change) < 0.005 * abs(was) or not change:  # three digits are shown, in which it would hardly be seen
+    if abs(change) < 0.005 * abs(was) or not change:  # invisible in the three digits shown
         return name, words(was), words(now), "="
     relative = f" ({_signed(change / was, _percent)})" if was and abs(change) < 10 * was else ""
     return name, words(was), words(now), _signed(change, words) + relative

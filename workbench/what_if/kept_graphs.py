@@ -1,9 +1,9 @@
-"""A step in which more graphs are kept, or fewer, made of one that was measured, by formula.
+"""Costs of a step that keeps more or fewer graphs than a measured step, by formula.
 
-What autograd keeps of a layer is read off the end of its forward, where the graph is whole whatever becomes of it. A kept one
-stays on the device from there until backward, which is shorter by a recompute: that takes as long as forward, and at most half of
-backward, since to back-propagate is as much work at least. With the stash on the host, the outputs of the layer arrive once more,
-because the graph may have saved them. What it is not: `l2l_core/forecast/profile_interpolation.py`, which has seen steps of both kinds.
+The size of a layer's graph is measured at the end of its forward. A kept graph stays on the device until backward, which
+becomes shorter by a recompute: the time of forward, but at most half of backward, since the gradients take at least as much
+work. With the stash on the host, the outputs of a layer with a kept graph are fetched too, because the graph may have saved
+them. `l2l_core/forecast/profile_transforms.py` uses measurements with and without kept graphs instead.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ def with_kept_graphs(
     count: float = 1.0,
     graph_bytes: int = 0,
 ) -> Profile:
-    """Make the step that keeps the graphs of the last `now` layers, of one that keeps those of the last `was`.
+    """Convert a step that keeps the graphs of `old_keep` layers into one that keeps those of `new_keep` layers.
 
-    The last layer's is there anyhow, so that 0 and 1 are the same.
+    The last layers are kept. The graph of the very last one is kept in any case, so 0 and 1 are equivalent.
 
     Args:
-        profile: of the step.
-        was, now: numbers of layers.
-        times: by key, how many layers a layer of the profile stands for, where that is not one.
-        count: micro-batches that a turn stands for.
-        graph_bytes: of one layer and micro-batch, where the profile does not tell.
+        profile: costs of the step.
+        old_keep, new_keep: numbers of layers.
+        times: by key, the number of layers that a layer of the profile represents, if not 1.
+        count: number of micro-batches that a turn represents.
+        graph_bytes: graph size per layer and micro-batch for profiles without memory samples.
     """
     return profile.map_turns(_GraphRewriter(profile, old_keep, new_keep, times or {}, count, graph_bytes).rewrite_turns)
 
 
 class _GraphRewriter:
-    """One such step in the making; stays are asked for in order of time.
+    """Rewrites the turns of a step; stays must be passed in order of time.
 
-    Invariant: `_extra` is what graphs take on the device beyond what they took in the old step, `_moving` likewise what moves.
+    Invariant: `_extra_bytes` and `_moving_bytes` are the device bytes of graphs and of the stash beyond those in the old step.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class _GraphRewriter:
         self._walk, self._count, self._graph_bytes = MemoryTimeline(profile), count, graph_bytes
         layers = [stay.layer for stay in profile.stays if stay.has("forward")]
         self._visits, self._times = len(layers), [times.get(layer, 1) for layer in layers]
-        known, asked = self._kept_per_visit(old_keep), self._kept_per_visit(new_keep)
-        # by visit of forward, as a share of the layers that it stands for; the last one's graph is there anyhow
-        more = {v: (asked[v] - known[v]) / self._times[v] for v in range(len(layers) - 1)}
+        old, new = self._kept_per_visit(old_keep), self._kept_per_visit(new_keep)
+        # By visit of forward, as a share of the layers that it represents; the last layer's graph is kept in any case.
+        more = {v: (new[v] - old[v]) / self._times[v] for v in range(len(layers) - 1)}
         self._kept_change = {visit: share for visit, share in more.items() if share}
         self._outputs = self._output_bytes(profile)
         self._ring_bytes = self._ring_growth(profile)
@@ -61,7 +61,7 @@ class _GraphRewriter:
         self._extra_bytes = self._moving_bytes = 0.0
 
     def _kept_per_visit(self, keep: int) -> list[int]:
-        """By visit, of how many of the layers that it stands for the graphs are kept: of the last ones of all."""
+        """Return, by visit, the number of represented layers whose graphs are kept."""
         found = []
         for times in reversed(self._times):
             found.append(min(keep, times))
@@ -69,7 +69,7 @@ class _GraphRewriter:
         return found[::-1]
 
     def rewrite_turns(self, index: int, turns: Sequence[TurnCost]) -> Iterator[TurnCost]:
-        """Make the turns of a stay."""
+        """Return the turns of a stay with the new number of graphs."""
         for turn in turns:
             yield self._rewrite_turn(turn, self._walk.turns[index, turn.k])
 
@@ -90,18 +90,18 @@ class _GraphRewriter:
                 self._open_graphs[self._call(op, turn)] = seconds, graphs
                 self._extra_bytes += graphs
         held = self._adjusted_sample(walked.after["device"])
-        said = [known for op in ops for place, known in op.memory if place == "device"]
-        if self._kept_change and (not said or said[-1] != held):  # of a graph that nothing came after
+        samples = [sample for op in ops for place, sample in op.memory if place == "device"]
+        if self._kept_change and (not samples or samples[-1] != held):  # a graph that no later sample includes
             ops[-1] = ops[-1]._replace(memory=(*ops[-1].memory, ("device", held)))
         return turn._replace(ops=tuple(ops))
 
     def _begin_backward(self, turn: TurnCost, call: Call) -> TurnCost:
-        """The turn with a shorter backward, or a longer one; its graph is let go from here on."""
+        """Return the turn with the new duration of backward, and release its graph."""
         share = self._kept_change.get(call[0], 0.0)
-        # Outputs are there from the turn on, where backward begins, as long as graphs want them.
-        wanted = share or (sum(self._kept_change.values()) if call[0] == self._visits - 1 else 0.0)
+        # From the first backward on, outputs that kept graphs need are on the device.
+        change = share or (sum(self._kept_change.values()) if call[0] == self._visits - 1 else 0.0)
         output = max(self._outputs.values(), default=0.0)
-        self._moving_bytes = self._ring_bytes + (0.0 if not wanted else output if wanted > 0 else -output)
+        self._moving_bytes = self._ring_bytes + (0.0 if not change else output if change > 0 else -output)
         if call not in self._open_graphs:
             return turn
         forward_s, graphs = self._open_graphs.pop(call)
@@ -112,10 +112,10 @@ class _GraphRewriter:
         ops = [op._replace(seconds=op.seconds * pace) if op.kind == "backward" else op for op in turn.ops]
         return turn._replace(ops=tuple(ops), fetch_bytes=self._fetched_bytes(turn, call))
 
-    # -- what moves ------------------------------------------------------------------------------------------------------
+    # -- transfers -------------------------------------------------------------------------------------------------------
 
     def _output_bytes(self, profile: Profile) -> dict[Call, float]:
-        """What leaves after the forwards whose graphs become others, each of one layer and micro-batch."""
+        """Return the bytes offloaded after each forward with a changed graph, per layer and micro-batch."""
         return {
             self._call(op, turn): turn.stash_bytes / (self._times[op.visit] * self._count)
             for turn in profile.turns
@@ -128,7 +128,7 @@ class _GraphRewriter:
         return round(turn.fetch_bytes + self._kept_change[call[0]] * many * self._outputs.get(call, 0.0))
 
     def _ring_growth(self, profile: Profile) -> float:
-        """By how much the room for two moving images becomes larger, if the largest of all is one of these."""
+        """Return the growth of the ring, which has room for two of the largest transfers."""
         others, before, after = [0.0], [0.0], [0.0]
         for turn in profile.turns:
             backward = next((op for op in turn.ops if op.kind == "backward"), None)
@@ -148,14 +148,14 @@ class _GraphRewriter:
         return (2 * self._visits - 1 - op.visit if op.kind == "backward" else op.visit), turn.k
 
     def _graph_size(self, samples: MemorySamples) -> int:
-        """What is there at the end of forward that was not there before it."""
+        """Return the activation bytes that forward adds."""
         found = [held.get("activations", 0) for place, held in samples if place == "device"]
         return max(0, found[-1]) if found else self._graph_bytes
 
     def _adjusted_sample(self, held: Mapping[str, int]) -> dict[str, int]:
-        """A sample with what is there more, or less."""
-        made = dict(held)
+        """Return a sample with the additional bytes."""
+        adjusted = dict(held)
         for name, more in (("activations", self._extra_bytes), ("stash", self._moving_bytes)):
             if more:
-                made[name] = max(0, round(held.get(name, 0) + more))
-        return made
+                adjusted[name] = max(0, round(held.get(name, 0) + more))
+        return adjusted

@@ -1,9 +1,9 @@
-"""The profile of a measured step turned into that of a step with other settings, by formula.
+"""Scale the profile of a measured step to other settings, by formula.
 
-What a setting changes is scaled, all else stays as it was measured. With the width, weights and the products with them grow
-with its square, activations in proportion (attention's own products are not told apart). With the rows of a micro-batch,
-compute and activations grow in proportion; overheads of the host stay. What fills the memories is in `rescale_memory.py`. What
-it is not: a measurement. `formulas` names what is by formula.
+Costs that a setting does not affect stay as measured. Weights and compute grow with the square of the width, activations in
+proportion to it (the products of attention are not treated separately). Compute and activations grow in proportion to the
+rows of a micro-batch; host overheads stay. `rescale_memory.py` scales the memory samples, `formula_notes` lists the formulas
+used.
 """
 
 from __future__ import annotations
@@ -29,53 +29,53 @@ from workbench.what_if.measured_step import MeasuredStep
 from workbench.what_if.question import CONFIG_FIELDS, Question
 from workbench.what_if.rescale_memory import MemoryScaler
 
-MAX_EVENTS = 2000  # of a simulation that answers at once; beyond, micro-batches and then layers are taken together
-MAX_LAYERS = 120  # that are simulated one by one then
+MAX_EVENTS = 2000  # longer steps are simulated with merged micro-batches and layers, so that the answer is immediate
+MAX_LAYERS = 120  # after merging
 
 
 def rescale(base: MeasuredStep, question: Question, graph_bytes: int = 0) -> tuple[Profile, int]:
-    """Make the profile of a step with these settings, and say how many layers one simulated layer stands for at most.
+    """Return the profile of a step with new settings, and the largest number of layers per simulated layer.
 
-    A step of very many events has its micro-batches taken together (`Profile.micro_batches` is 1 then), and its layers in
-    chunks; its "resident" counts chunks, too.
+    A step of more than `MAX_EVENTS` has its micro-batches merged (`Profile.micro_batches` is 1 then) and its layers grouped
+    in chunks; its setting "resident" counts chunks.
 
     Args:
         base: the measured step.
-        question: its new settings.
-        graph_bytes: that autograd keeps of a layer and micro-batch, where the step does not tell.
+        question: the new settings.
+        graph_bytes: graph size per layer and micro-batch for steps without memory samples.
     """
     is_long = count_events(base, question) > MAX_EVENTS
-    as_it_is = not is_long and _keeps_treatment(base, question)
-    base = base if as_it_is else base.without_kept_graphs
+    keeps_graphs = not is_long and _has_same_graphs(base, question)
+    base = base if keeps_graphs else base.without_kept_graphs
     base = base.merged if is_long else base
     keys = resize_stack(base.keys, question.depth, base.first_backward_layer, base.representative_layers)
     stack = chunk_stack(keys, base.first_backward_layer, MAX_LAYERS if is_long else len(keys))
     profile = _ProfileScaler(base, question, stack, is_long).profile()
-    if not as_it_is and question.kept > 1:
+    if not keeps_graphs and question.kept > 1:
         times = {layer.key: layer.count for layer in stack}
         count = question.micro_batches if is_long else 1
         profile = with_kept_graphs(profile, 1, question.kept, times, count, graph_bytes)
     return profile, max(layer.count for layer in stack)
 
 
-def _keeps_treatment(base: MeasuredStep, question: Question) -> bool:
-    """Whether every layer is treated as in the measured step, so that no formula is needed for graphs."""
+def _has_same_graphs(base: MeasuredStep, question: Question) -> bool:
+    """Return True if the same graphs are kept as in the measured step, so that no formula is needed."""
     same = (base.depth, base.micro_batches, base.profile.settings.get("stash", question.stash), base.num_kept_graphs)
     return same == (question.depth, question.micro_batches, question.stash, question.kept)
 
 
 def count_events(base: MeasuredStep, question: Question) -> int:
-    """Estimate how many events the step has with every layer and micro-batch by itself."""
-    # + 1: the stay at the turn is a visit of forward and one of backward.
+    """Estimate the number of events of the step without merging."""
+    # + 1: the stay of the last layer is a visit of forward and one of backward.
     visits = question.depth * (len(base.profile.stays) + 1) / max(1, base.depth)
     on_host = question.stash == "host"
     pieces = chunks_per_copy(question.micro_batches, question.ahead, question.stash)
-    # With the stash on the host every turn has a fetch and a stash beside its compute.
+    # With the stash on the host every turn has a fetch and an offload besides its compute.
     return int(visits * (question.micro_batches * (3 if on_host else 1) + pieces + 2))
 
 
 def formula_notes(base: MeasuredStep, question: Question) -> list[str]:
-    """Say what is by formula where another step was measured."""
+    """Describe the figures that are scaled by formula."""
     settings, found = base.profile.settings, []
     if question.depth != base.depth:
         found.append("layers repeated or left out")
@@ -83,60 +83,58 @@ def formula_notes(base: MeasuredStep, question: Question) -> list[str]:
         found.append("weights and compute with the square of the width, activations in proportion to it")
     if question.rows_factor(base) != 1:
         found.append("compute and activations in proportion to the rows of a micro-batch")
-    if max(base.num_kept_graphs, question.kept) > 1 and not _keeps_treatment(base, question):
-        found.append("graphs from what forward leaves behind, and a recompute as long as forward")
+    if max(base.num_kept_graphs, question.kept) > 1 and not _has_same_graphs(base, question):
+        found.append("graphs as large as the activations after forward, and a recompute as long as forward")
     if question.stash != settings.get("stash", question.stash):
-        found.append("the stash from what one layer hands to the next")
+        found.append("the stash from the output size of a layer")
     if question.precision != settings.get("precision", question.precision):
-        found.append("bytes from the precision's, with compute as fast as measured")
+        found.append("bytes from the size of the new data type, with compute as fast as measured")
     return found
 
 
 class _ProfileScaler:
-    """One scaled profile in the making."""
+    """Builds one scaled profile."""
 
-    def __init__(
-        self, base: MeasuredStep, question: Question, stack: Sequence[RepresentedLayer], together: bool
-    ) -> None:
-        self._question, self._old_layers, self._stack = question, base.profile, stack
+    def __init__(self, base: MeasuredStep, question: Question, stack: Sequence[RepresentedLayer], merged: bool) -> None:
+        self._question, self._old_profile, self._stack, self._merged = question, base.profile, stack, merged
         self._rows = question.rows_factor(base)
-        self._count = question.micro_batches / base.micro_batches if together else 1.0  # that a turn stands for
-        self._turns_per_stay, self._merged = (1, True) if together else (question.micro_batches, False)
+        self._count = question.micro_batches / base.micro_batches if merged else 1.0  # micro-batches per turn
+        self._turns_per_stay = 1 if merged else question.micro_batches
         weights = sum(each.count * base.weight_bytes(each.source) for each in stack) * question.width**2
         self._memory_scaler = MemoryScaler(base, question, weights + question.width * base.weight_bytes(SHELL))
 
     def profile(self) -> Profile:
-        old, question = self._old_layers, self._question
-        # in order of time, since the memories add up
+        old, question = self._old_profile, self._question
+        # In order of time, because the memory scaler accumulates.
         before = RepeatedStay(BEFORE_FIRST_STAY, StayCost("", -1, old.start), RepresentedLayer("", "", 1), {})
         start = self._scale_stay(before).turns if old.start else ()
-        now = {name: getattr(question, name) for name in CONFIG_FIELDS} | {"resident": self._resident()}
+        settings = {name: getattr(question, name) for name in CONFIG_FIELDS} | {"resident": self._resident()}
         return replace(
             old,
             layers=self._scale_layers(),
             start=start,
             stays=tuple(map(self._scale_stay, repeat_stays(old.stays, self._stack))),
             closing=tuple(job._replace(seconds=job.seconds * question.width**2) for job in old.closing),
-            settings={**old.settings, **now},
+            settings={**old.settings, **settings},
             memory=self._memory_scaler.first,
         )
 
     def _resident(self) -> int:
-        """How many of the last pieces of the stack stay as a whole, beyond those that streaming needs."""
-        streams = weight_slots(self._question.ahead)
-        left, stay = weight_slots(self._question.ahead, self._question.resident), 0
+        """Return the number of the last chunks that stay as a whole, beyond those that streaming needs."""
+        if all(layer.count == 1 for layer in self._stack):
+            return self._question.resident
+        slots, chunks = weight_slots(self._question.ahead, self._question.resident), 0
         for layer in reversed(self._stack):
-            left -= layer.count
-            if left < 0:
+            slots -= layer.count
+            if slots < 0:
                 break
-            stay += 1
-        whole = all(layer.count == 1 for layer in self._stack)
-        return self._question.resident if whole else max(0, stay - streams)
+            chunks += 1
+        return max(0, chunks - weight_slots(self._question.ahead))
 
     def _scale_layers(self) -> dict[str, LayerCost]:
-        old, width = self._old_layers.layers, self._question.width
-        made = {key: self._scale_layer(old[source], times * width**2) for key, source, times in self._stack}
-        return {**made, **({SHELL: self._scale_layer(old[SHELL], width)} if SHELL in old else {})}
+        old, width = self._old_profile.layers, self._question.width
+        scaled = {key: self._scale_layer(old[source], times * width**2) for key, source, times in self._stack}
+        return {**scaled, **({SHELL: self._scale_layer(old[SHELL], width)} if SHELL in old else {})}
 
     def _scale_layer(self, layer: LayerCost, factor: float) -> LayerCost:
         return LayerCost(
@@ -149,34 +147,34 @@ class _ProfileScaler:
 
     def _scale_stay(self, new: RepeatedStay) -> StayCost:
         turns = new.stay.turns
-        stands = cycle_middle(len(turns), self._turns_per_stay)
-        made = tuple(self._scale_turn(new, turns[stand], k) for k, stand in enumerate(stands))
-        # At the turn a stay has two numbers, of which the first is that of forward.
-        return StayCost(new.layer.key, next(iter(new.visits.values()), new.stay.visit), made)
+        sources = cycle_middle(len(turns), self._turns_per_stay)
+        scaled = tuple(self._scale_turn(new, turns[source], k) for k, source in enumerate(sources))
+        # The stay of the last layer has two visits; forward is the first.
+        return StayCost(new.layer.key, next(iter(new.visits.values()), new.stay.visit), scaled)
 
     def _scale_turn(self, new: RepeatedStay, turn: TurnCost, k: int) -> TurnCost:
-        """The k-th turn of a stay, from the one that stands for it."""
-        many = new.layer.count * self._count
-        memory = self._memory_scaler.scale_turn(new.index, turn, many)
-        fetched, parked = self._memory_scaler.moved_bytes(turn, is_start=new.index == BEFORE_FIRST_STAY)
-        ops = [self._scale_op(op, many, new, held) for op, held in zip(turn.ops, memory, strict=True)]
+        """Return turn `k` of a stay, scaled from the measured turn that represents it."""
+        count = new.layer.count * self._count
+        memory = self._memory_scaler.scale_turn(new.index, turn, count)
+        fetched, stashed = self._memory_scaler.moved_bytes(turn, is_start=new.index == BEFORE_FIRST_STAY)
+        ops = [self._scale_op(op, count, new, samples) for op, samples in zip(turn.ops, memory, strict=True)]
         return TurnCost(
             turn.k if self._merged else k,
             tuple(self._spread_host_time(ops, new.layer.count) if self._merged else ops),
             round(turn.batch_bytes * self._rows * self._count),
-            round(fetched * many),
-            round(parked * many),
+            round(fetched * count),
+            round(stashed * count),
         )
 
     def _scale_op(self, op: ComputeOp, count: float, new: RepeatedStay, memory: MemorySamples) -> ComputeOp:
         width = self._question.width
-        is_layers = op.kind in ("forward", "backward")
+        in_layer = op.kind in ("forward", "backward")
         on_host = self._question.stash == "host"
         return ComputeOp(
             op.kind,
-            new.layer.key if is_layers else op.layer,
+            new.layer.key if in_layer else op.layer,
             new.visits.get(op.kind, op.visit),
-            op.seconds * count * self._rows * (width**2 if is_layers else width),
+            op.seconds * count * self._rows * (width**2 if in_layer else width),
             op.overhead_s * count,
             round(op.demand_bytes * count * self._memory_scaler.transfer_factor) if on_host else 0,
             tuple(self._scale_part(part, new) for part in op.gradient_parts),
@@ -184,9 +182,9 @@ class _ProfileScaler:
         )
 
     def _spread_host_time(self, ops: Sequence[ComputeOp], times: int) -> list[ComputeOp]:
-        """Let the host's own time before work that was taken together come after it, but for the first piece.
+        """Move the host overhead of merged work, except that of its first piece, behind the work.
 
-        Otherwise copies that run beside the work would seem to run before it.
+        Otherwise copies that overlap with the work would appear to run before it.
         """
         pieces = times * self._question.micro_batches
         late_s = sum(op.overhead_s for op in ops) * (1 - 1 / pieces)
@@ -194,7 +192,7 @@ class _ProfileScaler:
         return [*early, ComputeOp("shell", SHELL, -1, 0.0, late_s)] if late_s else early
 
     def _scale_part(self, part: GradientPartCost, new: RepeatedStay) -> GradientPartCost:
-        """A gradient of the shell, or of weights that several layers share."""
+        """Scale a gradient of the shell, or of weights that several layers share."""
         width = self._question.width
         return GradientPartCost(
             part.layer if part.layer == SHELL else new.layer.key,
@@ -207,5 +205,5 @@ class _ProfileScaler:
 
 
 def _round_to_floats(nbytes: float) -> int:
-    """A whole number of float32."""
+    """Round to a multiple of the size of a float32."""
     return 4 * round(nbytes / 4)

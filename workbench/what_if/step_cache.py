@@ -1,4 +1,4 @@
-"""The measured steps of a session that questions may start from: the newest of each kind."""
+"""Cache of the measured steps of a session: the newest for each combination of settings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from workbench.what_if.answer import Answer, measured_answer
 from workbench.what_if.measured_step import MeasuredStep
 from workbench.what_if.question import Question
 
-_MAX_STEPS = 6  # steps that are kept
+_MAX_STEPS = 6
 _KEY_SETTINGS = ("stash", "precision", "keep", "micro_batches", "ahead", "resident")
 
 
-class _KnownStep:
-    """A trace and its name; its costs are read on first use, which for many events takes a while."""
+class _CachedStep:
+    """A trace and its name; the costs are computed on first use, because that is slow for many events."""
 
     def __init__(self, trace: Trace, name: str) -> None:
         self.trace, self.name = trace, name
@@ -32,21 +32,21 @@ class _KnownStep:
 
 
 class StepCache:
-    """Steps of the present branch, and of the stack and batch that its last one had; others are forgotten. Thread-safe.
+    """Measured steps with the branch, stack and batch size of the last one. Thread-safe.
 
-    A question with the settings of one of them needs no formula, so its bytes are exact.
+    The answer to a question with the settings of a cached step needs no formula, so its bytes are exact.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # costs are read without it
-        self._steps: dict[tuple[object, ...], _KnownStep] = {}  # the newest last
+        self._lock = threading.Lock()  # not held while costs are computed
+        self._steps: dict[tuple[object, ...], _CachedStep] = {}  # the newest last
         self._context: object = None
 
     def add(self, snapshot: Snapshot) -> None:
-        """Remember the last step of a session."""
+        """Add the last step of a session."""
         shown = snapshot.shown
         with self._lock:
-            if shown is None or shown.trace.settings.get("stash") == "disk":  # such a step cannot be replayed
+            if shown is None or shown.trace.settings.get("stash") == "disk":  # cannot be simulated
                 self._steps, self._context = {}, None
                 return
             trace, name = shown.trace, snapshot.name_of(shown)  # a fork since then adds the branch to the name
@@ -54,41 +54,42 @@ class StepCache:
             if newest is not None and newest.trace is trace and newest.name == name:
                 return
             layers = tuple((row.key, row.num_params, row.num_trained) for row in shown.layers)
-            like = shown.branch, layers, snapshot.shell_trained, batch_bytes(trace)
-            if like != self._context:
-                self._steps, self._context = {}, like
-            kind = tuple(trace.settings.get(setting) for setting in ("schedule", *_KEY_SETTINGS))
-            self._steps.pop(kind, None)  # otherwise it would keep its place in the order
-            self._steps[kind] = _KnownStep(trace, name)
+            context = shown.branch, layers, snapshot.shell_trained, batch_bytes(trace)
+            if context != self._context:
+                self._steps, self._context = {}, context
+            key = tuple(trace.settings.get(setting) for setting in ("schedule", *_KEY_SETTINGS))
+            self._steps.pop(key, None)  # so that the new step is last in order
+            self._steps[key] = _CachedStep(trace, name)
             if len(self._steps) > _MAX_STEPS:
                 del self._steps[next(iter(self._steps))]
 
     def last_answer(self) -> Answer | None:
-        """Return the last step, as measured; None if none is known.
+        """Return the last step, as measured; None if the cache is empty.
 
         Raises:
-            DepthFirstStep: it was one.
+            DepthFirstStep: the step ran depth first.
         """
         with self._lock:
             newest = next(reversed(self._steps.values()), None)
         return None if newest is None else newest.answer
 
     def nearest(self, question: Question) -> MeasuredStep | None:
-        """Find the step with the most settings of a question, the newest of several; None if none is known.
+        """Return the newest step whose settings are closest to those of a question; None if the cache is empty.
 
-        Steps that ran depth first are the last resort.
+        Settings are compared in the order of `_KEY_SETTINGS`; steps that ran depth first rank last.
 
         Raises:
-            DepthFirstStep: no other one is known.
+            DepthFirstStep: all cached steps ran depth first.
         """
 
-        def far(step: _KnownStep) -> tuple[bool, ...]:
+        def distance(step: _CachedStep) -> tuple[bool, ...]:
             settings = step.trace.settings
             return settings.get("schedule") == "depth_first", *(
                 settings.get(name) != getattr(question, name) for name in _KEY_SETTINGS
             )
 
         with self._lock:
-            # Of those that are equally far `min` takes the first, and so the newest.
-            found = min(reversed(self._steps.values()), key=far, default=None)
+            found = min(
+                reversed(self._steps.values()), key=distance, default=None
+            )  # of equal ones the first: the newest
         return None if found is None else found.base

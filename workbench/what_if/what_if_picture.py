@@ -1,6 +1,6 @@
-"""A measured step above a simulated one on one axis of time: lanes, and what fills the device.
+"""Picture of a measured step above a simulated step on one time axis: lanes, and device memory.
 
-A small sister of the timeline and of the memory chart, for comparing. What is simulated has a dashed frame and says so.
+The simulated step has a dashed frame and a title.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ height:26px;line-height:26px;padding:0 4px;color:inherit}
 .l2l-what-if-words ul{margin:4px 0 0;padding-left:18px}
 """
 
-WIDTH, LEFT, RIGHT = 660, 92, 648  # px, so that controls, picture and words fit a screen
-LANE, PITCH, ROW = 12, 14, 78  # px: a lane, from lane to lane, from step to step
+WIDTH, LEFT, RIGHT = 660, 92, 648  # px, so that controls, picture and text fit on a screen
+LANE, PITCH, ROW = 12, 14, 78  # px: height of a lane, distance between lanes, distance between steps
 LANES_TOP, MEMORY_TOP, CHART, CHART_PITCH = 40, 238, 38, 60
 HEIGHT = MEMORY_TOP + 2 * CHART_PITCH - 6
 STACK = ("weights", "optimizer", "gradients", "stash", "activations", "other")  # from the bottom up
-_TEXTURES = {"gradients": 8, "stash": 5}  # px between upright lines
-_BARS, _COLUMN = 90, 2.0  # of a lane at most; px of a column of memory
-_FAR_BUDGET = 4.0  # times the bytes in use; a budget beyond is named above the edge
+_TEXTURES = {"gradients": 8, "stash": 5}  # px between vertical lines
+_BARS, _COLUMN = 90, 2.0  # largest number of bars per lane; px per column of the memory chart
+_FAR_BUDGET = 4.0  # times the bytes in use; a larger budget is written above the chart
 
 
 @dataclass(frozen=True, eq=False)
 class PicturedStep:
-    """A step of the picture.
+    """A row of the picture.
 
     Attributes:
-        columns: its events and samples.
-        title: as "step 3, measured".
-        figures: a few words on the right of it.
-        simulated: whether it is framed.
-        budget_bytes: of the device.
+        columns: events and samples of the step.
+        title: for example "step 3, measured".
+        figures: short text on the right of the title.
+        simulated: True for a row with a frame.
+        budget_bytes: device memory.
     """
 
     columns: Columns
@@ -73,32 +73,32 @@ class PicturedStep:
 
 
 def pictured_step(answer: Answer) -> PicturedStep:
-    """Make a row with the figures of an answer."""
+    """Return the row of an answer."""
     figures = f"{format_seconds(answer.seconds)} · {answer.overlap:.0%} of copies hidden under compute"
     title = "what if, simulated" if answer.simulated else answer.basis
     return PicturedStep(answer.columns, title, figures, answer.simulated, answer.question.memory_bytes)
 
 
-def draw_what_if(measured: PicturedStep | None, asked: PicturedStep, span_s: float | None = None) -> str:
-    """Draw both steps as SVG, below 60 kB whatever the number of events.
+def draw_what_if(measured: PicturedStep | None, simulated: PicturedStep, span_s: float | None = None) -> str:
+    """Draw both steps as SVG, smaller than 60 kB for any number of events.
 
     Args:
-        measured: above; None: no step has been measured.
-        asked: below.
-        span_s: end of the axis of time, default a round number from the later end on.
+        measured: upper row; None before the first measured step.
+        simulated: lower row.
+        span_s: end of the time axis; by default the later end of both steps, rounded up.
     """
-    rows = [measured, asked]
-    there = [row for row in rows if row is not None]
-    time = Scale(0.0, span_s or round_up(max(row.columns.end_s for row in there)), LEFT, RIGHT)
-    levels = [MemoryLevels.of(row.columns, "device", row.columns.on("compute")) if row else None for row in rows]
-    parts = [*_kinds(there)]
+    rows = [measured, simulated]
+    steps = [row for row in rows if row is not None]
+    time = Scale(0.0, span_s or round_up(max(row.columns.end_s for row in steps)), LEFT, RIGHT)
+    levels = [MemoryLevels.of(row.columns, "device", row.columns.events_on("compute")) if row else None for row in rows]
+    parts = [*_kinds(steps)]
     for i, row in enumerate(rows):
         parts += _lanes(row, time, LANES_TOP + i * ROW)
     parts += [*_time_axis(time, LANES_TOP + ROW + 4 * PITCH + 3), *_categories(MEMORY_TOP - 36)]
-    top = _top([level for level in levels if level is not None], there)
+    top = _top([level for level in levels if level is not None], steps)
     for i, (row, level) in enumerate(zip(rows, levels, strict=True)):
         parts += _memory(row, level, time, top, MEMORY_TOP + i * CHART_PITCH)
-    return svg.document(WIDTH, HEIGHT, "What if: a measured step above a simulated one", _describe(there), parts)
+    return svg.document(WIDTH, HEIGHT, "What if: a measured step above a simulated one", _describe(steps), parts)
 
 
 # -- lanes -----------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def _bars(columns: Columns, lane: str, time: Scale, y: float) -> Iterator[str]:
             f"M{x:.1f} {y + LANE:g}v-{LANE * share:.3g}h{max(to - x, 0.4):.1f}v{LANE * share:.3g}z"
             for x, to, share in zip(*(column[of_kind].tolist() for column in bars[:3]), strict=True)
         )
-        yield svg.path(body, fill=kind_colour(columns.kinds[code]))
+        yield svg.path(body, fill=kind_colour(columns.kinds[int(code)]))
 
 
 def _place(times_s: NDArray[np.float64], time: Scale) -> NDArray[np.float64]:
@@ -171,7 +171,7 @@ def _time_axis(time: Scale, y: float) -> Iterator[str]:
 
 
 def _top(levels: Sequence[MemoryLevels], rows: Sequence[PicturedStep]) -> float:
-    """End of the axis of bytes: the same for both, with room for budgets that are near."""
+    """Return the upper end of the byte axis, common to both steps; it includes budgets that are near."""
     used = max((int(level.totals.max(initial=0)) for level in levels), default=0)
     near = [row.budget_bytes for row in rows if row.budget_bytes and row.budget_bytes <= _FAR_BUDGET * used]
     return round_up(1.06 * max([used, *near, 1]))
@@ -227,11 +227,11 @@ def _outline(edges: NDArray[np.float64], ys: NDArray[np.float64], bottom: float)
 def _texture(
     edges: NDArray[np.float64], upper: NDArray[np.float64], lower: NDArray[np.float64], pitch: int
 ) -> Iterator[str]:
-    """Upright lines in an area, so that it is known without its hue."""
+    """Draw vertical lines in an area, so that it can be identified without colour."""
     xs = np.arange(edges[0] + pitch, edges[-1], pitch)
     at = np.searchsorted(edges, xs, "right") - 1
-    seen = lower[at] - upper[at] > 2
-    d = "".join(f"M{x:g} {a:g}V{b:g}" for x, a, b in zip(xs[seen], upper[at][seen], lower[at][seen], strict=True))
+    high = lower[at] - upper[at] > 2
+    d = "".join(f"M{x:g} {a:g}V{b:g}" for x, a, b in zip(xs[high], upper[at][high], lower[at][high], strict=True))
     if d:
         yield svg.path(d, style="hatch", dash="2 2" if pitch < 8 else "")
 
@@ -248,11 +248,11 @@ def _budget(row: PicturedStep, scale: Scale, top: float, peak: int) -> Iterator[
     yield svg.text(RIGHT - 2, top - 7, f"― {words}{full}", anchor="end", style="strong" if full else "dim")
 
 
-# -- around ----------------------------------------------------------------------------------------------------------
+# -- legends ---------------------------------------------------------------------------------------------------------
 
 
 def _kinds(rows: Sequence[PicturedStep]) -> Iterator[str]:
-    """Colours of the bars, and what is hatched."""
+    """Draw the legend of the lanes: colours of kinds, and the hatching of exposed time."""
     present = {kind for row in rows for kind in row.columns.kinds}
     x = 0.0
     for kind in [kind for kind in KIND_COLOURS if kind in present]:
