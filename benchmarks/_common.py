@@ -1,4 +1,5 @@
-"""What the benchmarks share: both sides in turn, medians and ratios, the model, the hardware named, a table and JSON."""
+"""Shared code of the benchmarks: both sides in turn, medians and ratios, the model, the hardware named, a table and
+JSON."""
 
 from __future__ import annotations
 
@@ -120,7 +121,7 @@ def show(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 
 
 def report(name: str, results: Mapping[str, Any]) -> None:
-    """Keep results as JSON under out/benchmarks, with the hardware and the machine's load; say where."""
+    """Keep results as JSON under out/benchmarks, with the hardware and the machine's load; print the path."""
     out = Path("out/benchmarks")
     out.mkdir(parents=True, exist_ok=True)
     record = {"benchmark": name, "hardware": hardware(), "load": load(), **results}

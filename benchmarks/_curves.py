@@ -1,4 +1,4 @@
-"""Losses against compute of runs that spend the same: kept on disk, compared, shown. Knows nothing of how to train."""
+"""Losses against compute of runs with equal compute: stored, compared and shown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHOWN = (0.04, 0.12, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the compute, in the table
 
 @dataclass
 class Point:
-    """What was reached with a share of the compute."""
+    """Losses reached with a share of the compute."""
 
     compute: float
     step: int
@@ -53,7 +53,7 @@ class Run:
 
     @staticmethod
     def read(path: Path) -> Run:
-        """What `keep` wrote."""
+        """Return the runs that `keep` has stored."""
         plain = json.loads(path.read_text())
         points, growths = [Point(**row) for row in plain["points"]], [Growth(**row) for row in plain["growths"]]
         return Run(**{**plain, "points": points, "growths": growths})
@@ -92,7 +92,7 @@ def compare(done: Sequence[Run], names: Sequence[str], seeds: Sequence[int]) -> 
 
 
 def show_all(done: Sequence[Run], summary: dict[str, dict[str, Any]]) -> None:
-    """Tables: what came out, the way there, and the growths."""
+    """Tables of the final losses, the curves, and the growths."""
     rows = []
     for name, row in summary.items():
         last, less, saved = (

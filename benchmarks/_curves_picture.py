@@ -19,9 +19,9 @@ LOOKS = ((BLUE, ""), (VERMILION, "9 4"), (GREEN, "2 3"), (ORANGE, "12 3 2 3"), (
 
 
 def draw_curves(done: Sequence[Run], title: str) -> str:
-    """An SVG of finished runs, whose looks came at the same shares of the compute."""
+    """An SVG of finished runs, evaluated at the same shares of the compute."""
     arms = {name: [run for run in done if run.arm == name] for name in dict.fromkeys(run.arm for run in done)}
-    assert len(arms) <= len(LOOKS), "an arm has no look of its own"
+    assert len(arms) <= len(LOOKS), "every arm needs a colour and a dash pattern"
     shown = [point.held_out for run in done for point in run.points if point.compute >= SHOWN_FROM]
     x = Scale(SHOWN_FROM, 1.0, LEFT, RIGHT)
     marks = ticks(min(shown), max(shown), 8)

@@ -10,13 +10,13 @@ def deepest(bytes_of: Callable[[int], float], first: int, budget: float, most: i
     """Return the most layers, from 1 to `most`, whose bytes are within the budget; 0 if one is too many.
 
     The next try is where a line through the last two meets the budget, kept between the deepest that fitted and the shallowest
-    that did not. It ends when these are neighbours, so what it says was tried on both sides.
+    that did not. It ends when these are neighbours, so the result was tried on both sides.
 
     Args:
-        bytes_of: of so many layers, growing with them or staying flat; infinite where even trying failed.
+        bytes_of: returns the bytes of a number of layers, growing with them or staying flat; infinite where even trying failed.
         first: layers to try first.
         budget: bytes.
-        most: layers beyond which it does not look.
+        most: largest number of layers to try.
     """
     fits, fails, guess = 0, most + 1, first
     last, last_bytes = 0, 0.0

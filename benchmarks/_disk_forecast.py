@@ -1,4 +1,5 @@
-"""Forecasts beside what was measured from files: figures come from the steps of one number of rows, and tell of the others."""
+"""Forecasts beside what was measured from files: figures come from the steps of one number of rows, and forecast the
+others."""
 
 from __future__ import annotations
 

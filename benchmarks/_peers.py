@@ -1,8 +1,9 @@
-"""Ways to train one model in less device memory, each made as its own documentation says: what peers.py compares.
+"""Ways to train one model in less device memory, each set up as in its documentation, for peers.py.
 
-A way is a function that makes a `Peer` for a model and a batch. All have the same GPT-2 without dropout, the same micro-batches,
-`AdamW(fused=True)` and the global gradient norm clipped to 1, unless the peer's note says otherwise. Packages are imported where
-they are used, so that one that is missing or does not run here fails alone, with its own words.
+A way is a function that makes a `Peer` for a model and a batch. All have the same GPT-2 without dropout, the same
+micro-batches, `AdamW(fused=True)` and the global gradient norm clipped to 1, unless the peer's note states otherwise.
+Packages are imported where they are used, so that one that is missing or does not run here fails alone, with its own
+message.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ make_optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained, and where."""
+    """Model, batch and device of a comparison."""
 
     layers: int
     width: int
@@ -45,7 +46,7 @@ class Shape:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether there is a device with an allocator of its own."""
+        """True for a device with a separate allocator."""
         return self.device.startswith("cuda")
 
     def model(self) -> GPT2LMHeadModel:
@@ -163,7 +164,7 @@ def accelerate_disk(shape: Shape, batch: Batch, stack: ExitStack) -> Peer:
 
 
 def _inference(shape: Shape, model: nn.Module, batch: Batch, folder: Path | None = None) -> Peer:
-    """Forward of all micro-batches: what comes to these weights in backward is lost, so they cannot be trained."""
+    """Forward of all micro-batches: gradients of these weights are lost in backward, so they cannot be trained."""
     parts = _parts(shape, batch)
 
     @torch.no_grad()
@@ -193,7 +194,7 @@ def zero_infinity_nvme(shape: Shape, batch: Batch, stack: ExitStack) -> Peer:
 
 
 def _deepspeed(shape: Shape, batch: Batch, zero: dict[str, Any], folder: Path | None = None) -> Peer:
-    os.environ.setdefault("LOCAL_RANK", "0")  # what its launcher would say
+    os.environ.setdefault("LOCAL_RANK", "0")  # the variables that its launcher sets
     import deepspeed
 
     config = {

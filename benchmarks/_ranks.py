@@ -1,4 +1,4 @@
-"""Processes with a process group, each on cores of its own, that do what they are told one after another."""
+"""Processes with a process group, each on separate cores, that run the given functions one after another."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _ANSWER_S = 3600.0
 
 
 class Ranks(AbstractContextManager["Ranks"]):
-    """So many processes.
+    """Processes of one process group.
 
     Args:
-        count: how many.
-        cores: of each, and its threads; rank r has the r-th so many, counted around if the machine has too few.
-        method: how a process begins, as `multiprocessing` names it. "forkserver" is quick: libraries that it was told of are
-            loaded once. "spawn" is for GPUs, which must not have been asked anything before a fork.
-        backend: of the process group.
+        count: number of processes.
+        cores: cores and threads per process; rank r has the r-th group of cores, cyclically if the machine has too few.
+        method: start method of `multiprocessing`. "forkserver" is quick: the libraries given to it are loaded once. "spawn"
+            is for GPUs, which must not be used before a fork.
+        backend: backend of the process group.
     """
 
     def __init__(self, count: int, cores: int = 1, method: str = "spawn", backend: str = "gloo") -> None:
@@ -95,7 +95,7 @@ def timed(run: Callable[[], Any]) -> dict[str, float]:
     began_s, worked_s = time.perf_counter(), time.process_time()
     run()
     seconds, worked_s = time.perf_counter() - began_s, time.process_time() - worked_s
-    dist.barrier()  # nobody disturbs those who are still at it
+    dist.barrier()  # ranks that are still running are not disturbed
     return {"seconds": seconds, "core_s": worked_s}
 
 

@@ -130,7 +130,7 @@ def _thin(part: Any) -> None:
 
 
 def _fitted(config: Any, task: str) -> Any:
-    """All sizes, then what sizes ask of one another."""
+    """Return all sizes, adjusted to the constraints between them."""
     small = _with(config, _RARER, lists=True)
     flags = {"use_cache": False, "axial_pos_embds": False, "is_decoder": task == "causal"}
     for part, whole in zip(parts(small), parts(config), strict=True):
@@ -150,7 +150,7 @@ def _fitted(config: Any, task: str) -> Any:
 def _get(part: Any, name: str) -> Any:
     try:
         return getattr(part, name, None)
-    except Exception:  # of a configuration whose layers differ, which wants to be asked layer by layer
+    except Exception:  # of a configuration whose layers differ, which must be read layer by layer
         return vars(part).get(name)
 
 
@@ -282,7 +282,7 @@ def batches(model: nn.Module, task: str) -> Iterator[Callable[[int], Batch]]:
 
 
 def _more(inputs: Batch, takes: Any, task: str, config: Any, generator: torch.Generator) -> Batch:
-    """What some families ask for: marks at the places where their tokenizers set them, and further inputs."""
+    """Inputs that some families need: marks at the places where their tokenizers set them, and further inputs."""
     name, given = next(iter(inputs.items()))
     if name == "input_ids":
         _mark(given, getattr(config, "eos_token_id", None), [-1])

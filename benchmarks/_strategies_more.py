@@ -1,4 +1,5 @@
-"""What `strategies.py` prints besides its table: gradients of fewer bytes, what dropping would gain, and activations by shape."""
+"""Further tables of `strategies.py`: gradients of fewer bytes, the gain of dropping kept values, and activations by
+shape."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from typing import Any
 
 import torch
 from _common import show
+from _exhaustive_search import find_fastest
 from torch import nn
 from transformers import GPT2Config, GPT2Model
 from transformers.activations import GELUActivation, NewGELUActivation
 
 from l2l_core import EmulatedDevice, find_layers
 from l2l_core.strategies import Lab, Plain, activation_map, few_bit, randomized_linear
-from l2l_core.strategies.exhaustive_search import find_fastest
 from l2l_core.strategies.few_bits import SMOOTH_ACTIVATIONS
 from l2l_core.strategies.rotor import Chain, RotorSolution
 
@@ -41,7 +42,7 @@ def approximate(make: Callable[[], Made], micro_batches: int) -> list[dict[str, 
         torch.manual_seed(0)
         model, batch, options = make()
         try:
-            # In the model's own code between layers, functions with a backward of their own are refused.
+            # In the model's own code between layers, functions with a custom backward are refused.
             change(nn.ModuleList(model.get_submodule(layer) for layer in options.get("layers") or find_layers(model)))
         except ValueError as error:
             rows.append({"model": name, "why": str(error)})
@@ -71,7 +72,7 @@ def _gradients(lab: Lab) -> torch.Tensor:
 
 
 def gap(measured: Chain) -> dict[str, Any]:
-    """What plans could gain that drop what they keep and make it again, against the fastest persistent ones."""
+    """Compare plans that drop kept values and make them again with the fastest persistent ones."""
     rng = random.Random(0)
     gains, only = [], 0
     for _ in range(CHAINS):

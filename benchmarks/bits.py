@@ -1,4 +1,4 @@
-"""What fewer bits save, what they cost in time, and what in quality: of an optimizer's state, and of gradients on the wire.
+"""Savings of fewer bits, and their cost in time and quality: of an optimizer's state, and of gradients on the wire.
 
     python benchmarks/bits.py          (10 to 20 minutes)
     python benchmarks/bits.py --steps 20 --seeds 2 --width 256
@@ -6,14 +6,13 @@
 
 Bytes: host bytes per parameter after a step of AdamW on GPT-2 blocks, by the relay's ledger (masters and state), and by
 the process: what it holds for itself alone beyond the same run with plain SGD, which has no state, plus 4 for the master.
-Each kind has a process of its own. Time: one update of a layer's parameters on one thread, all kinds in turn, over fused
+Each kind has a separate process. Time: one update of a layer's parameters on one thread, all kinds in turn, over fused
 AdamW in float32. Quality: the demo's model and text by relay, the same weights and windows per seed; a kind's gap to
 float32 is the mean over seeds of differences with the same seed, and stands beside the spread of float32 over seeds.
-`bf16 and weights` has masters of bfloat16 besides. `..., to nearest` is what is not done: second moments, or weights, that
-are rounded to nearest.
-Gradients (`--wire`): runs with fused AdamW in float32, whose gradients go to the host as `RelayConfig(compress=...)` says:
-bytes are those that a step pushes.
-Without bitsandbytes the rows of 8 bits are left out, which is said.
+`bf16 and weights` has masters of bfloat16 besides. `..., to nearest` is what is not done: second moments, or weights,
+that are rounded to nearest. Gradients (`--wire`): runs with fused AdamW in float32, whose gradients are copied to the
+host as set by `RelayConfig(compress=...)`: bytes are those that a step pushes. Without bitsandbytes the rows of 8 bits
+are left out, with a note.
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ def main() -> None:
 
 
 def bytes_per_parameter(kinds: Iterable[str], args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Ledger and process, each kind in a process of its own."""
+    """Ledger and process, each kind in a separate process."""
     measured = {}
     for kind in ("SGD", *kinds):
         command = [
@@ -193,7 +192,7 @@ def measure_bytes(kind: str, layers: int, width: int) -> dict[str, int]:
 
 
 def own_bytes() -> int:
-    """What the process holds for itself alone, after giving back what is free."""
+    """Return the private bytes of the process after releasing free memory."""
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""What the relay costs besides the arithmetic: per layer, per micro-batch, and per layer and micro-batch.
+"""Overhead of the relay beside the arithmetic: per layer, per micro-batch, and per layer and micro-batch.
 
     python benchmarks/call_cost.py
     python benchmarks/call_cost.py --widths 64 --threads 1 --rounds 9
@@ -75,8 +75,8 @@ class Floor:
     def __init__(self, layers: int, width: int, batch: Batch) -> None:
         self.model, self._batch = make_model(layers, width), batch
         self._blocks = list(self.model.transformer.h)
-        self._originals = [[param.data for param in block.parameters()] for block in self._blocks]
-        self._slots = [[torch.empty_like(home) for home in self._originals[0]] for _ in range(2)]
+        self._homes = [[param.data for param in block.parameters()] for block in self._blocks]
+        self._slots = [[torch.empty_like(home) for home in self._homes[0]] for _ in range(2)]
         self._optimizers = [make_optimizer(block.parameters()) for block in self._blocks]
         inside = {id(param) for block in self._blocks for param in block.parameters()}
         self._shell = make_optimizer(param for param in self.model.parameters() if id(param) not in inside)
@@ -105,7 +105,7 @@ class Floor:
                 x.requires_grad_()
                 torch.autograd.backward(self._output(block(x)), grads[k])
                 grads[k] = x.grad
-            for param, home in zip(block.parameters(), self._originals[at], strict=True):
+            for param, home in zip(block.parameters(), self._homes[at], strict=True):
                 param.data = home
             self._optimizers[at].step()
             self._optimizers[at].zero_grad()
@@ -116,7 +116,7 @@ class Floor:
 
     def _load(self, at: int) -> None:
         slot = self._slots[at % 2]
-        for target, home, param in zip(slot, self._originals[at], self._blocks[at].parameters(), strict=True):
+        for target, home, param in zip(slot, self._homes[at], self._blocks[at].parameters(), strict=True):
             target.copy_(home)
             param.data = target
 
@@ -126,7 +126,7 @@ class Floor:
 
     def go_home(self) -> None:
         """Let the model have its own weights again."""
-        for block, homes in zip(self._blocks, self._originals, strict=True):
+        for block, homes in zip(self._blocks, self._homes, strict=True):
             for param, home in zip(block.parameters(), homes, strict=True):
                 param.data = home
 
@@ -141,7 +141,7 @@ def check_floor(width: int) -> None:
 
 
 def make_sides(layers: int, width: int, micro_batches: int, stack: ExitStack) -> dict[str, Step]:
-    """Every side on a model of its own, the relay after its metered step."""
+    """Every side on a separate model, the relay after its metered step."""
     batch = make_batch(ROWS * micro_batches, LENGTH)
     sides: dict[str, Step] = {
         "plain": in_core(layers, width, batch, None),

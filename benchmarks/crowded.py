@@ -1,14 +1,14 @@
-"""What a link costs a step when compute takes every core, and what a foreign process costs it besides.
+"""Cost of a link for a step when compute takes every core, and of a foreign process beside it.
 
     python benchmarks/crowded.py
     python benchmarks/crowded.py --rounds 7 --width 256
-    python benchmarks/crowded.py --alone --layers 24 --width 256    (without a foreign process, OpenMP as it comes)
+    python benchmarks/crowded.py --alone --layers 24 --width 256    (without a foreign process, default OpenMP)
 
-A GPT-2 of 6 layers, fused AdamW, emulated device; compute on all cores. The link is set so that each direction's copies take
-0.4 of a step. Every round makes one step on each side, in turn: without limits and behind the link, alone and beside a process
-that keeps one core busy. All that for several ways in which OpenMP's threads wait for one another, each in a process of its own,
-since that is settled when PyTorch is loaded: "as it comes", "passive" (OMP_WAIT_POLICY), spinning for some while (GOMP_SPINCOUNT,
-of GNU's OpenMP, which the wheels for Linux bring), and "one core less" (compute leaves one).
+A GPT-2 of 6 layers, fused AdamW, emulated device; compute on all cores. The link is set so that each direction's copies
+take 0.4 of a step. Every round makes one step on each side, in turn: without limits and behind the link, alone and beside
+a process that keeps one core busy. All that for several ways in which OpenMP's threads wait for one another, each in a
+separate process, since that is settled when PyTorch is loaded: "default", "passive" (OMP_WAIT_POLICY), spinning for some
+while (GOMP_SPINCOUNT, of GNU's OpenMP, which the wheels for Linux bring), and "one core less" (compute leaves one).
 
 The bar of the project: behind the link / without at most 1.05, alone and in company.
 """
@@ -33,7 +33,7 @@ from l2l_core import EmulatedDevice, Relay, RelayConfig
 SHARE = 0.4  # of a step, that copies of one direction take
 CORES = os.cpu_count() or 1
 WAYS: dict[str, tuple[dict[str, str], int]] = {  # environment, cores less for compute
-    "as it comes": ({}, 0),
+    "default": ({}, 0),
     "passive": ({"OMP_WAIT_POLICY": "passive"}, 0),
     "a short while": ({"GOMP_SPINCOUNT": "5000"}, 0),
     "a longer while": ({"GOMP_SPINCOUNT": "50000"}, 0),
@@ -80,7 +80,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Measure every way in a process of its own, and report."""
+    """Measure every way in a separate process, and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--stash", default="device", choices=["device", "host"])
-    parser.add_argument("--alone", action="store_true", help="without a foreign process, and OpenMP as it comes")
+    parser.add_argument("--alone", action="store_true", help="without a foreign process, and with default OpenMP")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # how the processes of this program call it
     args = parser.parse_args()
     if args.way:

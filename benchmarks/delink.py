@@ -1,14 +1,14 @@
 """Pseudo-to-Real at equal compute: a stack that shares one layer, delinked and trained on, against one that never shared.
 
     python benchmarks/delink.py              (three seeds; finished runs are kept)
-    python benchmarks/delink.py --quick      (shows that it works, says nothing about delinking)
+    python benchmarks/delink.py --quick      (a test that it works, without a result)
 
 A GPT over bytes on the text of Python's standard library, by relay; delinking is `relay.apply(Delink(...))` (M6-10T,
 arXiv 2110.03888). Arms:
 
-    scratch     every place has a layer of its own all the way
+    scratch     every place has a separate layer all the way
     shared      one layer in all places all the way
-    copy        shared for a quarter of the steps, then delinked; every place goes on with the state of all
+    copy        shared for a quarter of the steps, then delinked; every place continues with the state of all
     scaled      the same, the state scaled by one over the number of places, which is what a place's gradient becomes
     fresh       the same, optimizer state anew
     late        as scaled, after half of the steps
@@ -118,7 +118,7 @@ def runs(names: Sequence[str], seeds: Sequence[int], settings: Settings) -> Iter
 
 
 def train(name: str, settings: Settings, corpus: Corpus, looks: Sequence[Batch]) -> Run:
-    """Train one arm; look at held-out text at equal distances, and around the edit."""
+    """Train one arm; evaluate held-out text at equal distances, and around the edit."""
     arm, run, began_s = ARMS[name], Run(name, settings.seed), time.perf_counter()
     drawn, losses = torch.Generator().manual_seed(settings.seed), []
     with relay_of(arm, settings) as relay:
@@ -165,14 +165,14 @@ COLUMNS = ("host", "host after", "loads", "loads after")
 
 
 def bytes_of(arm: Arm, settings: Settings) -> dict[str, int]:
-    """What the host holds, and what a step loads, before and after delinking."""
+    """Return the bytes of the host, and those that a step loads, before and after delinking."""
     found: dict[str, Any] = {}
     batch = draw_batch(torch.arange(4096) % 256, settings, torch.Generator().manual_seed(0))
     with relay_of(arm, settings) as relay:
         for when in ("", " after") if arm.until is not None else ("",):
             if when:
                 relay.apply(delink(arm, settings))
-            for _ in range(2):  # which layer comes next is known from the second step on
+            for _ in range(2):  # the order of layers is learned in the first step
                 result = relay.step(batch)
             held = relay.host.by_category()
             found["host" + when] = held["weights"] + held["optimizer"]

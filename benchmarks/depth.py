@@ -8,8 +8,8 @@ the profile (the larger counts). In core: plain gradient accumulation, every sto
 makes it (`workbench.lessons.plain_training.StorageMeter`); at the smallest depth torch's own MemTracker counts as well (it takes
 minutes at large ones). Seconds per layer are of steps in turn.
 
-Host bytes per parameter, in a fresh process with a model of 60 million parameters: what the ledger says, and what the
-process grew by, less the buffers of the emulated device, which are in the same memory.
+Host bytes per parameter, in a fresh process with a model of 60 million parameters: bytes of the ledger, and growth of the
+process, less the buffers of the emulated device, which are in the same memory.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def measure_growth(layers: int) -> dict[str, Any]:
     """Host bytes per parameter by the ledger and by the process, after two steps."""
     batch = make_batch(2, 16)
     with Relay(make_gpt2(1, 64, 16), make_optimizer, EmulatedDevice()) as small:
-        small.step(batch)  # whatever torch loads lazily
+        small.step(batch)  # libraries that torch loads lazily
     process = psutil.Process()
     before = process.memory_info().rss
     model = make_gpt2(layers, 768, 16)

@@ -1,16 +1,16 @@
-"""A model that does not fit into memory, trained from files: how long a step takes, what goes over the disk, and what binds.
+"""A model that does not fit into memory, trained from files: seconds of a step, bytes over the disk, and the limiting lane.
 
     python benchmarks/disk.py                                     (20 million parameters, about a minute)
     python benchmarks/disk.py --params 2e9 --cap "6 GB" --rows 4 --length 128 --steps 2
 
 Weights and AdamW state of a GPT are made in files and stay there; two halves take 24 bytes per parameter of the disk. If that
-much is not free, the largest model that fits is taken instead, and said so. The folder is deleted at the end.
+much is not free, the largest model that fits is taken instead, with a note. The folder is deleted at the end.
 
 Training runs in a process that the operating system caps (RLIMIT_DATA): its heap and its private writable mappings, so all that
 tensors take, stacks of threads included. Not counted are code, files that are mapped to be read, and the page cache, which files
 opened with O_DIRECT go past. Text is the sources of Python's standard library, as bytes.
 
-What a lane was busy with is set against the step: if the disk binds, it is busy all the time, and the step takes as long as
+The busy time of a lane is compared with the step: if the disk binds, it is busy all the time, and the step takes as long as
 its bytes. Before it, a model that fits is trained both ways, and the bits are compared.
 
 With several numbers of rows, the last step of the first one gives figures of machine and disk, from which later ones are
@@ -66,7 +66,7 @@ def initialise(name: str, into: torch.Tensor) -> None:
 
 
 def batches(rows: int, length: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Windows of real text, in an order of their own: (rows, length)."""
+    """Windows of real text, in a separate order: (rows, length)."""
     text, generator = load_corpus().train, torch.Generator().manual_seed(0)
     while True:
         starts = torch.randint(len(text) - length, (rows,), generator=generator).tolist()
@@ -111,7 +111,7 @@ def is_equal(folder: Path, length: int, config: RelayConfig) -> bool:
 
 
 def status_bytes(name: str) -> int:
-    """What the system says of this process, in bytes."""
+    """Return the bytes of this process as the system reports them."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1000 * int(next(line.split()[1] for line in lines if line.startswith(name)))
 
@@ -164,7 +164,7 @@ def train(params: float, length: int, rows: list[int], steps: int, micro_batches
 
 
 def show_all(told: dict[str, Any]) -> None:
-    """Print what came of it."""
+    """Print the results."""
     print(
         f"{told['params']:,} parameters in {told['layers']} layers, {told['mode']} I/O; made in {told['made_s']:.1f} s; "
         f"{format_bytes(told['on_disk_bytes'])} on disk, {format_bytes(told['resident_peak_bytes'])} resident at most\n"

@@ -1,7 +1,7 @@
 """Growth in depth against training from scratch at equal compute: loss against compute, compute saved at equal loss.
 
     python benchmarks/dynamic_depth.py              (about an hour on one core; finished runs are kept)
-    python benchmarks/dynamic_depth.py --quick      (half a minute: shows that it works, says nothing about growth)
+    python benchmarks/dynamic_depth.py --quick      (half a minute: a test that it works, without a result)
 
 A GPT over bytes, 12 layers at the end, on the text of Python's standard library; everything by relay, growth by
 `relay.apply`. Arms:
@@ -120,7 +120,7 @@ def learning_rate(settings: Settings, done: float, after: float) -> float:
 
 
 def train(name: str, settings: Settings, corpus: Corpus, looks: Sequence[Batch], flops: dict[int, int]) -> Run:
-    """Train one arm; look at held-out text at equal distances of compute, and around every growth."""
+    """Train one arm; evaluate held-out text at equal distances of compute, and around every growth."""
     arm, run, began_s = ARMS[name], Run(name, settings.seed), time.perf_counter()
     stages = plan(arm, flops, settings.steps)
     total = sum(steps * flops[depth] for depth, steps in stages)

@@ -1,11 +1,11 @@
-"""What an edit takes on a deep stack, by kind, against the mere allocation of a layer's bytes.
+"""Seconds of an edit on a deep stack, by kind, against the mere allocation of a layer's bytes.
 
     python benchmarks/edits.py
     python benchmarks/edits.py --layers 12 --width 768
 
-GPT-2 blocks; every edit is undone before the next. The first edit of a kind is told apart: it finds out what later ones know.
-Seconds of the processor rather than of the clock, so that other load on the machine matters less. A layer that sits a step out
-leaves and returns; the step itself is not counted.
+GPT-2 blocks; every edit is undone before the next. The first edit of a kind is listed separately: later ones reuse its
+findings. Seconds of the processor rather than of the clock, so that other load on the machine matters less. A layer that
+sits a step out leaves and returns; the step itself is not counted.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python benchmarks/fit.py
     python benchmarks/fit.py --models gpt2-64 --budgets 3 --rounds 3
 
-For each model every setting of the grid makes real steps on a device without a budget: its peak and its least time are noted.
-Then, for budgets between the least and the most that any of them needs, `fit` chooses on a device of just that budget. What it
-chose, the best of the grid that fit and the runners-up make steps in turn; told is the ratio of their least times, and whether
-any step of the choice went over the budget (that would be an error, which ends the benchmark).
+For each model every setting of the grid makes real steps on a device without a budget: its peak and its least time are
+noted. Then, for budgets between the least and the most that any of them needs, `fit` chooses on a device of just that
+budget. Its choice, the best of the grid that fit and the runners-up make steps in turn; reported are the ratio of their
+least times, and whether any step of the choice exceeded the budget (that would be an error, which ends the benchmark).
 
 The grid: micro-batches 1, 2, 4, 8; 0, 1, 2 layers ahead; stash on the device and on the host; 0, a third, two thirds and all
 of the graphs kept, with just the slots for that or with all weights on the device; and depth first.
@@ -92,7 +92,7 @@ def measure(name: str, batch: dict[str, torch.Tensor], steps: int) -> dict[Relay
 def compare(
     name: str, batch: dict[str, torch.Tensor], known: dict[RelayConfig, tuple[int, float]], budget: int, rounds: int
 ) -> tuple[RelayConfig, RelayConfig, float, float]:
-    """What fit chose, the best that fits, how long the one takes over the other, and seconds of the search."""
+    """Return the choice of fit, the best that fits, how long the one takes over the other, and seconds of the search."""
     with relay_of(name, RelayConfig(), budget) as relay:
         found = relay.fit(batch)
     fitting = sorted((config for config, (peak, _) in known.items() if peak <= budget), key=lambda c: known[c][1])

@@ -7,7 +7,7 @@
 stash on the device and on the host, float32 and bfloat16, 0 to 2 layers ahead. Every configuration has two relays over equal
 models. One only forecasts, so each time before any step: a rehearsal. The other makes steps, and after each forecasts the
 next one from what it recorded. They take turns, so that drift of the machine meets both alike; seconds are compared pair by
-pair, forecast over the step that came next, and the median of the pairs counts. `own` replays each step's own costs: what
+pair, forecast over the next step, and the median of the pairs counts. `own` replays each step's own costs: what
 is left there is the schedule's error alone, without the drift. Bytes are compared with every step; the worst counts.
 """
 

@@ -1,4 +1,4 @@
-"""What one frame costs at size: each picture of a step of 1,000 layers and 32 micro-batches, whole and under way.
+"""Cost of a frame at size: each picture of a step of 1,000 layers and 32 micro-batches, whole and under way.
 
     python benchmarks/frames.py
     python benchmarks/frames.py --layers 96 --micro-batches 8

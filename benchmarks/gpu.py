@@ -112,7 +112,7 @@ class Peaks:
 
 
 def describe(result: StepResult) -> dict[str, Any]:
-    """What the trace of a relay step says."""
+    """Return the figures of the trace of a relay step."""
     trace = result.trace
     print(trace.summary())
     binds = [str(line) for line in trace.bound_by()] if hasattr(trace, "bound_by") else []

@@ -5,7 +5,7 @@
     python benchmarks/models.py --only BertForMaskedLM GPT2LMHeadModel
     python benchmarks/models.py --set timm                    where it is installed; so with torchvision
 
-Each class has a process of its own, with a time limit. There it is made twice from one seed and trained for two steps: in
+Each class has a separate process, with a time limit. There it is made twice from one seed and trained for two steps: in
 core by a plain loop of a few lines, and by relay with the stash on the host and the layers that it finds by itself. Losses,
 parameters and buffers are compared by their bits. Exits with 1 if any is wrong or has crashed.
 """
@@ -61,10 +61,10 @@ CONFIG = RelayConfig(micro_batches=MICRO_BATCHES, stash="host", seed=1)
 
 @dataclass
 class Outcome:
-    """What became of a class.
+    """Outcome of a class.
 
     Attributes:
-        outcome: one of `GOOD` and `BAD`; "untrainable" says that plain training failed, or gives other bits each time.
+        outcome: one of `GOOD` and `BAD`; "untrainable" means that plain training failed, or gives other bits each time.
         reason: the first line of the error, or how it was made small.
         layers: how many the relay has found.
     """
@@ -101,7 +101,7 @@ def judge(name: str, task: str, make: Make) -> Outcome:
 
 
 def in_core(make: Make) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """What plain training gives."""
+    """Return the results of plain training."""
     model, batch_of, loss, _ = make()
     losses, state = train_in_core(model, batch_of, loss)
     if not numpy.isfinite(losses).all():
@@ -110,7 +110,7 @@ def in_core(make: Make) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def by_relay(name: str, task: str, make: Make, losses: list[float], expected: dict[str, torch.Tensor]) -> Outcome:
-    """What becomes of the class by relay."""
+    """Return the outcome of the class by relay."""
     model, batch_of, loss, how = make()
     before = state_of(model)
     relay = None
@@ -343,7 +343,7 @@ class Child:
 
 
 def run(candidates: Iterator[tuple[str, str, Make]], jobs: int, limit_s: float) -> Iterator[Outcome]:
-    """Judge each in a process of its own."""
+    """Test each class in a separate process."""
     children: dict[int, Child] = {}
     waiting = iter(candidates)
     while True:

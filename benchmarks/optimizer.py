@@ -9,8 +9,8 @@ EPS's update events are taken from traces: alone (gradients handed to the store 
 of the relay that leave the EPS a core or compute on all. A lane that shares its core gets only part of it, so bytes
 per second of the lane's own processor time are given as well.
 
-The first step makes the optimizer's state and is given apart. What a step cannot hide is the update of the layer that
-comes last in backward, and the shell's; whatever else of the EPS lane is exposed should not be.
+The first step makes the optimizer's state and is given apart. A step cannot hide the update of the last layer in
+backward, and that of the shell; no other part of the EPS lane should be exposed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ make_optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
 @dataclass
 class Clock:
-    """Processor seconds that the EPS's thread spent in updates, and how often it was asked."""
+    """Processor seconds that the EPS's thread spent in updates, and the number of readings."""
 
     seconds: float = 0.0
     calls: int = 0
@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def make_sides(relay: Relay, batch: object, copy_mb: int, cores: int) -> dict[str, Callable[[], dict[str, float]]]:
-    """What is measured in each round; every side gives bytes per second and what else it knows."""
+    """Measurements of each round; every side gives bytes per second and further figures."""
     counts = sorted({1, cores})
     source = torch.ones(copy_mb * 250_000)
     target = torch.zeros_like(source)
@@ -246,7 +246,7 @@ def show_rates(results: dict[str, dict[str, dict[str, float]]], shares: dict[str
 
 
 def show_hiding(results: dict[str, dict[str, dict[str, float]]]) -> None:
-    """What of the EPS lane was hidden under compute."""
+    """Return the share of the EPS lane that was hidden under compute."""
     keys = ("step_s", "backward_s", "eps_busy_s", "exposed_s", "tail_s", "update_s", "check_s")
     rows = [
         (name, *(f"{1e3 * measured[key]['median']:.1f}" for key in keys))

@@ -2,9 +2,9 @@
 
     python benchmarks/optimizers.py [--only torch.optim] [--names AdamW Lamb]
 
-Every optimizer of torch.optim, and of pytorch_optimizer, schedulefree, bitsandbytes, prodigyopt and torchao where they are
-installed, in its default settings but for a rate of 0.01. Each goes one course: six steps of two micro-batches, in the
-third and fourth of which a layer is frozen; before the third a verify; after the fourth a save, which a fresh model
+Every optimizer of torch.optim, and of pytorch_optimizer, schedulefree, bitsandbytes, prodigyopt and torchao where they
+are installed, in its default settings but for a rate of 0.01. Each runs the same course: six steps of two micro-batches,
+with a layer frozen in the third and fourth; before the third a verify; after the fourth a save, which a fresh model
 resumes, and a branch, which is trained and left again. The relay, the resumed relay and plain training in core, which
 shares no code with them, must end with the same weights and the same `state_dict`. Or else the optimizer must be refused
 before anything is trained. One line each; the exit status is 1 if any is wrong.
@@ -107,7 +107,7 @@ def found(packages: list[str]) -> Iterator[tuple[str, str, Make]]:
 
 
 def build(kind: type[Optimizer], model: nn.Module) -> Optimizer:
-    """One in its default settings, made of whatever its constructor asks for."""
+    """One in its default settings, made with the arguments that its constructor needs."""
     asked = inspect.signature(kind).parameters
     needed = [name for name, parameter in asked.items() if parameter.default is parameter.empty]
     needed += ["lr"] if "lr" in asked and isinstance(asked["lr"].default, float) else []
@@ -233,7 +233,7 @@ def course(relay: Relay, make: Make, core: InCore, folder: Path) -> list[str]:
 
 
 def differences(relay: Relay, core: InCore) -> list[str]:
-    """What of the weights and of the optimizer's `state_dict` differs."""
+    """Return the differences of the weights and of the optimizer's `state_dict`."""
     pairs = zip(core.model.named_parameters(), relay.model.parameters(), strict=True)
     names = [name for (name, expected), weight in pairs if not same(expected.detach(), weight.detach())]
     expected, found = core.optimizer.state_dict(), relay.optimizer.state_dict()
@@ -257,7 +257,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def brief(error: BaseException) -> str:
-    """The kind of an error and the beginning of what it says."""
+    """Return the type of an error and the beginning of its message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 

@@ -1,4 +1,4 @@
-"""How close a relay comes to its roofline behind a slow link, and how much of it `ahead=1` gains over `ahead=0`.
+"""Distance of a relay from its roofline behind a slow link, and how much of it `ahead=1` gains over `ahead=0`.
 
     python benchmarks/overlap.py
     python benchmarks/overlap.py --rounds 5 --stash device

@@ -4,13 +4,14 @@
     python benchmarks/paper.py --device cuda --rounds 5
     python benchmarks/paper.py --layers 4 --width 256 --batch 8 --budget-gb 0.35 --large-batch 16   a try
 
-BERT-Large (24 x 1,024, 335 million weights, masked language model), sequences of 128, batch 32, AdamW, dropout 0.1. In core
-the batch is accumulated over the largest micro-batches that the budget allows, with all activations kept and with recompute; the
-relay takes micro-batches of the same size: once with no more memory than it needs, once with a share of what training in core
-takes, in which it keeps graphs instead of recomputing. Told are peak device bytes and samples per second, and the relay at a
-larger batch.
+BERT-Large (24 x 1,024, 335 million weights, masked language model), sequences of 128, batch 32, AdamW, dropout 0.1. In
+core the batch is accumulated over the largest micro-batches that the budget allows, with all activations kept and with
+recompute; the relay takes micro-batches of the same size: once with no more memory than it needs, once with a share of
+what training in core takes, in which it keeps graphs instead of recomputing. Reported are peak device bytes and samples
+per second, and the relay at a larger batch.
 
-L2L (arXiv 2002.05645) tells of 45 % less memory and 40 % more throughput on a V100 of 16 GB, and of less than 8 GB at batch 32.
+L2L (arXiv 2002.05645) reports 45 % less memory and 40 % more throughput on a V100 of 16 GB, and of less than 8 GB at
+batch 32.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ make_optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
 
 def make_model(args: argparse.Namespace) -> nn.Module:
-    """BERT of the asked size, untrained."""
+    """Make an untrained BERT of the given size."""
     torch.manual_seed(0)
     config = BertConfig(
         hidden_size=args.width,

@@ -5,18 +5,19 @@
     python benchmarks/peers.py --device cuda --width 1024 --layers 24 --cores 8     on a GPU (not yet run on one)
 
 The packages among the peers: `pip install -c constraints.txt -e ".[peers]"`. One that is not installed, or does not run
-here, is a row with the reason in its own words. How each is set up is in `_peers.py`: the same GPT-2, micro-batches, fused AdamW
-and clipping for all, whole steps. Every way has a process of its own, with a process group of one; these take turns, round after
-round.
+here, is a row with the reason in its own words. How each is set up is in `_peers.py`: the same GPT-2, micro-batches,
+fused AdamW and clipping for all, whole steps. Every way has a separate process, with a process group of one; these take
+turns, round after round.
 
 Bytes, of the third step: `process` is what the process holds more than before the model was made, at most, sampled every
-millisecond. `device` on a GPU is the most that its allocator had handed out, and `host` is the process. On the CPU a device is
-emulated: for the relay its ledger, in core every storage from the operation that makes it to its end, since there all are on the
-device; `host` is then what the relay's ledger says, and nothing in core. The other ways do not know an emulated device: with the
-CPU for one they have nowhere to offload to, and all that their process holds is `host`. `disk` is files.
+millisecond. `device` on a GPU is the most that its allocator had handed out, and `host` is the process. On the CPU a
+device is emulated: for the relay its ledger, in core every storage from the operation that makes it to its end, since
+there all are on the device; `host` is then the relay's ledger, and nothing in core. The other ways do not support an
+emulated device: with the CPU for one they have nowhere to offload to, and all that their process holds is `host`. `disk`
+is files.
 
 Depth: the most layers with which these steps stay within the budget. It is searched (`_deepest.py`), each try in a fresh process:
-the depth that is told has been run, and so has the next one, which was too much.
+the reported depth has been run, and so has the next one, which was too much.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def begin(rank: int, count: int, name: str, shape: Shape) -> dict[str, Any]:
     torch.manual_seed(0)
     batch = make_batch(shape.rows * shape.micro_batches, shape.length)
     small = replace(shape, layers=1, width=64)
-    WAYS[BASE](small, batch, ExitStack()).step()  # what libraries load for any training is nobody's
+    WAYS[BASE](small, batch, ExitStack()).step()  # libraries that any training loads do not count
     gc.collect()
     before = resident_bytes()
     stack = _running["stack"] = ExitStack()
@@ -104,7 +105,7 @@ def end(rank: int, count: int) -> None:
 
 
 def quiet() -> None:
-    """Keep what libraries tell of themselves out of the tables."""
+    """Keep the log messages of libraries out of the tables."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 

@@ -3,18 +3,18 @@
     python benchmarks/scale.py
     python benchmarks/scale.py --processes 2 4 --rounds 9
 
-A GPT-2 with a byte vocabulary and fused AdamW. Every process has one core and one thread (with more processes than cores some
-share one, and processor time says what seconds cannot). The links of the emulated device, and of the emulated network, get the
-bandwidths at which copies and messages of two take `--share` of one worker's compute, so that one is compute-bound. Whoever
-waits for a link sleeps on the thread of that link. In every round rank 0 makes a step by itself while the others sleep, and
-then all make one together, each on as many rows: efficiency is the first over the second, round by round. Between the two
-comes the control: all make a step at once, each by itself, and nothing is sent. What that takes longer than one alone is the
-machine's (memory, caches, clock, neighbours), and no workers could be quicker: efficiency over that of the control is what
-training together costs.
+A GPT-2 with a byte vocabulary and fused AdamW. Every process has one core and one thread (with more processes than cores
+some share one, and processor time shows what seconds cannot). The links of the emulated device, and of the emulated
+network, get the bandwidths at which copies and messages of two take `--share` of one worker's compute, so that one is
+compute-bound. A wait for a link is a sleep on the thread of that link. In every round rank 0 makes a step by itself while
+the others sleep, and then all make one together, each on as many rows: efficiency is the first over the second, round by
+round. Between the two is the control: all make a step at once, each by itself, and nothing is sent. Its time beyond that
+of one alone is due to the machine (memory, caches, clock, neighbours), and no workers could be quicker: efficiency over
+that of the control is what training together costs.
 
-By processor time the same is said without the waiting, and without what other processes on the machine do to seconds: what
+Processor time gives the same without the waiting, and without what other processes on the machine do to seconds: what
 workers do besides what one alone does, all of it on the core that computes. Forecasts are made by rank 0's own relay from its
-last step; what is planned for more processes than were run here was measured by nobody.
+last step; plans for more processes than were run here are not measured.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def measure(rank: int, count: int, args: argparse.Namespace) -> dict[str, Any]:
                 sides["control"].append(timed(partial(alone.step, batch)))
                 sides["together"].append(timed(partial(together.step, batch)))
             waited = together.trace.worker
-        # What a message takes here at least, whatever the emulated network says
+        # the least time of a message here, on any emulated network
         real = Network(bytes_per_s=network.bytes_per_s, latency_s=max(network.latency_s, message_s(count)))
         plans = [plan(alone, batch, workers, real) for workers in PLANNED] if rank == 0 else []
         slow = [plan(alone, batch, workers, real, {1: STRAGGLER}) for workers in (2, 8)] if rank == 0 else []
@@ -140,7 +140,7 @@ def summary(count: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def efficiencies(sides: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Say, round by round, what of one alone is left: of all together, of the control, and of the first over the second."""
+    """Return, for each round, the ratio to one alone: of all together, of the control, and of the first over the second."""
     raw, control = (
         [a / b for a, b in zip(sides["alone"], sides[side], strict=True)] for side in ("together", "control")
     )

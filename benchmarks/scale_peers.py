@@ -8,11 +8,11 @@ The same GPT-2, micro-batches, fused AdamW and gloo for all, one core and one th
     DDP + ZeRO   DistributedDataParallel with ZeroRedundancyOptimizer: whole weights and gradients, a share of the state
     FSDP2        fully_shard of every block and of the model, with CPUOffloadPolicy: a share of weights, gradients and state
 
-On the CPU nothing has anywhere to offload to: `CPUOffloadPolicy` changes where FSDP2 would keep its shards beside a GPU. Every
-side runs in processes of its own, since memory that one has used is not always given back; sides take turns, round after round.
-Bytes of a process are what it holds more than before the model was made, at most, sampled every millisecond; `held` is what a
-side can say itself: parameters, gradients and optimizer state as tensors, for the relay the ledger of its host. A side
-that cannot run is a row with the reason.
+On the CPU nothing has anywhere to offload to: `CPUOffloadPolicy` changes where FSDP2 would keep its shards beside a GPU.
+Every side runs in separate processes, since memory that one has used is not always given back; sides take turns, round
+after round. Bytes of a process are what it holds more than before the model was made, at most, sampled every millisecond;
+`held` is what a side reports itself: parameters, gradients and optimizer state as tensors, for the relay the ledger of
+its host. A side that cannot run is a row with the reason.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def begin(rank: int, count: int, name: str, args: argparse.Namespace) -> dict[st
     """Make a side, and see what it holds in its second step."""
     torch.manual_seed(rank)
     batch = make_batch(args.rows * args.micro_batches, args.length)
-    model_of(args)(**cut(batch, args.micro_batches)[0]).loss.backward()  # what libraries load is nobody's
+    model_of(args)(**cut(batch, args.micro_batches)[0]).loss.backward()  # libraries do not count
     gc.collect()
     before = resident_bytes()
     try:

@@ -1,13 +1,14 @@
 """Relay against in-core training with activation recompute: the same model, batch, optimizer and micro-batches.
 
     python benchmarks/step_time.py
-    python benchmarks/step_time.py --keep               (everything fits: nobody recomputes)
+    python benchmarks/step_time.py --keep               (everything fits: no recompute)
     python benchmarks/step_time.py --precision bf16     (in core: autocast; also both sides in float32)
     python benchmarks/step_time.py --precision bf16 --dropout 0 --rounds 5
 
-12 GPT-2 blocks 768 wide, 4 micro-batches of 4 x 128 tokens, fused AdamW. All sides run in turn in one process; the relay with
-copies and updates beside compute (ahead=1), and with ahead=0, where the thread that computes makes them. With --keep the relay
-goes depth first and all weights stay, which is what config="auto" chooses where everything fits; in core is plain accumulation.
+12 GPT-2 blocks 768 wide, 4 micro-batches of 4 x 128 tokens, fused AdamW. All sides run in turn in one process; the relay
+with copies and updates beside compute (ahead=1), and with ahead=0, where the thread that computes makes them. With --keep
+the relay runs depth first and all weights stay, which is what config="auto" chooses where everything fits; in core is
+plain accumulation.
 """
 
 from __future__ import annotations

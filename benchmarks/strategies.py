@@ -74,13 +74,13 @@ def resnet(depths: tuple[int, ...] = (3, 3, 3)) -> tuple[nn.Module, Any, dict[st
 
 
 class UNet(nn.Module):
-    """Three levels down and up, with skips: what went down is read again on the way up."""
+    """Three levels down and up, with skips: tensors of the way down are read again on the way up."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         widths = [width * 2**i for i in range(4)]
         pairs = list(zip(widths, widths[1:], strict=False))
-        self.begin_event, self.leave = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 3, 1)
+        self.enter, self.leave = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 3, 1)
         self.down = nn.ModuleList(self._block(a, b, nn.MaxPool2d(2)) for a, b in pairs)
         self.up = nn.ModuleList(self._block(2 * b, a, nn.Upsample(scale_factor=2)) for a, b in reversed(pairs))
 
@@ -90,7 +90,7 @@ class UNet(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Images to images: (rows, 3, height, width)."""
-        x, skips = self.begin_event(x), []
+        x, skips = self.enter(x), []
         for block in self.down:
             x = block(x)
             skips.append(x)

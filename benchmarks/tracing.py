@@ -1,9 +1,9 @@
-"""What tracing costs: steps with trace, meter and memory samples against the same steps with doubles that do nothing.
+"""Cost of tracing: steps with trace, meter and memory samples against the same steps with doubles that do nothing.
 
     python benchmarks/tracing.py
     python benchmarks/tracing.py --rounds 9 --stash host
 
-Two models: GPT-2 blocks 768 wide, of which tracing should take at most 2 % of a step, and blocks 64 wide as
+Two models: GPT-2 blocks 768 wide, with a target of at most 2 % of a step for tracing, and blocks 64 wide as
 information. Steps replay the activation profile of the first one (`meter="on_change"`). Steps in turn show costs only
 down to the noise of the machine, so the cost is also counted: how often a step calls trace and meter, times the
 seconds of each call in isolation on ledgers as full as those of the step, over the step's seconds.
@@ -25,7 +25,7 @@ from _common import alternate, make_batch, make_gpt2, medians, ratio, report, sh
 
 from l2l_core import EmulatedDevice, Event, Relay, RelayConfig, Trace
 from l2l_core.devices import Ledger
-from l2l_core.step import RelayParts, breadth_first
+from l2l_core.step import RelayParts, pass_runtime
 from l2l_core.step.micro_batch import StepContext
 from l2l_core.step.traffic import ComputeClock, MemoryMeter, MeterRecord
 
@@ -46,9 +46,9 @@ class SilentMeter:
     """Samples nothing and books no activations; hands on what was metered, so that the next step need not meter."""
 
     def __init__(
-        self, device: Ledger, host: Ledger, trace: Trace, replay: MeterRecord | None, keeps: bool = False
+        self, device: Ledger, host: Ledger, trace: Trace, replay: MeterRecord | None, keeps_graphs: bool = False
     ) -> None:
-        self.latest, self.is_metering = replay, replay is None
+        self.record, self.is_metering = replay, replay is None
 
     def sample(self) -> None:
         """Nothing."""
@@ -92,8 +92,8 @@ def replaced(owner: Any, name: str, double: Any) -> Iterator[None]:
 def step_silently(relay: Relay, batch: Any) -> None:
     """A step without tracing."""
     with (
-        replaced(StepContext, "timed", _untimed),
-        replaced(breadth_first, "Meter", SilentMeter),
+        replaced(StepContext, "time_event", _untimed),
+        replaced(pass_runtime, "MemoryMeter", SilentMeter),
         replaced(RelayParts, "new_trace", lambda self, config, step=0: SilentTrace()),
     ):
         relay.step(batch)
@@ -154,7 +154,7 @@ def measure(width: int, args: argparse.Namespace) -> dict[str, Any]:
 def count_calls(relay: Relay, batch: Any) -> dict[str, tuple[int, float]]:
     """How often a step does what, and the seconds of doing it once."""
     NosyMeter.fullest = {}
-    with replaced(breadth_first, "Meter", NosyMeter):
+    with replaced(pass_runtime, "MemoryMeter", NosyMeter):
         trace = relay.step(batch).trace
     compute = len(trace.lanes["compute"])
     return {
@@ -172,7 +172,7 @@ def time_compute_event(relay: Relay, times: int = 2000) -> float:
     trace = Trace()
     known = MeterRecord([("forward L000", 1000 + i % 7, i % 5) for i in range(times)])  # changes: every sample is kept
     meter, clock = MemoryMeter(*ledgers, trace, known), ComputeClock(relay.device, trace)
-    run = SimpleNamespace(meter=meter, clock=clock)  # what `timed` asks of a pass
+    run = SimpleNamespace(meter=meter, clock=clock)  # the attributes that `time_event` reads
     return time_call(lambda: StepContext.time_event(run, "forward", "L000", 0, 0)(), times)  # type: ignore[arg-type]
 
 

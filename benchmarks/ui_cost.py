@@ -1,4 +1,4 @@
-"""What looking costs: steps with the workbench drawn against steps with nobody looking, and how soon a kernel answers.
+"""Cost of the workbench: steps with and without drawing, and the response time of a kernel.
 
     python benchmarks/ui_cost.py
     python benchmarks/ui_cost.py --rounds 8
@@ -7,10 +7,10 @@
 Steps: a block with a `Workbench` on a page between two with a `Session` alone, again and again, on the same relay. There
 is no browser: every panel is drawn into its widget, and the widgets' messages go nowhere. Two models, both on one core
 with the stash on the host behind a link of 100 MB/s: the demo's, and a GPT-2 of 12 layers, 256 wide. A step should take
-at most 1.03 times as long as the mean of those around it. How the two blocks that are alone compare with each other says
-what the machine's noise is; drawing's share of a core is counted, and is the most that it can take from anybody.
+at most 1.03 times as long as the mean of those around it. How the two blocks that are alone compare with each other shows
+the machine's noise; drawing's share of a core is counted, and is the most that it can take from other work.
 
-Answers: a real kernel trains, and is asked for `1+1` again and again, until the result arrives as a page would get it.
+Answers: a real kernel trains, and receives `1+1` again and again, until the result arrives as a page would get it.
 95 of 100 answers should take at most 50 ms.
 """
 
@@ -76,9 +76,9 @@ def main() -> None:
 
 
 def judge_steps(found: dict[str, Any]) -> str:
-    """Whether the target was met, if blocks that are alone are near enough to each other to tell."""
+    """Whether the target was met, if blocks that are alone are near enough to each other to decide."""
     if found["noise"]["median"] > TARGETS["ratio"]:
-        return "not told from noise"
+        return "not distinguishable from noise"
     return "within" if found["ratio"]["median"] <= TARGETS["ratio"] else "missed"
 
 
@@ -142,7 +142,7 @@ def measure_steps(relay: Relay, batch: Any, args: argparse.Namespace) -> dict[st
 
 
 class Drawing:
-    """What drawing has taken, over all blocks."""
+    """Return the processor time of drawing, over all blocks."""
 
     def __init__(self) -> None:
         self.frames, self.busy_s, self.wall_s = 0, 0.0, 0.0
@@ -272,7 +272,7 @@ def run_cell(client: BlockingKernelClient, code: str) -> None:
 
 
 def ask(client: BlockingKernelClient, times: int, pause_s: float = 0.02) -> list[float]:
-    """Milliseconds until the result of `1+1` arrives, with pauses in which training goes on."""
+    """Milliseconds until the result of `1+1` arrives, with pauses in which training continues."""
     taken = []
     for i in range(times):
         time.sleep(pause_s * (0.5 + i % 7 / 6))  # not in step with anything

@@ -1,9 +1,9 @@
-"""What an answer of the what-if sliders costs: simulated step, picture, words and table, from one measured step.
+"""Cost of an answer of the what-if sliders: simulated step, picture, words and table, from one measured step.
 
     python benchmarks/what_if.py
 
-A GPT-2 of 24 layers trains three steps behind an emulated link; the last one is what is asked about. Seconds of the clock,
-since somebody waits for them. An answer should take less than 50 ms.
+A GPT-2 of 24 layers trains three steps behind an emulated link; the sliders start from the last one. Seconds of the
+clock, since a user waits for them. An answer should take less than 50 ms.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The notebook workbench around `l2l_core`: sessions, pictures, panels, command line. The engine never imports it."""
+"""Notebook workbench for `l2l_core`: sessions, pictures, panels and command line. The engine never imports it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from workbench.session import Session as Session
     from workbench.session import Snapshot as Snapshot
 
-# As text: an import here would bring torch and ipywidgets along, and `doctor` must run without them.
+# Names, since imports would need torch and ipywidgets, and `doctor` must run without them.
 _MODULE_OF = {
     "Workbench": "workbench.app",
     "LabBench": "workbench.lab_bench",
@@ -37,10 +37,10 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use, so that `python -m workbench doctor` runs where torch or ipywidgets are missing.
+    """Import a public name on first use, so that `python -m workbench doctor` runs without torch and ipywidgets.
 
     Raises:
-        ModuleNotFoundError: a package of the extra `workbench` is not installed; has the command that installs it.
+        ModuleNotFoundError: a package of the extra `workbench` is not installed; the message has the install command.
     """
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'workbench' has no attribute {name!r}")
@@ -53,4 +53,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_MODULE_OF]  # for completion: what was not imported yet is in no globals
+    return [*globals(), *_MODULE_OF]  # for completion, including names that are not imported yet

@@ -1,6 +1,6 @@
 """The command line: `python -m workbench demo | lab | report | replay | notebooks | doctor | calibrate`.
 
-Each command imports what it needs when it is chosen, so that `doctor` still runs where the rest is not installed.
+Each command imports its packages when it is selected, so that `doctor` runs without the others' packages.
 """
 
 import argparse
@@ -12,43 +12,43 @@ from workbench.extras import is_ours, missing
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """Make the parser, with the demo's own options only if `command` is the demo: they come with its imports."""
-    parser = argparse.ArgumentParser(prog="python -m workbench", description=__doc__.splitlines()[0])
+    """Return the parser; the options of the demo, which need its imports, are added only for `command="demo"`."""
+    parser = argparse.ArgumentParser(prog="python -m workbench", description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("demo", help="run the demonstration without a browser and print what it measured")
+    demo = commands.add_parser("demo", help="run the demonstration without a browser and print its measurements")
     if command == "demo":
         from workbench.lessons.demo_options import add_arguments
 
         add_arguments(demo)
     lab = commands.add_parser("lab", help="open JupyterLab on 127.0.0.1 at the first notebook")
-    report = commands.add_parser("report", help="one HTML page from a recorded run, or from several side by side")
-    report.add_argument("runs", nargs="+", type=Path, help="files of Recorder, or folders with run.jsonl.gz in them")
+    report = commands.add_parser("report", help="write one HTML page from a recorded run, or from several side by side")
+    report.add_argument("runs", nargs="+", type=Path, help="files of Recorder, or folders that contain run.jsonl.gz")
     report.add_argument("-o", "--out", type=Path, help="the page (default: report.html beside the first run)")
     replay = commands.add_parser("replay", help="open recorded runs in JupyterLab, without a model")
-    replay.add_argument("runs", nargs="+", type=Path, help="one, or two to see side by side")
-    for opens in (lab, replay):
-        opens.add_argument("--port", type=int, default=8888, help="first port to try (default: %(default)s)")
-        opens.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
+    replay.add_argument("runs", nargs="+", type=Path, help="one run, or two to show side by side")
+    for opener in (lab, replay):
+        opener.add_argument("--port", type=int, default=8888, help="first port to try (default: %(default)s)")
+        opener.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
     notebooks = commands.add_parser(
         "notebooks", help="execute notebooks and store them with their outputs, or copy them"
     )
     notebooks.add_argument("paths", nargs="*", type=Path, help="notebooks (default: all of the repository)")
-    instead = notebooks.add_mutually_exclusive_group()
-    instead.add_argument("--check", action="store_true", help="execute nothing, only judge what is stored")
-    instead.add_argument("--to", type=Path, metavar="DIR", help="execute nothing, copy the notebooks to a folder")
+    mode = notebooks.add_mutually_exclusive_group()
+    mode.add_argument("--check", action="store_true", help="execute nothing, only check the stored outputs")
+    mode.add_argument("--to", type=Path, metavar="DIR", help="execute nothing, copy the notebooks to a folder")
     commands.add_parser(
         "doctor", help="check versions, widgets, devices and free space; status 1 if something is missing"
     )
     calibrate = commands.add_parser(
-        "calibrate", help="measure this machine for forecasts, in under 30 s; kept for later"
+        "calibrate", help="measure this machine for forecasts and save the result; takes under 30 s"
     )
     calibrate.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:n (default: %(default)s)")
-    calibrate.add_argument("--force", action="store_true", help="measure anew, even if this was measured before")
+    calibrate.add_argument("--force", action="store_true", help="measure again, even if there is a saved result")
     return parser
 
 
 def run(args: argparse.Namespace) -> int | None:
-    """Hand over to the chosen command and return its exit status (None counts as 0)."""
+    """Run the selected command and return its exit status (None counts as 0)."""
     if args.command == "demo":
         from workbench.lessons import demo
 
@@ -83,9 +83,9 @@ def run(args: argparse.Namespace) -> int | None:
 
 
 def main(argv: Sequence[str]) -> int | None:
-    """Parse and run; a package that is not installed becomes a message with the remedy."""
+    """Parse the arguments and run the command; print a remedy if a package is not installed."""
     try:
-        # The parser is made in here too: the demo's options come with imports that may be missing.
+        # The parser is made inside the `try`, since the options of the demo need imports that may be missing.
         return run(build_parser(argv[0] if argv else None).parse_args(argv))
     except ModuleNotFoundError as error:
         if is_ours(error):

@@ -1,4 +1,4 @@
-"""`python -m workbench ...`; no widgets.
+"""Commands of `python -m workbench`, without widgets.
 
 May import `runs`.
 Begin reading at `doctor.py`.

@@ -1,8 +1,8 @@
-"""What this machine achieves: `python -m workbench calibrate`.
+"""Measurement of this machine's speed for forecasts: `python -m workbench calibrate`.
 
-Measures in under half a minute what a forecast by formula needs (`l2l_core.forecast_config`): matrix products, memory, the
-EPS's optimizer, the link, and what a layer's call costs beside its arithmetic. Kept in the user's cache folder, one file
-per hardware, torch version and number of threads. `Relay.forecast` measures the model itself and needs none of it.
+Measures in under half a minute the figures that `l2l_core.forecast_config` needs: matrix products, memory, the EPS's
+optimizer, the link, and the overhead of a layer call. They are stored in the user's cache folder, one file per hardware,
+torch version and number of threads. `Relay.forecast` measures the model itself and does not use them.
 """
 
 import json
@@ -29,25 +29,25 @@ from l2l_core.trace import format_bytes
 SIZES = (256, 512, 1024, 2048)  # of square matrices
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COPY_BYTES = 64 << 20
-PARAMS = 4 << 20  # that the optimizer updates
-TIME_PER_FIGURE_S = 1.0  # of each measurement, once it is warm
-MIN_REPEATS = 3  # repetitions, however long they take
+PARAMS = 4 << 20  # parameters that the optimizer updates
+TIME_PER_FIGURE_S = 1.0  # duration of each measurement after the warm-up
+MIN_REPEATS = 3
 VERSION = 1
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Figures of one machine and device; medians.
+    """Measured figures of a machine and device, as medians.
 
     Attributes:
-        hardware: processor and device, torch version and threads, in words.
-        flops_per_s: achieved in matrix products, by precision and size of the matrices.
-        memory_bytes_per_s: read and written by an elementwise operation.
-        update_params_per_s: reduced and updated by the EPS, fused AdamW.
-        h2d_bytes_per_s, d2h_bytes_per_s: of one large copy.
-        latency_s: of a copy of one number.
-        overhead_s: of a layer's call, whatever it computes.
-        seconds: that this took.
+        hardware: processor, device, torch version and threads, as text.
+        flops_per_s: speed of matrix products, by precision and size.
+        memory_bytes_per_s: bytes read and written by an elementwise operation.
+        update_params_per_s: parameters reduced and updated by the EPS with fused AdamW.
+        h2d_bytes_per_s, d2h_bytes_per_s: speed of a large copy.
+        latency_s: duration of a copy of one number.
+        overhead_s: overhead of a layer call.
+        seconds: duration of the whole measurement.
     """
 
     hardware: str
@@ -61,13 +61,13 @@ class Calibration:
     seconds: float
 
     def machine(self, precision: str = "fp32") -> Machine:
-        """Return the figures as a forecast takes them: of the matrix products, the size that ran fastest.
+        """Return the figures for a forecast, with the fastest size of the matrix products.
 
         Raises:
-            ValueError: a precision that was not measured.
+            ValueError: the precision was not measured.
         """
         if precision not in self.flops_per_s:
-            raise ValueError(f"precision={precision!r}: measured are {', '.join(self.flops_per_s)}")
+            raise ValueError(f"precision={precision!r}: choose one that was measured: {', '.join(self.flops_per_s)}")
         return Machine(
             flops_per_s=max(self.flops_per_s[precision].values()),
             update_params_per_s=self.update_params_per_s,
@@ -83,7 +83,7 @@ class Calibration:
 
 
 def measure(device: Device, share_s: float = TIME_PER_FIGURE_S) -> Calibration:
-    """Measure this machine with `device`; `share_s` seconds for each of about a dozen figures."""
+    """Measure this machine with `device`, for `share_s` seconds per figure."""
     began_s = time.perf_counter()
     with device.current():
         flops = {
@@ -104,8 +104,8 @@ def measure(device: Device, share_s: float = TIME_PER_FIGURE_S) -> Calibration:
 
 
 def median_seconds(action: Callable[[], object], share_s: float, wait: Callable[[], object] = lambda: None) -> float:
-    """Measure the median seconds of `work` in about `share_s` seconds; `wait` waits until the device has done it."""
-    action()  # once unmeasured: what is made at the first call is there afterwards
+    """Return the median seconds of `action` over about `share_s` seconds; `wait` waits for the device."""
+    action()  # a warm-up call that is not measured
     wait()
     seconds: list[float] = []
     while len(seconds) < MIN_REPEATS or sum(seconds) < share_s:
@@ -133,38 +133,37 @@ def _memory_bytes_per_s(device: Device, share_s: float) -> float:
 
 
 def _update_params_per_s(device: Device, share_s: float) -> float:
-    """On a thread like the EPS's own: the norm of a gradient, and fused AdamW."""
-    # As many as `Relay` gives its EPS.
+    """Time the norm of a gradient and fused AdamW on a thread like that of the EPS."""
+    # The number of cores that `Relay` gives its EPS.
     cores = 1 if device.in_host_memory else max(1, torch.get_num_threads() * 3 // 4)
     param = nn.Parameter(torch.zeros(PARAMS))
     optimizer = torch.optim.AdamW([param], fused=True)
-    param.grad = torch.full_like(param, 1e-3)
+    grad = param.grad = torch.full_like(param, 1e-3)
 
-    def work() -> None:
-        float(torch.linalg.vector_norm(param.grad))  # type: ignore[arg-type]
+    def update() -> None:
+        float(torch.linalg.vector_norm(grad))
         optimizer.step()
 
     thread = serial_executor("calibrate", cores)
     try:
-        return PARAMS / thread.submit(median_seconds, work, share_s).result()
+        return PARAMS / thread.submit(median_seconds, update, share_s).result()
     finally:
         thread.shutdown()
 
 
 def _link_bytes_per_s(device: Device, lane: str, share_s: float) -> float:
-    numel = COPY_BYTES // 4
-    return COPY_BYTES / _copy_s(device, lane, numel, share_s)
+    return COPY_BYTES / _copy_s(device, lane, COPY_BYTES // 4, share_s)
 
 
 def _copy_s(device: Device, lane: str, numel: int, share_s: float) -> float:
-    """Median seconds of a copy, as the device's own lane does it."""
-    here, there = device.host_empty(numel).zero_(), device.empty(numel)
-    copy = (there, here) if lane == "h2d" else (here, there)
+    """Return the median seconds of a copy on the device's lane."""
+    on_host, on_device = device.host_empty(numel).zero_(), device.empty(numel)
+    copy = (on_device, on_host) if lane == "h2d" else (on_host, on_device)
     return median_seconds(lambda: device.issue(lane, [copy], lambda start_s, stop_s: None).join(), share_s)
 
 
 def _overhead_s(device: Device) -> float:
-    """Median seconds of compute's turns in a relay that computes next to nothing."""
+    """Return the median seconds of a turn in a relay of tiny layers."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
     batch = (torch.zeros(8, 8), torch.zeros(8, 8))
     config = RelayConfig(micro_batches=4)
@@ -179,7 +178,7 @@ def _loss(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 def name_hardware(device: Device) -> str:
-    """Name processor, device, torch version and threads in one line."""
+    """Return processor, device, torch version and threads as one line."""
     processor = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
@@ -193,16 +192,16 @@ def name_hardware(device: Device) -> str:
 
 
 def cache_path(device: Device) -> Path:
-    """Return the file in which the figures of this machine and device are kept."""
+    """Return the path of the file with the figures of this machine and device."""
     key = zlib.crc32(name_hardware(device).encode())
     return platformdirs.user_cache_path("l2l-workbench") / f"calibration-{key:08x}.json"
 
 
 def load_calibration(device: str | Device = "auto") -> Calibration | None:
-    """Read the figures of this machine, None if they were not measured; those of other hardware, torch or threads do not count.
+    """Return the stored figures of this machine; None if there are none for this hardware, torch version and threads.
 
     Raises:
-        ValueError: the file is damaged; says how to measure anew.
+        ValueError: the file is damaged; the message has the command that measures anew.
     """
     device = resolve_device(device)
     path = cache_path(device)
@@ -219,10 +218,10 @@ def load_calibration(device: str | Device = "auto") -> Calibration | None:
 
 
 def save_calibration(calibration: Calibration, device: Device) -> Path:
-    """Write the figures where `load_calibration` finds them; returns the path."""
+    """Store the figures for `load_calibration` and return the path."""
     path = cache_path(device)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".part")  # put in place in one go: whoever reads meanwhile finds no half of it
+    beside = path.with_suffix(".part")  # renamed when complete, so that no reader gets a part of it
     beside.write_text(json.dumps({"version": VERSION, **asdict(calibration)}, indent=2) + "\n", encoding="utf-8")
     beside.replace(path)
     return path
@@ -232,7 +231,7 @@ def save_calibration(calibration: Calibration, device: Device) -> Path:
 
 
 def table_rows(calibration: Calibration) -> list[tuple[str, str]]:
-    """Write the figures as rows of a name and a value."""
+    """Return the figures as rows of a name and a value."""
     c = calibration
     rows = [
         (f"matrix products, {precision}, {size} x {size}", f"{flops / 1e9:,.0f} GFLOP/s")
@@ -251,14 +250,14 @@ def table_rows(calibration: Calibration) -> list[tuple[str, str]]:
 
 
 def format_table(rows: Iterable[tuple[str, str]]) -> str:
-    """Write rows as two columns of plain text."""
+    """Format rows as two columns of plain text."""
     rows = list(rows)
     left, right = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "\n".join(f"{name.ljust(left)}  {value.rjust(right)}" for name, value in rows)
 
 
 def main(device: str = "auto", force: bool = False) -> int:
-    """Measure, or show what was measured before; returns the exit status."""
+    """Print the stored figures, or measure and store them; return the exit status."""
     try:
         with_device = resolve_device(device)
     except ValueError as error:
@@ -266,14 +265,14 @@ def main(device: str = "auto", force: bool = False) -> int:
         return 1
     with closing(with_device):
         try:
-            known = None if force else load_calibration(with_device)
+            stored = None if force else load_calibration(with_device)
         except ValueError as error:
             print(error)
             return 1
-        calibration = known or measure(with_device)
-        path = cache_path(with_device) if known else save_calibration(calibration, with_device)
+        calibration = stored or measure(with_device)
+        path = cache_path(with_device) if stored else save_calibration(calibration, with_device)
     print(calibration.hardware)
     print(format_table(table_rows(calibration)))
-    how = "measured before; --force measures anew" if known else f"measured in {calibration.seconds:.1f} s"
-    print(f"{how}; {path}")
+    origin = "measured before; --force measures anew" if stored else f"measured in {calibration.seconds:.1f} s"
+    print(f"{origin}; {path}")
     return 0

@@ -11,7 +11,7 @@ INSTALLED = f"share/{DISTRIBUTION}/notebooks"  # where the wheel puts them: `dat
 
 
 def main(folder: Path) -> int:
-    """Copy all notebooks and their README into `folder`, which is made; return 1 if nothing was copied."""
+    """Copy all notebooks and their README into `folder`; return 1 if nothing was copied."""
     try:
         copied = copy_notebooks(find_sources(), folder)
     except (ValueError, OSError) as error:
@@ -22,10 +22,10 @@ def main(folder: Path) -> int:
 
 
 def find_sources(root: Path = ROOT) -> list[Path]:
-    """List the notebooks and their README: those of the clone, else those of the installed distribution.
+    """Return the notebooks and their README from the clone, or else from the installed distribution.
 
     Raises:
-        ValueError: there are none.
+        ValueError: neither has notebooks.
     """
     clone = root / "notebooks"
     found = [*clone.glob("*.ipynb"), clone / "README.md"] if clone.is_dir() else _installed_files()
@@ -46,16 +46,16 @@ def _installed_files() -> list[Path]:
 
 
 def copy_notebooks(sources: list[Path], folder: Path) -> list[Path]:
-    """Copy files into a folder, which is made; all of them or none.
+    """Copy files into a folder, which is created if needed; either all are copied or none.
 
     Raises:
-        ValueError: a file of that name is there, or `folder` is a file.
+        ValueError: a file of that name exists, or `folder` is a file.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: give a folder to copy the notebooks to")
-    if there := [path.name for path in sources if (folder / path.name).exists()]:
+    if taken := [path.name for path in sources if (folder / path.name).exists()]:
         raise ValueError(
-            f"{folder} holds {', '.join(there)} already, so nothing was copied: give another folder, or move these away"
+            f"{folder} holds {', '.join(taken)} already, so nothing was copied: give another folder, or move these away"
         )
     folder.mkdir(parents=True, exist_ok=True)
     return [Path(shutil.copyfile(path, folder / path.name)) for path in sources]

@@ -1,7 +1,7 @@
-"""What this machine and environment can do: `python -m workbench doctor`.
+"""Checks of this machine and environment: `python -m workbench doctor`.
 
-`gather` looks (the only part that touches the machine), `diagnose` judges what was seen, `format_rows` prints it.
-The ranges are those of pyproject.toml and the tested versions those of constraints.txt; nothing is written twice.
+`gather_facts` inspects the machine, `diagnose` turns the facts into results, `format_rows` formats them. Version ranges are
+read from pyproject.toml, tested versions from constraints.txt.
 """
 
 import importlib.metadata
@@ -26,7 +26,7 @@ from workbench.extras import INSTALL
 
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTION = "l2l-workbench"
-NOTEBOOK = {"ipykernel", "ipywidgets", "jupyterlab"}  # without any of them only the engine was installed
+NOTEBOOK = {"ipykernel", "ipywidgets", "jupyterlab"}  # if all are missing, only the engine was installed
 GIB = 2**30
 BYTES_PER_PARAM = 16  # float32 weight, gradient and AdamW's two moments, all in host memory
 LOW_RAM_BYTES = 4 * GIB
@@ -38,7 +38,7 @@ Status = Literal["ok", "note", "fail"]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One check: what was looked at, what was found, how it stands, and one line of advice."""
+    """Result of one check: subject, finding, status, and one line of advice."""
 
     check: str
     found: str
@@ -48,7 +48,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class RequiredPackage:
-    """A required distribution: its range, and the version it was tested with (None outside a clone)."""
+    """A required distribution, with its version range and its tested version (None outside a clone)."""
 
     name: str
     specifier: SpecifierSet
@@ -57,38 +57,39 @@ class RequiredPackage:
 
 @dataclass(frozen=True)
 class EnvironmentFacts:
-    """What `gather` saw. Sizes in bytes; None means that it could not be found out."""
+    """Facts about the environment, as input of `diagnose`. Sizes in bytes; None means unknown."""
 
     python: str
     python_range: SpecifierSet
-    wanted: tuple[RequiredPackage, ...]  # by the engine
-    extra: tuple[RequiredPackage, ...]  # by the notebook besides
-    installed: Mapping[str, str | None]  # by the name in `wanted` or `extra`; None: not installed
+    wanted: tuple[RequiredPackage, ...]  # required by the engine
+    extra: tuple[RequiredPackage, ...]  # also required by the notebook
+    installed: Mapping[str, str | None]  # version by distribution; None: not installed
     widget_manager: Path | None
-    kernel: str | None  # the Python that a notebook of ours would start
+    kernel: str | None  # the Python of the kernel `python3`
     this_python: str
-    torch_error: str | None  # why `import torch` failed, if it did
+    torch_error: str | None  # message of the failed `import torch`
     cuda: str | None  # name of the device
-    imports: ImportTimes | None  # None where an import fails
+    imports: ImportTimes | None  # None if an import fails
     ram_bytes: int | None
     free_ram_bytes: int | None
     cores: int
     free_disk_bytes: int
 
 
-# What is wanted ------------------------------------------------------------------------------------------------------
+# Requirements -----------------------------------------------------------------------------------------------------
 
 
 def read_project(root: Path) -> tuple[SpecifierSet, list[Requirement], list[Requirement]]:
-    """Read the range of Python versions, the engine's dependencies, and those of the extra `workbench`.
+    """Return the range of Python versions, the engine's dependencies, and those of the extra `workbench`.
 
-    They come from pyproject.toml in a clone, else from the installed package.
+    In a clone they are read from pyproject.toml, otherwise from the installed package.
     """
     pyproject = root / "pyproject.toml"
     if pyproject.is_file():
         project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
-        lines = project["dependencies"], project["optional-dependencies"]["workbench"]
-        return SpecifierSet(project["requires-python"]), *([Requirement(line) for line in each] for each in lines)
+        engine = [Requirement(line) for line in project["dependencies"]]
+        extra = [Requirement(line) for line in project["optional-dependencies"]["workbench"]]
+        return SpecifierSet(project["requires-python"]), engine, extra
     metadata = importlib.metadata.metadata(DISTRIBUTION)
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
     engine = [each for each in requirements if each.marker is None]
@@ -97,18 +98,18 @@ def read_project(root: Path) -> tuple[SpecifierSet, list[Requirement], list[Requ
 
 
 def read_pins(constraints: Path) -> dict[str, Version]:
-    """Read the tested versions by canonical name; empty where there is no such file."""
+    """Return the tested versions by canonical name; empty without a constraints file."""
     if not constraints.is_file():
         return {}
     pins = re.findall(r"^([\w.-]+)==(\S+)", constraints.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {canonicalize_name(name): Version(version) for name, version in pins}
 
 
-# Looking -------------------------------------------------------------------------------------------------------------
+# Inspection ----------------------------------------------------------------------------------------------------------
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of an installed distribution, None if it is missing."""
+    """Return the version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -116,17 +117,17 @@ def installed_version(name: str) -> str | None:
 
 
 def find_widget_manager() -> Path | None:
-    """Find the JupyterLab extension that draws ipywidgets, wherever this Python's Jupyter looks for extensions."""
+    """Return the path of the JupyterLab extension that draws ipywidgets, from Jupyter's extension folders."""
     try:
         from jupyter_core.paths import jupyter_path
     except ModuleNotFoundError:
         return None
-    places = (Path(folder) / WIDGET_MANAGER for folder in jupyter_path("labextensions"))
-    return next((place for place in places if place.is_file()), None)
+    paths = (Path(folder) / WIDGET_MANAGER for folder in jupyter_path("labextensions"))
+    return next((path for path in paths if path.is_file()), None)
 
 
 def find_kernel() -> str | None:
-    """Find the Python that Jupyter starts for the kernel `python3`; None if there is no such kernel."""
+    """Return the Python that Jupyter starts for the kernel `python3`; None if there is no such kernel."""
     try:
         from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
     except ModuleNotFoundError:
@@ -139,7 +140,7 @@ def find_kernel() -> str | None:
 
 
 def probe_torch() -> tuple[str | None, str | None]:
-    """Return (why torch does not import, name of the CUDA device), each None if there is nothing to say."""
+    """Return (message of the failed import of torch, name of the CUDA device), each None if there is none."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library of a broken installation
@@ -147,8 +148,8 @@ def probe_torch() -> tuple[str | None, str | None]:
     return None, torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
-def look_at_imports() -> ImportTimes | None:
-    """Measure what the imports of torch and of the engine take; None where one of them fails."""
+def probe_imports() -> ImportTimes | None:
+    """Measure the imports of torch and of the engine; return None if one of them fails."""
     try:
         return measure_imports()
     except RuntimeError:
@@ -156,7 +157,7 @@ def look_at_imports() -> ImportTimes | None:
 
 
 def probe_ram() -> tuple[int | None, int | None]:
-    """Return (bytes of RAM, bytes available); None for both without psutil."""
+    """Return (bytes of RAM, bytes available); both None without psutil."""
     try:
         import psutil
     except ModuleNotFoundError:
@@ -166,12 +167,12 @@ def probe_ram() -> tuple[int | None, int | None]:
 
 
 def count_cores() -> int:
-    """Count the cores this process may use, which in a container or under taskset are fewer than the machine has."""
+    """Return the number of cores this process may use; a container or taskset may limit it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gather_facts(root: Path = ROOT) -> EnvironmentFacts:
-    """Look at this environment and machine. Needs no network."""
+    """Gather facts about this environment and machine, without a network."""
     python_range, *requirements = read_project(root)
     pins = read_pins(root / "constraints.txt")
     wanted, extra = (
@@ -191,7 +192,7 @@ def gather_facts(root: Path = ROOT) -> EnvironmentFacts:
         this_python=sys.executable,
         torch_error=torch_error,
         cuda=cuda,
-        imports=look_at_imports() if torch_error is None else None,
+        imports=probe_imports() if torch_error is None else None,
         ram_bytes=ram_bytes,
         free_ram_bytes=free_ram_bytes,
         cores=count_cores(),
@@ -199,34 +200,34 @@ def gather_facts(root: Path = ROOT) -> EnvironmentFacts:
     )
 
 
-# Judging -------------------------------------------------------------------------------------------------------------
+# Checks --------------------------------------------------------------------------------------------------------------
 
 
 def check_python(version: str, wanted: SpecifierSet) -> CheckResult:
-    """Judge the version of Python by the range that is wanted."""
+    """Check that the version of Python is in the required range."""
     if wanted.contains(version, prereleases=True):
         return CheckResult("Python", version, "ok", f"in {wanted}")
     return CheckResult("Python", version, "fail", f"needs {wanted}: rm -r .venv, then make setup PYTHON=python3.11")
 
 
 def check_version(wanted: RequiredPackage, installed: str | None) -> CheckResult:
-    """Judge one distribution: missing or out of range fails; another version than the tested one gets a note."""
-    pinned = "" if wanted.tested is None else "-c constraints.txt "  # there in a clone
+    """Check a distribution: missing or out of range fails, a version other than the tested one gets a note."""
+    pinned = "" if wanted.tested is None else "-c constraints.txt "  # the file is in a clone
     remedy = f"pip install {pinned}'{wanted.name}{wanted.specifier}'"
     if installed is None:
         return CheckResult(wanted.name, "missing", "fail", f"run `make setup`, or: {remedy}" if pinned else remedy)
     if not wanted.specifier.contains(installed, prereleases=True):
         return CheckResult(wanted.name, installed, "fail", f"out of range: {remedy}")
-    # the public part, because torch 2.13.0 and 2.13.0+cpu are the same code
+    # the public part is compared, because torch 2.13.0 and 2.13.0+cpu are the same code
     if wanted.tested is not None and Version(installed).public != wanted.tested.public:
         return CheckResult(
-            wanted.name, installed, "note", f"in range, but tested with {wanted.tested}; `make setup` has that"
+            wanted.name, installed, "note", f"in range, but tested with {wanted.tested}; `make setup` installs that"
         )
     return CheckResult(wanted.name, installed, "ok", f"in {wanted.specifier or 'any version'}")
 
 
 def judge_notebook(facts: EnvironmentFacts) -> list[CheckResult]:
-    """Judge the packages of the notebook, its kernel and its widgets; one row if only the engine was installed."""
+    """Check the notebook's packages, kernel and widgets; return one row if only the engine was installed."""
     if all(facts.installed[wanted.name] is None for wanted in facts.extra if wanted.name in NOTEBOOK):
         return [
             CheckResult("notebook", "not installed", "note", f"the engine runs without it; to install it: {INSTALL}")
@@ -239,7 +240,7 @@ def judge_notebook(facts: EnvironmentFacts) -> list[CheckResult]:
 
 
 def check_widgets(manager: Path | None) -> CheckResult:
-    """Judge whether JupyterLab can draw the panels."""
+    """Check that JupyterLab can draw the panels."""
     if manager is None:
         return CheckResult(
             "widget manager", "missing", "fail", "panels would show as text: pip install jupyterlab_widgets"
@@ -250,7 +251,7 @@ def check_widgets(manager: Path | None) -> CheckResult:
 
 
 def check_kernel(kernel: str | None, this_python: str) -> CheckResult:
-    """Judge the kernel: one that was registered for another environment hides the one of this environment."""
+    """Check the kernel: one that is registered for another environment hides that of this environment."""
     remedy = f"{this_python} -m ipykernel install --sys-prefix"
     if kernel is None:
         return CheckResult("kernel", "missing", "fail", f"notebooks could not start: {remedy}")
@@ -262,33 +263,34 @@ def check_kernel(kernel: str | None, this_python: str) -> CheckResult:
 
 
 def check_device(torch_error: str | None, cuda: str | None) -> CheckResult:
-    """Judge where relays would run: on a CUDA device, or on the emulated one."""
+    """Check the device of relays: a CUDA device, or the emulated one."""
     if torch_error is not None:
         reason = torch_error.splitlines()[0] if torch_error else "no reason given"
         return CheckResult("device", "none", "fail", f"torch does not import ({reason}): rm -r .venv, then make setup")
     if cuda is None:
         return CheckResult(
-            "device", "CPU", "note", "no CUDA: relays run on the emulated device, which computes for real"
+            "device", "CPU", "note", "no CUDA: relays run on the emulated device, which computes on the CPU"
         )
     return CheckResult("device", cuda, "ok", "device='auto' uses it; device='cpu' still emulates")
 
 
 def judge_imports(imports: ImportTimes) -> CheckResult:
-    """Judge the seconds of imports, and whether the engine imports packages of the notebook."""
+    """Check the seconds of imports, and that the engine imports no packages of the notebook."""
     if imports.heavy:
         advice = f"l2l_core imported {' and '.join(imports.heavy)}, which it should not: please report it"
         return CheckResult("import", str(imports), "note", advice)
     if imports.added_s > MOST_S:
-        advice = f"l2l_core adds {imports.added_s:.2f} s of processor time to torch, more than {MOST_S} s: on a slow machine only"
+        added = f"l2l_core adds {imports.added_s:.2f} s of processor time to torch"
+        advice = f"{added}, more than {MOST_S} s: expected on slow machines only"
         return CheckResult("import", str(imports), "note", advice)
     advice = f"l2l_core adds {imports.added_s:.2f} s of processor time, and imports neither transformers nor IPython"
     return CheckResult("import", str(imports), "ok", advice)
 
 
 def check_ram(total_bytes: int | None, free_bytes: int | None) -> CheckResult:
-    """Judge the free memory, and say how many parameters it has room for."""
+    """Check the free memory, and calculate the number of parameters that fit."""
     if total_bytes is None or free_bytes is None:
-        return CheckResult("RAM", "unknown", "note", "psutil, which would tell, is missing: run `make setup`")
+        return CheckResult("RAM", "unknown", "note", "psutil, which measures it, is missing: run `make setup`")
     found = f"{free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB free"
     room = f"room for {free_bytes / BYTES_PER_PARAM / 1e9:.2f} G parameters at {BYTES_PER_PARAM} bytes (float32, AdamW)"
     if free_bytes < LOW_RAM_BYTES:
@@ -297,7 +299,7 @@ def check_ram(total_bytes: int | None, free_bytes: int | None) -> CheckResult:
 
 
 def check_cores(cores: int) -> CheckResult:
-    """Judge whether copies and updates can run beside compute."""
+    """Check that copies and updates can run beside compute."""
     if cores == 1:
         return CheckResult(
             "cores", "1", "note", "copies, updates and compute share it: measured overlap means little here"
@@ -306,7 +308,7 @@ def check_cores(cores: int) -> CheckResult:
 
 
 def check_disk(free_bytes: int) -> CheckResult:
-    """Judge the room on the disk that the repository is on."""
+    """Check the free space on the disk of the repository."""
     found = f"{free_bytes / GIB:.1f} GiB free"
     if free_bytes < LOW_DISK_BYTES:
         advice = f"a saved relay takes 12 bytes per parameter (AdamW): keep {LOW_DISK_BYTES // GIB} GiB free"
@@ -315,7 +317,7 @@ def check_disk(free_bytes: int) -> CheckResult:
 
 
 def diagnose(facts: EnvironmentFacts) -> list[CheckResult]:
-    """Judge what was seen: the same facts always give the same rows, each with one line of advice."""
+    """Return the results of all checks; the same facts always give the same rows."""
     return [
         check_python(facts.python, facts.python_range),
         *(check_version(wanted, facts.installed[wanted.name]) for wanted in facts.wanted),
@@ -332,14 +334,14 @@ def diagnose(facts: EnvironmentFacts) -> list[CheckResult]:
 
 
 def format_rows(rows: Iterable[CheckResult]) -> str:
-    """Write the rows as a table of plain text, one line each."""
+    """Format the rows as a table of plain text, one line each."""
     cells = [(row.status, row.check, row.found, row.advice) for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(3)]
     return "\n".join("  ".join([*map(str.ljust, line, widths), line[3]]) for line in cells)
 
 
 def main() -> int:
-    """Print the rows; return 1 if something required is missing or out of range, else 0."""
+    """Print the rows; return 1 if a requirement is missing or out of range, else 0."""
     rows = diagnose(gather_facts())
     print(format_rows(rows))
     failed = [row.check for row in rows if row.status == "fail"]

@@ -1,6 +1,6 @@
-"""Seconds that `import torch` and `import l2l_core` take, each in a fresh process.
+"""Processor seconds of `import torch` and `import l2l_core`, each in a fresh process.
 
-Processor seconds: on a machine without other load they are the time on the clock, and other load hardly changes them.
+Without other load they equal the time on the clock; other load hardly changes them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
-MOST_S = 0.3  # that the engine may add to torch
-HEAVY = ("transformers", "datasets", "IPython", "ipywidgets", "plotly")  # packages that the engine does without
+MOST_S = 0.3  # seconds that the engine may add to torch
+HEAVY = ("transformers", "datasets", "IPython", "ipywidgets", "plotly")  # packages that the engine must not import
 
 _TIMED = """
 import sys, time
@@ -30,8 +30,8 @@ class ImportTimes:
     """Medians of processor seconds over fresh processes.
 
     Attributes:
-        torch_s: of `import torch`.
-        engine_s: of `import l2l_core`, torch included.
+        torch_s: seconds of `import torch`.
+        engine_s: seconds of `import l2l_core`, torch included.
         heavy: packages of `HEAVY` that `import l2l_core` imported.
     """
 
@@ -49,12 +49,12 @@ class ImportTimes:
 
 
 def measure_imports(rounds: int = 1) -> ImportTimes:
-    """Import both in turn, `rounds` times, after one round that is not measured.
+    """Measure both imports in turn, `rounds` times.
 
-    The first round compiles modules and fills the disk cache.
+    A first round, which compiles modules and fills the disk cache, is not measured.
 
     Raises:
-        RuntimeError: an import failed; has the last line of its traceback.
+        RuntimeError: an import failed; the message has the last line of its traceback.
     """
     names = ("torch", "l2l_core")
     with _compiled_modules() as environment:
@@ -74,7 +74,7 @@ def _time_import(name: str, environment: dict[str, str]) -> tuple[float, list[st
 
 @contextmanager
 def _compiled_modules() -> Iterator[dict[str, str]]:
-    """Give an environment in which Python keeps compiled modules, as it does unless it is told not to."""
+    """Yield an environment in which Python stores compiled modules, its default."""
     environment = dict(os.environ)
     if environment.pop("PYTHONDONTWRITEBYTECODE", None) is None:
         yield environment

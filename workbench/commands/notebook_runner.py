@@ -1,8 +1,8 @@
-"""Execute notebooks and store them so that they read well anywhere: `python -m workbench notebooks`.
+"""Execution and storage of notebooks: `python -m workbench notebooks`.
 
-What stays in the file is source and outputs. What differs from run to run without a meaning is taken out: times of
-execution, widget state, views of widgets that no longer live (JupyterLab would show an error in their place and not the
-HTML beside them). A file is replaced only when its whole notebook ran, and in one go.
+Source and outputs are stored. Execution times, widget state and views of closed widgets are removed: they differ in every
+run, and JupyterLab shows an error for such a view in place of the HTML beside it. A file is replaced only when its whole
+notebook ran, by one rename.
 """
 
 from __future__ import annotations
@@ -34,26 +34,30 @@ ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}")
 
 
 def main(paths: Sequence[Path], check: bool) -> int:
-    """Execute and store notebooks, or with `check` only judge the stored ones; return 1 if anything is wrong."""
+    """Execute and store notebooks, or with `check` only check the stored ones; return 1 if anything is wrong."""
     wrong = 0
     bar = tqdm(list(paths) or find_notebooks(), unit="notebook", disable=check, dynamic_ncols=True)
     for path in bar:
         bar.set_description(path.stem)
         began_s = time.perf_counter()
         try:
-            said = find_faults(path) if check else []
+            faults = find_faults(path) if check else []
             if not check:
                 execute_and_store(path)
         except (ValueError, OSError) as error:
-            said = [str(error)]
-        wrong += bool(said)
-        state = f"{time.perf_counter() - began_s:.1f} s, {path.stat().st_size / 1000:.0f} kB" if not said else "FAILED"
-        bar.write("\n".join([f"{path.name}: {'ok' if check and not said else state}", *(f"  {line}" for line in said)]))
+            faults = [str(error)]
+        wrong += bool(faults)
+        state = (
+            f"{time.perf_counter() - began_s:.1f} s, {path.stat().st_size / 1000:.0f} kB" if not faults else "FAILED"
+        )
+        bar.write(
+            "\n".join([f"{path.name}: {'ok' if check and not faults else state}", *(f"  {line}" for line in faults)])
+        )
     return 1 if wrong else 0
 
 
 def find_notebooks(folder: Path = FOLDER) -> list[Path]:
-    """List the notebooks of the repository, in order."""
+    """Return the notebooks of the repository, in order."""
     return sorted(folder.glob("*.ipynb"))
 
 
@@ -61,7 +65,7 @@ def execute_and_store(path: Path, timeout_s: float = CELL_TIMEOUT_S) -> None:
     """Execute a notebook and replace the file by the result.
 
     Raises:
-        ValueError: no notebook, a cell failed or took too long, or the result is too large; the file stays as it was.
+        ValueError: the file is no notebook, a cell failed or took too long, or the result is too large; nothing is written.
     """
     text = nbformat.writes(strip_notebook(execute_notebook(read_notebook(path), path.parent, timeout_s))) + "\n"
     size = len(text.encode("utf-8"))
@@ -82,7 +86,7 @@ def read_notebook(path: Path) -> NotebookNode:
     """Read a notebook from its file.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: the file is no notebook.
     """
     try:
         return nbformat.read(path, as_version=4)
@@ -91,7 +95,7 @@ def read_notebook(path: Path) -> NotebookNode:
 
 
 def execute_notebook(nb: NotebookNode, folder: Path, timeout_s: float) -> NotebookNode:
-    """Run all cells in a new kernel that starts in `folder`; outputs and counts land in `nb`, which is returned.
+    """Run all cells in a new kernel in `folder`, and return `nb` with outputs and execution counts.
 
     Raises:
         ValueError: a cell raised, took longer than `timeout_s`, or ended the kernel.
@@ -112,7 +116,7 @@ def execute_notebook(nb: NotebookNode, folder: Path, timeout_s: float) -> Notebo
 
 
 def strip_notebook(nb: NotebookNode) -> NotebookNode:
-    """Take out of `nb`, which is returned, what is not source, output or tag."""
+    """Remove everything but source, outputs and tags from `nb`, and return it."""
     rest = {name: value for name, value in nb.metadata.items() if name not in ("widgets", "signature", "vscode")}
     nb.metadata = nbformat.from_dict({**rest, "kernelspec": KERNEL, "language_info": LANGUAGE})
     for cell in nb.cells:
@@ -125,14 +129,14 @@ def strip_notebook(nb: NotebookNode) -> NotebookNode:
     return nb
 
 
-# Judging what is stored ----------------------------------------------------------------------------------------------
+# Checks of stored notebooks -------------------------------------------------------------------------------------------
 
 
 def find_faults(path: Path) -> list[str]:
-    """Say what is wrong with a stored notebook; empty if it is as `store` leaves it.
+    """Return the faults of a stored notebook; none if `execute_and_store` has written it.
 
     Raises:
-        ValueError: it is no notebook.
+        ValueError: the file is no notebook.
     """
     nb, size = read_notebook(path), path.stat().st_size
     faults = [f"{size:,} bytes, {MAX_BYTES:,} are allowed"] if size > MAX_BYTES else []
@@ -148,7 +152,7 @@ def find_faults(path: Path) -> list[str]:
 
 def _cell_faults(cell: NotebookNode) -> Iterator[str]:
     if has_output(cell.source) and not cell.outputs:
-        yield "has no output, though it should show something; end its last line with ; if it should not"
+        yield "has no output, but prints or ends in a value; end its last line with ; if no output is intended"
     for name in sorted(VOLATILE & set(cell.metadata)):
         yield f"has the metadata {name}"
     for output in cell.outputs:
@@ -157,23 +161,18 @@ def _cell_faults(cell: NotebookNode) -> Iterator[str]:
         if WIDGET_VIEW in output.get("data", {}):
             yield "shows a widget whose kernel has ended"
         if found := ADDRESS.search(str(output.get("text", "")) + str(output.get("data", {}).get("text/plain", ""))):
-            yield f"shows an address in memory, {found[0]}: differs in every run"
+            yield f"shows an address in memory, {found[0]}, which differs in every run"
 
 
 def has_output(source: str) -> bool:
-    """Say whether running a cell should leave an output: it prints, or ends in an expression without a semicolon."""
-    body = ast.parse(_without_magics(source)).body
+    """Return True if a cell prints, or ends in an expression without a semicolon."""
+    body = ast.parse(TransformerManager().transform_cell(source)).body  # magics become calls
     ends_in_a_value = bool(body) and isinstance(body[-1], ast.Expr) and not source.rstrip().endswith(";")
     return ends_in_a_value or any(map(_is_print_or_display, body))
 
 
-def _without_magics(source: str) -> str:
-    """Python of a cell, its magics replaced."""
-    return TransformerManager().transform_cell(source)
-
-
 def _is_print_or_display(statement: ast.AST) -> bool:
-    """Whether a statement surely prints or displays: not in a function, and not under a condition."""
+    """Return True if a statement prints or displays unconditionally, outside of functions."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda | ast.If | ast.IfExp):
         return False
     if isinstance(statement, ast.Call) and getattr(statement.func, "id", "") in ("print", "display"):

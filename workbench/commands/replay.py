@@ -1,4 +1,4 @@
-"""`python -m workbench replay`: a small notebook beside the recorded run, opened in JupyterLab."""
+"""Replay of recorded runs in JupyterLab: `python -m workbench replay`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPLAY_NOTEBOOK = "replay.ipynb"
 
 
 def open_replay(paths: Sequence[Path], port: int, no_browser: bool) -> int:
-    """Write the notebook and run JupyterLab until it is stopped; return its exit status, or 2 if a run cannot be read."""
+    """Open a replay notebook in JupyterLab; return its exit status, or 2 if a run cannot be read."""
     try:
         runs = [load_run(path) for path in paths]
         notebook = write_replay_notebook(runs)
@@ -27,7 +27,7 @@ def open_replay(paths: Sequence[Path], port: int, no_browser: bool) -> int:
 
 
 def write_replay_notebook(runs: Sequence[RecordedRun]) -> Path:
-    """Write a notebook that replays these runs, beside the first; one that is there is replaced."""
+    """Write a notebook that replays these runs beside the first one, replacing an earlier one, and return its path."""
     path = runs[0].path.resolve().parent / REPLAY_NOTEBOOK
     cells = [
         new_markdown_cell("Run the cells to see the recorded run again. Nothing is trained, and no model is built.")

@@ -1,4 +1,4 @@
-"""What the notebooks and the demonstration need.
+"""Texts, models, exercises and comparisons for the notebooks, and the demo.
 
 May import `pictures`, `readings`, `runs`, `session`.
 Begin reading at `demo.py`, `exercises.py`.

@@ -1,7 +1,7 @@
-"""Text that every machine has: the sources of Python's own standard library, as bytes.
+"""Training text from the sources of Python's standard library, as bytes.
 
-Files are taken in the order of their paths, and a file is trained on or held out by a checksum of its path alone, so
-that runs with the same Python see the same text. Tests and installed packages are left out.
+Files are read in the order of their paths, and a checksum of the path decides whether a file is held out, so runs with the
+same Python use the same text. Tests and installed packages are left out.
 """
 
 import math
@@ -19,11 +19,11 @@ HELD_OUT_EVERY = 10  # one file in so many is held out
 
 @dataclass(frozen=True)
 class Corpus:
-    """Holds text to train on and text to judge by, from different files.
+    """Training text and held-out text, from different files.
 
     Attributes:
         train, held_out: bytes, shape (n,), uint8.
-        files: how many files were read.
+        files: number of files read.
     """
 
     train: torch.Tensor
@@ -32,20 +32,18 @@ class Corpus:
 
 
 def find_sources(folder: Path) -> list[str]:
-    """List the Python files below `folder` that count, as paths relative to it with forward slashes, sorted."""
+    """Return the sorted paths of the Python files below `folder`, relative to it and with forward slashes."""
     found = []
     for where, inner, names in os.walk(folder):
-        inner[:] = [
-            name for name in inner if name not in EXCLUDED_FOLDERS
-        ]  # not even looked into: most files are there
-        # _sysconfigdata_*.py says how and where this Python was built: no text to learn from
+        inner[:] = [name for name in inner if name not in EXCLUDED_FOLDERS]  # skips most files
+        # _sysconfigdata_*.py holds the settings with which this Python was built, no text to learn from
         wanted = (name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata"))
         found += [Path(where, name).relative_to(folder).as_posix() for name in wanted]
     return sorted(found)
 
 
 def is_held_out(path: str) -> bool:
-    """Tell whether a file is held out; that depends on its path alone."""
+    """Return True if the file with this path is held out."""
     return zlib.crc32(path.encode()) % HELD_OUT_EVERY == 0
 
 
@@ -61,8 +59,8 @@ def load_corpus(folder: Path | None = None) -> Corpus:
     train = [path for path in paths if not is_held_out(path)]
     if not held_out or not train:
         raise FileNotFoundError(
-            f"{folder} has {len(paths)} Python source file(s), of which {len(held_out)} would be held out: this Python comes "
-            "without the sources of its standard library. Use one that has them (python.org, conda and Linux packages do)"
+            f"{folder} has {len(paths)} Python source file(s), {len(held_out)} of them held out: this Python has no sources "
+            "of its standard library. Use one that includes them, such as a Python from python.org, conda or a Linux package"
         )
     return Corpus(_read_bytes(folder, train), _read_bytes(folder, held_out), len(paths))
 
@@ -79,7 +77,7 @@ def draw_windows(text: torch.Tensor, rows: int, context: int, generator: torch.G
         text: (n,), uint8.
         rows: number of windows.
         context: length of each.
-        generator: all of the randomness.
+        generator: source of the random positions.
 
     Returns:
         (rows, context), int64.
@@ -96,7 +94,7 @@ def draw_windows(text: torch.Tensor, rows: int, context: int, generator: torch.G
 def byte_entropy(text: torch.Tensor) -> float:
     """Return the entropy of the single bytes of a text, (n,) uint8, in nats per byte.
 
-    It is the loss of the best model that knows how frequent each byte is, and nothing of what stands before it.
+    It is the loss of the best model that predicts each byte from the frequencies of bytes alone, without context.
     """
     counts = torch.bincount(text.long(), minlength=256).double()
     shares = counts[counts > 0] / len(text)

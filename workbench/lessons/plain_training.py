@@ -1,10 +1,10 @@
-"""Plain training of a small model as a whole, and how much memory it needs: the other side of the demo's comparison."""
+"""Plain training of a small model in core, with a meter of its device memory, for comparison with the relay."""
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,18 +16,17 @@ from l2l_core import RelayConfig
 from l2l_core._torch import TorchDispatchMode, pytree
 from l2l_core.batches import num_rows, split, weighted_divisors
 from l2l_core.model import train_step
-
-Batch = Mapping[str, torch.Tensor]
+from workbench.lessons.demo_values import Batch
 
 
 class PlainTrainer:
-    """Does the same training with the whole model on the device: what the relay is compared with.
+    """Trains a copy of a model in core, with the micro-batches and random streams of a relay.
 
     Args:
-        model: is copied.
-        make_optimizer, make_schedule: of the copy, and of its optimizer.
-        config: whose micro-batches and random streams to use.
-        device: where to train.
+        model: the model to copy.
+        make_optimizer, make_schedule: make the copy's optimizer, and its learning rate schedule.
+        config: settings of the relay; number of micro-batches and seed are used.
+        device: device to train on.
     """
 
     def __init__(
@@ -44,17 +43,17 @@ class PlainTrainer:
         self._config, self._device, self._step_count = config, device, 0
 
     def step(self, batch: Batch) -> float:
-        """Train on one batch, by plain accumulation over micro-batches; return the loss."""
+        """Train on one batch, accumulating gradients over micro-batches, and return the loss."""
         parts = split({name: value.to(self._device) for name, value in batch.items()}, self._config.micro_batches)
         seeds = [self._config.micro_batch_seed(self._step_count, k) for k in range(len(parts))]
-        divisors = weighted_divisors(parts, num_rows)  # windows of full length: rows count alike
+        divisors = weighted_divisors(parts, num_rows)  # windows of equal length: all rows weigh the same
         losses = train_step(self.model, self.optimizer, parts, _objective, divisors, seeds)
         self._schedule.step()
         self._step_count += 1
         return float(sum(losses))
 
     def measure_peak_bytes(self, batch: Batch) -> int:
-        """Return the most bytes that a step needs on the device. Trains two steps: the first makes the optimizer's state."""
+        """Train two steps, the first to create the optimizer state, and return the peak bytes on the device."""
         meter = StorageMeter([*self.model.parameters(), *self.model.buffers(), *batch.values()])
         with meter:
             self.step(batch)
@@ -67,9 +66,9 @@ def _objective(model: nn.Module, micro_batch: Batch) -> torch.Tensor:
 
 
 class StorageMeter(TorchDispatchMode):
-    """Counts the bytes of every storage, from the operation that makes it to its end, as the relay's own meter does.
+    """Dispatch mode that counts the bytes of every storage from its creation to its end, as the relay's meter does.
 
-    It agrees with the allocator as torch.profiler reports it, to 0.01 % in this model.
+    In the demo's model it agrees with the allocator, as reported by torch.profiler, to 0.01 %.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:

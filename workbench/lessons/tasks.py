@@ -1,4 +1,4 @@
-"""Tasks that a person does by hand in a workbench, and what of them is done."""
+"""Tasks to do by hand in a workbench, and checks that they are done."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from workbench.session import Snapshot
 
 
 class HasSnapshot(Protocol):
-    """Names what tasks need of a session or a workbench."""
+    """Interface that tasks need of a session or a workbench."""
 
     def snapshot(self) -> Snapshot: ...
 
 
 @dataclass(frozen=True)
 class Task:
-    """Describes something to do in the panels.
+    """A task to do in the panels.
 
     Attributes:
-        ask: what to do.
-        where: to do it, as the view and the button.
-        is_done: tells it from the session as it was when the tasks were set, and as it is now.
+        instruction: task in words.
+        location: view and button to use.
+        is_done: decides from the snapshots at the start and now whether the task is done.
     """
 
     instruction: str
@@ -38,19 +38,19 @@ def _branches_since(before: Snapshot, snapshot: Snapshot) -> set[str]:
 
 
 def _entries_since(before: Snapshot, snapshot: Snapshot) -> Sequence[tuple[JournalEntry, str]]:
-    """Lines of the journal that were written since, and on which branch: the one of then, or one that is new."""
-    known = max((entry.number for entry in before.journal), default=-1)
+    """Return the journal entries since `before` with their branches: the branch of then, or a new one."""
+    last = max((entry.number for entry in before.journal), default=-1)
     made_on = {change.entry: change.branch for change in snapshot.changes}
-    counting = {before.branch, *_branches_since(before, snapshot)}  # older ones have lines with numbers of their own
-    since = [(entry, made_on.get(entry.number, "")) for entry in snapshot.journal if entry.number > known]
-    return [(entry, branch) for entry, branch in since if branch in counting]
+    branches = {before.branch, *_branches_since(before, snapshot)}  # entries of older branches have separate numbers
+    since = [(entry, made_on.get(entry.number, "")) for entry in snapshot.journal if entry.number > last]
+    return [(entry, branch) for entry, branch in since if branch in branches]
 
 
 def _has_edit(entry: JournalEntry, kind: str, **fields: object) -> bool:
-    """Whether among the edits of a line, as Python prints them, is one of this kind with these fields."""
+    """Return True if an entry has an edit of this kind with these fields, in its printed form."""
     try:
         calls = [statement.value for statement in ast.parse(entry.what).body if isinstance(statement, ast.Expr)]
-    except SyntaxError:  # a module in it prints itself in a way of its own; the edits of the tasks take none
+    except SyntaxError:  # an edit with a module has no parsable form; edits of the tasks have none
         return False
     return entry.kind == "edit" and any(
         isinstance(call, ast.Call)
@@ -87,7 +87,7 @@ def _was_raced(before: Snapshot, snapshot: Snapshot) -> bool:
 RACE_STEPS = 20
 
 EDIT = Task(
-    "insert a layer that is the identity, and see what the probe says of it",
+    "insert a layer that is the identity, and read the change of the probe's loss",
     'view "edits", edit Insert, start as identity, then Apply',
     lambda before, now: bool(_identity_inserts(before, now)),
 )
@@ -98,20 +98,20 @@ FORK = Task(
     _was_dropped,
 )
 RACE = Task(
-    f"let the new branch and the one that it comes from race for {RACE_STEPS} steps",
+    f"let the new branch and its parent branch race for {RACE_STEPS} steps",
     f'view "race", choose these two in the list and no other, steps {RACE_STEPS}, then Start race',
     _was_raced,
 )
 
 
 class Tasks:
-    """Lists tasks and shows which are done. It shows itself at the end of a cell; running the cell again looks again.
+    """List of tasks with marks for those that are done, shown at the end of a cell.
 
-    What happened before the tasks were set does not count, and what is done stays done.
+    Running the cell again checks the tasks again. Actions before this list was made do not count; a done task stays done.
 
     Args:
-        bench: a workbench or a session, as it is now.
-        tasks: in order.
+        bench: a workbench or a session.
+        tasks: tasks in order.
     """
 
     def __init__(self, bench: HasSnapshot, *tasks: Task) -> None:
@@ -120,7 +120,7 @@ class Tasks:
         self._done: set[int] = set()
 
     def check(self) -> list[bool]:
-        """Return which of them are done."""
+        """Return for each task whether it is done."""
         snapshot = self._bench.snapshot()
         self._done |= {i for i, task in enumerate(self._tasks) if task.is_done(self._before, snapshot)}
         return [i in self._done for i in range(len(self._tasks))]
