@@ -3,8 +3,8 @@
     python docs/pictures/take.py                  all of them
     python docs/pictures/take.py relay card       some of them
 
-A relay is trained for a few steps, so take them on a quiet machine. What is drawn is what anybody sees there. `race.png` is
-what `tests/browser/test_race.py` keeps.
+The script trains a relay for a few steps, so run it on a quiet machine. The pictures are screenshots of the page, unedited.
+`race.png` is the screenshot that `tests/browser/test_race.py` keeps.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ COLOURS = 96
 
 
 def main() -> None:
-    """Open the notebook and take what was asked for."""
+    """Open the notebook and take the pictures named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pictures", nargs="*", default=[], help=f"of {', '.join(TAKEN)}; default all")
-    asked = parser.parse_args().pictures or list(TAKEN)
+    names = parser.parse_args().pictures or list(TAKEN)
     with tempfile.TemporaryDirectory() as folder, serve_lab(Path(folder)) as lab, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1440, "height": 1500}, device_scale_factor=1)
         bench = open_bench(lab, page)
-        for name in asked:
+        for name in names:
             TAKEN[name](bench, page)
         browser.close()
 
@@ -68,8 +68,8 @@ def take_relay(bench: Bench, page: Page) -> None:
     bench.press("Relay")
     picture = bench.root.locator(".l2l-picks:visible")  # stays, while what is in it is drawn anew
     bench.press("Next event")
-    until(lambda: "event" in bench.version, page, "the player")
-    found = re.search(r"event \d+ of (\d+)", bench.version)
+    until(lambda: "event" in bench.moment, page, "the player")
+    found = re.search(r"event \d+ of (\d+)", bench.moment)
     assert found is not None
     count = int(found[1])
     frames = []
