@@ -13,7 +13,7 @@ MOST_LINES = 40
 
 
 def run(name: str) -> str:
-    """Run an example in a process of its own, as a user would; return what it printed."""
+    """Run an example in a separate process, as a user would, and return its output."""
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(EXAMPLES / name)]
     ended = subprocess.run(

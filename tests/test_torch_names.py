@@ -16,7 +16,7 @@ FOREIGN = {  # private attributes of others
     "_bit_generator", "_rand",  # numpy.random
     "_view_count",  # ipywidgets
     "_heterogeneity_spec", "_init_weights",  # transformers
-    "_relay_aside", "_relay_state",  # ours, on objects of others
+    "_relay_guard", "_relay_state",  # ours, on objects of others
 }  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def test_private_attributes_are_listed() -> None:
 def test_the_reader_sees_every_form() -> None:
     text = (
         "import torch, torch._dynamo\nimport torch.nn as nn\nfrom torch import _C\nfrom torch.utils import _pytree as p, data\n"
-        "torch._C.x()\nnn.modules._m\ndata._utils\ntorch.ops.aten._to_copy\nself._block_optimizers\nx._version\ngetattr(x, '_cdata')\n"
+        "torch._C.x()\nnn.modules._m\ndata._utils\ntorch.ops.aten._to_copy\nself._mine\nx._version\ngetattr(x, '_cdata')\n"
     )
     tree = ast.parse(text)
     modules = {

@@ -37,14 +37,14 @@ def test_look_shows_pictures_of_the_tiny_model(open_notebook: Callable[..., Note
     seen = bench.root.locator(".l2l-inside")
     bench.press("Step")
     bench.wait_for_step(1)
-    assert "Nothing is looked at until you press Look" in seen.inner_text() and seen.locator("svg").count() == 0
+    assert "Nothing is recorded until you press Look" in seen.inner_text() and seen.locator("svg").count() == 0
     bench.press("Look")
     until(lambda: seen.locator('svg[aria-label="The stream over depth"]').count() == 1, page, "the stream")
     assert "after step 1; took" in seen.inner_text()
     bench.press("Spread")
     until(lambda: seen.locator('svg[aria-label="Activations after each layer"]').count() == 1, page, "histograms")
     bench.press("Attention")
-    until(lambda: "no attention maps were asked for" in seen.inner_html(), page, "the reason for no map")
+    until(lambda: "no attention maps were requested" in seen.inner_html(), page, "the reason for no map")
     bench.press("Step")
     until(lambda: "old: after step 1, now it is step 2" in seen.inner_text(), page, "that it is old")
 
@@ -75,13 +75,13 @@ def test_a_decoder_shows_attention_and_what_it_says_at_each_depth(
     for part, label in (
         ("Stream", "The stream over depth"),
         ("Attention", "Attention"),
-        ("Lens", "What the head says at each depth"),
+        ("Lens", "Head output at each depth"),
     ):
         until(lambda part=part: bench.button(part).is_visible(), page, f"the button {part}")
         bench.press(part)
         until(lambda label=label: seen.locator(f'svg[aria-label="{label}"]').count() == 1, page, label)
         bench.screenshot(f"inside_{part.lower()}_{theme[11:].lower()}")
-    assert seen.locator('svg[aria-label="What the head says at each depth"] text', has_text="6 layers").count() == 1
+    assert seen.locator('svg[aria-label="Head output at each depth"] text', has_text="6 layers").count() == 1
     bench.press("Text")
     until(lambda: seen.locator(".l2l-inside-text tr").count() == 6, page, "text of six depths")
     bench.screenshot(f"inside_text_{theme[11:].lower()}")

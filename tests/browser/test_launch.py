@@ -30,7 +30,7 @@ def test_two_workers_are_seen_side_by_side_and_steered_as_one(open_notebook: Cal
     notebook = open_notebook(f"%%writefile my_train.py\n{MODULE}", LAUNCH, pids, "print(6 * 7)")
     notebook.run_cell(0)
     notebook.run_cell(1)
-    bench, page = notebook.bench(1), notebook.still_or_error
+    bench, page = notebook.bench(1), notebook.page
     assert bench.state == "idle" and "2 workers, " in bench.title
     pictures = bench.root.locator(".l2l-rank svg.l2l[aria-label=Relay]")
     assert pictures.count() == 2

@@ -38,7 +38,7 @@ def test_the_script_is_copied_or_shown_where_a_page_may_not(open_notebook: Calla
     page.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject(new Error('refused')) }")
     bench.press("Copy as script")
     until(text.is_visible, page, "the text")
-    assert "may not write to the clipboard" in said.inner_text() and text.input_value() == copied
+    assert "refused access to the clipboard" in said.inner_text() and text.input_value() == copied
     selected = text.evaluate("e => e.selectionEnd - e.selectionStart")
     assert selected == len(copied)
     bench.screenshot("script")

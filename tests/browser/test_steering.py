@@ -41,7 +41,7 @@ def test_first_notebook_trains_before_the_eyes(page: Page, lab: Lab) -> None:
     bench.press("Relay")
     bench.wait_for_step(bench.step + 1)
     bench.press("Time")
-    bench.press("▸ Why: what binds each phase")
+    bench.press("▸ Why: the bound of each phase")
     bench.wait_for_step(bench.step + 2)
     said = bench.root.locator(".l2l-why").inner_text()
     # a faster link, or more micro-batches where compute is slow enough to hide it
@@ -104,7 +104,7 @@ def test_step_without_room_is_drawn_until_the_next_run(open_notebook: Callable[.
     bench.wait_for_state("failed")
     until(lambda: "✕ failed at" in memory.text_content(), page, "the failed step in the memory picture")
     said = memory.text_content()
-    assert "asking for" in said and "too much" in said and "budget" in said
+    assert "allocating" in said and "too much" in said and "budget" in said
     assert "✕" not in bench.picture(1).text_content(), "the timeline is that of the last finished step"
     bench.screenshot("failed_memory")
     notebook.run_cell(4)
@@ -151,7 +151,7 @@ def test_error_in_a_layer_is_readable_and_mended(open_notebook: Callable[..., No
     assert "this layer wants 7 features and got 8" in alert.inner_text(), "the layer's own words"
     assert "Weights and optimizer are as they were" in alert.inner_text(), "what holds now"
     assert "Traceback" not in alert.inner_text(), "folded"
-    skip = bench.button("Leave out the batch that failed; the next step takes another one").bounding_box()
+    skip = bench.button("Skip the failed batch and continue with the next one").bounding_box()
     assert skip is not None and skip["width"] < 200
     bench.screenshot("failed")
     alert.locator("summary").click()

@@ -60,7 +60,7 @@ def test_sliders_answer_and_apply_changes_the_next_step(open_notebook: Callable[
 
     row = bench.root.locator(".l2l-buttons", has=page.locator(".l2l-opens"))
     row.locator("button:text-is('Apply')").click()
-    until(lambda: "handed to the next step" in row.inner_text(), page, "what Apply says")
+    until(lambda: "set for the next step" in row.inner_text(), page, "the note of Apply")
     until(lambda: "stash device → host" in bench.picture(3).text_content(), page, "the change beside the loss")
     bench.press("Step")
     bench.wait_for_step(4)

@@ -179,12 +179,12 @@ def test_a_layer_is_pushed_while_backward_goes_on_below_it() -> None:
         below = relay.stack[0].module
         params = list(below.parameters())
         take = relay.store.push_gradient
-        relay.store.take = lambda unit, *args: begun.append((unit.key, len(seen))) or take(unit, *args)  # type: ignore
+        relay.store.push_gradient = lambda unit, *args: begun.append((unit.key, len(seen))) or take(unit, *args)  # type: ignore
         seen: list[int] = []
         handle = params[0].register_hook(lambda grad: seen.append(1))
         pair.step(kind.make_batch(7, 0))
         handle.remove()
-        relay.store.take = take  # type: ignore[method-assign]
+        relay.store.push_gradient = take  # type: ignore[method-assign]
     assert [key for key, _ in begun] == ["L003", "L002", "L001", "L000", "shell"]
     assert [before for key, before in begun if key in ("L003", "L002")] == [2, 2], "before the last gradient of L000"
 
@@ -1071,7 +1071,7 @@ def test_weights_in_files(tmp_path: Path) -> None:
     kind = BY_NAME["chain"]
     options: dict[str, Any] = {"loss": kind.loss, "device": EmulatedDevice()}
     shelf = FileShelf(folder=tmp_path, memory_bytes="8 MB")
-    with pytest.raises(ValueError, match=r"schedule='depth_first' is not there.*leave schedule out of RelayConfig"):
+    with pytest.raises(ValueError, match=r"schedule='depth_first' is not possible.*leave schedule out of RelayConfig"):
         Relay(kind.make_model(), partial(torch.optim.SGD, lr=0.1), shelf=shelf, config=config_of(kind), **options)
 
 

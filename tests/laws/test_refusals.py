@@ -107,7 +107,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning",
 @pytest.mark.parametrize("case", SCRIPTED)
 def test_torchscript_is_refused_when_the_relay_is_made(case: str) -> None:
     make, cause = SCRIPTED[case]
-    with pytest.raises(ValueError, match=f"{cause}.*as it was before.*torch.compile on layers"):
+    with pytest.raises(ValueError, match=f"{cause}.*Give it the original.*torch.compile on layers"):
         relay_over(make(), layers=["layers.0"] if case == "shell" else None)
 
 
@@ -165,7 +165,7 @@ def test_a_step_in_a_cached_block_is_refused(make: Callable[[], nn.Module], do: 
     model = make()
     with relay_over(model) as relay:
         before = copied(model)
-        with parametrize.cached(), pytest.raises(ValueError, match=r"parametrize\.cached.*Leave that block out"):
+        with parametrize.cached(), pytest.raises(ValueError, match=r"parametrize\.cached.*Do not use"):
             getattr(relay, do)(batch())
         assert_as_before(model, before)
         relay.step(batch())
@@ -177,7 +177,7 @@ def test_a_cached_block_around_layers_is_refused(parts: dict[str, Any]) -> None:
     model = CachedAround(**parts)
     with relay_over(model) as relay:
         before = copied(model)
-        with pytest.raises(ValueError, match=r"parametrize\.cached.*Leave that block out"):
+        with pytest.raises(ValueError, match=r"parametrize\.cached.*Do not use"):
             relay.step(batch())
         assert_as_before(model, before)
     assert not parametrize._cache_enabled

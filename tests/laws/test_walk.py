@@ -186,9 +186,9 @@ KINDS = {
 }
 
 REFUSALS = [
-    "one must stay", "one must run", "all of .* would sit out", "out of range", "interpolate'\\) needs a layer on both sides",
-    "share the weights .* would all leave", "holds one module in several places", "there is nothing to (undo|redo)",
-    "no layer there shares", "dropped for good", "cannot be mixed", "not interchangeable", "would hold the same",
+    "one must stay", "one must run", "all of .* would be skipped", "out of range", "interpolate'\\) needs a layer on both sides",
+    "share the weights .* would all be removed", "holds one module in several places", "there is nothing to (undo|redo)",
+    "no layer there shares", "dropped with park=None", "cannot be mixed", "not interchangeable", "would hold the same",
 ]  # fmt: skip
 
 Command = tuple[str, int, int, int]

@@ -1,4 +1,4 @@
-"""Lets nbval wait for what a cell shows as long as tests wait for anything; of its own it gives up after 5 s of silence."""
+"""Lets nbval wait for what a cell shows as long as tests wait for anything; by default it gives up after 5 s of silence."""
 
 from nbval.plugin import IPyNbCell
 from patience import HANG_S

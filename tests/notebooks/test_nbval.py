@@ -1,6 +1,6 @@
 """Every notebook runs again and shows what is stored; cells tagged nbval-ignore-output may differ.
 
-nbval runs in a process of its own, without our settings of pytest: they turn warnings into errors, also those of its own.
+nbval runs in a separate process, without our settings of pytest: they turn warnings into errors, also those of nbval.
 """
 
 import os

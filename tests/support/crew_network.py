@@ -79,7 +79,7 @@ def plan_of(relay: Relay, case: Case, rank: int, count: int) -> dict[str, Any]:
 
 def count_at(channel: Any, counted: Counter[str]) -> None:
     """Count the bytes that a channel hands to collectives, by what each algorithm must move at least."""
-    count, rank = channel.monitor.count, channel.line.rank
+    count, rank = channel.monitor.count, channel.monitor.rank
     gather, spread, exchange = channel.all_gather, channel.broadcast, channel.all_to_all
 
     def gathering(every: torch.Tensor, mine: torch.Tensor, *rest: Any) -> None:

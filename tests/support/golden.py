@@ -183,16 +183,16 @@ def run_notebook(name: str) -> Any:
     """A notebook: its first training step."""
     from nbformat.v4 import new_code_cell
 
-    from workbench.commands.notebook_runner import CELL_TIMEOUT_S, execute, read
+    from workbench.commands.notebook_runner import CELL_TIMEOUT_S, execute_notebook, read_notebook
 
     path = ROOT / "notebooks" / f"{name}.ipynb"
-    notebook = read(path)
+    notebook = read_notebook(path)
     with tempfile.TemporaryDirectory() as folder:
         steps = Path(folder) / "steps.json"
         first = _FIRST_CELL.format(paths=[str(ROOT), str(ROOT / "tests" / "support")])
         notebook.cells.insert(0, new_code_cell(first))
         notebook.cells.append(new_code_cell(_LAST_CELL.format(path=str(steps))))
-        execute(notebook, path.parent, CELL_TIMEOUT_S)
+        execute_notebook(notebook, path.parent, CELL_TIMEOUT_S)
         return summary("done", json.loads(steps.read_text()))
 
 

@@ -160,7 +160,7 @@ _IN_FRONT = """path => {
 }"""
 # Where nothing is left open, JupyterLab opens its launcher some time later, in front of whatever is there by then.
 _CLOSE_ALL = """async () => {
-    clearInterval(window.watch);
+    clearInterval(window.watching);
     if (!window.jupyterapp) return false;
     for (const widget of [...window.jupyterapp.shell.widgets("main")]) {
         if (!widget.context) continue;
@@ -178,7 +178,7 @@ class Notebook:
     """A notebook open in JupyterLab, as a person sees it."""
 
     def __init__(self, page: Page, lab: Lab, path: str) -> None:
-        self.still_or_error, self.path = page, path
+        self.page, self.path = page, path
         if not page.evaluate(_OPEN, [path, lab.theme]):
             page.goto(f"{lab.address}/lab/tree/{path}?token={TOKEN}&reset")
         self.panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
@@ -210,20 +210,15 @@ class Notebook:
             subtree: true}) }"""
         )
         self.cell(number).locator(".cm-content").click()
-        self.still_or_error.keyboard.press("Shift+Enter")
-        until(
-            lambda: self.still_or_error.evaluate("window.started"),
-            self.still_or_error,
-            f"cell {number} to start",
-            step_ms=5,
-        )
+        self.page.keyboard.press("Shift+Enter")
+        until(lambda: self.page.evaluate("window.started"), self.page, f"cell {number} to start", step_ms=5)
 
     def wait_for_cell(self, number: int, timeout_s: float = HANG_S) -> None:
         """Wait until a cell has run that has started."""
         prompt = self.cell(number).locator(".jp-InputPrompt")
         until(
             lambda: re.search(r"\[\d+\]", prompt.inner_text()),
-            self.still_or_error,
+            self.page,
             f"cell {number} to end",
             timeout_s,
             step_ms=10,
@@ -232,45 +227,45 @@ class Notebook:
     def restart(self) -> None:
         """Restart the kernel, from the menu, and confirm."""
         self.choose("Kernel", re.compile("^Restart Kernel(…|\\.\\.\\.)"))
-        self.still_or_error.evaluate(
+        self.page.evaluate(
             """() => { const bar = document.getElementById("jp-main-statusbar"); window.wasBusy = false;
             new MutationObserver(() => { window.wasBusy ||= !bar.innerText.includes("| Idle") })
             .observe(bar, {subtree: true, childList: true, characterData: true}) }"""
         )
-        self.still_or_error.locator(".jp-Dialog .jp-mod-accept").click()
-        until(lambda: self.still_or_error.evaluate("window.wasBusy"), self.still_or_error, "the kernel to go")
+        self.page.locator(".jp-Dialog .jp-mod-accept").click()
+        until(lambda: self.page.evaluate("window.wasBusy"), self.page, "the kernel to go")
         self.wait_until_idle()
 
     def wait_until_idle(self, timeout_s: float = HANG_S) -> None:
         """Wait until the kernel is there and runs no cell."""
-        status = self.still_or_error.locator("#jp-main-statusbar", has_text=re.compile(r"\| Idle"))
+        status = self.page.locator("#jp-main-statusbar", has_text=re.compile(r"\| Idle"))
         status.wait_for(timeout=1000 * timeout_s)
 
     def save(self) -> None:
         """Save, from the menu, and wait until it is saved."""
         self.choose("File", re.compile("^Save Notebook$"))
-        self.still_or_error.locator(".jp-NotebookPanel:not(.jp-mod-dirty)").wait_for(state="attached")
-        self.still_or_error.locator(".lm-TabBar-tab.lm-mod-current.jp-mod-dirty").wait_for(state="detached")
+        self.page.locator(".jp-NotebookPanel:not(.jp-mod-dirty)").wait_for(state="attached")
+        self.page.locator(".lm-TabBar-tab.lm-mod-current.jp-mod-dirty").wait_for(state="detached")
 
     def choose(self, menu: str, item: str | re.Pattern[str]) -> None:
         """An item of the menu bar."""
-        self.still_or_error.locator(".lm-MenuBar-itemLabel", has_text=re.compile(f"^{menu}$")).click()
-        self.still_or_error.locator(".lm-Menu-itemLabel", has_text=item).first.click()
+        self.page.locator(".lm-MenuBar-itemLabel", has_text=re.compile(f"^{menu}$")).click()
+        self.page.locator(".lm-Menu-itemLabel", has_text=item).first.click()
 
     def bench(self, number: int) -> Bench:
         """The live workbench below a cell; what the cell raised instead is told."""
         root = self.cell(number).locator(".l2l-workbench")
         failed = "Traceback (most recent call last)"
-        until(lambda: root.count() or failed in self.output(number), self.still_or_error, "a workbench")
+        until(lambda: root.count() or failed in self.output(number), self.page, "a workbench")
         assert root.count(), self.output(number)
-        return Bench(self.still_or_error, root)
+        return Bench(self.page, root)
 
 
 class Bench:
     """A live workbench on the page, as a person sees it."""
 
     def __init__(self, page: Page, root: Locator) -> None:
-        self.still_or_error, self.root = page, root
+        self.page, self.root = page, root
         root.locator(".l2l-state").wait_for(timeout=1000 * HANG_S)
         self.root.scroll_into_view_if_needed()
 
@@ -322,16 +317,16 @@ class Bench:
 
     def wait_for_state(self, state: str, timeout_s: float = HANG_S) -> None:
         """Wait until the header says so."""
-        until(lambda: self.state == state, self.still_or_error, f"the state {state!r}", timeout_s)
+        until(lambda: self.state == state, self.page, f"the state {state!r}", timeout_s)
 
     def wait_for_step(self, step: int, timeout_s: float = HANG_S) -> None:
         """Wait until so many steps are done."""
-        until(lambda: self.step >= step, self.still_or_error, f"step {step}", timeout_s)
+        until(lambda: self.step >= step, self.page, f"step {step}", timeout_s)
 
     def watch(self) -> Callable[[], list[dict[str, Any]]]:
         """From now on note what header and pictures show, every 15 ms; returns a function that gives the notes so far."""
         self.root.evaluate(_WATCH)
-        return lambda: self.still_or_error.evaluate("window.notes")
+        return lambda: self.page.evaluate("window.notes")
 
     def screenshot(self, name: str) -> None:
         """Keep what is seen in `PICTURES`."""
@@ -339,8 +334,8 @@ class Bench:
 
 
 _WATCH = """root => {
-    window.notes = []; clearInterval(window.watch);
-    window.watch = setInterval(() => {
+    window.notes = []; clearInterval(window.watching);
+    window.watching = setInterval(() => {
         const title = root.querySelector(".l2l-title").innerText;
         const pictures = root.querySelectorAll('svg.l2l:not([aria-label="Algorithm"])');
         const note = {state: root.querySelector(".l2l-state").innerText, step: +(/step (\\d+)/.exec(title) || [0, -1])[1],

@@ -293,7 +293,7 @@ SHELL_FEATURES: dict[str, Callable[[Shell], None]] = {
     "filled in place": _over_calls(
         ["{a} = torch.zeros_like(x)", "{a}[:, 0] = {p}[:, 0]"], ["{a}[:, 1] = {p}[:, 1]", "{v} = {a}"]
     ),
-    "list of outputs": _over_calls(["self.outputs = [{p}]"], ["self.outputs.append({p})", "{v} = sum(self.outputs)"]),
+    "list of outputs": _over_calls(["self.outs = [{p}]"], ["self.outs.append({p})", "{v} = sum(self.outs)"]),
     "local list of outputs": _over_calls(["{a} = [{p}]"], ["{a}.append({p})", "{v} = torch.stack({a}).mean(0)"]),
     "attribute of the shell": _over_calls(["self.note = {p}"], ["{v} = {p} + self.note"], "self.note = None"),
     "number on the shell": _over_calls(["self.rows = len(x)"], ["{v} = {p} / self.rows"], "self.rows = 0"),

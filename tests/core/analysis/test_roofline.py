@@ -238,7 +238,7 @@ def test_a_stash_slower_than_compute_needs_another_place_or_a_faster_link() -> N
     trace.settings["stash"] = "device"  # then it is no stash that grows
     assert of(trace, "forward").settings == {} and "only a link of 1.5 kB/s" in of(trace, "forward").advice
     trace.settings |= {"latency_s": 2.0}
-    assert "only a link of less latency than 2 s would" in of(trace, "forward").advice
+    assert "only a link with less latency than 2 s would" in of(trace, "forward").advice
 
 
 def test_without_the_stash_the_loads_may_still_need_more_micro_batches() -> None:

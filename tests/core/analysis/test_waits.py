@@ -72,7 +72,7 @@ def test_waits_are_told_by_worker_and_place_with_what_compute_could_not_hide() -
 def test_a_step_that_waits_for_a_worker_says_for_which() -> None:
     found = bound(of_worker(late_s=2.0), "forward")
     assert found.lane == "others" and found.exposed_s == pytest.approx(1.0)
-    assert "compute waits 1 s of 3.5 s for other workers; worker 1 comes last and is waited for 2 s" in str(found)
+    assert "compute waits 1 s of 3.5 s for other workers; the wait for worker 1 is 2 s" in str(found)
 
 
 def test_a_slow_network_asks_for_more_micro_batches_or_fewer_bytes() -> None:

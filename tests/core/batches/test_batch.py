@@ -75,7 +75,7 @@ class SizedOnly:
         ({"x": torch.zeros(4, 3), "y": map(int, "1234")}, TypeError, r"batch\['y'\] is a map.*use up: pass list"),
         ({"x": torch.zeros(4), "y": SimpleNamespace(z=torch.zeros(4))}, TypeError, r"batch\['y'\].*holds tensors"),
         ((torch.zeros(4), dict.fromkeys("abcd").keys() | set(), {}.keys()), None, ""),
-        ((torch.zeros(4), SizedOnly()), TypeError, "SizedOnly of 4 entries.*does not know how to cut"),
+        ((torch.zeros(4), SizedOnly()), TypeError, "SizedOnly of 4 entries.*cannot be cut"),
         (
             (torch.zeros(2), [torch.zeros(2), torch.ones(2)]),
             ValueError,
@@ -101,7 +101,7 @@ def test_a_batch_without_rows_in_common_is_one_sample() -> None:
     assert whole is not batch and all(whole[name] is batch[name] for name in batch)
     for cut in (rows.split, rows.sizes):
         with pytest.raises(
-            ValueError, match=r"disagree on dim 0.*dimension of 1, or take RelayConfig\(micro_batches=1\)"
+            ValueError, match=r"disagree on dim 0.*dimension of 1, or use RelayConfig\(micro_batches=1\)"
         ):
             cut(2)
 
@@ -417,7 +417,7 @@ def test_a_dataclass_is_enough_to_train_on_with_an_objective_and_not_for_outputs
     with Relay(Net(), sgd, layers=["layers.0", "layers.1"], objective=objective) as relay:
         batch = Slotted(*two_tensors())
         assert relay.step(batch).samples == ROWS
-        with pytest.raises(TypeError, match="Slotted, which does not say how the model is called"):
+        with pytest.raises(TypeError, match="Slotted, from which the model cannot be called"):
             relay.forward(batch)
 
 
@@ -428,7 +428,7 @@ def test_one_micro_batch_takes_what_cannot_be_cut() -> None:
     with Relay(Net(), sgd, layers=["layers.0", "layers.1"], loss=loss) as relay:
         assert relay.step({"x": torch.zeros(2, WIDTH), "pair": pair}).samples == 2
         relay.config = RelayConfig(micro_batches=2)
-        with pytest.raises(ValueError, match="one item per row, or are the items columns"):
+        with pytest.raises(ValueError, match="so that the items may be rows or columns"):
             relay.step({"x": torch.zeros(2, WIDTH), "pair": pair})
         assert relay.steps == 1
 

@@ -41,7 +41,7 @@ def test_a_loss_that_is_no_scalar_or_missing_is_refused() -> None:
         ModelCall(model).objective(model, (torch.zeros(1, 2),))
     with pytest.raises(ValueError, match=r"shape \(1, 2\).*reduce it"):
         ModelCall(model, loss=lambda outputs, batch: outputs).objective(model, (torch.zeros(1, 2), 0))
-    with pytest.raises(ValueError, match="use one"):
+    with pytest.raises(ValueError, match="pass one"):
         ModelCall(model, loss=lambda o, b: o, objective=lambda m, b: b)
 
 

@@ -262,7 +262,7 @@ def test_the_journal_counts_shared_weights_once() -> None:
 def test_refusals() -> None:
     with make_relay(make_model("plain")) as relay:
         relay.apply(Delink())  # chained by two weights
-        with pytest.raises(ValueError, match=r"no layer there shares weights.*runs several times stands in one place"):
+        with pytest.raises(ValueError, match=r"no layer there shares weights.*runs several times is in one place"):
             relay.apply(Delink())
     with make_relay(make_model("groups")) as relay:
         relay.step(batch_of(0))

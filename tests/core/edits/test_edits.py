@@ -181,7 +181,7 @@ def test_an_edit_that_makes_no_sense_cannot_be_made(make: Callable[[], Edit], me
 @pytest.mark.parametrize("edits", [("L001",), (Swap(0, 1), 2), ([Drop(0)],), (Drop,)], ids=repr)
 def test_what_is_no_edit_is_refused(relay: Relay, edits: tuple[Any, ...]) -> None:
     order = keys(relay)
-    with pytest.raises(TypeError, match=r"apply\(\) was given .* no edit: .*apply\(Drop\("):
+    with pytest.raises(TypeError, match=r"apply\(\) was called with .* not an edit: .*apply\(Drop\("):
         relay.apply(*edits)
     assert keys(relay) == order and relay.journal == ()
 

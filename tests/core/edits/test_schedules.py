@@ -206,7 +206,7 @@ def test_draws_depend_on_seed_step_and_layer_alone(relay: Relay) -> None:
 
 
 def test_an_empty_group_of_edits_is_refused(relay: Relay) -> None:
-    with pytest.raises(ValueError, match="no edit"):
+    with pytest.raises(ValueError, match="without an edit"):
         relay.apply()
     assert relay.journal == ()
 

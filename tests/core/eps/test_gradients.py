@@ -18,8 +18,7 @@ from torch import nn
 from l2l_core.devices import Ledger
 from l2l_core.eps import NonFiniteError
 from l2l_core.eps.blocks import Block, BlockGradient, build_layer
-from l2l_core.eps.finite import check_finite
-from l2l_core.eps.gradient_buffers import GradientBuffers
+from l2l_core.eps.gradient_buffers import GradientBuffers, check_finite
 from l2l_core.schedule_rules import MAX_PENDING_GRADIENTS
 
 VALUES = [1e8, -1e8, 1.0]  # by micro-batch: 1.0 in ascending order, 0.0 if the last one is added to another first

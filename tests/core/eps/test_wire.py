@@ -460,13 +460,13 @@ def test_a_fleet_is_refused() -> None:
 
 
 def test_weights_in_files_are_refused(tmp_path: Any) -> None:
-    with pytest.raises(ValueError, match="compress='int8' is not there for a relay whose weights are in files"):
+    with pytest.raises(ValueError, match="compress='int8' is not possible for a relay with weights in files"):
         relay_of(
             make_model(), RelayConfig(compress="int8"), shelf=FileShelf(folder=tmp_path / "shelf", memory_bytes=10**6)
         )
     with (
         relay_of(make_model(), RelayConfig(), shelf=FileShelf(folder=tmp_path / "other", memory_bytes=10**6)) as relay,
-        pytest.raises(ValueError, match="compress='int8' is not there for a relay whose weights are in files"),
+        pytest.raises(ValueError, match="compress='int8' is not possible for a relay with weights in files"),
     ):
         relay.forecast(
             batch_of(0), RelayConfig(compress="int8"), disk=Disk(read_bytes_per_s=1e9, write_bytes_per_s=1e9)

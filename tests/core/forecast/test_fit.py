@@ -1,4 +1,4 @@
-"""Settings that fit themselves: prices against rehearsals, the search against all settings, the choice against real steps."""
+"""Compare prices with rehearsals, the search with all settings, and the chosen settings with real steps."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from l2l_core.batches import split
 from l2l_core.forecast import MemoryLimits, Priced, Run
 from l2l_core.forecast.fit_result import TUNABLE_SETTINGS
 from l2l_core.forecast.measured_costs import costs_of_rehearsal
-from l2l_core.forecast.profile_interpolation import interpolate_profiles
-from l2l_core.forecast.relay_fit import Wanted, better_than, finalists
+from l2l_core.forecast.profile_transforms import interpolate_profiles
+from l2l_core.forecast.relay_fit import FastestSearch, faster_than, finalists
 from l2l_core.forecast.step_cost_model import StepCostModel
 from l2l_core.schedule_rules import kept_layer_count, load_count, weight_slots
 
@@ -43,10 +43,10 @@ def relay_of(kind: Kind, config: Any = RelayConfig(), budget: int | None = None,
 
 @pytest.mark.parametrize("ahead, stash", [(1, "device"), (2, "host"), rarely(0, "device"), rarely(0, "host")])
 @pytest.mark.parametrize("kind", sampled(KINDS, 11), ids=str)
-def test_a_price_is_what_a_rehearsal_of_the_very_step_finds(kind: Kind, ahead: int, stash: Any) -> None:
-    """For any number of kept graphs and weights, though few of them were rehearsed.
+def test_prices_equal_rehearsals(kind: Kind, ahead: int, stash: Any) -> None:
+    """Any number of kept graphs and weights is priced from two rehearsals.
 
-    To the byte, but for what the first of the kept graphs holds together with the layer before it.
+    Equal to the byte, except for bytes that the first kept graph shares with the layer before it.
     """
     batch = kind.make_batch(6, 0)
     with relay_of(kind) as relay, torch.enable_grad(), relay._kv_caches.disabled():
@@ -65,7 +65,7 @@ def test_a_price_is_what_a_rehearsal_of_the_very_step_finds(kind: Kind, ahead: i
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
-def test_a_kind_of_step_is_metered_once_however_far_ahead_it_loads(stash: Any) -> None:
+def test_a_kind_of_step_is_metered_once_for_any_ahead(stash: Any) -> None:
     kind = BY_NAME["gpt2"]
     batch, kept = kind.make_batch(6, 0), {"keep": 2, "resident": 2}
     settings: list[Any] = [{"ahead": 0}, {"ahead": 1}, {"ahead": 0, **kept}, {"ahead": 1, **kept}]
@@ -93,12 +93,12 @@ def test_few_steps_are_rehearsed() -> None:
             for resident in reversed(range(depth - 1)):
                 prices(RelayConfig(micro_batches=2, keep=keep, resident=resident))
     assert [(config.keep, config.resident) for config in asked] == [(0, 0), (depth, depth - 2)], (
-        "one without, one with all"
+        "one keeps none, one keeps all"
     )
 
 
 def test_a_rehearsal_keeps_no_more_than_there_is_memory_for() -> None:
-    """Many graphs take as much memory as a step in core, which is what the relay is there to spare."""
+    """Keeping many graphs takes as much memory as a step in core, which a relay avoids."""
     kind = BY_NAME["gpt2"]
     config, batch = RelayConfig(micro_batches=2, keep=2), kind.make_batch(4, 0)
     with relay_of(kind) as relay, torch.enable_grad(), relay._kv_caches.disabled():
@@ -115,8 +115,8 @@ def test_a_rehearsal_keeps_no_more_than_there_is_memory_for() -> None:
 # -- the search alone --------------------------------------------------------------------------------------------------
 
 
-class Noted:
-    """Prices of `made_up`, each made once."""
+class CachedPrices:
+    """Prices of `made_up`, each computed once."""
 
     def __init__(self, link: float) -> None:
         self.link, self.known = link, dict[RelayConfig, Priced]()
@@ -126,7 +126,10 @@ class Noted:
 
 
 def made_up(link: float, config: RelayConfig) -> Priced:
-    """A step of 16 rows and 8 layers: slots of 50 bytes, graphs of 8 bytes a row, a stash of 2; `link` is seconds per load."""
+    """Price a step of 16 rows and 8 layers.
+
+    Slots have 50 bytes, graphs 8 and the stash 2 bytes a row. `link` is the seconds of a load.
+    """
     rows = -(-16 // config.micro_batches)
     host = 1000 + 500 * (config.update == "deferred")
     if config.schedule == "depth_first":
@@ -145,16 +148,16 @@ def made_up(link: float, config: RelayConfig) -> Priced:
 IN_CORE: dict[str, Any] = {"schedule": "depth_first", "keep": 8, "resident": 6}
 
 
-def wanted(requested: RelayConfig, room: MemoryLimits, free: Any = TUNABLE_SETTINGS) -> Wanted:
-    """A search for steps of `made_up`."""
-    return Wanted(requested=requested, free=free, rows=16, layers=8, room=room)
+def wanted(requested: RelayConfig, limits: MemoryLimits, free: Any = TUNABLE_SETTINGS) -> FastestSearch:
+    """Search for steps of `made_up`."""
+    return FastestSearch(requested=requested, free=free, rows=16, layers=8, limits=limits)
 
 
 @pytest.mark.parametrize("budget", [200, 250, 300, 400, 500, 700, 900, 1200, 1500, 2000, 5000])
 @pytest.mark.parametrize("link", [0.0, 0.7, 1.5, 4.0])
-@pytest.mark.parametrize("asked", [RelayConfig(), rarely(RelayConfig(micro_batches=4, ahead=2, stash="host"))])
+@pytest.mark.parametrize("requested", [RelayConfig(), rarely(RelayConfig(micro_batches=4, ahead=2, stash="host"))])
 def test_the_choice_is_near_the_best_of_all_settings(requested: RelayConfig, link: float, budget: int) -> None:
-    room, price = MemoryLimits(budget, None), Noted(link)
+    room, price = MemoryLimits(budget, None), CachedPrices(link)
     found = wanted(requested, room).fastest(price).steps
     every = [
         made_up(link, RelayConfig(micro_batches=count, ahead=ahead, stash=stash, resident=resident, keep=keep))
@@ -168,22 +171,22 @@ def test_the_choice_is_near_the_best_of_all_settings(requested: RelayConfig, lin
     if found:
         assert all(room.fits(step) for step in found)
         assert found[0].seconds <= 1.04 * min(step.seconds for step in fitting), "1.03 for the present micro-batches"
-        better = better_than(found[0], price.known.values(), room)
-        assert better is None or (not room.fits(better.step) and better.speedup > 1)
+        better = faster_than(found[0], price.known.values(), room)
+        assert better is None or (not room.fits(better[0]) and better[1] > 1)
 
 
-def test_what_is_fixed_stays() -> None:
+def test_fixed_settings_stay() -> None:
     asked = RelayConfig(micro_batches=3, ahead=2, stash="host", resident=1, keep=2, update="deferred")
     for name in TUNABLE_SETTINGS:
         free = [other for other in TUNABLE_SETTINGS if other != name]
-        found = wanted(asked, MemoryLimits(900, None), free).fastest(Noted(1.0)).steps
+        found = wanted(asked, MemoryLimits(900, None), free).fastest(CachedPrices(1.0)).steps
         assert found
         for step in found:
             assert getattr(step.config, name) == getattr(asked, name)
 
 
 def test_settings_that_gain_nothing_leave_micro_batches_and_updates_alone() -> None:
-    """Other micro-batches draw other random numbers: a hundredth is not worth that."""
+    """Other micro-batches draw other random numbers, for which a gain of 1 % is too small."""
 
     def price(config: RelayConfig) -> Priced:
         return Priced(config, 100, lambda: Run(1.0 - 0.001 * config.micro_batches, 0))
@@ -193,8 +196,8 @@ def test_settings_that_gain_nothing_leave_micro_batches_and_updates_alone() -> N
     assert (best.config.micro_batches, best.config.update) == (2, "eager")
 
 
-def test_when_time_is_up_the_present_number_of_micro_batches_was_tried() -> None:
-    found = wanted(RelayConfig(micro_batches=4), MemoryLimits(None, None)).fastest(Noted(0.0), until_s=-1.0)
+def test_without_time_the_present_number_of_micro_batches_is_tried() -> None:
+    found = wanted(RelayConfig(micro_batches=4), MemoryLimits(None, None)).fastest(CachedPrices(0.0), until_s=-1.0)
     assert {step.config.micro_batches for step in found.steps} == {4} and not found.all_tried
 
 
@@ -212,7 +215,7 @@ MODELS = {
 
 @cache
 def budgets_of(name: str) -> tuple[int, int]:
-    """The smallest budget, and what is needed where nothing is recomputed."""
+    """Return the smallest budget, and that of a step without recompute."""
     kind = MODELS[name]
     batch = kind.make_batch(8, 0)
     with relay_of(kind) as relay:
@@ -225,7 +228,7 @@ def budgets_of(name: str) -> tuple[int, int]:
 @pytest.mark.parametrize("share", [rarely(0.0), rarely(0.1), 0.4, rarely(0.6), rarely(0.9), rarely(1.1)])
 @pytest.mark.parametrize("name", ["chain", "gpt2", "batch norm", rarely("albert"), rarely("t5")])
 def test_steps_fit_the_budget(name: str, share: float) -> None:
-    """From the smallest budget to more than a step without recompute takes, on a device of just so many bytes."""
+    """Budgets range from the smallest to more than a step without recompute takes."""
     kind = MODELS[name]
     batch = kind.make_batch(8, 0)
     least, most = budgets_of(name)
@@ -238,7 +241,7 @@ def test_steps_fit_the_budget(name: str, share: float) -> None:
         assert found.forecast.peak_device_bytes == pytest.approx(peaks[-1], rel=0.02)
 
 
-def test_where_everything_fits_a_step_is_one_in_core() -> None:
+def test_without_limits_a_step_is_in_core() -> None:
     kind = BY_NAME["gpt2"]
     with relay_of(kind, RelayConfig(micro_batches=2)) as relay:
         found = relay.fit(kind.make_batch(8, 0), fixed=["micro_batches"])
@@ -262,7 +265,7 @@ def test_a_layer_that_is_called_many_times_has_one_slot_depth_first() -> None:
         assert found.forecast.peak_device_bytes == relay.step(batch).peak_device_bytes
 
 
-def test_a_schedule_that_is_held_stays_and_everything_is_kept_in_it() -> None:
+def test_a_fixed_schedule_stays_and_everything_is_kept() -> None:
     kind = BY_NAME["gpt2"]
     with relay_of(kind, RelayConfig(micro_batches=2)) as relay:
         found = relay.fit(kind.make_batch(8, 0), fixed=["micro_batches", "schedule"])
@@ -271,7 +274,7 @@ def test_a_schedule_that_is_held_stays_and_everything_is_kept_in_it() -> None:
         assert "All weights stay on the device during a step, and nothing is recomputed" in str(found)
 
 
-def test_who_went_depth_first_finds_settings_that_fit_less_room() -> None:
+def test_depth_first_relays_find_settings_for_a_smaller_budget() -> None:
     kind, batch = MODELS["chain"], MODELS["chain"].make_batch(8, 0)
     least, most = budgets_of("chain")
     with relay_of(kind, budget=2 * most) as relay:
@@ -286,7 +289,7 @@ def test_who_went_depth_first_finds_settings_that_fit_less_room() -> None:
         assert relay.step(batch).peak_device_bytes <= (least + most) // 2
 
 
-def test_a_schedule_that_is_held_and_does_not_fit_is_named() -> None:
+def test_a_fixed_schedule_that_does_not_fit_is_named() -> None:
     kind = MODELS["chain"]
     with relay_of(kind, RelayConfig(schedule="depth_first")) as relay:
         batch = kind.make_batch(8, 0)
@@ -295,17 +298,18 @@ def test_a_schedule_that_is_held_and_does_not_fit_is_named() -> None:
             relay.fit(batch, device_bytes=budget, fixed=["schedule", "micro_batches"])
 
 
-def test_the_choice_says_why_and_what_the_next_better_one_needs() -> None:
+def test_the_description_has_reasons_and_the_needs_of_a_faster_step() -> None:
     kind = MODELS["gpt2"]
     batch = kind.make_batch(8, 0)
     with relay_of(kind) as relay:
         most = relay.fit(batch, fixed=["micro_batches"]).forecast.peak_device_bytes
     with relay_of(kind, budget=round(0.7 * most)) as relay:
-        found = relay.fit(batch, fixed=["micro_batches"])  # smaller ones might go in core, which nothing is better than
-    said = str(found)
-    assert found.faster is not None and found.limits.exceeded(found.faster.step).keys() == {"device"}
-    assert "Next better: " in said and " times as fast and needs " in said and f"of {found.limits}." in said
-    assert f"RelayConfig(micro_batches={found.config.micro_batches}, ahead={found.config.ahead}, " in said
+        # With smaller micro-batches a step in core may fit, and nothing is faster.
+        found = relay.fit(batch, fixed=["micro_batches"])
+    text = str(found)
+    assert found.faster is not None and found.limits.exceeded(found.faster[0]).keys() == {"device"}
+    assert "Next better: " in text and " times as fast and needs " in text and f"of {found.limits}." in text
+    assert f"RelayConfig(micro_batches={found.config.micro_batches}, ahead={found.config.ahead}, " in text
 
 
 @pytest.mark.parametrize("name", ["gpt2", "batch_norm", "random_skip", "albert", rarely("llama"), rarely("mixture")])
@@ -319,7 +323,7 @@ def test_a_search_trains_nothing_and_training_goes_on_to_the_bit(name: str) -> N
         assert_equal([pair.step(kind.make_batch(7, seed)) for seed in range(2, 5)])
 
 
-def test_auto_fits_itself_at_the_first_step() -> None:
+def test_auto_searches_at_the_first_step() -> None:
     kind, batches = BY_NAME["gpt2"], [BY_NAME["gpt2"].make_batch(7, seed) for seed in range(3)]
     with relay_of(kind, "auto") as relay:
         assert relay.config == RelayConfig()
@@ -342,7 +346,7 @@ def test_settings_that_are_given_before_the_first_step_are_kept() -> None:
 @pytest.mark.parametrize("config", ["fast", None, {"micro_batches": 2}])
 def test_other_settings_are_refused(config: Any) -> None:
     kind = BY_NAME["chain"]
-    with pytest.raises(TypeError, match='give a RelayConfig, or "auto" to a new relay'), relay_of(kind, config):
+    with pytest.raises(TypeError, match='give a RelayConfig, or "auto" for a new relay'), relay_of(kind, config):
         pass
     with relay_of(kind) as relay, pytest.raises(TypeError, match="give a RelayConfig"):
         relay.config = config
@@ -357,7 +361,7 @@ def test_other_settings_are_refused(config: Any) -> None:
         ({"device_bytes": 0}, "device_bytes=0: must be positive"),
         ({"host_bytes": -1}, "host_bytes=-1: must be positive"),
         ({"device_bytes": 1 << 40}, "has a budget of 8,000,000 bytes"),
-        ({"fixed": ["precision"]}, "fixed names 'precision': a search changes micro_batches, ahead"),
+        ({"fixed": ["precision"]}, "fixed names 'precision': a search changes only micro_batches, ahead"),
         ({"fixed": "ahead"}, r"fixed='ahead' is text: give names, as \['ahead'\]"),
     ],
 )
@@ -369,7 +373,7 @@ def test_bad_input_changes_nothing(options: dict[str, Any], message: str) -> Non
         assert relay.config == RelayConfig(ahead=0)
 
 
-def test_what_the_model_says_to_a_batch_is_raised() -> None:
+def test_errors_of_the_model_are_raised() -> None:
     kind = BY_NAME["gpt2"]
     with relay_of(kind) as relay, pytest.raises(IndexError):
         relay.fit({"input_ids": torch.full((2, 4), 10_000), "labels": torch.zeros(2, 4, dtype=torch.long)})
@@ -381,7 +385,7 @@ def test_a_host_that_is_too_small_is_named() -> None:
         relay.fit(kind.make_batch(4, 0), host_bytes=1000)
 
 
-def test_deferred_updates_give_way_where_the_host_cannot_hold_all_gradients() -> None:
+def test_deferred_updates_become_eager_if_the_host_is_too_small() -> None:
     kind = BY_NAME["gpt2"]
     batch = kind.make_batch(4, 0)
     asked = RelayConfig(update="deferred")
@@ -396,8 +400,8 @@ def test_deferred_updates_give_way_where_the_host_cannot_hold_all_gradients() ->
         assert relay.fit(batch).config.update == "deferred", "clipping needs it"
 
 
-def test_hooks_that_want_to_see_all_gradients_go_on_to_see_them() -> None:
-    """With eager updates such a hook is refused: a search must not choose what a step then refuses."""
+def test_step_pre_hooks_keep_deferred_updates() -> None:
+    """A step with eager updates refuses such a hook, so a search must not choose them."""
     kind, seen = BY_NAME["gpt2"], []
     batch, asked = kind.make_batch(4, 0), RelayConfig(update="deferred")
     with relay_of(kind, asked) as relay:
@@ -417,8 +421,8 @@ def test_hooks_that_want_to_see_all_gradients_go_on_to_see_them() -> None:
 
 
 def test_deferred_updates_stay_where_they_fit() -> None:
-    """They keep a step whole that fails, whatever is faster."""
-    price = Noted(0.0)
+    """A step that fails is not torn then, which matters more than speed."""
+    price = CachedPrices(0.0)
     for host_bytes, update in ((1500, "deferred"), (1400, "eager")):
         search = wanted(RelayConfig(update="deferred"), MemoryLimits(900, host_bytes))
         found = finalists(search, price, search.fastest(price).steps)
@@ -426,8 +430,8 @@ def test_deferred_updates_stay_where_they_fit() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_mixture_takes_its_times_operation_by_operation(count: int) -> None:
-    """Where graphs are kept, all but the recompute takes as long as where none are; a turn may have several of a kind."""
+def test_an_interpolated_step_has_the_times_of_each_operation(count: int) -> None:
+    """With kept graphs all but the recompute takes as long as without."""
     kind = BY_NAME["gpt2"]
     batch = kind.make_batch(6, 0)
     with relay_of(kind) as relay, torch.enable_grad(), relay._kv_caches.disabled():
@@ -446,15 +450,15 @@ def test_a_mixture_takes_its_times_operation_by_operation(count: int) -> None:
 
 
 @pytest.mark.parametrize("held", ["keep", "resident"])
-def test_what_follows_from_the_schedule_may_be_held_with_it(held: str) -> None:
-    """ALBERT's one layer is visited three times: there are more graphs than layers."""
+def test_settings_that_follow_from_the_schedule_may_be_fixed(held: str) -> None:
+    """ALBERT's one layer is visited three times, so there are more graphs than layers."""
     with relay_of(BY_NAME["albert"], RelayConfig(schedule="depth_first")) as relay:
         assert relay.fit(BY_NAME["albert"].make_batch(2), fixed=["schedule", held]).config.schedule == "depth_first"
 
 
-def test_eager_updates_are_a_way_out_depth_first_too() -> None:
+def test_eager_updates_are_the_last_resort_depth_first_too() -> None:
     free = [name for name in TUNABLE_SETTINGS if name != "schedule"]
     for host_bytes, update in ((1500, "deferred"), (1400, "eager")):
         search = wanted(RelayConfig(update="deferred", **IN_CORE), MemoryLimits(None, host_bytes), free)
-        found = search.fastest(Noted(0.0)).steps
+        found = search.fastest(CachedPrices(0.0)).steps
         assert {(step.config.schedule, step.config.update) for step in found} == {("depth_first", update)}

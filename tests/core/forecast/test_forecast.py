@@ -1,4 +1,4 @@
-"""Forecasts against the ledgers of real steps, and against stacks of exactly the depth that was said to fit."""
+"""Compare forecasts with the ledgers of real steps, and with stacks of exactly the largest depth."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from l2l_core import (
 from l2l_core.forecast import rehearsal
 from l2l_core.forecast.memory_timeline import MemoryTimeline
 from l2l_core.forecast.model_shapes import read_model_shapes
-from l2l_core.forecast.profile_extrapolation import extrapolate_profile
+from l2l_core.forecast.profile_transforms import extrapolate_profile
 from l2l_core.forecast.representatives import choose_representatives, repeat_middle
 from l2l_core.forecast.step_limits import hiding_micro_batches
 from l2l_core.schedule_rules import MAX_PENDING_GRADIENTS
@@ -63,13 +63,13 @@ MACHINE = Machine(flops_per_s=1e9, update_params_per_s=1e6, h2d_bytes_per_s=1e6,
 
 @pytest.fixture(autouse=True)
 def one_timed_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here looks at seconds."""
+    """Time one pass only, since no test here needs seconds."""
     monkeypatch.setattr(rehearsal, "MAX_PASSES", 1)
 
 
 @contextmanager
 def relay_of(kind: Kind, config: RelayConfig) -> Iterator[Relay]:
-    """A kind of the zoo on an emulated device behind a slow link."""
+    """Yield a relay for a model of the zoo on an emulated device behind a slow link."""
     model = kind.make_model()
     device = EmulatedDevice(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9)
     with Relay(model, adamw(model), device, layers=kind.layers, loss=kind.loss, config=config) as relay:
@@ -84,9 +84,9 @@ def chain(depth: int, config: RelayConfig, device: EmulatedDevice | None = None)
 def assert_bytes(
     relay: Relay, batch: Any, config: RelayConfig | None = None, timed: frozenset[str] = frozenset({"gradients"})
 ) -> None:
-    """Forecast, then make steps: device bytes agree to 2 %, host bytes but for what is `timed`, decided by timing.
+    """Forecast, then make steps: device bytes agree to 2 %, and host bytes except those of the categories in `timed`.
 
-    Steps that meter (the first; the first two where the way was not known) book a little less than all later ones.
+    Metered steps (the first; the first two if the layer order was not predicted) book a little less than all later ones.
     """
     forecast = relay.forecast(batch, config)
     relay.config = config or relay.config
@@ -96,7 +96,7 @@ def assert_bytes(
         for row in check.host:
             if row.name not in timed:
                 assert abs(row.forecast - row.measured) <= 0.02 * check.peak_host.measured, str(check)
-    if relay.config.ahead == 0 and "stash" not in timed:  # then nothing is left to timing
+    if relay.config.ahead == 0 and "stash" not in timed:  # nothing depends on timing
         assert abs(check.peak_host.error) <= 0.02, str(check)
     whole_bytes = sum(block.nbytes for unit in [relay.shell, *relay.stack] for block in unit.blocks)
     assert forecast.host_bytes["gradients"] <= (relay.config.micro_batches + MAX_PENDING_GRADIENTS) * whole_bytes
@@ -132,14 +132,14 @@ def test_bytes_depth_first(name: str, micro_batches: int, ahead: int) -> None:
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("name", ["albert", "tied_layers"])
 def test_layers_that_are_called_many_times(name: str, stash: str, micro_batches: int) -> None:
-    """The first step too: the forecast has told in which order layers are called, so the last one is known as the last."""
+    """The first step agrees too, since the forecast has found the layer order."""
     config, batch = RelayConfig(micro_batches=micro_batches, stash=stash), BY_NAME[name].make_batch(2 * micro_batches)
     with relay_of(BY_NAME[name], config) as relay:
         forecast = relay.forecast(batch)
         for check in [forecast.check(relay.step(batch)) for _ in range(3)]:
             assert abs(check.peak_device.error) <= 0.02, str(check)
     with relay_of(BY_NAME[name], config) as relay:
-        relay.step(batch)  # nobody asked: it finds the way itself
+        relay.step(batch)  # without a forecast the step finds the layer order
         assert_bytes(relay, batch, timed=frozenset({"gradients", "stash"}))
 
 
@@ -168,17 +168,17 @@ def test_bytes_with_an_uneven_last_micro_batch(stash: str, rows: int, micro_batc
     ],
 )
 def test_bytes_of_unusual_models(name: str, update: str) -> None:
-    """Not the zoo's ResNet: its measured peak itself varies by 4 % from step to step."""
+    """Without the ResNet of the zoo, whose measured peak varies by 4 % from step to step."""
     config = RelayConfig(micro_batches=5, stash="host", update=update)
     with relay_of(BY_NAME[name], config) as relay:
         assert_bytes(relay, BY_NAME[name].make_batch(5))
 
 
 @pytest.mark.parametrize("name, precision", [("batch_norm", "fp32"), ("gpt2", "bf16")])
-def test_bytes_on_a_device_with_memory_of_its_own(name: str, precision: str) -> None:
-    """On a double of a GPU: buffers move, and bfloat16 weights have a second copy on the host.
+def test_bytes_on_a_device_with_separate_memory(name: str, precision: str) -> None:
+    """On a fake GPU buffers move, and bfloat16 weights have a second copy on the host.
 
-    When its copies end is a matter of timing, and with it how many places the stash takes on the host.
+    The end of its copies depends on timing, and so do the bytes of the stash on the host.
     """
     config = RelayConfig(micro_batches=2, stash="host", ahead=0, precision=precision)
     kind = BY_NAME[name]
@@ -226,7 +226,9 @@ def test_after_steps_of_the_same_kind_nothing_runs_again() -> None:
 
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("micro_batches, ahead", [(4, 2), (9, 1), (6, 3)])
-def test_a_recorded_step_tells_of_more_micro_batches_and_more_slots(stash: str, micro_batches: int, ahead: int) -> None:
+def test_a_recorded_step_is_extrapolated_to_more_micro_batches_and_slots(
+    stash: str, micro_batches: int, ahead: int
+) -> None:
     with chain(5, RelayConfig(micro_batches=4, stash=stash)) as relay:
         for _ in range(2):
             relay.step(chain_batch(4))
@@ -304,7 +306,7 @@ def test_a_failing_rehearsal_leaves_the_relay_as_it_was() -> None:
         assert relay.step(chain_batch(1)).loss > 0
 
 
-# -- what it says ------------------------------------------------------------------------------------------------------
+# -- figures and words -------------------------------------------------------------------------------------------------
 
 
 def test_a_step_that_does_not_fit_can_be_forecast() -> None:
@@ -322,33 +324,33 @@ def test_a_step_that_does_not_fit_can_be_forecast() -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [1, rarely(2), 6])
-@pytest.mark.parametrize("asked_at", [2, rarely(5), rarely(14)])
-def test_the_largest_depth_fits_and_one_more_does_not(asked_at: int, micro_batches: int) -> None:
-    check_largest_depth(asked_at, RelayConfig(micro_batches=micro_batches))
+@pytest.mark.parametrize("start_depth", [2, rarely(5), rarely(14)])
+def test_the_largest_depth_fits_and_one_more_does_not(start_depth: int, micro_batches: int) -> None:
+    check_largest_depth(start_depth, RelayConfig(micro_batches=micro_batches))
 
 
-@pytest.mark.parametrize("asked_at, keep", [(5, 4), rarely(5, 3), rarely(12, 4), rarely(12, 9)])
-def test_deeper_stacks_keep_no_more_graphs(asked_at: int, keep: int) -> None:
-    check_largest_depth(asked_at, RelayConfig(micro_batches=2, resident=2, ahead=1, keep=keep))
+@pytest.mark.parametrize("start_depth, keep", [(5, 4), rarely(5, 3), rarely(12, 4), rarely(12, 9)])
+def test_deeper_stacks_keep_no_more_graphs(start_depth: int, keep: int) -> None:
+    check_largest_depth(start_depth, RelayConfig(micro_batches=2, resident=2, ahead=1, keep=keep))
 
 
-@pytest.mark.parametrize("asked_at", [4, rarely(2), rarely(12)])
+@pytest.mark.parametrize("start_depth", [4, rarely(2), rarely(12)])
 @pytest.mark.parametrize("resident", [20, 7])
-def test_the_largest_depth_in_core(asked_at: int, resident: int) -> None:
-    """Every further layer takes its gradient and its graph all through the step; and a slot, once there is none to spare."""
+def test_the_largest_depth_in_core(start_depth: int, resident: int) -> None:
+    """Each added layer takes a gradient and a graph, and a slot once all are in use."""
     config = RelayConfig(micro_batches=2, schedule="depth_first", keep=20, resident=20)
     with chain(9, replace(config, resident=resident)) as nine:
         budget = nine.forecast(chain_batch(2)).peak_device_bytes + 7
-    with chain(asked_at, replace(config, resident=max(resident, asked_at - 2))) as relay:
+    with chain(start_depth, replace(config, resident=max(resident, start_depth - 2))) as relay:
         forecast = relay.forecast(chain_batch(2), device={"memory_bytes": budget})
     assert forecast.largest_depth == 9
 
 
-def check_largest_depth(asked_at: int, config: RelayConfig) -> None:
+def check_largest_depth(start_depth: int, config: RelayConfig) -> None:
     micro_batches = config.micro_batches
     with chain(9, config) as nine:
         budget = nine.forecast(chain_batch(micro_batches)).peak_device_bytes + 7
-    with chain(asked_at, config) as relay:
+    with chain(start_depth, config) as relay:
         depth = relay.forecast(chain_batch(micro_batches), device={"memory_bytes": budget}).largest_depth
     assert depth == 9
     with chain(depth, config, EmulatedDevice(memory_bytes=budget)) as fits:
@@ -362,7 +364,9 @@ def check_largest_depth(asked_at: int, config: RelayConfig) -> None:
 def test_the_hosts_bytes_limit_the_depth(update: str) -> None:
     config = RelayConfig(micro_batches=3, stash="host", ahead=0, update=update)
     with chain(4, config) as relay:
-        assert relay.forecast(chain_batch(3), device={"memory_bytes": 10**7}).largest_depth is None, "flat in depth"
+        assert relay.forecast(chain_batch(3), device={"memory_bytes": 10**7}).largest_depth is None, (
+            "independent of depth"
+        )
         depth = relay.forecast(chain_batch(3), host_bytes=10**6).largest_depth
     assert depth is not None and depth > 4
     peaks = []
@@ -382,7 +386,7 @@ def test_not_even_one_layer_fits() -> None:
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("bytes_per_s", [2e5, 1e6, 4e6, 1e8])
 def test_the_number_that_hides_the_link_is_the_smallest(bytes_per_s: float, stash: str) -> None:
-    """Against profiles made with every number of micro-batches, which know nothing of repeating some."""
+    """Compare with profiles made for every number of micro-batches, without extrapolation."""
     sizes: dict[str, Any] = {"shell_params": 10, "tokens": 500, "boundary_bytes": 100, "stash": stash}
     link = {"h2d_bytes_per_s": bytes_per_s, "d2h_bytes_per_s": bytes_per_s}
 
@@ -394,14 +398,14 @@ def test_the_number_that_hides_the_link_is_the_smallest(bytes_per_s: float, stas
         return any(b.phase in ("forward", "backward") and b.lane in ("h2d", "d2h") for b in trace.bound_by())
 
     found = hiding_micro_batches(profile(4), RelayConfig(micro_batches=4, stash=stash), link)
-    if found is not None and found > 64:  # too many to try them all
+    if found is not None and found > 64:  # too many to try all
         assert binds(found - 1) and not binds(found)
     else:
         assert found == next((count for count in range(1, 65) if not binds(count)), None)
 
 
 def hides(profile: Profile, count: int) -> bool:
-    """Whether so many micro-batches like the profile's hide the link, by simulation."""
+    """Return True if `count` micro-batches like the profile's hide the link, by simulation."""
     config = RelayConfig(micro_batches=count, stash=profile.settings["stash"])
     trace = simulate(extrapolate_profile(profile, repeat_middle(profile.micro_batches, count)), config)
     return not any(b.phase in ("forward", "backward") and b.lane in ("h2d", "d2h") for b in trace.bound_by())
@@ -409,7 +413,7 @@ def hides(profile: Profile, count: int) -> bool:
 
 @pytest.mark.parametrize("bytes_per_s", [0.9e9, 1.4e9])
 def test_a_number_beyond_the_powers_of_two_that_are_simulated(bytes_per_s: float) -> None:
-    """Of 60 layers up to 84 micro-batches are simulated; with the stash on the device forward sends nothing to the host."""
+    """For 60 layers up to 84 micro-batches are simulated."""
     machine = Machine(
         flops_per_s=1e12, update_params_per_s=1e9, h2d_bytes_per_s=bytes_per_s, d2h_bytes_per_s=bytes_per_s
     )
@@ -419,7 +423,7 @@ def test_a_number_beyond_the_powers_of_two_that_are_simulated(bytes_per_s: float
     assert found is not None and hides(profile, found)
     if found <= 84:
         assert found > 64 and not hides(profile, found - 1)
-    else:  # the arithmetic asks that all of the link is hidden, what binds allows a twentieth
+    else:  # the arithmetic hides all of the link, a bound ignores 5 %
         assert not hides(profile, int(0.9 * found))
 
 
@@ -429,13 +433,13 @@ def test_a_link_that_grows_as_fast_as_compute_is_never_hidden() -> None:
     assert hiding_micro_batches(profile, RelayConfig(micro_batches=4, stash="host"), {"h2d_bytes_per_s": 1e6}) is None
 
 
-def test_the_check_names_what_was_off() -> None:
+def test_the_check_names_wrong_figures() -> None:
     with chain(3, RelayConfig(stash="host")) as relay:
         batch = chain_batch(1)
         forecast = relay.forecast(batch, RelayConfig(stash="host", ahead=0))
         check = forecast.check(relay.step(batch))
     slots = {row.name: row.error for row in check.device}
-    assert slots["weights"] < 0 and slots["gradients"] < 0, "a slot of each less than ahead=1 has"
+    assert slots["weights"] < 0 and slots["gradients"] < 0, "one slot of each fewer than with ahead=1"
     assert check.peak_device.error == pytest.approx(check.peak_device.forecast / check.peak_device.measured - 1)
     assert "device weights" in str(check) and "seconds" in str(check) and "%" in str(check)
     assert forecast.basis.split(":")[0] in str(forecast)
@@ -461,10 +465,10 @@ def test_bad_input_is_named() -> None:
         relay.forecast(chain_batch(1))
 
 
-# -- stretching --------------------------------------------------------------------------------------------------------
+# -- extrapolation -----------------------------------------------------------------------------------------------------
 
 
-def test_who_stands_for_whom() -> None:
+def test_representatives() -> None:
     assert choose_representatives("aaaaaaa") == ([0, 1, 2, 6], [0, 1, 2, 2, 2, 2, 3])
     assert choose_representatives("aaaaab") == ([0, 1, 2, 5], [0, 1, 2, 2, 2, 3])
     assert choose_representatives("aabbbbb") == ([0, 1, 2, 3, 4, 6], [0, 1, 2, 3, 4, 4, 5])
@@ -474,21 +478,23 @@ def test_who_stands_for_whom() -> None:
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
-def test_a_stretched_profile_is_that_of_the_longer_step(stash: str) -> None:
+def test_an_extrapolated_profile_is_that_of_the_longer_step(stash: str) -> None:
     """Moves, order and memory of nine micro-batches, from a step with four."""
     profiles = {}
     for count in (4, 9):
         with chain(4, RelayConfig(micro_batches=count, stash=stash)) as relay:
             profiles[count] = Profile.of([relay.step(chain_batch(count)) for _ in range(2)][-1].trace)
-    stretched = extrapolate_profile(profiles[4], repeat_middle(4, 9))
-    assert stretched.micro_batches == 9
-    for ours, theirs in zip(stretched.stays, profiles[9].stays, strict=True):
+    longer_profile = extrapolate_profile(profiles[4], repeat_middle(4, 9))
+    assert longer_profile.micro_batches == 9
+    for ours, theirs in zip(longer_profile.stays, profiles[9].stays, strict=True):
         for a, b in zip(ours.turns, theirs.turns, strict=True):
             assert (a.k, a.fetch_bytes, a.stash_bytes) == (b.k, b.fetch_bytes, b.stash_bytes)
             assert [(op.kind, op.layer, op.visit) for op in a.ops] == [(op.kind, op.layer, op.visit) for op in b.ops]
-    longer = MemoryTimeline(profiles[9]).rise("device", range(9), {}).peak
-    # What a lane's thread has let go of is a matter of timing: 48 of 85,328 bytes were once not there.
-    assert MemoryTimeline(profiles[4]).rise("device", repeat_middle(4, 9), {}).peak == pytest.approx(longer, rel=0.01)
+    longer_peak = MemoryTimeline(profiles[9]).rise("device", range(9), {}).peak
+    # A lane's thread frees bytes at any time: once 48 of 85,328 bytes were missing.
+    assert MemoryTimeline(profiles[4]).rise("device", repeat_middle(4, 9), {}).peak == pytest.approx(
+        longer_peak, rel=0.01
+    )
 
 
 # -- from a configuration alone ----------------------------------------------------------------------------------------
@@ -550,8 +556,8 @@ def test_slots_and_state_are_exact_and_the_rest_is_near(name: str, stash: str, p
     assert formula.host_bytes["weights"] == real.host_bytes["weights"]
     assert formula.host_bytes["optimizer"] == pytest.approx(real.host_bytes["optimizer"], rel=0.01)
     assert formula.peak_device_bytes == pytest.approx(real.peak_device_bytes, rel=0.25)
-    standing = [f.peak_host_bytes - f.host_bytes["gradients"] for f in (formula, real)]  # gradients are timing's
-    assert standing[0] == pytest.approx(standing[1], rel=0.05)
+    fixed = [f.peak_host_bytes - f.host_bytes["gradients"] for f in (formula, real)]  # gradients depend on timing
+    assert fixed[0] == pytest.approx(fixed[1], rel=0.05)
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
@@ -573,7 +579,7 @@ def test_operations_of_the_shell_are_those_that_torch_counts(
         model(inputs).logits.sum().backward()
     counts = {at: sum(by_kind.values()) for at, by_kind in counter.get_flop_counts().items()}
     inside = sum(counts[f"{model_class.__name__}.{name}.{i}"] for i in range(len(layers)))
-    # any adapter: with one, all else is frozen
+    # with any adapter, everything else is frozen
     step = forecast_config(
         config,
         replace(MACHINE, flops_per_s=1.0),
@@ -588,16 +594,16 @@ def test_operations_of_the_shell_are_those_that_torch_counts(
 
 @pytest.mark.parametrize("update", ["eager", "deferred"])
 @pytest.mark.parametrize("stash", ["device", "host"])
-def test_a_formula_knows_adapters(stash: str, update: str) -> None:
-    """LoRA on q and v: slots, pushes and state are those of the adapters; without them everything is trained."""
+def test_a_formula_with_adapters(stash: str, update: str) -> None:
+    """With LoRA on q and v, slots, pushes and state are those of the adapters; without, everything is trained."""
     config, batch = RelayConfig(micro_batches=2, stash=stash, update=update), BY_NAME["lora_llama"].make_batch(4)
     length = batch["input_ids"].shape[1]  # type: ignore[index,call-overload]
     with relay_of(BY_NAME["lora_llama"], config) as relay:
         real, layer = relay.forecast(batch), relay.stack[0].module
         adapters = [tuple(param.shape) for param in layer.parameters() if param.requires_grad]
-        told = partial(forecast_config, relay.model.config, MACHINE, micro_batches=2, batch=4, sequence=length)
-        formula = told(relay_config=config, emulated=True, adapters=adapters)
-        everything = told(relay_config=config, emulated=True)
+        formula_of = partial(forecast_config, relay.model.config, MACHINE, micro_batches=2, batch=4, sequence=length)
+        formula = formula_of(relay_config=config, emulated=True, adapters=adapters)
+        everything = formula_of(relay_config=config, emulated=True)
     for category in ("weights", "gradients"):
         assert formula.device_bytes[category] == real.device_bytes[category]
     assert formula.device_bytes["gradients"] < everything.device_bytes["gradients"] / 20
@@ -622,12 +628,12 @@ def test_bert_large_fits_a_device_of_16_gb() -> None:
     deep = forecast_config(
         BertConfig(num_hidden_layers=384, **LARGE_BERT), GPU, batch=64, relay_config=config, **ON_16_GB
     )
-    assert deep.fits and deep.peak_device_bytes == large.peak_device_bytes, "flat in depth"
+    assert deep.fits and deep.peak_device_bytes == large.peak_device_bytes, "independent of depth"
     assert deep.seconds > 10 * large.seconds
     assert deep.largest_depth == pytest.approx(large.largest_depth, rel=0.01) and deep.largest_depth > 384
 
 
-def test_50_billion_parameters_do_not_fit_and_it_says_what_would() -> None:
+def test_50_billion_parameters_do_not_fit_and_the_advice_does() -> None:
     config = GPT2Config(n_embd=8192, n_layer=62, n_head=64)
     relay_config = RelayConfig(stash="host", precision="bf16", update="deferred")
     forecast = forecast_config(config, GPU, batch=64, relay_config=relay_config, **ON_16_GB)
@@ -662,7 +668,7 @@ def test_configurations_that_make_no_step_are_refused() -> None:
 @pytest.mark.parametrize("update", ["eager", "deferred"])
 @pytest.mark.parametrize("compress", ["bf16", Compress("int8", feedback=False)])
 def test_largest_depth_of_a_depth_first_step_that_compresses(compress: Any, update: str) -> None:
-    """Gradients are whole on the device, in however few bits they leave it, and feedback is kept there."""
+    """Gradients are whole on the device, and so are residuals, with every codec."""
     config, batch = (
         RelayConfig(schedule="depth_first", micro_batches=2, ahead=0, compress=compress, update=update),
         chain_batch(4),

@@ -1,4 +1,4 @@
-"""Kept graphs by their bytes: as many as that is room for, found before the first step of a kind, and the same bits."""
+"""Kept graphs given in bytes: as many as fit, found before the first step of a kind, with equal results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from l2l_core.config import parse_bytes
 
 KIND = BY_NAME["gpt2"]
 DEPTH = len(KIND.make_model().transformer.h)
-ALL = RelayConfig(micro_batches=2, resident=DEPTH, meter="always")  # so that every peak is a counted one
+ALL = RelayConfig(micro_batches=2, resident=DEPTH, meter="always")  # every peak is measured
 
 
 def peak_of(config: RelayConfig, kind: Kind = KIND) -> int:
@@ -25,25 +25,25 @@ def peak_of(config: RelayConfig, kind: Kind = KIND) -> int:
 
 
 def peaks(config: RelayConfig) -> list[int]:
-    """Bytes that a step takes with none kept (the last one always is), with 2, with 3, ..."""
+    """Return the bytes of a step that keeps no graph (but the last, which is always kept), 2, 3, ..."""
     return [peak_of(replace(config, keep=keep)) for keep in (0, *range(2, DEPTH + 1))]
 
 
 @pytest.mark.parametrize("stash", ["device", rarely("host")])
-def test_as_many_are_kept_as_there_is_room_for(stash: Any) -> None:
+def test_as_many_graphs_are_kept_as_fit(stash: Any) -> None:
     config = replace(ALL, stash=stash)
     need = peaks(config)
-    assert need == sorted({*need}), "each graph takes room"
+    assert need == sorted({*need}), "each graph takes bytes"
     for more, kept in ((need[-1] - need[0], DEPTH), (need[2] - need[0], 3), (need[2] - need[0] - 1, 2), (0, 0)):
         with both(KIND, replace(config, keep=f"{more} B")) as pair:
             steps = [pair.step(KIND.make_batch(6, seed)) for seed in range(2)]
             assert_equal(steps)
             assert steps[0].result.trace.settings["keep"] == kept
             assert steps[0].result.peak_device_bytes - need[0] <= more
-            assert pair.relay.config.keep == f"{more} B", "what was asked for stays"
+            assert pair.relay.config.keep == f"{more} B", "the requested setting stays"
 
 
-def test_it_is_found_once_for_a_kind_and_again_after_an_edit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_is_found_once_for_a_kind_and_again_after_an_edit(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[int] = []
     from l2l_core import forecast as module
 
@@ -60,7 +60,7 @@ def test_it_is_found_once_for_a_kind_and_again_after_an_edit(monkeypatch: pytest
         assert found == [DEPTH, DEPTH, DEPTH - 1]
 
 
-def test_forecast_fit_verify_evaluate_and_saves_take_it(tmp_path: Path) -> None:
+def test_forecast_fit_verify_evaluate_and_saves_accept_bytes(tmp_path: Path) -> None:
     batch = KIND.make_batch(6, 0)
     with both(KIND, replace(ALL, keep="1 GB")) as pair:
         relay = pair.relay
@@ -79,11 +79,11 @@ def test_forecast_fit_verify_evaluate_and_saves_take_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "7", "many", "-1 MB", "1 mb", "1e3 MB", "1 MB 2 MB"])
-def test_text_that_says_no_bytes_is_refused(text: str) -> None:
+def test_text_that_is_no_number_of_bytes_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"keep=.*number of layers, as 4, or of bytes with a unit"):
         RelayConfig(keep=text)
 
 
 def test_units() -> None:
-    said = ["0 B", "2 kB", "1.5MB", " 1 GB ", "1 KiB", "0.5 MiB"]
-    assert [parse_bytes(each, "keep") for each in said] == [0, 2000, 1_500_000, 10**9, 1024, 1 << 19]
+    texts = ["0 B", "2 kB", "1.5MB", " 1 GB ", "1 KiB", "0.5 MiB"]
+    assert [parse_bytes(each, "keep") for each in texts] == [0, 2000, 1_500_000, 10**9, 1024, 1 << 19]

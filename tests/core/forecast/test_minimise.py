@@ -1,4 +1,4 @@
-"""The search for settings against all settings of small spaces, with bytes and seconds that are ordered as it requires."""
+"""Compare the search for settings with all settings of small spaces, whose bytes and seconds are ordered as it requires."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def rising(draw: random.Random, n: int, most: int) -> list[int]:
     return [*accumulate(draw.randint(0, most) for _ in range(n))]
 
 
-class Made:
-    """Steps of any bytes and seconds that are ordered as a space says; notes which were priced."""
+class RandomPrices:
+    """Random bytes and seconds of steps, in the order of a space; records the priced steps."""
 
     def __init__(self, seed: int, keeps: int = 7, residents: int = 6) -> None:
         draw = random.Random(seed)
@@ -61,12 +61,12 @@ class Made:
 def test_every_step_found_fits_and_the_first_is_the_best(apart: bool) -> None:
     tried = there = 0
     for seed in range(20):
-        made = Made(seed)
+        made = RandomPrices(seed)
         every = sorted(made.all(), key=lambda step: step.budget_bytes)
         for share in range(9):
             made.known.clear()
             room = MemoryLimits(every[len(every) * share // 9].budget_bytes - (share == 0), None)
-            counts = COUNTS if share % 2 else (2, 8, 4, 1)  # as where 2 are the present number
+            counts = COUNTS if share % 2 else (2, 8, 4, 1)  # 2 is the present number
             found = minimise(made, made.space(counts, apart), room.fits)
             fitting = [step.seconds for step in every if room.fits(step)]
             assert found.all_tried and bool(found.steps) == bool(fitting)
@@ -79,10 +79,10 @@ def test_every_step_found_fits_and_the_first_is_the_best(apart: bool) -> None:
 
 @pytest.mark.parametrize("most", [2, 5, 12, 40])
 def test_few_steps_are_priced(most: int) -> None:
-    """With one setting as in a bisection; with two, as many as along the edge of what fits."""
+    """One setting is bisected; with two, the edge of the settings that fit is followed."""
     for seed in range(10):
         for growing in (1, 2):
-            made = Made(seed, most, most if growing == 2 else 1)
+            made = RandomPrices(seed, most, most if growing == 2 else 1)
             space = replace(made.space((8,)), tiers=[[CHOICES[0]]])
             every = sorted({made(c.config).budget_bytes for c in made.all() if c.config.micro_batches == 8})
             made.known.clear()
@@ -91,29 +91,29 @@ def test_few_steps_are_priced(most: int) -> None:
 
 
 def test_without_a_budget_the_least_bytes_are_found() -> None:
-    """Numbers of micro-batches are tried until the bytes rise."""
-    made = Made(3)
+    """Numbers of micro-batches are tried until the bytes increase."""
+    made = RandomPrices(3)
     space = replace(made.space(), tiers=[[CHOICES[0]]], growing=[])
     found = minimise(made, space, None, lambda step: step.device_bytes)
     assert found.steps[0].device_bytes == min(step.device_bytes for step in map(made.make, made.known))
     assert [config.micro_batches for config in made.known] == [8, 4]
 
 
-def test_a_step_that_cannot_be_made_is_no_reason_to_leave_larger_micro_batches_out() -> None:
-    """Some models need two rows; but where larger ones fail too, a device may have no room for them."""
-    made, asked = Made(4), []
+def test_after_a_step_that_cannot_run_larger_micro_batches_are_tried() -> None:
+    """Some models need two rows; if larger micro-batches fail too, the device may be too small."""
+    made, priced = RandomPrices(4), []
 
     def price(config: RelayConfig) -> Priced | None:
-        asked.append(config.micro_batches)
+        priced.append(config.micro_batches)
         return made(config) if config.micro_batches == 4 else None
 
     found = minimise(price, replace(made.space(), tiers=[[CHOICES[0]]], growing=[]), lambda step: True)
     assert [step.config.micro_batches for step in found.steps] == [4]
-    assert [*dict.fromkeys(asked)] == [8, 4, 2], "not 1"
+    assert [*dict.fromkeys(priced)] == [8, 4, 2], "not 1"
 
 
 def test_the_search_ends_when_its_time_is_up_and_something_was_found() -> None:
-    made = Made(5)
+    made = RandomPrices(5)
     found = minimise(made, made.space(), lambda step: True, until_s=-1.0)
     assert not found.all_tried and {step.config.micro_batches for step in found.steps} == {8}
     assert minimise(made, made.space(), lambda step: False, until_s=-1.0) == ([], True)

@@ -1,4 +1,4 @@
-"""Who only looks leaves nothing behind: a model's own counters, containers and generators are as they were."""
+"""Forecasts, searches and checks restore a model's counters, containers and generators."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CHAIN = BY_NAME["chain"]
 
 
 def make_relay() -> Relay:
-    model = Notes()
+    model = StatefulChain()
     return Relay(model, adamw(model), EmulatedDevice(), model.layers, CHAIN.loss, config=RelayConfig(micro_batches=2))
 
 
-class Notes(Chain):
-    """Counts, notes and draws, in ways that no step of training may see but its own."""
+class StatefulChain(Chain):
+    """Counts, logs and draws in its forward."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -40,14 +40,14 @@ class Notes(Chain):
         self.last = torch.rand((), generator=self.drawn).item() + numpy.random.rand()
         return super().walk(h) * min(1.0, self.count / 100)
 
-    def told(self) -> list[Any]:
-        """All that it has noted, in words."""
-        state = self.drawn.get_state().tolist(), numpy.random.get_state()[1].tolist()
-        return [self.calls.item(), *state, *([self.count, [*self.log], {**self.sizes}, vars(self).get("last")])]
+    def state(self) -> list[Any]:
+        """Return all its state."""
+        generators = self.drawn.get_state().tolist(), numpy.random.get_state()[1].tolist()
+        return [self.calls.item(), *generators, *([self.count, [*self.log], {**self.sizes}, vars(self).get("last")])]
 
 
 def advice_on_a_step(relay: Relay, batch: Any) -> None:
-    """Made when the device is full, by rehearsals."""
+    """Make a step run out of memory, whose advice is found by rehearsals."""
     numpy_before = numpy.random.get_state()
     limit, relay.device.ledger.limit_bytes = relay.device.ledger.limit_bytes, 10
     try:
@@ -74,9 +74,9 @@ def test_a_models_own_counters_stay_as_they_are(look: Callable[[Relay, Any], Any
     with make_relay() as relay:
         for seed in range(steps):
             relay.step(CHAIN.make_batch(4, seed))
-        before = relay.model.told()
+        before = relay.model.state()
         look(relay, CHAIN.make_batch(4, 9))
-        assert relay.model.told() == before
+        assert relay.model.state() == before
 
 
 def test_an_evaluation_leaves_buffers_of_the_shell_and_random_numbers() -> None:

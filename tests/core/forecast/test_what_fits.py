@@ -1,4 +1,4 @@
-"""The smallest budget against steps on devices of exactly so many bytes, and the advice of errors by taking it."""
+"""Compare the smallest budget with steps on devices of that size, and follow the advice of errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def relay_of(name: str, config: RelayConfig, budget: int | None = None) -> Relay
 
 
 def error_of(name: str, config: RelayConfig, budget: int) -> DeviceOutOfMemory:
-    """Of a step that does not fit; the first ones are metered and may need less."""
+    """Return the error of steps that do not fit; the first ones are metered and may need less."""
     with relay_of(name, config, budget) as relay, pytest.raises((DeviceOutOfMemory, TornStep)) as caught:
         for _ in range(3):
             relay.step(MODELS[name][1]())
@@ -51,7 +51,7 @@ def least_of(name: str, config: RelayConfig) -> WhatFits:
 
 
 def runs(name: str, config: RelayConfig, budget: int) -> bool:
-    """Whether three steps fit: the first ones are metered and may need less."""
+    """Return True if three steps fit; the first ones are metered and may need less."""
     with relay_of(name, config, budget) as relay:
         try:
             for _ in range(3):
@@ -82,7 +82,7 @@ def test_no_settings_need_less_than_the_smallest_budget(name: str) -> None:
         for ahead, stash in ((0, "device"), (0, "host"), (1, "device"), (1, "host")):
             config = RelayConfig(micro_batches=micro_batches, ahead=ahead, stash=stash)
             if name == "batch norm" and micro_batches > rows // 2:
-                continue  # it does not run with one row
+                continue  # batch norm fails with one row
             with relay_of(name, config) as relay:
                 need = max(relay.step(MODELS[name][1]()).peak_device_bytes for _ in range(3))
             assert need >= least.budget_bytes, config
@@ -94,8 +94,8 @@ def test_a_model_that_does_not_run_with_one_row_gets_settings_with_which_it_does
 
 @pytest.mark.parametrize("share", [rarely(0.0), 0.1, rarely(0.3), rarely(0.5), 0.8, rarely(0.99)])
 @pytest.mark.parametrize("name", MODELS)
-def test_what_an_error_advises_fits(name: str, share: float) -> None:
-    """From just the smallest budget to just too little for the present settings."""
+def test_the_advice_of_an_error_fits(name: str, share: float) -> None:
+    """Budgets range from the smallest to a little less than the present settings need."""
     config = RelayConfig(micro_batches=1)
     least = least_of(name, config).smallest.budget_bytes
     with relay_of(name, config) as relay:
@@ -110,17 +110,17 @@ def test_what_an_error_advises_fits(name: str, share: float) -> None:
 
 
 @pytest.mark.parametrize("config", [RelayConfig(), RelayConfig(ahead=0), RelayConfig(micro_batches=8, stash="host")])
-def test_where_no_settings_help_none_are_advised(config: RelayConfig) -> None:
+def test_no_advice_if_no_settings_help(config: RelayConfig) -> None:
     error = error_of("chain", config, 20_000)
     assert error.settings == {} and error.least_bytes is not None and error.least_bytes > 20_000
-    said = str(error).splitlines()[-1]
-    assert said.startswith("Remedy: No settings help. The smallest budget that fits this model and batch is ")
-    assert "with micro_batches=8, ahead=0, stash='host'; the budget is 20 kB. Give the device that much" in said
-    assert "RelayConfig(" not in said
+    remedy = str(error).splitlines()[-1]
+    assert remedy.startswith("Remedy: No settings help. The smallest budget that fits this model and batch is ")
+    assert "with micro_batches=8, ahead=0, stash='host'; the budget is 20 kB. Give the device that much" in remedy
+    assert "RelayConfig(" not in remedy
 
 
-def test_a_torn_step_says_what_fits_too() -> None:
-    """The device shrinks in backward, when the last layer has been updated."""
+def test_a_torn_step_has_advice_too() -> None:
+    """The device shrinks in backward, after the update of the last layer."""
 
     class Shrinking(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ def test_a_torn_step_says_what_fits_too() -> None:
 
 
 def test_a_search_leaves_the_relay_as_it_was() -> None:
-    """After an error with all its rehearsals, steps are those of a relay that never ran out."""
+    """After an error and its rehearsals, steps equal those of a relay without the error."""
     config = RelayConfig(micro_batches=2)
     batch = MODELS["chain"][1]()
     with relay_of("chain", config) as plain:
@@ -156,8 +156,8 @@ def test_a_search_leaves_the_relay_as_it_was() -> None:
     assert losses == expected
 
 
-def test_what_cannot_be_tried_is_said() -> None:
-    """The model runs in no rehearsal, so all that is left to say is what the ledger knew."""
+def test_a_failed_search_adds_a_note() -> None:
+    """The model fails in rehearsals, so the error has only the figures of the ledger."""
     calls: list[int] = []
 
     def objective(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -172,17 +172,17 @@ def test_what_cannot_be_tried_is_said() -> None:
         with pytest.raises(DeviceOutOfMemory, match="Remedy: ") as caught:
             relay.step(chain_batch(2, rows=64))
     assert caught.value.settings == {} and caught.value.least_bytes is None
-    (note,) = (note for note in caught.value.__notes__ if "tried" in note)
-    assert note.startswith("What would fit could not be tried: ValueError: no step could be made with ")
+    (note,) = (note for note in caught.value.__notes__ if "search" in note)
+    assert note.startswith("The search for settings that fit failed: ValueError: no step could run with ")
 
 
-def test_inference_is_not_told_of_settings_that_cannot_help() -> None:
+def test_inference_gets_no_advice_that_cannot_help() -> None:
     with relay_of("chain", RelayConfig(), 10_000) as relay, pytest.raises(DeviceOutOfMemory) as caught:
         relay.evaluate(MODELS["chain"][1]())
     assert "no settings help, since the shell, one layer and their gradients alone take 18.6 kB" in str(caught.value)
 
 
-def test_a_forecast_that_does_not_fit_says_what_would() -> None:
+def test_a_forecast_that_does_not_fit_has_advice() -> None:
     config = RelayConfig(micro_batches=2)
     with relay_of("chain", config) as relay:
         batch = MODELS["chain"][1]()
@@ -196,10 +196,10 @@ def test_a_forecast_that_does_not_fit_says_what_would() -> None:
 # -- the search alone --------------------------------------------------------------------------------------------------
 
 
-def made_up(config: RelayConfig, asked: list[RelayConfig] | None = None) -> Priced:
-    """A step of 64 rows: activations by row, a slot by layer ahead, a stash that is on the device or takes a ring."""
-    if asked is not None:
-        asked.append(config)
+def made_up(config: RelayConfig, priced: list[RelayConfig] | None = None) -> Priced:
+    """Price a step of 64 rows: activations per row, slots for layers ahead, a stash or a ring."""
+    if priced is not None:
+        priced.append(config)
     rows = -(-64 // config.micro_batches)
     stash = 640 if config.stash == "device" else 30 * bool(config.ahead)
     seconds = 1 + 0.01 * config.micro_batches + 0.5 * (config.ahead == 0) + 0.2 * (config.stash == "host")
@@ -208,7 +208,7 @@ def made_up(config: RelayConfig, asked: list[RelayConfig] | None = None) -> Pric
 
 @pytest.mark.parametrize("budget", [139, 140, 150, 200, 230, 400, 700, 800, 900, 1500])
 @pytest.mark.parametrize(
-    "asked", [RelayConfig(), RelayConfig(micro_batches=4, ahead=3), RelayConfig(ahead=0, stash="host")]
+    "requested", [RelayConfig(), RelayConfig(micro_batches=4, ahead=3), RelayConfig(ahead=0, stash="host")]
 )
 def test_the_fastest_of_all_settings_that_fit_is_found(requested: RelayConfig, budget: int) -> None:
     found = what_fits(made_up, requested, counts_from(requested.micro_batches, 64), budget)
@@ -220,7 +220,7 @@ def test_the_fastest_of_all_settings_that_fit_is_found(requested: RelayConfig, b
         for stash in ("device", "host")
     ]
     assert found.smallest.device_bytes == min(step.device_bytes for step in every) == 140
-    assert found.smallest.config.micro_batches == 16, "of several that need as little, the fewest micro-batches"
+    assert found.smallest.config.micro_batches == 16, "of equal ones the fewest micro-batches"
     fitting = [step for step in every if step.budget_bytes <= budget]
     assert (found.fastest is None) == (not fitting) == (budget < 140)
     if found.fastest is not None:
@@ -228,22 +228,22 @@ def test_the_fastest_of_all_settings_that_fit_is_found(requested: RelayConfig, b
         assert replace(requested, **found.settings) == found.fastest.config
 
 
-def test_what_overlaps_is_given_a_margin() -> None:
+def test_steps_with_overlap_have_a_margin() -> None:
     step = made_up(RelayConfig(micro_batches=64, ahead=1))
     assert step.budget_bytes == pytest.approx((1 + TIMED) * step.device_bytes, abs=1)
     assert made_up(RelayConfig(ahead=0)).budget_bytes == made_up(RelayConfig(ahead=0)).device_bytes
 
 
-def test_time_is_up_before_more_than_the_smallest_is_known() -> None:
-    asked: list[RelayConfig] = []
-    found = what_fits(lambda config: made_up(config, asked), RelayConfig(), counts_from(1, 64), 10_000, most_s=-1.0)
-    assert found.fastest is found.smallest and {config.ahead for config in asked} <= {0, 1}
-    assert len(asked) < len({*asked}) + 1 and not [c for c in asked if c.ahead and c.micro_batches < 64]
+def test_without_time_the_smallest_is_found() -> None:
+    priced: list[RelayConfig] = []
+    found = what_fits(lambda config: made_up(config, priced), RelayConfig(), counts_from(1, 64), 10_000, most_s=-1.0)
+    assert found.fastest is found.smallest and {config.ahead for config in priced} <= {0, 1}
+    assert len(priced) < len({*priced}) + 1 and not [c for c in priced if c.ahead and c.micro_batches < 64]
 
 
-def test_settings_with_which_no_step_can_be_made_are_left_out() -> None:
-    """A model that wants two rows, and one that wants none of these."""
+def test_settings_with_which_no_step_runs_are_skipped() -> None:
+    """A model that needs two rows, and one that fails with all of these."""
     found = what_fits(lambda c: made_up(c) if c.micro_batches <= 32 else None, RelayConfig(), counts_from(1, 64), 139)
     assert found.smallest.config.micro_batches == 16 and found.fastest is None and found.settings == {}
-    with pytest.raises(ValueError, match="no step could be made with 4 settings"):
+    with pytest.raises(ValueError, match="no step could run with 4 settings"):
         what_fits(lambda config: None, RelayConfig(micro_batches=2), counts_from(2, 4), 100)

@@ -243,7 +243,7 @@ def test_layers_that_are_left_out_are_as_if_they_had_been_dropped() -> None:
         assert torch.equal(last.tokens[:, 0], said.logits[0].argmax(-1)[: len(last.tokens)])
         whole = relay.look(BATCH, lens=True).depths[-1]
         assert whole.loss != last.loss and whole.layers == last.layers + 1
-        with pytest.raises(ValueError, match="would sit out, and one layer must run"):
+        with pytest.raises(ValueError, match="would be skipped, but one layer must run"):
             relay.look(BATCH, leave_out=keys(relay))
         with pytest.raises(ValueError, match="no layer"):
             relay.look(BATCH, [keys(relay)[1]], leave_out=[keys(relay)[1]])
@@ -482,7 +482,7 @@ def test_what_there_is_not_is_refused(options: dict[str, Any], words: str) -> No
 
 
 def test_without_tokens_nothing_is_written() -> None:
-    with make_noisy("device") as relay, pytest.raises(ValueError, match="holds no tokens"):
+    with make_noisy("device") as relay, pytest.raises(ValueError, match="the batch has no tokens"):
         relay.look(noisy_batch(0), generate=1)
 
 

@@ -75,8 +75,8 @@ def test_a_square_is_refused_where_tokens_tell_that_it_is_none() -> None:
     """Of 4 rows with 6 tokens, (4, 4, ...) may be rows first or four positions first."""
     with relay_of(Decoder(nn.Identity, lambda x: x[:, :4], swap)) as relay:
         seen = relay.look((IDS,), row=1, lens=True)
-        assert "whether rows or positions come first cannot be told" in seen.passings[0].why_not_at
-        assert seen.depths[0].tokens is None and "cannot be told" in seen.depths[0].why_not
+        assert "its first dimension may be rows or positions" in seen.passings[0].why_not_at
+        assert seen.depths[0].tokens is None and "may be rows or positions" in seen.depths[0].why_not
         even = relay.look((IDS[:, :4],), row=1, lens=True)
         assert even.passings[0].added_at is not None and even.depths[0].tokens is not None
 
@@ -100,7 +100,7 @@ def test_numbers_at_positions_are_no_tokens_where_the_batch_holds_none() -> None
     model.layers = [model[1]]
     with relay_of(model) as relay:
         positions, rows = (relay.look((torch.randn(4, *more, 4),), lens=True).depths[0] for more in ((6,), ()))
-        assert positions.tokens is None and "the batch holds no tokens" in positions.why_not
+        assert positions.tokens is None and "the batch has no tokens" in positions.why_not
         assert rows.tokens is not None and rows.tokens.shape == (1, 3)
 
 

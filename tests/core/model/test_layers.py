@@ -319,7 +319,7 @@ def test_layers_do_not_overlap() -> None:
 
 def test_nothing_found() -> None:
     model = Parts(first=nn.Linear(2, 2), second=nn.LSTM(2, 2), act=nn.ReLU())
-    with pytest.raises(ValueError, match=r"no layers in Parts: looked for .*layers=\['first', 'second'\]"):
+    with pytest.raises(ValueError, match=r"no layers in Parts: it has no .*layers=\['first', 'second'\]"):
         find_layers(model)
 
 

@@ -122,10 +122,10 @@ WRONG_ONE = {
     "position -7 is out of range: transformer.h has 6 layers, 0 to 5": lambda find: find.layer(-7),
     "no layer 'L099'; there are L000 to L005": lambda find: find.layer("L099"),
     "no layer 'transformer.h.6'; there are transformer.h.0 to transformer.h.5": lambda find: find.layer("transformer.h.6"),
-    "'transformer.h' is a stack of 6 layers, not a layer; say ('transformer.h', 0)": lambda find: find.layer("transformer.h"),
+    "'transformer.h' is a stack of 6 layers, not a layer; pass ('transformer.h', 0)": lambda find: find.layer("transformer.h"),
     "no stack 'h'; there are transformer.h (6 layers)": lambda find: find.layer(("h", 0)),
     "A copy of a layer is another module": lambda find: find.layer(ResidualMlp()),
-    "empty: position 1 comes before 4": lambda find: find.span(4, 1),
+    "empty: position 1 is before 4": lambda find: find.span(4, 1),
     "the span 3 to 3 of transformer.h is empty; it has 6 layers": lambda find: find.span(slice(3, 3)),
     "position 9 is out of range": lambda find: find.span(slice(0, 9)),
     "a step of 2": lambda find: find.span(slice(0, 4, 2)),
@@ -150,7 +150,7 @@ WRONG_TWO = {
     "say ('encoder.block', 3) or a key": lambda find: find.layer(3),
     "no layer 'L099'; there are L000 to L012": lambda find: find.layer("L099"),
     "a span lies in one stack": lambda find: find.span("L000", "L007"),
-    "layer L012 (bridge) is an attribute of its own": lambda find: find.place("bridge"),
+    "layer L012 (bridge) is an attribute of a module": lambda find: find.place("bridge"),
 }
 
 
@@ -163,6 +163,6 @@ def test_what_could_mean_several(two: tuple[nn.Module, LayerResolver], message: 
 def test_a_model_without_stacks() -> None:
     kind = BY_NAME["unlike"]
     find = make(kind.make_model(), kind.layers)
-    with pytest.raises(ValueError, match="position 0 means nothing here.*there are L000 to L003"):
+    with pytest.raises(ValueError, match="position 0 does not name a layer.*there are L000 to L003"):
         find.layer(0)
     assert isinstance(find.layer("L001"), ResidualMlp)

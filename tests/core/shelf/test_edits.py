@@ -346,7 +346,7 @@ def test_files_live_as_long_as_undo_may_want_them(folder: Path) -> None:
         assert stems() == {*all_of_them, "L004"}  # redo may want it
         relay.apply(Drop(2, park=None))
         assert stems() == all_of_them - {"L002"}
-        with pytest.raises(ValueError, match="dropped for good"):
+        with pytest.raises(ValueError, match="dropped with park=None"):
             relay.undo()
 
 

@@ -152,5 +152,5 @@ def test_forecasts_that_are_not_there(folder: Path) -> None:
     kind = stack(3)
     model = kind.make_model()
     with Relay(model, adamw(model), EmulatedDevice(), loss=kind.loss) as relay:
-        with pytest.raises(ValueError, match="leave it out"):
+        with pytest.raises(ValueError, match="Leave disk out"):
             relay.forecast(kind.make_batch(ROWS, 0), disk=DISK)

@@ -220,7 +220,7 @@ def test_a_full_disk_leaves_the_old_save(folder: Path) -> None:
         soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         full_disk(4096)
         try:
-            with pytest.raises(OSError, match="bytes are to be written to .* the relay goes on") as refused:
+            with pytest.raises(OSError, match="bytes are to be written to .* the relay can continue") as refused:
                 relay.save(folder / "save")
         finally:
             full_disk(soft)
@@ -327,7 +327,7 @@ def test_a_shelf_of_another_schema_is_refused(folder: Path) -> None:
     model = CHAIN.make_model()
     before = state_of(model)
     with pytest.raises(
-        ValueError, match="step.json has schema 1, and this release of l2l_core reads schema 2: go on with"
+        ValueError, match="step.json has schema 1, and this release of l2l_core reads schema 2: use the"
     ):
         relay_on(folder, CHAIN, model=model, resume=True)
     assert_same(state_of(model), before)

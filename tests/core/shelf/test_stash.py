@@ -234,9 +234,9 @@ def test_no_shelf_no_room_on_the_disk(folder: Path) -> None:
         with pytest.raises(ValueError, match="FileShelf"):
             relay.forecast(kind.make_batch(ROWS, 0), CONFIG)
         profile = Profile.of(relay.step(kind.make_batch(ROWS, 0)).trace)
-    with pytest.raises(ValueError, match="not replayed"):
+    with pytest.raises(ValueError, match="cannot be simulated from a profile"):
         simulate(profile, CONFIG, EmulatedDevice())
-    with pytest.raises(ValueError, match="a replay does not know"):
+    with pytest.raises(ValueError, match="its trace lacks the reads and writes of the single storages"):
         Profile.of(steps_of(folder, 4, 2))
 
 

@@ -144,9 +144,9 @@ def test_what_is_not_known_is_refused() -> None:
     with pytest.raises(ValueError, match="give shelf=PlannedShelf"):
         told(config, shelf=None)
     bert = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
-    with pytest.raises(ValueError, match="model_type='bert' keeps storage by storage has no formula"):
+    with pytest.raises(ValueError, match="model_type='bert' keeps have no formula"):
         told(config, bert)
-    with pytest.raises(ValueError, match="with adapters keeps storage by storage"):
+    with pytest.raises(ValueError, match="with adapters keeps have no formula"):
         told(config, adapters=[(8, 40), (40, 8)])
 
 

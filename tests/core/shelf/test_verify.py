@@ -111,7 +111,7 @@ def test_a_model_that_fails_meanwhile_leaves_no_trace(folder: Path) -> None:
 
 def test_what_it_takes_is_said(folder: Path) -> None:
     with relay_on(folder, CHAIN) as relay:
-        with pytest.raises(ValueError, match=r"takes [\d,]+ bytes of host memory .* and may take 1,000"):
+        with pytest.raises(ValueError, match=r"takes [\d,]+ bytes of host memory .* and is limited to 1,000"):
             relay.verify(CHAIN.make_batch(ROWS, 0), host_bytes=1000)
         numel = sum(unit.num_params for unit in (relay.shell, *relay.stack))
         with pytest.raises(ValueError, match=rf"{4 * numel:,} for weights, {4 * numel:,} for gradients"):

@@ -130,7 +130,7 @@ def test_five_hundred_workers_and_a_deep_model() -> None:
     [
         ({"workers": 0}, ValueError, "workers=0: must be an integer of at least 1"),
         ({"workers": 2, "rank": 2}, ValueError, "worker 2 is none of 2"),
-        ({"workers": 2, "stragglers": {5: 2.0}}, ValueError, "worker 5 is none of 2"),
+        ({"workers": 2, "stragglers": {5: 2.0}}, ValueError, "worker 5 of 2: must be a number from 0 to 1"),
         ({"workers": 2, "stragglers": {1: 0.0}}, ValueError, "must be positive"),
         ({"workers": 2, "wire": "fp16"}, ValueError, "wire='fp16': must be one of"),
         ({"workers": 2, "reduce": "mean"}, ValueError, "reduce='mean': must be one of"),

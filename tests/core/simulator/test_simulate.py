@@ -149,7 +149,7 @@ def test_a_profile_survives_a_file(tmp_path: Path) -> None:
 def test_a_damaged_file_is_named(tmp_path: Path, damage: Any) -> None:
     path = Profile.of(recorded(RelayConfig())).save(tmp_path / "profile.json")
     path.write_text(damage(path.read_text()))
-    with pytest.raises(ValueError, match=r"profile\.json: Profile.save did not write this"):
+    with pytest.raises(ValueError, match=r"profile\.json: not a file of Profile.save"):
         Profile.load(path)
 
 
@@ -197,7 +197,7 @@ def test_a_step_depth_first_tells_of_no_other_one(config: RelayConfig) -> None:
     trace = recorded(RelayConfig(micro_batches=2, **DEPTH_FIRST))
     with pytest.raises(ValueError, match=r"schedule='depth_first'.*record a step with these settings, or rehearse one"):
         simulate(Profile.of(trace), config)
-    with pytest.raises(ValueError, match="schedule='breadth_first', and 2 with schedule='depth_first'"):
+    with pytest.raises(ValueError, match="schedule='breadth_first', but 2 with schedule='depth_first'"):
         simulate(Profile.of(recorded(RelayConfig(micro_batches=2))), RelayConfig(micro_batches=2, **DEPTH_FIRST))
 
 
@@ -262,7 +262,7 @@ def test_taken_together_micro_batches_keep_their_sums(monkeypatch: pytest.Monkey
         trace = [pair.relay.step(BY_NAME["gpt2"].make_batch(7, seed)) for seed in range(2)][-1].trace
     profile = Profile.of(trace)
     whole = simulate(profile, config)
-    monkeypatch.setattr(importlib.import_module("l2l_core.simulator.simulation"), "MOST_EVENTS", 0)
+    monkeypatch.setattr(importlib.import_module("l2l_core.simulator.simulation"), "MAX_EVENTS", 0)
     together = simulate(profile, config)
     assert {e.k for e in together.events} == {-1}
     assert any(e.k >= 0 for e in whole.events if e.kind == "push")

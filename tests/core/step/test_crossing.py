@@ -410,7 +410,7 @@ def test_other_ways_in_later_steps() -> None:
     regular = torch.randn(ROWS, TIME, WIDTH)
     irregular = regular.clone()
     irregular[0, 0, 0] = 10
-    check_refused(make, "meets the buffer", [regular, regular, irregular])
+    check_refused(make, "uses the buffer", [regular, regular, irregular])
 
 
 def test_counter_is_refused_before_eager_updates() -> None:

@@ -66,7 +66,7 @@ def test_nobody_takes_it_for_a_whole_step(
 ) -> None:
     trace, _ = full
     assert trace.bound_by() == ()
-    with pytest.raises(ValueError, match=r"failed after .*take the trace of a step that was finished"):
+    with pytest.raises(ValueError, match=r"failed after .*take the trace of a finished step"):
         read(trace)
     assert "failed after" in trace.summary() and "failed after" in repr(trace)
 

@@ -171,7 +171,7 @@ def test_a_model_that_changes_its_habits_is_trained_right(name: str, stash: Any)
                 if hasattr(module, "late"):
                     module.late = True
         if name in NEW:
-            with pytest.raises(RuntimeError, match="make this step again"):
+            with pytest.raises(RuntimeError, match="repeat this step"):
                 pair.relay.step(kind.make_batch(7, 2))
         steps += [pair.step(kind.make_batch(7, seed)) for seed in range(2, 5)]
         assert_equal(steps)
@@ -185,7 +185,7 @@ def test_a_new_habit_in_a_step_without_some_layers_is_learned_once() -> None:
         metered = [relay.step(kind.make_batch(7, seed), skip=[0]).trace.settings["metered"] for seed in range(3)]
         for layer in relay.model.layers:
             layer.late = True
-        with pytest.raises(RuntimeError, match="make this step again"):
+        with pytest.raises(RuntimeError, match="repeat this step"):
             relay.step(kind.make_batch(7, 3), skip=[0])
         metered += [relay.step(kind.make_batch(7, seed), skip=[0]).trace.settings["metered"] for seed in range(3, 6)]
         assert metered == [True, False, False, True, False, False]

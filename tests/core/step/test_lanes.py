@@ -105,7 +105,7 @@ def test_another_thread_waits_until_all_has_gone_out_or_is_told_that_it_will_not
         return said
 
     assert joined_meanwhile(given_up=False) == ["arrived"]
-    assert joined_meanwhile(given_up=True) == ["the push of L001 was given up: the step failed"]
+    assert joined_meanwhile(given_up=True) == ["the push of L001 was cancelled because the step failed"]
 
 
 def test_a_link_counts_what_it_sends_whichever_way_it_goes(lane: Lane, trace: Trace) -> None:

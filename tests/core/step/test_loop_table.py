@@ -19,7 +19,7 @@ def table() -> list[tuple[str, ...]]:
     lines = (loop.__doc__ or "").splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith(HEAD))
     starts = [lines[first].index(name) for name in ("visit", "k  ", "computes", "arrives", "leaves")]
-    ends = [*starts[1:], starts[-1] + len("image 1, dw1  ")]
+    ends = [*starts[1:], starts[-1] + len("stash 1, dw1  ")]
     rows = lines[first + 1 : lines.index("", first)]
     return [tuple(row[a:b].strip() for a, b in zip(starts, ends, strict=True)) for row in rows]
 
@@ -43,7 +43,7 @@ def turns(trace: Trace, layers: list[str]) -> list[tuple[str, ...]]:
         if event.kind == "fetch" and event.layer in number:
             arrives[event.visit, event.k].append(f"x({number[event.layer]},{event.k})")
         elif event.kind == "stash" and event.visit >= 0:
-            leaves[event.visit, event.k].append(f"image {event.k}")
+            leaves[event.visit, event.k].append(f"stash {event.k}")
     for event in trace.events:
         if event.kind == "push" and event.layer in number:
             leaves[computes[event.layer][-1]].append(f"dw{number[event.layer]}")

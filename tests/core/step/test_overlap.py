@@ -514,7 +514,7 @@ def test_a_trickle_that_is_given_up_frees_who_waits_for_it(recorder: Recorder) -
     ticket.abandon()
     thread.join(HANG_S)
     assert not thread.is_alive()
-    assert "given up" in str(errors[0])
+    assert "cancelled" in str(errors[0])
     lane.flush()
     assert len(recorder.issued) == 1
 
@@ -534,4 +534,4 @@ def test_a_piece_that_cannot_be_sent_is_missed(recorder: Recorder, monkeypatch: 
     ticket.abandon()
     thread.join(HANG_S)
     assert not thread.is_alive()
-    assert "given up" in str(errors)
+    assert "cancelled" in str(errors)

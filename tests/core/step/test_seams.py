@@ -31,7 +31,7 @@ from l2l_core.eps import (
 )
 from l2l_core.eps.blocks import Block, BlockGradient, Unit
 from l2l_core.step import PassPlan
-from l2l_core.step.micro_batch import RECOMPUTE, ActivationPolicy, LayerCall, StepContext
+from l2l_core.step.micro_batch import KEEP, KEEP_UNTIL_SUSPENDED, RECOMPUTE, LayerCall, StepContext
 
 KINDS = ["chain", "gpt2", "bert"]
 CONFIG = RelayConfig(micro_batches=3, stash="host", ahead=1)
@@ -68,19 +68,6 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     yield let
 
 
-class Watching:
-    """Keeps a graph as long as its micro-batch is at work, like the last layer's, and notes who had to give way."""
-
-    keeps_graph, outlives_turn = True, False
-
-    def __init__(self) -> None:
-        self.gave_way: Counter[str] = Counter()
-
-    def on_suspend(self, call: LayerCall, ctx: StepContext) -> None:
-        self.gave_way[call.unit.key] += call.kept_graph is not None
-        call.drop_graph(ctx)
-
-
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("name", KINDS)
 def test_every_layer_recomputed(name: str, stash: Any, planned: Callable[..., None]) -> None:
@@ -93,28 +80,28 @@ def test_every_layer_recomputed(name: str, stash: Any, planned: Callable[..., No
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_keeper_is_asked_at_every_turn(name: str, planned: Callable[..., None]) -> None:
-    keeper = Watching()
-    planned(policy_override=lambda way: lambda visit: keeper)
+def test_a_graph_kept_until_suspended_is_dropped_at_every_turn(
+    name: str, planned: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: Counter[str] = Counter()
+    drop_graph = LayerCall.drop_graph
+
+    def counted(call: LayerCall, ctx: StepContext) -> None:
+        dropped[call.unit.key] += call.kept_graph is not None
+        drop_graph(call, ctx)
+
+    monkeypatch.setattr(LayerCall, "drop_graph", counted)
+    planned(policy_override=lambda way: lambda visit: KEEP_UNTIL_SUSPENDED)
     relay = train(BY_NAME[name], lambda relay: None, steps=2)
-    assert set(keeper.gave_way) >= {unit.key for unit in relay.stack[:-1]}  # the last one was back-propagated at once
-    assert not keeper.gave_way[relay.stack[-1].key]
-
-
-class Stubborn:
-    """Keeps every graph, whatever becomes of the weights."""
-
-    keeps_graph = outlives_turn = True
-
-    def on_suspend(self, call: LayerCall, ctx: StepContext) -> None:
-        pass
+    assert set(dropped) >= {unit.key for unit in relay.stack[:-1]}  # the last one was back-propagated at once
+    assert not dropped[relay.stack[-1].key]
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("resident", [0, 1, 2])
 def test_a_graph_whose_weights_have_left_is_not_used(resident: int, stash: Any, planned: Callable[..., None]) -> None:
     """Two to four slots, and six layers keep their graphs: those that lost their slots are recomputed, and the bits are right."""
-    planned(policy_override=lambda way: lambda visit: Stubborn())
+    planned(policy_override=lambda way: lambda visit: KEEP)
     train(chain_of(ResidualMlp, count=6), lambda relay: None, replace(CONFIG, stash=stash, resident=resident))
 
 

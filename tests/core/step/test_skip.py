@@ -145,11 +145,11 @@ def test_steps_with_holes_are_not_metered_every_time(relay: Relay) -> None:
 @pytest.mark.parametrize(
     ("skip", "error", "message"),
     [
-        (range(5), ValueError, r"all of transformer.h \(L000 to L004, 5 layers\) would sit out"),
+        (range(5), ValueError, r"all of transformer.h \(L000 to L004, 5 layers\) would be skipped"),
         ([7], ValueError, "position 7 is out of range"),
         (["L009"], ValueError, "there are L000"),
         ("L001", TypeError, "a collection of layers"),
-        (1, TypeError, r"give a collection of layers, as \[1\]"),
+        (1, TypeError, r"not a collection of layers: pass a list, as \[1\]"),
         ([True], TypeError, "names no layer"),
     ],
 )
@@ -244,7 +244,7 @@ def test_what_is_refused_on_evidence_alone_may_be_trusted() -> None:
     batch = (torch.ones(2, 4),)
     layers = [f"layers.{i}" for i in range(3)]
     with make_relay(Beside(), loss=lambda out, _: (out**2).mean(), layers=layers) as relay:
-        with pytest.raises(ValueError, match="one per layer as it seems.*force=True"):
+        with pytest.raises(ValueError, match="probably one for each of the.*force=True"):
             relay.step(batch, skip=[1])
         assert relay.steps == 0
         relay.step(batch, skip=[1], force=True)

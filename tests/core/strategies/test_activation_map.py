@@ -1,4 +1,4 @@
-"""GPT-2's activations by rows and length: fake tensors against real ones."""
+"""Saved bytes of GPT-2 by rows and length: fake tensors against real ones."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -16,29 +16,20 @@ LENGTHS = (8, 16, 24, 32, 40, 48, 56, 64)
 
 def eager() -> nn.Module:
     config = GPT2Config(
-        vocab_size=64,
-        n_positions=64,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        attn_implementation="eager",
-        bos_token_id=0,
-        eos_token_id=0,
+        vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, use_cache=False
     )
-    config.use_cache = False
+    config._attn_implementation = "eager"
     return GPT2Model(config).train()
 
 
 class Fused(nn.Module):
-    """A decoder whose attention is one operation. (That of transformers takes another way on fake tensors: it makes masks.)"""
+    """A decoder whose attention is one operation; the one of transformers makes other masks on fake tensors."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.embed, self.mixes = nn.Embedding(64, width), nn.Linear(width, 3 * width)
-        self.norm, self.mlp = (
-            nn.LayerNorm(width),
-            nn.Sequential(nn.Linear(width, 128), nn.GELU(), nn.Linear(128, width)),
-        )
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 128), nn.GELU(), nn.Linear(128, width))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -58,10 +49,10 @@ def check(make: Callable[[], nn.Module], rows: tuple[int, ...], lengths: tuple[i
     fake = activation_map(make, forward, rows, lengths)
     model = make()
     assert fake == {(n, t): activation_bytes(model, forward, n, t) for n in rows for t in lengths}
-    for t in lengths:  # linear in rows, after the first: with one alone some copies are views
+    for t in lengths:  # linear in rows from the second on; with one row some copies are views
         each = fake[3, t] - fake[2, t]
         assert all(fake[n, t] == fake[2, t] + (n - 2) * each for n in rows[1:])
-    for n in rows:  # and bent in the length where attention's squares are kept
+    for n in rows:  # quadratic in the length if attention matrices are kept, else linear
         cells = [fake[n, t] for t in lengths]
         steps = [b - a for a, b in pairwise(cells)]
         second = {b - a for a, b in pairwise(steps)}

@@ -1,4 +1,4 @@
-"""Every plan trains to the bits of plain training: loss, gradients, buffers, random state; and needs what it says."""
+"""Every plan gives the bits of plain training: loss, gradients, buffers and random state."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from l2l_core.strategies.fixed_plans import mixed_plan
 POLICIES = [Plain(), Full(), Periodic(), Offload(ahead=1)]
 REFUSED = {
     "inplace": "in place",
-    "random_skip": "another way",
+    "random_skip": "another path",
     "mixtral": "out of sight",
     "qwen3_moe": "out of sight",
 }
@@ -29,7 +29,7 @@ def test_plans_equal_plain_training(lab_of: Callable[..., Lab], name: str, micro
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_no_plan_can_run_again_is_refused_before_training(lab_of: Callable[..., Lab], name: str) -> None:
+def test_models_that_cannot_run_again_are_refused_before_training(lab_of: Callable[..., Lab], name: str) -> None:
     with pytest.raises(RuntimeError, match=REFUSED[name]):
         lab_of(name, micro_batches=2)
 
@@ -37,7 +37,7 @@ def test_what_no_plan_can_run_again_is_refused_before_training(lab_of: Callable[
 def test_forwards_follow_the_formulas(lab_of: Callable[..., Lab]) -> None:
     lab = lab_of("gpt2")
     layers = lab.cost_model.stages - 1
-    last = (lab.cost_model.stages - 1) // 2 * 2  # where the last segment starts
+    last = (lab.cost_model.stages - 1) // 2 * 2  # the first stage of the last segment
     expected = {Plain(): layers, Full(): 2 * layers, Periodic(2): layers + last, Offload(): layers}
     for policy, forwards in expected.items():
         plan = lab.plan(policy)

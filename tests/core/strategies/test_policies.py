@@ -1,4 +1,4 @@
-"""Policies against one another: what a better one must do better, and what links and budgets must bring about."""
+"""Policies compared with one another, under several links and budgets."""
 
 from collections.abc import Callable
 
@@ -31,16 +31,16 @@ def test_a_step_by_rotor_stays_within_its_budget(lab_of: Callable[..., Lab], nam
         assert result.peak_device_bytes <= budget
 
 
-def test_offload_takes_bytes_off_the_device_and_ahead_hides_them(lab_of: Callable[..., Lab]) -> None:
+def test_offload_saves_device_bytes_and_ahead_hides_the_copies(lab_of: Callable[..., Lab]) -> None:
     lab = lab_of("gpt2", device=EmulatedDevice(h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8))
     plain, late, ahead = (lab.plan(policy) for policy in (Plain(), Offload(ahead=0), Offload(ahead=1)))
     assert late.peak_device_bytes <= ahead.peak_device_bytes < plain.peak_device_bytes
     assert plain.seconds < ahead.seconds <= late.seconds
     assert lab.verify(ahead).equal
     result = lab.step(ahead)
-    went = sum(event.nbytes for event in result.trace.events if event.lane == "d2h")
-    came = sum(event.nbytes for event in result.trace.events if event.lane == "h2d")
-    assert went == came == result.peak_host_bytes == ahead.peak_host_bytes > 0  # all of it waits there at one time
+    sent = sum(event.nbytes for event in result.trace.events if event.lane == "d2h")
+    fetched = sum(event.nbytes for event in result.trace.events if event.lane == "h2d")
+    assert sent == fetched == result.peak_host_bytes == ahead.peak_host_bytes > 0  # all of it is there at one time
 
 
 @pytest.mark.parametrize("device", [SLOW, FAST], ids=["slow link", "fast link"])
@@ -50,8 +50,8 @@ def test_combined_follows_the_link(lab_of: Callable[..., Lab], device: EmulatedD
     found = lab.plan(Combined(budget))
     either = [lab.plan(Combined(budget, choices=choices)).seconds for choices in ("KR", "KO")]
     assert found.seconds <= min(either) and found.peak_device_bytes <= budget
-    moves = any(kind in (OFF, OFFX) for kind, _ in found.operations)
-    assert moves == (device is FAST)
+    offloads = any(kind in (OFF, OFFX) for kind, _ in found.operations)
+    assert offloads == (device is FAST)
 
 
 @pytest.mark.parametrize("speed", [1e6, 1e8, 1e9])
@@ -69,5 +69,5 @@ def test_karma_lies_between_swapping_alone_and_the_best_of_all_choices(
         assert lab.plan(Combined(budget)).seconds <= found.seconds <= swap_s
         assert found.peak_device_bytes <= budget
         if speed == 1e6:
-            assert found.seconds < swap_s  # behind such a link recompute is faster
+            assert found.seconds < swap_s  # with such a slow link, recompute is faster
     assert lab.verify(found).equal

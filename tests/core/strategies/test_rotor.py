@@ -1,10 +1,10 @@
-"""Rotor's program against an independent search, and what plans could do that drop what they keep."""
+"""Rotor's solver against an independent search, and the gain of plans that drop kept tensors."""
 
 import random
 
 import pytest
 
-from l2l_core.strategies.exhaustive_search import DROP_KINDS, INPUT, RECORD, find_fastest
+from benchmarks._exhaustive_search import DROP_KINDS, INPUT, RECORD, find_fastest
 from l2l_core.strategies.plan import check_operations
 from l2l_core.strategies.rotor import Chain, RotorSolution
 
@@ -50,15 +50,16 @@ def test_seconds_never_rise_with_the_budget_and_plans_take_them() -> None:
             assert sum(costs[kind][i] for kind, i in plan) == pytest.approx(seconds[m])
 
 
-def in_use(c: Chain, kept: set[tuple[str, int]], at: int | None, back: int) -> int:
-    """Count what is there between two moves, the gradient that waits included."""
-    total = c.inputs[back + 1] + sum(c.records[i] for kind, i in kept if kind == RECORD)
+def in_use(c: Chain, kept: set[tuple[str, int]], at: int | None, backward: int) -> int:
+    """Count the units in use between two moves, including the pending gradient."""
+    total = c.inputs[backward + 1] + sum(c.records[i] for kind, i in kept if kind == RECORD)
     total += sum(c.inputs[i] for kind, i in kept if kind == INPUT and i)
-    is_there = at is None or (INPUT, at) in kept or (RECORD, at - 1) in kept
-    return total + (0 if is_there else c.inputs[at])
+    if at is None or (INPUT, at) in kept or (RECORD, at - 1) in kept:
+        return total
+    return total + c.inputs[at]
 
 
-def test_dropping_what_is_kept_is_never_slower_and_sometimes_faster() -> None:
+def test_dropping_kept_tensors_is_never_slower_and_sometimes_faster() -> None:
     rng, faster, feasible, only = random.Random(8), 0, 0, 0
     for _ in range(50):
         chain = random_chain(rng, 5)
@@ -74,32 +75,32 @@ def test_dropping_what_is_kept_is_never_slower_and_sometimes_faster() -> None:
 
 
 def follow(chain: Chain, budget: int, moves: tuple, seconds: float) -> None:
-    """Do what the search says, with rules of our own: what is read is there, and nothing exceeds the budget."""
-    kept, at, back, took = {(INPUT, 0)}, None, chain.stages - 1, 0.0
+    """Replay the moves of the search, and check that inputs exist and that the budget is never exceeded."""
+    kept, at, backward, seconds_used = {(INPUT, 0)}, None, chain.stages - 1, 0.0
     for kind, i, *_ in moves:
-        there = (INPUT, i) in kept or (RECORD, i - 1) in kept
-        used = in_use(chain, kept, at if kind in ("F0", "Fck") and at == i else None, back)
+        is_kept = (INPUT, i) in kept or (RECORD, i - 1) in kept
+        used = in_use(chain, kept, at if kind in ("F0", "Fck") and at == i else None, backward)
         if kind in DROP_KINDS.values():
             kept -= {(kind.removeprefix("drop "), i)}
             continue
         if kind == "B":
-            assert i == back and (RECORD, i) in kept and used + chain.backward_extra[i] <= budget
+            assert i == backward and (RECORD, i) in kept and used + chain.backward_extra[i] <= budget
             kept -= {(RECORD, i), (INPUT, i)}
-            took, at, back = took + chain.backward_s[i], None, back - 1
+            seconds_used, at, backward = seconds_used + chain.backward_s[i], None, backward - 1
         elif kind == "F0":
-            assert there or at == i
+            assert is_kept or at == i
             assert used + chain.inputs[i + 1] + chain.run_extra[i] <= budget
-            took, at = took + chain.run_s[i], i + 1
+            seconds_used, at = seconds_used + chain.run_s[i], i + 1
         elif kind == "Fck":
             assert at == i
             kept, at = kept | {(INPUT, i)}, None
         else:
-            assert there and used + chain.records[i] + chain.keep_extra[i] <= budget
-            took, at, kept = took + chain.keep_s[i], None, kept | {(RECORD, i)}
-    assert back == -1 and took == pytest.approx(seconds)
+            assert is_kept and used + chain.records[i] + chain.keep_extra[i] <= budget
+            seconds_used, at, kept = seconds_used + chain.keep_s[i], None, kept | {(RECORD, i)}
+    assert backward == -1 and seconds_used == pytest.approx(seconds)
 
 
-def test_long_chains_are_not_tried() -> None:
+def test_long_chains_are_refused() -> None:
     ones = (1,) * 7
     with pytest.raises(ValueError, match="7 stages"):
         find_fastest(Chain((*ones, 0), ones, ones, ones, ones, ones, ones, ones), 50)

@@ -1,4 +1,4 @@
-"""The trace of a step by a plan: bytes as metered, layers by name, the update, and what binds it."""
+"""Trace of a step by a plan: metered bytes, layer names, the update, and the bottleneck."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def test_a_trace_has_the_metered_bytes_the_layers_and_the_update(
     lab_of: Callable[..., Lab], micro_batches: int
 ) -> None:
     lab = lab_of("gpt2", micro_batches=micro_batches)
-    for way in (Plain(), Full(), Offload()):
-        plan = lab.plan(way)
+    for policy in (Plain(), Full(), Offload()):
+        plan = lab.plan(policy)
         result = lab.step(plan)
         trace = result.trace
         assert trace is lab.trace and trace.failed is None and trace.settings["plan"] == plan.name
@@ -41,7 +41,7 @@ def binding(*events: Event) -> str:
     return str(bound)
 
 
-def test_what_binds_a_plan_is_said_without_a_relays_remedies() -> None:
+def test_the_bottleneck_of_a_plan_has_no_remedies_of_a_relay() -> None:
     run = Event("compute", "forward", 0.0, 1.0, "a", 0)
     back, again = Event("compute", "backward", 1.0, 2.0, "b", 0), Event("compute", "forward", 2.0, 3.0, "a", 0)
     assert "recomputes nothing and hides its copies" in binding(run, back)

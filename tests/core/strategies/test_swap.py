@@ -1,4 +1,4 @@
-"""Partition and swap: within two budgets, on models whose depth, length or batch grows."""
+"""Partition and swap within two budgets, on models of growing depth, length and batch."""
 
 from collections.abc import Callable
 
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice
 from l2l_core.strategies import Lab, PartitionSwap, Plain, RelayPolicy
-from l2l_core.strategies.partition_swap import partition_plan
+from l2l_core.strategies.fixed_plans import partition_plan
 from l2l_core.strategies.plan import check_operations
 
 LINK = EmulatedDevice(h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8)
 
 
 class Residual(nn.Module):
-    """A small ResNet's block: two convolutions with BatchNorm."""
+    """Block of a small ResNet: two convolutions with BatchNorm."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def resnet(depth: int, rows: int) -> Lab:
 
 
 class Recurrent(nn.Module):
-    """One cell, called once for each item of a sequence."""
+    """A cell that is called for each item of a sequence."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ def recurrent(length: int, link: EmulatedDevice = LINK) -> Lab:
 
 
 def host_bytes(lab: Lab) -> int:
-    """What waits there if all goes that may."""
+    """Return the host bytes of the plan that offloads most."""
     return lab.cost_model.peak_host_bytes(partition_plan(lab.cost_model.stages, 1, 1))
 
 
 def deepest(make: Callable[[int], Lab], host: int) -> Lab:
-    """The deepest model whose records the host holds: bytes grow by the same with every block."""
+    """Return the deepest model whose records fit the host; every block adds the same bytes."""
     first, second = (host_bytes(make(depth)) for depth in (4, 6))
     depth = 4 + 2 * (host - first) // (second - first)
     found, more = make(depth), make(depth + 1)
@@ -87,7 +87,7 @@ def test_partitions_are_valid_plans_of_any_size() -> None:
 def test_a_step_stays_within_both_budgets_and_errors_name_the_one_that_binds() -> None:
     lab = resnet(6, 4)
     most = lab.plan(Plain()).peak_device_bytes
-    assert lab.plan(PartitionSwap()).operations == lab.plan(Plain()).operations  # without a need nothing is moved
+    assert lab.plan(PartitionSwap()).operations == lab.plan(Plain()).operations  # without need nothing is offloaded
     plan = lab.plan(PartitionSwap(most * 3 // 4, 10**9))
     assert lab.verify(plan).equal
     result = lab.step(plan)
@@ -101,10 +101,10 @@ def test_a_step_stays_within_both_budgets_and_errors_name_the_one_that_binds() -
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_depth_under_a_device_cap_and_what_the_host_lets_through() -> None:
+def test_depth_within_a_device_and_a_host_budget() -> None:
     plain = 9
     cap = resnet(plain, 8).plan(Plain()).peak_device_bytes
-    host = cap * 64 // 12  # as beside a device of 12 GB a host of 64
+    host = cap * 64 // 12  # the ratio of a host of 64 GB to a device of 12 GB
     assert resnet(plain + 1, 8).plan(Plain()).peak_device_bytes > cap
     lab, doubled = deepest(lambda depth: resnet(depth, 8), host), deepest(lambda depth: resnet(depth, 16), host)
     assert lab.cost_model.stages - 1 >= 3.8 * plain
@@ -118,9 +118,8 @@ def test_depth_under_a_device_cap_and_what_the_host_lets_through() -> None:
 def test_a_recurrent_networks_seconds_are_linear_in_its_length() -> None:
     cap = recurrent(16).plan(Plain()).peak_device_bytes
     lengths = (16, 24, 32, 48)
-    slow = EmulatedDevice(
-        h2d_bytes_per_s=1e6, d2h_bytes_per_s=1e6
-    )  # the link takes longer than compute, whose clock is noisy
+    # Copies take longer than compute, whose measured seconds are noisy.
+    slow = EmulatedDevice(h2d_bytes_per_s=1e6, d2h_bytes_per_s=1e6)
     labs = [recurrent(length, slow) for length in lengths]
     assert [lab.plan(Plain()).peak_device_bytes <= cap for lab in labs] == [True, False, False, False]
     seconds = [lab.plan(partition_plan(lab.cost_model.stages, 2, 1)).seconds for lab in labs]
@@ -130,7 +129,7 @@ def test_a_recurrent_networks_seconds_are_linear_in_its_length() -> None:
 
 
 class Mixture(nn.Module):
-    """Experts that are all asked, each as far as the gate says."""
+    """A dense mixture: the sum of all experts, weighted by a gate."""
 
     def __init__(self, experts: int, width: int = 8) -> None:
         super().__init__()
@@ -147,7 +146,7 @@ class Mixture(nn.Module):
         return out
 
 
-def test_four_times_the_experts_fit_where_their_weights_wait_on_the_host_too() -> None:
+def test_four_times_the_experts_fit_if_their_weights_are_on_the_host_too() -> None:
     def lab(experts: int) -> Lab:
         torch.manual_seed(0)
         model = Mixture(experts)
@@ -159,4 +158,6 @@ def test_four_times_the_experts_fit_where_their_weights_wait_on_the_host_too() -
         many.plan(PartitionSwap(cap))  # weights stay on the device
     (row,) = many.compare([RelayPolicy()]).rows
     assert row.peak_device_bytes <= cap
-    assert row.peak_host_bytes > 12 * sum(param.numel() for param in many.model.parameters())  # which bind there now
+    assert row.peak_host_bytes > 12 * sum(
+        param.numel() for param in many.model.parameters()
+    )  # master weights, gradients, Adam's state

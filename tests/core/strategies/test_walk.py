@@ -1,7 +1,8 @@
-"""The exact walk against the meter: random plans, on unlike models, at every operation."""
+"""Simulated bytes against the meter, at every operation of random plans on several models."""
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,75 +15,75 @@ from l2l_core.strategies.plan import F0, FALL, FCK, OFF, OFFX, PRE, PREX, B
 from l2l_core.strategies.plan_memory import simulate_memory
 
 EXACT = ["gpt2", "resnet", "norm_outside"]
-# Without a plan, or with bytes that differ from step to step: docs/STRATEGIES.md says why.
+# Models without a plan, or whose bytes differ from step to step (docs/STRATEGIES.md, Limits).
 WITHOUT = {"random_skip", "inplace", "mixtral", "qwen3_moe", "spectral_norm_old", "mixture", "bert_classifier"}
 OTHERS = [kind.name for kind in KINDS if kind.name not in WITHOUT.union(EXACT)]
 
 
-class Drawn:
-    """A valid plan being drawn.
+class PlanDraw:
+    """A valid plan that is being drawn.
 
-    Invariant: after a record, and at the start, the next stage that has no record has a kept input: it can be run again.
+    Invariant: the first stage without a record, and each that follows a record, has a kept input, so it can run again.
     """
 
-    def __init__(self, draw: Callable[[st.SearchStrategy], object], stages: int) -> None:
+    def __init__(self, draw: Callable[[st.SearchStrategy], Any], stages: int) -> None:
         self._draw, self._stages = draw, stages
         self.operations: list[Operation] = []
         self._records: set[int] = set()
-        self._held: set[int] = set()
-        self._away: set[tuple[str, int]] = set()
+        self._kept_inputs: set[int] = set()
+        self._on_host: set[tuple[str, int]] = set()
 
     def first_runs(self) -> None:
         kept = FALL
         for i in range(self._stages):
             kept = self._run(i, kept, FALL if i == self._stages - 1 else None)
-            for out, where in ((OFF, self._records), (OFFX, self._held)):
+            for out, where in ((OFF, self._records), (OFFX, self._kept_inputs)):
                 for j in sorted(where) if i < self._stages - 1 else ():
-                    if (out, j) not in self._away and self._draw(st.integers(0, 3)) == 0:
-                        self._away.add((out, j))
+                    if (out, j) not in self._on_host and self._draw(st.integers(0, 3)) == 0:
+                        self._on_host.add((out, j))
                         self.operations.append(Operation(out, j))
 
     def backward(self) -> None:
         for i in reversed(range(self._stages)):
-            for _, j in sorted(self._away):
+            for _, j in sorted(self._on_host):
                 if self._draw(st.booleans()):
-                    self._comes(j)
+                    self._fetch(j)
             if i not in self._records:
-                self._run_again(i)
-            self._comes(i)
+                self._rerun(i)
+            self._fetch(i)
             self.operations.append(Operation(B, i))
             self._records.discard(i)
-            self._held.discard(i)
+            self._kept_inputs.discard(i)
 
-    def _run_again(self, i: int) -> None:
+    def _rerun(self, i: int) -> None:
         least = max((j + 1 for j in self._records if j < i), default=0)
-        start = self._draw(st.sampled_from([j for j in sorted(self._held) if least <= j <= i]))
+        start = self._draw(st.sampled_from([j for j in sorted(self._kept_inputs) if least <= j <= i]))
         kept = F0
         for j in range(start, i + 1):
-            self._comes(j)
+            self._fetch(j)
             kept = self._run(j, kept, FALL if j == i else None)
 
-    def _run(self, i: int, before: str, kind: str | None) -> str:
-        any_kind = before != FALL or i in self._held
-        kind = kind or self._draw(st.sampled_from((F0, FCK, FALL) if any_kind else (FCK, FALL)))
+    def _run(self, i: int, before: str, fixed_kind: str | None) -> str:
+        any_kind = before != FALL or i in self._kept_inputs
+        kind: str = fixed_kind or self._draw(st.sampled_from((F0, FCK, FALL) if any_kind else (FCK, FALL)))
         self.operations.append(Operation(kind, i))
         if kind == FALL:
             self._records.add(i)
-            self._held.discard(i)
+            self._kept_inputs.discard(i)
         elif kind == FCK:
-            self._held.add(i)
+            self._kept_inputs.add(i)
         return kind
 
-    def _comes(self, i: int) -> None:
+    def _fetch(self, i: int) -> None:
         for out, back in ((OFF, PRE), (OFFX, PREX)):
-            if (out, i) in self._away:
-                self._away.remove((out, i))
+            if (out, i) in self._on_host:
+                self._on_host.remove((out, i))
                 self.operations.append(Operation(back, i))
 
 
 @st.composite
 def plans(draw: st.DrawFn, stages: int) -> list[Operation]:
-    drawn = Drawn(draw, stages)
+    drawn = PlanDraw(draw, stages)
     drawn.first_runs()
     drawn.backward()
     return drawn.operations
@@ -96,10 +97,10 @@ def lab(name: str) -> Lab:
 
 def compare(lab: Lab, operations: list[Operation]) -> None:
     plan = lab.plan(operations)
-    course = lab._make_runner(lab._copy_model()[0])
-    with course.metered() as meter:
-        ran = course.run(plan.operations, lab._own_inputs, meter)
-    for costs, log in zip(lab.cost_model.costs, ran.logs, strict=True):
+    runner = lab._make_runner(lab._copy_model()[0])
+    with runner.metered() as meter:
+        result = runner.run(plan.operations, lab._own_inputs, meter)
+    for costs, log in zip(lab.cost_model.costs, result.logs, strict=True):
         simulated = [
             (str(step.operation), step.peak_bytes, step.bytes_after, step.host_bytes)
             for step in simulate_memory(costs, plan.operations)
@@ -132,11 +133,11 @@ def test_simulated_bytes_are_the_metered_ones_on_the_zoo(name: str, data: st.Dat
     compare(lab(name), data.draw(plans(lab(name).cost_model.stages)))
 
 
-def test_a_step_peaks_where_its_plan_says(lab_of: Callable[..., Lab]) -> None:
+def test_a_step_has_the_peaks_of_its_plan(lab_of: Callable[..., Lab]) -> None:
     lab = lab_of("gpt2", micro_batches=3)
     for operations in (mixed_plan("KROH"), mixed_plan("OOOO", ahead=0), complete_plan([FCK, F0, F0, F0, FALL])):
         plan = lab.plan(operations)
-        for _ in range(2):  # the second has an optimizer with state
+        for _ in range(2):  # in the second step the optimizer has state
             result = lab.step(plan)
             assert result.peak_device_bytes == plan.peak_device_bytes
             assert result.peak_host_bytes == plan.peak_host_bytes

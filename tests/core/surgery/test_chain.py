@@ -89,10 +89,10 @@ MISFITS: dict[str, tuple[Callable[[], list[Edit]], str]] = {
         lambda: [Insert(at=2, module=Adapter(24, 16))],
         r"does not take what L001 \(h.1\) before it gives \(\(2, 8, 16\)",
     ),
-    "in front": (lambda: [Insert(at=0, module=Adapter(24, 16))], "what comes before the stack"),
-    "behind the last": (lambda: [Insert(at=6, module=Adapter(16, 24))], "what comes behind the stack"),
+    "in front": (lambda: [Insert(at=0, module=Adapter(24, 16))], "the part of the model before the stack"),
+    "behind the last": (lambda: [Insert(at=6, module=Adapter(16, 24))], "the part of the model after the stack"),
     "replaced": (lambda: [Replace(3, Adapter(16, 24))], r"position 3 .*L004 \(h.4\) behind it"),
-    "another tree": (lambda: [Replace(3, Pair(16, 16))], r"it gives \(2, 8, 16\), \(2, 8, 16\)"),
+    "another tree": (lambda: [Replace(3, Pair(16, 16))], r"it returns \(2, 8, 16\), \(2, 8, 16\)"),
     "the second of two": (
         lambda: [Insert(at=1, module=Adapter(16, 16)), Insert(at=4, module=Adapter(16, 8))],
         "position 4",
@@ -143,7 +143,7 @@ def test_a_stack_whose_shapes_change_is_tried_as_a_whole() -> None:
         relay.step(batch)
         relay.apply(Replace(2, nn.Linear(8, 8)))
         relay.apply(Replace(4, nn.Linear(10, 3)))
-        with pytest.raises(ValueError, match=r"given \(2, 8\) it gives \(2, 9\)"):
+        with pytest.raises(ValueError, match=r"given \(2, 8\) it returns \(2, 9\)"):
             relay.apply(Replace(2, nn.Linear(8, 9)))
         assert relay.verify(batch).equal
 
@@ -168,6 +168,6 @@ def test_parameters_of_another_kind_of_layer_join_groups_by_their_dimensions() -
         own = relay.store.masters.master_by_param(relay.stack[2])
         where = [[i for i, g in enumerate(relay.optimizer.param_groups) if m in set(g["params"])] for m in own.values()]
         assert where == [[0], [1]]
-        with pytest.raises(ValueError, match="no state that it could inherit"):
+        with pytest.raises(ValueError, match="cannot inherit their state"):
             relay.apply(Insert(at=2, module=Adapter(16, 16), optimizer="copy"))
         assert relay.verify(make_batch()).equal

@@ -593,7 +593,7 @@ def test_layers_that_cannot_be() -> None:
     with pytest.raises(TypeError, match="layers contains 3"):
         replace_layers(model, stack, (a, 3))
     replace_layers(model, stack, (a, b))
-    refuses(model, stack, (a, b, c, d), "does not hold the stack's layers in this order any more")
+    refuses(model, stack, (a, b, c, d), "no longer holds the stack's layers in this order")
 
 
 def test_one_module_in_several_places() -> None:
@@ -617,9 +617,7 @@ def test_layers_of_another_shape() -> None:
     model = CASES["llama"].model
     (stack,) = stacks_of(model)
     wider = hf.LlamaForCausalLM(_llama_like(hf.LlamaConfig, intermediate_size=80)).model.layers[0]
-    refuses(
-        model, stack, (*stack.layers, wider), "the new layer would stand at position 3 and has parameter mlp.up_proj"
-    )
+    refuses(model, stack, (*stack.layers, wider), "the new layer would be at position 3 and has parameter mlp.up_proj")
     replace_layers(model, stack, (*stack.layers, wider), force=True)
 
 
@@ -631,7 +629,7 @@ def test_scale_by_depth() -> None:
         model, stack, stack.layers[::-1], "has attn.scaling = 0.0625, where the model builds a layer that has attn.scal"
     )
     refuses(
-        model, stack, (*stack.layers, copy.deepcopy(stack.layers[3])), "would stand at position 4 and has attn.scaling"
+        model, stack, (*stack.layers, copy.deepcopy(stack.layers[3])), "would be at position 4 and has attn.scaling"
     )
     new = type(stack.layers[0])(model.config, layer_idx=4).eval()
     replace_layers(model, stack, (*stack.layers, new))
@@ -643,7 +641,7 @@ def test_a_kind_that_begins_deeper_down() -> None:
     config = _llama_like(hf.Qwen3MoeConfig, num_hidden_layers=3, decoder_sparse_step=4, **_EXPERTS)
     model = hf.Qwen3MoeForCausalLM(config)
     (stack,) = stacks_of(model)
-    refuses(model, stack, (*stack.layers, copy.deepcopy(stack.layers[2])), "would stand at position 3 and has")
+    refuses(model, stack, (*stack.layers, copy.deepcopy(stack.layers[2])), "would be at position 3 and has")
 
 
 def test_what_the_class_cannot_build() -> None:
@@ -690,9 +688,9 @@ def test_a_new_layer_of_no_known_kind() -> None:
         model,
         stack,
         (*stack.layers, new),
-        "layer_kinds says what every layer of blocks is (a, b), and the new _Numbered at",
+        "layer_kinds has an entry for every layer of blocks (a, b), and that of the new _Numbered at",
     )
-    refuses(model, stack, (*stack.layers, new), "no layer of blocks", like={new: copy.deepcopy(new)})
+    refuses(model, stack, (*stack.layers, new), "not a layer of blocks", like={new: copy.deepcopy(new)})
     new.kind = "b"
     replace_layers(model, stack, (*stack.layers, new), like={new: stack.layers[1]})
     assert model.config.layer_kinds == ["a", "b", "a", "b", "b"]
@@ -709,21 +707,19 @@ def test_layers_held_elsewhere() -> None:
         model,
         stack,
         stack.layers[:2],
-        "'transformer.uniform_numel' holds layers of transformer.h in an arrangement of its own",
+        "'transformer.uniform_numel' holds layers of transformer.h in another arrangement",
     )
 
 
 def test_companions_of_the_layers() -> None:
     model = NormOutside([ResidualMlp() for _ in range(4)])
     (stack,) = stacks_of(model)
-    refuses(
-        model, stack, stack.layers[:3], "norms holds 4 members beside the 4 layers of layers, one per layer as it seems"
-    )
+    refuses(model, stack, stack.layers[:3], "norms has 4 members, probably one for each of the 4 layers of layers")
     replace_layers(model, stack, stack.layers[::-1])
     other = nn.Module()
     other.layers, other.layer_gains = nn.ModuleList(ResidualMlp() for _ in range(3)), nn.Parameter(torch.ones(3))
     (stack,) = stacks_of(other)
-    refuses(other, stack, stack.layers[:2], "parameter layer_gains has 3 rows, for the 3 layers of layers as it seems")
+    refuses(other, stack, stack.layers[:2], "parameter layer_gains has 3 rows, probably for the 3 layers of layers")
 
 
 def test_names_that_do_not_go_on() -> None:
@@ -731,7 +727,7 @@ def test_names_that_do_not_go_on() -> None:
     for name in ("red", "green"):
         model.add_module(name, ResidualMlp())
     (stack,) = stacks_of(model)
-    refuses(model, stack, (*stack.layers, ResidualMlp()), "are named red, green: a further one cannot be named by that")
+    refuses(model, stack, (*stack.layers, ResidualMlp()), "are named red, green, which gives no name for another one")
     replace_layers(model, stack, stack.layers[1:])
     assert list(model._modules) == ["red"]
 
@@ -750,7 +746,7 @@ def test_depth_that_the_configuration_does_not_tell() -> None:
         model,
         stack,
         new,
-        "Fields with this value: num_hidden_groups, inner_group_num; name the right one with depth_field=",
+        "Fields with this value: num_hidden_groups, inner_group_num; pass the right one as depth_field=",
     )
     replace_layers(model, stack, new, depth_field="inner_group_num")
     assert model.config.inner_group_num == 2
@@ -760,9 +756,7 @@ def test_depth_that_several_fields_may_be() -> None:
     model = CASES["custom"].model
     model.config.n_blocks = 4
     (stack,) = stacks_of(model)
-    message = (
-        "several fields of _Config may be the depth of blocks (4): num_layers, n_blocks; say which one: depth_field="
-    )
+    message = "several fields of _Config may be the depth of blocks (4): num_layers, n_blocks; choose one: depth_field="
     refuses(model, stack, stack.layers[:3], message)
     refuses(model, stack, stack.layers[:3], "depth_field='width' is not 4, the depth of blocks", depth_field="width")
     replace_layers(model, stack, stack.layers[:3], depth_field="num_layers")

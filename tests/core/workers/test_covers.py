@@ -1,4 +1,4 @@
-"""What has a gradient on one worker alone is known to all, though meetings carry no more than a digest of it."""
+"""A gradient on one worker alone is announced to all, though handshakes carry no more than a digest of the masks."""
 
 import hashlib
 from types import SimpleNamespace
@@ -20,9 +20,9 @@ class Other:
     def handshake(self, what: str, note: bytes) -> Handshake:
         return Handshake(0, (0.0, 0.0), (note, hashlib.sha256(self.covers.numpy().tobytes()).digest()[:8]))
 
-    def all_gather_small(self, mine: torch.Tensor, what: str) -> torch.Tensor:
+    def all_gather_small(self, row: torch.Tensor, what: str) -> torch.Tensor:
         self.sent += 1
-        return torch.stack([mine, self.covers])
+        return torch.stack([row, self.covers])
 
 
 @pytest.mark.parametrize("covers", [[0, 0], [0, 1]])

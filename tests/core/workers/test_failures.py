@@ -11,9 +11,9 @@ WAYS = {
     "settings": "settings: worker 0: RelayConfig",
     "seed": "settings: worker 0: RelayConfig",
     "rate": "optimizer: worker 0: AdamW",
-    "frozen": "layers, sizes, what is trained: worker 0: shell",
+    "frozen": "layers, sizes, trained parameters: worker 0: shell",
     "mode": "training mode: worker 0: +",
-    "verb": "what comes next: worker 0: make a step, worker 1: evaluate",
+    "verb": "next operation: worker 0: make a step, worker 1: evaluate",
     "batch": "structure of the batch: worker 0:",
     "skip": "skip: worker 0: , worker 1: L001",
 }
@@ -35,7 +35,7 @@ def test_a_batch_that_cannot_be_cut_on_one_worker(two: Crew) -> None:
 
 def test_a_hook_around_the_optimizers_step_on_one_worker(two: Crew) -> None:
     here, there = two.run(disagree, "hook")[::-1]
-    assert here["type"] == "ValueError" and "hooks would see parts of parameters" in here["text"]
+    assert here["type"] == "ValueError" and "hooks would see shards of parameters" in here["text"]
     assert (
         there["type"] == "WorkerError" and "worker 1: ValueError: a hook around the optimizer's step" in there["text"]
     )
@@ -111,8 +111,8 @@ def test_another_worker_is_killed_where_one_holds_the_store() -> None:
 @pytest.mark.parametrize("what", ["batch_norm", "spectral_norm", "hook", "bfloat16"])
 def test_what_several_workers_cannot_do_is_refused_before_anything_is_trained(what: str, two: Crew) -> None:
     remedies = {
-        "hook": "is not there for a relay of 2 workers: hooks would see parts of parameters",
-        "bfloat16": "a model in bfloat16 is not there for a relay of 2 workers: call model.float()",
+        "hook": "is not possible with 2 workers: hooks would see parts of parameters",
+        "bfloat16": "a model in bfloat16 is not possible with 2 workers: call model.float()",
     }
     for seen in two.run(refused, what):
         assert seen["type"] == "ValueError" and remedies.get(what, "GroupNorm or LayerNorm instead") in seen["text"], (
@@ -123,4 +123,4 @@ def test_what_several_workers_cannot_do_is_refused_before_anything_is_trained(wh
 
 def test_models_of_other_depths_are_refused(two: Crew) -> None:
     for seen in two.run(refused, "depth"):
-        assert seen["type"] == "WorkerError" and "layers, sizes, what is trained" in seen["text"], seen
+        assert seen["type"] == "WorkerError" and "layers, sizes, trained parameters" in seen["text"], seen

@@ -96,7 +96,7 @@ def test_four_save_and_two_load_and_two_save_and_four_load(kind: str, two: Crew,
 def test_a_disk_that_is_full_on_one_worker(where: str, who: int, two: Crew, tmp_path: Path) -> None:
     answers = two.run(save_that_fails, str(tmp_path), where, who)
     here, there = answers[who], answers[1 - who]
-    assert here["type"] == "OSError" and "the last save in this folder is as it was" in here["text"], here
+    assert here["type"] == "OSError" and "The last save in this folder is as it was" in here["text"], here
     assert there["type"] == "WorkerError" and f"worker {who}: OSError" in there["text"], there
     assert len(here["left"]) == 1 and here["saved"] != here["left"], "half a save is left, or the old one is gone"
     assert len(here["saved"]) == 1 and there["left"] == here["left"] and there["saved"] == here["saved"]

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from l2l_core.workers import shared_clock
-from l2l_core.workers.shared_clock import SharedClock
+from l2l_core.workers import health_monitor
+from l2l_core.workers.health_monitor import SharedClock
 
 NEAR_S = 5.0  # what a busy machine may add to a message; skews are far larger
 
@@ -23,7 +23,7 @@ class Room:
         self._told: list[torch.Tensor] = [torch.empty(0)] * len(skews_s)
         self._barrier, self._local = threading.Barrier(len(skews_s)), threading.local()
         clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + self.skews_s[self._local.rank])
-        monkeypatch.setattr(shared_clock, "time", clock)
+        monkeypatch.setattr(health_monitor, "time", clock)
 
     def together(self, do: Callable[[int], object]) -> list[object]:
         def as_worker(rank: int) -> object:

@@ -100,7 +100,7 @@ def test_what_was_saved_is_found_again(cache: Path, device: EmulatedDevice) -> N
 
 def test_figures_of_another_machine_or_version_do_not_count(cache: Path, device: EmulatedDevice) -> None:
     save_calibration(KNOWN, device)
-    assert load_calibration(device) is None, "it says another hardware"
+    assert load_calibration(device) is None, "the file names other hardware"
     path = save_calibration(here(device), device)
     path.write_text(path.read_text().replace('"version": 1', '"version": 0'))
     assert load_calibration(device) is None

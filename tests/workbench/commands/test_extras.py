@@ -1,4 +1,4 @@
-"""Without the extra `workbench`, each entrance says in one line how to install it; `doctor` runs."""
+"""Without the extra `workbench`, each entrance names the command that installs it in one line; `doctor` runs."""
 
 import subprocess
 import sys

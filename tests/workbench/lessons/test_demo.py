@@ -1,4 +1,4 @@
-"""The demo, run whole in its quick version and in smaller ones: what it writes, what it says, how it ends."""
+"""The demo, run whole in its quick version and in smaller ones: its files, its output and its exit status."""
 
 import csv
 import io
@@ -72,7 +72,7 @@ def test_relay_fits_where_in_core_does_not(quick: Outcome) -> None:
 
 def test_gain_and_cost_come_before_the_details(quick: Outcome) -> None:
     first, details = quick.text.split("In detail\n")
-    gain, cost = first.split("What you pay\n")
+    gain, cost = first.split("Costs\n")
     assert "times as much" in gain and "OUT OF MEMORY" in gain and "the same bits as in core" in gain
     assert "times as long as in core" in cost and "in core needs none" in cost
     assert "loss of step 1" in details
@@ -139,7 +139,7 @@ def test_loss_curve_has_words_for_everything(quick: Outcome) -> None:
     root = ElementTree.parse(quick.folder / "loss.svg").getroot()
     names = [element.tag.rpartition("}")[2] for element in root.iter()]
     texts = " ".join(root.itertext())
-    assert names.count("circle") == 3 + 1  # three looks at held-out text, one in the legend
+    assert names.count("circle") == 3 + 1  # three evaluations on held-out text, one in the legend
     for word in ("step", "loss (nats per byte)", "training", "held out", "entropy of single bytes", "target, 0.85"):
         assert word in texts
     assert names[1:3] == ["title", "desc"] and "Held-out loss" in root[1].text
@@ -202,7 +202,7 @@ def test_without_a_budget_nothing_is_out_of_memory(tmp_path: Path) -> None:
     assert "no budget" in outcome.text and "OUT OF MEMORY" not in outcome.text
 
 
-def test_a_budget_for_both_is_said(tmp_path: Path) -> None:
+def test_a_budget_for_both_is_reported(tmp_path: Path) -> None:
     outcome = run_demo(tmp_path, "--quick", *SMALL, "--device", "emulated", "--budget", "100")
     assert outcome.status == 0 and "both fit into the budget of 100 MB" in outcome.text
 
@@ -216,7 +216,7 @@ def test_a_budget_too_small_for_the_relay_ends_with_advice(tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--width", "30"], "4 heads share it evenly, try --width 32"),
+        (["--width", "30"], "the number of heads, 4, must divide it; try --width 32"),
         (["--device", "abacus"], "device='abacus' does not exist"),
         (["--out", f"{__file__}/below"], "Not a directory"),
     ],

@@ -45,7 +45,7 @@ def test_the_button_locks_what_was_typed(typed: str, answer: float) -> None:
     prediction = predict("How many?")
     box = type_and_lock(prediction, typed)
     assert prediction.answer == answer
-    assert box.number.disabled and box.button.disabled and box.said.value.startswith("locked")
+    assert box.number.disabled and box.button.disabled and box.status.value.startswith("locked")
 
 
 @pytest.mark.parametrize("typed", ["", "ten", "nan", "inf"])
@@ -53,7 +53,7 @@ def test_what_is_no_number_is_not_locked(typed: str) -> None:
     prediction = predict("How many?")
     box = type_and_lock(prediction, typed)
     assert prediction.answer is None and not box.button.disabled
-    assert box.said.value == "Please type a number, such as 12 or 3.5e6."
+    assert box.status.value == "Please type a number, such as 12 or 3.5e6."
 
 
 def test_a_locked_answer_stays() -> None:

@@ -67,9 +67,9 @@ def test_sources_can_be_chosen_in_the_environment(monkeypatch: pytest.MonkeyPatc
     ways = {"hub": lambda: "a", "wheel": lambda: "b", "built-in": lambda: "c"}
     monkeypatch.setenv(SOURCES_VARIABLE, "built-in, wheel")
     assert load_from_first_source(ways).value == "b", "the order is always the same"
-    assert load_from_first_source(ways, ["hub"]).value == "a", "an argument goes before the environment"
+    assert load_from_first_source(ways, ["hub"]).value == "a", "an argument has priority over the environment"
     monkeypatch.setenv(SOURCES_VARIABLE, "well")
-    with pytest.raises(ValueError, match=r"WORKBENCH_SOURCES names 'well'; there are hub, wheel, built-in"):
+    with pytest.raises(ValueError, match=r"WORKBENCH_SOURCES names 'well'; choose from hub, wheel, built-in"):
         load_from_first_source(ways)
 
 
@@ -83,7 +83,7 @@ def test_no_source_at_all_is_an_error_that_names_each_reason() -> None:
 
 
 def install(wheel: Wheel, content: bytes, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What pip leaves behind; importing it fails."""
+    """Make the files of an installed wheel; importing it fails."""
     file = folder / wheel.package / wheel.path
     file.parent.mkdir(parents=True)
     file.write_bytes(content)
@@ -108,9 +108,9 @@ def test_a_file_of_an_installed_wheel_is_found_without_importing_it(
 def test_a_wheel_that_is_not_the_registered_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = install(TOY, b"other words", tmp_path, monkeypatch)
     again = r"pip install --force-reinstall --no-deps l2l-toy=="
-    with pytest.raises(ValueError, match=rf"words\.txt of l2l-toy 1\.0 has the sha256 .* is known: {again}1\.0"):
+    with pytest.raises(ValueError, match=rf"words\.txt of l2l-toy 1\.0 has the sha256 .* instead of .*: {again}1\.0"):
         find_in_wheel(TOY)
-    with pytest.raises(ValueError, match=rf"l2l-toy 1\.0 is installed, 1\.1 is the one that is known: {again}1\.1"):
+    with pytest.raises(ValueError, match=rf"l2l-toy 1\.0 is installed, but 1\.1 is required: {again}1\.1"):
         find_in_wheel(replace(TOY, version="1.1"))
     file.unlink()
     with pytest.raises(ValueError, match=r"l2l_toy/data/words\.txt is missing"):
@@ -142,7 +142,7 @@ def test_sentences_of_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_hub_that_does_not_answer_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.socket() as taken:  # bound and not listening: nobody answers, and nobody else gets the port
+    with socket.socket() as taken:  # bound and not listening: there is no answer, and no other process gets the port
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
@@ -218,7 +218,7 @@ def test_a_hub_that_answers_is_downloaded_from(tmp_path: Path) -> None:
     text = {"train.parquet": table.getvalue().to_pybytes(), "not_wanted.bin": b""}
     program = PROGRAM.format(sha256=sha256(model["model.safetensors"]).hexdigest())
     with small_hub({pretrained.REPO: model, reviews.REPO: text}) as address:
-        # a process of its own, because the hub's client reads these when it is imported
+        # a separate process, because the hub's client reads these when it is imported
         env = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
         env |= {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}
         env |= {"HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -233,7 +233,7 @@ def test_a_hub_that_answers_is_downloaded_from(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("not_wanted.bin"))
 
 
-# What is built in ----------------------------------------------------------------------------------------------------
+# Built-in sources  ----------------------------------------------------------------------------------------------------
 
 
 def test_the_sample_is_balanced_and_always_the_same() -> None:
@@ -272,7 +272,7 @@ def test_the_small_model_relays_with_equal_bits() -> None:
         assert relay.verify(batch).equal
 
 
-# What the extra brings -----------------------------------------------------------------------------------------------
+# The data extra ----- -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(

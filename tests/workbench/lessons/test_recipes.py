@@ -117,7 +117,7 @@ def test_branches_of_a_race_train_as_if_alone() -> None:
     "names, steps, said",
     [
         (["new", "main"], 2, "'main' is a branch already"),
-        (["new", "new"], 2, "named twice"),
+        (["new", "new"], 2, "given twice"),
         (["new", " "], 2, "needs a name"),
         (["new", "newer"], 0, "steps=0"),
     ],

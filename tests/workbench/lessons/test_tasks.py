@@ -1,4 +1,4 @@
-"""Tasks in the panels: each is done by what it asks for and by nothing else, and stays done; no schedule undoes them."""
+"""Tasks in the panels: each is done by its own action alone, and stays done; no schedule undoes them."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ IDENTITY = Insert(1, init="identity")
 
 
 class Residual(nn.Module):
-    """What can become the identity."""
+    """A block that can become the identity."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def test_nothing_else_does_a_task() -> None:
         session.race("main", "other", steps=19).result(30)
         assert not any(tasks.check()), "a race of fewer steps"
         session.race("older", "other", steps=20).result(30)
-        assert not any(tasks.check()), "a race without the branch that the new one comes from"
+        assert not any(tasks.check()), "a race without the new branch's parent"
 
 
 def test_no_schedule_undoes_what_is_done_in_the_notebook() -> None:

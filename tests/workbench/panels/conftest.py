@@ -1,4 +1,4 @@
-"""A session over a tiny relay, the header over it, and no thread of either left."""
+"""Fixtures: a small relay, its session and header panel; all threads end with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.session.session import Session
 def relay() -> Iterator[Relay]:
     with make_relay() as made:
         yield made
-    wait_until(lambda: not threads_named("session", "pump"))
+    wait_until(lambda: not threads_named("session", "refresh loop"))
 
 
 @pytest.fixture
@@ -35,6 +35,6 @@ def header(session: Session) -> HeaderPanel:
 
 @pytest.fixture
 def threads_end() -> Iterator[None]:
-    """For tests that make a relay of their own."""
+    """Wait for the threads of a session that the test creates itself."""
     yield
-    wait_until(lambda: not threads_named("session", "pump"))
+    wait_until(lambda: not threads_named("session", "refresh loop"))

@@ -1,6 +1,6 @@
-"""Workbenches and panels on a page: what is put there, how long it lives, and what is left when it is closed.
+"""Workbenches and panels on a page: outputs, updates, closing, and cells that run again.
 
-The page is IPython's own shell with a publisher that keeps what it is given; there is no kernel and no browser.
+The page is IPython's shell with a publisher that records outputs, without kernel and browser.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from workbench.session.session import Session
 
 
 class Page:
-    """A notebook: cells that run, and the outputs that they have."""
+    """A notebook with its running cell and outputs."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self.outputs: list[dict[str, Any]] = shell.display_pub.outputs
         self._run = 0
         self._parent: dict[str, Any] = {}
-        shell.get_parent = lambda: self._parent  # as that of a kernel
+        shell.get_parent = lambda: self._parent  # as in a kernel
 
     def run(self, cell: str) -> None:
-        """From now on, what is called is called in this cell."""
+        """Start a run of a cell."""
         self._run += 1
         self._parent = {"metadata": {"cellId": cell}, "header": {"msg_id": f"run {self._run}"}}
 
     @property
     def stills(self) -> list[str]:
-        """The texts of still pictures: those put on the page and their updates."""
+        """Texts of the still pictures and their updates."""
         return [output["data"]["text/plain"] for output in self.outputs if "text/plain" in output["data"]]
 
 
@@ -67,8 +67,8 @@ def button(bench: Workbench, words: str) -> Any:
     return next(one for one in bench.panels[0].widget.children[1].children if one.description == words)
 
 
-def test_a_workbench_steers_as_its_session_does(relay: Relay) -> None:
-    """A notebook completes and explains its verbs like those of the session."""
+def test_workbench_has_the_methods_of_its_session(relay: Relay) -> None:
+    """Signatures and docstrings are those of the session, for completion in notebooks."""
     for name in (
         "run",
         "step",
@@ -83,8 +83,8 @@ def test_a_workbench_steers_as_its_session_does(relay: Relay) -> None:
         "discard",
         "wait",
     ):
-        mine, its = getattr(Workbench, name), getattr(Session, name)
-        assert inspect.signature(mine) == inspect.signature(its) and mine.__doc__ == its.__doc__, name
+        ours, theirs = getattr(Workbench, name), getattr(Session, name)
+        assert inspect.signature(ours) == inspect.signature(theirs) and ours.__doc__ == theirs.__doc__, name
     with closing(Workbench(relay, make_batches())) as bench:
         bench.run(2)
         assert bench.edit(lambda relay: relay.steps, what="count").result(HANG_S) >= 1
@@ -111,7 +111,7 @@ def test_in_a_terminal_text_is_printed_once(relay: Relay, capsys: pytest.Capture
             bench._ipython_display_()
             train(bench.session, 1)
             wait_until(lambda: "step 1" in header_of(bench))
-        assert capsys.readouterr().out.count("Sequential · 4 layers") == 1, "nothing is printed from a thread"
+        assert capsys.readouterr().out.count("Sequential · 4 layers") == 1, "threads print nothing"
     finally:
         InteractiveShell.clear_instance()
 
@@ -122,11 +122,11 @@ def test_a_workbench_as_one_output(relay: Relay) -> None:
     bundle = bench._repr_mimebundle_()
     assert set(bundle) == {WIDGET_VIEW_TYPE, "text/html", "image/svg+xml", "text/plain"}
     assert bundle[WIDGET_VIEW_TYPE]["model_id"] == bench.widget.model_id
-    assert bundle["text/html"].count("<svg") == 6, "all but the layers, which are a table"
+    assert bundle["text/html"].count("<svg") == 6, "all views except layers, which is a table"
     bench.close()
 
 
-# Drawing as long as somebody looks ------------------------------------------------------------------------------------
+# Drawing while visible -----------------------------------------------------------------------------------------------
 
 
 def test_a_widget_and_its_still_are_two_outputs(page: Page, relay: Relay) -> None:
@@ -140,22 +140,22 @@ def test_a_widget_and_its_still_are_two_outputs(page: Page, relay: Relay) -> Non
     bench.close()
 
 
-def test_it_is_drawn_until_the_page_says_that_nobody_looks(page: Page, relay: Relay) -> None:
+def test_hidden_widget_is_not_drawn(page: Page, relay: Relay) -> None:
     bench = Workbench(relay, make_batches())
     bench._ipython_display_()
     train(bench.session, 1)
-    wait_until(lambda: "step 1" in header_of(bench))  # the page has not said anything yet
+    wait_until(lambda: "step 1" in header_of(bench))  # the page has not reported its views yet
     bench.widget._view_count = 1
     train(bench.session, 1)
     wait_until(lambda: "step 2" in header_of(bench))
     bench.widget._view_count = 0
     train(bench.session, 1)
-    wait_until(lambda: "step 3" in page.stills[-1])  # the pump has been there
+    wait_until(lambda: "step 3" in page.stills[-1])  # after a frame
     assert "step 2" in header_of(bench)
     bench.close()
 
 
-def test_who_looks_again_sees_what_has_happened_meanwhile(page: Page, relay: Relay) -> None:
+def test_widget_is_updated_when_it_becomes_visible(page: Page, relay: Relay) -> None:
     bench = Workbench(relay, make_batches())
     bench._ipython_display_()
     for count in (1, 0):
@@ -163,12 +163,12 @@ def test_who_looks_again_sees_what_has_happened_meanwhile(page: Page, relay: Rel
     train(bench.session, 2)
     wait_until(lambda: "step 2" in page.stills[-1])
     assert "step 0" in header_of(bench)
-    bench.widget._view_count = 1  # nothing changes in the session any more
+    bench.widget._view_count = 1  # the session does not change any more
     assert "step 2" in header_of(bench)
     bench.close()
 
 
-def test_the_still_is_brought_up_to_date_when_the_session_comes_to_rest(page: Page, relay: Relay) -> None:
+def test_still_is_updated_at_the_end_of_a_run(page: Page, relay: Relay) -> None:
     bench = Workbench(relay, make_batches())
     bench._ipython_display_()
     outputs = len(page.outputs)
@@ -176,25 +176,25 @@ def test_the_still_is_brought_up_to_date_when_the_session_comes_to_rest(page: Pa
         bench.run(2)
         enter(relay)
         wait_until(lambda: "running" in header_of(bench))
-        assert len(page.outputs) == outputs, "not while it runs"
+        assert len(page.outputs) == outputs, "no update during the run"
     bench.wait(HANG_S)
-    assert "step 2" in page.stills[-1], "as soon as waiting is over: the notebook may be saved right then"
+    assert "step 2" in page.stills[-1], "at the end of wait: the notebook may be saved right then"
     put, update = page.outputs[outputs - 1], page.outputs[-1]
     assert update["update"] and update["transient"]["display_id"] == put["transient"]["display_id"]
     bench.close()
 
 
-def test_a_panel_alone_is_drawn_and_its_still_too(page: Page, relay: Relay) -> None:
+def test_standalone_panel_and_its_still_are_drawn(page: Page, relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         panel = LossPanel(session)
         panel._ipython_display_()
         train(session, 2)
         wait_until(lambda: "<svg" in panel.widget.children[0].value and "2" in page.stills[-1])
         panel.close()
-        assert session.snapshot().state == "idle", "the session goes on"
+        assert session.snapshot().state == "idle", "the session stays open"
 
 
-def test_a_still_that_cannot_be_drawn_says_so_and_the_rest_goes_on(page: Page, relay: Relay) -> None:
+def test_failing_still_shows_its_error(page: Page, relay: Relay) -> None:
     class Broken(LossPanel):
         def still(self, now: Any) -> Any:
             raise ZeroDivisionError("no scale <at all>")
@@ -215,7 +215,7 @@ def test_a_still_that_cannot_be_drawn_says_so_and_the_rest_goes_on(page: Page, r
             panel.close()
 
 
-def test_where_it_is_shown_twice_both_stills_are_brought_up_to_date(page: Page, relay: Relay) -> None:
+def test_all_copies_of_a_still_are_updated(page: Page, relay: Relay) -> None:
     bench = Workbench(relay, make_batches())
     for cell in ("a", "b"):
         page.run(cell)
@@ -240,9 +240,9 @@ def test_closing_leaves_the_still_and_no_thread(page: Page, relay: Relay) -> Non
     bench.close()
     assert "step 1" in page.stills[-1] and "closed" in page.stills[-1]
     outputs = len(page.outputs)
-    bench.close()  # twice is fine
+    bench.close()  # does nothing
     assert len(page.outputs) == outputs
-    wait_until(lambda: not threads_named("session", "pump"))
+    wait_until(lambda: not threads_named("session", "refresh loop"))
 
 
 def test_closed_workbenches_leave_no_widgets_behind(page: Page, relay: Relay) -> None:
@@ -256,29 +256,29 @@ def test_closed_workbenches_leave_no_widgets_behind(page: Page, relay: Relay) ->
     assert [type(widget).__name__ for key, widget in _instances.items() if key not in before] == []
 
 
-def test_closed_workbenches_are_forgotten(page: Page, relay: Relay) -> None:
+def test_closed_workbenches_are_freed(page: Page, relay: Relay) -> None:
     bench = Workbench(relay, make_batches())
     bench._ipython_display_()
     train(bench.session, 1)
     left = ref(bench), ref(bench.session)
     bench.close()
-    wait_until(lambda: not threads_named("session", "pump"))
+    wait_until(lambda: not threads_named("session", "refresh loop"))
     del bench
     gc.collect()
     assert [one() for one in left] == [None, None]
 
 
-def test_what_was_closed_shows_its_still(page: Page, relay: Relay) -> None:
+def test_closed_workbench_shows_its_still(page: Page, relay: Relay) -> None:
     bench = Workbench(relay, make_batches())
     train(bench.session, 1)
     bench.close()
     assert WIDGET_VIEW_TYPE not in bench._repr_mimebundle_() and "closed" in bench._repr_mimebundle_()["text/plain"]
     bench._ipython_display_()
     assert len(page.outputs) == 1 and "closed" in page.stills[-1]
-    assert not threads_named("pump")
+    assert not threads_named("refresh loop")
 
 
-def test_a_panel_of_a_closed_session_is_drawn_as_it_was_left(page: Page, relay: Relay) -> None:
+def test_panel_of_a_closed_session_is_drawn(page: Page, relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         train(session, 1)
     panel = TimelinePanel(session)
@@ -290,7 +290,7 @@ def test_a_panel_of_a_closed_session_is_drawn_as_it_was_left(page: Page, relay: 
 # Cells ----------------------------------------------------------------------------------------------------------------
 
 
-def test_running_a_cell_again_closes_what_it_has_made_before(page: Page, relay: Relay) -> None:
+def test_running_a_cell_again_closes_its_widgets(page: Page, relay: Relay) -> None:
     page.run("a")
     first = Workbench(relay, make_batches())
     first._ipython_display_()
@@ -316,7 +316,7 @@ def test_another_cell_closes_nothing(page: Page, relay: Relay) -> None:
             bench.close()
 
 
-def test_a_panel_is_replaced_with_its_cell_and_the_session_goes_on(page: Page, relay: Relay) -> None:
+def test_rerun_cell_replaces_its_panel_but_not_the_session(page: Page, relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         panels = []
         for _ in range(2):
@@ -329,7 +329,7 @@ def test_a_panel_is_replaced_with_its_cell_and_the_session_goes_on(page: Page, r
         panels[1].close()
 
 
-def test_two_workbenches_in_one_cell_live_side_by_side(page: Page, relay: Relay) -> None:
+def test_two_workbenches_work_in_one_cell(page: Page, relay: Relay) -> None:
     page.run("a")
     with make_relay() as other:
         benches = [Workbench(one, make_batches()) for one in (relay, other)]
@@ -342,7 +342,7 @@ def test_two_workbenches_in_one_cell_live_side_by_side(page: Page, relay: Relay)
             bench.close()
 
 
-def test_another_workbench_takes_the_relay_over_and_the_first_says_so(page: Page, relay: Relay) -> None:
+def test_taken_over_workbench_shows_the_reason(page: Page, relay: Relay) -> None:
     page.run("a")
     first = Workbench(relay, make_batches())
     first._ipython_display_()
@@ -351,14 +351,14 @@ def test_another_workbench_takes_the_relay_over_and_the_first_says_so(page: Page
     train(second.session, 2)
     wait_until(lambda: "closed" in header_of(first))
     button(first, "Run").click()
-    said = first.panels[0].widget.children[3]
-    assert said.layout.display == "" and "this session is closed" in said.children[0].value
+    error_box = first.panels[0].widget.children[3]
+    assert error_box.layout.display == "" and "this session is closed" in error_box.children[0].value
     assert second.snapshot().step == 2
     for bench in (first, second):
         bench.close()
 
 
-def test_a_cell_that_runs_again_in_the_middle_of_a_step_does_not_wait(page: Page, relay: Relay) -> None:
+def test_rerun_cell_does_not_wait_for_a_step(page: Page, relay: Relay) -> None:
     page.run("a")
     first = Workbench(relay, make_batches())
     first._ipython_display_()
@@ -371,5 +371,5 @@ def test_a_cell_that_runs_again_in_the_middle_of_a_step_does_not_wait(page: Page
         second.run(1)
         assert threading.current_thread() is threading.main_thread() and relay.steps == 0
     second.wait(HANG_S)
-    assert relay.steps == 2, "the first one has finished its step"
+    assert relay.steps == 2, "the first workbench has completed its step"
     second.close()

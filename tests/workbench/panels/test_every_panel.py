@@ -1,4 +1,4 @@
-"""What holds of every panel: it stands alone, is drawn at any moment, and its faults are its own; and of all in a workbench."""
+"""Properties of every panel, and of the panels of a workbench."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_panel_is_drawn_at_any_moment(relay: Relay, kind: type[Panel]) -> None
     with Session(relay, make_batches()) as session:
         panel = kind(session)
         shown(panel)  # without any step
-        for _ in range(2):  # in the first one, and in one that has another before it
+        for _ in range(2):  # in the first step, and in a later one
             with held(relay):
                 session.run(1)
                 enter(relay)
@@ -111,7 +111,7 @@ def test_a_panel_is_drawn_at_any_moment(relay: Relay, kind: type[Panel]) -> None
 
 
 @pytest.mark.parametrize("kind", [*KINDS, BoundsPanel, ExplorePanel, ExportPanel])
-def test_a_panel_that_cannot_be_drawn_says_so_and_comes_back(session: Session, kind: type[Panel]) -> None:
+def test_failing_panel_shows_its_error_and_recovers(session: Session, kind: type[Panel]) -> None:
     class Broken(kind):  # type: ignore[misc, valid-type]
         broken = True
 
@@ -123,15 +123,15 @@ def test_a_panel_that_cannot_be_drawn_says_so_and_comes_back(session: Session, k
     panel = Broken(session)
     train(session, 1)
     shown(panel)
-    said = panel.widget.children[0].value
-    assert "Broken could not be drawn" in said and "an axis of &lt;no&gt; length" in said and "Traceback" in said
+    html = panel.widget.children[0].value
+    assert "Broken could not be drawn" in html and "an axis of &lt;no&gt; length" in html and "Traceback" in html
     panel.broken = False
     shown(panel)
     assert "could not be drawn" not in html_of(panel)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_controls_of_a_session_that_has_ended_are_grey(relay: Relay, kind: type[Panel]) -> None:
+def test_controls_of_an_ended_session_are_disabled(relay: Relay, kind: type[Panel]) -> None:
     with Session(relay, make_batches()) as session:
         panel = kind(session)
         if kind is WhatIfPanel:
@@ -140,19 +140,19 @@ def test_the_controls_of_a_session_that_has_ended_are_grey(relay: Relay, kind: t
         shown(panel)
         controls = [one for one in widgets_of(panel) if one.has_trait("disabled")]
         assert not controls or not all(one.disabled for one in controls)
-    for _ in range(2):  # a frame does not wake them
+    for _ in range(2):  # a frame does not enable them
         shown(panel)
         assert all(one.disabled for one in widgets_of(panel) if one.has_trait("disabled"))
 
 
-def test_the_pump_outlives_a_panel_that_cannot_be_drawn(relay: Relay) -> None:
+def test_refresh_loop_survives_a_failing_panel(relay: Relay) -> None:
     bench = Workbench(relay, make_batches(), view=["relay", "loss"])
     relay_panel, loss = bench.views.visible_panels
     relay_panel.draw = lambda now: 1 / 0  # type: ignore[method-assign]
     bench._ipython_display_()
     for steps in (1, 2):
         train(bench.session, steps)
-        wait_until(lambda: loss._drawn[0] == bench.snapshot().step)
+        wait_until(lambda: loss._drawn_inputs[0] == bench.snapshot().step)
     assert "could not be drawn" in relay_panel.widget.children[0].value
     assert "could not be drawn" not in html_of(loss)
     bench.close()
@@ -161,7 +161,7 @@ def test_the_pump_outlives_a_panel_that_cannot_be_drawn(relay: Relay) -> None:
 # The workbench --------------------------------------------------------------------------------------------------------
 
 
-def test_a_workbench_steers_its_session(relay: Relay) -> None:
+def test_workbench_controls_its_session(relay: Relay) -> None:
     bench = Workbench(relay, make_batches())
     bench.run(2)
     assert bench.wait(HANG_S).step == 2
@@ -180,7 +180,7 @@ def test_a_workbench_steers_its_session(relay: Relay) -> None:
     assert bench.snapshot().state == "closed" and relay.evaluate(make_batches()[0]) > 0
 
 
-def test_a_workbench_that_was_taken_over_says_so_and_is_grey_at_once(relay: Relay) -> None:
+def test_taken_over_workbench_is_disabled_at_once(relay: Relay) -> None:
     first = Workbench(relay, make_batches())
     first._show(first.snapshot())
     assert first._notice.widget.layout.display == "none"
@@ -188,9 +188,9 @@ def test_a_workbench_that_was_taken_over_says_so_and_is_grey_at_once(relay: Rela
         first.step()
         enter(relay)
         second = Workbench(relay, make_batches())
-        first._show(first.snapshot())  # its last step is still under way
-        said = first._notice.widget.value
-        assert "was taken over by another one on the same relay: use that one, or run this cell again" in said
+        first._show(first.snapshot())  # its last step is still in progress
+        notice = first._notice.widget.value
+        assert "was taken over by another one on the same relay: use that one, or run this cell again" in notice
         for panel in first.panels:
             assert all(one.disabled for one in widgets_of(panel) if one.has_trait("disabled")), panel
     second.wait(HANG_S)
@@ -202,7 +202,7 @@ def test_a_workbench_that_was_taken_over_says_so_and_is_grey_at_once(relay: Rela
     assert second.snapshot().ended == CLOSED
 
 
-def test_a_panel_that_stands_alone_says_that_its_session_has_ended(session: Session) -> None:
+def test_standalone_panel_shows_the_end_of_its_session(session: Session) -> None:
     panel = EditsPanel(session)
     panel._repr_mimebundle_()
     session.close()
@@ -211,6 +211,6 @@ def test_a_panel_that_stands_alone_says_that_its_session_has_ended(session: Sess
     panel.close()
 
 
-def test_a_workbench_refuses_what_is_no_relay() -> None:
+def test_workbench_refuses_other_types() -> None:
     with pytest.raises(TypeError, match="a session takes an l2l_core.Relay"):
         Workbench(torch.nn.Linear(1, 1), [])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The buttons that write files: where the step is seen, and what they say of what they did."""
+"""Export buttons of the views Time and Memory, and of replays."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def words(panel: ExportPanel) -> str:
     return re.sub("<[^>]+>", " ", html_of(panel))
 
 
-def test_the_views_of_time_and_memory_have_them() -> None:
+def test_time_and_memory_have_export_buttons() -> None:
     assert [name for name, kinds in VIEWS.items() if ExportPanel in kinds] == ["time", "memory"]
 
 
-def test_a_button_writes_beside_the_notebook_and_says_what_to_do_next(panel: ExportPanel, tmp_path: Path) -> None:
+def test_button_writes_files_and_names_the_next_step(panel: ExportPanel, tmp_path: Path) -> None:
     train(panel.session, 2)
     for name in EXPORTS:
         find(panel, name).click()
@@ -51,12 +51,12 @@ def test_a_button_writes_beside_the_notebook_and_says_what_to_do_next(panel: Exp
     find(panel, "Perfetto").click()
     assert str(tmp_path / "exports" / "step_2-2.json.gz") in words(panel)
     assert '<a href="https://ui.perfetto.dev" target="_blank" rel="noopener">' in html_of(panel)
-    said = html_of(panel)
+    page = html_of(panel)
     shown(panel)
-    assert html_of(panel) == said, "it stays to be read"
+    assert html_of(panel) == page, "the status stays"
 
 
-def test_a_folder_may_be_named(panel: ExportPanel, tmp_path: Path) -> None:
+def test_folder_can_be_changed(panel: ExportPanel, tmp_path: Path) -> None:
     train(panel.session, 1)
     find(panel, "into the folder").value = " here/<b>deep "
     find(panel, "Perfetto").click()
@@ -66,13 +66,13 @@ def test_a_folder_may_be_named(panel: ExportPanel, tmp_path: Path) -> None:
     assert (tmp_path / "step_1_memory.pickle").is_file()
 
 
-def test_before_the_first_step_it_says_what_to_press(panel: ExportPanel, tmp_path: Path) -> None:
+def test_export_before_the_first_step_is_refused(panel: ExportPanel, tmp_path: Path) -> None:
     find(panel, "Report").click()
     assert "Report: there is no step to write yet: press Run or Step first" in words(panel)
     assert not list(tmp_path.iterdir())
 
 
-def test_where_nothing_can_be_written_it_says_why_and_the_next_one_works(panel: ExportPanel, tmp_path: Path) -> None:
+def test_failed_export_shows_the_reason(panel: ExportPanel, tmp_path: Path) -> None:
     train(panel.session, 1)
     (tmp_path / "exports").write_text("in the way")
     find(panel, "Perfetto").click()
@@ -82,7 +82,7 @@ def test_where_nothing_can_be_written_it_says_why_and_the_next_one_works(panel: 
     assert "Step 1 written" in words(panel) and 'role="alert"' not in html_of(panel)
 
 
-def test_a_package_that_is_missing_is_named(panel: ExportPanel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(panel: ExportPanel, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
@@ -92,7 +92,7 @@ def test_a_package_that_is_missing_is_named(panel: ExportPanel, monkeypatch: pyt
 
 
 def recorded_elsewhere(path: Path) -> Path:
-    """A run of another machine and year, with two losses on held-out data and a fact."""
+    """Record a run, and change its machine and date; add two held-out losses and a fact."""
     lines = [json.loads(line) for line in record(path, title="far away").read_text(encoding="utf-8").splitlines()]
     lines[0] |= {"began": "2020-01-02T03:04:05+00:00"}
     lines[0]["machine"] = {"platform": "A machine elsewhere", "cores": 1234, "torch": "1.2.3"}
@@ -102,9 +102,7 @@ def recorded_elsewhere(path: Path) -> Path:
     return path
 
 
-def test_a_replay_has_them_too_and_its_report_is_of_what_was_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replay_exports_the_recorded_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = recorded_elsewhere(tmp_path / "run.jsonl")
     board = replay(path)
@@ -115,7 +113,7 @@ def test_a_replay_has_them_too_and_its_report_is_of_what_was_recorded(
     assert report.is_file(), words(panel)
     assert report.read_text(encoding="utf-8") == render_report([load_run(path)])
     text = " ".join(re.sub("<[^>]+>", " ", report.read_text(encoding="utf-8")).split())
-    for said in (
+    for output in (
         "A machine elsewhere",
         "1234",
         "1.2.3",
@@ -123,12 +121,12 @@ def test_a_replay_has_them_too_and_its_report_is_of_what_was_recorded(
         "held out 66.12",
         "began 2020-01-02 03:04",
     ):
-        assert said in text, said
+        assert output in text, output
     assert "Made from run.jsonl, recorded 2020-01-02T03:04:05+00:00." in text and platform.platform() not in text
     board.close()
 
 
-def test_the_report_of_a_replay_is_of_the_moment_that_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_exports_the_selected_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     board = replay(recorded_elsewhere(tmp_path / "run.jsonl"))
     panel = next(panel for panel in board.panels if isinstance(panel, ExportPanel))
@@ -147,7 +145,7 @@ def test_the_report_of_a_replay_is_of_the_moment_that_is_seen(tmp_path: Path, mo
     board.close()
 
 
-def test_a_workbench_draws_them(relay: Relay) -> None:
+def test_workbench_draws_export_panels(relay: Relay) -> None:
     bench = Workbench(relay, make_batches(), view=["time", "memory"])
     bench._show(bench.snapshot())
     assert sum(isinstance(panel, ExportPanel) for panel in bench.panels) == 2

@@ -1,4 +1,4 @@
-"""The header's sliders: they set the next step, and follow what is set elsewhere."""
+"""Sliders of the header: they set the next step and follow settings changed elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.panels.header_panel import HeaderPanel
 from workbench.session.session import Session
 
 
-def test_a_slider_gives_the_next_step_another_setting_once(header: HeaderPanel) -> None:
+def test_slider_changes_a_setting_once(header: HeaderPanel) -> None:
     session = header.session
     find(header, "micro-batches").value = 3
     session.wait(HANG_S)
@@ -32,9 +32,11 @@ def test_a_slider_gives_the_next_step_another_setting_once(header: HeaderPanel) 
     ]
 
 
-def test_controls_follow_settings_that_are_changed_elsewhere_and_do_not_echo(header: HeaderPanel) -> None:
+def test_controls_follow_other_changes_without_echo(header: HeaderPanel) -> None:
     session = header.session
-    session.reconfigure(micro_batches=5, ahead=7, stash="host", h2d_bytes_per_s=3_000_000)  # three are no options
+    session.reconfigure(
+        micro_batches=5, ahead=7, stash="host", h2d_bytes_per_s=3_000_000
+    )  # three of them are no options
     session.wait(HANG_S)
     for _ in range(2):
         shown(header)
@@ -49,7 +51,7 @@ def test_controls_follow_settings_that_are_changed_elsewhere_and_do_not_echo(hea
     assert find(header, "emulated link").value == math.inf
 
 
-def test_a_stale_snapshot_does_not_move_a_slider_that_has_just_been_moved(header: HeaderPanel) -> None:
+def test_stale_snapshot_does_not_reset_a_slider(header: HeaderPanel) -> None:
     session, slider = header.session, find(header, "micro-batches")
     old = session.snapshot()
     slider.value = 4
@@ -57,7 +59,7 @@ def test_a_stale_snapshot_does_not_move_a_slider_that_has_just_been_moved(header
     assert slider.value == 4
     later = session.snapshot()
     slider.value = 8
-    header.show(later)  # has 4, which the panel has not shown yet
+    header.show(later)  # has 4, an older value than the slider's
     assert slider.value == 8
     session.wait(HANG_S)
     shown(header)
@@ -65,22 +67,22 @@ def test_a_stale_snapshot_does_not_move_a_slider_that_has_just_been_moved(header
     assert [change.what for change in session.snapshot().changes] == ["micro_batches 2 → 8"]
 
 
-def test_a_press_while_the_panel_is_drawn_is_not_lost(header: HeaderPanel) -> None:
+def test_click_during_a_redraw_is_not_lost(header: HeaderPanel) -> None:
     session = header.session
-    drawing, go_on = threading.Event(), threading.Event()
+    drawing, proceed = threading.Event(), threading.Event()
 
     def wait(_: object) -> None:
         drawing.set()
-        assert go_on.wait(HANG_S)
+        assert proceed.wait(HANG_S)
 
     find(header, "layers ahead").observe(wait, "value")
     session.reconfigure(ahead=3)
     thread = threading.Thread(target=shown, args=(header,))
     thread.start()
-    assert drawing.wait(HANG_S)  # in the middle of moving that slider
+    assert drawing.wait(HANG_S)  # while the panel sets that slider
     find(header, "Step").click()
     find(header, "micro-batches").value = 4
-    go_on.set()
+    proceed.set()
     thread.join(HANG_S)
     now = session.wait(HANG_S)
     assert now.step == 1 and now.config.micro_batches == 4
@@ -98,7 +100,7 @@ def test_the_link_is_set_in_both_directions(header: HeaderPanel) -> None:
     assert header.session.relay.device.figures()["h2d_bytes_per_s"] is None
 
 
-def test_sliders_begin_with_what_is_set() -> None:
+def test_sliders_start_at_the_settings() -> None:
     device = EmulatedDevice(h2d_bytes_per_s=7e6)
     with make_relay(RelayConfig(micro_batches=5, ahead=6), device) as relay, Session(relay, make_batches()) as session:
         header = HeaderPanel(session)
@@ -109,7 +111,7 @@ def test_sliders_begin_with_what_is_set() -> None:
 
 
 class Chip(Device):
-    """Does what an emulated device does, but is none: its link cannot be set."""
+    """A device with the behaviour of an emulated one, whose link cannot be set."""
 
     in_host_memory = True
 
@@ -126,14 +128,14 @@ class Chip(Device):
     def issue(self, *args: Any, **named: Any) -> Any:
         return self._inside.issue(*args, **named)
 
-    def start(self, *args: Any, **named: Any) -> Any:
+    def start_timer(self, *args: Any, **named: Any) -> Any:
         return self._inside.start_timer(*args, **named)
 
     def close(self) -> None:
         self._inside.close()
 
 
-def test_a_link_that_is_real_has_no_slider() -> None:
+def test_real_link_has_no_slider() -> None:
     with make_relay(device=Chip()) as relay, Session(relay, make_batches()) as session:
         header = HeaderPanel(session)
         train(session, 1)

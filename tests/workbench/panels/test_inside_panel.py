@@ -1,4 +1,4 @@
-"""The view "inside" as it is used: off until Look is pressed, then pictures of what was chosen. No kernel, no browser."""
+"""The view Inside: looks on demand and their pictures, without kernel and browser."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def letters(tokens: Sequence[int]) -> str:
 
 @pytest.fixture
 def panel(threads_end: None) -> Iterator[InsidePanel]:
-    """Over a decoder of four layers that has made two steps."""
+    """Panel of a decoder with four layers after two steps."""
     with make_decoder(make_gpt()) as relay, Session(relay, [make_batch(0)], decode=letters) as session:
         train(session, 2)
         made = InsidePanel(session)
@@ -35,7 +35,7 @@ def panel(threads_end: None) -> Iterator[InsidePanel]:
 
 
 def press(panel: InsidePanel) -> Inside:
-    """Press Look, and wait until what was seen is shown."""
+    """Press Look, wait for the result, show and return it."""
     before = panel._inside
     find(panel, "Look").click()
     wait_until(lambda: panel._inside is not before or bool(panel._failure_reason))
@@ -50,33 +50,33 @@ def code(panel: InsidePanel) -> str:
     return html.unescape(found[1])
 
 
-def test_it_is_a_view_and_nothing_runs_before_look_is_pressed(panel: InsidePanel, monkeypatch: Any) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(Relay, "look", lambda *_, **__: asked.append(1))
+def test_nothing_runs_before_look_is_pressed(panel: InsidePanel, monkeypatch: Any) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(Relay, "look", lambda *_, **__: calls.append(1))
     assert VIEWS["inside"] == (InsidePanel,)
     train(panel.session, 2)
     shown(panel)
-    assert "Nothing is looked at until you press Look" in html_of(panel) and "<svg" not in html_of(panel)
-    assert not asked and panel.still(panel.session.snapshot())[0].to_text().endswith("Nothing was looked at.")  # type: ignore[union-attr]
+    assert "Nothing is recorded until you press Look" in html_of(panel) and "<svg" not in html_of(panel)
+    assert not calls and panel.still(panel.session.snapshot())[0].to_text().endswith("Nothing was recorded.")  # type: ignore[union-attr]
 
 
-def test_look_shows_the_stream_and_what_it_cost(panel: InsidePanel) -> None:
+def test_look_shows_the_stream_and_its_cost(panel: InsidePanel) -> None:
     seen = press(panel)
     assert seen.keys == ("L000", "L001", "L002", "L003") and not seen.depths and not seen.written
-    said = html_of(panel)
-    assert "Micro-batch 0, row 0, after step 2; took" in said and "1 pass of a micro-batch, keeps" in said
-    assert 'aria-label="The stream over depth"' in said
+    output = html_of(panel)
+    assert "Micro-batch 0, row 0, after step 2; took" in output and "1 pass of a micro-batch, keeps" in output
+    assert 'aria-label="The stream over depth"' in output
     find(panel, "show").value = "spread"
     assert 'aria-label="Activations after each layer"' in html_of(panel)
     find(panel, "show").value = "attention"
-    assert "no attention maps were asked for" in html_of(panel)
+    assert "no attention maps were requested" in html_of(panel)
     find(panel, "show").value = "text"
-    assert "No text was asked for" in html_of(panel)
-    find(panel, "▸ What was seen as a table").value = True
+    assert "No text was generated" in html_of(panel)
+    find(panel, "▸ The view as a table").value = True
 
 
-def test_what_is_chosen_is_looked_at_and_the_line_of_code_does_the_same(panel: InsidePanel) -> None:
-    assert code(panel) == "seen = workbench.look().result()" and "takes 1 pass" in html_of(panel)
+def test_look_uses_the_controls_and_its_code_does_the_same(panel: InsidePanel) -> None:
+    assert code(panel) == "inside = workbench.look().result()" and "takes 1 pass" in html_of(panel)
     find(panel, "layers").value = ["L001", "L003"]
     find(panel, "micro-batch").value = 1
     find(panel, "row").value = 1
@@ -89,15 +89,15 @@ def test_what_is_chosen_is_looked_at_and_the_line_of_code_does_the_same(panel: I
     assert (seen.keys, seen.micro_batches, seen.row, seen.passes) == (("L001", "L003"), (1,), 1, 10)
     line = code(panel)
     assert line == (
-        "seen = workbench.look(['L001', 'L003'], micro_batches=[1], row=1, positions=4, attention=True, lens=True, "
+        "inside = workbench.look(['L001', 'L003'], micro_batches=[1], row=1, positions=4, attention=True, lens=True, "
         "generate=2).result()"
     )
     scope: dict[str, Any] = {"workbench": panel.session}
     exec(line, scope)
-    again: Inside = scope["seen"]
+    again: Inside = scope["inside"]
     assert [one.left for one in again.passings] == [one.left for one in seen.passings]
     assert [one.loss for one in again.depths] == [one.loss for one in seen.depths] and again.written == seen.written
-    for part, label in (("attention", "Attention"), ("lens", "What the head says at each depth")):
+    for part, label in (("attention", "Attention"), ("lens", "Head output at each depth")):
         find(panel, "show").value = part
         assert f'aria-label="{label}"' in html_of(panel)
     find(panel, "show").value = "text"
@@ -106,7 +106,7 @@ def test_what_is_chosen_is_looked_at_and_the_line_of_code_does_the_same(panel: I
     assert len(panel.still(panel.session.snapshot())) == 5
 
 
-def test_the_heads_of_another_layer_are_shown_when_it_is_chosen(panel: InsidePanel) -> None:
+def test_heads_of_the_selected_layer_are_shown(panel: InsidePanel) -> None:
     find(panel, "attention maps").value = True
     press(panel)
     heads = find(panel, "heads of layer")
@@ -117,23 +117,23 @@ def test_the_heads_of_another_layer_are_shown_when_it_is_chosen(panel: InsidePan
     assert "layer 2 · L002: 2 heads" in html_of(panel)
 
 
-def test_what_was_seen_is_old_after_a_step_and_layers_keep_their_numbers_of_then(panel: InsidePanel) -> None:
+def test_old_look_is_marked_and_keeps_its_numbers(panel: InsidePanel) -> None:
     press(panel)
     train(panel.session, 1)
     panel.session.edit(Insert(0))
     panel.session.wait(HANG_S)
     shown(panel)
     assert "old: after step 2, now it is step 3" in html_of(panel)
-    assert "layer 3 · L003" in html_of(panel), "of the layers as they were"
+    assert "layer 3 · L003" in html_of(panel), "numbers at the time of the look"
     assert find(panel, "layers").options[0][1] == "L004"
     find(panel, "layers").value = ["L000", "L002"]
     panel.session.edit(Drop("L000"))
     panel.session.wait(HANG_S)
     shown(panel)
-    assert find(panel, "layers").value == ("L002",), "what is left stays chosen"
+    assert find(panel, "layers").value == ("L002",), "the remaining layer stays selected"
 
 
-def test_a_look_waits_for_the_step_under_way_and_the_run_goes_on(relay: Relay) -> None:
+def test_look_waits_for_the_current_step(relay: Relay) -> None:
     with Session(relay, make_batches(), probe=make_batches(8)[5:]) as session:
         panel = InsidePanel(session)
         with held(relay):
@@ -149,13 +149,13 @@ def test_a_look_waits_for_the_step_under_way_and_the_run_goes_on(relay: Relay) -
         )
 
 
-def test_what_cannot_be_seen_is_said_and_the_run_goes_on(relay: Relay) -> None:
+def test_failed_look_shows_the_reason(relay: Relay) -> None:
     with Session(relay, make_batches(), probe=False) as session:
         panel = InsidePanel(session)
         find(panel, "Look").click()
         wait_until(lambda: bool(panel._failure_reason))
         shown(panel)
-        assert "Nothing was seen: no batch has been trained on yet" in html_of(panel)
+        assert "The look failed: no batch has been trained on yet" in html_of(panel)
         assert session.wait(HANG_S).state == "idle"
         relay.model[2].error = RuntimeError("in the middle")
         future = session.look(batch=make_batches()[0])

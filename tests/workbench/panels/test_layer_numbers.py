@@ -1,4 +1,4 @@
-"""One number for a layer: whatever was edited, every view calls the same layer by the same number, its key beside it."""
+"""All views show the same number beside the key of a layer, also after edits."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ EDITS: list[tuple[Edit, ...]] = [
     (Move("L000", "L003"),),
     (Insert(0, init="copy"), Drop("L002"), Move("L003", "L000")),
 ]
-CALLED = re.compile(r"(\d+) · (L\d+)")
+NUMBER_AND_KEY = re.compile(r"(\d+) · (L\d+)")
 
 
-def called_in(words: str) -> dict[str, str]:
-    """Numbers by key, wherever a number stands before a key; one key has one number."""
-    pairs = set(CALLED.findall(html.unescape(words)))
+def numbers_in(words: str) -> dict[str, str]:
+    """Return the numbers by key, from every number in front of a key; check that a key has one number."""
+    pairs = set(NUMBER_AND_KEY.findall(html.unescape(words)))
     found = {key: number for number, key in pairs}
     assert len(found) == len(pairs), f"a layer with two numbers: {sorted(pairs)}"
     return found
 
 
 def check(words: str, numbers: Mapping[str, str], least: int = 1) -> None:
-    found = called_in(words)
+    found = numbers_in(words)
     assert found.items() <= numbers.items() and len(found) >= least, (found, numbers)
 
 
 @pytest.mark.parametrize("edits", EDITS, ids=repr)
-def test_every_view_calls_a_layer_the_same(session: Session, edits: tuple[Edit, ...]) -> None:
+def test_all_views_use_the_same_number(session: Session, edits: tuple[Edit, ...]) -> None:
     train(session, 1)
     session.edit(*edits).result(HANG_S)
     train(session, 1)
@@ -61,7 +61,7 @@ def test_every_view_calls_a_layer_the_same(session: Session, edits: tuple[Edit, 
 
     player = RelayPanel(session)
     shown(player)
-    check(html_of(player), numbers, everyone)  # cells of the shelf
+    check(html_of(player), numbers, everyone)  # cells of the host
     find(player, "▸ The moment in words").value = True
     for _ in range(4):
         find(player, "Next visit").click()
@@ -72,16 +72,16 @@ def test_every_view_calls_a_layer_the_same(session: Session, edits: tuple[Edit, 
     shown(timeline)
     check(html_of(timeline), numbers, everyone)
     for kind, letter in (("forward", "F"), ("update", "U")):
-        expected, said = {(number, number, key) for key, number in numbers.items()}, set()
-        for _ in range(20):  # a bar narrower than two pixels says nothing, as one may be where another took very long
-            said = set(re.findall(rf"<title>{letter}(\d+) {kind} (\d+) · (L\d+)", html_of(timeline)))
-            assert said <= expected, "bars and tooltips"
-            if said == expected:
+        expected, output = {(number, number, key) for key, number in numbers.items()}, set()
+        for _ in range(20):  # bars narrower than two pixels have no label
+            output = set(re.findall(rf"<title>{letter}(\d+) {kind} (\d+) · (L\d+)", html_of(timeline)))
+            assert output <= expected, "bars and tooltips"
+            if output == expected:
                 break
             train(session, 1)
             timeline = TimelinePanel(session)
             shown(timeline)
-        assert said == expected, "bars and tooltips"
+        assert output == expected, "bars and tooltips"
     for trace in timeline_figure(now.last).data:
         check(" ".join(trace.hovertext), numbers, 0)
     check(relay_frames(now.last, now.layers).frame(0)[0], numbers, everyone)
@@ -92,7 +92,7 @@ def test_every_view_calls_a_layer_the_same(session: Session, edits: tuple[Edit, 
     strip = re.findall(r'text-anchor="middle" fill="#[0-9a-f]+">(\d+)<', html_of(memory))
     assert strip[0] == "0" and {*strip} <= {*numbers.values()}
 
-    check(draw_heat(now.statistics, "grad_norm"), numbers, everyone)  # its marks of edits have numbers of their time
+    check(draw_heat(now.statistics, "grad_norm"), numbers, everyone)  # marks of edits have the numbers at their time
     for table in (heat_table(now.statistics, "grad_norm"), layers_table(now.layers)):
         assert {row[1]: row[0] for row in table.rows if row[0] != "dropped"} == numbers
     layers = LayersPanel(session)
@@ -105,7 +105,9 @@ def test_every_view_calls_a_layer_the_same(session: Session, edits: tuple[Edit, 
     for one in widgets_of(form):
         if getattr(one, "description", "") in ("from", "to", "layer", "and", "to the place of", "like", "where"):
             labels = dict(
-                CALLED.match(label.removeprefix("before ")).groups()[::-1] for label, _ in one.options if "·" in label
+                NUMBER_AND_KEY.match(label.removeprefix("before ")).groups()[::-1]
+                for label, _ in one.options
+                if "·" in label
             )  # type: ignore[union-attr]
             assert labels == numbers, one.description
     check(form._form.preview.value, numbers)
@@ -118,13 +120,13 @@ def test_the_journal_keeps_the_numbers_of_its_time(session: Session) -> None:
     session.undo().result(HANG_S)
     panel = EditsPanel(session)
     now = shown(panel)
-    said = re.findall(r"<span>([^<]*)</span>", panel._journal.value)
-    assert said == ["undo − 0 · L000", "− 0 · L000", "− 1 · L002", "− 1 · L001"]
+    output = re.findall(r"<span>([^<]*)</span>", panel._journal.value)
+    assert output == ["undo − 0 · L000", "− 0 · L000", "− 1 · L002", "− 1 · L001"]
     assert [change.what for change in now.changes] == ["− 1 · L001", "− 1 · L002", "− 0 · L000", "undo − 0 · L000"]
 
 
 @pytest.mark.parametrize("kind", [RelayPanel, TimelinePanel])
-def test_a_picture_of_an_earlier_step_keeps_that_steps_numbers(session: Session, kind: type[Panel]) -> None:
+def test_picture_of_an_earlier_step_keeps_its_numbers(session: Session, kind: type[Panel]) -> None:
     train(session, 1)
     panel = kind(session)
     shown(panel)
@@ -132,6 +134,6 @@ def test_a_picture_of_an_earlier_step_keeps_that_steps_numbers(session: Session,
     shown(panel)
     then, today = {f"L{i:03d}": str(i) for i in range(4)}, {"L001": "0", "L002": "1", "L003": "2"}
     if isinstance(panel, RelayPanel):
-        check(html_of(panel), today, 3)  # at rest: the layers that there are
+        check(html_of(panel), today, 3)  # between steps: the current layers
         find(panel, "Next event").click()  # through the step before the edit
     check(html_of(panel), then, 4)

@@ -1,4 +1,4 @@
-"""Predictions with and without a layer on its card: those of the model in core, and only when somebody asks."""
+"""Predictions with and without a layer on its card, compared with the model in core."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def letters(tokens: Sequence[int]) -> str:
 
 @pytest.fixture
 def panel(threads_end: None) -> Iterator[CardPanel]:
-    """Of the second of four layers of a decoder that has made two steps."""
+    """Card of the second of four layers of a decoder after two steps."""
     with (
         make_decoder(make_gpt()) as relay,
         Session(relay, [make_batch(0)], probe=[BATCH], decode=letters) as session,
@@ -44,16 +44,16 @@ def panel(threads_end: None) -> Iterator[CardPanel]:
 
 
 def press(panel: CardPanel) -> str:
-    known = panel._predictions.found
+    before = panel._predictions.found
     find(panel, "Predictions without it").click()
-    wait_until(lambda: panel._predictions.found is not known)
+    wait_until(lambda: panel._predictions.found is not before)
     panel.session.wait(HANG_S)
     shown(panel)
     return unescape(html_of(panel))
 
 
 def in_core(relay: Relay, without: int | None = None) -> torch.Tensor:
-    """The likeliest tokens of the probe's first row, (positions,), by plain PyTorch."""
+    """Return the most likely tokens of the probe's first row, (positions,), with plain PyTorch."""
     model: Any = copy.deepcopy(relay.model).eval()
     if without is not None:
         del model.transformer.h[without]
@@ -61,38 +61,38 @@ def in_core(relay: Relay, without: int | None = None) -> torch.Tensor:
         return model(**{name: tensor[:2] for name, tensor in BATCH.items()}, use_cache=False).logits[0].argmax(-1)
 
 
-def test_they_are_those_of_the_model_in_core(panel: CardPanel) -> None:
+def test_predictions_equal_those_in_core(panel: CardPanel) -> None:
     assert "predictions differ" not in html_of(panel)
-    said = press(panel)
-    rows = dict(re.findall(r'<tr><th scope="row">([^<]+)</th>(.*?)</tr>', said))
+    output = press(panel)
+    rows = dict(re.findall(r'<tr><th scope="row">([^<]+)</th>(.*?)</tr>', output))
     whole, without = in_core(panel.session.relay), in_core(panel.session.relay, 1)
     for words, tokens in (("in the row", BATCH["input_ids"][0]), ("with it", whole), ("without it", without)):
         cells = re.findall(r"<td[^>]*>([^<]*)</td>", rows[words])
         assert cells == [letters([token]) for token in tokens.tolist()][: len(cells)] and len(cells) == len(tokens)
     differ = int((whole != without).sum())
-    assert f"{differ} of {len(whole)} predictions differ" in said and rows["with it"].count("l2l-differs") == differ
-    assert "(after step 2)" in said
+    assert f"{differ} of {len(whole)} predictions differ" in output and rows["with it"].count("l2l-differs") == differ
+    assert "(after step 2)" in output
     table = panel.still(panel.session.snapshot())[1]
     assert table.to_text().count("differs") == differ
 
 
-def test_tokens_that_are_the_same_text_differ_in_the_cells_as_in_the_count(panel: CardPanel) -> None:
+def test_different_tokens_with_equal_text_count_as_different(panel: CardPanel) -> None:
     panel.session.decode = lambda tokens: "x" * len(tokens)
-    said = press(panel)
+    output = press(panel)
     differ = int((in_core(panel.session.relay) != in_core(panel.session.relay, 1)).sum())
-    assert differ and f"{differ} of " in said and said.count('class="l2l-differs"') == 2 * differ
+    assert differ and f"{differ} of " in output and output.count('class="l2l-differs"') == 2 * differ
     assert panel.still(panel.session.snapshot())[1].to_text().count("differs") == differ
 
 
-def test_the_line_of_code_does_the_same(panel: CardPanel) -> None:
-    said = press(panel)
-    (line,) = re.findall(r"<code>(workbench\.look\(.*?\))</code>", said)
+def test_code_gives_the_same_predictions(panel: CardPanel) -> None:
+    output = press(panel)
+    (line,) = re.findall(r"<code>(workbench\.look\(.*?\))</code>", output)
     seen = eval(line, {"workbench": panel.session}).result(HANG_S)
     found = panel._predictions.found["L001"].examples
     assert found is not None and torch.equal(seen.depths[0].tokens, found.without.depths[0].tokens)
 
 
-def test_of_the_last_layer_and_of_an_old_moment(panel: CardPanel) -> None:
+def test_last_layer_and_old_predictions(panel: CardPanel) -> None:
     find(panel, "card of").value = "L003"
     press(panel)
     found = panel._predictions.found["L003"].examples
@@ -103,7 +103,7 @@ def test_of_the_last_layer_and_of_an_old_moment(panel: CardPanel) -> None:
     assert "old: after step 2" in html_of(panel)
 
 
-def test_what_cannot_be_is_said_and_no_refusal_of_the_session(panel: CardPanel) -> None:
+def test_refused_look_shows_the_reason(panel: CardPanel) -> None:
     panel.session.edit(Drop("L000"), Drop("L002"), Drop("L003"))
     panel.session.wait(HANG_S)
     shown(panel)

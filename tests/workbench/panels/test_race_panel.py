@@ -1,4 +1,4 @@
-"""The panel of races: what a person chooses is raced, seen while it goes on, paused and stopped."""
+"""The race panel: start, pause and stop of a race of selected branches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def branched(session: Session) -> RacePanel:
     return panel
 
 
-def test_with_one_branch_it_says_how_to_get_another(session: Session) -> None:
+def test_single_branch_shows_how_to_fork(session: Session) -> None:
     panel = RacePanel(session)
     shown(panel)
     assert "Make a second branch first" in html_of(panel) and find(panel, "Start race").disabled
@@ -34,7 +34,7 @@ def test_with_one_branch_it_says_how_to_get_another(session: Session) -> None:
     assert find(panel, "Start race").disabled
 
 
-def test_a_race_by_hand_is_the_one_of_the_command(session: Session) -> None:
+def test_start_race_runs_the_selected_race(session: Session) -> None:
     panel = branched(session)
     find(panel, "compared with").value = "slim"
     find(panel, "steps").value = 5
@@ -51,12 +51,12 @@ def test_a_race_by_hand_is_the_one_of_the_command(session: Session) -> None:
 
 
 def race_words(panel: RacePanel) -> str:
-    """What its table says, opened."""
+    """Open the table and return the HTML of the panel."""
     find(panel, "▸ The race as a table").value = True
     return html_of(panel)
 
 
-def test_while_it_is_run_it_can_be_paused_and_stopped(session: Session, relay: Relay) -> None:
+def test_race_can_be_paused_and_stopped(session: Session, relay: Relay) -> None:
     panel = branched(session)
     find(panel, "steps").value = 1000
     with held(relay):
@@ -68,7 +68,7 @@ def test_while_it_is_run_it_can_be_paused_and_stopped(session: Session, relay: R
     now = session.wait(HANG_S)
     assert now.race is not None and now.race.is_paused
     shown(panel)
-    find(panel, "Go on").click()
+    find(panel, "Continue race").click()
     wait_until(lambda: (race := session.snapshot().race) is not None and len(race["slim"].steps) > 1)
     find(panel, "Stop race").click()
     now = session.wait(HANG_S)
@@ -77,27 +77,27 @@ def test_while_it_is_run_it_can_be_paused_and_stopped(session: Session, relay: R
     assert not find(panel, "Start race").disabled
 
 
-def test_run_during_a_race_says_that_it_is_on_and_goes_on_with_one_that_waits(session: Session, relay: Relay) -> None:
+def test_run_during_a_race_is_refused_or_resumes_it(session: Session, relay: Relay) -> None:
     branched(session)
     header = HeaderPanel(session)
     with held(relay):
         race = session.race("main", "slim", steps=3)
         enter(relay)
         find(header, "Run").click()
-        assert "a race is being run, and goes on by itself: Pause holds it" in html_of(header)
+        assert "a race is in progress and needs no run(): Pause holds it" in html_of(header)
         assert not session.snapshot().queued
         session.pause()
     assert session.wait(HANG_S).race is not None and not race.done()
     find(header, "Run").click()
     assert [len(one.steps) for one in race.result(HANG_S).racers] == [3, 3]
     now = session.wait(HANG_S)
-    assert (now.state, now.step, now.target) == ("idle", 4, 1), "no run has begun behind the race"
+    assert (now.state, now.step, now.target) == ("idle", 4, 1), "no run has started after the race"
     find(header, "steps").value = 2
     find(header, "Run").click()
     assert session.wait(HANG_S).step == 6
 
 
-def test_what_the_session_refuses_is_said_in_the_panel(session: Session) -> None:
+def test_refused_race_shows_the_reason(session: Session) -> None:
     panel = branched(session)
     session.close()
     find(panel, "Start race").click()

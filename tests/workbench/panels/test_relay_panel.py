@@ -1,4 +1,4 @@
-"""The player: a step event by event and visit by visit, live and at any pace."""
+"""The relay picture: live mode, and the player by event and by visit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.session.session import Session
 
 @pytest.fixture
 def player(session: Session) -> RelayPanel:
-    """A relay panel over a session that has trained a step."""
+    """Relay panel of a session after one step."""
     panel = RelayPanel(session)
     train(session, 1)
     shown(panel)
@@ -28,19 +28,19 @@ def picture_of(panel: Panel) -> str:
     return panel.widget.children[0].value
 
 
-def moments_of(panel: Panel) -> StateTimeline:
+def timeline_of(panel: Panel) -> StateTimeline:
     now = panel.session.snapshot()
     assert now.last is not None
     return StateTimeline.of(now.last, [layer.key for layer in now.layers])
 
 
-def test_without_a_step_the_player_has_nowhere_to_go(session: Session) -> None:
+def test_player_without_a_step_does_nothing(session: Session) -> None:
     panel = RelayPanel(session)
     shown(panel)
     for words in ("Next event", "Previous event", "Next visit", "Previous visit"):
         find(panel, words).click()
     assert find(panel, "Live").value and find(panel, "event").value == 0
-    assert panel._play.max == 0, "nor does playing move it"
+    assert panel._play.max == 0, "playing has no range either"
     train(session, 1)
     shown(panel)
     assert find(panel, "event").max == session.snapshot().last.counts[0] - 1
@@ -59,14 +59,14 @@ def test_events_one_by_one(player: RelayPanel) -> None:
     for number in (4, 3, 2, 1, 0, 0):
         find(player, "Previous event").click()
         assert at.value == number
-        assert not number or picture_of(player) == seen[number - 1], "the same moment, the same picture"
+        assert not number or picture_of(player) == seen[number - 1], "equal moments have equal pictures"
     at.value = at.max
     find(player, "Next event").click()
     assert at.value == at.max
 
 
 def test_visits_one_by_one(player: RelayPanel) -> None:
-    visits, at = list(moments_of(player).visit_starts()), find(player, "event")
+    visits, at = list(timeline_of(player).visit_starts()), find(player, "event")
     seen = []
     for _ in visits:
         find(player, "Next visit").click()
@@ -79,7 +79,7 @@ def test_visits_one_by_one(player: RelayPanel) -> None:
     assert at.value == visits[1]
 
 
-def test_every_event_of_a_step_can_be_looked_at(player: RelayPanel) -> None:
+def test_every_event_can_be_shown(player: RelayPanel) -> None:
     at = find(player, "event")
     pictures = set()
     for number in range(at.max, -1, -1):
@@ -88,7 +88,7 @@ def test_every_event_of_a_step_can_be_looked_at(player: RelayPanel) -> None:
     assert not find(player, "Live").value and len(pictures) > at.max / 2
 
 
-def test_a_new_step_does_not_move_what_is_being_looked_at(player: RelayPanel) -> None:
+def test_new_step_does_not_change_the_player(player: RelayPanel) -> None:
     session, at = player.session, find(player, "event")
     at.value = 7
     most, picture = at.max, picture_of(player)
@@ -100,7 +100,7 @@ def test_a_new_step_does_not_move_what_is_being_looked_at(player: RelayPanel) ->
         session.step()
         enter(session.relay)
         shown(player)
-        assert picture_of(player) == picture, "nor does one under way"
+        assert picture_of(player) == picture, "nor does a step in progress"
     session.wait(HANG_S)
     find(player, "Live").value = True
     assert picture_of(player) != picture
@@ -108,7 +108,7 @@ def test_a_new_step_does_not_move_what_is_being_looked_at(player: RelayPanel) ->
     assert at.max == session.snapshot().last.counts[0] - 1 > most
 
 
-def test_ranges_fit_the_step_also_when_it_gets_shorter(player: RelayPanel) -> None:
+def test_range_follows_the_length_of_the_step(player: RelayPanel) -> None:
     session = player.session
     at, play = find(player, "event"), next(one for one in widgets_of(player) if isinstance(one, ipywidgets.Play))
     for micro_batches in (6, 1):
@@ -119,20 +119,20 @@ def test_ranges_fit_the_step_also_when_it_gets_shorter(player: RelayPanel) -> No
         now = shown(player)
         assert now.last is not None
         assert at.max == play.max == now.last.counts[0] - 1 and at.value <= at.max and play.value <= play.max
-        assert find(player, "Live").value, "a range that shrinks is nobody's hand"
+        assert find(player, "Live").value, "a smaller range is no user input"
 
 
-def test_pace_is_that_of_playing(player: RelayPanel) -> None:
+def test_speed_sets_the_interval(player: RelayPanel) -> None:
     play = next(one for one in widgets_of(player) if isinstance(one, ipywidgets.Play))
-    pace = next(one for one in widgets_of(player) if isinstance(one, ipywidgets.Dropdown))
+    speed = next(one for one in widgets_of(player) if isinstance(one, ipywidgets.Dropdown))
     intervals = []
     for name in ("slow", "normal", "fast"):
-        pace.value = name
+        speed.value = name
         intervals.append(play.interval)
     assert intervals == sorted(intervals, reverse=True) and intervals[0] > intervals[-1]
 
 
-def test_live_shows_the_step_under_way(player: RelayPanel) -> None:
+def test_live_shows_the_step_in_progress(player: RelayPanel) -> None:
     idle = picture_of(player)
     with held(player.session.relay):
         player.session.step()
@@ -144,12 +144,12 @@ def test_live_shows_the_step_under_way(player: RelayPanel) -> None:
     assert player.session.snapshot().progress is None and find(player, "Live").value
 
 
-def test_live_stops_the_player_and_is_not_undone_by_its_last_ticks(player: RelayPanel) -> None:
+def test_live_ignores_late_positions_of_the_player(player: RelayPanel) -> None:
     panel = player
     panel._play.playing = True
     panel._slider.value = 5
     assert not find(panel, "Live").value
     find(panel, "Live").value = True
     assert not panel._play.playing
-    panel._slider.value = 6  # was under way from the page
+    panel._slider.value = 6  # a late message from the page
     assert find(panel, "Live").value and "no step is under way" in picture_of(panel)

@@ -1,4 +1,4 @@
-"""What if, as it is used: sliders ask, answers touch nothing until they are applied."""
+"""The what-if view: forecast, sliders, suggestions, Apply, Reset and Fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.session.session import Session
 
 @pytest.fixture
 def what_if(session: Session) -> WhatIfPanel:
-    """Unfolded, after two steps."""
+    """Open what-if panel after two steps."""
     panel = WhatIfPanel(session)
     find(panel, "▸ What if").value = True
     train(session, 2)
@@ -27,43 +27,43 @@ def what_if(session: Session) -> WhatIfPanel:
     return panel
 
 
-def asked(panel: WhatIfPanel, values: dict[str, Any]) -> str:
-    """Move controls, by their words; what the panel then says."""
+def answer(panel: WhatIfPanel, values: dict[str, Any]) -> str:
+    """Set controls by their labels and return the HTML of the panel."""
     for words, value in values.items():
         find(panel, words).value = value
     assert panel.wait_until_idle()
     return html_of(panel)
 
 
-def test_moving_a_slider_answers_and_touches_nothing(what_if: WhatIfPanel) -> None:
-    said = asked(what_if, {"layers": 96, "stash on": "host"})
-    assert "layers 4 → 96; stash on device → host" in said and "what if, simulated" in said
-    assert "step 2, measured" in said and "By formula: layers repeated or left out." in said
+def test_slider_changes_the_answer_and_no_setting(what_if: WhatIfPanel) -> None:
+    output = answer(what_if, {"layers": 96, "stash on": "host"})
+    assert "layers 4 → 96; stash on device → host" in output and "what if, simulated" in output
+    assert "step 2, measured" in output and "By formula: layers repeated or left out." in output
     now = what_if.session.snapshot()
     assert now.step == 2 and not now.queued and now.config == RelayConfig(micro_batches=2)
 
 
-def test_a_folded_what_if_has_no_sliders_and_forecasts_all_the_same(session: Session) -> None:
+def test_closed_what_if_forecasts_without_sliders(session: Session) -> None:
     panel = WhatIfPanel(session)
     shown(panel)
     assert panel.wait_until_idle() and "a guess by formula" in html_of(panel)
     train(session, 3)
     shown(panel)
     assert panel.wait_until_idle() and "next step, forecast" in html_of(panel) and "<svg" not in html_of(panel)
-    assert ", forecast " not in html_of(panel).replace("step, forecast<", ""), "a guess is not checked"
+    assert ", forecast " not in html_of(panel).replace("step, forecast<", ""), "a guess is not compared"
     assert not [one for one in widgets_of(panel) if isinstance(one, ipywidgets.SelectionSlider)]
     train(session, 1)
     shown(panel)
     assert panel.wait_until_idle() and "step 4, measured: " in html_of(panel) and "(exact)" in html_of(panel)
-    said = panel._forecast_error
-    for micro_batches in (3, 2):  # there and back: this forecast is of the next step, and not of the one behind it
+    output = panel._forecast_error
+    for micro_batches in (3, 2):  # changed and restored: this forecast is for the next step
         session.reconfigure(micro_batches=micro_batches)
         shown(panel)
-        assert panel.wait_until_idle() and panel._forecast_error == said
+        assert panel.wait_until_idle() and panel._forecast_error == output
     assert panel.still(session.snapshot()) == []
 
 
-def test_a_rehearsal_forecasts_the_first_step(session: Session) -> None:
+def test_rehearsal_forecasts_the_first_step(session: Session) -> None:
     panel = WhatIfPanel(session)
     find(panel, "▸ What if").value = True
     shown(panel)
@@ -77,7 +77,7 @@ def test_a_rehearsal_forecasts_the_first_step(session: Session) -> None:
     assert find(panel, "Rehearse").layout.display == "none"
 
 
-def test_a_rehearsal_that_cannot_be_says_why(relay: Relay) -> None:
+def test_failed_rehearsal_shows_the_reason(relay: Relay) -> None:
     with Session(relay, iter(())) as session:
         panel = WhatIfPanel(session)
         find(panel, "Rehearse").click()
@@ -85,45 +85,47 @@ def test_a_rehearsal_that_cannot_be_says_why(relay: Relay) -> None:
         assert not find(panel, "Rehearse").disabled
 
 
-def test_apply_hands_over_what_can_be_set_and_says_how_the_rest_is(what_if: WhatIfPanel) -> None:
+def test_apply_sets_the_settings_and_explains_the_rest(what_if: WhatIfPanel) -> None:
     session = what_if.session
-    said = asked(
+    output = answer(
         what_if,
         {
             "micro-batches": 3, "layers ahead": 2, "stash on": "host", "precision": "bf16", "link to device": 5e8,
             "layers": 6, "width": 2.0,
         },
     )  # fmt: skip
-    assert "precision fp32 → bf16" in said
+    assert "precision fp32 → bf16" in output
     find(what_if, "Apply").click()
     session.wait(HANG_S)
     assert session.relay.config == RelayConfig(micro_batches=3, ahead=2, stash="host", precision="bf16")
     assert session.relay.device.figures()["h2d_bytes_per_s"] == 5e8
     assert session.relay.device.figures()["d2h_bytes_per_s"] is None
-    said = html_of(what_if)
-    assert "handed to the next step; layers: an edit, offered below" in said and "width: with another model" in said
+    output = html_of(what_if)
+    assert "set for the next step; layers: use an edit below" in output and "width: use another model" in output
     train(session, 1)
     now = shown(what_if)
     assert what_if.wait_until_idle() and now.last is not None and now.last.settings["precision"] == "bf16"
-    assert "<strong>layers 4 → 6; width × 1 → × 2</strong>" in html_of(what_if), "what could not be set is still asked"
+    assert "<strong>layers 4 → 6; width × 1 → × 2</strong>" in html_of(what_if), (
+        "changes that cannot be set stay in the question"
+    )
 
 
-def test_weights_that_stay_and_graphs_that_are_kept(what_if: WhatIfPanel) -> None:
+def test_resident_weights_and_kept_graphs(what_if: WhatIfPanel) -> None:
     session = what_if.session
     stay, keep, ahead = (find(what_if, words) for words in ("weights that stay", "graphs kept", "layers ahead"))
     assert [value for _, value in stay.options] == [value for _, value in keep.options] == [0, 1, 2, 3, 4]
-    said = asked(what_if, {"graphs kept": 4})
-    assert stay.value == 2, "with the two that streaming needs, as many as graphs"
-    assert "weights that stay 0 → 2; graphs kept 0 → 4" in said and "a recompute as long as forward" in said
-    asked(what_if, {"weights that stay": 1})
+    output = answer(what_if, {"graphs kept": 4})
+    assert stay.value == 2, "with the two slots of streaming, as many as graphs"
+    assert "weights that stay 0 → 2; graphs kept 0 → 4" in output and "a recompute as long as forward" in output
+    answer(what_if, {"weights that stay": 1})
     assert keep.value == 3
-    asked(what_if, {"layers ahead": 0})
+    answer(what_if, {"layers ahead": 0})
     assert (stay.value, keep.value) == (1, 2)
-    asked(what_if, {"layers": 48})
+    answer(what_if, {"layers": 48})
     assert [value for _, value in keep.options][-2:] == [32, 48]
-    asked(what_if, {"layers": 1})
+    answer(what_if, {"layers": 1})
     assert (stay.value, keep.value) == (1, 1) and [value for _, value in keep.options] == [0, 1]
-    asked(what_if, {"layers": 4, "layers ahead": 1, "weights that stay": 2, "graphs kept": 4})
+    answer(what_if, {"layers": 4, "layers ahead": 1, "weights that stay": 2, "graphs kept": 4})
     find(what_if, "Apply").click()
     session.wait(HANG_S)
     assert (session.relay.config.resident, session.relay.config.keep) == (2, 4)
@@ -136,7 +138,7 @@ def test_weights_that_stay_and_graphs_that_are_kept(what_if: WhatIfPanel) -> Non
     assert what_if.wait_until_idle() and (stay.value, keep.value) == (2, 4)
 
 
-def test_a_session_that_asks_for_more_than_there_is_is_shown_as_it_is() -> None:
+def test_settings_beyond_the_number_of_layers_are_shown() -> None:
     with make_relay(RelayConfig(micro_batches=2, resident=1, keep=9)) as relay, Session(relay, make_batches()) as made:
         panel = WhatIfPanel(made)
         find(panel, "▸ What if").value = True
@@ -146,7 +148,7 @@ def test_a_session_that_asks_for_more_than_there_is_is_shown_as_it_is() -> None:
         assert "The settings of the measured step." in html_of(panel)
 
 
-def test_a_next_step_that_would_not_fit_has_a_button_for_what_does(threads_end: None) -> None:
+def test_step_that_does_not_fit_has_a_suggestion(threads_end: None) -> None:
     with make_relay(RelayConfig(micro_batches=6, ahead=0, stash="host")) as relay:
         needed = relay.step(make_batches()[0]).peak_device_bytes
     device = EmulatedDevice(memory_bytes=int(1.2 * needed))
@@ -155,7 +157,7 @@ def test_a_next_step_that_would_not_fit_has_a_button_for_what_does(threads_end: 
             panel = WhatIfPanel(session)
             train(session, 1)
             shown(panel)
-            assert panel.wait_until_idle() and panel._fit_suggestion.widget.layout.display == "none", "this one fits"
+            assert panel.wait_until_idle() and panel._fit_suggestion.widget.layout.display == "none", "this step fits"
             session.reconfigure(ahead=3, stash="device")
             session.wait(HANG_S)
             shown(panel)
@@ -173,14 +175,14 @@ def test_a_next_step_that_would_not_fit_has_a_button_for_what_does(threads_end: 
             assert now.failure is None and now.step == 2 and now.config.ahead < 3 and now.config.micro_batches == 6
 
 
-def test_reset_goes_back_to_the_next_step_which_controls_follow(what_if: WhatIfPanel) -> None:
+def test_reset_restores_the_next_step(what_if: WhatIfPanel) -> None:
     session = what_if.session
-    asked(what_if, {"layers": 96})
+    answer(what_if, {"layers": 96})
     session.reconfigure(micro_batches=5, h2d_bytes_per_s=3e6)
     session.wait(HANG_S)
     shown(what_if)
     values = [find(what_if, words).value for words in ("layers", "micro-batches", "link to device")]
-    assert values == [96, 5, 3e6], "what a hand has set stays"
+    assert values == [96, 5, 3e6], "values set by the user stay"
     assert find(what_if, "link to device").label == "3 MB/s"
     find(what_if, "Reset").click()
     assert what_if.wait_until_idle() and find(what_if, "layers").value == 4
@@ -191,21 +193,21 @@ def test_reset_goes_back_to_the_next_step_which_controls_follow(what_if: WhatIfP
     assert find(what_if, "layers").value == 3
 
 
-def test_another_depth_offers_the_edits_that_it_means(what_if: WhatIfPanel) -> None:
+def test_another_depth_suggests_edits(what_if: WhatIfPanel) -> None:
     session = what_if.session
-    assert not offered(what_if)
-    asked(what_if, {"layers": 6})
-    assert offered(what_if) == ["Insert 2 layers", "Duplicate 2 layers"]
-    said = html_of(what_if)
-    assert "workbench.edit(*(Insert(at) for at in range(4, 6)))" in said and "the model computes the same" in said
-    assert "workbench.edit(Duplicate(slice(2, 4), &quot;top&quot;))" in said
+    assert not suggested(what_if)
+    answer(what_if, {"layers": 6})
+    assert suggested(what_if) == ["Insert 2 layers", "Duplicate 2 layers"]
+    output = html_of(what_if)
+    assert "workbench.edit(*(Insert(at) for at in range(4, 6)))" in output and "the model computes the same" in output
+    assert "workbench.edit(Duplicate(slice(2, 4), &quot;top&quot;))" in output
     find(what_if, "Insert 2 layers").click()
     session.wait(HANG_S)
     now = shown(what_if)
     assert len(now.layers) == 6 and now.journal[-1].preserves_function and what_if.wait_until_idle()
-    assert not offered(what_if) and "Insert 2 layers: done" in html_of(what_if)
-    asked(what_if, {"layers": 3})
-    assert offered(what_if) == ["Drop 3 layers"] and "workbench.edit(Drop(slice(3, 6)))" in html_of(what_if)
+    assert not suggested(what_if) and "Insert 2 layers: done" in html_of(what_if)
+    answer(what_if, {"layers": 3})
+    assert suggested(what_if) == ["Drop 3 layers"] and "workbench.edit(Drop(slice(3, 6)))" in html_of(what_if)
     with held(session.relay):
         session.step()
         enter(session.relay)
@@ -215,7 +217,7 @@ def test_another_depth_offers_the_edits_that_it_means(what_if: WhatIfPanel) -> N
     assert [row.key for row in shown(what_if).layers] == ["L000", "L001", "L002"]
 
 
-def offered(panel: WhatIfPanel) -> list[str]:
+def suggested(panel: WhatIfPanel) -> list[str]:
     return [row.children[0].description for row in panel._depth_suggestions._rows if row.layout.display != "none"]
 
 
@@ -226,14 +228,14 @@ def test_what_if_follows_the_newest_step(what_if: WhatIfPanel) -> None:
     assert what_if.wait_until_idle() and "step 3, measured" in html_of(what_if)
 
 
-def test_an_apply_that_is_refused_says_why(what_if: WhatIfPanel) -> None:
-    asked(what_if, {"layers ahead": 3})
+def test_refused_apply_shows_the_reason(what_if: WhatIfPanel) -> None:
+    answer(what_if, {"layers ahead": 3})
     what_if.session.close()
     find(what_if, "Apply").click()
     assert "this session is closed: make a new one" in html_of(what_if)
 
 
-def test_the_newest_question_is_answered_however_many_there_were(what_if: WhatIfPanel) -> None:
+def test_only_the_newest_question_is_answered(what_if: WhatIfPanel) -> None:
     for depth in (8, 16, 32, 64, 128):
         find(what_if, "layers").value = depth
     assert what_if.wait_until_idle()
@@ -254,22 +256,22 @@ def test_what_if_without_a_session(session: Session) -> None:
         WhatIf(3)  # type: ignore[arg-type]
 
 
-def test_fit_chooses_settings_and_says_why(session: Session) -> None:
+def test_fit_selects_settings_with_reasons(session: Session) -> None:
     panel = WhatIfPanel(session)
     train(session, 1)
     find(panel, "Fit").click()
     wait_until(lambda: "chosen" in html_of(panel))
     session.wait(HANG_S)
-    said, now = html_of(panel), session.snapshot()
-    assert "All weights stay on the device during a step, and micro-batches go through all layers" in said
+    output, now = html_of(panel), session.snapshot()
+    assert "All weights stay on the device during a step, and micro-batches go through all layers" in output
     assert now.config == session.relay.config and now.config.keep == 4 and not find(panel, "Fit").disabled
-    session.reconfigure(seed=3)  # it goes on from these
+    session.reconfigure(seed=3)  # keeps the other settings
     session.wait(HANG_S)
     assert session.relay.config.keep == 4
     assert "keep" in now.changes[-1].what or "graphs" in now.changes[-1].what
 
 
-def test_a_fit_that_finds_nothing_says_what_is_needed_and_changes_nothing(relay: Relay) -> None:
+def test_fit_without_result_changes_nothing(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         relay.device.ledger.limit_bytes = 100
         panel = WhatIfPanel(session)

@@ -1,4 +1,4 @@
-"""What all pictures stand on: colours, SVG, scales, tables, columns of a trace, pages, the sweep and the header."""
+"""Parts shared by all pictures: colours, SVG, scales, tables, columns of a trace, pages, the sweep and the header."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
 from workbench.pictures.session_header import STATE_COLOURS, header_html, header_picture, pending_html, progress_html
 from workbench.pictures.sweep import SHORT_S, make_sweep
 from workbench.readings.trace_columns import Columns
-from workbench.session.shown_step import ShownStep
 from workbench.session.snapshot import Snapshot
-from workbench.session.snapshot_values import LayerRow, Progress, StepRow
+from workbench.session.snapshot_values import LayerRow, Progress, ShownStep, StepRow
 from workbench.session.statistics import StatisticsLog
 
 NAUGHTY = "<b>&\"'</b>"
@@ -37,7 +36,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance, as WCAG has it."""
+    """Return the relative luminance defined by WCAG."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
@@ -52,7 +51,7 @@ def test_everything_that_a_trace_can_hold_has_a_colour() -> None:
     assert set(theme.CATEGORY_COLOURS) == set(CATEGORIES)
     assert set(theme.LANE_NAMES) == set(ALL_LANES)
     assert set(theme.KIND_LETTERS) == set(theme.KIND_COLOURS)
-    assert theme.kind_colour("load") == theme.CATEGORY_COLOURS["weights"], "a load brings weights"
+    assert theme.kind_colour("load") == theme.CATEGORY_COLOURS["weights"], "a load copies weights"
     assert theme.kind_colour("push") == theme.CATEGORY_COLOURS["gradients"]
 
 
@@ -62,7 +61,7 @@ def test_text_on_a_colour_can_be_read(colour: str) -> None:
     assert contrast(inks[theme.text_colour_on(colour)], colour) >= 3.0
 
 
-def test_what_is_not_known_is_grey() -> None:
+def test_other_kinds_are_grey() -> None:
     assert theme.kind_colour("of a later version") == theme.category_colour("of a later version") == theme.GREY
 
 
@@ -70,10 +69,7 @@ def test_the_style_sheet_is_balanced_and_on_one_line() -> None:
     assert theme.STYLE.count("{") == theme.STYLE.count("}") > 5 and "\n" not in theme.STYLE
 
 
-# SVG ------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_document_says_what_it_is_also_with_markup_in_its_words() -> None:
+def test_a_document_has_an_escaped_title_and_description() -> None:
     root = ET.fromstring(svg.document(960, 40, NAUGHTY, NAUGHTY, [svg.text(1, 2, NAUGHTY)]))
     assert root.get("viewBox") == "0 0 960 40" and root.get("role") == "img" and root.get("aria-label") == NAUGHTY
     assert [root.findtext(f"{SVG}{name}") for name in ("title", "desc", "text")] == [NAUGHTY] * 3
@@ -119,17 +115,14 @@ def test_a_hatch_stays_in_its_box(x: float, y: float, width: float, height: floa
         for end in ends:
             at_x, at_y = map(float, end.split())
             assert x - 0.06 <= at_x <= x + width + 0.06 and y - 0.06 <= at_y <= y + height + 0.06
-    assert len(strokes) >= (width + height) / pitch - 2, "and fills it"
-
-
-# Scales and numbers ---------------------------------------------------------------------------------------------------
+    assert len(strokes) >= (width + height) / pitch - 2, "the box is filled"
 
 
 def test_a_scale_maps_ends_to_ends() -> None:
     scale = Scale(2.0, 4.0, 96, 944)
     assert (scale(2.0), scale(3.0), scale(4.0)) == (96, 520, 944)
-    assert scale(5.0) == 1368, "beyond the end lies beyond the end"
-    assert math.isfinite(Scale(1.0, 1.0, 96, 944)(1.0)), "an empty range is no error"
+    assert scale(5.0) == 1368, "no clipping"
+    assert math.isfinite(Scale(1.0, 1.0, 96, 944)(1.0)), "an empty range is valid"
     assert Scale(0, 10, 100, 0)(1) == 90, "upwards too"
 
 
@@ -165,8 +158,8 @@ def test_marks(low: float, high: float, at_most: int, marks: list[float]) -> Non
 def test_an_axis_ends_at_a_round_number_not_far_above(value: float) -> None:
     end = round_up(value)
     assert value * (1 - 1e-8) <= end <= 1.5 * value
-    assert round_up(end) == pytest.approx(end), "and stays there"
-    assert float(f"{end:.1e}") == pytest.approx(end), "two digits are all it takes"
+    assert round_up(end) == pytest.approx(end), "the result is a fixed point"
+    assert float(f"{end:.1e}") == pytest.approx(end), "two digits"
 
 
 def test_an_axis_of_nothing_has_a_length() -> None:
@@ -197,11 +190,9 @@ def test_seconds_for_people(seconds: float, words: str) -> None:
 @given(st.floats(1e-7, 1e5))
 def test_seconds_are_read_back_to_three_digits(seconds: float) -> None:
     number, unit = format_seconds(seconds).split()
-    assert "e" not in number, "nobody reads exponents"
+    assert "e" not in number, "no exponents"
     assert float(number) * {"s": 1, "ms": 1e-3, "µs": 1e-6}[unit] == pytest.approx(seconds, rel=6e-3)
 
-
-# Tables, pictures, pages ----------------------------------------------------------------------------------------------
 
 TABLE = Table(f"About {NAUGHTY}", ("name", "bytes"), [("a", "1"), (NAUGHTY, "1,000")], note=f"Note {NAUGHTY}")
 
@@ -239,15 +230,12 @@ def test_a_page_of_pictures_and_tables() -> None:
     one, two = (Picture(svg.document(10, 10, name, "d", []), TABLE) for name in ("one", "two"))
     other = Table("Other", ("a",), [("b",)])
     bundle = bundle_of([other, one, two])
-    assert bundle["image/svg+xml"] == one.svg, "the first picture, though a table comes before it"
+    assert bundle["image/svg+xml"] == one.svg, "the first picture, even after a table"
     order = [bundle["text/html"].index(part) for part in (other.to_html(), one.svg, two.svg)]
     assert order == sorted(order) and bundle["text/html"].count("<details") == 3
     assert bundle["text/plain"] == "\n\n".join(table.to_text() for table in (other, TABLE, TABLE))
     assert set(bundle_of([other])) == {"text/html", "text/plain"}
     assert bundle_of([])["text/plain"] == ""
-
-
-# Columns --------------------------------------------------------------------------------------------------------------
 
 
 def make_events(count: int, seed: int = 0) -> list[Event]:
@@ -273,14 +261,14 @@ def make_samples(count: int) -> list[MemorySample]:
 
 
 def rows_of(columns: Columns) -> list[Event]:
-    """The events again."""
+    """Return the events of the columns."""
     return [
         Event(
             LANES[columns.lane[i]],
-            columns.kinds[columns.kind[i]],
+            columns.kinds[int(columns.kind[i])],
             columns.start_s[i],
             columns.stop_s[i],
-            columns.layers[columns.layer[i]],
+            columns.layers[int(columns.layer[i])],
             columns.k[i],
             columns.nbytes[i],
             columns.visit[i],
@@ -314,7 +302,7 @@ def test_columns_of_nothing() -> None:
     )
 
 
-def test_columns_are_those_of_the_moment_that_is_asked_for() -> None:
+def test_columns_end_at_the_given_event() -> None:
     events, samples = make_events(700), make_samples(20)
     trace = Trace.of(events[:300], samples[:5])
     early = Columns.of(trace)
@@ -324,8 +312,8 @@ def test_columns_are_those_of_the_moment_that_is_asked_for() -> None:
     trace._samples.extend(samples[5:])
     late, part = Columns.of(trace), Columns.of(trace, 400, 7)
     assert rows_of(late) == events and rows_of(part) == events[:400] and len(part.sample_s) == 7
-    assert rows_of(early) == before == events[:300], "what was handed out stays"
-    assert rows_of(Columns.of(trace, 10_000)) == events, "there are no more than there are"
+    assert rows_of(early) == before == events[:300], "earlier results do not change"
+    assert rows_of(Columns.of(trace, 10_000)) == events, "limited by the number of events"
     assert Columns.of(trace, 0).end_s == 0.0
 
 
@@ -346,9 +334,6 @@ def test_columns_can_be_read_from_several_threads_while_the_trace_grows() -> Non
     for thread in threads:
         thread.join(HANG_S)
     assert not wrong and rows_of(Columns.of(trace)) == events
-
-
-# Snapshots ------------------------------------------------------------------------------------------------------------
 
 
 def make_trace(stop_s: float) -> Trace:
@@ -389,9 +374,6 @@ def make_snapshot(**fields: Any) -> Snapshot:
     return replace(start, shown=shown, **fields)
 
 
-# Sweep ----------------------------------------------------------------------------------------------------------------
-
-
 def test_before_the_first_step_there_is_nothing_to_draw() -> None:
     assert make_sweep(make_snapshot()) is None
 
@@ -414,7 +396,7 @@ def test_a_step_under_way_is_drawn_over_the_one_before_as_far_as_it_was() -> Non
     sweep = make_sweep(make_snapshot(last=make_trace(4.0), progress=Progress(trace, 1, 0, 1.2)))
     assert sweep is not None and sweep.before is not None
     assert (len(sweep.now.start_s), sweep.before.end_s, sweep.now_s) == (1, 4.0, 1.2)
-    assert sweep.span_s >= 4.0, "so that the axis does not move when the step ends"
+    assert sweep.span_s >= 4.0, "the axis does not move when the step ends"
 
 
 def test_steps_that_are_over_in_a_few_frames_are_drawn_when_they_are_finished() -> None:
@@ -442,21 +424,18 @@ def test_a_step_without_events_has_an_axis_too() -> None:
         assert sweep is not None and sweep.span_s > 0
 
 
-# Header ---------------------------------------------------------------------------------------------------------------
-
-
 def words_of(html: str) -> str:
     return " ".join(" ".join(ET.fromstring(html).itertext()).split())
 
 
 @pytest.mark.parametrize("state", ["idle", "running", "paused", "failed", "closed"])
-def test_the_header_says_the_state_in_words_and_colour(state: Any) -> None:
+def test_the_header_shows_the_state_in_words_and_colour(state: Any) -> None:
     html = header_html(make_snapshot(state=state))
     assert state in words_of(html) and STATE_COLOURS[state] in html
     assert "pausing after this step" in words_of(header_html(make_snapshot(state="running", pausing=True)))
 
 
-def test_the_header_says_what_trains_and_how_far_it_is() -> None:
+def test_the_header_shows_model_step_and_pace() -> None:
     words = words_of(header_html(make_snapshot()))
     assert "GPT · 3 layers · 1.23 M weights" in words and "step 0" in words and "loss" not in words
     words = words_of(header_html(make_snapshot(step=3, steps=make_rows(9.0, 0.2, 0.3))))
@@ -502,7 +481,7 @@ def test_nothing_is_left_of_what_does_not_run() -> None:
     for fields in ({}, {"state": "paused", "done": 1, "target": 3}, {"done": 3, "target": 3}):
         html = progress_html(make_snapshot(steps=make_rows(0.5), **fields))
         assert "left" not in words_of(html)
-    assert "no steps asked for" in words_of(progress_html(make_snapshot()))
+    assert "no run yet" in words_of(progress_html(make_snapshot()))
 
 
 def test_the_header_as_a_picture_has_the_settings_as_a_table() -> None:
@@ -515,7 +494,7 @@ def test_the_header_as_a_picture_has_the_settings_as_a_table() -> None:
     assert (
         words.startswith(f"paused: {NAUGHTY} · 3 layers") and root.findtext(f"{SVG}desc") == words == picture.table.note
     )
-    assert dict(picture.table.rows) == {
+    assert {name: value for name, value in picture.table.rows} == {
         "micro-batches": "4",
         "layers ahead": "2",
         "stash on": "host",
@@ -524,6 +503,6 @@ def test_the_header_as_a_picture_has_the_settings_as_a_table() -> None:
         "link to the device": "unlimited",
         "device memory": "4.5 MB",
     }
-    rows = dict(header_picture(make_snapshot(figures={"d2h_bytes_per_s": 1e8})).table.rows)
+    rows = {name: value for name, value in header_picture(make_snapshot(figures={"d2h_bytes_per_s": 1e8})).table.rows}
     assert rows["link from the device"] == "100 MB/s" and rows["device memory"] == "no limit"
     assert "link to the device" not in rows

@@ -1,4 +1,4 @@
-"""The card's pictures hold the numbers that they are given, stay small, and say what is old."""
+"""Pictures of the layer card show their numbers, stay small, and mark old measurements."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def trial(key: str, how: TrialKind, change: float, spread: float = 0.1, moment: 
 
 
 def bars(svg: str) -> dict[str, tuple[float, float]]:
-    """Top and height of every bar with a tip, by the tip."""
+    """Return top and height of every bar by its tooltip."""
     found = re.findall(
         r'<rect x="[\d.]+" y="([\d.]+)" width="[\d.]+" height="([\d.]+)"[^>]*><title>([^<]+)</title>', svg
     )
@@ -50,7 +50,7 @@ def test_the_histogram_has_a_bar_for_every_bin_with_weights_in_proportion() -> N
     assert "0.25 ± 0.5, from -1 to 1, after step 7" in svg and "up to 4 a bar" in svg
 
 
-def test_weights_of_which_none_is_finite_are_said_to_be() -> None:
+def test_weights_without_a_finite_one_are_reported() -> None:
     words = describe_spread(facts((), broken=1200))
     assert words == "1,200 weights are not finite; no finite weights, after step 7"
     assert words in draw_histogram(facts((), broken=1200))
@@ -72,9 +72,9 @@ def test_figures_are_drawn_over_the_steps_without_those_that_are_not_finite() ->
 
 def test_names_are_escaped_and_many_parameters_cut_short() -> None:
     numbers = number_layers(["L000", "L001"])
-    said = facts_html(layer(1, stack=None), numbers, facts(parts=MAX_PARAMETERS + 3))
-    assert "<w0>" not in said and "&lt;w0&gt;" in said and "… 3 more" in said and "2 × 3" in said
-    assert "1 · L001" in said and "cannot be edited" in said and "Block" in said
+    output = facts_html(layer(1, stack=None), numbers, facts(parts=MAX_PARAMETERS + 3))
+    assert "<w0>" not in output and "&lt;w0&gt;" in output and "… 3 more" in output and "2 × 3" in output
+    assert "1 · L001" in output and "cannot be edited" in output and "Block" in output
     text = card_table(layer(1), numbers, facts(), [trial("L001", "twice", 0.5)], NOW).to_text()
     assert "loss with it twice" in text and "▲ +0.5" in text and "after step 7" in text
 
@@ -88,12 +88,12 @@ def test_names_are_escaped_and_many_parameters_cut_short() -> None:
         (StateVersion("wide", 7, 1, 1), "old: after step 7 of wide, now it is step 7"),
     ],
 )
-def test_what_is_of_another_moment_is_said_to_be_old(moment: StateVersion, words: str) -> None:
+def test_measurements_of_another_state_are_marked_old(moment: StateVersion, words: str) -> None:
     assert describe_age(moment, NOW) == words
     assert words in show_trials([layer(0)], [trial("L000", "without", 0.5, moment=moment)], {"L000": 0}, NOW).svg
 
 
-def test_bars_of_several_steps_say_which_and_how_many_are_old() -> None:
+def test_bars_of_several_steps_name_them_and_count_old_ones() -> None:
     found = [trial(f"L00{i}", "without", 0.5, moment=StateVersion("main", 5 + i, 1, 1)) for i in range(3)]
     rows = [layer(i) for i in range(3)]
     svg = show_trials(rows, found, number_layers(row.key for row in rows), NOW).svg
@@ -116,7 +116,7 @@ def test_what_could_not_be_measured_is_listed_and_not_drawn() -> None:
     failed = LayerTrial("L000", "without", None, "one must stay", NOW)
     broken = LayerTrial("L000", "twice", LossChange(ProbeLosses((1.0,), 0.1), ProbeLosses((math.inf,), 0.1)), "", NOW)
     picture = show_trials([layer(0)], [failed, broken], {"L000": 0}, NOW)
-    assert "nothing measured that is finite" in picture.svg and not bars(picture.svg)
+    assert "no finite measurement" in picture.svg and not bars(picture.svg)
     assert "not measured: one must stay" in picture.table.to_text() and "not finite" in picture.table.to_text()
 
 

@@ -1,9 +1,10 @@
-"""Plotly's figures hold the trace's own numbers, whatever is drawn of them."""
+"""Plotly figures contain the numbers of the trace, at any level of detail."""
 
 from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def row(number: int, loss: float) -> StepRow:
 
 def test_bars_are_the_events() -> None:
     trace = step()
-    figure = timeline_figure(trace)
+    figure: Any = timeline_figure(trace)
     assert [bars.name for bars in figure.data] == ["forward", "load", "update"]  # one trace per kind, in fixed order
     for bars in figure.data:
         events = [event for event in trace.events if event.kind == bars.name]
@@ -48,11 +49,13 @@ def test_bars_are_the_events() -> None:
         assert list(bars.x) == pytest.approx([event.stop_s - event.start_s for event in events])
         assert list(bars.y) == [LANE_NAMES[event.lane] for event in events]
     assert list(figure.layout.yaxis.categoryarray) == [LANE_NAMES[lane] for lane in LANES]
-    assert figure.layout.uirevision == timeline_figure(Trace()).layout.uirevision is not None
+    empty: Any = timeline_figure(Trace())
+    assert figure.layout.uirevision == empty.layout.uirevision is not None
 
 
 def test_hovering_names_layer_micro_batch_bytes_and_time() -> None:
-    forward, load, _ = timeline_figure(step()).data
+    figure: Any = timeline_figure(step())
+    forward, load, _ = figure.data
     assert forward.hovertext[3] == "forward 1 · L001, micro-batch 1<br>1 s, from 3 s"
     assert load.hovertext[0] == "load 0 · L000, 1 kB<br>500 ms, from 0 ms"
     assert list(forward.text)[:3] == ["F0", "F0", "F1"]
@@ -60,7 +63,7 @@ def test_hovering_names_layer_micro_batch_bytes_and_time() -> None:
 
 def test_a_large_step_is_lines_with_the_same_numbers() -> None:
     trace = step(layers=1_000, micro_batches=8)
-    figure = timeline_figure(trace)
+    figure: Any = timeline_figure(trace)
     assert len(figure.data) == 3
     for lines in figure.data:
         events = [event for event in trace.events if event.kind == lines.name]
@@ -75,7 +78,7 @@ def test_a_large_step_is_lines_with_the_same_numbers() -> None:
 
 def test_memory_is_stacked_and_its_total_is_the_traces() -> None:
     trace = step()
-    figure = memory_figure(trace, "device", budget_bytes=4_000, in_core_bytes=9_000)
+    figure: Any = memory_figure(trace, "device", budget_bytes=4_000, in_core_bytes=9_000)
     weights, stash, total, budget, in_core = figure.data
     samples = [sample for sample in trace.memory if sample.place == "device"]
     assert [weights.name, stash.name, total.name] == ["weights", "stash", "total"]
@@ -86,17 +89,18 @@ def test_memory_is_stacked_and_its_total_is_the_traces() -> None:
     assert weights.line.shape == total.line.shape == "hv"
     assert set(budget.y) == {4_000} and set(in_core.y) == {9_000} and budget.line.dash != in_core.line.dash
     assert budget.name == "budget 4 kB" and in_core.name == "in core would need 9 kB"
-    assert [part.name for part in memory_figure(trace, "host").data] == ["optimizer", "total"]
+    host: Any = memory_figure(trace, "host")
+    assert [part.name for part in host.data] == ["optimizer", "total"]
 
 
-def test_an_unknown_place_is_refused_by_name() -> None:
+def test_an_unknown_place_raises() -> None:
     with pytest.raises(ValueError, match="no place 'disk'; the places are device, host"):
         memory_figure(step(), "disk")
 
 
 def test_losses_of_several_runs_differ_in_more_than_colour() -> None:
     runs = {"relay <1>": [row(1, 3.0), row(2, math.nan), row(3, 2.0)], "in core": [row(1, 3.5), row(2, 2.5)]}
-    figure = loss_figure(runs, [Change(2, "micro_batches 4 → 8"), Change(2, "drop <3>"), Change(1, "lr")])
+    figure: Any = loss_figure(runs, [Change(2, "micro_batches 4 → 8"), Change(2, "drop <3>"), Change(1, "lr")])
     relay, in_core, changes = figure.data
     assert relay.name == "relay &lt;1&gt;"
     assert list(relay.x) == [1, 2, 3] and list(relay.y) == [3.0, None, 2.0] and list(in_core.y) == [3.5, 2.5]
@@ -107,6 +111,12 @@ def test_losses_of_several_runs_differ_in_more_than_colour() -> None:
 
 
 def test_nothing_to_show_is_a_figure_too() -> None:
-    for figure in (timeline_figure(Trace()), memory_figure(Trace(), "device"), loss_figure({}), loss_figure({"a": []})):
+    figures: list[Any] = [
+        timeline_figure(Trace()),
+        memory_figure(Trace(), "device"),
+        loss_figure({}),
+        loss_figure({"a": []}),
+    ]
+    for figure in figures:
         assert figure.layout.paper_bgcolor == figure.layout.plot_bgcolor == "rgba(0,0,0,0)"
         json.loads(figure.to_json())

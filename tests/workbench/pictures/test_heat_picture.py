@@ -1,4 +1,4 @@
-"""The heat map: every cell has its colour, rows and steps are where they belong, and any stack is a small picture."""
+"""The heat map: colours of cells, positions of rows and steps, and the size of the picture."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ LIMIT = 60_000
 
 
 def record(figures: Sequence[Sequence[float | None]], first: int = 1) -> Statistics:
-    """One line of figures per layer; the same for all three kinds."""
+    """Return statistics with one line of figures per layer, equal for all three kinds."""
     log = StatisticsLog()
-    for step, told in enumerate(zip(*figures, strict=True), start=first):
-        log.append(step, [row(f"L{i:03d}", f"h.{i}", f) for i, f in enumerate(told)])
+    for step, step_figures in enumerate(zip(*figures, strict=True), start=first):
+        log.append(step, [row(f"L{i:03d}", f"h.{i}", f) for i, f in enumerate(step_figures)])
     return log.view()
 
 
@@ -40,7 +40,7 @@ def stack(keys: str, norm: float | None = 1.0) -> list[LayerRow]:
 
 
 def row(key: str, name: str, figure: float | None) -> LayerRow:
-    """A layer all of whose figures are the same; it is frozen if there is none."""
+    """Return a layer with equal figures; without a figure, it is frozen."""
     return LayerRow(key, name, 1, 4, 1, figure is None, figure, figure, figure, num_trained=0 if figure is None else 1)
 
 
@@ -61,7 +61,7 @@ Box = tuple[float, float, float, float]  # x, y, width, height
 
 
 def images(svg: str) -> list[tuple[Box, NDArray[np.uint8]]]:
-    """Boxes and pixels of the images; the first is that of the colour bar."""
+    """Return boxes and pixels of the images; the first is the colour bar."""
     found = []
     for e in ElementTree.fromstring(svg).iter():
         if e.tag.endswith("}image"):
@@ -74,7 +74,7 @@ def images(svg: str) -> list[tuple[Box, NDArray[np.uint8]]]:
 
 
 def read_png(content: bytes) -> NDArray[np.uint8]:
-    """Numbers of colours; checks what a reader of the format checks."""
+    """Return the palette indices of a PNG, with the checks of a PNG reader."""
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     chunks, at = {}, 8
     while at < len(content):
@@ -92,11 +92,8 @@ def read_png(content: bytes) -> NDArray[np.uint8]:
 
 
 def cells(svg: str) -> tuple[Box, NDArray[np.uint8]]:
-    """The image of the layers in the stack, which has as many rows as there are."""
+    """Return the image of the layers in the stack, one row per layer."""
     return next((box, pixels) for box, pixels in images(svg)[1:] if pixels.max() > 1 or not pixels.any())
-
-
-# Cells ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("figure", FIGURE_KINDS)
@@ -135,7 +132,7 @@ def test_cells_line_up_with_the_loss() -> None:
     assert lines[0] == lines[1] and len(lines[0]) == 1
     (left, _, width, _), _ = cells(heat)
     assert float(lines[0][0]) == pytest.approx(left + width * 70 / 150, abs=0.1), "between the cells of steps 70 and 71"
-    assert left + width <= RIGHT + 0.01, "the newest column is all there"
+    assert left + width <= RIGHT + 0.01, "the newest column is complete"
 
 
 def test_merged_columns_are_as_wide_as_their_steps() -> None:
@@ -149,7 +146,7 @@ def test_merged_columns_are_as_wide_as_their_steps() -> None:
     assert "a column is the mean of 4 steps" in words(svg)
 
 
-def test_steps_that_the_session_has_not_seen_are_empty() -> None:
+def test_steps_without_a_record_are_empty() -> None:
     log = StatisticsLog()
     for step in (1, 2, 5, 6):
         log.append(step, stack("ab"))
@@ -215,9 +212,6 @@ def test_figures_that_are_not_finite_are_crossed() -> None:
     assert "Not finite in 2 places." in description(svg)
 
 
-# The scale ------------------------------------------------------------------------------------------------------------
-
-
 def test_the_bar_shows_every_shade_and_ends_at_round_values() -> None:
     svg = draw_heat(record([[0.013, 0.4, 70.0]]), "grad_norm")
     assert images(svg)[0][1].tolist() == [list(range(1, SHADES + 1))]
@@ -228,7 +222,7 @@ def test_usual_ratios_are_marked_on_the_bar() -> None:
     svg = draw_heat(record([[1e-3, 1.1e-3]]), "update_ratio")
     left, right = map(float, re.findall(r'd="M([\d.]+) 17v-4H([\d.]+)v4"', svg)[0])
     (bar_left, _, bar_width, _), _ = images(svg)[0]
-    shades = ColourScale.of(np.float32([[1e-3, 1.1e-3]]), FIGURE_KINDS["update_ratio"])
+    shades = ColourScale.of(np.array([[1e-3, 1.1e-3]], np.float32), FIGURE_KINDS["update_ratio"])
     assert shades.low < USUAL_RATIOS[0] and USUAL_RATIOS[1] < shades.high
     for x, value in ((left, USUAL_RATIOS[0]), (right, USUAL_RATIOS[1])):
         share = math.log(value / shades.low) / math.log(shades.high / shades.low)
@@ -261,7 +255,7 @@ def test_shades_get_lighter_from_little_to_much() -> None:
 @pytest.mark.parametrize("low", [1e-7, 3e-4, 0.9, 1.0, 12.0, 8e8])
 @pytest.mark.parametrize("factor", [1.0, 1.5, 30.0, 1e6])
 def test_scales_hold_their_values_and_have_marks_apart(low: float, factor: float) -> None:
-    shades = ColourScale.of(np.float32([low, low * factor]), FIGURE_KINDS["grad_norm"])
+    shades = ColourScale.of(np.array([low, low * factor], np.float32), FIGURE_KINDS["grad_norm"])
     assert shades.low <= low * 1.02 and low * factor <= shades.high * 1.02 and shades.high >= 4 * shades.low
     marks = scale_marks(shades, 210)
     places = [210 * float(shades.position(mark)) for mark in marks]
@@ -274,17 +268,14 @@ def test_figures_are_short() -> None:
     assert shown == ["0", "0.0123", "3.2e-4", "1e-5", "1.5e6", "1", "inf"]
 
 
-# Many layers, few steps, odd figures ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("figure", FIGURE_KINDS)
 @pytest.mark.parametrize(("count", "steps"), [(64, 255), (65, 255), (1000, 255), (5000, 30)])
 def test_many_layers_share_rows_in_a_small_picture(figure: str, count: int, steps: int) -> None:
     random = np.random.default_rng(count)
     log = StatisticsLog()
     for step in range(1, steps + 1):
-        told = np.exp(2 * random.normal(size=count)).tolist()
-        log.append(step, [row(f"L{i:04d}", f"model.layers.{i}", f) for i, f in enumerate(told)])
+        step_figures = np.exp(2 * random.normal(size=count)).tolist()
+        log.append(step, [row(f"L{i:04d}", f"model.layers.{i}", f) for i, f in enumerate(step_figures)])
     view = log.view()
     svg = draw_heat(view, figure, [Change(step, f"change {step}") for step in range(0, steps, 10)])
     box, pixels = cells(svg)
@@ -312,8 +303,8 @@ def test_rows_of_many_layers_show_the_largest_norm_and_the_mean_influence() -> N
 
 def test_long_runs_stay_small() -> None:
     log, random = StatisticsLog(), np.random.default_rng(0)
-    for step, told in enumerate(np.exp(random.normal(size=(5000, 20))).tolist(), start=1):
-        log.append(step, [row(f"L{i}", f"h.{i}", f) for i, f in enumerate(told)])
+    for step, step_figures in enumerate(np.exp(random.normal(size=(5000, 20))).tolist(), start=1):
+        log.append(step, [row(f"L{i}", f"h.{i}", f) for i, f in enumerate(step_figures)])
     svg = draw_heat(log.view(), "grad_norm", [Change(i, f"change {i}") for i in range(5000)])
     assert len(svg.encode()) < LIMIT and cells(svg)[1].shape == (20, RIGHT - LEFT)
 
@@ -330,18 +321,18 @@ def test_numbers_and_keys_label_the_rows() -> None:
     for e in labels:
         if float(e.attrib["x"]) < LEFT and e.text and (e.text.startswith("· ") or e.text.isdecimal()):
             rows.setdefault(e.attrib["y"], []).append((float(e.attrib["x"]), e.text))
-    said = [" ".join(text for _, text in sorted(rows[y])) for y in sorted(rows, key=float)]
-    assert said[:7] == [f"{i} · {key}" for i, key in enumerate("gfedcba")]
-    assert said[7].startswith("7 · a key") and said[7].endswith("…")
+    output = [" ".join(text for _, text in sorted(rows[y])) for y in sorted(rows, key=float)]
+    assert output[:7] == [f"{i} · {key}" for i, key in enumerate("gfedcba")]
+    assert output[7].startswith("7 · a key") and output[7].endswith("…")
     assert len({x for row in rows.values() for x, _ in row}) == 2, "numbers below numbers, keys below keys"
     assert tips(svg)[5] == "layer 5 · b, transformer.h.5, gradient norm 1 at step 1"
 
 
-def test_extremes_are_told_in_words() -> None:
+def test_extremes_are_described() -> None:
     svg = draw_heat(record([[0.5, 0.25], [3.2, 0.001]], first=119), "grad_norm")
-    said = description(svg)
-    assert "Largest gradient norm 3.2 in layer 1 · L001, at step 119." in said
-    assert "Smallest gradient norm 1e-3 in layer 1 · L001, at step 120." in said
+    output = description(svg)
+    assert "Largest gradient norm 3.2 in layer 1 · L001, at step 119." in output
+    assert "Smallest gradient norm 1e-3 in layer 1 · L001, at step 120." in output
 
 
 @pytest.mark.parametrize("figure", FIGURE_KINDS)
@@ -371,12 +362,12 @@ def test_any_figures_are_drawn(figure: str, figures: list[list[float | None]]) -
     assert heat_table(view, figure).to_text() and show_heat(view, figure).table
 
 
-def test_before_the_first_step_and_without_figures_the_picture_says_so() -> None:
+def test_an_empty_picture_gives_the_reason() -> None:
     log = StatisticsLog()
     log.set_stack(stack("abc"))
     svg = draw_heat(log.view(), "grad_norm")
     assert "no step yet" in words(svg) and description(svg) == "No step yet." and len(images(svg)) == 1
-    assert "no influence is known yet" in words(draw_heat(record([[None]]), "influence"))
+    assert "no influence yet" in words(draw_heat(record([[None]]), "influence"))
 
 
 def test_a_continued_run_does_not_begin_at_zero() -> None:
@@ -402,11 +393,8 @@ def test_names_are_escaped() -> None:
 
 @pytest.mark.parametrize("use", [draw_heat, heat_table, show_heat])
 def test_no_such_figure(use: object) -> None:
-    with pytest.raises(ValueError, match="no figure 'loss' of a layer; there are grad_norm, update_ratio, influence"):
+    with pytest.raises(ValueError, match="no figure 'loss' of a layer; give one of grad_norm, update_ratio, influence"):
         use(record([[1.0]]), "loss")  # type: ignore[operator]
-
-
-# The table ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_table_has_a_few_steps_and_the_extremes_of_each_layer() -> None:
@@ -446,6 +434,6 @@ def test_the_table_of_many_layers_has_the_notable_ones() -> None:
     assert table.note == f"… {1000 - len(numbers)} more layers."
 
 
-def test_images_are_what_the_format_asks_for() -> None:
+def test_images_are_valid_png() -> None:
     pixels = np.arange(12, dtype=np.uint8).reshape(3, 4)
     assert (read_png(write_png(pixels, [(i, i, i, 255) for i in range(12)])) == pixels).all()

@@ -1,4 +1,4 @@
-"""Pictures of a look inside: they hold what was seen, say what there is not, and stay small."""
+"""Pictures of a look inside show all records, give reasons for missing ones, and stay small."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def spread(scale: float = 1.0) -> ActivationStats:
 
 
 def make(layers: int = 3, heads: int = 2, positions: int = 4, **changes: object) -> Inside:
-    """As if a model had been looked at."""
+    """Return a look inside with made-up records."""
     generator = torch.Generator().manual_seed(0)
     keys = tuple(f"L{i:03d}" for i in range(layers))
     maps = torch.rand(layers, heads, positions, positions, generator=generator).tril()
@@ -82,15 +82,15 @@ def words(picture: Picture) -> str:
 
 def test_the_stream_has_a_point_for_every_figure() -> None:
     picture = all_of(make())["stream"]
-    for told in ("layer 0 · L000: size of the stream (rms) 1.5", "layer 2 · L002: added / stream 0.167"):
-        assert told in words(picture), told
+    for tip in ("layer 0 · L000: size of the stream (rms) 1.5", "layer 2 · L002: added / stream 0.167"):
+        assert tip in words(picture), tip
     assert "loss if it ends here 2.83" in words(picture) and "position 0" in words(picture)
     row = picture.table.rows[1]
     assert row == ("1 · L001", "0", "0.5", "2", "3", "12.5%", "3", "0.25", "0.75")
 
 
 def test_points_lie_where_their_figures_are() -> None:
-    """The size of the stream doubles and triples, from zero on."""
+    """The axis of the stream's size begins at zero."""
     picture = all_of(make())["stream"]
     tips = re.findall(r'y="([\d.]+)"[^>]*><title>layer (\d)[^<]*rms\)', picture.svg)
     zero = 128 - 3  # the foot of the axis, and half of a point
@@ -121,7 +121,7 @@ def test_attention_shows_the_heads_of_one_layer_and_all_layers() -> None:
     assert picture.table.rows[1][4] == f"{float(entropy.mean()):.3g}"
 
 
-def test_without_attention_the_picture_says_why() -> None:
+def test_without_attention_the_picture_gives_the_reason() -> None:
     seen = make()
     bare = tuple(
         LayerObservation(one.key, one.name, 0, 0, None, None, None, None, None, (), "this layer calls no attention")
@@ -129,7 +129,7 @@ def test_without_attention_the_picture_says_why() -> None:
     )
     pictures = all_of(make(passings=bare, depths=()))
     assert "this layer calls no attention" in words(pictures["attention"])
-    assert "the head was not asked for" in words(pictures["lens"]) and "not known" in words(pictures["stream"])
+    assert "the head was not requested" in words(pictures["lens"]) and "no values" in words(pictures["stream"])
     assert "no layer has a hidden state" in words(pictures["spread"])
 
 
@@ -162,16 +162,16 @@ def test_a_depth_that_could_not_be_run_is_a_gap_with_a_reason() -> None:
 
 def test_text_is_shown_as_it_is_and_escaped() -> None:
     seen, numbers = make(), {"L000": 0, "L001": 1, "L002": 2}
-    said = text_html(seen, numbers, lambda tokens: "<b>" * len(tokens))
-    assert "<mark>&lt;b&gt;&lt;b&gt;</mark>&lt;b&gt;&lt;b&gt;&lt;b&gt;" in said and "<b>" not in said
+    output = text_html(seen, numbers, lambda tokens: "<b>" * len(tokens))
+    assert "<mark>&lt;b&gt;&lt;b&gt;</mark>&lt;b&gt;&lt;b&gt;&lt;b&gt;" in output and "<b>" not in output
     assert "<mark>ab</mark>cat" in text_html(seen, numbers, LETTERS)
-    assert "<mark> 0 1</mark> 2 0 19" in text_html(seen, numbers, None), "numbers where nobody can decode"
+    assert "<mark> 0 1</mark> 2 0 19" in text_html(seen, numbers, None), "numbers without a decoder"
     assert text_table(seen, numbers, LETTERS).rows[2] == ("3 layers, up to 2 · L002", "cat")
     failed = make(written=(Continuation(1, "L000", "h.0", (), "ValueError: <no>"),))
     assert "ValueError: &lt;no&gt;" in text_html(failed, numbers, LETTERS)
 
 
-def test_what_it_cost_is_said() -> None:
+def test_the_cost_is_described() -> None:
     assert re.fullmatch(
         r"took 250 ms for 13 passes of a micro-batch, keeps [\d.]+ kB on the host", describe_cost(make())
     )

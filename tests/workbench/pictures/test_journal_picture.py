@@ -1,4 +1,4 @@
-"""The journal as a table, and which of its edits are in force."""
+"""The journal as a table, and its edits in force."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Literal
 from l2l_core.edits.history import JournalEntry
 from workbench.pictures.edit_journal import MAX_ENTRIES, draw_journal, journal_table
 from workbench.pictures.theme import GREEN, VERMILION
-from workbench.session.journal_state import journal_state_of
 from workbench.session.probe_verdict import PENDING, LossChange, ProbeLosses
-from workbench.session.snapshot_values import Change
+from workbench.session.snapshot_values import Change, journal_state_of
 
 
 def entry(
@@ -21,13 +20,13 @@ def entry(
 
 
 def change(number: int, before: list[float], after: list[float]) -> Change:
-    """What a session knows of an edit."""
+    """Return a session's record of an edit."""
     judged = LossChange(ProbeLosses(tuple(before), 0.1), ProbeLosses(tuple(after), 0.1))
     return Change(10 + number, "an edit", entry=number, judged=judged)
 
 
 def lines(journal: list[JournalEntry], changes: list[Change] | None = None) -> list[list[str]]:
-    """Cells of the drawn table, by line."""
+    """Return the cells of the HTML table by line."""
     root = ET.fromstring(draw_journal(journal, changes or []))
     return [["".join(cell.itertext()) for cell in row] for row in root.iter("tr")][1:]
 
@@ -50,7 +49,7 @@ def test_newest_first_with_signs_and_what_was_undone() -> None:
 
 
 def test_colour_is_for_what_is_larger_than_its_spread_alone() -> None:
-    """Up and down are told apart by their marks, too; no change and no measurement have neither colour nor mark."""
+    """Up and down differ in their marks, not only in colour; other cells have neither colour nor mark."""
     losses = {"worse": [2.1, 3.12], "better": [1.9, 2.88], "unclear": [2.2, 2.9], "same": [2.0, 3.0]}
     drawn = {name: draw_journal([entry(0)], [change(0, [2.0, 3.0], after)]) for name, after in losses.items()}
     drawn["not measured"] = draw_journal([entry(0)])
@@ -64,7 +63,7 @@ def test_colour_is_for_what_is_larger_than_its_spread_alone() -> None:
     assert [name for name, html in rows.items() if "l2l-unknown" in html] == ["not measured"]
 
 
-def test_what_was_not_measured_says_why() -> None:
+def test_an_unmeasured_edit_has_a_reason() -> None:
     journal = [entry(i) for i in range(4)]
     changes = [
         Change(10, "an edit", entry=0, why_not="OSError: <no> disk"),
@@ -72,13 +71,13 @@ def test_what_was_not_measured_says_why() -> None:
         Change(12, "settings"),
         change(3, [1.0], [1.5]),
     ]
-    said = [line[3] for line in lines(journal, changes)]
-    assert said == ["1 → 1.5, +0.5 (one batch)", "not measured", "measuring…", "not measured: OSError: <no> disk"]
+    output = [line[3] for line in lines(journal, changes)]
+    assert output == ["1 → 1.5, +0.5 (one batch)", "not measured", "measuring…", "not measured: OSError: <no> disk"]
 
 
-def test_an_empty_journal_says_what_will_be_there() -> None:
-    ((said,),) = lines([])
-    assert "No edit yet" in said
+def test_an_empty_journal_describes_its_contents() -> None:
+    ((output,),) = lines([])
+    assert "No edit yet" in output
     assert journal_table([]).rows == []
 
 
@@ -87,7 +86,7 @@ def test_what_people_name_is_escaped() -> None:
     assert lines([odd])[0][2] == "<b> ⇄ &"
 
 
-def test_a_long_journal_is_cut_and_says_so() -> None:
+def test_a_long_journal_is_truncated_with_a_note() -> None:
     journal = [entry(i) for i in range(3 * MAX_ENTRIES)]
     changes = [change(i, [1.2345, 2.3456, 1.7], [1.3456, 2.5, 1.9]) for i in range(3 * MAX_ENTRIES)]
     shown = lines(journal, changes)

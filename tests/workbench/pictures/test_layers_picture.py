@@ -1,4 +1,4 @@
-"""The layers table: every figure of few layers, the notable ones of many, nothing unescaped."""
+"""The layers table: all of few layers, the notable ones of many, everything escaped."""
 
 import math
 import re
@@ -26,14 +26,14 @@ def stack(count: int) -> list[LayerRow]:
 
 
 def rows(html: str) -> list[list[str]]:
-    """Cells of the body, as text."""
+    """Return the cells of the body as text."""
     body = ElementTree.fromstring(html).find("./table/tbody")
     assert body is not None
     return [["".join(cell.itertext()) for cell in row] for row in body]
 
 
 def bars(html: str) -> list[float]:
-    """Widths in percent of the bars that are filled, row by row: gradient norm, ratio."""
+    """Return the widths of the bars in percent, row by row: gradient norm, ratio."""
     return [float(width) for width in re.findall(r'<i style="width:(\d+)%', html)]
 
 
@@ -43,12 +43,12 @@ def test_a_row_has_every_figure() -> None:
 
 
 @pytest.mark.parametrize(
-    "trained, said",
+    "trained, output",
     [(1003, ""), (20, "trains 2 %"), (1, "trains 0.1 %"), (501, "trains 50 %"), (1002, "trains 99 %")],
 )
-def test_a_layer_says_how_much_of_it_is_trained(trained: int, said: str) -> None:
+def test_the_trained_share_of_a_layer_is_shown(trained: int, output: str) -> None:
     partly = replace(layer(3), num_trained=trained)
-    assert rows(draw_layers([partly]))[0][9] == said and layers_table([partly]).rows[0][9] == said
+    assert rows(draw_layers([partly]))[0][9] == output and layers_table([partly]).rows[0][9] == output
 
 
 @pytest.mark.parametrize("count", [1, 12, 40])
@@ -112,7 +112,7 @@ def test_odd_figures_are_drawn(figure: float) -> None:
     assert "width:nan" not in html and "width:inf" not in html
 
 
-def test_state_of_a_layer_is_said() -> None:
+def test_the_state_of_a_layer_is_shown() -> None:
     html = draw_layers([layer(0), layer(1, frozen=True), layer(2)], computing="L000", changed=["L002"])
     body = ElementTree.fromstring(html).find("./table/tbody")
     assert body is not None

@@ -1,4 +1,4 @@
-"""The loss picture: no spike is lost, marks do not overlap, and 100,000 steps are a small picture."""
+"""The loss chart: no spike is lost, labels do not overlap, and 100,000 steps give a small picture."""
 
 import math
 import re
@@ -28,7 +28,7 @@ def words(svg: str) -> list[str]:
 
 
 def strokes(svg: str) -> list[str]:
-    """Commands of the curves in the plot; those of the legend are relative."""
+    """Return the path commands of the curves in the plot, without the legend's relative ones."""
     return re.findall(r'<path d="(M[\d.]+ [\d.VLM ]+)" fill="none" stroke="#0072B2"', svg)
 
 

@@ -1,4 +1,4 @@
-"""The bars of memory: widths are bytes on one scale, nothing is left out, names are escaped, the picture is a value."""
+"""Memory bars: widths are bytes on one scale, all categories are drawn, and names are escaped."""
 
 from xml.etree import ElementTree
 
@@ -17,7 +17,7 @@ CASES = {
 
 
 def bars(svg: str) -> dict[float, dict[str, float]]:
-    """Widths in pixels by height and colour, of everything that says its bytes under the pointer."""
+    """Return the widths in pixels of all elements with a tooltip, by height and colour."""
     found: dict[float, dict[str, float]] = {}
     for box in ElementTree.fromstring(svg).iter(f"{SVG}rect"):
         if box.find(f"{SVG}title") is not None:
@@ -41,7 +41,7 @@ def test_a_budget_beyond_the_bars_is_still_on_the_axis() -> None:
         assert {fill: 2 * width for fill, width in small.items()} == pytest.approx(large, abs=0.02)
 
 
-def test_the_table_says_every_number_and_the_sum() -> None:
+def test_the_table_has_every_number_and_the_sum() -> None:
     table = show_memory_bars("Peaks", CASES, budget_bytes=5000).table
     assert table.header == ("", "weights", "optimizer", "gradients", "stash", "activations", "other", "all")
     assert table.rows[0] == ("in <core>", "400 B", "800 B", "400 B", "0 B", "2.4 kB", "0 B", "4 kB")

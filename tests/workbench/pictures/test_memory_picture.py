@@ -1,4 +1,4 @@
-"""The memory picture: nothing of a trace's peaks is lost, axes hold still, big steps stay small pictures."""
+"""The memory chart: no peak is lost, axes are stable, and large steps give small pictures."""
 
 import re
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig, Trace
+from l2l_core.config import StashLocation
 from l2l_core.simulator.cost_formula import Machine, Shapes
 from l2l_core.simulator.profile import Profile
 from l2l_core.simulator.simulation import simulate
@@ -24,7 +25,7 @@ LIMIT = 60_000
 
 
 def step(layers: int = 4, micro_batches: int = 2, event_s: float = 1.0) -> Trace:
-    """A step whose forward events grow, with samples at the end of every event: the highest, then what is left."""
+    """Return a step with growing forward events and two samples at the end of each: the peak and the rest."""
     events, samples, t_s = [], [], 0.0
     visits = [(v, f"L{v:03d}", "forward") for v in range(layers)]
     visits += [(layers + v, f"L{layers - 1 - v:03d}", "backward") for v in range(layers)]
@@ -53,13 +54,13 @@ def simulated(layers: int, micro_batches: int) -> Trace:
 
 
 def big(layers: int = 1000, micro_batches: int = 32) -> Columns:
-    """A noisy step of 64,000 events and 128,000 samples, one of which, a microsecond long, is the peak."""
+    """Return a noisy step of 64,000 events and 128,000 samples, with a peak of one microsecond."""
     count = 2 * layers * micro_batches
     noise = np.random.default_rng(0)
     visit = np.repeat(np.arange(2 * layers), micro_batches)
-    start_s = np.arange(count) * 1e-3
+    start_s = np.arange(count, dtype=np.float64) * 1e-3
     nbytes = np.zeros((2 * count, len(CATEGORIES)), np.int64)
-    nbytes[:, :5] = noise.integers(1e6, 1e9, (2 * count, 5))
+    nbytes[:, :5] = noise.integers(10**6, 10**9, (2 * count, 5))
     nbytes[77_777, 2] = 10**10
     return Columns(
         start_s=start_s,
@@ -90,7 +91,7 @@ def words(svg: str) -> list[str]:
 
 
 def ring(svg: str) -> tuple[float, float]:
-    """Where the device's peak is marked."""
+    """Return the position of the mark of the device's peak."""
     circle = next(e for e in ElementTree.fromstring(svg).iter() if e.tag.endswith("}circle"))
     return float(circle.attrib["cx"]), float(circle.attrib["cy"])
 
@@ -100,7 +101,7 @@ def areas(svg: str, plot_bottom: float) -> list[str]:
 
 
 def highest(svg: str, plot_bottom: float) -> float:
-    """Height in pixels of the highest point of the areas above a base line."""
+    """Return the height in pixels of the highest point of the areas above a base line."""
     return plot_bottom - min(float(y) for d in areas(svg, plot_bottom) for y in re.findall(r"V([\d.]+)", d))
 
 
@@ -118,12 +119,12 @@ def test_highest_point_is_the_peak_of_the_trace(trace: Trace) -> None:
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
-def test_a_recorded_step_shows_its_peak(stash: str) -> None:
+def test_a_recorded_step_shows_its_peak(stash: StashLocation) -> None:
     model = nn.Sequential(nn.Linear(8, 16), *(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(5)))
-    config = RelayConfig(micro_batches=2, stash=stash)  # type: ignore[arg-type]
+    config = RelayConfig(micro_batches=2, stash=stash)
     batch = (torch.ones(8, 8), torch.zeros(8, 16))
     device = EmulatedDevice(memory_bytes=100_000)
-    with Relay(model, device=device, layers=list(model[1:]), loss=_squares, config=config) as relay:
+    with Relay(model, device=device, layers=[*model][1:], loss=_squares, config=config) as relay:
         trace = relay.step(batch).trace
     peak = trace.peak_bytes("device")
     svg = draw_memory(Columns.of(trace), top_bytes=1.25 * peak)
@@ -145,7 +146,7 @@ def test_a_microsecond_in_a_minute_is_not_lost_and_the_picture_stays_small() -> 
     assert len(draw_memory(columns, before=columns, now_s=30.0, top_bytes=2e10)) < LIMIT
 
 
-def test_what_comes_after_the_cursor_is_not_drawn_as_now() -> None:
+def test_samples_after_the_cursor_are_not_drawn_as_current() -> None:
     whole = Columns.of(step())
     svg = draw_memory(whole, now_s=3.5)
     peak = max(s.total for s in step().memory if s.place == "device" and s.t_s <= 3.5)
@@ -168,7 +169,7 @@ def test_every_column_has_the_categories_of_its_highest_moment() -> None:
 
 
 def test_the_highest_sample_covers_its_event() -> None:
-    """The relay samples at an event's end; the picture shows the bytes over the event, not a spike behind it."""
+    """Samples at an event's end are drawn over the event, not as a spike after it."""
     columns = Columns.of(step(layers=1, micro_batches=1, event_s=1.0))
     levels = MemoryLevels.of(columns, "device", columns.events_on("compute"))
     shown = levels.column_maxima(np.array([0.1, 0.9, 0.95, 1.1, 1.9])).sum(axis=1)
@@ -267,7 +268,7 @@ def test_same_input_same_picture() -> None:
     assert draw_memory(Columns.of(step())) == draw_memory(Columns.of(step()))
 
 
-def test_table_says_what_the_picture_shows() -> None:
+def test_the_table_matches_the_picture() -> None:
     trace = step()
     rows = {row[0]: row[1:] for row in memory_table(trace, in_core_bytes=123_000).rows}
     peak = trace.peak_sample("device")

@@ -1,4 +1,4 @@
-"""The picture of a race holds its numbers over every axis, the tree says where branches come from, and it stays small."""
+"""The race chart shows its numbers over every axis and the tree of branches, and stays small."""
 
 import math
 import re
@@ -19,8 +19,8 @@ LIMIT = 60_000
 def racer(name: str, count: int, flop: int, seconds: float, peak: int, probe: Sequence[float], **more: object) -> Racer:
     losses = [2 + 1 / (i + 1) + 0.1 * math.sin(7 * i) for i in range(count)]
     steps = [StepRow(i + 3, loss, seconds, 6, peak, 1, 1, 0.5, name) for i, loss in enumerate(losses)]
-    told = tuple((round(i * count / (len(probe) - 1)), ProbeLosses((p, p + 0.5), 0.1)) for i, p in enumerate(probe))
-    return Racer(name, 2, 4, steps, [flop] * count, told, **more)  # type: ignore[arg-type]
+    measured = tuple((round(i * count / (len(probe) - 1)), ProbeLosses((p, p + 0.5), 0.1)) for i, p in enumerate(probe))
+    return Racer(name, 2, 4, steps, [flop] * count, measured, **more)  # type: ignore[arg-type]
 
 
 def slim(count: int = 40) -> Racer:
@@ -55,7 +55,7 @@ def test_curves_end_where_their_branch_has_spent_so_much(axis: Axis) -> None:
     assert svg.count("<circle") == 6, "a ring for every measurement"
 
 
-def test_the_tree_says_where_a_branch_comes_from_and_where_it_was_edited() -> None:
+def test_the_tree_shows_forks_and_edits() -> None:
     svg = draw_race(Race(40, [main(), slim()]))
     fork = TREE[0] + (TREE[1] - TREE[0]) * 2 / 42
     assert re.search(rf'd="M{fork:.1f} [\d.]+V[\d.]+"', svg)
@@ -84,7 +84,7 @@ def test_the_table_has_the_difference_at_equal_compute_and_its_formula() -> None
     assert "it was stopped" in table.note
 
 
-def test_what_left_and_what_was_not_measured_is_said() -> None:
+def test_departures_and_missing_measurements_are_noted() -> None:
     gone = Racer("gone", 0, 3, left="OSError in step 1 of the race: full", not_measured="the probe is off")
     picture = show_race(Race(4, [main(4), gone]))
     assert "gone has left, OSError in step 1" in picture.table.note and "the probe is off" in picture.table.note
@@ -111,5 +111,7 @@ def test_a_long_race_of_many_branches_is_a_small_picture(axis: Axis) -> None:
 
 
 def test_another_axis_is_refused() -> None:
-    with pytest.raises(ValueError, match="axis='days': there are 'steps', 'flop', 'seconds'"):
+    with pytest.raises(
+        ValueError, match="axis='days' is not an axis of a race: give one of 'steps', 'flop', 'seconds'"
+    ):
         draw_race(Race(4, [main(), slim()]), "days")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The relay picture: well-formed, escaped, small at any depth, and showing what the moment says."""
+"""The relay picture shows the state, is well-formed and escaped, and stays small at any depth."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from l2l_core import EmulatedDevice, Event, Machine, Profile, RelayConfig, Shapes, Trace, simulate
+from l2l_core.config import StashLocation
 from workbench.pictures.eps_box import CellGrid
 from workbench.pictures.relay_picture import draw_relay, relay_table, show_relay
 from workbench.readings.state_timeline import StateTimeline
@@ -17,7 +18,7 @@ from workbench.readings.step_state import LaneActivity, PushState, SlotState, St
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 
-def step(depth: int, micro_batches: int = 4, ahead: int = 1, stash: str = "host") -> Trace:
+def step(depth: int, micro_batches: int = 4, ahead: int = 1, stash: StashLocation = "host") -> Trace:
     machine = Machine(flops_per_s=5e10, update_params_per_s=3e8, h2d_bytes_per_s=2e9, d2h_bytes_per_s=2e9)
     shapes = Shapes(
         layer_params=[100_000] * depth,
@@ -33,7 +34,7 @@ def step(depth: int, micro_batches: int = 4, ahead: int = 1, stash: str = "host"
 
 
 def words_of(drawn: str) -> list[str]:
-    """All text that can be seen, in order."""
+    """Return all visible text, in order."""
     return [element.text or "" for element in ElementTree.fromstring(drawn).iter(f"{NAMESPACE}text")]
 
 
@@ -42,7 +43,7 @@ def keys_of(depth: int) -> list[str]:
 
 
 def busy(keys: list[str]) -> StepState:
-    """All lanes at work in mid-backward, by hand."""
+    """Return a state in mid-backward with all lanes busy."""
     return StepState(
         event=142,
         num_events=528,
@@ -75,7 +76,7 @@ def busy(keys: list[str]) -> StepState:
     )
 
 
-def test_a_busy_moment_says_everything() -> None:
+def test_a_busy_state_is_drawn_completely() -> None:
     words = words_of(draw_relay(busy(keys_of(6)), keys_of(6), device="a device", budget_bytes=2_000_000))
     for wanted in (
         "load 1", "push 3", "updates 4", "back k = 3 of 8", "loading 62 %", "adds up 2", "3 leaves", "1 of 6 updated",
@@ -170,7 +171,7 @@ def test_the_same_moment_is_the_same_string() -> None:
     assert draw_relay(first.at_event(i), first.keys) == draw_relay(second.at_event(i), second.keys)
 
 
-def test_the_line_of_the_algorithm_stands_out() -> None:
+def test_the_running_line_of_the_algorithm_is_highlighted() -> None:
     drawn = draw_relay(busy(keys_of(6)), keys_of(6))
     strong = re.findall(r'class="code strong">([^<]*)<', drawn)
     assert strong == ["recompute, back-propagate"]
@@ -184,10 +185,10 @@ def test_a_kept_graph_is_not_recomputed() -> None:
     [(size, words)] = re.findall(r'font-size="([\d.]+)" class="code strong">([^<]*)<', drawn)
     assert words == "no recompute, back-propagate" and "nothing is recomputed" in drawn
     assert 0.6 * float(size) * len(words) <= 174, "inside of the bar behind it"
-    assert dict(relay_table(moment, keys).rows)["algorithm"] == words
+    assert {name: value for name, value in relay_table(moment, keys).rows}["algorithm"] == words
 
 
-def test_waiting_is_said_where_it_happens() -> None:
+def test_waiting_is_shown_in_place() -> None:
     keys = keys_of(6)
     waiting = replace(busy(keys), layer=None, waits_for=keys[1], k=-1, lanes={"h2d": busy(keys).lanes["h2d"]})
     words = words_of(draw_relay(waiting, keys))
@@ -210,8 +211,8 @@ def test_more_slots_than_there_is_room_for_are_counted() -> None:
     assert "and 4 more" in words_of(draw_relay(moment, keys))
 
 
-def test_the_table_says_the_same() -> None:
-    rows = dict(relay_table(busy(keys_of(6)), keys_of(6)).rows)
+def test_the_table_matches_the_picture() -> None:
+    rows = {name: value for name, value in relay_table(busy(keys_of(6)), keys_of(6)).rows}
     assert rows["compute"] == "backward 2 · L002 3/8" and rows["slot B"] == "1 · L001, loading 62 %"
     assert rows["gradient leaves"] == "3 · L003 25 %" and rows["updated"] == "1 of 6" and rows["stashed inputs"] == "24"
 
@@ -219,7 +220,9 @@ def test_the_table_says_the_same() -> None:
 def test_show_relay_takes_any_trace() -> None:
     trace = step(12)
     shown = show_relay(trace)
-    assert "backward" in words_of(shown.svg) and dict(shown.table.rows)["phase"] == "backward"
+    assert (
+        "backward" in words_of(shown.svg) and {name: value for name, value in shown.table.rows}["phase"] == "backward"
+    )
     assert "event 1 of" in show_relay(trace, 0).table.title
     one = Trace.of([Event("compute", "forward", 0.0, 0.0, "L000", k=0, visit=0)], [])
     for few in (Trace(), one):

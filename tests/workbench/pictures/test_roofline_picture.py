@@ -1,4 +1,4 @@
-"""The picture of a roofline: its bend lies where link and device bind alike, points lie where they were measured."""
+"""The roofline chart: positions of the ridge and of the measured points."""
 
 import math
 import re
@@ -13,7 +13,7 @@ POINTS = [RooflinePoint("K = 1", 10, 90.0), RooflinePoint("K = <4>", 40, 380.0),
 
 
 def drawn(flops_per_s: float = 500.0, bytes_per_s: float = 10.0) -> tuple[list[tuple[float, float]], list[tuple]]:
-    """Corners of the roof, and centres of the points, in pixels."""
+    """Return the corners of the roof and the centres of the points, in pixels."""
     tree = ElementTree.fromstring(show_roofline("Speed", flops_per_s, bytes_per_s, POINTS).svg)
     roof = next(p.attrib["d"] for p in tree.iter(f"{SVG}path") if p.attrib.get("stroke-width") == "2")
     corners = [(float(a), float(b)) for a, b in re.findall(r"[ML]([\d.]+) ([\d.]+)", roof)]
@@ -36,7 +36,7 @@ def test_points_lie_below_the_roof_by_what_is_missing() -> None:
     assert all(TOP < y < BOTTOM for _, y in points)
 
 
-def test_the_table_says_the_bound_and_the_share() -> None:
+def test_the_table_has_the_bound_and_the_share() -> None:
     table = show_roofline("Speed", 500.0, 10.0, POINTS).table
     assert table.rows[0] == ("K = 1", "10", "100 FLOP/s", "90 FLOP/s", "90%")
     assert table.rows[2] == ("K = 100", "1000", "500 FLOP/s", "450 FLOP/s", "90%")
@@ -50,7 +50,7 @@ def test_names_are_escaped_and_the_picture_is_a_value() -> None:
 
 
 @pytest.mark.parametrize(
-    "figures, said",
+    "figures, output",
     [
         ((0.0, 10.0, POINTS), "flops_per_s=0.0"),
         ((500.0, math.inf, POINTS), "bytes_per_s=inf"),
@@ -58,6 +58,6 @@ def test_names_are_escaped_and_the_picture_is_a_value() -> None:
         ((500.0, 10.0, []), "at least one"),
     ],
 )
-def test_what_has_no_place_is_refused(figures: tuple, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_has_no_place_is_refused(figures: tuple, output: str) -> None:
+    with pytest.raises(ValueError, match=output):
         show_roofline("Speed", *figures)

@@ -1,7 +1,8 @@
-"""Who waits for whom, as a picture and a table: a step of two workers drawn by hand."""
+"""Waits between workers as a picture and a table, for a made-up step of two workers."""
 
 import re
 import xml.etree.ElementTree as ElementTree
+from typing import Any
 
 from l2l_core import Event, Trace, Traces
 from l2l_core.trace import WorkerInfo
@@ -17,7 +18,7 @@ from workbench.pictures import (
 
 
 def traces(late_s: float, step: int = 4) -> Traces:
-    """Worker 1 begins the step late, and then its layer is slow by as much again."""
+    """Return a step that worker 1 begins `late_s` late and then delays by as much again."""
     first = [
         Event("compute", "forward", 0.0, 0.25, "L0", 0, visit=0, stay=0),
         Event("gather", "gather", 0.25 + late_s, 0.5 + late_s, "L1", nbytes=10, stalled_s=late_s, last=1),
@@ -33,7 +34,7 @@ def traces(late_s: float, step: int = 4) -> Traces:
     )
 
 
-def test_the_table_says_who_was_waited_for_where_and_how_long() -> None:
+def test_the_table_has_workers_places_and_durations() -> None:
     table = show_stragglers(traces(late_s=1.0)).table
     assert table.title == "Who waits for whom in step 5"
     assert list(table.rows) == [
@@ -42,7 +43,7 @@ def test_the_table_says_who_was_waited_for_where_and_how_long() -> None:
     ]
     assert table.note == "Most is waited for worker 1: 2 s in which others could not compute."
     even = show_stragglers(traces(late_s=0.0)).table
-    assert not even.rows and even.note == "Nobody waits for anybody."
+    assert not even.rows and even.note == "No worker waits for another one."
 
 
 def test_the_picture_has_a_row_per_worker_and_a_box_per_wait() -> None:
@@ -93,6 +94,6 @@ def test_a_timeline_has_the_lanes_of_the_network_with_what_was_waited_for() -> N
 
 
 def test_the_figure_to_explore_has_them_too() -> None:
-    figure = timeline_figure(traces(late_s=1.0)[0])
+    figure: Any = timeline_figure(traces(late_s=1.0)[0])
     assert {"gather", "reduce"} <= {*figure.layout.yaxis.categoryarray}
     assert {y for trace in figure.data for y in trace.y} == {"compute", "gather"}

@@ -1,4 +1,4 @@
-"""The text view: it holds the numbers of its session, fits its columns, and any terminal can write it."""
+"""The text view contains the session's numbers, fits its columns, and is encodable for any terminal."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sessions import held, make_batches, make_relay, train, wait_until
@@ -52,23 +53,23 @@ def now(relay: Relay) -> Snapshot:
         return session.snapshot()
 
 
-def test_it_says_how_the_step_went_with_a_line_for_every_layer(now: Snapshot) -> None:
-    said = text_view(now)
-    flat = " ".join(said.split())  # without line breaks
+def test_the_view_has_a_line_for_every_layer(now: Snapshot) -> None:
+    output = text_view(now)
+    flat = " ".join(output.split())  # without line breaks
     assert "Sequential · 4 layers" in flat and f"loss {now.steps[-1].loss:.4g}" in flat
     assert "Step 6: " in flat and "of copies hidden" in flat and "of budget" in flat
     assert now.last is not None
     for bound in now.last.bound_by():
         assert str(bound) in flat
-    rows = re.findall(r"^ +(\d)  (\d) .*?(\d+ B)  .*?([\d.]+ k?B)  (█*)$", said, flags=re.MULTILINE)
+    rows = re.findall(r"^ +(\d)  (\d) .*?(\d+ B)  .*?([\d.]+ k?B)  (█*)$", output, flags=re.MULTILINE)
     assert [(row[0], row[1]) for row in rows] == [(str(i), str(i + 1)) for i in range(4)]
     peak = max(sample.total for sample in now.last.memory if sample.place == "device")
     assert any(row[3] == format_bytes(peak) and len(row[4]) == round(12 * peak / 10_000) for row in rows)
-    assert re.search(rf"Loss {now.steps[0].loss:.4g} [{LEVELS}]{{6}} {now.steps[-1].loss:.4g}  steps 1 to 6", said)
+    assert re.search(rf"Loss {now.steps[0].loss:.4g} [{LEVELS}]{{6}} {now.steps[-1].loss:.4g}  steps 1 to 6", output)
 
 
 @pytest.mark.parametrize("columns", [76, 80, 100])
-def test_no_line_is_longer_than_asked_nor_ends_in_blanks(now: Snapshot, columns: int) -> None:
+def test_no_line_exceeds_the_width_or_ends_in_blanks(now: Snapshot, columns: int) -> None:
     lines = text_view(now, columns=columns).splitlines()
     assert all(len(line) <= columns and line == line.rstrip() for line in lines) and len(lines) > 10
 
@@ -97,9 +98,9 @@ def test_signs_of_edits_have_a_letter_of_ascii_each(now: Snapshot) -> None:
     ]
     assert {type(edit).__name__ for edit in edits} == set(_DESCRIBERS), "one of every kind"
     numbers = {layer.key: i for i, layer in enumerate(now.layers)}
-    said = text_view(replace(now, queued=[describe_edit(edit, numbers) for edit in edits]), encoding="ascii")
-    waiting = " ".join(said[said.index("Waiting: ") : said.index("\nStep 6")].split())
-    assert said.isascii() and "?" not in waiting
+    output = text_view(replace(now, queued=[describe_edit(edit, numbers) for edit in edits]), encoding="ascii")
+    waiting = " ".join(output[output.index("Waiting: ") : output.index("\nStep 6")].split())
+    assert output.isascii() and "?" not in waiting
     assert "; - 1-3 | L001-L003; 3 ~ 4; " in waiting and "1 | L001 < 50 % 2 | L002" in waiting
 
 
@@ -110,7 +111,7 @@ def test_every_sign_that_the_workbench_writes_has_a_letter_of_ascii() -> None:
 
 
 def texts_in(path: Path) -> Iterator[str]:
-    """Texts in a file of Python but for its docstrings."""
+    """Return the strings of a Python file without its docstrings."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -125,8 +126,8 @@ def test_names_are_shown_as_they_are(now: Snapshot, name: str) -> None:
     branches = [replace(now.branches[0], name=name), now.branches[0]]
     shown = replace(now.shown, layers=layers, branch=name)
     mine = replace(now, layers=layers, shown=shown, branch=name, branches=branches, model=name, queued=[name])
-    said = text_view(mine)
-    rows = [line for line in said.splitlines() if re.match(r" +\d  ", line)]
+    output = text_view(mine)
+    rows = [line for line in output.splitlines() if re.match(r" +\d  ", line)]
     assert len(rows) == 4 and all(f"  {name} " in row for row in rows)
     for words in (
         f": {name} · 4 layers",
@@ -134,10 +135,10 @@ def test_names_are_shown_as_they_are(now: Snapshot, name: str) -> None:
         f"Waiting: {name}.",
         f"Step 6 of {name}: ",
     ):
-        assert words in " ".join(said.split()), words
+        assert words in " ".join(output.split()), words
 
 
-def test_a_console_that_knows_no_colour_codes_gets_none(now: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_console_without_colour_support_gets_no_codes(now: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -158,19 +159,19 @@ def test_a_file_gets_no_colour_and_a_terminal_does(now: Snapshot, monkeypatch: p
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
-    plain, coloured, asked = io.StringIO(), Terminal(), Terminal()
+    plain, coloured, uncoloured = io.StringIO(), Terminal(), Terminal()
     print_view(now, plain)
     print_view(now, coloured)
     monkeypatch.setenv("NO_COLOR", "1")
-    print_view(now, asked)
-    assert "\x1b[" not in plain.getvalue() + asked.getvalue() and "\x1b[" in coloured.getvalue()
+    print_view(now, uncoloured)
+    assert "\x1b[" not in plain.getvalue() + uncoloured.getvalue() and "\x1b[" in coloured.getvalue()
     assert plain.getvalue() == text_view(now) + "\n"
 
 
-def test_before_the_first_step_it_says_what_to_do(relay: Relay) -> None:
+def test_before_the_first_step_the_view_names_a_command(relay: Relay) -> None:
     with make_relay() as fresh, Session(fresh, make_batches()) as session:
-        said = text_view(session.snapshot())
-        assert "step 0" in said and "run(10)" in said and "Loss" not in said
+        output = text_view(session.snapshot())
+        assert "step 0" in output and "run(10)" in output and "Loss" not in output
         assert repr(session) == "<Session of Sequential: idle before the first step>"
     assert "closed" in text_view(session.snapshot()) and repr(session).startswith("<Session of Sequential: closed")
 
@@ -178,34 +179,40 @@ def test_before_the_first_step_it_says_what_to_do(relay: Relay) -> None:
 def test_of_many_layers_the_ends_are_shown_and_the_others_counted(now: Snapshot) -> None:
     assert now.shown is not None
     rows = [replace(now.layers[0], key=f"L{i:03d}", name=f"a.very.long.name.of.a.block.{i}") for i in range(300)]
-    said = text_view(replace(now, layers=rows, shown=replace(now.shown, layers=rows)))
-    assert f"{300 - 2 * ENDS} more" in said and "\n    7  " in said and "\n  292  " in said and "\n    8  " not in said
-    assert all(len(line) <= 80 for line in said.splitlines())
+    output = text_view(replace(now, layers=rows, shown=replace(now.shown, layers=rows)))
+    assert (
+        f"{300 - 2 * ENDS} more" in output
+        and "\n    7  " in output
+        and "\n  292  " in output
+        and "\n    8  " not in output
+    )
+    assert all(len(line) <= 80 for line in output.splitlines())
     few = replace(now, shown=replace(now.shown, layers=rows[:ALL_UP_TO]))
     assert " more\n" not in text_view(few)
 
 
-def test_what_failed_is_told_with_its_remedy_and_what_holds() -> None:
+def test_a_failure_has_its_remedy_and_the_present_state() -> None:
     with make_relay() as relay, Session(relay, make_batches()) as session:
         train(session, 1)
-        relay.model[2].error = ZeroDivisionError("no [red]scale[/red] at all")
+        model: Any = relay.model
+        model[2].error = ZeroDivisionError("no [red]scale[/red] at all")
         session.run(1)
         session.wait()
-        said = text_view(session.snapshot())
-        assert "Step 2 failed: ZeroDivisionError" in said and "no [red]scale[/red] at all" in said
-        assert "Run tries the same batch again" in " ".join(said.split()) and "Step 1: " in said
-        relay.model[2].error = None
+        output = text_view(session.snapshot())
+        assert "Step 2 failed: ZeroDivisionError" in output and "no [red]scale[/red] at all" in output
+        assert "Run tries the same batch again" in " ".join(output.split()) and "Step 1: " in output
+        model[2].error = None
 
 
-def test_a_step_under_way_and_what_waits_are_told() -> None:
+def test_a_running_step_and_the_queue_are_shown() -> None:
     with make_relay() as relay, Session(relay, make_batches()) as session:
         train(session, 1)
         with held(relay):
             session.run(3)
             wait_until(lambda: session.snapshot().progress is not None)
             session.edit(Drop("L001"))
-            said = text_view(session.snapshot())
-            assert "running" in said and "0 of 3 steps of this run" in said and "Waiting: " in said
+            output = text_view(session.snapshot())
+            assert "running" in output and "0 of 3 steps of this run" in output and "Waiting: " in output
         session.wait()
 
 
@@ -233,6 +240,6 @@ with make_relay() as relay:
 def test_a_script_whose_output_is_piped(encoding: str) -> None:
     env = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, env=env, capture_output=True, check=True)
-    said = done.stdout.decode(encoding)
-    assert "Step 3: " in said and "Loss " in said and "\x1b" not in said and "<workbench" not in said
+    output = done.stdout.decode(encoding)
+    assert "Step 3: " in output and "Loss " in output and "\x1b" not in output and "<workbench" not in output
     assert "3/3" in done.stderr.decode(encoding), "the bar counts steps"

@@ -1,4 +1,4 @@
-"""The timeline: its numbers are the trace's, no lane's business is lost, and it stays small at any size."""
+"""The timeline shows the trace's numbers and all busy times, and stays small for any step."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from l2l_core import Machine, Profile, RelayConfig, Shapes, simulate
 from l2l_core.analysis.phases import split_phases
+from l2l_core.config import StashLocation, UpdateMode
 from l2l_core.trace.events import LANES, Event
 from l2l_core.trace.trace import Trace
 from workbench.pictures.timeline_chart import draw_timeline, show_timeline, summarize_timeline, timeline_table
@@ -25,7 +26,7 @@ LIMIT = 60_000  # bytes
 
 
 def simulated(
-    layers: int, micro_batches: int, stash: str = "device", gb_per_s: float = 12, update: str = "eager"
+    layers: int, micro_batches: int, stash: StashLocation = "device", gb_per_s: float = 12, update: UpdateMode = "eager"
 ) -> Trace:
     shapes = Shapes(
         layer_params=[7_000_000] * layers,
@@ -42,12 +43,12 @@ def simulated(
 
 
 def hand_made(*rows: tuple[str, str, float, float, str]) -> Trace:
-    """Events from lane, kind, start, stop, layer."""
+    """Return events from (lane, kind, start, stop, layer)."""
     return Trace.of([Event(lane, kind, start_s, stop_s, layer) for lane, kind, start_s, stop_s, layer in rows], [])
 
 
 def huge(layers: int = 1000, micro_batches: int = 32) -> Trace:
-    """130,000 events with gaps of uneven lengths: every micro-batch comes and goes, and every layer loads and leaves."""
+    """Return a step of 130,000 events with uneven gaps: fetch and stash per micro-batch, load and push per layer."""
     random = np.random.default_rng(0)
     events, now_s = [], 0.0
     for visit in range(2 * layers):
@@ -90,7 +91,7 @@ traces = pytest.mark.parametrize("trace", TRACES.values(), ids=TRACES)
 
 
 def parse(picture: str) -> ElementTree.Element:
-    """The picture as XML, after what holds for every picture."""
+    """Return the picture as XML, after the checks common to all timelines."""
     assert len(picture.encode()) < LIMIT
     assert " id=" not in picture and "http" not in picture.replace("http://www.w3.org/2000/svg", "")
     root = ElementTree.fromstring(picture)
@@ -109,18 +110,15 @@ def words(root: ElementTree.Element) -> list[str]:
 
 
 def drawn_boxes(root: ElementTree.Element) -> list[tuple[float, float, float, float]]:
-    """x, lower edge, width and height of every bar."""
+    """Return x, lower edge, width and height of every bar."""
     paths = [path.get("d", "") for path in root.iter(f"{SVG}path") if path.get("class") == "bars"]
     boxes = re.findall(r"M([\d.]+) ([\d.]+)v-([\d.e-]+)h([\d.]+)v[\d.e-]+z", "".join(paths))
     assert len(boxes) == "".join(paths).count("M")
     return [(float(x), float(y), float(width), float(height)) for x, y, height, width in boxes]
 
 
-# -- numbers ---------------------------------------------------------------------------------------------------------
-
-
 @traces
-def test_the_summary_says_what_the_trace_says(trace: Trace) -> None:
+def test_the_summary_matches_the_trace(trace: Trace) -> None:
     summary = summarize_timeline(Columns.of(trace))
     assert summary.span_s == pytest.approx(trace.span_s, abs=1e-12)
     assert summary.overlap == pytest.approx(trace.overlap(), abs=1e-9)
@@ -153,9 +151,6 @@ def test_the_figures_are_in_the_picture_and_in_the_table(trace: Trace) -> None:
         assert row[5] in shown  # exposed
     assert f"{100 * trace.overlap():.0f} %" in shown or f"{100 * trace.overlap():.1f} %" in shown
     assert all(str(bound) in table.note for bound in trace.bound_by())
-
-
-# -- level of detail -------------------------------------------------------------------------------------------------
 
 
 @traces
@@ -224,7 +219,7 @@ def test_a_large_step_is_a_small_picture_of_few_elements() -> None:
 
 
 def test_the_size_has_a_limit_when_every_column_differs() -> None:
-    """Uneven stripes a few pixels wide on all lanes, half of them exposed: the most that there can be to draw."""
+    """Uneven bars a few pixels wide on all lanes, half of them exposed, give the largest picture."""
     random = np.random.default_rng(3)
     events = []
     for lane, kinds in (
@@ -241,11 +236,8 @@ def test_the_size_has_a_limit_when_every_column_differs() -> None:
     parse(draw_timeline(columns, span_s=1.0, before=columns, now_s=0.5))
 
 
-# -- what is exposed -------------------------------------------------------------------------------------------------
-
-
 def hatched(root: ElementTree.Element) -> list[tuple[float, float]]:
-    """Ends of the hatching strokes above the axis, as x and y."""
+    """Return the ends of the hatching strokes above the axis, as (x, y)."""
     lines = "".join(path.get("d", "") for path in root.iter(f"{SVG}path") if path.get("class") == "hatch")
     points = [(float(x), float(y)) for x, y in re.findall(r"[ML]([\d.-]+) ([\d.-]+)", lines)]
     return [point for point in points if point[1] < 200]
@@ -262,15 +254,12 @@ def test_exposed_copies_are_hatched_and_hidden_ones_are_not() -> None:
 
 
 def test_narrow_exposed_copies_are_hatched_up_to_their_share() -> None:
-    """A thousand copies, the first 0.6 ms of each ms before compute goes on: too narrow to be hatched one by one."""
+    """A thousand copies, exposed for the first 0.6 ms of each ms, are too narrow to be hatched separately."""
     rows = [("h2d", "load", i / 1_000, (i + 0.8) / 1_000, "L000") for i in range(1_000)]
     rows += [("compute", "forward", (i + 0.6) / 1_000, (i + 1) / 1_000, "L000") for i in range(1_000)]
     strokes = hatched(parse(draw_timeline(Columns.of(hand_made(*rows)), span_s=1)))
     assert min(y for _, y in strokes) == pytest.approx(74 + 0.4 * 34, abs=1) and max(y for _, y in strokes) == 108
     assert min(x for x, _ in strokes) < LEFT + 2 and max(x for x, _ in strokes) > LEFT + WIDE - 2
-
-
-# -- words -----------------------------------------------------------------------------------------------------------
 
 
 def test_visits_are_labelled_once_with_their_layer() -> None:
@@ -304,8 +293,8 @@ def test_tooltips_are_for_few_bars_and_finished_steps() -> None:
     def tips(picture: str) -> list[str]:
         return [title.text or "" for title in parse(picture).iter(f"{SVG}title")][1:]
 
-    said = tips(draw_timeline(few, keys=[f"L{i:03d}" for i in range(6)]))
-    assert any(tip.startswith("B4 backward 4 · L004: ") and tip.endswith("4 events") for tip in said)
+    output = tips(draw_timeline(few, keys=[f"L{i:03d}" for i in range(6)]))
+    assert any(tip.startswith("B4 backward 4 · L004: ") and tip.endswith("4 events") for tip in output)
     assert not tips(draw_timeline(few, now_s=1.0)) and not tips(draw_timeline(many))
 
 
@@ -313,10 +302,10 @@ def test_sentences_are_at_fixed_places_and_cut_after_two_lines() -> None:
     columns = Columns.of(TRACES["a few layers"])
     tail, all_of_them = ["tail: t"], ["fill: f", "forward: " + "word " * 200, "backward: b", "tail: t"]
 
-    def at(said: Sequence[str]) -> dict[str, str]:
+    def at(output: Sequence[str]) -> dict[str, str]:
         return {
             element.text or "": element.get("y", "")
-            for element in parse(draw_timeline(columns, sentences=said)).iter(f"{SVG}text")
+            for element in parse(draw_timeline(columns, sentences=output)).iter(f"{SVG}text")
         }
 
     assert at(tail)["t"] == at(all_of_them)["t"]
@@ -328,9 +317,6 @@ def test_sentences_are_at_fixed_places_and_cut_after_two_lines() -> None:
 
     assert height(draw_timeline(columns, sentences=tail)) == height(draw_timeline(columns, sentences=all_of_them))
     assert height(draw_timeline(columns)) < height(draw_timeline(columns, sentences=tail))
-
-
-# -- sweep -----------------------------------------------------------------------------------------------------------
 
 
 def bars_outside(root: ElementTree.Element, group: ElementTree.Element) -> list[ElementTree.Element]:
@@ -373,16 +359,13 @@ def test_events_beyond_the_end_of_the_axis_are_cut_off() -> None:
     assert max(x + width for x, _, width, _ in boxes) <= LEFT + WIDE + 0.01
 
 
-# -- the whole -------------------------------------------------------------------------------------------------------
-
-
 @traces
 def test_the_same_trace_gives_the_same_picture(trace: Trace) -> None:
     again = Trace.of(trace.events_since(0)[0], [])
     assert draw_timeline(Columns.of(trace)) == draw_timeline(Columns.of(again))
 
 
-def test_a_shown_timeline_says_what_binds_and_has_a_table() -> None:
+def test_a_shown_timeline_has_bottlenecks_and_a_table() -> None:
     trace = TRACES["no overlap"]
     shown = show_timeline(trace)
     assert shown.table == timeline_table(trace)

@@ -1,4 +1,4 @@
-"""Pictures of ways to train hold the numbers of their table, and the plan of one is its trace."""
+"""Pictures of strategies show the numbers of their table, and a strategy's timeline shows its trace."""
 
 import re
 from dataclasses import replace
@@ -26,7 +26,7 @@ TABLE = StrategyTable(ROWS, 6_000_000)
 
 
 def marks(svg: str) -> dict[int, tuple[float, float, str]]:
-    """Of every mark by its row: where it is, and what it says."""
+    """Return position and tooltip of every mark by its row."""
     root = ElementTree.fromstring(svg)
     circles = [e for e in root.iter() if e.tag.endswith("}circle") and "data-key" in e.attrib]
     return {
@@ -39,7 +39,7 @@ def words(svg: str) -> list[str]:
     return ["".join(e.itertext()) for e in ElementTree.fromstring(svg).iter() if e.tag.endswith("}text")]
 
 
-def test_a_mark_lies_where_its_row_says_and_tells_its_cells() -> None:
+def test_a_mark_has_the_position_and_the_cells_of_its_row() -> None:
     picture = show_strategies(TABLE)
     found = marks(picture.svg)
     assert found.keys() == {0, 1, 2, 4}, "a way without a step has no mark"
@@ -56,7 +56,7 @@ def test_a_mark_lies_where_its_row_says_and_tells_its_cells() -> None:
     assert picture.table.header[1:] == ("device, measured", "host, measured", "layer forwards", "step, simulated", "")
 
 
-def test_the_table_and_its_page_say_the_same_and_keep_measured_and_simulated_apart() -> None:
+def test_the_table_and_its_page_agree_and_separate_measured_from_simulated() -> None:
     (rows, note), html = (strategies_table(TABLE).rows, strategies_table(TABLE).note), strategies_html(TABLE, chosen=1)
     assert rows[0] == ("Plain", "9 MB", "–", "4", "10 ms", "front, does not fit")
     assert rows[1] == ("Full <b>", "3 MB", "–", "8", "16 ms", "front")
@@ -70,7 +70,7 @@ def test_the_table_and_its_page_say_the_same_and_keep_measured_and_simulated_apa
     assert groups == ["measured", "counted", "simulated"] and html.count("l2l-chosen") == 1
 
 
-def test_the_front_goes_through_what_no_other_beats() -> None:
+def test_the_front_joins_the_unbeaten_strategies() -> None:
     svg = draw_strategies(TABLE)
     (x4, y4, _), (x1, y1, _), (x0, y0, _) = (marks(svg)[i] for i in (4, 1, 0))
     stairs = f"M{x4:.1f} {UPPER}V{y4:.1f}H{x1:.1f}V{y1:.1f}H{x0:.1f}V{y0:.1f}H{LAST}"
@@ -103,9 +103,6 @@ def test_labels_of_ways_that_need_about_the_same_do_not_meet() -> None:
     assert len(ys) > 2 and all(b - a >= 13 for a, b in zip(ys, ys[1:], strict=False))
 
 
-# One way -------------------------------------------------------------------------------------------------------------
-
-
 def test_the_plan_of_a_way_is_drawn_over_its_time_above_its_bytes() -> None:
     picture = show_strategy(recomputing(), 100, span_s=0.008, top_bytes=200)
     px = (RIGHT - LEFT) / 0.008
@@ -113,10 +110,11 @@ def test_the_plan_of_a_way_is_drawn_over_its_time_above_its_bytes() -> None:
     drawn = sorted((float(x), float(w)) for d in bars for x, w in re.findall(r"M([\d.]+) [\d.]+v-24h([\d.]+)", d))
     assert LANE == 24 and drawn[-1] == pytest.approx((LEFT + 0.003 * px, 0.001 * px), abs=0.2)
     assert sum(w for _, w in drawn) == pytest.approx(0.004 * px, abs=1)
-    said = words(picture.svg)
-    assert "forward again: recompute" in said and "update" in said and "budget 100 B" in said
+    output = words(picture.svg)
+    assert "forward again: recompute" in output and "update" in output and "budget 100 B" in output
     assert (
-        "○ peak 90 B, measured" in said and "90 B of the device (measured), 4 ms (simulated), 2 layer forwards" in said
+        "○ peak 90 B, measured" in output
+        and "90 B of the device (measured), 4 ms (simulated), 2 layer forwards" in output
     )
     (ring,) = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="4"', picture.svg)
     bottom = TOP + 30 + 34 + CHART

@@ -1,4 +1,4 @@
-"""Steps by plans that are chosen one by one: the bits of plain training, what does not fit, and what the panels say."""
+"""Steps of a lab session: equality with plain training, plans that do not fit, and the panels' texts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def needs(*ways: Plain | Full) -> list[int]:
 @pytest.fixture(autouse=True)
 def threads_end() -> Iterator[None]:
     yield
-    wait_until(lambda: not threads_named("session", "pump"))
+    wait_until(lambda: not threads_named("session", "refresh loop"))
 
 
 def test_steps_by_plans_in_turn_are_plain_training() -> None:
@@ -83,7 +83,7 @@ def test_steps_by_plans_in_turn_are_plain_training() -> None:
     assert [row.samples for row in now.steps] == [ROWS] * 4 and now.layers[0].version == now.step == 4
 
 
-def test_what_does_not_fit_changes_nothing_and_says_the_smallest_budget() -> None:
+def test_a_plan_that_does_not_fit_changes_nothing_and_names_the_smallest_budget() -> None:
     least, most = needs(Full(), Plain())
     lab, batches = make_lab(most - 1), make_batches()
     session = LabSession(lab, batches, WAYS, plan="Plain")
@@ -110,7 +110,7 @@ def test_what_does_not_fit_changes_nothing_and_says_the_smallest_budget() -> Non
 
 
 def test_an_update_without_room_is_refused_before_it_begins() -> None:
-    """Its temporaries are the highest bytes of a step on few rows: no weight may be new when they do not fit."""
+    """On few rows the update has the highest bytes of a step; if it does not fit, no weight may change."""
     model, batch = make_model(), make_batches(1, rows=1)[0]
     probe = Lab(copy.deepcopy(model), batch, loss=loss_of, layers=["0", "1", "2"])
     most = probe.plan(Full()).peak_device_bytes
@@ -123,7 +123,7 @@ def test_an_update_without_room_is_refused_before_it_begins() -> None:
     assert not lab.optimizer.state and lab.device.ledger.total == 0
 
 
-def test_ways_without_a_plan_are_grey_and_say_why() -> None:
+def test_strategies_without_a_plan_are_disabled_with_a_reason() -> None:
     lab = make_lab(needs(Plain())[0])
     session = LabSession(lab, make_batches(), WAYS)
     panel = PlanHeaderPanel(session)
@@ -133,9 +133,9 @@ def test_ways_without_a_plan_are_grey_and_say_why() -> None:
     rotor = session.choices[3]
     assert find(panel, rotor.name).disabled and "the smallest budget for which it has one is" in rotor.reason
     assert rotor.reason in html_of(panel) and "Workbench(Relay(" in html_of(panel)
-    with pytest.raises(ValueError, match="Relay is no plan over stages"):
+    with pytest.raises(ValueError, match="Relay is not a plan over stages"):
         session.follow("Relay")
-    with pytest.raises(ValueError, match="there is no plan 'Ful' to choose; there are 'Plain', 'Full'"):
+    with pytest.raises(ValueError, match="there is no plan 'Ful'; give one of 'Plain', 'Full'"):
         session.follow("Ful")
     with pytest.raises(TypeError, match="give the name of a choice"):
         session.follow(Full())  # type: ignore[arg-type]

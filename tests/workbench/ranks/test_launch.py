@@ -1,4 +1,4 @@
-"""Ranks in processes of their own: what reaches all of them, what is seen of each, and how they end."""
+"""Ranks in separate processes: commands to all of them, snapshots of each, and their end."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from workbench.runs import RecordedRun, load_run
 from workbench.runs.html_report import render_report
 
 
-def alone(relay: Relay, steps: int) -> list[float]:
+def losses_in_one_process(relay: Relay, steps: int) -> list[float]:
     """Losses of one process with the rows of both."""
     import torch
 
@@ -31,102 +31,102 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def conductor(folder: Path) -> Iterator[RankController]:
+def controller(folder: Path) -> Iterator[RankController]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RANKS_RECORDED_IN", str(folder))
-        made = RankController(RankProcesses(rank_training.train, 2))
-    yield made
-    made.close()
-    assert not any(one.process.is_alive() for one in made.ranks)
+        controller = RankController(RankProcesses(rank_training.train, 2))
+    yield controller
+    controller.close()
+    assert not any(one.process.is_alive() for one in controller.ranks)
 
 
-def test_steps_edits_and_settings_reach_all_ranks(conductor: RankController) -> None:
-    """Whenever they are asked for, and the loss is that of one process with all rows."""
-    conductor.run(3)
-    conductor.wait(HANG_S)
-    conductor.run()
-    conductor.edit(Duplicate(1)).result(HANG_S)  # in the middle of a run
-    conductor.undo().result(HANG_S)
-    conductor.reconfigure(ahead=0).result(HANG_S)
-    conductor.pause()
-    now = conductor.wait(HANG_S)
+def test_steps_edits_and_settings_reach_all_ranks(controller: RankController) -> None:
+    """At any time, and the loss is that of one process with all rows."""
+    controller.run(3)
+    controller.wait(HANG_S)
+    controller.run()
+    controller.edit(Duplicate(1)).result(HANG_S)  # in the middle of a run
+    controller.undo().result(HANG_S)
+    controller.reconfigure(ahead=0).result(HANG_S)
+    controller.pause()
+    now = controller.wait(HANG_S)
     assert now.state == "paused" and now.failure is None and now.device.startswith("2 workers, ")
-    first, second = (one.snapshot() for one in conductor.ranks)
+    first, second = (one.snapshot() for one in controller.ranks)
     assert [row.loss for row in first.steps] == [row.loss for row in second.steps] and len(first.steps) > 3
     assert first.config.ahead == second.config.ahead == 0
     assert [change.what for change in first.changes] == [change.what for change in second.changes]
     assert [entry.kind for entry in first.journal] == [entry.kind for entry in second.journal] == ["edit", "undo"]
     with rank_training.relay_of(workers=None) as relay:
         relay.config = relay.config.__class__(micro_batches=4)
-        assert [row.loss for row in first.steps][:3] == pytest.approx(alone(relay, 3), rel=1e-6)
-    conductor.stop()
+        assert [row.loss for row in first.steps][:3] == pytest.approx(losses_in_one_process(relay, 3), rel=1e-6)
+    controller.stop()
 
 
-def test_each_rank_shows_its_own_step(conductor: RankController) -> None:
-    conductor.step()
-    conductor.wait(HANG_S)
-    traces = [one.snapshot().last for one in conductor.ranks]
+def test_each_rank_shows_its_own_step(controller: RankController) -> None:
+    controller.step()
+    controller.wait(HANG_S)
+    traces = [one.snapshot().last for one in controller.ranks]
     assert [trace.worker.rank for trace in traces] == [0, 1] and len({trace.step for trace in traces}) == 1
-    shown = conductor.ranks[0].snapshot().shown
-    assert conductor.ranks[0].snapshot().shown is shown  # a player that looks at it keeps its place
+    shown = controller.ranks[0].snapshot().shown
+    assert controller.ranks[0].snapshot().shown is shown  # so that a player keeps its position
 
 
-def test_an_edit_that_is_refused_changes_no_rank(conductor: RankController) -> None:
-    before = [one.snapshot().layers for one in conductor.ranks]
+def test_an_edit_that_is_refused_changes_no_rank(controller: RankController) -> None:
+    before = [one.snapshot().layers for one in controller.ranks]
     with pytest.raises(ValueError, match=r"worker 0: .*; worker 1: "):
-        conductor.edit(Drop("nothing")).result(HANG_S)
-    assert [[row.key for row in one.snapshot().layers] for one in conductor.ranks] == [
+        controller.edit(Drop("nothing")).result(HANG_S)
+    assert [[row.key for row in one.snapshot().layers] for one in controller.ranks] == [
         [row.key for row in rows] for rows in before
     ]
-    with pytest.raises(TypeError, match=r"give edits, as Drop\(2\)"):
-        conductor.edit(print)  # type: ignore[arg-type]
-    assert conductor.snapshot().failure is None
+    with pytest.raises(TypeError, match=r"pass edits, e.g. Drop\(2\)"):
+        controller.edit(print)  # type: ignore[arg-type]
+    assert controller.snapshot().failure is None
 
 
-def test_branches_are_made_and_left_on_all_ranks(conductor: RankController) -> None:
-    conductor.fork("slim").result(HANG_S)
-    conductor.edit(Drop(1)).result(HANG_S)
-    conductor.step()
-    conductor.wait(HANG_S)
-    assert [len(one.snapshot().layers) for one in conductor.ranks] == [3, 3]
-    conductor.switch("main").result(HANG_S)
-    now = [one.snapshot() for one in conductor.ranks]
+def test_branches_are_created_and_left_on_all_ranks(controller: RankController) -> None:
+    controller.fork("slim").result(HANG_S)
+    controller.edit(Drop(1)).result(HANG_S)
+    controller.step()
+    controller.wait(HANG_S)
+    assert [len(one.snapshot().layers) for one in controller.ranks] == [3, 3]
+    controller.switch("main").result(HANG_S)
+    now = [one.snapshot() for one in controller.ranks]
     assert [(each.branch, len(each.layers)) for each in now] == [("main", 4)] * 2
     assert [[branch.name for branch in each.branches] for each in now] == [["main", "slim"]] * 2
     with pytest.raises(ValueError, match=r"worker 0: .*there is no branch 'wide'.*; worker 1: "):
-        conductor.switch("wide").result(HANG_S)
-    conductor.discard("slim").result(HANG_S)
-    assert [[branch.name for branch in one.snapshot().branches] for one in conductor.ranks] == [["main"]] * 2
-    assert conductor.snapshot().failure is None
+        controller.switch("wide").result(HANG_S)
+    controller.discard("slim").result(HANG_S)
+    assert [[branch.name for branch in one.snapshot().branches] for one in controller.ranks] == [["main"]] * 2
+    assert controller.snapshot().failure is None
 
 
-def test_a_rank_that_is_killed_is_named_and_all_end(conductor: RankController) -> None:
+def test_a_rank_that_is_killed_is_named_and_all_end(controller: RankController) -> None:
     """The last test of these ranks."""
-    conductor.run()
-    os.kill(conductor.ranks[1].process.pid, signal.SIGKILL)
-    now = conductor.wait(HANG_S)
+    controller.run()
+    os.kill(controller.ranks[1].process.pid, signal.SIGKILL)
+    now = controller.wait(HANG_S)
     assert now.state == "failed" and now.failure is not None
     assert now.failure.message == "worker 1 is gone: its process was ended by SIGKILL"
     assert "start all of them anew" in now.failure.after
-    assert conductor.ranks[1].snapshot().ended and not conductor.ranks[0].snapshot().ended
-    failure = conductor.ranks[0].snapshot().failure
+    assert controller.ranks[1].snapshot().ended and not controller.ranks[0].snapshot().ended
+    failure = controller.ranks[0].snapshot().failure
     assert failure is not None and failure.error == "WorkerLostError"
-    conductor.close()
-    assert not any(one.process.is_alive() for one in conductor.ranks)
-    assert conductor.snapshot().state == "closed" and "were ended" in conductor.snapshot().ended
+    controller.close()
+    assert not any(one.process.is_alive() for one in controller.ranks)
+    assert controller.snapshot().state == "closed" and "were ended" in controller.snapshot().ended
 
 
 @pytest.fixture(scope="module")
-def recorded(conductor: RankController, folder: Path) -> RecordedRun:
-    if not conductor.snapshot().step:
-        conductor.run(2)
-        conductor.wait(HANG_S)
-    conductor.close()
+def recorded(controller: RankController, folder: Path) -> RecordedRun:
+    if not controller.snapshot().step:
+        controller.run(2)
+        controller.wait(HANG_S)
+    controller.close()
     return load_run(folder)
 
 
 def test_a_recorded_run_shows_every_rank(recorded: RecordedRun) -> None:
-    """Rank 1 may have been killed: what it had written by then is there."""
+    """Rank 1 may have been killed; the part written before is complete."""
     number = max({*recorded.traced} & {*recorded.others[0].traced})
     traces = recorded.traces(number)
     assert traces is not None and [trace.worker.rank for trace in traces] == [0, 1]
@@ -152,8 +152,8 @@ def test_a_replay_shows_every_ranks_lanes(recorded: RecordedRun) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_begin_ends_all() -> None:
-    with pytest.raises(LaunchError, match="rank 1 of 2 could not begin(.|\n)*FileNotFoundError: no data on this rank"):
+def test_a_rank_that_cannot_start_ends_all() -> None:
+    with pytest.raises(LaunchError, match="rank 1 of 2 could not start(.|\n)*FileNotFoundError: no data on this rank"):
         RankProcesses(rank_training.train_but_one, 2)
 
 
@@ -166,8 +166,8 @@ def test_relays_that_train_alone_are_refused() -> None:
 def test_functions_that_processes_cannot_import_are_refused() -> None:
     def train() -> None: ...
 
-    for wrong in (train, lambda: None, 7):
+    for invalid in (train, lambda: None, 7):
         with pytest.raises(TypeError, match="must be a function in a module"):
-            RankProcesses(wrong, 2)  # type: ignore[arg-type]
+            RankProcesses(invalid, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="workers=1: must be 2 or more"):
         RankProcesses(rank_training.train, 1)

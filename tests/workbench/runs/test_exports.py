@@ -1,4 +1,4 @@
-"""What the buttons write can be read by the programs that it is for, holds what was seen, and replaces nothing."""
+"""Exported files can be read by their programs, contain the shown step or run, and overwrite nothing."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def test_the_memory_viewer_gets_the_bytes_of_the_step(session: Session, now: Sna
     written = export("Memory viewer", session, tmp_path)
     assert written.path.name == "step_5_memory.pickle"
     actions = pickle.loads(written.path.read_bytes())["device_traces"][0]
-    held = peak = 0
+    used = peak = 0
     for action in actions:
-        held += {"alloc": action["size"], "free_completed": -action["size"]}.get(action["action"], 0)
-        peak = max(peak, held)
+        used += {"alloc": action["size"], "free_completed": -action["size"]}.get(action["action"], 0)
+        peak = max(peak, used)
     assert now.last is not None and peak == now.last.peak_bytes("device")
 
 
@@ -69,9 +69,7 @@ def test_tensorboard_gets_every_step_and_change(session: Session, now: Snapshot,
     assert found.Tags()["tensors"] == ["change/text_summary"]
 
 
-def test_the_report_is_of_the_whole_run_and_the_step_that_is_seen(
-    session: Session, now: Snapshot, tmp_path: Path
-) -> None:
+def test_the_report_has_the_whole_run_and_the_shown_step(session: Session, now: Snapshot, tmp_path: Path) -> None:
     written = export("Report", session, tmp_path)
     text = written.path.read_text(encoding="utf-8")
     assert written.path.name == "step_5_report.html" and "5 steps" in text and "Step 5" in text
@@ -81,7 +79,7 @@ def test_the_report_is_of_the_whole_run_and_the_step_that_is_seen(
     assert columns == 5 and "Gradient norm of layers" in text
 
 
-def test_nothing_is_written_over(session: Session, tmp_path: Path) -> None:
+def test_nothing_is_overwritten(session: Session, tmp_path: Path) -> None:
     names = set()
     for _ in range(3):
         for name in EXPORTS:
@@ -90,7 +88,7 @@ def test_nothing_is_written_over(session: Session, tmp_path: Path) -> None:
     assert all(path.exists() for path in names)
 
 
-def test_of_several_branches_the_name_says_which(tmp_path: Path) -> None:
+def test_file_names_have_the_branch_if_there_are_several(tmp_path: Path) -> None:
     with make_relay() as relay, Session(relay, make_batches()) as session:
         train(session, 1)
         session.fork("wide / 2").result(HANG_S)
@@ -98,7 +96,7 @@ def test_of_several_branches_the_name_says_which(tmp_path: Path) -> None:
         assert export("Perfetto", session, tmp_path).path.name == "wide_2_step_2.json.gz"
 
 
-def test_after_a_fork_the_run_is_the_branch_and_the_step_that_of_the_other(tmp_path: Path) -> None:
+def test_after_a_fork_runs_have_the_new_branch_and_steps_the_parent(tmp_path: Path) -> None:
     with make_relay() as relay, Session(relay, make_batches()) as session:
         train(session, 2)
         session.fork("slim").result(HANG_S)
@@ -126,7 +124,7 @@ def test_the_report_of_a_session_has_the_race_that_is_over(tmp_path: Path) -> No
 
 @contextmanager
 def files_of_at_most(most_bytes: int) -> Iterator[None]:
-    """A disk that is full after so many bytes of each file, as far as a program can tell."""
+    """Limit the size of files, to simulate a full disk."""
     resource = pytest.importorskip("resource", reason="only Unix limits the size of files")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
@@ -136,17 +134,17 @@ def files_of_at_most(most_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-# TensorBoard writes in a thread, which raises what went wrong there too, after handing it on.
+# The writer thread of TensorBoard raises the error once more.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("name", EXPORTS)
-def test_a_write_that_fails_half_way_leaves_nothing(session: Session, name: str, tmp_path: Path) -> None:
+def test_a_failed_write_leaves_nothing(session: Session, name: str, tmp_path: Path) -> None:
     whole = export(name, session, tmp_path).path
     before = sorted(tmp_path.rglob("*"))
     half = (before[-1] if whole.is_dir() else whole).stat().st_size // 2
     running = set(threading.enumerate())
     with files_of_at_most(half), pytest.raises(OSError, match="File too large"):
         export(name, session, tmp_path)
-    for thread in set(threading.enumerate()) - running:  # it would end in the next test, and be that one's failure
+    for thread in set(threading.enumerate()) - running:  # otherwise its error would fail the next test
         thread.join(HANG_S)
         assert not thread.is_alive()
     assert sorted(tmp_path.rglob("*")) == before
@@ -160,7 +158,7 @@ def test_before_the_first_step_there_is_nothing_to_write(name: str, tmp_path: Pa
     assert not (tmp_path / "exports").exists(), "not even a folder"
 
 
-def test_of_a_step_that_failed_the_memory_up_to_there_is_written(tmp_path: Path) -> None:
+def test_the_memory_of_a_failed_step_is_written(tmp_path: Path) -> None:
     with make_relay(device=EmulatedDevice(memory_bytes=2_500)) as relay, Session(relay, make_batches()) as session:
         session.step()
         now = session.wait(HANG_S)
@@ -173,7 +171,7 @@ def test_of_a_step_that_failed_the_memory_up_to_there_is_written(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", EXPORTS)
-def test_a_place_where_no_folder_can_be_is_an_error(session: Session, name: str, tmp_path: Path) -> None:
+def test_a_path_below_a_file_is_an_error(session: Session, name: str, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(OSError):
         export(name, session, tmp_path / "taken")

@@ -1,4 +1,4 @@
-"""Looks inside in a recorded run: their lines, the report and the replay made from them, and what a damaged line says."""
+"""Looks inside in a recorded run: rows, report, replay, and errors of damaged rows."""
 
 from __future__ import annotations
 
@@ -38,31 +38,31 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def looks(path: Path) -> list[Inside]:
-    """After one step with all that there is to ask for; after a drop and another step with as little as possible."""
+    """Two looks: after one step with all options, after a drop and another step with none."""
     with make_decoder(make_gpt()) as relay:
         with Session(
             relay, [make_batch(0)], loggers=[Recorder(path)], decode=letters, probe=[make_batch(1)]
         ) as session:
             train(session, 1)
-            seen = [session.look(attention=True, lens=True, generate=2, positions=4).result(HANG_S)]
+            inside = [session.look(attention=True, lens=True, generate=2, positions=4).result(HANG_S)]
             session.look(["L001"], lens=True, leave_out=["L002"]).result(HANG_S)
             session.edit(Drop("L001")).result(HANG_S)
             train(session, 1)
-            return [*seen, session.look(["L002"]).result(HANG_S)]
+            return [*inside, session.look(["L002"]).result(HANG_S)]
 
 
-def shown(seen: Inside, keys: Sequence[str], decode: Any) -> list[str]:
-    return [page.to_html() for page in inside_pages(seen, number_layers(keys), decode)]
+def shown(inside: Inside, keys: Sequence[str], decode: Any) -> list[str]:
+    return [page.to_html() for page in inside_pages(inside, number_layers(keys), decode)]
 
 
-def test_looks_come_back_as_they_were(path: Path, looks: list[Inside]) -> None:
+def test_looks_come_back_exactly(path: Path, looks: list[Inside]) -> None:
     run = load_run(path)
-    assert len(run.looks) == 2, "none of a model with layers left out, which was another one"
-    for (number, look), seen in zip(run.looks, looks, strict=True):
+    assert len(run.looks) == 2, "a look with layers left out is not recorded"
+    for (number, look), inside in zip(run.looks, looks, strict=True):
         keys = [row.key for row in run.snapshot(number).layers]
-        assert shown(look.inside, keys, look.decode) == shown(seen, keys, letters)
-        assert (look.inside.step, look.inside.branch, look.inside.passes) == (seen.step, seen.branch, seen.passes)
-        for back, was in zip(look.inside.passings, seen.passings, strict=True):
+        assert shown(look.inside, keys, look.decode) == shown(inside, keys, letters)
+        assert (look.inside.step, look.inside.branch, look.inside.passes) == (inside.step, inside.branch, inside.passes)
+        for back, was in zip(look.inside.passings, inside.passings, strict=True):
             assert (back.entered, back.left, back.added, back.cosine) == (was.entered, was.left, was.added, was.cosine)
             assert all(map(torch.equal, back.attention, was.attention)) and len(back.attention) == len(was.attention)
     assert [number for number, _ in run.looks] == [0, len(run.moments) - 1]
@@ -70,12 +70,12 @@ def test_looks_come_back_as_they_were(path: Path, looks: list[Inside]) -> None:
     assert run.truncated(1).looks == run.looks[:1]
 
 
-def test_a_look_changes_nothing_of_what_is_recorded_else(path: Path, looks: list[Inside]) -> None:
+def test_a_look_adds_no_moment(path: Path, looks: list[Inside]) -> None:
     lines = [json.loads(line)["type"] for line in path.read_text().splitlines()]
     assert lines.count("moment") == 3, "two steps and an edit"
 
 
-def test_numbers_that_json_does_not_have_and_text_that_is_not_known_come_back(looks: list[Inside]) -> None:
+def test_nan_and_missing_text_come_back(looks: list[Inside]) -> None:
     row = json.loads(to_json(look_row(looks[0], None)))
     row["passings"][0]["left"]["mean"] = "nan"
     look = look_from_row(row)
@@ -117,12 +117,12 @@ DAMAGE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("said", DAMAGE)
-def test_a_damaged_look_is_named(path: Path, looks: list[Inside], tmp_path: Path, said: str) -> None:
+@pytest.mark.parametrize("message", DAMAGE)
+def test_a_damaged_look_is_named(path: Path, looks: list[Inside], tmp_path: Path, message: str) -> None:
     lines = path.read_text().splitlines()
     at = next(i for i, line in enumerate(lines) if json.loads(line)["type"] == "look")
     row = json.loads(lines[at])
-    DAMAGE[said](row)
+    DAMAGE[message](row)
     (tmp_path / "run.jsonl").write_text("\n".join([*lines[:at], json.dumps(row), *lines[at + 1 :], ""]))
-    with pytest.raises(ValueError, match=f"line {at + 1}: .*{said}"):
+    with pytest.raises(ValueError, match=f"line {at + 1}: .*{message}"):
         load_run(tmp_path)

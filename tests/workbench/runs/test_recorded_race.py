@@ -1,4 +1,4 @@
-"""A race in a recorded run: its line, the report and the replay made from it, and what a damaged line says."""
+"""Races in a recorded run: rows, report, replay, and errors of damaged rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HELD_OUT = make_batches(8)[5:]
 
 
 def record_races(path: Path) -> list[Race]:
-    """Two steps, a branch with a layer less, a race of three steps, one more step, and a race that is stopped at once."""
+    """Record two steps, a branch with one layer less, a race of three steps, one step, and a race of two steps."""
     with make_relay() as relay, Session(relay, make_batches(), loggers=[Recorder(path)], probe=HELD_OUT) as session:
         train(session, 2)
         session.fork("slim").result(HANG_S)
@@ -51,7 +51,7 @@ def races(path: Path) -> list[Race]:
     return record_races(path)
 
 
-def test_races_come_back_as_they_were(path: Path, races: list[Race]) -> None:
+def test_races_come_back_exactly(path: Path, races: list[Race]) -> None:
     run = load_run(path)
     assert [race for _, race in run.races] == races
     at, other = (number for number, _ in run.races)
@@ -61,8 +61,8 @@ def test_races_come_back_as_they_were(path: Path, races: list[Race]) -> None:
     assert (first.name, second.name, now.branch, now.step) == ("slim", "main", "main", 8)
     assert [len(racer.steps) for racer in (first, second)] == [3, 3] and first.parent == "main" and first.forked_at == 2
     assert [change.what for change in first.changes if change.entry is not None] == ["− layer 1"]
-    for mine, its in zip((race for _, race in run.races), races, strict=True):
-        assert show_race(mine, "flop") == show_race(its, "flop")
+    for loaded, original in zip((race for _, race in run.races), races, strict=True):
+        assert show_race(loaded, "flop") == show_race(original, "flop")
 
 
 def test_the_report_shows_every_race_with_its_table(path: Path, races: list[Race]) -> None:
@@ -73,8 +73,8 @@ def test_the_report_shows_every_race_with_its_table(path: Path, races: list[Race
         for row in race_table(race).rows:
             for cell in filter(None, row):
                 assert cell in text, cell
-    judged = races[0].difference("main")
-    assert judged is not None and judged.spread is not None and "±" in race_table(races[0]).rows[1][8]
+    difference = races[0].difference("main")
+    assert difference is not None and difference.spread is not None and "±" in race_table(races[0]).rows[1][8]
     assert "branches and edits ◆" in text and "After step 2: − layer 1" in text
 
 
@@ -108,7 +108,7 @@ def test_a_run_without_races_has_no_view_of_them(tmp_path: Path) -> None:
     assert "<h2>Race" not in render_report([run])
 
 
-def test_a_race_that_the_end_of_the_session_ends_is_recorded(tmp_path: Path) -> None:
+def test_a_race_stopped_by_the_end_of_the_session_is_recorded(tmp_path: Path) -> None:
     with make_relay() as relay:
         with Session(relay, make_batches(), loggers=[Recorder(tmp_path / "run.jsonl")], probe=False) as session:
             session.fork("slim").result(HANG_S)
@@ -122,7 +122,7 @@ def test_a_race_that_the_end_of_the_session_ends_is_recorded(tmp_path: Path) -> 
 # Lines ----------------------------------------------------------------------------------------------------------------
 
 
-def test_numbers_that_json_does_not_have_come_back() -> None:
+def test_infinities_come_back() -> None:
     step = StepRow(1, float("inf"), 0.5, 6, 100, 1, 1, 0.5)
     racer = Racer("a", 0, 1, (step,), (10**30,), ((1, ProbeLosses((float("-inf"), 2.0), 0.1)),), left="it was full")
     race = Race(3, (racer, replace(racer, name="b")), is_over=True, ended="stopped")
@@ -142,11 +142,11 @@ DAMAGE: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_race_is_named(path: Path, races: list[Race], tmp_path: Path, name: str) -> None:
-    said, damage = DAMAGE[name]
+    message, damage = DAMAGE[name]
     lines = path.read_text().splitlines()
     at = next(i for i, line in enumerate(lines) if json.loads(line)["type"] == "race")
     row = json.loads(lines[at])
     damage(row["racers"][0])
     (tmp_path / "run.jsonl").write_text("\n".join([*lines[:at], json.dumps(row), *lines[at + 1 :], ""]))
-    with pytest.raises(ValueError, match=f"line {at + 1}: .*{said}"):
+    with pytest.raises(ValueError, match=f"line {at + 1}: .*{message}"):
         load_run(tmp_path)

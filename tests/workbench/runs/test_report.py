@@ -1,4 +1,4 @@
-"""The report is one page that loads nothing, says what the run was, and holds every frame of its player."""
+"""The report is one self-contained page with the figures of the run and every frame of its player."""
 
 import base64
 import gzip
@@ -29,7 +29,7 @@ TITLE = "<script>alert(1)</script> & run"
 
 
 class Page(HTMLParser):
-    """What is on a page: elements with their attributes, words, and whether everything that opens is closed."""
+    """Elements, attributes and text of a page; `open` has the elements that are not closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -95,13 +95,13 @@ def test_nothing_is_loaded(page: Page, text: str) -> None:
     assert f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in policy
 
 
-def test_what_users_write_is_escaped(text: str, page: Page) -> None:
+def test_user_input_is_escaped(text: str, page: Page) -> None:
     assert "<script>alert" not in text and text.count("&lt;script&gt;alert(1)&lt;/script&gt; &amp; run") == 2
     assert TITLE in "".join(page.words)
 
 
-def test_it_says_what_the_run_was(page: Page, run: RecordedRun) -> None:
-    said, now = " ".join(" ".join(page.words).split()), run.snapshot()
+def test_the_page_has_the_figures_of_the_run(page: Page, run: RecordedRun) -> None:
+    text, now = " ".join(" ".join(page.words).split()), run.snapshot()
     for words in (
         "Sequential · 4 layers",
         "emulated device of 10 kB · 10 steps",
@@ -112,8 +112,8 @@ def test_it_says_what_the_run_was(page: Page, run: RecordedRun) -> None:
         "in force",
         f"torch {run.machine['torch']}",
     ):
-        assert words in said, words
-    assert now.in_core_bytes is not None and "in core would need" in said
+        assert words in text, words
+    assert now.in_core_bytes is not None and "in core would need" in text
 
 
 def test_every_picture_has_words_and_a_table(page: Page) -> None:
@@ -123,7 +123,7 @@ def test_every_picture_has_words_and_a_table(page: Page) -> None:
     assert sum(tag == "details" for tag, _ in page.elements) >= len(pictures)
 
 
-def test_without_scripts_there_is_a_moment_and_no_controls(page: Page) -> None:
+def test_without_scripts_the_page_has_a_picture_and_no_controls(page: Page) -> None:
     (controls,) = page.find(**{"data-part": "controls"})
     assert "hidden" in controls
     assert any(word.startswith("event ") for word in page.words) and "Without scripts" in "".join(page.words)
@@ -142,14 +142,14 @@ def test_frames_in_the_page_are_the_pictures(page: Page, run: RecordedRun) -> No
     now = run.snapshot()
     assert now.last is not None
     keys, names = [layer.key for layer in now.layers], {layer.key: layer.name for layer in now.layers}
-    moments = StateTimeline.of(now.last, keys)
-    assert len(step["frames"]) == step["events"] == moments.count == now.last.counts[0]
-    assert step["visits"] == moments.visit_starts() and step["start"] == moments.busiest_event()
+    timeline = StateTimeline.of(now.last, keys)
+    assert len(step["frames"]) == step["events"] == timeline.count == now.last.counts[0]
+    assert step["visits"] == timeline.visit_starts() and step["start"] == timeline.busiest_event()
     for number, pieces in enumerate(step["frames"]):
         picture, _, words = "".join(step["pieces"][i] for i in pieces).split("\x00")
-        moment = moments.at_event(number)
-        assert picture == draw_relay(moment, keys, names=names, device=now.device, budget_bytes=10_000)
-        assert words == describe_state(moment, keys)
+        state = timeline.at_event(number)
+        assert picture == draw_relay(state, keys, names=names, device=now.device, budget_bytes=10_000)
+        assert words == describe_state(state, keys)
 
 
 def test_of_many_events_some_are_shown(run: RecordedRun) -> None:
@@ -157,9 +157,9 @@ def test_of_many_events_some_are_shown(run: RecordedRun) -> None:
     assert now.last is not None
     whole, some = (relay_frames(now.last, now.layers, at_most=most) for most in (10_000, 20))
     assert len(whole.frames) == whole.events == some.events and 10 < len(some.frames) <= 20
-    pace = -(-whole.events // 20)
+    stride = -(-whole.events // 20)
     assert [some.frame(i) for i in range(len(some.frames))] == [
-        whole.frame(i) for i in range(0, len(whole.frames), pace)
+        whole.frame(i) for i in range(0, len(whole.frames), stride)
     ]
     assert all(visit < len(some.frames) for visit in some.visits) and some.start < len(some.frames)
 
@@ -174,10 +174,10 @@ def test_two_runs_are_compared(run: RecordedRun, tmp_path: Path) -> None:
     labels = [a["aria-label"] for tag, a in page.elements if tag == "svg"]
     assert labels[:5] == ["Loss of all runs", *2 * ["Timeline of a step", "Memory over a step"]]
     assert len([s for s in page.scripts if "use strict" not in s]) == 2
-    said = " ".join(" ".join(page.words).split())
-    assert "2 runs side by side" in said and "Losses of all runs" in said
+    text = " ".join(" ".join(page.words).split())
+    assert "2 runs side by side" in text and "Losses of all runs" in text
     first = f"{run.snapshot().steps[0].loss:.6g}", f"{other.snapshot().steps[0].loss:.6g}"
-    assert f"loss of the first step {first[0]} {first[1]}" in said
+    assert f"loss of the first step {first[0]} {first[1]}" in text
 
 
 def test_a_run_beside_itself_differs_in_nothing(run: RecordedRun) -> None:
@@ -186,7 +186,7 @@ def test_a_run_beside_itself_differs_in_nothing(run: RecordedRun) -> None:
     assert name_runs([run, run]) == [f"{TITLE} (1)", f"{TITLE} (2)"]
 
 
-# What there is little of ---------------------------------------------------------------------------------------------
+# Incomplete runs -----------------------------------------------------------------------------------------------------
 
 
 def test_a_run_without_a_whole_step_still_has_a_report(run: RecordedRun, tmp_path: Path) -> None:
@@ -196,14 +196,14 @@ def test_a_run_without_a_whole_step_still_has_a_report(run: RecordedRun, tmp_pat
     assert page.open == [] and not page.find(**{"data-part": "controls"})
 
 
-def test_a_run_that_was_cut_short_says_so(run: RecordedRun, tmp_path: Path) -> None:
+def test_a_truncated_run_is_marked(run: RecordedRun, tmp_path: Path) -> None:
     lines = run.path.read_text(encoding="utf-8").splitlines()[:4]
     (tmp_path / "run.jsonl").write_text("\n".join(lines) + "\n")
     assert "the recording was cut short" in render_report([load_run(tmp_path)])
 
 
 def test_no_run_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs a recorded run"):
+    with pytest.raises(ValueError, match="needs at least one recorded run"):
         render_report([])
 
 
@@ -220,16 +220,16 @@ def test_the_command_writes_beside_the_run(tmp_path: Path, capsys: pytest.Captur
     assert "side by side" in (tmp_path / "new" / "two.html").read_text(encoding="utf-8")
 
 
-def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert "there is no recorded run" in capsys.readouterr().err
 
 
-def test_a_run_depth_first_is_not_said_to_be_a_relay(tmp_path: Path) -> None:
+def test_a_depth_first_run_is_not_described_as_a_relay(tmp_path: Path) -> None:
     config = RelayConfig(micro_batches=2, keep=4, resident=2, schedule="depth_first")
     file = tmp_path / "run.jsonl"
     with make_relay(config) as relay, Session(relay, make_batches(), loggers=[Recorder(file)]) as session:
         train(session, 1)
     words = " ".join(Page(render_report([load_run(file)])).words)
     assert "Trained depth first" in words and "which holds all of them" in words and "one micro-batch" in words
-    assert "one layer at a time" not in words and "give way" not in words
+    assert "one layer at a time" not in words and "replaced by" not in words

@@ -1,4 +1,4 @@
-"""A relay for a session, and no thread left when the session is over."""
+"""Fixture of a relay for a session, which checks that no thread is left."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ def relay() -> Iterator[Relay]:
     with make_relay() as made:
         yield made
     left = [thread.name for thread in set(threading.enumerate()) - before if thread.is_alive()]
-    assert not left, f"threads that nobody ended: {left}"
+    assert not left, f"threads that were not ended: {left}"

@@ -1,4 +1,4 @@
-"""Where a session's batches come from: loaders, lists, generators, functions; every row is trained once."""
+"""Sources of batches: loaders, lists, generators, functions; every row is trained once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from l2l_core import Relay
 from workbench.session.session import Session
 
 
-def test_a_data_loader_begins_again_and_a_generator_ends(relay: Relay) -> None:
+def test_data_loader_restarts_and_generator_ends(relay: Relay) -> None:
     loader = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), batch_size=4)
     with Session(relay, loader) as session:
         session.run(5)
@@ -26,7 +26,7 @@ def test_a_data_loader_begins_again_and_a_generator_ends(relay: Relay) -> None:
         assert (now.state, now.done, now.failure) == ("idle", 2, None)
 
 
-def test_a_function_makes_every_batch(relay: Relay) -> None:
+def test_function_is_called_for_every_batch(relay: Relay) -> None:
     made: list[int] = []
 
     def batch() -> Batch:
@@ -39,7 +39,7 @@ def test_a_function_makes_every_batch(relay: Relay) -> None:
     assert made == [0, 1, 2]
 
 
-def test_a_source_without_a_batch_says_so(relay: Relay) -> None:
+def test_empty_source_fails_with_remedy(relay: Relay) -> None:
     loader = DataLoader(TensorDataset(torch.randn(3, 4), torch.randn(3, 1)), batch_size=4, drop_last=True)
     for source in (loader, []):
         with Session(relay, source) as session:
@@ -54,10 +54,10 @@ class Columns(NamedTuple):
     y: torch.Tensor | None = None
 
 
-def test_every_row_of_a_loader_with_batches_of_its_own_type_is_trained_once(relay: Relay) -> None:
-    plain, kinds = make_batches(), list[type]()
+def test_rows_of_a_custom_batch_type_are_trained_once(relay: Relay) -> None:
+    plain, types = make_batches(), list[type]()
     loss = relay._model_call._loss
-    relay._model_call._loss = lambda outputs, batch: kinds.append(type(batch)) or loss(outputs, batch)
+    relay._model_call._loss = lambda outputs, batch: types.append(type(batch)) or loss(outputs, batch)
     loader = DataLoader([Columns(x, y) for x, y in plain], batch_size=None)
     with Session(relay, loader) as session:
         session.run(5)
@@ -66,13 +66,13 @@ def test_every_row_of_a_loader_with_batches_of_its_own_type_is_trained_once(rela
         assert [row.loss for row in now.steps] == [other.step(batch).loss for batch in plain]
         assert_equal(weights_of(relay), weights_of(other))
     assert (now.step, now.failure, {row.samples for row in now.steps}) == (5, None, {6})
-    assert kinds == [Columns] * 10
+    assert types == [Columns] * 10
 
 
 ONE_BATCH = [{"input_ids": torch.zeros(2, 2)}, UserDict(input_ids=torch.zeros(2, 2)), Columns(torch.zeros(2, 2))]
 
 
 @pytest.mark.parametrize("source", [3, torch.zeros(2, 2), *ONE_BATCH])
-def test_what_is_no_source_of_batches_is_refused(relay: Relay, source: Any) -> None:
+def test_invalid_source_of_batches_is_refused(relay: Relay, source: Any) -> None:
     with pytest.raises(TypeError, match="an iterable of batches"):
         Session(relay, source)

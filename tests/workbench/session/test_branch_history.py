@@ -1,4 +1,4 @@
-"""Branches in a session: each has its own past, and trains as if there were no other."""
+"""Branches in a session: each has a separate history, and trains as if it were alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workbench.session.snapshot_values import Change, StepRow
 
 
 class Log:
-    """Keeps what it is told."""
+    """Logger that keeps rows and changes."""
 
     def __init__(self) -> None:
         self.rows: list[StepRow] = []
@@ -26,7 +26,7 @@ class Log:
     def close(self) -> None: ...
 
 
-def test_every_branch_has_its_own_past(relay: Relay) -> None:
+def test_every_branch_has_a_separate_history(relay: Relay) -> None:
     with Session(relay, make_batches(), loggers=[log := Log()]) as session:
         train(session, 2)
         session.fork("wide")
@@ -37,7 +37,7 @@ def test_every_branch_has_its_own_past(relay: Relay) -> None:
         assert [(row.step, row.branch) for row in wide.steps] == [(1, "main"), (2, "main"), (3, "wide"), (4, "wide")]
         assert changes_of(wide) == [(2, "⑂ wide"), (2, "+ at 2 (identity)")]
         assert {change.branch for change in wide.changes} == {"wide"}
-        assert wide.elsewhere == {}, "main has nothing that is not in the past of its fork"
+        assert wide.elsewhere == {}, "the history of main is part of that of its fork"
         assert [(branch.name, branch.active, branch.steps) for branch in wide.branches] == [
             ("main", False, 2),
             ("wide", True, 4),
@@ -48,7 +48,7 @@ def test_every_branch_has_its_own_past(relay: Relay) -> None:
         assert (now.branch, now.step, len(now.layers), now.journal) == ("main", 2, 4, ())
         assert now.steps == wide.steps[:2] and now.changes == () and not now.can_undo
         assert now.statistics.last.tolist() == [1, 2] and wide.statistics.last.tolist() == [1, 2, 3, 4]
-        assert now.elsewhere == {"wide": wide.steps[1:]}, "from the last step that both have"
+        assert now.elsewhere == {"wide": wide.steps[1:]}, "from the last common step"
         train(session, 1)
         now = session.wait(HANG_S)
         assert [(row.step, row.branch) for row in now.steps] == [(1, "main"), (2, "main"), (3, "main")]
@@ -69,7 +69,7 @@ def test_every_branch_has_its_own_past(relay: Relay) -> None:
     assert Change(4, "switch to wide", "wide") in log.changes
 
 
-def test_a_branch_trains_as_if_the_other_one_had_not_been(relay: Relay) -> None:
+def test_branch_trains_as_without_the_other_one(relay: Relay) -> None:
     batch = make_batches()[0]
     with make_relay() as plain:
         losses = [plain.step(batch).loss for _ in range(5)]
@@ -87,7 +87,7 @@ def test_a_branch_trains_as_if_the_other_one_had_not_been(relay: Relay) -> None:
     assert_equal(weights_of(relay), expected)
 
 
-def test_branches_that_cannot_be_are_refused_and_the_run_goes_on(relay: Relay) -> None:
+def test_invalid_branch_is_refused_and_the_run_continues(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         session.run()
         for future in (session.fork("main"), session.fork(" "), session.switch("nowhere"), session.discard("main")):
@@ -98,7 +98,7 @@ def test_branches_that_cannot_be_are_refused_and_the_run_goes_on(relay: Relay) -
         session.stop()
 
 
-def test_branches_made_by_a_function_have_pasts_too(relay: Relay) -> None:
+def test_branches_made_by_a_function_have_histories(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         train(session, 2)
         session.edit(lambda relay: (relay.fork("a"), relay.fork("b")))

@@ -1,4 +1,4 @@
-"""What is asked of a session between two steps: edits, schedules, settings, in the order in which they were given."""
+"""Commands between two steps: edits, schedules and settings, in the order of the calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.session.session import Session
 from workbench.session.snapshot_values import Change
 
 
-def test_commands_happen_in_the_order_in_which_they_were_given(relay: Relay) -> None:
+def test_commands_run_in_order(relay: Relay) -> None:
     seen: list[int] = []
     with Session(relay, make_batches()) as session:
         session.step()
@@ -25,10 +25,10 @@ def test_commands_happen_in_the_order_in_which_they_were_given(relay: Relay) -> 
         session.edit(lambda relay: seen.append(relay.steps))
         now = session.wait(HANG_S)
     assert seen == [1, 2]
-    assert now.changes == (Change(1, "look"),), "a call without a name is not recorded"
+    assert now.changes == (Change(1, "look"),), "a call without a description is not recorded"
 
 
-def test_the_stack_is_edited_between_steps_and_the_inverse_brings_it_back(relay: Relay) -> None:
+def test_inverse_of_an_edit_restores_the_stack(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         session.run(2)
         session.wait(HANG_S)
@@ -45,7 +45,7 @@ def test_the_stack_is_edited_between_steps_and_the_inverse_brings_it_back(relay:
     assert now.state == "idle" and len(now.changes) == 2
 
 
-def test_an_edit_returns_its_result_and_its_error(relay: Relay) -> None:
+def test_future_of_an_edit_gets_result_and_error(relay: Relay) -> None:
     batches = make_batches()
     with Session(relay, batches) as session:
         assert session.edit(lambda relay: relay.evaluate(batches[0])).result(HANG_S) > 0
@@ -61,7 +61,7 @@ def test_an_edit_returns_its_result_and_its_error(relay: Relay) -> None:
         session.edit("drop layer 3")  # type: ignore[arg-type]
 
 
-def test_edits_undo_and_redo_are_recorded_in_words_and_in_the_journal(relay: Relay) -> None:
+def test_edits_undo_and_redo_are_recorded(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         session.step()
         session.edit(Insert(2, init="copy"), Drop("L000"))
@@ -77,7 +77,7 @@ def test_edits_undo_and_redo_are_recorded_in_words_and_in_the_journal(relay: Rel
         assert (now.can_undo, now.can_redo) == (True, False)
 
 
-def test_a_schedule_edits_before_the_steps_it_names(relay: Relay) -> None:
+def test_schedule_edits_before_its_steps(relay: Relay) -> None:
     schedule = Depth({0: 4, 2: 6, 4: 3}, grow="top") + Freezing({3: 1})
     with Session(relay, make_batches(), schedule=schedule) as session:
         session.run(5)
@@ -89,7 +89,7 @@ def test_a_schedule_edits_before_the_steps_it_names(relay: Relay) -> None:
     assert [entry.step for entry in now.journal] == [2, 3, 4, 4][: len(now.journal)]
 
 
-def test_layers_that_a_schedule_leaves_out_are_not_in_the_step(relay: Relay) -> None:
+def test_layers_skipped_by_a_schedule_do_not_run(relay: Relay) -> None:
     with Session(relay, make_batches(), schedule=LayerDrop(1.0)) as session:
         session.step()
         now = session.wait(HANG_S)
@@ -97,7 +97,7 @@ def test_layers_that_a_schedule_leaves_out_are_not_in_the_step(relay: Relay) -> 
     assert len(now.layers) == 4 and now.changes == ()
 
 
-def test_a_schedule_that_cannot_be_followed_stops_the_run(relay: Relay) -> None:
+def test_failing_schedule_stops_the_run(relay: Relay) -> None:
     with Session(relay, make_batches(), schedule=Depth(lambda step: 4 - 4 * step)) as session:
         session.run(3)
         now = session.wait(HANG_S)
@@ -105,7 +105,7 @@ def test_a_schedule_that_cannot_be_followed_stops_the_run(relay: Relay) -> None:
         assert "depth(1) is 0" in now.failure.message
 
 
-def test_an_edit_that_is_refused_changes_nothing_and_the_run_goes_on(relay: Relay) -> None:
+def test_refused_edit_changes_nothing_and_the_run_continues(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         session.run()
         first = session.edit(Drop("L001"), Drop(slice(None)))
@@ -124,9 +124,9 @@ def test_an_edit_that_is_refused_changes_nothing_and_the_run_goes_on(relay: Rela
         session.stop()
 
 
-def test_an_edit_that_breaks_otherwise_stops_the_run(relay: Relay) -> None:
+def test_other_error_of_an_edit_stops_the_run(relay: Relay) -> None:
     class Breaks(Edit):
-        def carry_out(self, editor: Any, do: Any) -> None:
+        def execute(self, editor: Any, do: Any) -> None:
             raise OSError("no space left on the disk")
 
     with Session(relay, make_batches()) as session:
@@ -136,7 +136,7 @@ def test_an_edit_that_breaks_otherwise_stops_the_run(relay: Relay) -> None:
     assert now.state == "failed" and now.failure is not None and now.refusal is None
 
 
-def test_a_command_can_be_taken_out_of_the_queue(relay: Relay) -> None:
+def test_queued_command_can_be_cancelled(relay: Relay) -> None:
     first = relay.model[1]
     first.gate = threading.Event()
     with Session(relay, make_batches()) as session:
@@ -152,11 +152,11 @@ def test_a_command_can_be_taken_out_of_the_queue(relay: Relay) -> None:
         assert session.snapshot().queued == ("ahead 1 → 2",) and session.snapshot().config.micro_batches == 2
         first.gate.set()
         now = session.wait(HANG_S)
-        assert not session.cancel(waiting.tickets[2]), "its turn has come"
+        assert not session.cancel(waiting.tickets[2]), "it has already run"
     assert len(now.layers) == 4 and (now.config.micro_batches, now.config.ahead) == (2, 2) and now.step == 2
 
 
-def test_settings_act_on_the_next_step(relay: Relay) -> None:
+def test_settings_apply_to_the_next_step(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         session.step()
         session.reconfigure(micro_batches=3, stash="host", h2d_bytes_per_s=2e6)
@@ -184,13 +184,13 @@ def test_settings_since_the_last_step_are_one_change(relay: Relay) -> None:
     assert now.changes == (Change(1, "micro_batches 2 → 6, link unlimited → 2 MB/s"),)
 
 
-def test_settings_that_are_as_they_were_are_no_change(relay: Relay) -> None:
+def test_equal_settings_are_no_change(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         session.reconfigure(micro_batches=2, h2d_bytes_per_s=None)
         assert session.wait(HANG_S).changes == ()
 
 
-def test_a_setting_that_an_edit_makes_is_seen(relay: Relay) -> None:
+def test_setting_made_by_a_function_is_shown(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         session.edit(lambda relay: setattr(relay, "config", RelayConfig(micro_batches=6)), what="by hand").result(
             HANG_S
@@ -201,7 +201,7 @@ def test_a_setting_that_an_edit_makes_is_seen(relay: Relay) -> None:
     assert relay.config == RelayConfig(micro_batches=6, ahead=2)
 
 
-def test_a_call_that_is_cancelled_while_it_waits_is_not_made(relay: Relay) -> None:
+def test_cancelled_call_is_not_made(relay: Relay) -> None:
     first = relay.model[1]
     first.gate = threading.Event()
     called: list[Relay] = []
@@ -215,7 +215,7 @@ def test_a_call_that_is_cancelled_while_it_waits_is_not_made(relay: Relay) -> No
         assert session.wait(HANG_S).step == 2
 
 
-def test_a_setting_and_a_change_that_wait_together_do_not_undo_each_other(relay: Relay) -> None:
+def test_queued_setting_and_function_do_not_undo_each_other(relay: Relay) -> None:
     first = relay.model[1]
     first.gate = threading.Event()
     with Session(relay, make_batches()) as session:
@@ -228,7 +228,7 @@ def test_a_setting_and_a_change_that_wait_together_do_not_undo_each_other(relay:
     assert now.config == relay.config == RelayConfig(micro_batches=3, stash="host")
 
 
-def test_a_setting_that_no_longer_fits_is_refused_when_its_turn_comes(relay: Relay) -> None:
+def test_setting_that_became_invalid_is_refused(relay: Relay) -> None:
     go_on = threading.Event()
     with Session(relay, make_batches()) as session:
         session.reconfigure(update="deferred")
@@ -245,7 +245,7 @@ def test_a_setting_that_no_longer_fits_is_refused_when_its_turn_comes(relay: Rel
         assert session.wait(HANG_S).state == "idle"
 
 
-def test_what_a_failing_change_has_set_is_seen(relay: Relay) -> None:
+def test_settings_of_a_failing_function_are_shown(relay: Relay) -> None:
     def change(relay: Relay) -> None:
         relay.config = RelayConfig(micro_batches=6)
         raise RuntimeError("half way")
@@ -255,7 +255,7 @@ def test_what_a_failing_change_has_set_is_seen(relay: Relay) -> None:
         assert session.wait(HANG_S).config.micro_batches == 6
 
 
-def test_a_link_that_a_change_throttles_is_seen_and_stays(relay: Relay) -> None:
+def test_link_throttled_by_a_function_is_shown_and_kept(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         session.edit(lambda relay: relay.device.throttle(3e6, 3e6), what="throttle")
         assert session.wait(HANG_S).figures["h2d_bytes_per_s"] == 3e6
@@ -281,25 +281,25 @@ def test_settings_out_of_range_are_refused_at_once(relay: Relay, settings: dict[
         assert session.wait(HANG_S).state == "idle"
 
 
-def test_settings_for_a_branch_that_is_still_to_come_are_not_lost(relay: Relay) -> None:
+def test_settings_queued_after_a_switch_are_not_lost(relay: Relay) -> None:
     go_on = threading.Event()
     with Session(relay, make_batches(), probe=False) as session:
         session.fork("slim").result(HANG_S)
         session.reconfigure(micro_batches=3)
         session.edit(lambda relay: go_on.wait(HANG_S))
         session.switch("main")
-        session.reconfigure(micro_batches=3)  # the same as of slim, where the session still is
+        session.reconfigure(micro_batches=3)  # equal to those of slim, which is still active
         go_on.set()
         session.edit(lambda relay: None).result(HANG_S)
         assert (relay.branch, relay.config.micro_batches) == ("main", 3)
 
 
-def test_after_a_batch_that_failed_layers_are_tried_on_rows_of_the_one_before(relay: Relay) -> None:
+def test_layers_are_tried_on_the_previous_batch_after_a_failed_one(relay: Relay) -> None:
     good = make_batches()[0]
     bad: Any = (torch.ones(6, 5), torch.ones(6, 1))
     with Session(relay, [good, bad, good], probe=False) as session:
         session.run(2)
         assert session.wait(HANG_S).state == "failed"
         session.skip()
-        session.edit(Insert(1, torch.nn.Linear(8, 8))).result(HANG_S)  # which is tried out on a few rows
+        session.edit(Insert(1, torch.nn.Linear(8, 8))).result(HANG_S)  # runs on a few rows
         assert len(relay.stack) == 5

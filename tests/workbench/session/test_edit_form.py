@@ -1,4 +1,4 @@
-"""What the form of edits makes of its answers; what it foretells is what then happens."""
+"""The form of edits: the edits that answers define, and previews that match the result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MADE: list[tuple[str, dict[str, Any], Any]] = [
 
 
 @pytest.mark.parametrize(("kind", "answers", "edit"), MADE, ids=[f"{i} {made[0]}" for i, made in enumerate(MADE)])
-def test_an_edit_does_what_was_foretold(kind: str, answers: dict[str, Any], edit: Any) -> None:
+def test_preview_matches_the_edit(kind: str, answers: dict[str, Any], edit: Any) -> None:
     assert set(answers) == set(FORM_FIELDS[kind])
     with make_relay() as relay:
         relay.step(make_batches()[0])
@@ -50,7 +50,7 @@ def test_an_edit_does_what_was_foretold(kind: str, answers: dict[str, Any], edit
     assert outlook.effect.endswith(".") and all(outlook.facts(before))
 
 
-def test_facts_name_what_changes() -> None:
+def test_facts_describe_the_changes() -> None:
     with make_relay() as relay:
         rows = layer_rows(relay)
         drop = preview_edit(Drop(("L001", "L002")), rows, {}).facts(rows)
@@ -59,7 +59,7 @@ def test_facts_name_what_changes() -> None:
     assert swap[1] == "4 layers"
 
 
-def test_of_shared_weights_rows_do_not_tell_who_shares_them() -> None:
+def test_preview_of_delink_has_no_sizes() -> None:
     with make_relay() as relay:
         rows = layer_rows(relay)
         made = make_edit("Delink", {"first": "L000", "last": "L002", **NEW, "optimizer": "copy"}, rows)
@@ -69,7 +69,7 @@ def test_of_shared_weights_rows_do_not_tell_who_shares_them() -> None:
     assert outlook.facts(rows)[:2] == ("= computes the same", "a layer for every place")
 
 
-def test_the_form_names_a_layer_of_several_places_once_and_delinks_them_all() -> None:
+def test_form_delinks_all_places_of_a_layer() -> None:
     with make_relay() as relay:
         model = relay.model
     for place in (2, 3, 4):

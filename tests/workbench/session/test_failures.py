@@ -1,4 +1,4 @@
-"""Steps and batches that fail: what is shown, what is tried again, what can be skipped."""
+"""Failures of steps and batches: display, retry and skip."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.pictures import failed_trace
 from workbench.session.session import Session
 
 
-def test_a_failing_step_is_shown_and_the_same_batch_is_tried_again(relay: Relay) -> None:
+def test_failed_step_is_shown_and_its_batch_tried_again(relay: Relay) -> None:
     batches = make_batches()
     with make_relay() as plain:
         expected = [plain.step(batch).loss for batch in batches[:2]]
@@ -41,7 +41,7 @@ def test_a_failing_step_is_shown_and_the_same_batch_is_tried_again(relay: Relay)
     assert (now.state, now.done, now.failure) == ("idle", 3, None)
 
 
-def test_a_batch_that_cannot_be_used_can_be_skipped(relay: Relay) -> None:
+def test_failed_batch_can_be_skipped(relay: Relay) -> None:
     bad = (torch.full((6, 4), float("nan")), torch.zeros(6, 1))
     with Session(relay, [bad, *make_batches(2)]) as session:
         session.run(2)
@@ -54,8 +54,7 @@ def test_a_batch_that_cannot_be_used_can_be_skipped(relay: Relay) -> None:
     assert (now.state, now.done) == ("idle", 2)
 
 
-def test_a_batch_that_was_only_forecast_is_not_skipped(relay: Relay) -> None:
-    """No step has failed on it."""
+def test_batch_taken_for_a_forecast_is_not_skipped(relay: Relay) -> None:
     first, second = make_batches(2)
     with make_relay() as plain:
         expected = [plain.step(batch).loss for batch in (first, second)]
@@ -67,7 +66,7 @@ def test_a_batch_that_was_only_forecast_is_not_skipped(relay: Relay) -> None:
     assert [row.loss for row in now.steps] == expected
 
 
-def test_a_torn_step_says_so_and_goes_on_with_the_next_batch(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torn_step_is_shown_and_its_batch_is_used(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = make_batches(3)
     taken: list[int] = []
 
@@ -88,7 +87,7 @@ def test_a_torn_step_says_so_and_goes_on_with_the_next_batch(relay: Relay, monke
     assert taken == [0, 1, 2]
 
 
-def test_a_source_of_batches_that_fails_is_asked_again(relay: Relay) -> None:
+def test_failed_source_of_batches_is_tried_again(relay: Relay) -> None:
     calls: list[int] = []
 
     def batch() -> Batch:
@@ -105,7 +104,7 @@ def test_a_source_of_batches_that_fails_is_asked_again(relay: Relay) -> None:
         assert session.wait(HANG_S).done == 2
 
 
-def test_what_a_failed_step_held_is_let_go(relay: Relay) -> None:
+def test_tensors_of_a_failed_step_are_freed(relay: Relay) -> None:
     held: list[ref[torch.Tensor]] = []
 
     def fail(layer: nn.Module, args: tuple[torch.Tensor]) -> None:
@@ -122,13 +121,13 @@ def test_what_a_failed_step_held_is_let_go(relay: Relay) -> None:
             deadline_s = time.monotonic() + HANG_S
             while held[0]() is not None and time.monotonic() < deadline_s:
                 time.sleep(0.01)
-            assert held[0]() is None, "on a device it would take up memory"
+            assert held[0]() is None, "it would occupy device memory"
     finally:
         gc.enable()
         hook.remove()
 
 
-def test_an_error_that_cannot_be_read_is_shown_all_the_same(relay: Relay) -> None:
+def test_error_without_readable_message_is_shown(relay: Relay) -> None:
     class Mute(Exception):
         def __str__(self) -> str:
             raise ValueError("nothing to say")
@@ -143,7 +142,7 @@ def test_an_error_that_cannot_be_read_is_shown_all_the_same(relay: Relay) -> Non
         assert session.wait(HANG_S).step == 1
 
 
-def test_a_step_that_ends_in_stop_iteration_has_failed(relay: Relay) -> None:
+def test_step_that_raises_stop_iteration_fails(relay: Relay) -> None:
     relay.model[2].error = StopIteration()
     with Session(relay, make_batches()) as session:
         session.run(2)
@@ -151,7 +150,7 @@ def test_a_step_that_ends_in_stop_iteration_has_failed(relay: Relay) -> None:
         assert now.state == "failed" and now.failure is not None and now.failure.error == "StopIteration"
 
 
-def test_a_step_without_room_is_shown_up_to_there_and_is_no_measured_step() -> None:
+def test_step_that_does_not_fit_is_shown_up_to_its_failure() -> None:
     config = RelayConfig(micro_batches=6)
     with make_relay(config) as probe:
         budget = probe.step(make_batches()[0]).peak_device_bytes
@@ -166,7 +165,7 @@ def test_a_step_without_room_is_shown_up_to_there_and_is_no_measured_step() -> N
         assert trace is not None and trace.failed is not None and trace.failed.asked_bytes > 0
         assert now.last is finished and finished is not None and finished.failed is None
         assert failed_trace(now) is trace
-        session.reconfigure(micro_batches=7)  # the batch has six rows: no trace is begun
+        session.reconfigure(micro_batches=7)  # more than the six rows of the batch, so no trace begins
         session.step()
         again = session.wait(HANG_S)
         assert again.failure is not None and again.failure.trace is None and failed_trace(again) is None

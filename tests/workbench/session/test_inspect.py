@@ -1,4 +1,4 @@
-"""A layer is looked at and tried out between two steps, and training does not notice."""
+"""Facts and trials of a layer between two steps, without an effect on training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from workbench.session.layer_trial import TRIAL_EDITS
 from workbench.session.session import Session
 
 
-def test_the_facts_are_those_of_the_weights(relay: Relay) -> None:
+def test_facts_match_the_weights(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         train(session, 2)
         session.edit(Freeze("L001"))
@@ -28,15 +28,15 @@ def test_the_facts_are_those_of_the_weights(relay: Relay) -> None:
         layer: Any = relay.stack[1].module
         flat = torch.cat([param.detach().flatten() for param in layer.parameters()]).double()
     assert found is not None and (found.module, found.step, found.branch) == ("Layer", 2, "main")
-    told = [(part.name, part.shape, part.dtype, part.trained) for part in found.parameters]
-    assert told == [("linear.weight", (8, 8), "float32", False), ("linear.bias", (8,), "float32", False)]
+    parameters = [(part.name, part.shape, part.dtype, part.trained) for part in found.parameters]
+    assert parameters == [("linear.weight", (8, 8), "float32", False), ("linear.bias", (8,), "float32", False)]
     assert (found.low, found.high) == (float(flat.min()), float(flat.max())) and found.non_finite == 0
     assert found.mean == pytest.approx(float(flat.mean()))
     assert found.deviation == pytest.approx(float(flat.std(correction=0)))
     assert found.counts == tuple(map(int, flat.histc(BINS, found.low, found.high).tolist())) and sum(found.counts) == 72
 
 
-def test_weights_that_are_not_finite_are_counted_apart_and_equal_ones_have_a_bin(relay: Relay) -> None:
+def test_non_finite_weights_are_counted_separately_and_equal_ones_fill_a_bin(relay: Relay) -> None:
     with torch.no_grad():
         for param in relay.stack[0].params:
             param.fill_(3.0)
@@ -50,14 +50,14 @@ def test_weights_that_are_not_finite_are_counted_apart_and_equal_ones_have_a_bin
     assert none is not None and none.non_finite == 72 and none.counts == ()
 
 
-def test_a_layer_that_is_gone_by_then_is_no_error(relay: Relay) -> None:
+def test_facts_of_a_removed_layer_are_none(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         with held(relay):
             session.step()
             enter(relay)
             session.edit(Drop("L002"))
             looked = session.inspect("L002")
-            assert not looked.done(), "it waits, and nobody waits for it"
+            assert not looked.done(), "the query waits, the caller does not"
         assert looked.result(HANG_S) is None
         assert session.wait(HANG_S).refusal is None
 
@@ -70,7 +70,7 @@ def with_dropout() -> Relay:
     return Relay(model, torch.optim.AdamW, EmulatedDevice(), list(model)[1:4], mse, config=RelayConfig(micro_batches=2))
 
 
-def test_looking_and_trying_change_no_bit_of_training() -> None:
+def test_queries_do_not_change_training() -> None:
     def trained(look: Callable[[Session, str], list[Future[Any]]]) -> tuple[list[float], list[torch.Tensor], Any]:
         with with_dropout() as relay, Session(relay, make_batches()) as session:
             losses = []
@@ -82,7 +82,7 @@ def test_looking_and_trying_change_no_bit_of_training() -> None:
                         assert future.result(HANG_S) is not None
                 now = session.wait(HANG_S)
                 losses.append(now.steps[-1].loss)
-                losses.append(float(torch.rand(1)))  # of the generator that the next step goes on with
+                losses.append(float(torch.rand(1)))  # of the generator that the next step uses
             session.edit(Insert("L001")).result(HANG_S)
             keys = [row.key for row in session.wait(HANG_S).layers]
             return losses, weights_of(relay), (keys, copy.deepcopy(relay.optimizer.state_dict()["state"][0]["step"]))
@@ -99,7 +99,7 @@ def test_looking_and_trying_change_no_bit_of_training() -> None:
     assert_equal(plain[1], seen[1])
 
 
-def test_code_is_what_python_would_make_the_same_edit_of(relay: Relay) -> None:
+def test_code_of_an_edit_makes_an_equal_edit(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         rows = session.snapshot().layers
     assert edit_code(Drop("L006")) == "Drop(layers='L006')" and edit_code(Duplicate()) == "Duplicate()"
@@ -113,9 +113,9 @@ def test_code_is_what_python_would_make_the_same_edit_of(relay: Relay) -> None:
 
 @pytest.mark.parametrize("words, place", [("Insert before", 0), ("Insert after", 1)])
 @pytest.mark.parametrize("number", [0, 3])
-def test_a_new_layer_stands_where_it_was_asked_for(relay: Relay, number: int, words: str, place: int) -> None:
+def test_new_layer_is_at_the_requested_place(relay: Relay, number: int, words: str, place: int) -> None:
     with Session(relay, make_batches()) as session:
-        train(session, 1)  # so that what makes a layer the identity can be found
+        train(session, 1)  # `init="identity"` needs a step
         rows = session.snapshot().layers
         session.edit(edits_for_layer(rows[number], rows)[words]).result(HANG_S)
         assert [row.key for row in session.wait(HANG_S).layers].index("L004") == number + place

@@ -1,4 +1,4 @@
-"""What loggers write can be read again, line by line, also after a crash; what they refuse has a remedy."""
+"""Loggers: files that can be read line by line, also after a crash, and refusals with a remedy."""
 
 import importlib.util
 import json
@@ -43,7 +43,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 class Writer:
-    """Keeps what a SummaryWriter would write."""
+    """Stand-in for a SummaryWriter that keeps its input."""
 
     def __init__(self) -> None:
         self.scalars: dict[str, tuple[float, int]] = {}
@@ -87,14 +87,14 @@ def test_lines_are_in_the_file_before_it_is_closed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_null(tmp_path: Path, loss: float) -> None:
+def test_non_finite_number_is_null(tmp_path: Path, loss: float) -> None:
     logger = JsonLines(tmp_path / "log.jsonl")
     logger.log_step(diverged(loss))
     logger.close()
     assert read(tmp_path / "log.jsonl")[1]["loss"] is None
 
 
-def test_a_file_that_is_there_is_kept(tmp_path: Path) -> None:
+def test_existing_file_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text("mine\n")
     with pytest.raises(FileExistsError, match=r"log\.jsonl exists already.*append=True"):
@@ -102,7 +102,7 @@ def test_a_file_that_is_there_is_kept(tmp_path: Path) -> None:
     assert path.read_text() == "mine\n"
 
 
-def test_appending_goes_on_with_a_header_of_its_own(tmp_path: Path) -> None:
+def test_appending_writes_another_header(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     for append in (False, True):
         logger = JsonLines(path, append=append)
@@ -111,7 +111,7 @@ def test_appending_goes_on_with_a_header_of_its_own(tmp_path: Path) -> None:
     assert [row["type"] for row in read(path)] == ["header", "step", "header", "step"]
 
 
-def test_appending_to_a_torn_line_spoils_nothing_else(tmp_path: Path) -> None:
+def test_appending_to_an_incomplete_line_keeps_it(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text('{"type": "step", "lo')
     JsonLines(path, append=True).close()
@@ -124,7 +124,7 @@ def test_appending_may_start_a_file(tmp_path: Path) -> None:
     assert [row["type"] for row in read(tmp_path / "log.jsonl")] == ["header"]
 
 
-def test_a_closed_log_says_so(tmp_path: Path) -> None:
+def test_closed_log_raises(tmp_path: Path) -> None:
     logger = JsonLines(tmp_path / "log.jsonl")
     logger.close()
     logger.close()
@@ -135,7 +135,7 @@ def test_a_closed_log_says_so(tmp_path: Path) -> None:
 # TensorBoard ---------------------------------------------------------------------------------------------------------
 
 
-def test_figures_go_to_a_writer_at_their_step() -> None:
+def test_writer_gets_figures_at_their_step() -> None:
     writer = Writer()
     logger = TensorBoard(writer)
     logger.log_step(ROW)
@@ -146,25 +146,25 @@ def test_figures_go_to_a_writer_at_their_step() -> None:
     assert writer.texts == [("change", "micro_batches 4 → 8", 3)]
 
 
-def test_a_writer_of_the_users_own_stays_open() -> None:
+def test_writer_of_the_user_stays_open() -> None:
     writer = Writer()
     TensorBoard(writer).close()
     assert writer.flushed == 1 and not writer.closed
 
 
-def test_what_is_no_writer_is_refused() -> None:
+def test_invalid_writer_is_refused() -> None:
     with pytest.raises(TypeError, match="writer=3: give a folder, or a SummaryWriter"):
         TensorBoard(3)
 
 
 @pytest.mark.skipif(has_tensorboard, reason="tensorboard is installed")
-def test_without_tensorboard_there_is_a_remedy(tmp_path: Path) -> None:
+def test_missing_tensorboard_raises_with_remedy(tmp_path: Path) -> None:
     with pytest.raises(ModuleNotFoundError, match="pip install tensorboard"):
         TensorBoard(tmp_path)
 
 
 @pytest.mark.skipif(not has_tensorboard, reason="tensorboard is not installed")
-@pytest.mark.filterwarnings("ignore")  # of tensorboard's own imports, in a version that is not pinned
+@pytest.mark.filterwarnings("ignore")  # from imports of tensorboard, whose version is not pinned
 def test_a_real_writer_makes_a_file(tmp_path: Path) -> None:
     logger = TensorBoard(tmp_path)
     logger.log_step(ROW)
@@ -220,7 +220,7 @@ def test_loggers_get_every_step_and_change(relay: Relay) -> None:
     assert logger.closed == 1
 
 
-def test_a_failing_logger_loses_no_step(relay: Relay) -> None:
+def test_failing_logger_loses_no_step(relay: Relay) -> None:
     with Session(relay, make_batches(), loggers=[Recorder(fails=True)]) as session:
         session.run(2)
         now = session.wait(HANG_S)
@@ -230,7 +230,7 @@ def test_a_failing_logger_loses_no_step(relay: Relay) -> None:
         assert session.wait(HANG_S).step == 2
 
 
-def test_other_loggers_are_told_when_one_fails(relay: Relay) -> None:
+def test_other_loggers_are_notified_when_one_fails(relay: Relay) -> None:
     good, bad = Recorder(), Recorder(fails=True)
     with Session(relay, make_batches(), loggers=[bad, good]) as session:
         session.step()
@@ -238,7 +238,7 @@ def test_other_loggers_are_told_when_one_fails(relay: Relay) -> None:
     assert now.failure is not None and now.failure.during == "logger" and tuple(good.steps) == now.steps != ()
 
 
-def test_a_change_that_cannot_be_logged_is_made_and_its_result_arrives(relay: Relay) -> None:
+def test_change_that_cannot_be_logged_is_made(relay: Relay) -> None:
     class Full(Recorder):
         def log_change(self, change: Change) -> None:
             raise OSError("disk full")

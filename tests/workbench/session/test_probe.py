@@ -1,4 +1,4 @@
-"""The probe judges edits by what they do to the losses of fixed batches, and training does not notice."""
+"""The probe measures the effect of edits on the losses of fixed batches, without an effect on training."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from workbench.session.session import Session
 from workbench.session.snapshot import Snapshot
 from workbench.session.snapshot_values import Change
 
-HELD_OUT = make_batches(8)[5:]  # three that no session here trains on
+HELD_OUT = make_batches(8)[5:]  # not used for training here
 
 
 def judged(now: Snapshot) -> list[LossChange]:
-    """Of every change, which must all have been measured."""
+    """Return the effect of every change; all must be measured."""
     assert not [change.why_not for change in now.changes if change.judged is None]
     return [change.judged for change in now.changes if change.judged is not None]
 
 
 def in_core(model: nn.Sequential, batch: Batch, micro_batches: int = 2) -> float:
-    """The loss of a batch, in plain torch: the mean of equal micro-batches."""
+    """Return the loss of a batch in plain torch: the mean of equal micro-batches."""
     model = copy.deepcopy(model).eval()
     parts = zip(batch[0].chunk(micro_batches), batch[1].chunk(micro_batches), strict=True)
     with torch.no_grad():
         return float(sum(mse(model(x), (x, y)) / micro_batches for x, y in parts))
 
 
-# What it says ---------------------------------------------------------------------------------------------------------
+# Results --------------------------------------------------------------------------------------------------------------
 
 
 def test_an_identity_and_its_undo_change_nothing_to_the_bit(relay: Relay) -> None:
@@ -63,7 +63,7 @@ def test_an_identity_and_its_undo_change_nothing_to_the_bit(relay: Relay) -> Non
     assert len(judged(now)[0].after.losses) == 3 and "0 exactly" in now.changes[0].verdict
 
 
-def test_the_numbers_are_those_of_plain_evaluation(relay: Relay) -> None:
+def test_losses_equal_plain_evaluation(relay: Relay) -> None:
     with Session(relay, make_batches(), probe=HELD_OUT) as session:
         train(session, 3)
         model: Any = relay.model
@@ -78,7 +78,7 @@ def test_the_numbers_are_those_of_plain_evaluation(relay: Relay) -> None:
     assert found.spread == pytest.approx(float(numpy.std(changes, ddof=1)))
 
 
-def test_edits_between_two_steps_are_judged_each_by_itself(relay: Relay) -> None:
+def test_edits_between_two_steps_are_measured_separately(relay: Relay) -> None:
     with Session(relay, make_batches(), probe=HELD_OUT) as session:
         train(session, 2)
         for edit in (Insert(2), Drop(0), Swap(0, 2)):
@@ -88,11 +88,11 @@ def test_edits_between_two_steps_are_judged_each_by_itself(relay: Relay) -> None
     assert len({one.change for one in found}) == 4 and found[0].change == 0
     assert found[3].change == -found[2].change and found[3].after.losses == found[2].before.losses
     for one, next_one in zip(found, found[1:], strict=False):
-        assert one.after is next_one.before, "what was measured last serves again"
+        assert one.after is next_one.before, "the last measurement is reused"
 
 
-def test_a_state_that_has_changed_is_measured_again(relay: Relay) -> None:
-    """By a step, by settings, by a function, by another branch, by a hand in another cell."""
+def test_changed_state_is_measured_again(relay: Relay) -> None:
+    """Change it by a step, settings, a function, another branch, and a write in another cell."""
 
     def by_hand() -> None:
         with torch.no_grad():
@@ -122,7 +122,7 @@ def test_a_state_that_has_changed_is_measured_again(relay: Relay) -> None:
         assert found is not None and found.after.losses == pytest.approx(tuple(expected), abs=0)
 
 
-def test_edits_of_a_schedule_are_judged(relay: Relay) -> None:
+def test_edits_of_a_schedule_are_measured(relay: Relay) -> None:
     schedule = Depth({0: 4, 1: 5, 2: 3}, grow="identity", shrink="top") + LayerDrop(0.0)
     with Session(relay, make_batches(), schedule=schedule, probe=HELD_OUT) as session:
         train(session, 3)
@@ -133,7 +133,7 @@ def test_edits_of_a_schedule_are_judged(relay: Relay) -> None:
     assert [change.entry for change in now.changes] == [0, 1] == [entry.number for entry in now.journal]
 
 
-def test_what_is_no_edit_is_not_measured(relay: Relay) -> None:
+def test_other_changes_are_not_measured(relay: Relay) -> None:
     with Session(relay, make_batches(), probe=HELD_OUT) as session:
         train(session, 1)
         session.reconfigure(micro_batches=3)
@@ -143,37 +143,37 @@ def test_what_is_no_edit_is_not_measured(relay: Relay) -> None:
     assert [(change.entry, change.judged, change.verdict) for change in now.changes] == [(None, None, NOT_MEASURED)] * 3
 
 
-def test_what_edits_would_do_is_measured_without_a_trace(relay: Relay) -> None:
+def test_measured_edits_are_reverted(relay: Relay) -> None:
     with Session(relay, make_batches(), probe=HELD_OUT) as session, make_relay() as twin:
         with Session(twin, make_batches(), probe=False) as alone:
             train(session, 2), train(alone, 2)
-            asked = session.measure(Drop(1), Insert(0, init="copy")).result(HANG_S)
+            effect = session.measure(Drop(1), Insert(0, init="copy")).result(HANG_S)
             number = session.snapshot().number
             assert isinstance(session.measure(Drop(slice(None))).exception(HANG_S), ValueError)
             now = session.wait(HANG_S)
-            assert now.refusal is None and now.failure is None, "it is told to whoever asked, and no edit was refused"
+            assert now.refusal is None and now.failure is None, "only the future gets the error"
             assert now.number > number and not now.busy
             assert not now.journal and not now.changes and len(now.layers) == 4 and not now.can_redo
             session.edit(Drop(1), Insert(0, init="copy"))
-            assert judged(session.wait(HANG_S))[0].after.losses == asked.after.losses
+            assert judged(session.wait(HANG_S))[0].after.losses == effect.after.losses
             alone.edit(Drop(1), Insert(0, init="copy"))
             train(session, 2), train(alone, 2)
             assert [row.key for row in session.snapshot().layers] == [row.key for row in alone.snapshot().layers]
             assert_same_state(relay, twin)
 
 
-# What it costs training: nothing --------------------------------------------------------------------------------------
+# No effect on training ------------------------------------------------------------------------------------------------
 
 
 class Noisy(nn.Module):
-    """Dropout, running statistics, and numbers from three generators."""
+    """Layer with dropout, running statistics, and draws from three generators."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training:  # as a model that draws samples when it is evaluated
+        if not self.training:  # like a model that draws samples in evaluation
             torch.rand(1), random.random(), numpy.random.rand()
         return x + self.drop(torch.tanh(self.norm(self.linear(x))))
 
@@ -186,7 +186,7 @@ def make_noisy() -> Relay:
 
 
 def assert_same_state(a: Relay, b: Relay) -> None:
-    """Every weight, buffer and state of the optimizer, to the bit."""
+    """Compare every weight, buffer and optimizer state, to the bit."""
     for x, y in zip(
         [*a.model.parameters(), *a.model.buffers()], [*b.model.parameters(), *b.model.buffers()], strict=True
     ):
@@ -201,7 +201,7 @@ def assert_same_state(a: Relay, b: Relay) -> None:
 
 
 def trained(probe: Any) -> tuple[Relay, Snapshot, list[Any]]:
-    """Steps, edits of all kinds and of a schedule; the relay, what was seen, and the generators at the end."""
+    """Train with edits of all kinds; return the relay, the last snapshot, and draws of the generators."""
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
     relay = make_noisy()
     schedule = Depth({0: 4, 3: 5}, grow="identity") + LayerDrop(0.2)
@@ -214,30 +214,30 @@ def trained(probe: Any) -> tuple[Relay, Snapshot, list[Any]]:
         session.redo().result(HANG_S)
         train(session, 1)
         now = session.wait(HANG_S)
-    drawn = [torch.rand(3).tolist(), random.random(), numpy.random.rand()]
-    return relay, now, drawn
+    draws = [torch.rand(3).tolist(), random.random(), numpy.random.rand()]
+    return relay, now, draws
 
 
-def test_training_with_a_probe_is_training_without_one() -> None:
-    without, seen, drawn = trained(False)
+def test_training_with_a_probe_equals_training_without() -> None:
+    without, seen, draws = trained(False)
     for probe in (None, HELD_OUT):
-        relay, now, its_drawn = trained(probe)
+        relay, now, its_draws = trained(probe)
         with relay:
             assert len(judged(now)) == len(now.journal) > 6
             assert_same_state(relay, without)
             assert [row.loss for row in now.steps] == [row.loss for row in seen.steps]
             assert now.last is not None and now.last.step == now.step - 1, "the trace is that of the last step"
-            assert changes_of(now) == changes_of(seen) and its_drawn == drawn
+            assert changes_of(now) == changes_of(seen) and its_draws == draws
             assert all(module.training for module in relay.model.modules())
     assert {change.why_not for change in seen.changes} == {"the probe is off"}
     without.close()
 
 
-# When it is measured --------------------------------------------------------------------------------------------------
+# Time of the measurement ----------------------------------------------------------------------------------------------
 
 
-def test_nobody_waits_for_it(relay: Relay) -> None:
-    """The edit is done and its future resolved while the losses after it are still to come, ahead of what was asked later."""
+def test_callers_do_not_wait_for_the_measurement(relay: Relay) -> None:
+    """The future of an edit is resolved before the losses after it are measured; later commands run after that."""
     with Session(relay, make_batches(), probe=HELD_OUT) as session:
         train(session, 1)
         order: list[int] = []
@@ -268,11 +268,11 @@ def test_a_refused_edit_costs_no_measurement_after_it(relay: Relay) -> None:
         now = session.wait(HANG_S)
         assert now.refusal is not None and not now.changes and counted == [3]
         session.edit(Drop(0)).result(HANG_S)
-        assert len(judged(session.wait(HANG_S))) == 1 and counted == [3, 3], "the state before it is known already"
+        assert len(judged(session.wait(HANG_S))) == 1 and counted == [3, 3], "the state before it was measured already"
 
 
 def count(relay: Relay) -> list[int]:
-    """How many batches are measured, each time from now on."""
+    """Record the number of batches of each measurement from now on."""
     counted, measure = list[int](), relay.probe
 
     def probe(batches: Any, *edits: Edit) -> list[float]:
@@ -283,7 +283,7 @@ def count(relay: Relay) -> list[int]:
     return counted
 
 
-def test_it_can_be_switched_off_and_on(relay: Relay) -> None:
+def test_probe_can_be_switched_off_and_on(relay: Relay) -> None:
     with Session(relay, make_batches(), probe=HELD_OUT) as session:
         train(session, 1)
         counted = count(relay)
@@ -298,7 +298,7 @@ def test_it_can_be_switched_off_and_on(relay: Relay) -> None:
         assert session.wait(HANG_S).changes[1].judged is not None and counted == [3, 3]
 
 
-def test_a_session_that_closes_first_tells_its_loggers_of_the_edit(relay: Relay) -> None:
+def test_edit_is_logged_if_the_session_closes_before_its_measurement(relay: Relay) -> None:
     log = Log()
     session = Session(relay, make_batches(), probe=HELD_OUT, loggers=[log])
     train(session, 1)
@@ -333,11 +333,11 @@ class Log:
 # Its batches ----------------------------------------------------------------------------------------------------------
 
 
-def test_without_batches_it_keeps_copies_of_the_first_that_are_trained_on(relay: Relay) -> None:
+def test_first_training_batches_are_kept_by_default(relay: Relay) -> None:
     source = make_batches(6)
     expected = [tuple(part.clone() for part in batch) for batch in source]
 
-    def refill(relay: Relay) -> None:  # as a source that gives its memory again
+    def refill(relay: Relay) -> None:  # like a source that reuses its memory
         for batch in source:
             batch[0].zero_()
 
@@ -352,8 +352,8 @@ def test_without_batches_it_keeps_copies_of_the_first_that_are_trained_on(relay:
     assert now.probe.seconds is not None and now.probe.seconds > 0
 
 
-def test_a_batch_that_comes_again_is_kept_once(relay: Relay) -> None:
-    """Copies of one batch would show no spread, and an edit of no weight in colour."""
+def test_repeated_batch_is_kept_once(relay: Relay) -> None:
+    """Copies of one batch would have no spread, and mark a small effect as significant."""
     batch = make_batches(1)[0]
     again = tuple(part.clone() for part in batch)
     with Session(relay, [batch, again, *make_batches(2)]) as session:
@@ -366,7 +366,7 @@ def test_a_batch_that_comes_again_is_kept_once(relay: Relay) -> None:
     )
 
 
-def test_nothing_is_taken_from_the_source_for_it(relay: Relay) -> None:
+def test_probe_takes_no_batch_from_the_source(relay: Relay) -> None:
     taken: list[int] = []
 
     def source() -> Batch:
@@ -385,7 +385,7 @@ def test_nothing_is_taken_from_the_source_for_it(relay: Relay) -> None:
     assert taken == [0, 1]
 
 
-def test_arrays_of_numpy_are_copied_too() -> None:
+def test_numpy_arrays_are_copied() -> None:
     array = numpy.ones((4, 4), dtype=numpy.float32)
     with make_relay() as relay:
 
@@ -404,7 +404,7 @@ def test_arrays_of_numpy_are_copied_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("probe", "error", "said"),
+    ("probe", "error", "message"),
     [
         ([], ValueError, "probe holds no batch"),
         (True, TypeError, "probe is a bool: give a list"),
@@ -414,8 +414,8 @@ def test_arrays_of_numpy_are_copied_too() -> None:
         (torch.ones(2, 4), TypeError, "probe is a Tensor"),
     ],
 )
-def test_what_is_no_list_of_batches_is_refused(relay: Relay, probe: Any, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_invalid_probe_is_refused(relay: Relay, probe: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         Session(relay, make_batches(), probe=probe)
     with Session(relay, make_batches()) as session:
         train(session, 1)
@@ -424,7 +424,7 @@ def test_what_is_no_list_of_batches_is_refused(relay: Relay, probe: Any, error: 
 # When it fails --------------------------------------------------------------------------------------------------------
 
 
-def test_a_probe_that_fails_hurts_nothing(relay: Relay) -> None:
+def test_failing_probe_does_not_stop_the_run(relay: Relay) -> None:
     wide = (torch.randn(6, 5), torch.randn(6, 1))
     with Session(relay, make_batches(), probe=[wide]) as session:
         train(session, 1)
@@ -435,7 +435,7 @@ def test_a_probe_that_fails_hurts_nothing(relay: Relay) -> None:
     assert now.changes[0].why_not.startswith("RuntimeError: ") and "\n" not in now.changes[0].why_not
 
 
-def test_a_probe_that_the_device_has_no_room_for_hurts_nothing() -> None:
+def test_probe_that_does_not_fit_does_not_stop_the_run() -> None:
     large = tuple(torch.cat([part] * 500) for part in make_batches(1)[0])
     with make_relay(device=EmulatedDevice(memory_bytes=10_000)) as relay:
         with Session(relay, make_batches(), probe=[large]) as session:
@@ -447,7 +447,7 @@ def test_a_probe_that_the_device_has_no_room_for_hurts_nothing() -> None:
         assert now.changes[0].verdict.startswith("not measured: DeviceOutOfMemory: ")
 
 
-def test_a_probe_that_fails_only_after_the_edit_says_so(relay: Relay) -> None:
+def test_failure_of_the_probe_after_an_edit_is_shown(relay: Relay) -> None:
     with Session(relay, make_batches(), probe=HELD_OUT) as session:
         train(session, 1)
         last: Any = relay.model[4]
@@ -456,14 +456,14 @@ def test_a_probe_that_fails_only_after_the_edit_says_so(relay: Relay) -> None:
         session.edit(Swap("L002", "L003"))
         session.wait(HANG_S)
         last.error = OSError("a disk is gone\nmore of it")
-        session.edit(lambda relay: None)  # what is known of the state is not trusted any more
+        session.edit(lambda relay: None)  # invalidates the last measurement
         session.edit(Swap("L002", "L003"))
         now = session.wait(HANG_S)
     assert now.changes[-1].verdict == "not measured: OSError: a disk is gone" and now.state == "idle"
     assert [change.judged is None for change in now.changes] == [False, False, True]
 
 
-# In words, and for loggers --------------------------------------------------------------------------------------------
+# Text and loggers -----------------------------------------------------------------------------------------------------
 
 
 def made(before: list[float], after: list[float]) -> LossChange:
@@ -471,7 +471,7 @@ def made(before: list[float], after: list[float]) -> LossChange:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "verdict", "said"),
+    ("before", "after", "verdict", "message"),
     [
         ([2.0, 3.0], [2.0, 3.0], "same", "2.5, no change (0 exactly)"),
         ([2.0, 3.0], [2.1, 3.12], "worse", "2.5 → 2.61, ▲ +0.11 ± 0.014"),
@@ -484,12 +484,12 @@ def made(before: list[float], after: list[float]) -> LossChange:
         ([math.inf, 3.0], [-math.inf, 3.0], "unclear", "inf → -inf, not finite"),
     ],
 )
-def test_it_is_said_in_words(before: list[float], after: list[float], verdict: str, said: str) -> None:
-    assert (made(before, after).verdict, describe_loss_change(made(before, after))) == (verdict, said)
-    assert said.endswith(describe_change(made(before, after)))
+def test_effect_as_text(before: list[float], after: list[float], verdict: str, message: str) -> None:
+    assert (made(before, after).verdict, describe_loss_change(made(before, after))) == (verdict, message)
+    assert message.endswith(describe_change(made(before, after)))
 
 
-def test_loggers_hear_of_an_edit_once_it_is_judged(relay: Relay, tmp_path: Path) -> None:
+def test_loggers_get_an_edit_after_its_measurement(relay: Relay, tmp_path: Path) -> None:
     log, lines = Log(), JsonLines(tmp_path / "log.jsonl")
     with Session(relay, make_batches(), loggers=[log, lines], probe=HELD_OUT) as session:
         train(session, 1)
@@ -500,7 +500,7 @@ def test_loggers_hear_of_an_edit_once_it_is_judged(relay: Relay, tmp_path: Path)
     assert LossChange.of_plain(row["judged"]) == log.changes[0].judged and row["entry"] == 0
 
 
-def test_numbers_that_json_does_not_have_are_null_in_a_judgement_too(tmp_path: Path) -> None:
+def test_non_finite_losses_of_an_effect_are_null(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "log.jsonl")
     lines.log_change(Change(1, "− layer 0", entry=0, judged=made([1.0], [math.nan])))
     lines.close()

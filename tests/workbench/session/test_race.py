@@ -1,4 +1,4 @@
-"""Branches race on the same batches, each to the bits of training alone; what fails leaves, and who waits, waits."""
+"""Races of branches on the same batches: same bits as training alone, comparisons, failures and control."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HELD_OUT = make_batches(10)[7:]
 
 
 def prepare(session: Session) -> None:
-    """Two common steps, then a branch with a layer less and one step more."""
+    """Train two common steps, then a branch with one layer less for another step."""
     train(session, 2)
     session.fork("slim").result(HANG_S)
     session.edit(Drop(1)).result(HANG_S)
@@ -45,9 +45,9 @@ def prepare(session: Session) -> None:
 
 
 def state_of(relay: Relay) -> list[torch.Tensor]:
-    """Weights, buffers, and what the optimizer keeps."""
-    known = relay.optimizer.state
-    kept = [known[p][name] for group in relay.optimizer.param_groups for p in group["params"] for name in known[p]]
+    """Return weights, buffers and optimizer state."""
+    state = relay.optimizer.state
+    kept = [state[p][name] for group in relay.optimizer.param_groups for p in group["params"] for name in state[p]]
     return [
         *weights_of(relay),
         *(b.clone() for b in relay.model.buffers()),
@@ -84,7 +84,7 @@ def test_every_branch_ends_with_the_bits_of_training_alone(order: Sequence[str],
         assert [row.branch for row in race[name].steps] == [name] * steps
 
 
-def test_a_source_that_fills_its_batch_again_is_no_trouble() -> None:
+def test_source_may_reuse_the_memory_of_its_batch() -> None:
     def race_on(source: Callable[[], Any]) -> Race:
         with noisy_relay() as relay, Session(relay, source, probe=False) as session:
             prepare(session)
@@ -103,7 +103,7 @@ def test_a_source_that_fills_its_batch_again_is_no_trouble() -> None:
         assert [row.loss for row in a.steps] == [row.loss for row in b.steps]
 
 
-def test_a_branch_that_did_not_race_goes_on_with_its_own_learning_rates() -> None:
+def test_branch_outside_of_the_race_keeps_its_learning_rates() -> None:
     with noisy_relay() as relay:
         scheduler = StepLR(relay.optimizer, 3, gamma=0.5)
         with Session(relay, BATCHES, scheduler=scheduler, probe=False) as session:
@@ -114,10 +114,10 @@ def test_a_branch_that_did_not_race_goes_on_with_its_own_learning_rates() -> Non
             assert relay.branch == "home" and scheduler.state_dict() == before
 
 
-# What comes of it -----------------------------------------------------------------------------------------------------
+# Results --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_race_tells_what_each_branch_did() -> None:
+def test_race_has_the_results_of_each_branch() -> None:
     with noisy_relay() as relay, Session(relay, BATCHES, probe=HELD_OUT) as session:
         prepare(session)
         race = raced(session, "main", "slim", steps=10)
@@ -149,7 +149,7 @@ def racer(name: str, flop: int, losses: Sequence[float], measured: Sequence[tupl
     return Racer(name, 0, 1, steps, [flop] * len(steps), points)
 
 
-def test_the_difference_at_equal_compute_is_read_between_measurements() -> None:
+def test_difference_at_equal_compute_is_interpolated() -> None:
     a = racer("a", 10, [4.0, 3.0, 2.0, 1.0], [(0, (9.0,)), (2, (4.0, 6.0)), (4, (2.0, 2.0))])
     b = racer("b", 15, [5.0, 3.5], [(0, (8.0, 8.0)), (2, (3.0, 3.0))])
     race = Race(4, [a, b])
@@ -160,7 +160,7 @@ def test_the_difference_at_equal_compute_is_read_between_measurements() -> None:
     assert race.train_difference("b") == 3.5 - 2.0
 
 
-def test_where_ranges_do_not_meet_there_is_no_difference() -> None:
+def test_no_difference_without_common_range() -> None:
     a = racer("a", 10, [4.0, 3.0], [(2, (4.0,))])
     late, never = racer("b", 1, [5.0, 3.5], [(0, (8.0,)), (2, (3.0,))]), racer("c", 10, [], [])
     race = Race(2, [a, late, never])
@@ -168,31 +168,31 @@ def test_where_ranges_do_not_meet_there_is_no_difference() -> None:
     assert race.difference("c") is None and race.train_difference("c") is None
 
 
-def test_frozen_layers_below_all_that_is_trained_have_no_backward(relay: Relay) -> None:
+def test_frozen_layers_below_the_first_trained_one_have_no_backward(relay: Relay) -> None:
     layer, shell = WIDTH * WIDTH + WIDTH, 4 * WIDTH + WIDTH + WIDTH + 1
     for param in relay.shell.params:
         param.requires_grad_(False)
     relay.apply(Freeze(0), Freeze(1))
     result = relay.step(BATCHES[0], skip=[2])
-    expected = 4 * shell + 2 * (2 * layer) + 6 * layer  # the last one is not recomputed; one sits out
+    expected = 4 * shell + 2 * (2 * layer) + 6 * layer  # the last layer is not recomputed, and one is skipped
     assert count_flop(relay, BATCHES[0], result.trace, result.samples) == 6 * expected
 
 
-def test_tokens_are_those_of_the_table_of_whole_numbers() -> None:
+def test_tokens_are_the_elements_of_the_integer_tensor() -> None:
     assert count_tokens({"input_ids": torch.ones(3, 7, dtype=torch.long), "labels": torch.ones(3)}, 3) == 21
     assert count_tokens((torch.ones(3, 7), torch.ones(3, dtype=torch.long)), 3) == 3
 
 
-# Who fails, who waits -------------------------------------------------------------------------------------------------
+# Failures and control -------------------------------------------------------------------------------------------------
 
 
-def test_a_branch_that_fails_leaves_the_race_and_the_others_go_on(relay: Relay) -> None:
+def test_failed_branch_leaves_the_race_and_the_others_continue(relay: Relay) -> None:
     with Session(relay, BATCHES, probe=False) as session:
         for name in ("slim", "third"):
             session.fork(name).result(HANG_S)
             session.edit(Drop(0)).result(HANG_S)
         session.switch("main").result(HANG_S)
-        first: Any = relay.model[1]  # main alone has it
+        first: Any = relay.model[1]  # only in main
         first.error = OSError("the disk is full\nand more")
         race = raced(session, "main", "slim", "third", steps=3)
         now = session.snapshot()
@@ -202,14 +202,14 @@ def test_a_branch_that_fails_leaves_the_race_and_the_others_go_on(relay: Relay) 
     assert race.difference("slim") is None
 
 
-def test_the_race_ends_where_the_batches_do_and_all_have_the_same(relay: Relay) -> None:
+def test_race_ends_with_the_batches(relay: Relay) -> None:
     with Session(relay, iter(BATCHES[:5]), probe=False) as session:
         session.fork("slim").result(HANG_S)
         race = raced(session, "main", "slim", steps=50)
     assert [len(one.steps) for one in race.racers] == [5, 5] and race.ended == "there are no more batches"
 
 
-def test_commands_wait_until_the_race_is_over_but_pause_and_stop_do_not(relay: Relay) -> None:
+def test_commands_wait_for_the_race_except_pause_and_stop(relay: Relay) -> None:
     with Session(relay, BATCHES, probe=False) as session:
         session.fork("slim").result(HANG_S)
         with held(relay):
@@ -228,10 +228,10 @@ def test_commands_wait_until_the_race_is_over_but_pause_and_stop_do_not(relay: R
         dropped.result(HANG_S)
         now = session.wait(HANG_S)
     assert ended.ended == "it was stopped" and 0 < len(ended["main"].steps) < 1000
-    assert now.branch == "slim" and len(now.layers) == 3 and not now.queued, "it was asked for where the race began"
+    assert now.branch == "slim" and len(now.layers) == 3 and not now.queued, "the edit applies to the home branch"
 
 
-def test_a_session_that_is_closed_ends_its_race_at_home(relay: Relay) -> None:
+def test_closing_the_session_ends_the_race_on_the_home_branch(relay: Relay) -> None:
     with Session(relay, BATCHES, probe=False) as session:
         session.fork("slim").result(HANG_S)
         with held(relay):
@@ -242,7 +242,7 @@ def test_a_session_that_is_closed_ends_its_race_at_home(relay: Relay) -> None:
     assert race.result(HANG_S).ended == "the session was closed" and relay.branch == "slim"
 
 
-def test_a_source_that_fails_ends_the_race_at_home(relay: Relay) -> None:
+def test_failed_source_ends_the_race_on_the_home_branch(relay: Relay) -> None:
     def fail() -> Any:
         raise OSError("no file")
 
@@ -257,7 +257,7 @@ def test_a_source_that_fails_ends_the_race_at_home(relay: Relay) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "steps", "said"),
+    ("names", "steps", "message"),
     [
         (("main",), 2, "two branches or more"),
         (("main", "main"), 2, "'main' is named twice"),
@@ -265,17 +265,17 @@ def test_a_source_that_fails_ends_the_race_at_home(relay: Relay) -> None:
         (("main", ["slim"]), 2, "is not the name of a branch"),
     ],
 )
-def test_what_is_no_race_is_refused_at_once(relay: Relay, names: Any, steps: int, said: str) -> None:
+def test_invalid_race_is_refused_at_once(relay: Relay, names: Any, steps: int, message: str) -> None:
     with Session(relay, BATCHES) as session:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             session.race(*names, steps=steps)
         assert session.snapshot().race is None and not session.snapshot().queued
 
 
 def test_an_unknown_branch_is_refused_and_nothing_starts(relay: Relay) -> None:
     with Session(relay, BATCHES) as session:
-        race = session.race("main", "nobody", steps=2)
-        with pytest.raises(ValueError, match="no branch 'nobody' to race: there are main"):
+        race = session.race("main", "missing", steps=2)
+        with pytest.raises(ValueError, match="no branch 'missing' to race: there are main"):
             race.result(HANG_S)
         now = session.wait(HANG_S)
         assert now.step == 0 and now.refusal is not None and now.race is None
@@ -298,8 +298,8 @@ ROUNDS = (
 
 
 @pytest.mark.parametrize("kind", RATES)
-def test_every_branch_has_a_scheduler_of_its_own(kind: str) -> None:
-    """As if each had trained alone from here, and at home the scheduler goes on."""
+def test_every_branch_has_a_separate_scheduler_state(kind: str) -> None:
+    """Compare with training each branch alone, and with the home branch after the race."""
     steps, ends = STEPS_PER_ROUND + 2, {}
     with noisy_relay() as relay:
         with Session(relay, BATCHES, scheduler=RATES[kind](relay.optimizer), probe=False) as session:
@@ -326,16 +326,18 @@ def test_every_branch_has_a_scheduler_of_its_own(kind: str) -> None:
     assert slim + slim_again == ends["slim"] and main + main_again == ends["main"]
 
 
-def test_a_scheduler_that_cannot_be_kept_has_no_races(relay: Relay) -> None:
+def test_scheduler_without_state_dict_cannot_race(relay: Relay) -> None:
     class Counter:
         def step(self) -> None: ...
 
     with Session(relay, BATCHES, scheduler=Counter()) as session:
-        with pytest.raises(ValueError, match="a Counter, has no state_dict and no load_state_dict, so .* without one"):
+        with pytest.raises(
+            ValueError, match="a Counter, has no state_dict and no load_state_dict, so .* without a scheduler"
+        ):
             session.race("main", "slim")
 
 
-def test_a_race_that_waits_can_be_taken_out_of_the_queue() -> None:
+def test_queued_race_can_be_cancelled() -> None:
     with make_relay() as relay, Session(relay, BATCHES) as session:
         with held(relay):
             session.step()

@@ -1,4 +1,4 @@
-"""A session copied as a script: run on the same model and batches, without a session, it gives the same bits."""
+"""Script of a session: on the same model and batches it gives the same bits without a session."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ BATCHES = make_batches(7)
 
 
 def state_of(relay: Relay) -> list[torch.Tensor]:
-    """Which branch is the present one; by branch, weights, buffers, what the optimizer keeps, and the random state."""
+    """Return the active branch, and of each branch weights, buffers, optimizer state and random state."""
     found = [torch.tensor([branch.active for branch in relay.branches])]
     for name in sorted(branch.name for branch in relay.branches):
         relay.switch(name)
-        known = relay.optimizer.state
-        kept = [known[p][name] for group in relay.optimizer.param_groups for p in group["params"] for name in known[p]]
+        state = relay.optimizer.state
+        kept = [state[p][name] for group in relay.optimizer.param_groups for p in group["params"] for name in state[p]]
         tensors = [
             *relay.model.parameters(),
             *relay.model.buffers(),
@@ -58,14 +58,14 @@ def state_of(relay: Relay) -> list[torch.Tensor]:
 
 
 def read(script: str) -> dict[str, Any]:
-    """The names of the script, as an import of it gives them."""
+    """Return the namespace of the script."""
     names: dict[str, Any] = {"__name__": "script"}
     exec(compile(script, "script", "exec"), names)
     return names
 
 
 def again(script: str, relay: Relay, *more: Any) -> tuple[list[float], list[torch.Tensor]]:
-    """Losses and states when it is run, with no session; the check of losses in it must be content."""
+    """Run the script, whose check of losses must pass; return losses and states."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         losses = read(script)["reproduce"](relay, itertools.cycle(BATCHES), *more)
@@ -73,13 +73,13 @@ def again(script: str, relay: Relay, *more: Any) -> tuple[list[float], list[torc
 
 
 def work(session: Session) -> list[float]:
-    """A session of everything: edits tried, refused, done, undone and redone, settings, branches, races."""
+    """Use everything: edits measured, refused, applied, undone and redone, settings, branches, races."""
 
     def losses() -> list[float]:
         return [row.loss for row in session.snapshot().steps]
 
     train(session, 3)
-    session.measure(Insert(1, init="fresh")).result(HANG_S)  # nothing of it stays: no key, no random number
+    session.measure(Insert(1, init="fresh")).result(HANG_S)  # leaves no key and draws no random number
     with pytest.raises(ValueError, match="out of range"):
         session.edit(Insert(0), Drop(99)).result(HANG_S)
     session.edit(Insert(2, init="fresh", optimizer=0.5, warmup=3)).result(HANG_S)
@@ -112,7 +112,7 @@ def work(session: Session) -> list[float]:
     return [*wide, *main, *raced, *losses()[-1:]]
 
 
-def test_the_script_of_a_session_gives_its_bits() -> None:
+def test_script_repeats_the_bits_of_a_session() -> None:
     with noisy_relay() as relay, Session(relay, BATCHES) as session:
         losses = work(session)
         script = session.script()
@@ -125,7 +125,7 @@ def test_the_script_of_a_session_gives_its_bits() -> None:
     assert_equal(states, ends)
 
 
-def test_the_script_of_a_delinked_stack_gives_its_bits() -> None:
+def test_script_repeats_the_bits_of_a_delinked_stack() -> None:
     def make() -> Relay:
         with noisy_relay() as relay:
             model = relay.model
@@ -148,7 +148,7 @@ def test_the_script_of_a_delinked_stack_gives_its_bits() -> None:
     assert_equal(states, ends)
 
 
-def test_the_script_reads_as_what_was_done() -> None:
+def test_lines_of_the_script() -> None:
     with noisy_relay() as relay, Session(relay, BATCHES) as session:
         work(session)
         script = session.script()
@@ -175,8 +175,8 @@ def test_the_script_reads_as_what_was_done() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [rarely("list"), "iterator", rarely("function")])
-def test_the_script_is_a_program_once_its_functions_are_written(kind: str, tmp_path: Path) -> None:
-    """Run by another Python, with the support of these tests as the model, and batches of each kind."""
+def test_script_runs_after_its_functions_are_written(kind: str, tmp_path: Path) -> None:
+    """Run it in another process, with the model of these tests and batches of each kind."""
     sources: dict[str, Callable[[], Any]] = {
         "list": lambda: BATCHES,
         "iterator": lambda: itertools.cycle(BATCHES),
@@ -193,7 +193,7 @@ def test_the_script_is_a_program_once_its_functions_are_written(kind: str, tmp_p
     written = script.replace('\nif __name__ == "__main__":', WRITTEN.format(body=body) + '\nif __name__ == "__main__":')
     (tmp_path / "written.py").write_text(written)
     done = run(tmp_path / "written.py")
-    assert done.stdout == f"9 steps are made again; the last loss is {last!r}\n", done.stderr
+    assert done.stdout == f"9 steps were repeated; the last loss is {last!r}\n", done.stderr
 
 
 WRITTEN = """
@@ -212,11 +212,11 @@ def run(path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
 
 
-# What else trains -----------------------------------------------------------------------------------------------------
+# Schedules and schedulers ---------------------------------------------------------------------------------------------
 
 
 class Growing(Schedule):
-    """Another layer before the third step, and the first layer left out of every second one."""
+    """Schedule that adds a layer before the third step, and skips the first layer in every second step."""
 
     def edits(self, relay: Any) -> Sequence[Any]:
         return [Insert(1, init="copy")] if relay.steps == 2 and len(relay.stack) == 4 else []
@@ -228,7 +228,7 @@ class Growing(Schedule):
 @pytest.mark.parametrize(
     "make", [lambda o: StepLR(o, 2, gamma=0.5), lambda o: ReduceLROnPlateau(o, patience=0, threshold=10.0)]
 )
-def test_a_schedule_and_a_scheduler_of_the_learning_rate_are_asked_for(make: Callable[[Any], Any]) -> None:
+def test_script_takes_a_schedule_and_a_learning_rate_scheduler(make: Callable[[Any], Any]) -> None:
     with noisy_relay() as relay:
         options: dict[str, Any] = {"scheduler": make(relay.optimizer), "schedule": Growing(), "probe": False}
         with Session(relay, BATCHES, **options) as session:
@@ -245,7 +245,7 @@ def test_a_schedule_and_a_scheduler_of_the_learning_rate_are_asked_for(make: Cal
     assert_equal(states, ends)
 
 
-def test_a_batch_that_was_left_out_is_left_out() -> None:
+def test_script_skips_a_skipped_batch() -> None:
     bad: Any = (torch.ones(6, 5), torch.ones(6, 1))
     source = [BATCHES[0], bad, BATCHES[1]]
     with make_relay() as relay, Session(relay, source, probe=False) as session:
@@ -259,11 +259,11 @@ def test_a_batch_that_was_left_out_is_left_out() -> None:
         assert read(script)["reproduce"](relay, iter(source)) == losses and len(losses) == 2
 
 
-# What a script must not forget --------------------------------------------------------------------------------------
+# Special cases --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("error")
-def test_numbers_of_numpy_infinities_and_names_with_quotes_are_written_as_python_reads_them() -> None:
+def test_code_of_numpy_numbers_infinities_and_names_with_quotes() -> None:
     name = 'a\\n"""b\\'
     with make_relay() as relay:
         relay.fork(name)
@@ -285,19 +285,19 @@ def test_numbers_of_numpy_infinities_and_names_with_quotes_are_written_as_python
         assert_equal(again(script, relay)[1], ends)
 
 
-def test_a_race_that_goes_otherwise_is_noticed() -> None:
+def test_race_with_other_losses_warns() -> None:
     with make_relay() as relay, Session(relay, BATCHES, probe=False) as session:
         session.fork("slim").result(HANG_S)
         session.race("main", "slim", steps=1).result(HANG_S)
         script = session.script()
     with make_relay() as relay:
         halve(relay)
-        with pytest.warns(UserWarning, match="the loss of step 1 of") as told:
+        with pytest.warns(UserWarning, match="the loss of step 1 of") as warnings:
             read(script)["reproduce"](relay, itertools.cycle(BATCHES))
-    assert len(told) == 2
+    assert len(warnings) == 2
 
 
-def test_after_a_race_the_script_is_at_home_again() -> None:
+def test_script_returns_to_the_home_branch_after_a_race() -> None:
     with make_relay() as relay, Session(relay, BATCHES, probe=False) as session:
         session.fork("slim").result(HANG_S)
         session.race("slim", "main", steps=1).result(HANG_S)
@@ -310,14 +310,14 @@ def test_after_a_race_the_script_is_at_home_again() -> None:
 
 
 class Fresh(Schedule):
-    """A fresh layer before the fifth step and another one before the thirteenth."""
+    """Schedule that adds a fresh layer before the fifth and the thirteenth step."""
 
     def edits(self, relay: Any) -> Sequence[Any]:
         due = len(relay.stacks[""]) < {4: 5, 12: 6}.get(relay.steps, 0)
         return [Insert(1, init="fresh")] if due else []
 
 
-def test_layers_that_a_schedule_makes_in_a_race_are_the_same_ones() -> None:
+def test_layers_that_a_schedule_adds_in_a_race_are_equal() -> None:
     with make_relay() as relay, Session(relay, BATCHES, probe=False, schedule=Fresh()) as session:
         session.fork("slim").result(HANG_S)
         session.race("main", "slim", steps=16).result(HANG_S)
@@ -342,7 +342,7 @@ def drawn() -> Any:
 @pytest.mark.parametrize("kind", ["loader", "function"])
 @pytest.mark.parametrize("home", ["main", "slim"])
 @pytest.mark.filterwarnings("error")
-def test_batches_that_draw_random_numbers_are_drawn_when_the_session_drew_them(kind: str, home: str) -> None:
+def test_random_batches_are_drawn_at_the_same_time_as_in_the_session(kind: str, home: str) -> None:
     source: Any = {"loader": shuffled, "function": lambda: drawn}[kind]
     with make_relay() as relay:
         torch.manual_seed(7)
@@ -353,7 +353,7 @@ def test_batches_that_draw_random_numbers_are_drawn_when_the_session_drew_them(k
             session.switch(home).result(HANG_S)
             session.race("main", "slim", steps=10).result(HANG_S)
             train(session, 1)
-            session.forecast().result(HANG_S)  # its batch is drawn here, and trained on elsewhere
+            session.forecast().result(HANG_S)  # draws its batch here, and trains on it elsewhere
             session.switch({"main": "slim", "slim": "main"}[home]).result(HANG_S)
             train(session, 2)
             script = session.script()
@@ -366,7 +366,7 @@ def test_batches_that_draw_random_numbers_are_drawn_when_the_session_drew_them(k
         assert_equal(state_of(relay), ends)
 
 
-def test_edits_of_a_schedule_before_a_step_that_failed_are_made() -> None:
+def test_edits_of_a_schedule_before_a_failed_step_are_made() -> None:
     bad: Any = (torch.ones(6, 5), torch.ones(6, 1))
     source = [BATCHES[0], BATCHES[1], bad, *BATCHES[2:]]
     with make_relay() as relay, Session(relay, source, probe=False, schedule=Growing()) as session:
@@ -384,7 +384,7 @@ def test_edits_of_a_schedule_before_a_step_that_failed_are_made() -> None:
         assert_equal(state_of(relay), ends)
 
 
-def test_edits_of_a_schedule_for_a_branch_that_left_a_race_are_made() -> None:
+def test_edits_of_a_schedule_in_a_failed_race_step_are_made() -> None:
     def fail(*_: Any) -> None:
         if relay.branch == "slim" and relay.steps == 2:
             raise ArithmeticError("too hot")
@@ -406,7 +406,7 @@ def test_edits_of_a_schedule_for_a_branch_that_left_a_race_are_made() -> None:
         assert {branch.name: branch.layers for branch in relay.branches} == keys and keys["slim"] == 5
 
 
-# What cannot be reproduced --------------------------------------------------------------------------------------------
+# Changes without code -------------------------------------------------------------------------------------------------
 
 
 def halve(relay: Relay) -> None:
@@ -416,7 +416,7 @@ def halve(relay: Relay) -> None:
 
 @pytest.fixture
 def by_hand() -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """The script of a session with a function and a module in it, and how that ended."""
+    """Return the script of a session with a function and a module, and the final state."""
     with make_relay() as relay, Session(relay, BATCHES, probe=False) as session:
         train(session, 1)
         session.edit(halve, what="halved").result(HANG_S)
@@ -427,14 +427,14 @@ def by_hand() -> Iterator[tuple[str, list[torch.Tensor]]]:
         yield script, state_of(relay)
 
 
-def test_what_the_script_cannot_know_is_an_error_and_not_left_out(by_hand: tuple[str, list[torch.Tensor]]) -> None:
+def test_change_without_code_raises(by_hand: tuple[str, list[torch.Tensor]]) -> None:
     script, _ = by_hand
     assert "by_hand('halved', relay)" in script and "Replace(layer=1, module=Identity()" in script
     with make_relay() as relay, pytest.raises(NotImplementedError, match="write it there: halved"):
         again(script, relay)
 
 
-def test_what_it_cannot_know_can_be_written(by_hand: tuple[str, list[torch.Tensor]]) -> None:
+def test_change_without_code_can_be_written(by_hand: tuple[str, list[torch.Tensor]]) -> None:
     script, ends = by_hand
     names = read(script)
     do = {"halved": halve}
@@ -458,24 +458,24 @@ def test_only_edits_without_modules_are_written(edit: Any, is_written: bool) -> 
     code = apply_code([edit])
     assert (code is not None) == is_written
     if code is not None:
-        told: list[Any] = []
+        applied: list[Any] = []
         names = {
-            "relay": type("R", (), {"apply": lambda _, *edits: told.extend(edits)})(),
+            "relay": type("R", (), {"apply": lambda _, *edits: applied.extend(edits)})(),
             "Insert": Insert,
             "Drop": Drop,
         }
         exec(code, names)
-        assert told == [edit]
+        assert applied == [edit]
 
 
-def test_an_edit_of_ones_own_is_done_by_hand() -> None:
-    class Insert(Drop):  # a name that the engine has too
+def test_edit_class_of_the_user_has_no_code() -> None:
+    class Insert(Drop):  # a name in use by the engine
         pass
 
     assert apply_code([Insert(0)]) is None
 
 
-def test_another_relay_is_refused_and_another_seed_is_noticed() -> None:
+def test_other_relay_is_refused_and_other_seed_warns() -> None:
     with make_relay() as relay, Session(relay, BATCHES, probe=False) as session:
         train(session, 2)
         script = session.script()
@@ -483,11 +483,11 @@ def test_another_relay_is_refused_and_another_seed_is_noticed() -> None:
         again(script, relay)
     with make_relay() as relay:
         halve(relay)
-        with pytest.warns(UserWarning, match="the loss of step 2 of main is .* in the session it was"):
+        with pytest.warns(UserWarning, match="the loss of step 2 of main is .* in the session"):
             read(script)["reproduce"](relay, itertools.cycle(BATCHES))
 
 
-def test_a_session_that_takes_over_begins_where_it_did() -> None:
+def test_script_begins_at_the_takeover() -> None:
     with make_relay() as relay:
         with Session(relay, BATCHES, probe=False) as session:
             train(session, 2)
@@ -506,8 +506,8 @@ def test_a_session_that_takes_over_begins_where_it_did() -> None:
 
 
 @pytest.mark.slow
-def test_settings_that_were_searched_are_in_the_script_as_they_were_found() -> None:
-    """By a call, and by a relay that fits itself: a search of another machine, or of another moment, may end elsewhere."""
+def test_found_settings_are_in_the_script() -> None:
+    """A repeated search, by a call or by a relay that fits itself, could find other settings."""
     with noisy_relay("auto") as relay, Session(relay, iter(BATCHES)) as session:
         train(session, 2)
         first = relay.config

@@ -1,4 +1,4 @@
-"""A session: what is asked for happens in order on its thread, and is seen from outside at any time."""
+"""Sessions: runs, pauses, schedulers, closing and takeover."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workbench.session.session import Session
 # Running --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_session_trains_as_a_plain_loop_does(relay: Relay) -> None:
+def test_session_trains_like_a_plain_loop(relay: Relay) -> None:
     batches = make_batches()
     with make_relay() as plain:
         losses = [plain.step(batch).loss for batch in (batches * 2)[:7]]
@@ -37,7 +37,7 @@ def test_a_session_trains_as_a_plain_loop_does(relay: Relay) -> None:
     assert all(row.version == 7 and row.grad_norm and row.update_ratio for row in now.layers)
 
 
-def test_pause_keeps_what_is_left_and_stop_drops_it(relay: Relay) -> None:
+def test_pause_keeps_the_remaining_steps_and_stop_drops_them(relay: Relay) -> None:
     first = relay.model[1]
     first.gate = threading.Event()
     with Session(relay, make_batches()) as session:
@@ -57,7 +57,7 @@ def test_pause_keeps_what_is_left_and_stop_drops_it(relay: Relay) -> None:
         assert now.state == "idle" and now.done == now.target and now.step == 4, "one step, then the queue"
 
 
-def test_a_step_out_of_a_paused_run_counts_as_its_own(relay: Relay) -> None:
+def test_single_step_of_a_paused_run_counts(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         session.step()
         assert session.wait(HANG_S).done == 1
@@ -69,14 +69,14 @@ def test_a_step_out_of_a_paused_run_counts_as_its_own(relay: Relay) -> None:
         assert (now.state, now.done, now.target) == ("paused", 2, 5)
 
 
-def test_steps_are_added_to_a_run_under_way(relay: Relay) -> None:
+def test_steps_are_added_to_a_run_in_progress(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         session.run(2)
         session.run(3)
         assert session.wait(HANG_S).done == 5
 
 
-def test_a_run_without_a_number_goes_on_until_it_is_stopped(relay: Relay) -> None:
+def test_run_without_a_number_ends_with_stop(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         session.run()
         while len(session.snapshot().steps) < 3:
@@ -88,12 +88,12 @@ def test_a_run_without_a_number_goes_on_until_it_is_stopped(relay: Relay) -> Non
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, "3"])
-def test_a_number_of_steps_is_positive(relay: Relay, steps: Any) -> None:
+def test_number_of_steps_must_be_positive(relay: Relay, steps: Any) -> None:
     with Session(relay, make_batches()) as session, pytest.raises(ValueError, match="positive integer"):
         session.run(steps)
 
 
-def test_waiting_gives_up_after_its_time(relay: Relay) -> None:
+def test_wait_raises_after_its_timeout(relay: Relay) -> None:
     first = relay.model[1]
     first.gate = threading.Event()
     with Session(relay, make_batches()) as session:
@@ -104,7 +104,7 @@ def test_waiting_gives_up_after_its_time(relay: Relay) -> None:
         session.wait(HANG_S)
 
 
-def test_an_interrupt_while_waiting_pauses_the_run(relay: Relay) -> None:
+def test_interrupt_of_wait_pauses_the_run(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         session.run()
         threading.Timer(0.2, _thread.interrupt_main).start()
@@ -113,7 +113,7 @@ def test_an_interrupt_while_waiting_pauses_the_run(relay: Relay) -> None:
         assert session.wait(HANG_S).state == "paused"
 
 
-def test_going_on_in_the_last_step_of_a_run_does_not_begin_one_without_end(relay: Relay) -> None:
+def test_resuming_in_the_last_step_does_not_begin_an_endless_run(relay: Relay) -> None:
     first = relay.model[1]
     first.gate = threading.Event()
     with Session(relay, make_batches()) as session:
@@ -128,14 +128,14 @@ def test_going_on_in_the_last_step_of_a_run_does_not_begin_one_without_end(relay
         session.run(1)
         assert first.entered.wait(HANG_S)
         session.stop()
-        session.run()  # what comes after a stop is a run of its own
+        session.run()  # a new run, since it follows a stop
         first.gate.set()
         while (now := session.snapshot()).step < 4:
             time.sleep(0.005)
         assert now.target is None
 
 
-def test_only_a_relay_has_a_session() -> None:
+def test_session_requires_a_relay() -> None:
     with pytest.raises(TypeError, match="l2l_core.Relay over your model"):
         Session(nn.Linear(2, 2), [])  # type: ignore[arg-type]
 
@@ -143,7 +143,7 @@ def test_only_a_relay_has_a_session() -> None:
 # Schedulers -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_learning_rate_follows_its_schedule(relay: Relay) -> None:
+def test_scheduler_is_stepped(relay: Relay) -> None:
     plain = make_relay()
     schedules = [torch.optim.lr_scheduler.ExponentialLR(each.optimizer, 0.5) for each in (plain, relay)]
     batches = make_batches()
@@ -158,7 +158,7 @@ def test_the_learning_rate_follows_its_schedule(relay: Relay) -> None:
     assert [row.loss for row in now.steps] == losses
 
 
-def test_a_schedule_that_follows_the_loss_gets_it(relay: Relay) -> None:
+def test_plateau_scheduler_gets_the_loss(relay: Relay) -> None:
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(relay.optimizer, patience=0, threshold=1e9)
     with Session(relay, make_batches(), scheduler=schedule) as session:
         session.run(3)
@@ -181,7 +181,7 @@ def test_a_closed_session_takes_no_commands(relay: Relay) -> None:
         session.run(1)
 
 
-def test_closing_waits_for_the_step_and_drops_the_rest(relay: Relay) -> None:
+def test_close_waits_for_the_step_and_cancels_the_queue(relay: Relay) -> None:
     first = relay.model[1]
     first.gate = threading.Event()
     session = Session(relay, make_batches())
@@ -193,7 +193,7 @@ def test_closing_waits_for_the_step_and_drops_the_rest(relay: Relay) -> None:
     first.gate.set()
     session.close()
     assert session.snapshot().step == 1
-    relay.step(make_batches(1)[0])  # the relay is free again
+    relay.step(make_batches(1)[0])  # the relay can be used again
 
 
 def test_another_session_takes_the_relay_over(relay: Relay) -> None:
@@ -210,8 +210,8 @@ def test_another_session_takes_the_relay_over(relay: Relay) -> None:
         assert old.snapshot().state == "closed"
 
 
-def test_a_session_that_was_taken_over_is_let_go(relay: Relay) -> None:
-    """At once, and not when the later one ends: it holds the traces of its steps."""
+def test_session_that_was_taken_over_is_freed(relay: Relay) -> None:
+    """It is freed at once rather than with the later session, since it holds traces."""
     first = Session(relay, make_batches())
     first.run(1)
     first.wait(HANG_S)
@@ -224,7 +224,7 @@ def test_a_session_that_was_taken_over_is_let_go(relay: Relay) -> None:
         assert gone() is None
 
 
-def test_a_session_that_takes_over_shows_what_the_earlier_one_set_last(relay: Relay) -> None:
+def test_takeover_shows_the_last_settings_of_the_earlier_session(relay: Relay) -> None:
     go_on, begun = threading.Event(), threading.Event()
 
     def change(relay: Relay) -> None:
@@ -243,7 +243,7 @@ def test_a_session_that_takes_over_shows_what_the_earlier_one_set_last(relay: Re
     old.close()
 
 
-def test_an_interrupt_while_waiting_for_a_session_that_closes_is_an_interrupt(relay: Relay) -> None:
+def test_interrupt_of_wait_on_a_closing_session(relay: Relay) -> None:
     first = relay.model[1]
     first.gate = threading.Event()
     session = Session(relay, make_batches())

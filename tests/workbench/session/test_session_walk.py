@@ -1,4 +1,4 @@
-"""Random commands to a session: it always comes to rest, and no batch is trained twice or lost."""
+"""Random commands to a session: it always settles, and no batch is trained twice or lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_LAYERS, TIMEOUT_S = 8, 60.0
 
 
 class Source:
-    """Batches without end, by number; some make every step on them fail."""
+    """Endless numbered batches; steps on some of them always fail."""
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
@@ -44,7 +44,7 @@ class Source:
 
 
 def watch(relay: Relay, source: Source) -> list[int]:
-    """The numbers of the batches that the relay trains on, from now on."""
+    """Record the numbers of the batches that the relay trains on from now on."""
     trained: list[int] = []
     step: Callable[..., StepResult] = relay.step
 
@@ -62,8 +62,8 @@ def fail(relay: Relay) -> None:
 
 
 def commands(session: Session, chance: random.Random, futures: list[Future[Any]]) -> dict[str, Callable[[], object]]:
-    """What a person may do, by name; what gives a future gives it to `futures`."""
-    places = range(6)  # some of which are not there
+    """Return the possible commands by name; futures are appended to `futures`."""
+    places = range(6)  # includes invalid places
 
     def edit() -> None:
         a, b = chance.choice(places), chance.choice(places)
@@ -124,12 +124,12 @@ def walk(seed: int, count: int) -> None:
         trained = watch(relay, source)
         schedule = LayerDrop(0.2) if seed % 2 else LayerDrop(0.0)
         with Session(relay, source, schedule=schedule) as session:
-            known = commands(session, chance, futures)
+            actions = commands(session, chance, futures)
             skips = 0
             for _ in range(count):
-                name = chance.choice([*known, "run", "step", "edit", "skip", "forecast"])
+                name = chance.choice([*actions, "run", "step", "edit", "skip", "forecast"])
                 skips += name == "skip"
-                known[name]()
+                actions[name]()
                 done.append(name)
                 if chance.random() < 0.3:
                     session.wait(TIMEOUT_S)
@@ -143,7 +143,7 @@ def walk(seed: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_session_always_comes_to_rest_and_trains_every_batch_once(seed: int) -> None:
+def test_session_always_settles_and_trains_every_batch_once(seed: int) -> None:
     walk(seed, 60)
 
 

@@ -1,4 +1,4 @@
-"""Snapshots: what is seen of a session is of one moment, also in the middle of a step."""
+"""Snapshots: a consistent state at one moment, also in the middle of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.session.session import Session
 from workbench.session.snapshot import Snapshot
 
 
-def test_a_snapshot_in_mid_step_shows_how_far_it_is_and_stays_as_it_is(relay: Relay) -> None:
+def test_snapshot_in_mid_step_does_not_change(relay: Relay) -> None:
     last = relay.model[4]
     last.gate = threading.Event()
     with Session(relay, make_batches()) as session:
@@ -35,7 +35,7 @@ def test_a_snapshot_in_mid_step_shows_how_far_it_is_and_stays_as_it_is(relay: Re
     assert now.progress.trace.events_since(0)[0][:events] == part
 
 
-def test_snapshots_tell_what_waits(relay: Relay) -> None:
+def test_snapshots_show_the_queue(relay: Relay) -> None:
     first = relay.model[1]
     first.gate = threading.Event()
     with Session(relay, make_batches()) as session:
@@ -47,7 +47,7 @@ def test_snapshots_tell_what_waits(relay: Relay) -> None:
         session.wait(HANG_S)
 
 
-def test_what_in_core_training_would_need_is_known_after_the_first_step(relay: Relay) -> None:
+def test_in_core_estimate_after_the_first_step(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         assert session.snapshot().in_core_bytes is None
         session.step()
@@ -56,7 +56,7 @@ def test_what_in_core_training_would_need_is_known_after_the_first_step(relay: R
 
 
 class Watched(nn.Sequential):
-    """Takes a snapshot whenever something goes through its buffers, as what comes after a step does."""
+    """Model that takes a snapshot when its buffers are read, as after a step."""
 
     session: Session | None = None
 
@@ -66,7 +66,7 @@ class Watched(nn.Sequential):
         return super().buffers(recurse)
 
 
-def test_a_step_is_counted_when_its_row_is_there() -> None:
+def test_step_and_its_row_are_added_together() -> None:
     model = Watched(nn.Linear(4, WIDTH), *(Layer() for _ in range(2)), nn.Linear(WIDTH, 1))
     model.seen = []
     with Relay(model, device=EmulatedDevice(), layers=list(model)[1:3], loss=mse) as relay:
@@ -80,26 +80,26 @@ def test_a_step_is_counted_when_its_row_is_there() -> None:
 
 
 class Unusual(nn.Sequential):
-    """A model that cannot be asked for its buffers."""
+    """Model whose buffers cannot be read."""
 
-    asked = False
+    was_read = False
 
     def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        self.asked = True
+        self.was_read = True
         raise RuntimeError("no buffers here")
 
 
-def test_a_step_counts_even_if_in_core_needs_cannot_be_told() -> None:
+def test_step_counts_without_in_core_estimate() -> None:
     model = Unusual(nn.Linear(4, WIDTH), *(Layer() for _ in range(2)), nn.Linear(WIDTH, 1))
     with Relay(model, device=EmulatedDevice(), layers=list(model)[1:3], loss=mse) as relay:
         with Session(relay, make_batches()) as session:
             session.run(2)
             now = session.wait(HANG_S)
-    assert model.asked
+    assert model.was_read
     assert (now.state, now.failure, now.done, now.in_core_bytes) == ("idle", None, 2, None)
 
 
-def test_in_core_needs_follow_how_long_batches_are(relay: Relay) -> None:
+def test_in_core_estimate_depends_on_the_batch(relay: Relay) -> None:
     short, long = ((torch.randn(6, length, 4), torch.randn(6, length, 1)) for length in (2, 50))
     with Session(relay, [short, long]) as session:
         session.step()
@@ -110,7 +110,7 @@ def test_in_core_needs_follow_how_long_batches_are(relay: Relay) -> None:
     assert second.in_core_bytes == estimate_in_core_bytes(relay, second.last) > 2 * first.in_core_bytes
 
 
-def test_in_core_needs_follow_what_is_trained(relay: Relay) -> None:
+def test_in_core_estimate_depends_on_trained_weights(relay: Relay) -> None:
     def freeze(relay: Relay) -> None:
         for param in relay.model[1].parameters():
             param.requires_grad_(False)
@@ -127,7 +127,7 @@ def test_in_core_needs_follow_what_is_trained(relay: Relay) -> None:
     assert frozen.layers[0].grad_norm is None and frozen.layers[0].update_ratio is None, "statistics of the last step"
 
 
-def test_snapshots_are_of_one_moment_while_others_steer(relay: Relay) -> None:
+def test_snapshots_are_consistent_under_concurrent_commands(relay: Relay) -> None:
     seen: list[Snapshot] = []
     with Session(relay, make_batches()) as session:
         over = threading.Event()
@@ -135,7 +135,7 @@ def test_snapshots_are_of_one_moment_while_others_steer(relay: Relay) -> None:
         def look() -> None:
             while not over.is_set():
                 seen.append(session.snapshot())
-                time.sleep(1e-4)  # or it would hardly ever let go of the interpreter
+                time.sleep(1e-4)  # releases the interpreter
 
         looker = threading.Thread(target=look)
         looker.start()

@@ -1,4 +1,4 @@
-"""The record of the layers' figures: right means in bounded memory, and views that stay as they are."""
+"""Statistics of the layers: correct means in bounded memory, and immutable views."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stack(keys: str, norm: float | None = 1.0) -> list[LayerRow]:
 
 
 def lines(record: Statistics, figure: str = "grad_norm") -> dict[str, list[float]]:
-    """Figures of all layers by key, those that are gone too."""
+    """Return the figures of all layers by key, including removed ones."""
     tracks = (*record.stack, *record.removed)
     return {track.key: line for track, line in zip(tracks, record.values(figure, tracks).tolist(), strict=True)}
 
@@ -39,7 +39,7 @@ def same(seen: Sequence[float], expected: Sequence[float]) -> bool:
     return np.array_equal(np.float32(seen), np.float32(expected), equal_nan=True)
 
 
-def test_every_step_is_a_column_as_long_as_there_is_room() -> None:
+def test_every_step_is_a_column_up_to_the_limit() -> None:
     log = StatisticsLog()
     for step in range(1, 101):
         log.append(step, [layer("a", 0.1 * step, 1e-3 * step, step / 100), layer("b", 7.0)])
@@ -51,7 +51,7 @@ def test_every_step_is_a_column_as_long_as_there_is_room() -> None:
     assert same(lines(record)["b"], [7.0] * 100) and same(lines(record, "influence")["b"], [math.nan] * 100)
 
 
-def test_ten_thousand_steps_are_few_columns_whose_cells_are_means() -> None:
+def test_columns_are_merged_to_means() -> None:
     random = np.random.default_rng(0)
     figures = np.exp(random.normal(size=(10_000, 12)))
     log = StatisticsLog()
@@ -70,7 +70,7 @@ def test_ten_thousand_steps_are_few_columns_whose_cells_are_means() -> None:
 
 
 @pytest.mark.parametrize("steps", range(1, 40))
-def test_means_are_of_the_finite_figures_at_any_length(steps: int) -> None:
+def test_means_of_finite_figures(steps: int) -> None:
     figures: list[float | None] = [
         None if step % 7 == 3 else math.inf if step % 5 == 1 else step**1.5 for step in range(40)
     ]
@@ -80,13 +80,13 @@ def test_means_are_of_the_finite_figures_at_any_length(steps: int) -> None:
     record = log.view()
     assert len(record.first) <= 4
     for low, high, seen in zip(record.first, record.last, lines(record)["a"], strict=True):
-        told = [figure for figure in figures[low : high + 1] if figure is not None]
-        finite = [figure for figure in told if math.isfinite(figure)]
-        expected = np.mean(finite) if finite else math.inf if told else math.nan
+        present = [figure for figure in figures[low : high + 1] if figure is not None]
+        finite = [figure for figure in present if math.isfinite(figure)]
+        expected = np.mean(finite) if finite else math.inf if present else math.nan
         assert seen == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
-def test_a_layer_that_is_inserted_was_not_there_before() -> None:
+def test_inserted_layer_is_absent_before() -> None:
     log = StatisticsLog()
     for step in range(1, 101):
         log.append(step, stack("ab" if step <= 50 else "axb", norm=float(step)))
@@ -97,7 +97,7 @@ def test_a_layer_that_is_inserted_was_not_there_before() -> None:
     assert record.present(record.stack).sum(axis=1).tolist() == [100, 50, 100]
 
 
-def test_a_layer_that_is_dropped_is_kept_apart_and_comes_back_to_its_row() -> None:
+def test_dropped_layer_returns_to_its_row() -> None:
     log = StatisticsLog()
     for now in ("abc", "ac", "cab"):
         log.append(len(log.view().first), stack(now))
@@ -120,7 +120,7 @@ def test_layers_follow_the_order_of_the_stack_and_their_names() -> None:
     assert [track.name for track in record.stack] == ["blocks.0", "blocks.a", "blocks.b"]
 
 
-def test_an_edit_is_seen_before_the_next_step() -> None:
+def test_edit_is_shown_before_the_next_step() -> None:
     log = StatisticsLog()
     log.append(1, stack("abc"))
     log.set_stack(stack("acx"))
@@ -129,7 +129,7 @@ def test_an_edit_is_seen_before_the_next_step() -> None:
     assert math.isnan(lines(record)["x"][0]) and not record.present(record.stack)[2, 0]
 
 
-def test_a_layer_that_never_took_part_in_a_step_leaves_no_trace() -> None:
+def test_layer_without_steps_is_not_kept() -> None:
     log = StatisticsLog()
     log.append(1, stack("ab"))
     log.set_stack(stack("axb"))
@@ -137,7 +137,7 @@ def test_a_layer_that_never_took_part_in_a_step_leaves_no_trace() -> None:
     assert not log.view().removed
 
 
-def test_a_frozen_layer_is_there_without_a_figure() -> None:
+def test_frozen_layer_is_present_without_a_figure() -> None:
     log = StatisticsLog()
     log.append(1, stack("ab"))
     log.append(2, [*stack("a"), *stack("b", norm=None)])
@@ -146,7 +146,7 @@ def test_a_frozen_layer_is_there_without_a_figure() -> None:
 
 
 @pytest.mark.parametrize("figure", [math.inf, -math.inf, math.nan, 1e200])
-def test_what_is_not_finite_counts_only_where_nothing_else_is(figure: float) -> None:
+def test_non_finite_figure_counts_only_alone(figure: float) -> None:
     log = StatisticsLog(columns=2)
     log.append(1, [layer("a", figure)])
     assert lines(log.view())["a"] == [math.inf]
@@ -155,7 +155,7 @@ def test_what_is_not_finite_counts_only_where_nothing_else_is(figure: float) -> 
     assert lines(log.view())["a"] == [3.0, math.inf]
 
 
-def test_a_view_stays_as_it_is() -> None:
+def test_view_does_not_change() -> None:
     log, views, copies = StatisticsLog(columns=8), [], []
     for step in range(60):
         now = "abcdefgh"[: 1 + step % 8] if step % 3 else "hgfedcbaxyz"
@@ -164,7 +164,7 @@ def test_a_view_stays_as_it_is() -> None:
         views.append(view)
         copies.append((keys(view.stack), keys(view.removed), view.first.tolist(), view.last.tolist(), lines(view)))
     for view, (in_stack, gone, first, last, figures) in zip(views, copies, strict=True):
-        assert (keys(view.stack), keys(view.gone)) == (in_stack, gone)
+        assert (keys(view.stack), keys(view.removed)) == (in_stack, gone)
         assert (view.first.tolist(), view.last.tolist()) == (first, last)
         seen = lines(view)
         assert all(same(seen[key], figures[key]) for key in figures)
@@ -172,7 +172,7 @@ def test_a_view_stays_as_it_is() -> None:
             view.closed[...] = 0
 
 
-def test_a_view_is_made_once_for_what_is_known() -> None:
+def test_view_is_cached() -> None:
     log = StatisticsLog()
     empty = log.view()
     assert not len(empty.first) and not empty.stack
@@ -185,7 +185,7 @@ def test_a_view_is_made_once_for_what_is_known() -> None:
     assert log.view() is not view
 
 
-def test_layers_that_come_and_go_without_end_take_no_more_memory() -> None:
+def test_memory_is_bounded_under_endless_edits() -> None:
     log = StatisticsLog(columns=8)
     for step in range(2000):
         log.append(step, [layer("first", float(step)), layer(f"guest {step}", 1.0)])
@@ -197,6 +197,6 @@ def test_layers_that_come_and_go_without_end_take_no_more_memory() -> None:
     assert lines(record)["guest 1999"][-1] == 1.0
 
 
-def test_no_such_figure() -> None:
+def test_unknown_figure_is_refused() -> None:
     with pytest.raises(ValueError, match="no figure 'loss' of a layer; there are grad_norm"):
         StatisticsLog().view().values("loss", ())

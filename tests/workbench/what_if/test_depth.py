@@ -1,4 +1,4 @@
-"""The edits that a number of layers means: buttons, words and code are the same thing, and lead to that depth."""
+"""Edits to another depth: description, code and edits agree, and lead to that depth."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.what_if.depth_change import depth_edits
 
 
 class Workbench:
-    """Takes what a line of code edits."""
+    """Returns the edits that a line of code applies."""
 
     def edit(self, *edits: Edit) -> Sequence[Edit]:
         return edits
@@ -40,12 +40,12 @@ def test_each_way_leads_to_the_depth(depth: int) -> None:
     for way in range(ways):
         with make_relay() as relay:
             relay.step(make_batches()[0])
-            made = depth_edits(layer_rows(relay), depth)[way]
-            assert run(made.code) == list(made.edits)
+            edit = depth_edits(layer_rows(relay), depth)[way]
+            assert run(edit.code) == list(edit.edits)
             keys = [unit.key for unit in relay.stack]
-            relay.apply(*made.edits)
+            relay.apply(*edit.edits)
             assert len(relay.stack) == depth and [unit.key for unit in relay.stack][:depth][:4] == keys[:depth]
-            assert relay.journal[-1].preserves_function == ("computes the same" in made.description)
+            assert relay.journal[-1].preserves_function == ("computes the same" in edit.description)
 
 
 def test_of_several_stacks_the_last_one_is_edited() -> None:
@@ -62,7 +62,7 @@ def test_of_several_stacks_the_last_one_is_edited() -> None:
 
 
 def test_layers_in_no_stack_have_no_edits() -> None:
-    alone = [LayerRow("a", "a", 1, 4, 1, False, None, None, num_trained=1)]
-    assert depth_edits(alone, 1) == ()
+    unstacked = [LayerRow("a", "a", 1, 4, 1, False, None, None, num_trained=1)]
+    assert depth_edits(unstacked, 1) == ()
     with pytest.raises(ValueError, match="in no ModuleList or Sequential"):
-        depth_edits(alone, 2)
+        depth_edits(unstacked, 2)

@@ -1,8 +1,9 @@
-"""Settings that fit by the forecast do fit when the step is run; where none do, the least is told."""
+"""Settings that fit by the forecast fit in a real step; if none fit, the smallest budget is returned."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from sessions import make_batches, make_relay
@@ -10,12 +11,12 @@ from sessions import make_batches, make_relay
 from l2l_core import EmulatedDevice, RelayConfig
 from workbench.what_if import MeasuredStep, Question, answer_question, find_fitting_settings
 
-BATCH = make_batches(1)[0]  # of six rows
+BATCH = make_batches(1)[0]  # six rows
 
 
 @pytest.fixture(scope="module")
 def base() -> MeasuredStep:
-    """A step with everything on the device at once, as far as a relay goes."""
+    """A step with all layers on the device."""
     with make_relay(RelayConfig(micro_batches=1, ahead=3, meter="always")) as relay:
         relay.step(BATCH)
         return MeasuredStep.of(relay.step(BATCH).trace)
@@ -23,13 +24,13 @@ def base() -> MeasuredStep:
 
 @pytest.mark.parametrize("share", [0.9, 0.8, 0.7, 0.6])
 @pytest.mark.parametrize("ahead", [2, 3])
-def test_what_is_offered_fits_on_a_device_of_that_size(ahead: int, share: float) -> None:
+def test_returned_settings_fit_on_a_device_of_that_size(ahead: int, share: float) -> None:
     with make_relay(RelayConfig(micro_batches=1, ahead=ahead, meter="always")) as relay:
         relay.step(BATCH)
         base = MeasuredStep.of(relay.step(BATCH).trace)
     budget = int(share * answer_question(base, Question.of(base)).peak_device_bytes)
-    asked = replace(Question.of(base), memory_bytes=budget)
-    found = find_fitting_settings(lambda question: answer_question(base, question), asked)
+    question = replace(Question.of(base), memory_bytes=budget)
+    found = find_fitting_settings(partial(answer_question, base), question)
     if found.fastest is None:
         assert share < 0.8 and found.smallest.budget_bytes > budget
         return
@@ -39,13 +40,11 @@ def test_what_is_offered_fits_on_a_device_of_that_size(ahead: int, share: float)
         assert relay.step(BATCH).peak_device_bytes <= budget
 
 
-def test_where_nothing_fits_the_least_is_told(base: MeasuredStep) -> None:
-    found = find_fitting_settings(
-        lambda question: answer_question(base, question), replace(Question.of(base), memory_bytes=100)
-    )
+def test_without_fitting_settings_the_smallest_budget_is_returned(base: MeasuredStep) -> None:
+    found = find_fitting_settings(partial(answer_question, base), replace(Question.of(base), memory_bytes=100))
     assert found.fastest is None and not found.settings and found.smallest.budget_bytes > 100
 
 
 def test_a_device_without_a_budget_is_refused(base: MeasuredStep) -> None:
     with pytest.raises(ValueError, match="memory_bytes=None: a device without a limit has room"):
-        find_fitting_settings(lambda question: answer_question(base, question), Question.of(base))
+        find_fitting_settings(partial(answer_question, base), Question.of(base))

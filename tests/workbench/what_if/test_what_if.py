@@ -1,4 +1,4 @@
-"""What if: answers against steps that really ran, and what must hold whatever the costs are."""
+"""Simulated steps against measured ones, and properties that hold for all costs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ MACHINE = Machine(1e10, 1e9, 1e9, 1e9)
 
 
 @cache
-def ran(rows: int = 12, **settings: Any) -> Trace:
-    """The third step of a small relay with these settings."""
+def traced(rows: int = 12, **settings: Any) -> Trace:
+    """Return the trace of the third step of a small relay."""
     config = RelayConfig(**{"micro_batches": 4, **settings})
     with make_relay(config, EmulatedDevice()) as relay:
         generator = torch.Generator().manual_seed(0)
@@ -40,13 +40,13 @@ def ran(rows: int = 12, **settings: Any) -> Trace:
         return [relay.step(batch) for _ in range(3)][-1].trace
 
 
-def asked(trace: Trace, **settings: Any) -> Answer:
+def answer(trace: Trace, **settings: Any) -> Answer:
     base = MeasuredStep.of(trace)
     return answer_question(base, replace(Question.of(base), **settings))
 
 
-def by_formula(depth: int = 24, micro_batches: int = 4, stash: str = "device") -> Profile:
-    """Costs of a model with a load that compute does not hide without further micro-batches."""
+def formula(depth: int = 24, micro_batches: int = 4, stash: str = "device") -> Profile:
+    """Return costs with a load that compute hides only with more micro-batches."""
     shapes = Shapes(
         layer_params=[1_000_000] * depth, shell_params=100_000, tokens=16, boundary_bytes=60_000,
         micro_batches=micro_batches, activation_bytes=500_000, stash=stash,
@@ -54,13 +54,13 @@ def by_formula(depth: int = 24, micro_batches: int = 4, stash: str = "device") -
     return Profile.of_shapes(shapes, MACHINE)
 
 
-# -- against steps that ran ------------------------------------------------------------------------------------------
+# -- against measured steps -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
-def test_the_settings_that_ran_are_answered_as_simulate_does(stash: str) -> None:
-    trace = ran(stash=stash)
-    found = asked(trace)
+def test_measured_settings_give_the_same_trace_as_simulate(stash: str) -> None:
+    trace = traced(stash=stash)
+    found = answer(trace)
     replay = simulate(Profile.of(trace), RelayConfig(micro_batches=4, stash=stash), EmulatedDevice())
     assert found.trace.events == replay.events and found.trace.memory == replay.memory
     assert found.seconds == pytest.approx(replay.span_s) and found.overlap == pytest.approx(replay.overlap())
@@ -73,13 +73,13 @@ def test_the_settings_that_ran_are_answered_as_simulate_does(stash: str) -> None
 
 def test_bytes_without_overlap_are_near() -> None:
     for stash in ("device", "host"):
-        found, truth = asked(ran(stash=stash), ahead=0), measured_answer(ran(stash=stash, ahead=0))
-        assert found.peak_device_bytes == pytest.approx(truth.peak_device_bytes, rel=0.01)
+        found, measured = answer(traced(stash=stash), ahead=0), measured_answer(traced(stash=stash, ahead=0))
+        assert found.peak_device_bytes == pytest.approx(measured.peak_device_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize(
-    "settings, really",
+    "settings, real",
     [
         ({"ahead": 3}, {"ahead": 3}),
         ({"micro_batches": 8, "same_batch": False}, {"micro_batches": 8, "rows": 24}),
@@ -88,24 +88,28 @@ def test_bytes_without_overlap_are_near() -> None:
     ],
     ids=str,
 )
-def test_bytes_on_the_device_are_exact_for(stash: str, settings: dict[str, Any], really: dict[str, Any]) -> None:
-    assert asked(ran(stash=stash), **settings).device_bytes == measured_answer(ran(stash=stash, **really)).device_bytes
+def test_bytes_on_the_device_are_exact_for(stash: str, settings: dict[str, Any], real: dict[str, Any]) -> None:
+    assert (
+        answer(traced(stash=stash), **settings).device_bytes
+        == measured_answer(traced(stash=stash, **real)).device_bytes
+    )
 
 
 @pytest.mark.parametrize("update", ["eager", "deferred"])
-def test_what_compression_leaves_on_the_device_is_known(update: str) -> None:
-    trace = ran(compress="int8", update=update)
+def test_residuals_of_compression_are_exact(update: str) -> None:
+    trace = traced(compress="int8", update=update)
     assert (
-        asked(trace, ahead=3).device_bytes == measured_answer(ran(compress="int8", update=update, ahead=3)).device_bytes
+        answer(trace, ahead=3).device_bytes
+        == measured_answer(traced(compress="int8", update=update, ahead=3)).device_bytes
     )
-    now, deeper = asked(trace), asked(trace, depth=8)
-    copies = {"eager": 1, "deferred": 2}[update]  # 4 more layers of 8 x 8 weights and a bias; with a copy of each
+    now, deeper = answer(trace), answer(trace, depth=8)
+    copies = {"eager": 1, "deferred": 2}[update]  # 4 more layers of 8 x 8 weights and a bias, times copies
     more = deeper.device_bytes["gradients"] - now.device_bytes["gradients"]
     assert more == pytest.approx(copies * 4 * 4 * 72, rel=0.15)
 
 
 @pytest.mark.parametrize(
-    "was, settings",
+    "before, settings",
     [
         ({"stash": "device"}, {"stash": "host"}),
         ({"stash": "host"}, {"stash": "device"}),
@@ -116,56 +120,61 @@ def test_what_compression_leaves_on_the_device_is_known(update: str) -> None:
     ],
     ids=str,
 )
-def test_bytes_by_formula_are_near(was: dict[str, Any], settings: dict[str, Any]) -> None:
-    found, truth = asked(ran(**was), **settings), measured_answer(ran(**{**was, **settings}))
-    assert found.peak_device_bytes == pytest.approx(truth.peak_device_bytes, rel=0.2)
-    assert found.peak_host_bytes == pytest.approx(truth.peak_host_bytes, rel=0.2)
+def test_bytes_by_formula_are_near(before: dict[str, Any], settings: dict[str, Any]) -> None:
+    found, measured = answer(traced(**before), **settings), measured_answer(traced(**{**before, **settings}))
+    assert found.peak_device_bytes == pytest.approx(measured.peak_device_bytes, rel=0.2)
+    assert found.peak_host_bytes == pytest.approx(measured.peak_host_bytes, rel=0.2)
     for fixed in ("weights", "gradients"):
-        assert found.device_bytes[fixed] == truth.device_bytes[fixed], "slots and buffers are known"
+        assert found.device_bytes[fixed] == measured.device_bytes[fixed], "slots and buffers are exact"
     assert found.by_formula
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
-def test_steps_of_another_number_of_micro_batches_move_what_they_really_move(stash: str) -> None:
-    found, truth = (
-        asked(ran(stash=stash), micro_batches=8, same_batch=False).trace,
-        ran(24, stash=stash, micro_batches=8),
+def test_copies_with_another_number_of_micro_batches_are_exact(stash: str) -> None:
+    found, measured = (
+        answer(traced(stash=stash), micro_batches=8, same_batch=False).trace,
+        traced(24, stash=stash, micro_batches=8),
     )
     for lane in ("compute", "h2d", "d2h", "eps"):
         assert [(e.kind, e.layer, e.k, e.nbytes, e.visit) for e in found.lanes[lane]] == [
-            (e.kind, e.layer, e.k, e.nbytes, e.visit) for e in truth.lanes[lane]
+            (e.kind, e.layer, e.k, e.nbytes, e.visit) for e in measured.lanes[lane]
         ]
 
 
-# -- weights that stay and graphs that are kept ------------------------------------------------------------------------
+# -- resident weights and kept graphs ----------------------------------------------------------------------------------
 
-STAYS = [
+RESIDENT_SETTINGS = [
     ({}, {"resident": 2}),
     ({}, {"resident": 1, "keep": 3}),
     ({}, {"resident": 9, "keep": 9}),
     ({"resident": 1, "keep": 3}, {"resident": 0, "keep": 0}),
     ({"resident": 9, "keep": 9}, {"keep": 2}),
-    ({"resident": 1, "keep": 3}, {"ahead": 0}),  # which leaves room for fewer graphs
+    ({"resident": 1, "keep": 3}, {"ahead": 0}),  # room for fewer graphs
 ]
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
-@pytest.mark.parametrize("was, settings", STAYS, ids=str)
-def test_what_stays_is_answered_as_it_really_is(was: dict[str, Any], settings: dict[str, Any], stash: str) -> None:
-    found, truth = asked(ran(stash=stash, **was), **settings), measured_answer(ran(stash=stash, **{**was, **settings}))
-    assert found.question == truth.question
-    loads = [[(e.layer, e.nbytes) for e in a.trace.lanes["h2d"] if e.kind == "load"] for a in (found, truth)]
+@pytest.mark.parametrize("before, settings", RESIDENT_SETTINGS, ids=str)
+def test_resident_weights_and_kept_graphs_are_near(
+    before: dict[str, Any], settings: dict[str, Any], stash: str
+) -> None:
+    found, measured = (
+        answer(traced(stash=stash, **before), **settings),
+        measured_answer(traced(stash=stash, **{**before, **settings})),
+    )
+    assert found.question == measured.question
+    loads = [[(e.layer, e.nbytes) for e in a.trace.lanes["h2d"] if e.kind == "load"] for a in (found, measured)]
     assert loads[0] == loads[1]
-    assert found.device_bytes["weights"] == truth.device_bytes["weights"], "slots are known"
-    assert found.peak_device_bytes == pytest.approx(truth.peak_device_bytes, rel=0.02)
-    kept = [MeasuredStep.of(a.trace).num_kept_graphs for a in (found, truth)]
+    assert found.device_bytes["weights"] == measured.device_bytes["weights"], "slots are exact"
+    assert found.peak_device_bytes == pytest.approx(measured.peak_device_bytes, rel=0.02)
+    kept = [MeasuredStep.of(a.trace).num_kept_graphs for a in (found, measured)]
     assert kept[0] == kept[1] and found.question.kept == kept[0]
     assert any("a recompute as long as forward" in words for words in found.by_formula) == (
         "resident" not in settings or "keep" in settings
     )
 
 
-def test_graphs_of_a_transformer_are_known_from_a_step_that_kept_none() -> None:
+def test_graphs_of_a_transformer_are_exact_from_a_step_that_kept_none() -> None:
     def run(**settings: Any) -> Trace:
         config = RelayConfig(micro_batches=3, **settings)
         with Relay(gpt2(4), partial(torch.optim.AdamW, lr=1e-3), EmulatedDevice(), config=config) as relay:
@@ -176,32 +185,32 @@ def test_graphs_of_a_transformer_are_known_from_a_step_that_kept_none() -> None:
         (streams, keeps, {"resident": 2, "keep": 4}),
         (keeps, streams, {"resident": 0, "keep": 0}),
     ):
-        found, truth = asked(trace, **settings), measured_answer(other)
-        assert found.peak_device_bytes == truth.peak_device_bytes
-        assert found.device_bytes["activations"] == truth.device_bytes["activations"]
-    there_and_back = asked(streams, resident=2, keep=4, depth=8), asked(keeps, depth=8)
-    assert there_and_back[0].device_bytes == there_and_back[1].device_bytes
+        found, measured = answer(trace, **settings), measured_answer(other)
+        assert found.peak_device_bytes == measured.peak_device_bytes
+        assert found.device_bytes["activations"] == measured.device_bytes["activations"]
+    deeper = answer(streams, resident=2, keep=4, depth=8), answer(keeps, depth=8)
+    assert deeper[0].device_bytes == deeper[1].device_bytes
 
 
 def test_a_kept_graph_saves_one_forward() -> None:
-    profile, micro_batches = by_formula(depth=6), 4
-    spent = [
+    profile, micro_batches = formula(depth=6), 4
+    compute_s = [
         answer_question(profile, replace(Question.of(profile), resident=4, keep=n)).summary.busy_s["compute"]
         for n in (0, 1, 4, 6, 9)
     ]
     forward_s = [op.seconds for turn in profile.turns for op in turn.ops if op.kind == "forward"][0]
-    saved = [(spent[0] - each) / (micro_batches * forward_s) for each in spent]
-    assert saved == pytest.approx([0, 0, 3, 5, 5]), "of the last layer it is there anyhow"
+    saved = [(compute_s[0] - each) / (micro_batches * forward_s) for each in compute_s]
+    assert saved == pytest.approx([0, 0, 3, 5, 5]), "the graph of the last layer is always kept"
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
-def test_layers_taken_together_keep_as_many_graphs(stash: str) -> None:
-    trace = ran(stash=stash)
-    plain, kept = asked(trace, depth=1000), asked(trace, depth=1000, resident=500, keep=400)
+def test_merged_layers_keep_as_many_graphs(stash: str) -> None:
+    trace = traced(stash=stash)
+    plain, kept = answer(trace, depth=1000), answer(trace, depth=1000, resident=500, keep=400)
     assert kept.per_layer > 1 and kept.trace.settings["resident"] == 500
-    graph = 96  # bytes of one layer and micro-batch: its three rows of eight numbers
-    held = kept.device_bytes["activations"] - plain.device_bytes["activations"]
-    assert held == pytest.approx(399 * 4 * graph, rel=0.02)
+    graph = 96  # bytes per layer and micro-batch: three rows of eight numbers
+    nbytes = kept.device_bytes["activations"] - plain.device_bytes["activations"]
+    assert nbytes == pytest.approx(399 * 4 * graph, rel=0.02)
     assert kept.summary.busy_s["h2d"] < plain.summary.busy_s["h2d"]
     assert kept.summary.busy_s["compute"] < plain.summary.busy_s["compute"]
 
@@ -220,16 +229,16 @@ def test_a_guess_has_room_for_graphs_too(session: Session) -> None:
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("depth", [1, 5, 40])
 def test_a_stack_by_repetition_is_that_of_the_shapes(stash: str, depth: int) -> None:
-    found = answer_question(by_formula(stash=stash), Question(depth=depth, micro_batches=4, stash=stash))
-    truth = simulate(by_formula(depth, stash=stash), RelayConfig(micro_batches=4, stash=stash))
-    assert found.seconds == pytest.approx(truth.span_s)
+    found = answer_question(formula(stash=stash), Question(depth=depth, micro_batches=4, stash=stash))
+    measured = simulate(formula(depth, stash=stash), RelayConfig(micro_batches=4, stash=stash))
+    assert found.seconds == pytest.approx(measured.span_s)
     for lane in ("compute", "h2d", "d2h", "eps"):
-        shapes = [[(e.kind, e.k, e.nbytes, e.visit) for e in t.lanes[lane]] for t in (found.trace, truth)]
+        shapes = [[(e.kind, e.k, e.nbytes, e.visit) for e in t.lanes[lane]] for t in (found.trace, measured)]
         assert shapes[0] == shapes[1], lane
 
 
 def test_a_deeper_measured_step_loads_and_updates_every_layer_once_more_and_visits_are_numbered() -> None:
-    found = asked(ran(), depth=7).trace
+    found = answer(traced(), depth=7).trace
     forward = [e for e in found.lanes["compute"] if e.kind == "forward"]
     assert len({e.layer for e in forward}) == 7 and sorted({e.visit for e in forward}) == list(range(7))
     backward = [e for e in found.lanes["compute"] if e.kind == "backward"]
@@ -239,75 +248,79 @@ def test_a_deeper_measured_step_loads_and_updates_every_layer_once_more_and_visi
 
 
 def test_twice_the_width_is_four_times_the_weights_and_the_work() -> None:
-    was, now = asked(ran()), asked(ran(), width=2.0)
-    loads = [sum(e.nbytes for e in a.trace.lanes["h2d"] if e.layer.startswith("L")) for a in (was, now)]
+    before, now = answer(traced()), answer(traced(), width=2.0)
+    loads = [sum(e.nbytes for e in a.trace.lanes["h2d"] if e.layer.startswith("L")) for a in (before, now)]
     assert loads[1] == 4 * loads[0]
-    spent = [sum(e.stop_s - e.start_s for e in a.trace.lanes["compute"] if e.kind == "forward") for a in (was, now)]
-    assert spent[1] == pytest.approx(4 * spent[0])
-    assert now.device_bytes["stash"] == pytest.approx(2 * was.device_bytes["stash"], abs=2)
+    compute_s = [
+        sum(e.stop_s - e.start_s for e in a.trace.lanes["compute"] if e.kind == "forward") for a in (before, now)
+    ]
+    assert compute_s[1] == pytest.approx(4 * compute_s[0])
+    assert now.device_bytes["stash"] == pytest.approx(2 * before.device_bytes["stash"], abs=2)
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("depth, micro_batches", [(1000, 4), (1000, 32), (24, 64)])
-def test_long_steps_are_simulated_in_few_events_and_come_out_alike(stash: str, depth: int, micro_batches: int) -> None:
+def test_long_steps_are_simulated_with_few_events_and_similar_results(
+    stash: str, depth: int, micro_batches: int
+) -> None:
     question = Question(depth=depth, micro_batches=micro_batches, stash=stash, same_batch=False)
-    found = answer_question(by_formula(stash=stash), question)
+    found = answer_question(formula(stash=stash), question)
     assert found.trace.counts[0] < 1.5 * MAX_EVENTS
-    truth = simulate(by_formula(depth, micro_batches, stash), RelayConfig(micro_batches=micro_batches, stash=stash))
-    assert found.seconds == pytest.approx(truth.span_s, rel=0.05)
-    assert found.trace.busy_s("compute") == pytest.approx(truth.busy_s("compute"))
+    measured = simulate(formula(depth, micro_batches, stash), RelayConfig(micro_batches=micro_batches, stash=stash))
+    assert found.seconds == pytest.approx(measured.span_s, rel=0.05)
+    assert found.trace.busy_s("compute") == pytest.approx(measured.busy_s("compute"))
     for lane in ("h2d", "d2h"):
-        moved = [sum(e.nbytes for e in t.lanes[lane]) for t in (found.trace, truth)]
+        moved = [sum(e.nbytes for e in t.lanes[lane]) for t in (found.trace, measured)]
         assert moved[0] == pytest.approx(moved[1], rel=0.02)
 
 
 def test_a_measured_step_of_a_thousand_layers_needs_as_much_memory_with_the_stash_on_the_host() -> None:
-    trace = ran(stash="host")
-    deep = asked(trace, depth=1000)
+    trace = traced(stash="host")
+    deep = answer(trace, depth=1000)
     assert deep.peak_device_bytes == measured_answer(trace).peak_device_bytes, "flat in depth"
     assert deep.per_layer > 1 and any("layers" in words for words in deep.by_formula)
-    on_device = asked(ran(), depth=1000)
-    grown = (on_device.device_bytes["stash"] - asked(ran(), depth=500).device_bytes["stash"]) / 500
-    assert grown == pytest.approx(MeasuredStep.of(ran()).boundary_bytes * 4, rel=0.3), (
+    on_device = answer(traced(), depth=1000)
+    grown = (on_device.device_bytes["stash"] - answer(traced(), depth=500).device_bytes["stash"]) / 500
+    assert grown == pytest.approx(MeasuredStep.of(traced()).boundary_bytes * 4, rel=0.3), (
         "one input per layer and micro-batch"
     )
 
 
-# -- what must hold --------------------------------------------------------------------------------------------------
+# -- properties ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
 def test_a_faster_link_is_never_slower_and_moves_the_same(stash: str) -> None:
-    trace = ran(stash=stash)
-    found = [asked(trace, h2d_bytes_per_s=s, d2h_bytes_per_s=s) for s in (1e4, 1e5, 1e6, 1e7)]
+    trace = traced(stash=stash)
+    found = [answer(trace, h2d_bytes_per_s=s, d2h_bytes_per_s=s) for s in (1e4, 1e5, 1e6, 1e7)]
     assert all(a.seconds >= b.seconds for a, b in zip(found, found[1:], strict=False))
     assert found[0].seconds > 2 * found[-1].seconds
     assert len({sum(e.nbytes for e in a.trace.lanes["h2d"]) for a in found}) == 1
 
 
 def test_more_layers_ahead_need_one_more_slot_each() -> None:
-    held = [asked(ran(), ahead=n).device_bytes["weights"] for n in range(5)]
-    steps = {b - a for a, b in zip(held, held[1:], strict=False)}
-    assert steps == {int(MeasuredStep.of(ran()).largest_bytes)}
+    nbytes = [answer(traced(), ahead=n).device_bytes["weights"] for n in range(5)]
+    steps = {b - a for a, b in zip(nbytes, nbytes[1:], strict=False)}
+    assert steps == {int(MeasuredStep.of(traced()).largest_bytes)}
 
 
 def test_a_link_without_limit_where_one_was_measured_takes_no_time() -> None:
-    profile = replace(by_formula(), settings={**by_formula().settings, "h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 1e9})
+    profile = replace(formula(), settings={**formula().settings, "h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 1e9})
     found = answer_question(profile, replace(Question.of(profile), h2d_bytes_per_s=None))
     assert found.trace.busy_s("h2d") == 0 and found.trace.busy_s("d2h") > 0
     assert found.trace.settings["h2d_bytes_per_s"] is None and str(found.bound)
 
 
 def test_a_budget_that_does_not_suffice_is_named() -> None:
-    was = measured_answer(ran())
-    found = asked(ran(), memory_bytes=float(was.peak_device_bytes - 1))
+    before = measured_answer(traced())
+    found = answer(traced(), memory_bytes=float(before.peak_device_bytes - 1))
     assert not found.fits and "too much" in str(found)
-    assert any("does not fit" in line for line in describe_differences(was, found))
-    assert asked(ran(), memory_bytes=float(was.peak_device_bytes)).fits
+    assert any("does not fit" in line for line in describe_differences(before, found))
+    assert answer(traced(), memory_bytes=float(before.peak_device_bytes)).fits
 
 
 @pytest.mark.parametrize(
-    "settings, said",
+    "settings, text",
     [
         ({"depth": 0}, "depth=0: must be an integer from 1"),
         ({"depth": 2.5}, "depth=2.5: must be an integer"),
@@ -323,23 +336,23 @@ def test_a_budget_that_does_not_suffice_is_named() -> None:
         ({"memory_bytes": -1.0}, "memory_bytes=-1.0"),
     ],
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text.replace("(", r"\(")):
         Question(**{"depth": 4, **settings})
 
 
-def test_what_is_no_step_is_refused() -> None:
+def test_values_that_are_not_steps_are_refused() -> None:
     with pytest.raises(TypeError, match="is not a step"):
         answer_question("step 3", Question(depth=1))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not a whole training step"):
         answer_question(Trace(), Question(depth=1))
 
 
-# -- words and figures -----------------------------------------------------------------------------------------------
+# -- sentences and figures -------------------------------------------------------------------------------------------
 
 
-def test_words_say_what_differs_and_why() -> None:
-    profile = by_formula()
+def test_sentences_describe_differences_and_causes() -> None:
+    profile = formula()
     slow = answer_question(profile, replace(Question.of(profile), h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8))
     fast = answer_question(profile, replace(Question.of(profile), h2d_bytes_per_s=1e11, d2h_bytes_per_s=1e11))
     assert slow.seconds > fast.seconds
@@ -349,35 +362,37 @@ def test_words_say_what_differs_and_why() -> None:
     assert changed_settings(slow.question, replace(slow.question, depth=30, micro_batches=8, same_batch=False)) == [
         "layers 24 → 30", "micro-batches 4 → 8", "of a batch that grows with them",
     ]  # fmt: skip
-    moved = describe_differences(measured_answer(ran(stash="host")), asked(ran(stash="host"), stash="device"))
+    moved = describe_differences(measured_answer(traced(stash="host")), answer(traced(stash="host"), stash="device"))
     assert any("the stash stays there" in line for line in moved)
 
 
 def test_figures_are_those_of_the_steps() -> None:
-    was, now = measured_answer(ran()), asked(ran(), ahead=3)
-    rows = {row[0]: row[1:] for row in comparison_table(was, now).rows}
+    before, now = measured_answer(traced()), answer(traced(), ahead=3)
+    rows = {row[0]: row[1:] for row in comparison_table(before, now).rows}
     assert rows["· gradients"][2] == "=" and rows["· weights"][2].startswith("+")
     assert list(rows["device at its peak"][:2]) == [
-        f"{n / 1000:.3g} kB" for n in (was.peak_device_bytes, now.peak_device_bytes)
+        f"{n / 1000:.3g} kB" for n in (before.peak_device_bytes, now.peak_device_bytes)
     ]
     alone = comparison_table(None, now)
     assert all(row[1] == "–" for row in alone.rows)
 
 
-def test_a_forecast_is_compared_with_the_step_that_it_was_of() -> None:
-    step = measured_answer(ran())
-    assert "(exact)" in forecast_error(asked(ran()), step) and forecast_error(asked(ran()), step).startswith("step 3")
-    assert forecast_error(asked(ran(), ahead=2), step) == "", "another step"
+def test_a_forecast_is_compared_with_its_step_only() -> None:
+    step = measured_answer(traced())
+    assert "(exact)" in forecast_error(answer(traced()), step) and forecast_error(answer(traced()), step).startswith(
+        "step 3"
+    )
+    assert forecast_error(answer(traced(), ahead=2), step) == "", "another step"
 
 
 def test_the_picture_has_both_steps_on_one_axis() -> None:
-    was, now = measured_answer(ran(stash="host")), asked(ran(stash="host"), depth=1000, memory_bytes=1e4)
-    for rows in ((pictured_step(was), pictured_step(now)), (None, pictured_step(now))):
+    before, now = measured_answer(traced(stash="host")), answer(traced(stash="host"), depth=1000, memory_bytes=1e4)
+    for rows in ((pictured_step(before), pictured_step(now)), (None, pictured_step(now))):
         drawn = draw_what_if(*rows)
         assert len(drawn.encode()) < 60_000 and "nan" not in drawn
-        said = "".join(ElementTree.fromstring(drawn).itertext())
-        assert "what if, simulated" in said and "budget 10 kB" in said
-        assert ("step 3, measured" in said) == (rows[0] is not None)
+        text = "".join(ElementTree.fromstring(drawn).itertext())
+        assert "what if, simulated" in text and "budget 10 kB" in text
+        assert ("step 3, measured" in text) == (rows[0] is not None)
 
 
 # -- sessions --------------------------------------------------------------------------------------------------------
@@ -389,15 +404,15 @@ def session() -> Iterator[Session]:
         yield made
 
 
-def test_graphs_kept_by_bytes_are_asked_for_by_number(session: Session) -> None:
+def test_graphs_kept_by_bytes_become_a_number_of_layers(session: Session) -> None:
     session.reconfigure(resident=2, keep="1 GB")
-    assert Question.next_of(session.snapshot()).keep == 0, "before a step it is not known"
+    assert Question.next_of(session.snapshot()).keep == 0, "unknown before the first step"
     session.step()
     wait_until(lambda: session.snapshot().step == 1)
     assert Question.next_of(session.snapshot()).keep == 4
 
 
-def test_a_guess_before_the_first_step_says_so(session: Session) -> None:
+def test_a_guess_before_the_first_step_is_marked(session: Session) -> None:
     now = session.snapshot()
     found = assumed_answer(AssumedCosts.of(now), Question.next_of(now))
     assert found.guessed and "assumed" in found.basis and found.seconds > 0 and found.question.depth == 4
@@ -405,30 +420,30 @@ def test_a_guess_before_the_first_step_says_so(session: Session) -> None:
     assert deeper.seconds > found.seconds
 
 
-def test_what_was_measured_needs_no_formula(session: Session) -> None:
-    known = StepCache()
+def test_measured_settings_need_no_formula(session: Session) -> None:
+    cache = StepCache()
 
     def train(**settings: Any) -> Trace:
         session.reconfigure(**settings)
         session.step()
         now = session.wait(HANG_S)
-        known.add(now)
+        cache.add(now)
         assert now.last is not None
         return now.last
 
     first = train(stash="device")
     other = train(stash="host", micro_batches=3)
     question = replace(Question.of(first), h2d_bytes_per_s=1e6)
-    assert known.nearest(question).trace is first
-    assert known.nearest(Question.of(other)).trace is other and known.last_answer().trace is other
-    assert answer_question(known.nearest(question), question).by_formula == ()
+    assert cache.nearest(question).trace is first
+    assert cache.nearest(Question.of(other)).trace is other and cache.last_answer().trace is other
+    assert answer_question(cache.nearest(question), question).by_formula == ()
     session.edit(Drop("L001"))
     shorter = train()
-    assert known.nearest(question).trace is shorter, "steps of another stack are forgotten"
+    assert cache.nearest(question).trace is shorter, "steps of another stack are forgotten"
 
 
 def test_bounds_are_those_of_the_trace() -> None:
-    found = asked(ran(), h2d_bytes_per_s=1e5)
+    found = answer(traced(), h2d_bytes_per_s=1e5)
     assert found.bounds == found.trace.bound_by() and isinstance(found.bound, Bound)
     assert found.bound.exposed_s == max(b.exposed_s for b in found.bounds if b.lane != "compute")
 
@@ -440,9 +455,9 @@ def test_a_transformer_is_answered_to_the_byte() -> None:
             return [relay.step(padded_batch(micro_batches)) for _ in range(2)][-1].trace
 
     trace = run(3, 3)
-    for settings, really in (({"depth": 7}, (7, 3)), ({"depth": 1}, (1, 3)), ({"micro_batches": 5}, (3, 5))):
-        found = asked(trace, same_batch=False, **settings)
-        assert found.device_bytes == measured_answer(run(*really)).device_bytes, settings
+    for settings, real in (({"depth": 7}, (7, 3)), ({"depth": 1}, (1, 3)), ({"micro_batches": 5}, (3, 5))):
+        found = answer(trace, same_batch=False, **settings)
+        assert found.device_bytes == measured_answer(run(*real)).device_bytes, settings
         assert min(n for sample in found.trace.memory for n in sample.bytes_by_category.values()) > 0
 
 
@@ -450,8 +465,8 @@ def test_a_transformer_is_answered_to_the_byte() -> None:
 
 
 @cache
-def ran_partly_frozen(rows: int = 12, **settings: Any) -> Trace:
-    """The third step of a relay that trains one bias per layer, and nothing of the shell."""
+def traced_adapters(rows: int = 12, **settings: Any) -> Trace:
+    """Return the trace of the third step of a relay that trains one bias per layer and no shell parameter."""
     relay = make_relay(RelayConfig(**{"micro_batches": 4, **settings}), EmulatedDevice())
     with relay:
         for name, param in relay.model.named_parameters():
@@ -463,19 +478,19 @@ def ran_partly_frozen(rows: int = 12, **settings: Any) -> Trace:
 
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("settings", [{"ahead": 3}, {"ahead": 0}, {"precision": "bf16"}], ids=str)
-def test_gradients_of_adapters_are_known_under_other_settings(stash: str, settings: dict[str, Any]) -> None:
+def test_gradients_of_adapters_are_exact_with_other_settings(stash: str, settings: dict[str, Any]) -> None:
     found = answer_question(
-        base := MeasuredStep.of(ran_partly_frozen(stash=stash)), replace(Question.of(base), **settings)
+        base := MeasuredStep.of(traced_adapters(stash=stash)), replace(Question.of(base), **settings)
     )
-    truth = measured_answer(ran_partly_frozen(stash=stash, **settings))
-    assert found.device_bytes["gradients"] == truth.device_bytes["gradients"] < truth.device_bytes["weights"] / 3
-    pushes = [sum(e.nbytes for e in a.trace.lanes["d2h"] if e.kind == "push") for a in (found, truth)]
+    measured = measured_answer(traced_adapters(stash=stash, **settings))
+    assert found.device_bytes["gradients"] == measured.device_bytes["gradients"] < measured.device_bytes["weights"] / 3
+    pushes = [sum(e.nbytes for e in a.trace.lanes["d2h"] if e.kind == "push") for a in (found, measured)]
     assert pushes[0] == pushes[1] > 0
 
 
-def test_a_guess_knows_what_is_trained() -> None:
-    def pushed(known: AssumedCosts, **settings: Any) -> tuple[int, int]:
-        found = assumed_answer(known, replace(Question.next_of(now), **settings))
+def test_a_guess_uses_the_trained_shares() -> None:
+    def pushed(costs: AssumedCosts, **settings: Any) -> tuple[int, int]:
+        found = assumed_answer(costs, replace(Question.next_of(now), **settings))
         moved = sum(e.nbytes for e in found.trace.lanes["d2h"] if e.kind == "push")
         return moved, found.device_bytes["gradients"]
 
@@ -488,31 +503,31 @@ def test_a_guess_knows_what_is_trained() -> None:
         relay.stack[1].params[0].requires_grad_(True)
         size = relay.stack[1].params[0].numel()
         with Session(relay, make_batches()) as session:
-            known = AssumedCosts.of(now := session.snapshot())
-    assert known.layer_trained == (0, size, 0, 0) and known.shell_trained == 0
-    assert pushed(known) == (4 * size, 8 * size)
-    assert pushed(known, depth=8) == (2 * 4 * size, 8 * size)
-    assert pushed(known, depth=1)[0] == 4 * size, "something is trained at any depth"
+            costs = AssumedCosts.of(now := session.snapshot())
+    assert costs.layer_trained == (0, size, 0, 0) and costs.shell_trained == 0
+    assert pushed(costs) == (4 * size, 8 * size)
+    assert pushed(costs, depth=8) == (2 * 4 * size, 8 * size)
+    assert pushed(costs, depth=1)[0] == 4 * size, "something is trained at any depth"
 
 
 def test_steps_that_train_other_weights_are_forgotten_and_need_other_bytes_in_core(session: Session) -> None:
-    """A part of each layer is frozen by hand, so no layer is frozen as a whole."""
-    known = StepCache()
+    """Some parameters of each layer are frozen, so no layer is frozen as a whole."""
+    cache = StepCache()
 
     def train() -> Any:
         session.step()
-        known.add(now := session.wait(HANG_S))
+        cache.add(now := session.wait(HANG_S))
         return now
 
     session.reconfigure(stash="device")
     first = train()
     session.reconfigure(stash="host")
     second = train()
-    assert known.nearest(Question.of(first.last)).trace is first.last
+    assert cache.nearest(Question.of(first.last)).trace is first.last
     for unit in session.relay.stack:
         for param in unit.params:
             param.requires_grad_(param.dim() < 2)
     other = train()
     assert not any(row.frozen for row in other.layers)
-    assert known.nearest(Question.of(first.last)).trace is other.last, "the first is no step of this kind"
+    assert cache.nearest(Question.of(first.last)).trace is other.last, "the first trained other weights"
     assert 0 < other.in_core_bytes < second.in_core_bytes

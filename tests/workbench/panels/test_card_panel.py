@@ -1,4 +1,4 @@
-"""The card of a layer as it is used: chosen, tried out, edited. No kernel, no browser."""
+"""The card of a layer: selection, trials and edits, without kernel and browser."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def panel(relay: Relay) -> Iterator[CardPanel]:
 
 def choose(panel: CardPanel, key: str) -> None:
     find(panel, "card of").value = key
-    rested(panel)
+    show_idle(panel)
 
 
-def rested(panel: CardPanel) -> Snapshot:
-    """Show the session at rest, and what was asked of it by showing it."""
+def show_idle(panel: CardPanel) -> Snapshot:
+    """Show the idle session, wait for the facts that this requests, and show it again."""
     panel.session.wait(HANG_S)
     shown(panel)
     panel.session.wait(HANG_S)
@@ -45,14 +45,14 @@ def rested(panel: CardPanel) -> Snapshot:
     return shown(panel)
 
 
-def test_it_stands_below_the_table() -> None:
+def test_card_is_below_the_table() -> None:
     assert VIEWS["layers"] == (LayersPanel, CardPanel)
 
 
-def test_a_layer_is_chosen_in_the_list_or_with_buttons(panel: CardPanel) -> None:
+def test_layer_is_selected_in_the_list_or_with_buttons(panel: CardPanel) -> None:
     listed = find(panel, "card of")
     assert listed.options[1:3] == (("0 · L000 1", "L000"), ("1 · L001 2", "L001")) and listed.label == "choose a layer"
-    assert "No layer is chosen" in html_of(panel) and find(panel, "Look again").disabled
+    assert "No layer is chosen" in html_of(panel) and find(panel, "Read again").disabled
     find(panel, "Next layer").click()
     assert listed.value == "L000" and find(panel, "Previous layer").disabled
     find(panel, "Next layer").click()
@@ -63,53 +63,55 @@ def test_a_layer_is_chosen_in_the_list_or_with_buttons(panel: CardPanel) -> None
     assert shared_selection(panel.session).key == "L002" == listed.value
 
 
-def test_a_choice_that_is_made_while_the_list_is_being_filled_counts(panel: CardPanel) -> None:
+def test_selection_during_a_redraw_counts(panel: CardPanel) -> None:
     choose(panel, "L001")
     listed, now = find(panel, "card of"), panel.session.snapshot()
-    person = threading.Thread(target=lambda: setattr(listed, "index", 0))
+    user = threading.Thread(target=lambda: setattr(listed, "index", 0))
     with panel._drawing:
-        person.start()
+        user.start()
         wait_until(lambda: listed.label == "choose a layer")
-        panel.draw(now)  # it does not know of the choice yet
-    person.join(HANG_S)
+        panel.draw(now)  # a snapshot from before the selection
+    user.join(HANG_S)
     assert shared_selection(panel.session).key is None and listed.label == "choose a layer"
 
 
-def test_the_card_says_what_the_layer_is(panel: CardPanel) -> None:
+def test_card_shows_the_facts_of_the_layer(panel: CardPanel) -> None:
     choose(panel, "L002")
-    said = html_of(panel)
+    page = html_of(panel)
     for words in ("2 · L002", "Layer · 72 weights", "version 2", "linear.weight", "8 × 8", "float32", "after step 2"):
-        assert words in said, words
-    assert said.count("<svg") == 2 and "gradient norm" in said and "influence" in said
+        assert words in page, words
+    assert page.count("<svg") == 2 and "gradient norm" in page and "influence" in page
     (table,) = panel.still(panel.session.snapshot())
     assert "linear.weight 8 × 8 float32 64" in table.to_text() and "Layer 2 · L002" in table.to_text()
 
 
-def test_the_selection_is_shared_stays_through_edits_and_goes_with_its_layer(panel: CardPanel) -> None:
+def test_selection_is_shared_and_cleared_with_its_layer(panel: CardPanel) -> None:
     other = CardPanel(panel.session)
     choose(panel, "L002")
-    assert find(other, "card of").value == "L002", "it is told"
+    assert find(other, "card of").value == "L002", "the other panel is notified"
     panel.session.edit(Insert("L000"))
-    rested(panel)
+    show_idle(panel)
     assert find(panel, "card of").value == "L002" and find(panel, "card of").label == "3 · L002 4"
     assert "3 · L002" in html_of(panel)
     panel.session.edit(Drop("L002"))
-    rested(panel)
+    show_idle(panel)
     assert shared_selection(panel.session).key is None
-    assert find(panel, "card of").label == "choose a layer" and find(panel, "card of").index == 0, "it is not blank"
+    assert find(panel, "card of").label == "choose a layer" and find(panel, "card of").index == 0, (
+        "the list is not blank"
+    )
     panel.session.undo()
-    rested(panel)
+    show_idle(panel)
     assert find(panel, "card of").label == "choose a layer" and "No layer is chosen" in html_of(panel)
 
 
-def test_weights_are_looked_at_after_edits_and_on_demand_but_not_at_every_step(panel: CardPanel) -> None:
+def test_weights_are_read_after_edits_and_on_demand(panel: CardPanel) -> None:
     choose(panel, "L001")
     first = panel._facts
     train(panel.session, 2)
-    rested(panel)
+    show_idle(panel)
     assert panel._facts is first and "after step 2" in html_of(panel)
-    find(panel, "Look again").click()
-    rested(panel)
+    find(panel, "Read again").click()
+    show_idle(panel)
     assert panel._facts is not first and panel._facts is not None and panel._facts.step == 4
     second = panel._facts
     panel.session.edit(Drop("L003"))
@@ -129,23 +131,23 @@ def test_weights_are_looked_at_after_edits_and_on_demand_but_not_at_every_step(p
         ("Move later", "Move(layer=&#x27;L001&#x27;, to=&#x27;L002&#x27;)", "L000 L002 L001 L003"),
     ],
 )
-def test_a_button_does_what_its_line_of_code_says(panel: CardPanel, words: str, code: str, after: str) -> None:
+def test_button_does_the_same_as_its_code(panel: CardPanel, words: str, code: str, after: str) -> None:
     choose(panel, "L001")
     assert f"<code>relay.apply({code})</code>" in html_of(panel)
     find(panel, words).click()
     assert [row.key for row in panel.session.wait(HANG_S).layers] == after.split()
 
 
-def test_a_layer_is_frozen_and_thawed(panel: CardPanel) -> None:
+def test_layer_is_frozen_and_unfrozen(panel: CardPanel) -> None:
     choose(panel, "L001")
     for words, frozen in (("Freeze", True), ("Unfreeze", False)):
         assert f"relay.apply({words}(" in html_of(panel)
         find(panel, words).click()
-        assert rested(panel).layers[1].frozen is frozen
+        assert show_idle(panel).layers[1].frozen is frozen
     find(panel, "Freeze")
 
 
-def test_what_is_pressed_says_at_once_what_it_waits_for(panel: CardPanel, relay: Relay) -> None:
+def test_queued_command_is_shown_at_once(panel: CardPanel, relay: Relay) -> None:
     choose(panel, "L001")
     with held(relay):
         panel.session.step()
@@ -153,16 +155,16 @@ def test_what_is_pressed_says_at_once_what_it_waits_for(panel: CardPanel, relay:
         find(panel, "Drop").click()
         assert "<strong>− 1 · L001</strong> waits for step 3 to end: place 1 of 1" in html_of(panel)
         find(panel, "Loss without it").click()
-        assert find(panel, "Loss without it").disabled and "waits for its turn" in html_of(panel)
+        assert find(panel, "Loss without it").disabled and "waits in the queue" in html_of(panel)
     panel.session.wait(HANG_S)
 
 
-def test_the_probe_says_what_a_layer_is_worth(panel: CardPanel) -> None:
+def test_trials_measure_the_loss_on_the_probe(panel: CardPanel) -> None:
     choose(panel, "L001")
     before = panel.session.snapshot()
     find(panel, "Loss without it").click()
     find(panel, "Loss with it twice").click()
-    now = rested(panel)
+    now = show_idle(panel)
     assert now.layers == before.layers and now.journal == before.journal == ()
     found = {how: panel._trials.found["L001", how] for how in ("without", "twice")}  # type: ignore[index]
     judged = panel.session.measure(Drop("L001")).result(HANG_S)
@@ -174,17 +176,17 @@ def test_the_probe_says_what_a_layer_is_worth(panel: CardPanel) -> None:
             and f"<strong>{one.summary}" in html_of(panel)
         )
     train(panel.session, 1)
-    rested(panel)
+    show_idle(panel)
     assert "old: after step 2, now it is step 3" in html_of(panel)
 
 
-def test_all_layers_are_tried_in_turn_while_a_run_goes_on(panel: CardPanel) -> None:
+def test_sweep_measures_all_layers_during_a_run(panel: CardPanel) -> None:
     panel.session.run()
     find(panel, "All layers").click()
     assert find(panel, "All layers").disabled and "8 measurements left" in html_of(panel)
     assert panel._trials.wait_until_idle(HANG_S)
     panel.session.pause()
-    rested(panel)
+    show_idle(panel)
     steps = [one.version.step for one in panel._trials.found.values()]
     assert len(steps) == 8 and steps == sorted({*steps}), "a step of the run between any two"
     assert not find(panel, "All layers").disabled and find(panel, "Stop measuring").disabled
@@ -193,7 +195,7 @@ def test_all_layers_are_tried_in_turn_while_a_run_goes_on(panel: CardPanel) -> N
     assert html_of(panel).count("loss with it twice: ") == 4, "a bar for every layer"
 
 
-def test_a_sweep_can_be_stopped_and_ends_with_the_probe(panel: CardPanel, relay: Relay) -> None:
+def test_sweep_stops_on_request_and_without_probe(panel: CardPanel, relay: Relay) -> None:
     with held(relay):
         panel.session.step()
         enter(relay)
@@ -203,16 +205,16 @@ def test_a_sweep_can_be_stopped_and_ends_with_the_probe(panel: CardPanel, relay:
         assert queued == "measure without 0 · L000, and 7 more after it"
         find(panel, "Stop measuring").click()
     assert panel._trials.wait_until_idle(HANG_S)
-    rested(panel)
+    show_idle(panel)
     assert len(panel._trials.found) == 1 and "stopped with 7 left" in html_of(panel)
     panel.session.probe_on = False
     find(panel, "All layers").click()
     assert panel._trials.wait_until_idle(HANG_S)
-    rested(panel)
+    show_idle(panel)
     assert "the probe is off" in html_of(panel) and len(panel._trials.found) == 1
 
 
-def test_a_sweep_ends_when_it_is_taken_out_of_the_queue_or_the_session_closes(panel: CardPanel, relay: Relay) -> None:
+def test_sweep_ends_when_it_is_cancelled_or_the_session_closes(panel: CardPanel, relay: Relay) -> None:
     for end in (lambda: panel.session.cancel(panel.session.snapshot().tickets[-1]), lambda: panel.session.close(False)):
         with held(relay):
             panel.session.step()
@@ -222,13 +224,13 @@ def test_a_sweep_ends_when_it_is_taken_out_of_the_queue_or_the_session_closes(pa
             end()
         assert panel._trials.wait_until_idle(HANG_S)
         panel.session.wait(HANG_S)
-        assert panel._trials.stop_reason == "taken out of the queue" and not panel._trials.found
+        assert panel._trials.stop_reason == "removed from the queue" and not panel._trials.found
     shown(panel)
     assert all(one.disabled for one in widgets_of(panel) if one.has_trait("disabled"))
 
 
-def test_steps_send_nothing_to_the_choices(panel: CardPanel) -> None:
-    """A list that somebody has open must not close whenever a step ends."""
+def test_steps_do_not_update_the_controls(panel: CardPanel) -> None:
+    """An open list must not close at the end of a step."""
     choose(panel, "L001")
     sent: list[object] = []
     for one in widgets_of(panel):

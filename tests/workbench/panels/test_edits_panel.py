@@ -1,4 +1,4 @@
-"""The panel of edits as it is used: chosen, applied, grouped, taken back. No kernel, no browser."""
+"""The panel of edits: form, groups, queue, undo, branches and probe, without kernel and browser."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ def panel(relay: Relay) -> Iterator[EditsPanel]:
 
 
 def find(panel: Panel, words: str) -> Any:
-    """The control with these words, or else one that begins with them."""
-    told = {one: getattr(one, "description", "") for one in widgets_of(panel)}
-    exact = [one for one, said in told.items() if said == words]
-    return next(iter(exact or [one for one, said in told.items() if said.startswith(words)]))
+    """Return the control with this label, or else the first whose label starts with it."""
+    labels = {one: getattr(one, "description", "") for one in widgets_of(panel)}
+    exact = [one for one, label in labels.items() if label == words]
+    return next(iter(exact or [one for one, label in labels.items() if label.startswith(words)]))
 
 
-def choose(panel: Panel, **answers: Any) -> None:
-    for name, answer in answers.items():
-        panel._form.asked[name].value = answer  # type: ignore[attr-defined]
+def choose(panel: Panel, **values: Any) -> None:
+    for name, value in values.items():
+        panel._form.fields[name].value = value  # type: ignore[attr-defined]
 
 
 def read(panel: Panel) -> str:
-    """What is to be read, but for what is hidden."""
+    """Return the visible HTML of a panel."""
     html = [one for one in widgets_of(panel) if isinstance(one, ipywidgets.HTML) and one.layout.display != "none"]
     return " ".join(one.value for one in html)
 
 
 def shown(panel: Panel) -> Snapshot:
-    """Show the session when it is at rest."""
+    """Wait until the session is idle, and show it."""
     now = panel.session.wait(HANG_S)
     panel.show(now)
     return now
@@ -60,20 +60,20 @@ def keys(panel: Panel) -> list[str]:
     return [row.key for row in shown(panel).layers]
 
 
-def test_only_questions_of_the_kind_are_asked(panel: EditsPanel) -> None:
-    asked = {}
+def test_form_shows_the_fields_of_the_edit(panel: EditsPanel) -> None:
+    visible = {}
     for kind in find(panel, "edit").options:
         find(panel, "edit").value = kind
-        asked[kind] = {name for name, one in panel._form.fields.items() if one.layout.display != "none"}
-    assert asked["Insert"] == {"at", "like", "init", "optimizer", "warmup"}
-    assert asked["Drop"] == {"first", "last", "park"} and asked["Swap"] == {"layer", "other"}
-    assert asked["Replace"] == set() and find(panel, "Apply").disabled and "YourLayer()" in read(panel)
+        visible[kind] = {name for name, one in panel._form.fields.items() if one.layout.display != "none"}
+    assert visible["Insert"] == {"at", "like", "init", "optimizer", "warmup"}
+    assert visible["Drop"] == {"first", "last", "park"} and visible["Swap"] == {"layer", "other"}
+    assert visible["Replace"] == set() and find(panel, "Apply").disabled and "YourLayer()" in read(panel)
     find(panel, "edit").value = "Duplicate"
     choose(panel, optimizer="scaled")
     assert panel._form.fields["factor"].layout.display != "none" and not find(panel, "Apply").disabled
 
 
-def test_what_is_chosen_is_said_and_then_done(panel: EditsPanel) -> None:
+def test_edit_is_previewed_and_applied(panel: EditsPanel) -> None:
     choose(panel, at="L002", init="identity")
     assert "A new layer in front of 2 · L002, made like 1 · L001" in read(panel)
     assert "4 → 5 layers · 288 → 360 weights" in read(panel) and "= computes the same" in read(panel)
@@ -92,7 +92,7 @@ def test_what_is_chosen_is_said_and_then_done(panel: EditsPanel) -> None:
     assert keys(panel) == ["L003", "L002", "L000"]
 
 
-def test_undo_and_redo_say_what_they_would_do(panel: EditsPanel) -> None:
+def test_undo_and_redo_name_their_edit(panel: EditsPanel) -> None:
     undo, redo = find(panel, "Undo"), find(panel, "Redo")
     assert undo.disabled and redo.disabled and undo.description == "Undo"
     panel.session.edit(Drop("L001"))
@@ -105,7 +105,7 @@ def test_undo_and_redo_say_what_they_would_do(panel: EditsPanel) -> None:
     assert len(keys(panel)) == 3 and undo.description == "Undo − 1 · L001"
 
 
-def test_a_group_is_carried_out_as_a_whole_or_not_at_all(panel: EditsPanel) -> None:
+def test_group_is_applied_as_a_whole_or_not_at_all(panel: EditsPanel) -> None:
     apply = find(panel, "Apply group")
     find(panel, "edit").value = "Drop"
     assert apply.disabled
@@ -115,7 +115,7 @@ def test_a_group_is_carried_out_as_a_whole_or_not_at_all(panel: EditsPanel) -> N
     assert [words for words, _ in panel._members.options] == ["− 0 · L000", "− 1 · L001", "− 3 · L003"]
     panel._members.value = 1
     panel._remove_button.click()
-    assert len(keys(panel)) == 4, "nothing so far"
+    assert len(keys(panel)) == 4, "no edit was applied yet"
     apply.click()
     now = shown(panel)
     assert [row.key for row in now.layers] == ["L001", "L002"] and len(now.journal) == 1
@@ -127,17 +127,17 @@ def test_a_group_is_carried_out_as_a_whole_or_not_at_all(panel: EditsPanel) -> N
     assert keys(panel) == ["L001", "L002"] and "one must stay" in read(panel)
 
 
-def test_a_refusal_is_shown_until_an_edit_succeeds_and_training_goes_on(panel: EditsPanel) -> None:
+def test_refusal_is_shown_until_an_edit_succeeds(panel: EditsPanel) -> None:
     find(panel, "edit").value = "Drop"
     choose(panel, first="L000", last="L003")
     panel.session.run()
     find(panel, "Apply").click()
     wait_until(lambda: panel.session.snapshot().refusal is not None)
-    seen = panel.session.snapshot()
-    panel.show(seen)
-    said = read(panel)
-    assert 'role="alert"' in said and "drop fewer" in said and "Nothing was changed." in said
-    wait_until(lambda: panel.session.snapshot().step >= seen.step + 2)
+    refused = panel.session.snapshot()
+    panel.show(refused)
+    page = read(panel)
+    assert 'role="alert"' in page and "drop fewer" in page and "Nothing was changed." in page
+    wait_until(lambda: panel.session.snapshot().step >= refused.step + 2)
     panel.session.pause()
     choose(panel, last="L000")
     find(panel, "Apply").click()
@@ -145,7 +145,7 @@ def test_a_refusal_is_shown_until_an_edit_succeeds_and_training_goes_on(panel: E
     assert 'role="alert"' not in read(panel)
 
 
-def test_what_waits_can_be_taken_back(panel: EditsPanel, relay: Relay) -> None:
+def test_queued_commands_can_be_removed(panel: EditsPanel, relay: Relay) -> None:
     with held(relay):
         panel.session.step()
         enter(relay)
@@ -161,7 +161,7 @@ def test_what_waits_can_be_taken_back(panel: EditsPanel, relay: Relay) -> None:
     assert not queue.options and panel._queue.remove.disabled
 
 
-def test_what_is_pressed_says_at_once_what_it_waits_for(panel: EditsPanel, relay: Relay) -> None:
+def test_queued_command_is_shown_at_once(panel: EditsPanel, relay: Relay) -> None:
     panel.session.edit(Drop("L003")).result(HANG_S)
     shown(panel)
     assert panel._queue.line.value == ""
@@ -172,27 +172,27 @@ def test_what_is_pressed_says_at_once_what_it_waits_for(panel: EditsPanel, relay
         for place, (press, words) in enumerate(
             (("Apply", "+ at 3 (identity)"), ("Undo", "undo"), ("Fork", "⑂ other")), start=1
         ):
-            find(panel, press).click()  # and nobody draws the panel meanwhile
-            said = f"<strong>{words}</strong> waits for step 2 to end: place {place} of {place} in the queue"
-            assert said in panel._queue.line.value
-            assert panel._queue.commands.label == words, "Remove takes this one"
+            find(panel, press).click()  # without a frame afterwards
+            line = f"<strong>{words}</strong> waits for step 2 to end: place {place} of {place} in the queue"
+            assert line in panel._queue.line.value
+            assert panel._queue.commands.label == words, "Remove would cancel this command"
         for _ in range(3):
             panel._queue.remove.click()
         assert panel._queue.line.value == "" and not panel.session.snapshot().queued
-    assert len(keys(panel)) == 3, "nothing of it was done"
+    assert len(keys(panel)) == 3, "none of the commands ran"
 
 
-def test_it_waits_for_a_forecast_too(panel: EditsPanel, relay: Relay) -> None:
-    go_on = threading.Event()
-    panel.session.edit(lambda relay: go_on.wait(HANG_S), what="a measurement")
+def test_edit_waits_for_a_forecast(panel: EditsPanel, relay: Relay) -> None:
+    proceed = threading.Event()
+    panel.session.edit(lambda relay: proceed.wait(HANG_S), what="a measurement")
     wait_until(lambda: panel.session.snapshot().busy == "a measurement")
     find(panel, "Apply").click()
     assert "waits for a measurement to end" in panel._queue.line.value
     panel._queue.remove.click()
-    panel.session.reconfigure(micro_batches=3)  # of that kind no step has run, so it is rehearsed
+    panel.session.reconfigure(micro_batches=3)  # no such step has run, so the forecast rehearses one
     forecast = panel.session.forecast()
     with held(relay):
-        go_on.set()
+        proceed.set()
         enter(relay)
         wait_until(lambda: panel.session.snapshot().busy == "forecast")
         find(panel, "Apply").click()
@@ -201,21 +201,21 @@ def test_it_waits_for_a_forecast_too(panel: EditsPanel, relay: Relay) -> None:
     assert panel._queue.line.value == ""
 
 
-def test_steps_send_nothing_that_has_not_changed(panel: EditsPanel) -> None:
-    """A choice that somebody has open must not close whenever a step ends."""
+def test_steps_do_not_update_unchanged_controls(panel: EditsPanel) -> None:
+    """An open dropdown must not close at the end of a step."""
     panel.session.edit(Insert("L001"))
     train(panel.session, 1)
     shown(panel)
     sent: list[Any] = []
     for one in widgets_of(panel):
-        if one is not panel._branches.table:  # it tells the loss
+        if one is not panel._branches.table:  # it shows the loss
             one.observe(sent.append)
     train(panel.session, 3)
     shown(panel)
     assert sent == []
 
 
-def test_choices_stay_when_the_stack_changes(panel: EditsPanel) -> None:
+def test_selections_survive_edits(panel: EditsPanel) -> None:
     find(panel, "edit").value = "Drop"
     choose(panel, last="L003", first="L003")
     panel.session.edit(Drop("L000"))
@@ -223,26 +223,26 @@ def test_choices_stay_when_the_stack_changes(panel: EditsPanel) -> None:
     assert (panel._form.fields["first"].value, panel._form.fields["last"].value) == ("L003", "L003")
     panel.session.edit(Drop("L003"))
     shown(panel)
-    assert panel._form.fields["first"].value == "L002", "what stands at its place, or before it"
+    assert panel._form.fields["first"].value == "L002", "the layer at the same position, or the one before"
     assert panel._form.fields["at"].value == "", "after the last layer, as before"
 
 
-def test_a_span_is_one_layer_until_somebody_wants_more_and_again_after_apply(panel: EditsPanel) -> None:
+def test_span_is_one_layer_at_first_and_after_apply(panel: EditsPanel) -> None:
     first, last = panel._form.fields["first"], panel._form.fields["last"]
     find(panel, "edit").value = "Drop"
     assert first.value == last.value == "L000"
     for key in ("L002", "L003", "L001"):
         choose(panel, first=key)
-        assert last.value == key, "the end goes along"
+        assert last.value == key, "the end follows the start"
     choose(panel, last="L002")
     choose(panel, first="L000")
-    assert last.value == "L002", "a longer span stays as it was chosen"
+    assert last.value == "L002", "a longer span keeps its end"
     assert "0–2 · L000–L002 leave the stack" in read(panel)
     find(panel, "Apply").click()
     assert keys(panel) == ["L003"]
     panel.session.undo()
     shown(panel)
-    assert first.value == last.value and "leaves the stack" in read(panel), "the next press takes one layer"
+    assert first.value == last.value and "leaves the stack" in read(panel), "the next click drops one layer"
 
     choose(panel, first="L001")
     choose(panel, last="L003")
@@ -251,7 +251,7 @@ def test_a_span_is_one_layer_until_somebody_wants_more_and_again_after_apply(pan
     choose(panel, last="L003")
     panel.session.edit(Drop("L003"))
     shown(panel)
-    assert first.value == last.value == "L001", "where an end has gone, nothing else takes its place"
+    assert first.value == last.value == "L001", "a removed end is not replaced by another layer"
     assert [words for words, _ in panel._members.options] == ["− L001–L003"], "L003 has no number any more"
 
 
@@ -266,7 +266,7 @@ def test_a_span_stays_in_order(panel: EditsPanel) -> None:
 
 
 class Two(nn.Module):
-    """Two stacks, and a layer in none."""
+    """Two stacks and a layer in no stack."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class Two(nn.Module):
         return self.last(x)
 
 
-def test_with_several_stacks_one_is_chosen() -> None:
+def test_one_of_several_stacks_is_selected() -> None:
     model = Two()
     layers = [*model.up, *model.down, model.last]
     with Relay(
@@ -300,7 +300,7 @@ def test_with_several_stacks_one_is_chosen() -> None:
             assert stack.value == "down"
 
 
-def test_layers_that_are_in_no_stack_cannot_be_edited() -> None:
+def test_layers_outside_of_stacks_cannot_be_edited() -> None:
     model = Two()
     with Relay(model, device=EmulatedDevice(), layers=[model.last], loss=lambda y, batch: y.mean()) as relay:
         with Session(relay, make_batches()) as session:
@@ -308,10 +308,10 @@ def test_layers_that_are_in_no_stack_cannot_be_edited() -> None:
             shown(panel)
             for kind in find(panel, "edit").options:
                 find(panel, "edit").value = kind
-                assert find(panel, "Apply").disabled and "here there are none" in read(panel)
+                assert find(panel, "Apply").disabled and "so none can be edited" in read(panel)
 
 
-def test_layers_that_the_last_edit_changed_are_marked(panel: EditsPanel) -> None:
+def test_layers_changed_by_the_last_edit_are_marked(panel: EditsPanel) -> None:
     table = LayersPanel(panel.session)
     shown(table)
     assert "l2l-changed" not in read(table)
@@ -323,7 +323,7 @@ def test_layers_that_the_last_edit_changed_are_marked(panel: EditsPanel) -> None
     assert "l2l-changed" in read(table)
 
 
-def test_what_is_refused_on_evidence_can_be_trusted() -> None:
+def test_force_applies_an_edit_that_the_check_refuses() -> None:
     torch.manual_seed(0)
     other = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     stack = nn.Sequential(other, *(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))
@@ -334,7 +334,7 @@ def test_what_is_refused_on_evidence_can_be_trusted() -> None:
             find(panel, "edit").value = "Swap"
             find(panel, "Apply").click()
             assert keys(panel) == ["L000", "L001", "L002"] and "force=True" in read(panel)
-            find(panel, "trust").value = True
+            find(panel, "force").value = True
             find(panel, "Apply").click()
             assert keys(panel) == ["L001", "L000", "L002"] and 'role="alert"' not in read(panel)
 
@@ -358,13 +358,13 @@ def test_branches_are_forked_and_switched(panel: EditsPanel) -> None:
     assert find(panel, "Discard").disabled and panel._branches.other.value is None
 
 
-def test_a_branch_needs_a_name_of_its_own(panel: EditsPanel) -> None:
+def test_empty_branch_name_is_refused(panel: EditsPanel) -> None:
     find(panel, "Fork").click()
     shown(panel)
-    assert "needs a name" in read(panel)
+    assert "is no name for a branch" in read(panel)
 
 
-def test_numbers_in_the_form_follow_what_others_edit(panel: EditsPanel) -> None:
+def test_numbers_in_the_form_follow_other_edits(panel: EditsPanel) -> None:
     find(panel, "edit").value = "Drop"
     choose(panel, first="L002")
     find(panel, "Add to group").click()
@@ -374,7 +374,7 @@ def test_numbers_in_the_form_follow_what_others_edit(panel: EditsPanel) -> None:
     assert panel._form.fields["first"].label == "3 · L002" and "3 · L002 leaves the stack" in read(panel)
 
 
-def test_a_closed_session_says_why_nothing_is_done(panel: EditsPanel) -> None:
+def test_closed_session_refuses_with_its_reason(panel: EditsPanel) -> None:
     panel.session.close()
     find(panel, "Apply").click()
     assert "this session is closed" in read(panel)
@@ -389,19 +389,19 @@ def test_the_still_is_the_journal(panel: EditsPanel) -> None:
 # The probe ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_journal_says_what_the_probe_says(panel: EditsPanel) -> None:
+def test_journal_shows_the_verdict_of_the_probe(panel: EditsPanel) -> None:
     panel.session.edit(Insert("L002"))
     shown(panel)
     assert "no change (0 exactly)" in read(panel)
     panel.session.edit(Drop("L001"))
     now = shown(panel)
     assert now.changes[1].judged is not None and now.changes[1].verdict in read(panel)
-    assert "(one batch)" in read(panel), "there is no spread"
+    assert "(one batch)" in read(panel), "a single batch has no spread"
 
 
-def test_the_probe_is_switched_and_says_what_it_is_and_costs(panel: EditsPanel) -> None:
+def test_probe_is_switched_and_described(panel: EditsPanel) -> None:
     switch = find(panel, "judge edits on the probe")
-    assert switch.value and "up to 4 batches, cost not known yet: the training batches from step 1 on" in read(panel)
+    assert switch.value and "up to 4 batches, cost not measured yet: the training batches from step 1 on" in read(panel)
     assert "probe=[...]" in read(panel)
     switch.value = False
     assert not panel.session.probe_on
@@ -410,17 +410,17 @@ def test_the_probe_is_switched_and_says_what_it_is_and_costs(panel: EditsPanel) 
     assert "not measured: the probe is off" in read(panel)
     panel.session.probe_on = True
     shown(panel)
-    assert switch.value, "it was switched elsewhere"
+    assert switch.value, "switched elsewhere"
     panel.session.edit(Drop("L002"))
     shown(panel)
     assert "s per measurement" in read(panel)
 
 
-def test_batches_that_were_given_are_said_to_be(relay: Relay) -> None:
+def test_probe_description_names_given_batches(relay: Relay) -> None:
     with Session(relay, make_batches(), probe=make_batches(1)) as session:
         panel = EditsPanel(session)
         shown(panel)
-        assert "1 batch, cost not known yet: those that were given as probe=[...]" in read(panel)
+        assert "1 batch, cost not measured yet: the batches given as probe=[...]" in read(panel)
     with Session(relay, make_batches(), probe=False) as session:
         panel = EditsPanel(session)
         shown(panel)

@@ -1,4 +1,4 @@
-"""Layers touched in pictures: one choice for a board, edits by pointer, and nothing of it once the session has ended."""
+"""Selecting and editing layers in pictures, and the end of the session."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def bench(relay: Relay) -> Iterator[Workbench]:
     made.close()
 
 
-def touch_of(bench: Workbench) -> LayerPicker:
-    (touch,) = [one for one in _below(bench.widget) if isinstance(one, LayerPicker)]
-    return touch
+def picker_of(bench: Workbench) -> LayerPicker:
+    (picker,) = [one for one in _below(bench.widget) if isinstance(one, LayerPicker)]
+    return picker
 
 
 def keys(bench: Workbench) -> str:
@@ -39,23 +39,23 @@ def keys(bench: Workbench) -> str:
     return " ".join(row.key for row in bench.snapshot().layers)
 
 
-def send(touch: LayerPicker, **content: object) -> None:
-    touch._handle_custom_msg(content, [])
+def send(picker: LayerPicker, **content: object) -> None:
+    picker._handle_custom_msg(content, [])
 
 
-def test_a_choice_in_the_page_is_that_of_the_board_and_goes_with_its_layer(bench: Workbench) -> None:
-    touch, selection = touch_of(bench), shared_selection(bench.session)
-    touch.chosen = "L002"
+def test_selection_in_the_page_is_shared(bench: Workbench) -> None:
+    picker, selection = picker_of(bench), shared_selection(bench.session)
+    picker.chosen = "L002"
     assert selection.key == "L002"
     selection.choose("L001")
-    assert touch.chosen == "L001"
+    assert picker.chosen == "L001"
     bench.session.edit(Drop("L001"))
     assert keys(bench) == "L000 L002 L003"
     bench._show(bench.snapshot())
-    assert touch.chosen == "" and selection.key is None
+    assert picker.chosen == "" and selection.key is None
 
 
-def test_every_picture_says_of_which_layer_its_parts_are(bench: Workbench) -> None:
+def test_every_picture_has_the_keys_of_its_layers(bench: Workbench) -> None:
     for view in ("relay", "time", "memory", "layers", "figures"):
         bench.views.show_view(view)
         bench._show(bench.snapshot())
@@ -73,18 +73,16 @@ def test_every_picture_says_of_which_layer_its_parts_are(bench: Workbench) -> No
         ({"insert": "L009", "behind": True}, "L000 L001 L002 L003"),
     ],
 )
-def test_what_a_pointer_does_is_an_edit_that_can_be_undone(
-    bench: Workbench, content: dict[str, object], after: str
-) -> None:
-    send(touch_of(bench), **content)
+def test_pointer_edits_can_be_undone(bench: Workbench, content: dict[str, object], after: str) -> None:
+    send(picker_of(bench), **content)
     assert keys(bench) == after
     if after != "L000 L001 L002 L003":
         bench.undo()
         assert keys(bench) == "L000 L001 L002 L003"
 
 
-def test_a_move_that_cannot_be_is_refused_and_training_goes_on(bench: Workbench) -> None:
-    send(touch_of(bench), move=["L000", "L777"])
+def test_impossible_move_is_refused(bench: Workbench) -> None:
+    send(picker_of(bench), move=["L000", "L777"])
     assert keys(bench) == "L000 L001 L002 L003"
     refusal = bench.snapshot().refusal
     assert refusal is not None and "L777" in refusal.message
@@ -93,7 +91,7 @@ def test_a_move_that_cannot_be_is_refused_and_training_goes_on(bench: Workbench)
 
 def test_a_layer_in_no_stack_is_refused_with_the_reason() -> None:
     class Apart(nn.Module):
-        """Layers that no list holds."""
+        """A model with layers in no list."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -113,26 +111,26 @@ def test_a_layer_in_no_stack_is_refused_with_the_reason() -> None:
         assert refusal is not None and "L000" in refusal.message
 
 
-def test_enter_turns_to_the_card(bench: Workbench) -> None:
-    send(touch_of(bench), open=True)
+def test_enter_shows_the_card(bench: Workbench) -> None:
+    send(picker_of(bench), open=True)
     assert bench.views.buttons.value == "layers"
 
 
-def test_an_ended_session_takes_no_edits(bench: Workbench, relay: Relay) -> None:
-    touch = touch_of(bench)
-    assert touch.steers and not touch.disabled
+def test_ended_session_ignores_edits(bench: Workbench, relay: Relay) -> None:
+    picker = picker_of(bench)
+    assert picker.can_edit and not picker.disabled
     with Session(relay, make_batches()):  # takes the relay over
         bench._show(bench.snapshot())
-        assert touch.disabled
-        send(touch, move=["L000", "L002"])
+        assert picker.disabled
+        send(picker, move=["L000", "L002"])
         assert [row.key for row in bench.snapshot().layers] == ["L000", "L001", "L002", "L003"]
 
 
-def test_a_panel_alone_can_be_touched(session: Session) -> None:
+def test_standalone_panel_has_a_layer_picker(session: Session) -> None:
     panel = LayersPanel(session)
     panel._ipython_display_()
-    (touch,) = [one for one in _below(panel._display._widget) if isinstance(one, LayerPicker)]
-    touch.chosen = "L003"
+    (picker,) = [one for one in _below(panel._display._widget) if isinstance(one, LayerPicker)]
+    picker.chosen = "L003"
     assert shared_selection(session).key == "L003"
     panel.close()
 

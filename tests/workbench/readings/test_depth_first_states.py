@@ -1,4 +1,4 @@
-"""Moments and phases of a step depth first: where gradients and graphs are while micro-batches follow one another."""
+"""States and phases of a depth-first step: gradients and graphs while micro-batches run one after another."""
 
 from __future__ import annotations
 
@@ -20,52 +20,54 @@ def trace() -> Trace:
 
 
 def recorded(config: RelayConfig) -> Trace:
-    """The second step of four layers."""
+    """Return the trace of the second step of four layers."""
     with make_relay(config, EmulatedDevice(h2d_bytes_per_s=1e6, d2h_bytes_per_s=1e6)) as relay:
-        made = [relay.step(batch).trace for batch in make_batches(2)]
-    return made[-1]
+        traces = [relay.step(batch).trace for batch in make_batches(2)]
+    return traces[-1]
 
 
-def test_gradients_of_all_layers_wait_for_the_last_micro_batch_and_leave_once(trace: Trace) -> None:
-    moments = StateTimeline.of(trace)
+def test_gradients_of_all_layers_wait_for_the_last_micro_batch_and_are_pushed_once(trace: Trace) -> None:
+    timeline = StateTimeline.of(trace)
     begun: set[str] = set()
-    left: list[str] = []
+    pushed: list[str] = []
     for i, event in enumerate(trace.events):
-        moment = moments.at_event(i)
+        state = timeline.at_event(i)
         if event.kind == "backward":
             begun.add(event.layer)
-            assert moment.accumulating == event.layer
+            assert state.accumulating == event.layer
         if event.kind in ("forward", "backward"):
-            assert (moment.layer, moment.k, moment.phase) == (event.layer, event.k, event.kind)
-            there = {*moment.waiting_gradients, moment.accumulating} - {None}
-            assert there == begun - {*left, *(travel.layer for travel in moment.pushing)}
-        leaving = [travel.layer for travel in moment.pushing]
-        assert len(leaving) == len({*leaving})
-        assert not leaving or moment.k in (-1, CONFIG.micro_batches - 1), "before, all of them are still added to"
-        left += [key for key in leaving if key not in left]
-    assert left == list(reversed(moments.keys))
-    end = moments.at_time(moments.end_s)
+            assert (state.layer, state.k, state.phase) == (event.layer, event.k, event.kind)
+            on_device = {*state.waiting_gradients, state.accumulating} - {None}
+            assert on_device == begun - {*pushed, *(push.layer for push in state.pushing)}
+        pushing = [push.layer for push in state.pushing]
+        assert len(pushing) == len({*pushing})
+        assert not pushing or state.k in (-1, CONFIG.micro_batches - 1), (
+            "before, micro-batches still add to all of them"
+        )
+        pushed += [key for key in pushing if key not in pushed]
+    assert pushed == list(reversed(timeline.keys))
+    end = timeline.at_time(timeline.end_s)
     assert len(end.updated) == DEPTH and not end.waiting_gradients and not end.pushing and end.accumulating is None
 
 
 def test_nothing_is_stashed_and_every_micro_batch_has_a_graph_of_all_layers(trace: Trace) -> None:
-    moments = StateTimeline.of(trace)
-    seen = {(event.k, event.kind, event.layer): moments.at_event(i) for i, event in enumerate(trace.events)}
-    assert not any(moment.num_stashed for moment in seen.values())
+    timeline = StateTimeline.of(trace)
+    seen = {(event.k, event.kind, event.layer): timeline.at_event(i) for i, event in enumerate(trace.events)}
+    assert not any(state.num_stashed for state in seen.values())
     for k in range(CONFIG.micro_batches):
-        assert [seen[k, "forward", key].num_graphs for key in moments.keys] == [1, 2, 3, 4]
+        assert [seen[k, "forward", key].num_graphs for key in timeline.keys] == [1, 2, 3, 4]
         assert seen[k, "loss", "shell"].num_graphs == DEPTH
-        assert seen[k, "backward", moments.keys[0]].num_graphs == 1
-    assert moments.at_time(moments.end_s).num_graphs == 0
+        assert seen[k, "backward", timeline.keys[0]].num_graphs == 1
+    assert timeline.at_time(timeline.end_s).num_graphs == 0
 
 
 def test_every_event_has_its_line(trace: Trace) -> None:
-    moments, said = StateTimeline.of(trace), {}
+    timeline, lines = StateTimeline.of(trace), {}
     for i, event in enumerate(trace.events):
-        moment = moments.at_event(i)
-        if event.layer == "L001" and moment.line is not None and event.kind not in said:
-            said[event.kind] = line_text(moment.line, moment.graph_kept, moment.schedule)
-    assert said == {
+        state = timeline.at_event(i)
+        if event.layer == "L001" and state.line is not None and event.kind not in lines:
+            lines[event.kind] = line_text(state.line, state.graph_kept, state.schedule)
+    assert lines == {
         "load": "first k: load, ahead of time",
         "forward": "run layer, keep its graph",
         "backward": "back-propagate",
@@ -75,18 +77,18 @@ def test_every_event_has_its_line(trace: Trace) -> None:
     }
 
 
-def test_the_telling_moment_is_of_the_last_micro_batch(trace: Trace) -> None:
-    moments = StateTimeline.of(trace)
-    assert moments.at_event(moments.busiest_event()).k == CONFIG.micro_batches - 1
+def test_the_busiest_event_belongs_to_the_last_micro_batch(trace: Trace) -> None:
+    timeline = StateTimeline.of(trace)
+    assert timeline.at_event(timeline.busiest_event()).k == CONFIG.micro_batches - 1
 
 
 @pytest.mark.parametrize("follows", [True, False])
-def test_a_step_under_way_is_read_from_its_first_event_on(trace: Trace, follows: bool) -> None:
+def test_a_running_step_is_read_from_its_first_event_on(trace: Trace, follows: bool) -> None:
     whole, (events, samples) = StateTimeline.of(trace), trace.counts
     seen: list[StepState] = []
     for count in range(events + 1):
         part = Columns.of(trace, count, samples)
-        moments = StateTimeline(
+        timeline = StateTimeline(
             part,
             whole.keys,
             micro_batches=3,
@@ -96,9 +98,9 @@ def test_a_step_under_way_is_read_from_its_first_event_on(trace: Trace, follows:
             previous=whole if follows else None,
             live=True,
         )
-        seen.append(moments.at_time(part.end_s))
-    assert max(len(moment.waiting_gradients) for moment in seen) == DEPTH
-    assert not any(moment.pushing for moment in seen if 0 <= moment.k < 2)
+        seen.append(timeline.at_time(part.end_s))
+    assert max(len(state.waiting_gradients) for state in seen) == DEPTH
+    assert not any(state.pushing for state in seen if 0 <= state.k < 2)
 
 
 def test_copies_hide_in_the_first_forward_and_the_last_backward_alone(trace: Trace) -> None:

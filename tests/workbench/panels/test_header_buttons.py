@@ -1,4 +1,4 @@
-"""The header's buttons, and what it says when a step has failed."""
+"""Buttons of the header, and its display of failures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.panels.header_panel import HeaderPanel
 from workbench.session.session import Session
 
 
-def test_run_trains_as_many_steps_as_it_says(header: HeaderPanel) -> None:
+def test_run_trains_the_number_of_steps_set(header: HeaderPanel) -> None:
     find(header, "steps").value = 3
     find(header, "Run").click()
     now = header.session.wait(HANG_S)
@@ -23,7 +23,7 @@ def test_run_trains_as_many_steps_as_it_says(header: HeaderPanel) -> None:
     assert "step 3" in html_of(header) and "3 of 3 steps" in html_of(header)
 
 
-def test_pressing_run_twice_does_not_train_twice_as_long(header: HeaderPanel) -> None:
+def test_second_click_on_run_does_nothing(header: HeaderPanel) -> None:
     find(header, "steps").value = 2
     with held(header.session.relay):
         find(header, "Run").click()
@@ -32,17 +32,17 @@ def test_pressing_run_twice_does_not_train_twice_as_long(header: HeaderPanel) ->
     assert header.session.wait(HANG_S).step == 2
 
 
-def test_nor_does_it_while_the_session_is_at_something_else(header: HeaderPanel) -> None:
-    go_on = threading.Event()
+def test_second_click_on_run_does_nothing_in_the_queue(header: HeaderPanel) -> None:
+    proceed = threading.Event()
     find(header, "steps").value = 2
-    header.session.edit(lambda relay: go_on.wait(HANG_S))
+    header.session.edit(lambda relay: proceed.wait(HANG_S))
     find(header, "Run").click()
     find(header, "Run").click()
-    go_on.set()
+    proceed.set()
     assert header.session.wait(HANG_S).step == 2
 
 
-def test_pause_and_run_go_on_with_what_is_left(header: HeaderPanel) -> None:
+def test_run_resumes_after_pause(header: HeaderPanel) -> None:
     session, run = header.session, find(header, "Run")
     find(header, "steps").value = 4
     with held(session.relay):
@@ -59,7 +59,7 @@ def test_pause_and_run_go_on_with_what_is_left(header: HeaderPanel) -> None:
     assert (now.state, now.step) == ("idle", 4)
 
 
-def test_run_takes_a_pause_back_that_has_not_come_yet(header: HeaderPanel) -> None:
+def test_run_cancels_a_pending_pause(header: HeaderPanel) -> None:
     session = header.session
     find(header, "steps").value = 4
     with held(session.relay):
@@ -72,7 +72,7 @@ def test_run_takes_a_pause_back_that_has_not_come_yet(header: HeaderPanel) -> No
     assert (now.state, now.step) == ("idle", 4)
 
 
-def test_run_in_the_last_step_before_a_pause_does_not_train_without_end(header: HeaderPanel) -> None:
+def test_run_during_the_last_step_starts_no_endless_run(header: HeaderPanel) -> None:
     session = header.session
     find(header, "steps").value = 1
     with held(session.relay):
@@ -83,14 +83,14 @@ def test_run_in_the_last_step_before_a_pause_does_not_train_without_end(header: 
     assert session.wait(HANG_S).step == 1
 
 
-def test_what_waits_is_said_at_once_and_can_be_taken_back(header: HeaderPanel) -> None:
+def test_queue_is_shown_at_once_and_can_be_emptied(header: HeaderPanel) -> None:
     session = header.session
     back = find(header, "Take back")
     assert back.layout.visibility == "hidden"
     with held(session.relay):
         find(header, "Step").click()
         enter(session.relay)
-        find(header, "Step").click()  # and nobody draws the panel meanwhile
+        find(header, "Step").click()  # without a frame afterwards
         assert "waits for step 1 to end: 1. step" in header._progress.value
         find(header, "Stop").click()
         assert "waits for step 1 to end: 1. step; 2. stop" in header._progress.value
@@ -102,7 +102,7 @@ def test_what_waits_is_said_at_once_and_can_be_taken_back(header: HeaderPanel) -
     assert session.wait(HANG_S).step == 1
 
 
-def test_run_after_stop_begins_anew(header: HeaderPanel) -> None:
+def test_run_after_stop_starts_a_new_run(header: HeaderPanel) -> None:
     session = header.session
     find(header, "steps").value = 5
     with held(session.relay):
@@ -115,7 +115,7 @@ def test_run_after_stop_begins_anew(header: HeaderPanel) -> None:
     assert (now.state, now.step, now.target) == ("idle", 3, 2)
 
 
-def test_step_trains_one_and_stop_drops_the_rest(header: HeaderPanel) -> None:
+def test_step_trains_one_step_and_stop_ends_a_run(header: HeaderPanel) -> None:
     session = header.session
     find(header, "Step").click()
     assert session.wait(HANG_S).step == 1
@@ -128,18 +128,18 @@ def test_step_trains_one_and_stop_drops_the_rest(header: HeaderPanel) -> None:
     assert (now.state, now.step) == ("idle", 2)
     find(header, "steps").value = 2
     find(header, "Run").click()
-    assert session.wait(HANG_S).step == 4, "nothing is left of the run before"
+    assert session.wait(HANG_S).step == 4, "the earlier run has ended"
 
 
-# Header: what went wrong ----------------------------------------------------------------------------------------------
+# Failures ------------------------------------------------------------------------------------------------------------
 
 
 def trouble(header: HeaderPanel) -> Any:
-    """The box below the settings."""
+    """Return the error box below the settings."""
     return header.widget.children[3]
 
 
-def test_a_step_that_fails_is_shown_with_what_holds_and_can_be_skipped(relay: Relay) -> None:
+def test_failed_step_is_shown_and_can_be_skipped(relay: Relay) -> None:
     made: list[int] = []
 
     def make_batch() -> Batch:
@@ -150,28 +150,28 @@ def test_a_step_that_fails_is_shown_with_what_holds_and_can_be_skipped(relay: Re
         header = HeaderPanel(session)
         shown(header)
         assert trouble(header).layout.display == "none"
-        relay.model[2].error = ValueError("a <layer> says no\nand why")
+        relay.model[2].error = ValueError("a <layer> failed\nwith details")
         find(header, "steps").value = 3
         find(header, "Run").click()
         session.wait(HANG_S)
         for _ in range(2):
             shown(header)
-        said = html_of(header)
+        output = html_of(header)
         assert trouble(header).layout.display == "" and find(header, "Skip this batch").layout.display == ""
-        assert "Step 1 failed: " in said and "a &lt;layer&gt; says no" in said and "<layer>" not in said
-        assert "Weights and optimizer are as they were" in said
-        assert "Traceback (most recent call last)" in said and "failed" in said
+        assert "Step 1 failed: " in output and "a &lt;layer&gt; failed" in output and "<layer>" not in output
+        assert "Weights and optimizer are as they were" in output
+        assert "Traceback (most recent call last)" in output and "failed" in output
         find(header, "Skip this batch").click()
         relay.model[2].error = None
         find(header, "Run").click()
         now = session.wait(HANG_S)
-        assert (now.state, now.done, now.target) == ("idle", 3, 3), "the run goes on"
-        assert len(made) == 4, "the batch of the failed step was let go"
+        assert (now.state, now.done, now.target) == ("idle", 3, 3), "the run continues"
+        assert len(made) == 4, "the batch of the failed step was dropped"
         shown(header)
         assert trouble(header).layout.display == "none"
 
 
-def test_what_cannot_be_skipped_has_no_button_for_it(header: HeaderPanel) -> None:
+def test_other_failures_have_no_skip_button(header: HeaderPanel) -> None:
     header.session.edit(lambda relay: 1 / 0)
     header.session.wait(HANG_S)
     shown(header)
@@ -183,7 +183,7 @@ def test_what_cannot_be_skipped_has_no_button_for_it(header: HeaderPanel) -> Non
     assert trouble(header).layout.display == "none"
 
 
-def test_buttons_of_a_closed_session_say_why_and_its_sliders_go_back(header: HeaderPanel) -> None:
+def test_controls_of_a_closed_session_show_the_reason(header: HeaderPanel) -> None:
     header.session.close()
     shown(header)
     for words in ("Run", "Pause", "Step", "Stop"):
@@ -194,4 +194,4 @@ def test_buttons_of_a_closed_session_say_why_and_its_sliders_go_back(header: Hea
     find(header, "micro-batches").value = 8
     assert find(header, "micro-batches").value == header.session.relay.config.micro_batches == 2
     shown(header)
-    assert "this session is closed" in html_of(header), "as long as nothing else happens"
+    assert "this session is closed" in html_of(header), "until the next click"

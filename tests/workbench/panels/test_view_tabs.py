@@ -1,4 +1,4 @@
-"""Views: one at a time behind buttons, or several stacked; the verdict, the tour, and words that explain themselves."""
+"""Views, tour, verdict and explained terms."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from workbench.session.session import Session
 
 
 def visible(bench: Workbench) -> list[str]:
-    return [name for name in bench.views.names if bench.views.box_of(name).layout.display != "none"]
+    return [name for name in bench.views.names if bench.views.boxes[name].layout.display != "none"]
 
 
-def test_one_view_is_seen_and_only_that_is_drawn(relay: Relay) -> None:
+def test_only_the_visible_view_is_drawn(relay: Relay) -> None:
     with_table = Workbench(relay, make_batches(), view="layers")
     assert visible(with_table) == ["layers"]
     train(with_table.session, 1)
@@ -38,7 +38,7 @@ def test_one_view_is_seen_and_only_that_is_drawn(relay: Relay) -> None:
     with_table.views.show_view("figures")
     assert visible(with_table) == ["figures"]
     heat = next(html_of(panel) for panel in with_table.panels if type(panel).__name__ == "HeatPanel")
-    assert "L000" in heat, "what is turned to is drawn at once"
+    assert "L000" in heat, "a selected view is drawn at once"
     with_table.close()
 
 
@@ -46,10 +46,8 @@ def test_views_can_be_stacked(relay: Relay) -> None:
     bench = Workbench(relay, make_batches(), view=["memory", "relay"])
     assert set(visible(bench)) == {"memory", "relay"} and bench.views.are_stacked
     kinds = [type(panel).__name__ for panel in bench.panels]
-    assert kinds == ["HeaderPanel", "VerdictPanel", "MemoryPanel", "ExportPanel", "RelayPanel"], (
-        "in the order that was asked for"
-    )
-    with pytest.raises(ValueError, match="view='time': there are 'memory', 'relay'"):
+    assert kinds == ["HeaderPanel", "VerdictPanel", "MemoryPanel", "ExportPanel", "RelayPanel"], "in the given order"
+    with pytest.raises(ValueError, match="view='time': there is no view 'time'; there are 'memory', 'relay'"):
         bench.views.show_view("time")
     bench.close()
 
@@ -69,19 +67,21 @@ def test_a_closed_workbench_leaves_no_widgets(relay: Relay, view: str | Sequence
 
 
 @pytest.mark.parametrize(
-    ("view", "said"),
+    ("view", "message"),
     [
         ("tiem", "view='tiem': there is no view 'tiem'; there are 'relay', 'time', "),
         (["relay", "tiem"], "there is no view 'tiem'"),
         ([], "shows nothing: give one or several of 'relay'"),
     ],
 )
-def test_what_is_no_view_is_refused_before_a_session_begins(relay: Relay, view: str | Sequence[str], said: str) -> None:
+def test_unknown_view_is_refused_before_the_session_starts(
+    relay: Relay, view: str | Sequence[str], message: str
+) -> None:
     with Session(relay, make_batches()) as session:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             Workbench(relay, make_batches(), view=view)
         train(session, 1)
-        assert session.snapshot().step == 1, "it was not taken over"
+        assert session.snapshot().step == 1, "the relay was not taken over"
 
 
 def test_every_view_is_in_the_still(relay: Relay) -> None:
@@ -92,7 +92,7 @@ def test_every_view_is_in_the_still(relay: Relay) -> None:
     bench.close()
 
 
-def test_the_tour_points_and_can_be_left(relay: Relay) -> None:
+def test_tour_highlights_its_stops_and_can_be_left(relay: Relay) -> None:
     bench = Workbench(relay, make_batches())
 
     def press(words: str) -> None:
@@ -108,7 +108,7 @@ def test_the_tour_points_and_can_be_left(relay: Relay) -> None:
     for stop in TOUR_STOPS:
         assert pointed() == 1
         if stop.view:
-            assert visible(bench) == [stop.view] and HIGHLIGHT_CLASS in bench.views.box_of(stop.view)._dom_classes
+            assert visible(bench) == [stop.view] and HIGHLIGHT_CLASS in bench.views.boxes[stop.view]._dom_classes
         press("Done" if stop is TOUR_STOPS[-1] else "Next")
     assert pointed() == 0
     press("Tour")
@@ -125,7 +125,7 @@ def everything(widget: ipywidgets.Widget) -> list[ipywidgets.Widget]:
 # The verdict ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_verdict_is_that_of_the_trace(session: Session) -> None:
+def test_verdict_is_that_of_the_trace(session: Session) -> None:
     panel = VerdictPanel(session)
     panel.show(session.snapshot())
     assert "press Run" in html_of(panel)
@@ -137,20 +137,22 @@ def test_the_verdict_is_that_of_the_trace(session: Session) -> None:
     assert f"{100 * last.overlap():.0f} % of copies" in html_of(panel) and "step 1" in html_of(panel)
     why = BoundsPanel(session)
     why.show(now)
-    find(why, "▸ Why: what binds each phase").value = True
-    said = unescape(html_of(why))
-    assert all(bound.phase in said and bound.advice in said for bound in last.bound_by())
+    find(why, "▸ Why: the bound of each phase").value = True
+    text = unescape(html_of(why))
+    assert all(bound.phase in text and bound.advice in text for bound in last.bound_by())
 
 
 @pytest.mark.parametrize("budget", [None, 10_000_000])
-def test_it_says_how_much_is_to_spare(session: Session, budget: int | None) -> None:
+def test_verdict_shows_the_spare_memory(session: Session, budget: int | None) -> None:
     train(session, 1)
     last = session.snapshot().last
     assert last is not None
     words = plain_text(verdict_of(last, last.bound_by(), budget, 10**9))
     peak = last.peak_bytes("device")
     assert ("to spare" in words) == (budget is not None) and "(1 GB in core)" in words
-    assert "in core" not in plain_text(verdict_of(last, last.bound_by(), budget, peak)), "no more than by relay"
+    assert "in core" not in plain_text(verdict_of(last, last.bound_by(), budget, peak)), (
+        "not if it equals the peak of the relay"
+    )
 
 
 def test_a_slow_link_is_named() -> None:
@@ -162,9 +164,9 @@ def test_a_slow_link_is_named() -> None:
         assert "link-bound" in plain_text(verdict_of(last, last.bound_by(), None, None))
 
 
-def test_words_explain_themselves_to_everybody() -> None:
-    said = term_html("stash", "the <stash>")
-    assert 'tabindex="0"' in said and GLOSSARY["stash"] in said and "&lt;stash&gt;" in said
+def test_terms_have_accessible_explanations() -> None:
+    text = term_html("stash", "the <stash>")
+    assert 'tabindex="0"' in text and GLOSSARY["stash"] in text and "&lt;stash&gt;" in text
     assert len(glossary_table().rows) == len(GLOSSARY)
     with pytest.raises(KeyError):
         term_html("flux")

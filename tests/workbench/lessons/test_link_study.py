@@ -1,4 +1,4 @@
-"""What is best on a link: all plans by brute force, both limits of the link, and a picture that holds its table's numbers."""
+"""Tests of the best plans on a link: all plans by brute force, both limits of the link, and the picture's numbers."""
 
 from itertools import product
 

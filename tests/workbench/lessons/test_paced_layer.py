@@ -1,4 +1,4 @@
-"""A paced layer computes what the layer computes, and waits until the moments that its speed asks for."""
+"""A paced layer computes what the layer computes, and waits until the moments that its speed implies."""
 
 from copy import deepcopy
 

@@ -1,4 +1,4 @@
-"""Two branches of different depth: every panel and every still is of one of them, says of which, and of which step."""
+"""Panels of a session with two branches of different depth show one branch and name it with its step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OF_STATES = (LossPanel, EditsPanel, CardPanel, LayersPanel, HeatPanel)
 
 @pytest.fixture
 def branched(relay: Relay) -> Iterator[Session]:
-    """Two steps of main with four layers, then three of wide with five; main is the present one again."""
+    """Two steps of main with four layers, then three of wide with five; main is active again."""
     with Session(relay, make_batches()) as session:
         train(session, 2)
         session.fork("wide")
@@ -58,7 +58,7 @@ def keys_of(trace: Trace) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", OF_STEPS)
-def test_panels_of_a_step_go_with_the_branch(branched: Session, kind: type[Panel]) -> None:
+def test_step_panels_follow_the_branch(branched: Session, kind: type[Panel]) -> None:
     panel = kind(branched)
     for branch, step, layers in (("main", 2, 4), ("wide", 5, 5), ("main", 2, 4)):
         branched.switch(branch)
@@ -73,7 +73,7 @@ def test_panels_of_a_step_go_with_the_branch(branched: Session, kind: type[Panel
 
 
 @pytest.mark.parametrize("kind", OF_STATES)
-def test_panels_of_a_state_go_with_the_branch(branched: Session, kind: type[Panel]) -> None:
+def test_state_panels_follow_the_branch(branched: Session, kind: type[Panel]) -> None:
     panel = kind(branched)
     for branch, step in (("main", 2), ("wide", 5), ("main", 2)):
         branched.switch(branch)
@@ -97,7 +97,7 @@ def test_the_header_names_the_branch(branched: Session) -> None:
     )
 
 
-def test_what_if_measures_the_branch_and_checks_no_forecast_of_another(branched: Session) -> None:
+def test_what_if_compares_forecasts_of_the_same_branch_only(branched: Session) -> None:
     panel = WhatIfPanel(branched)
     find(panel, "▸ What if").value = True
     for branch, step, layers, micro_batches in (("main", 2, 4, 2), ("wide", 5, 5, 3)):
@@ -105,21 +105,21 @@ def test_what_if_measures_the_branch_and_checks_no_forecast_of_another(branched:
         branched.wait(HANG_S)
         now = shown(panel)
         assert panel.wait_until_idle()
-        said = html_of(panel) + still_of(panel, now)
-        assert f"step {step} of {branch}, measured" in said and f"measured: step {step} of {branch}" in said
-        assert ", forecast " not in said.replace("step, forecast<", ""), "no step was forecast on this branch"
+        page = html_of(panel) + still_of(panel, now)
+        assert f"step {step} of {branch}, measured" in page and f"measured: step {step} of {branch}" in page
+        assert ", forecast " not in page.replace("step, forecast<", ""), "no step of this branch was forecast"
         assert find(panel, "layers").value == layers and find(panel, "micro-batches").value == micro_batches
-        assert "The settings of the measured step." in said
+        assert "The settings of the measured step." in page
     train(branched, 1)
     now = shown(panel)
-    assert panel.wait_until_idle() and "step 6 of wide, measured: " in html_of(panel), "this one was"
+    assert panel.wait_until_idle() and "step 6 of wide, measured: " in html_of(panel), "this step was forecast"
 
 
-def test_what_a_fork_shows_is_the_step_that_it_was_forked_from(session: Session) -> None:
+def test_fork_shows_the_last_step_of_its_parent(session: Session) -> None:
     panels = [kind(session) for kind in OF_STEPS]
     train(session, 2)
     shown(panels[1])
-    assert "step 2<" in html_of(panels[1]), "a single branch needs no name"
+    assert "step 2<" in html_of(panels[1]), "a single branch is not named"
     session.fork("wide")
     session.wait(HANG_S)
     for panel in panels:
@@ -130,7 +130,7 @@ def test_what_a_fork_shows_is_the_step_that_it_was_forked_from(session: Session)
     assert session.snapshot().shown_words == "step 3 of wide"
 
 
-def test_a_step_before_an_edit_says_so_until_that_is_undone(session: Session) -> None:
+def test_caption_names_an_edit_after_the_step(session: Session) -> None:
     train(session, 2)
     for edit in (Insert(2), Drop("L001")):
         session.edit(edit)
@@ -139,12 +139,12 @@ def test_a_step_before_an_edit_says_so_until_that_is_undone(session: Session) ->
         session.undo()
         assert session.wait(HANG_S).shown_words == "step 2"
     session.edit(lambda relay: relay.stack[0].module.requires_grad_(False))
-    assert session.wait(HANG_S).shown_words == "step 2, before the last edit", "whoever has frozen it"
+    assert session.wait(HANG_S).shown_words == "step 2, before the last edit", "frozen outside of the edits"
     train(session, 1)
     assert session.wait(HANG_S).shown_words == "step 3"
 
 
-def test_the_player_stays_with_its_step_and_says_whose_it_is(branched: Session) -> None:
+def test_player_keeps_its_step_and_branch(branched: Session) -> None:
     panel = RelayPanel(branched)
     shown(panel)
     find(panel, "Next event").click()
@@ -156,7 +156,7 @@ def test_the_player_stays_with_its_step_and_says_whose_it_is(branched: Session) 
     assert "after step 5 of wide" in html_of(panel)
 
 
-def test_need_in_core_and_failures_are_of_a_branch(branched: Session) -> None:
+def test_in_core_bytes_and_failures_belong_to_a_branch(branched: Session) -> None:
     now = branched.snapshot()
     branched.switch("wide")
     wide = branched.wait(HANG_S)
@@ -172,7 +172,7 @@ def test_need_in_core_and_failures_are_of_a_branch(branched: Session) -> None:
     branched.relay.model[3].error = None
 
 
-def test_traces_of_a_few_branches_are_kept_and_go_with_them(relay: Relay) -> None:
+def test_traces_of_recent_branches_are_kept(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         traces: dict[str, ref[Trace]] = {}
         for name in ["main", *(f"b{i}" for i in range(MAX_SHOWN))]:
@@ -196,7 +196,7 @@ def test_traces_of_a_few_branches_are_kept_and_go_with_them(relay: Relay) -> Non
             assert "could not be drawn" not in html_of(panel) + still_of(panel, now)
 
 
-def test_a_recording_shows_steps_of_the_branch_that_it_is_on(relay: Relay, tmp_path: object) -> None:
+def test_recording_shows_steps_of_the_current_branch(relay: Relay, tmp_path: object) -> None:
     path = f"{tmp_path}/run.jsonl"
     with Session(relay, make_batches(), loggers=[Recorder(path)]) as session:
         train(session, 2)
@@ -207,9 +207,9 @@ def test_a_recording_shows_steps_of_the_branch_that_it_is_on(relay: Relay, tmp_p
         session.wait(HANG_S)
     run = load_run(path)
     assert len(run.moments) == 7, "a switch is no step"
-    seen = [(now.branch, now.shown_words) for now in map(run.snapshot, range(len(run.moments)))]
-    assert seen[-1] == ("main", "step 2 of main")
-    assert seen[-2] == ("wide", "step 4 of wide") and seen[3][1].startswith(
+    moments = [(now.branch, now.shown_words) for now in map(run.snapshot, range(len(run.moments)))]
+    assert moments[-1] == ("main", "step 2 of main")
+    assert moments[-2] == ("wide", "step 4 of wide") and moments[3][1].startswith(
         "step 2 of main, before the last edit; wide"
     )
     last = run.snapshot().last
@@ -226,7 +226,7 @@ def too_small(budget: int) -> Session:
     return Session(make_relay(RelayConfig(micro_batches=1), device), make_batches())
 
 
-def test_settings_that_fit_are_a_button(threads_end: None) -> None:
+def test_settings_that_fit_have_a_button(threads_end: None) -> None:
     with too_small(2_600) as session, session.relay:
         panel = HeaderPanel(session)
         session.run(2)
@@ -240,13 +240,13 @@ def test_settings_that_fit_are_a_button(threads_end: None) -> None:
         now = session.wait(HANG_S)
         assert all(getattr(now.config, name) == value for name, value in now.failure.remedy.settings.items())  # type: ignore[union-attr]
         shown(panel)
-        assert button.layout.display == "none", "it is done"
+        assert button.layout.display == "none", "the settings are set"
         session.run()
         now = session.wait(HANG_S)
         assert now.failure is None and now.step == 2
 
 
-def test_where_only_a_larger_device_helps_its_code_can_be_copied(threads_end: None) -> None:
+def test_larger_device_is_suggested_as_code(threads_end: None) -> None:
     with too_small(900) as session, session.relay:
         panel = HeaderPanel(session)
         session.step()

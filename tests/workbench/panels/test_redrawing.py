@@ -1,4 +1,4 @@
-"""Panels draw what somebody sees, when it has changed: folds, tables, the heat map, the loss."""
+"""Panels are redrawn only when their data changes, and closed folds never."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_a_fold_draws_its_table_only_while_it_is_open(session: Session, kind: ty
     shown(panel)
     if isinstance(panel, RelayPanel):
         find(panel, "Next visit").click()
-    assert table.value == first, "closed, it is left as it was"
+    assert table.value == first, "a closed fold is not redrawn"
     button.value = True
     assert table.value != first and "<table" in table.value
 
 
 @pytest.mark.parametrize("kind", [LayersPanel, LossPanel, HeatPanel])
-def test_what_changes_with_steps_is_drawn_with_steps(session: Session, kind: type[Panel]) -> None:
+def test_step_data_is_drawn_once_per_step(session: Session, kind: type[Panel]) -> None:
     panel = kind(session)
     train(session, 1)
     shown(panel)
@@ -69,7 +69,7 @@ def test_what_changes_with_steps_is_drawn_with_steps(session: Session, kind: typ
     assert content.value not in ("as it was", drawn)
 
 
-def test_the_heat_map_shows_the_figure_that_is_chosen(session: Session) -> None:
+def test_heat_map_shows_the_selected_figure(session: Session) -> None:
     panel = HeatPanel(session)
     shown(panel)
     assert "appear with the first step" in html_of(panel)
@@ -77,7 +77,7 @@ def test_the_heat_map_shows_the_figure_that_is_chosen(session: Session) -> None:
     now = shown(panel)
     picture, choice = panel.widget.children[0], panel.widget.children[1].children[0]
     assert picture.value == draw_heat(now.statistics, "grad_norm", now.changes)
-    choice.value = "update_ratio"  # drawn again at once, without a step
+    choice.value = "update_ratio"  # redrawn at once, without a step
     assert picture.value == draw_heat(now.statistics, "update_ratio", now.changes)
     assert panel.still(now)[0].svg == picture.value
     choice.value = "influence"
@@ -108,10 +108,9 @@ def test_a_session_keeps_the_figures_of_all_its_steps(session: Session) -> None:
     record = session.snapshot().statistics
     assert record.first.tolist() == record.last.tolist() == [1, 2, 3, 4]
     for figure in ("grad_norm", "update_ratio"):
-        told = [[getattr(layer, figure) for layer in step] for step in rows]
-        expected = np.array(told, np.float64).T
+        expected = np.array([[getattr(layer, figure) for layer in step] for step in rows], np.float64).T
         np.testing.assert_allclose(record.values(figure, record.stack), expected, rtol=1e-6)
-        assert np.argwhere(np.isnan(expected)).tolist() == [[2, 3]], "frozen since then"
+        assert np.argwhere(np.isnan(expected)).tolist() == [[2, 3]], "the layer was frozen before the last step"
 
 
 def test_a_change_of_settings_is_marked_in_the_loss_at_once(session: Session) -> None:
@@ -127,10 +126,10 @@ def test_a_change_of_settings_is_marked_in_the_loss_at_once(session: Session) ->
     session.reconfigure(ahead=3)
     session.wait(HANG_S)
     shown(panel)
-    assert panel.widget.children[0].value != once, "still one change, but another"
+    assert panel.widget.children[0].value != once, "still one change, with another value"
 
 
-def test_the_table_behind_memory_is_of_the_step_that_is_drawn(session: Session) -> None:
+def test_memory_table_matches_the_picture(session: Session) -> None:
     panel = MemoryPanel(session)
     fold = next(one for one in widgets_of(panel) if isinstance(one, ipywidgets.ToggleButton))
     fold.value = True
@@ -140,7 +139,7 @@ def test_the_table_behind_memory_is_of_the_step_that_is_drawn(session: Session) 
     train(session, 1)
     last = session.snapshot()
     panel.show(first)
-    panel.show(replace(first, step=last.step))  # the relay is done with a step, the session not yet
+    panel.show(replace(first, step=last.step))  # the relay has completed a step, the session has not recorded it
     panel.show(last)
     assert last.last is not None
     assert memory_table(last.last, last.in_core_bytes).to_html(folded=False) in html_of(panel)

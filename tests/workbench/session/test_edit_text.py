@@ -1,4 +1,4 @@
-"""Edits in a few words, from values and from what the journal keeps of them."""
+"""Descriptions of edits, from values and from the journal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WORDS: list[tuple[Edit, str]] = [
 ]
 
 
-NUMBERS = {f"L{i + 2:03d}": i for i in range(6)}  # two layers have gone
+NUMBERS = {f"L{i + 2:03d}": i for i in range(6)}  # two layers were removed
 NUMBERED: list[tuple[Edit, str]] = [
     (Insert("L005", like="L004", init="copy"), "+ before 3 · L005 like 2 · L004 (copy)"),
     (Insert(3), "+ at 3 (identity)"),
@@ -54,36 +54,36 @@ NUMBERED: list[tuple[Edit, str]] = [
 
 
 @pytest.mark.parametrize(("edit", "words"), NUMBERED, ids=[words for _, words in NUMBERED])
-def test_layers_that_are_named_by_keys_have_their_number_beside_them(edit: Edit, words: str) -> None:
+def test_layers_given_by_key_are_named_with_their_number(edit: Edit, words: str) -> None:
     assert describe_edit(edit, NUMBERS) == words
     entry = JournalEntry(0, 1, "edit", repr(edit), -1, False, "kept", 4, 0, 0, places=NUMBERS)
     assert describe_entry(entry, [entry]) == words
 
 
 @pytest.mark.parametrize(("edit", "words"), WORDS, ids=[words for _, words in WORDS])
-def test_an_edit_is_said_in_a_few_words_also_as_it_was_printed(edit: Edit, words: str) -> None:
+def test_edit_is_described_from_value_and_from_repr(edit: Edit, words: str) -> None:
     assert describe_edit(edit) == words
     assert from_print(edit) == words
 
 
 def from_print(edit: Edit) -> str:
-    """As the journal has it."""
+    """Describe an edit from the journal."""
     entry = JournalEntry(0, 1, "edit", repr(edit), -1, False, "kept", 4, 0, 0)
     return describe_entry(entry, [entry])
 
 
-def test_an_edit_of_ones_own_is_said_as_it_prints_itself() -> None:
+def test_edit_of_the_user_is_described_by_its_repr() -> None:
     class Odd(Edit):
         def __repr__(self) -> str:
             return "Odd(1)"
 
-        def carry_out(self, editor: object, do: object) -> None: ...
+        def execute(self, editor: object, do: object) -> None: ...
 
     assert describe_edit(Odd()) == "Odd(1)"
     assert from_print(Odd()) == "Odd(1)"
 
 
-def test_the_journal_reads_well_also_with_undo_groups_and_modules_that_print_lines() -> None:
+def test_journal_with_undo_groups_and_modules_of_several_lines() -> None:
     with make_relay() as relay:
         relay.step(make_batches()[0])
         relay.apply(Insert(2), Drop("L000"))

@@ -1,4 +1,4 @@
-"""A recorded run is shown again by the same panels, at any step that was recorded whole, and no model is built for it."""
+"""Replays of recorded runs: panels, slider, comparison and notebooks, without building a model."""
 
 import subprocess
 import sys
@@ -41,11 +41,11 @@ def replay(path: Path) -> Iterator[ReplayBench]:
     made = workbench.replay(path)
     yield made
     made.close()
-    wait_until(lambda: not threads_named("pump"))
+    wait_until(lambda: not threads_named("refresh loop"))
 
 
 def words_of(widget: ipywidgets.Widget) -> str:
-    """Everything that a widget shows in HTML."""
+    """Return the HTML of a widget and its children."""
     parts = [widget.value] if isinstance(widget, ipywidgets.HTML) else []
     return "".join([*parts, *(words_of(child) for child in getattr(widget, "children", ()))])
 
@@ -53,7 +53,7 @@ def words_of(widget: ipywidgets.Widget) -> str:
 # The widget ----------------------------------------------------------------------------------------------------------
 
 
-def test_it_shows_the_end_at_first(replay: ReplayBench, path: Path) -> None:
+def test_replay_starts_at_the_end(replay: ReplayBench, path: Path) -> None:
     bundle = replay._repr_mimebundle_()
     now = load_run(path).snapshot()
     assert WIDGET_VIEW_TYPE in bundle and now.step == replay.snapshot().step == 10
@@ -62,49 +62,49 @@ def test_it_shows_the_end_at_first(replay: ReplayBench, path: Path) -> None:
     assert "a &lt;run&gt;" in words_of(replay.widget) and "<run>" not in words_of(replay.widget)
 
 
-def test_the_slider_goes_to_steps_that_were_recorded_whole(replay: ReplayBench) -> None:
+def test_slider_has_the_completely_recorded_steps(replay: ReplayBench) -> None:
     assert [name for name, _ in replay.slider.options] == ["1", "2", "4", "5", "6", "7", "8", "10"]
     replay.slider.value = dict(replay.slider.options)["5"]
     now = replay.snapshot()
     assert now.step == 5 and len(now.steps) == 5 and now.last is not None and now.last.step == 4
     replay._show(now)
-    said = words_of(replay.widget)
-    assert "step 5" in said and "micro_batches 2 → 3" not in said
+    output = words_of(replay.widget)
+    assert "step 5" in output and "micro_batches 2 → 3" not in output
     replay.slider.value = dict(replay.slider.options)["8"]
     replay.views.show_view("loss")
     assert "micro_batches 2 → 3" in words_of(replay.widget)
 
 
-def test_there_is_nothing_to_press_but_the_player(replay: ReplayBench) -> None:
+def test_replay_has_no_controls_of_the_training(replay: ReplayBench) -> None:
     assert not any(isinstance(panel, HeaderPanel | EditsPanel) for panel in replay.panels)
     (player,) = [panel for panel in replay.panels if isinstance(panel, RecordedRelayPanel)]
     assert player._live.layout.display == "none" and not player._live.value
 
 
-def test_the_player_goes_through_the_step(replay: ReplayBench) -> None:
+def test_player_replays_the_step(replay: ReplayBench) -> None:
     replay._show(replay.snapshot())
     (player,) = [panel for panel in replay.panels if isinstance(panel, RecordedRelayPanel)]
     before = player._picture.value
     assert f"event {player._slider.value + 1} of" in before
     player._slider.value = 0
     assert "event 1 of" in player._picture.value != before
-    replay._show(replay.snapshot())  # nothing new: the player stays where it was put
+    replay._show(replay.snapshot())  # the same moment: the player keeps its position
     assert "event 1 of" in player._picture.value
     replay.slider.value = dict(replay.slider.options)["1"]
     replay._show(replay.snapshot())
     assert "event 1 of" not in player._picture.value
 
 
-def test_it_follows_the_slider_while_it_is_shown(replay: ReplayBench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_displayed_replay_follows_the_slider(replay: ReplayBench, capsys: pytest.CaptureFixture[str]) -> None:
     replay._ipython_display_()
-    assert "Loss" in capsys.readouterr().out  # in plain Python the text is printed
+    assert "Loss" in capsys.readouterr().out  # outside of notebooks, text is printed
     (facts,) = [panel for panel in replay.panels if isinstance(panel, FactsPanel)]
     wait_until(lambda: "step 10" in facts._title.value)
     replay.slider.value = dict(replay.slider.options)["2"]
     wait_until(lambda: "step 2" in facts._title.value)
 
 
-def test_a_replay_is_a_source_for_single_panels_but_not_for_buttons(replay: ReplayBench) -> None:
+def test_replay_is_a_source_for_panels_without_controls(replay: ReplayBench) -> None:
     panel = TimelinePanel(replay)
     panel.show(replay.snapshot())
     assert "<svg" in words_of(panel.widget)
@@ -113,7 +113,7 @@ def test_a_replay_is_a_source_for_single_panels_but_not_for_buttons(replay: Repl
             kind(replay)
 
 
-def test_layers_that_are_gone_are_seen_in_their_step(tmp_path: Path) -> None:
+def test_removed_layers_are_shown_in_their_step(tmp_path: Path) -> None:
     with make_relay() as relay:
         with Session(relay, make_batches(), loggers=[Recorder(tmp_path / "run.jsonl")]) as session:
             train(session, 2)
@@ -181,16 +181,16 @@ def test_two_runs_side_by_side(path: Path, tmp_path: Path) -> None:
         workbench.compare(path)
 
 
-def test_equal_losses_are_said_to_be_equal(path: Path, tmp_path: Path) -> None:
+def test_equal_losses_are_reported(path: Path, tmp_path: Path) -> None:
     again = record(tmp_path / "run.jsonl", title="again")
-    (said,) = workbench.compare(path, again).comparison.said
-    assert said == "a <run> and again: losses are equal, to the bit, in all 10 steps that both made."
+    (output,) = workbench.compare(path, again).comparison.said
+    assert output == "a <run> and again: losses are equal, to the bit, in all 10 steps that both made."
     lines = again.read_text(encoding="utf-8").splitlines()
     loss = load_run(again).snapshot().steps[6].loss
     changed = [line.replace(repr(loss), repr(loss * 2)) for line in lines]
     again.write_text("\n".join(changed) + "\n", encoding="utf-8")
-    (said,) = workbench.compare(path, again).comparison.said
-    assert said == (
+    (output,) = workbench.compare(path, again).comparison.said
+    assert output == (
         f"a <run> and again: losses are equal, to the bit, before step 7; after that they differ by {loss:.2g} at most."
     )
 

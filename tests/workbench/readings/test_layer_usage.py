@@ -1,4 +1,4 @@
-"""Costs of layers, against those that are added up by hand."""
+"""Usage of layers against values computed by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def compute(layer: str, kind: str, start_s: float, stop_s: float, stalled_s: flo
     return Event("compute", kind, start_s, stop_s, layer, stalled_s=stalled_s)
 
 
-def test_a_layer_costs_what_its_own_events_say_and_the_fullest_moment_in_them() -> None:
+def test_usage_is_the_sum_of_events_and_the_peak_during_them() -> None:
     events = [
         Event("h2d", "load", 0.0, 1.0, "L000"),
         compute("L000", "forward", 1.0, 2.0, stalled_s=1.0),
@@ -21,22 +21,23 @@ def test_a_layer_costs_what_its_own_events_say_and_the_fullest_moment_in_them() 
         compute("L001", "backward", 5.0, 8.0),
         compute("L000", "backward", 8.0, 10.0, stalled_s=0.25),
     ]
-    # when an event has ended, the relay notes the highest bytes while it ran, then what is left
-    held = [(0.0, 10), (2.0, 40), (2.0, 15), (4.5, 90), (4.5, 20), (4.7, 500), (4.9, 20)]
-    held += [(8.0, 80), (8.0, 20), (10.0, 60), (10.0, 5)]
+    # At the end of an event the relay records the maximum during the event, then the current bytes.
+    device_bytes = [(0.0, 10), (2.0, 40), (2.0, 15), (4.5, 90), (4.5, 20), (4.7, 500), (4.9, 20)]
+    device_bytes += [(8.0, 80), (8.0, 20), (10.0, 60), (10.0, 5)]
     samples = [
-        MemorySample(t_s, "device", {"weights": nbytes // 2, "stash": nbytes - nbytes // 2}) for t_s, nbytes in held
+        MemorySample(t_s, "device", {"weights": nbytes // 2, "stash": nbytes - nbytes // 2})
+        for t_s, nbytes in device_bytes
     ]
     samples.append(MemorySample(9.5, "host", {"weights": 10_000}))
     first, second, absent = layer_usage(Columns.of(Trace.of(events, samples)), ["L000", "L001", "L007"])
     assert (first.key, first.compute_s, first.waiting_s, first.device_bytes) == ("L000", 3.0, 1.25, 60)
     assert (second.compute_s, second.waiting_s, second.device_bytes) == (5.0, 0.5, 90), (
-        "the peak between its events is no one's"
+        "a peak between events belongs to no layer"
     )
     assert absent[1:] == (0.0, 0.0, 0)
 
 
 @pytest.mark.parametrize("events", [[], [compute("L000", "forward", 0.0, 1.0)]])
-def test_without_samples_no_bytes_are_told(events: list[Event]) -> None:
+def test_without_samples_device_bytes_are_zero(events: list[Event]) -> None:
     (cost,) = layer_usage(Columns.of(Trace.of(events, [])), ["L000"])
     assert cost.compute_s == len(events) and cost.device_bytes == 0
