@@ -1,4 +1,4 @@
-"""Layer relay: train a model one layer at a time, equal to plain training, in device memory that does not grow with depth."""
+"""Layer relay: train a model one layer at a time, equal to plain training, in constant device memory."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

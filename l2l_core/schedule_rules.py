@@ -75,7 +75,7 @@ def gradient_slots(ahead: int, schedule: str = "breadth_first", layers: int = 0)
 
 
 def chunks_per_copy(micro_batches: int, ahead: int, stash: str) -> int:
-    """Return the number of pieces in which a layer is copied: one per turn if a stash is copied between them."""
+    """Return the number of chunks of a layer's copy: one per turn if a stash is copied between them."""
     return micro_batches if ahead and stash != "device" else 1
 
 

@@ -1,4 +1,4 @@
-"""The lane that limits each phase of a step, and the setting that would help: "why is it slow", with numbers.
+"""The lane that limits each phase of a step, and the setting that would help.
 
 Computed from the events of a trace. The phases are those of `roofline.py`.
 """
@@ -66,7 +66,7 @@ class Bound:
 
 
 def find_bounds(trace: TraceLike) -> tuple[Bound, ...]:
-    """Return the bounds of a step's phases, in order of time; their spans add up to the trace's. Empty without events.
+    """Return the bounds of a step's phases, in order of time; empty without events.
 
     Also for a running or failed step, and for a forward pass. Settings absent from `Trace.settings` are not advised; the
     number of micro-batches is then counted from the events.

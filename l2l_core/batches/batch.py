@@ -155,7 +155,7 @@ class _RowSelection:
         return cut if self._change is None else [self._change(where, part, k) for k, part in enumerate(cut)]
 
     def _select_leaf(self, value: Any, where: str) -> list[Any]:
-        """Repeat a value that is neither tensor nor container for every choice, or cut it if it is a sequence of rows.
+        """Repeat a leaf for every choice, or cut it if it is a sequence of rows.
 
         Raises:
             TypeError: the value has rows or tensors that cannot be cut, or is an iterator.

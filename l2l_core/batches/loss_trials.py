@@ -94,7 +94,7 @@ def target_trials(rows: BatchRows, counts: CandidateCounts, kinds: Sequence[str]
 
 
 def _best_rows(column: Any) -> list[int]:
-    """Choose two rows: first those with a target at the first position, which shows a shift, then by number of targets."""
+    """Choose two rows: first those whose first position is a target, then those with most targets."""
     is_target = column != IGNORE_INDEX
     first = is_target[..., :1].reshape(len(column), -1).any(1).tolist()
     number = is_target.reshape(len(column), -1).sum(1).tolist()
@@ -103,7 +103,7 @@ def _best_rows(column: Any) -> list[int]:
 
 
 def _target_masks(row: Any) -> tuple[Any, Any] | None:
-    """Return masks of the targets that two copies of a row keep, a few first and a few last; None if there are too few."""
+    """Return masks of a row's first and last targets; None if it has too few."""
     flat = (row != IGNORE_INDEX).reshape(-1)
     places = torch.as_tensor(flat).nonzero().flatten().tolist()
     if len(places) < sum(KEPT_TARGETS):

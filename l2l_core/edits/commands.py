@@ -171,7 +171,7 @@ class Transaction:
 
 @contextmanager
 def transaction(editor: Editor) -> Iterator[Transaction]:
-    """Run the commands of a block as a group; undo them if the block, a check of shared weights or the commit fails."""
+    """Run the commands of a block as a group; undo them if anything fails."""
     with ExitStack() as rollbacks:
         rollbacks.callback(editor.store.edit_storage.rollback)  # called last, when memory is restored
         yield Transaction(editor, rollbacks)

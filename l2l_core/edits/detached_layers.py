@@ -37,7 +37,7 @@ class DetachedLayer:
         return sum(block.nbytes + entry.nbytes for block, entry in self.entries.items())
 
     def spill(self) -> None:
-        """Move weights and state to a temporary file, which is deleted with the layer or at the end of the process.
+        """Move weights and state to a temporary file; it is deleted with the layer or the process.
 
         Raises:
             OSError: the disk is full; everything is in memory as before.

@@ -28,7 +28,7 @@ from l2l_core.eps.updater import BlockGradients, check_can_step
 def dry_run_store(
     store: LayerStore, host: Ledger, empty: Callable[[int], torch.Tensor], reducer: Reducer, residuals: Residuals
 ) -> LayerStore:
-    """Return an EPS over the same masters and thread whose updates have no effect; no step of `store` may be running.
+    """Return an EPS over the same masters whose updates have no effect; `store` must be idle.
 
     It writes only to `grad` of the masters (while gradients are clipped) and to statistics. `host` gets the bytes of gradient
     buffers booked; `empty` returns a float32 host buffer with a number of elements.

@@ -65,7 +65,7 @@ def relative_change(before: torch.Tensor, after: torch.Tensor) -> tuple[float, f
 
 
 def relative_change_by_position(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Return the norm of the difference over the norm of the first, NaN if that is 0, on the host: (positions,)."""
+    """Return |first - second| / |first| by position, (positions,), on the host; NaN where |first| is 0."""
     a, b = before.double(), after.double()
     norms = a.norm(dim=-1)
     return ((b - a).norm(dim=-1) / norms.where(norms > 0, math.nan)).float().cpu()

@@ -132,7 +132,7 @@ def _lens_result(empty: LensResult, rows: MicroBatchRows, result: tuple[Any, Any
 
 
 def _no_tokens_reason(shape: Sequence[int] | None, rows: MicroBatchRows) -> str:
-    """Return why logits of a shape are not those of tokens, or of a class for each row; empty if they are."""
+    """Return why logits of a shape are not those of tokens or classes; empty if they are."""
     if shape is None:
         return _NO_LOGITS.format("(rows, positions, tokens) or (rows, classes)")
     if len(shape) == 3 and rows.length is None:
@@ -141,7 +141,7 @@ def _no_tokens_reason(shape: Sequence[int] | None, rows: MicroBatchRows) -> str:
 
 
 def _no_generation_reason(passes: InspectionPasses, row: Any, prompt_length: int) -> str:
-    """Return why the model cannot continue a row, empty if it can: logits must depend on the token there, and on no later one."""
+    """Return why the model cannot continue a row; empty if it can."""
     tokens = _require_tokens(row)
     task, last = NextTokenTask(passes.objective, prompt_length - 1), prompt_length - 1
     # Replaced: no token, the last one of the prompt, those after it

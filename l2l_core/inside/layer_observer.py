@@ -97,7 +97,7 @@ def _no_positions_reason(shape: Sequence[int], rows: MicroBatchRows) -> str:
 
 
 def _is_compiled(call: LayerCall, layer_forward: Callable[..., Any]) -> bool:
-    """Return True if a part of the layer is compiled, or the forward that replaces the layer's own in a pass."""
+    """Return whether a part of the layer, or its forward in a pass, is compiled."""
     return hasattr(layer_forward, "get_compiler_config") or any(
         compiled_attribute(part) is not None for part in call.unit.module.modules()
     )

@@ -23,7 +23,7 @@ _outputs: ContextVar[list[Any]] = ContextVar("outputs of the model that runs in 
 
 @dataclass(frozen=True, slots=True)
 class LensTask:
-    """Task of a pass that reads the head: loss, tokens and chances of one row, and the shape of the logits.
+    """Task of a pass that reads the head: loss, tokens, probabilities of one row, shape of the logits.
 
     Returns a scalar, (positions, top), (positions, top) and sizes. The first dimension is taken for the rows; the caller
     checks that with the shape. Tokens and chances are None without such a row, and all but the loss without logits.

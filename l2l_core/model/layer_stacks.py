@@ -101,7 +101,7 @@ class LayerResolver:
         return stack, places.start
 
     def _range_of(self, where: object) -> tuple[Stack, range]:
-        """Return the stack of the layer at `where` and its place; from its first to its last place if given by name."""
+        """Return the stack of the layer at `where`, and its place or places."""
         if not isinstance(where, str | nn.Module):
             stack, position = self._split_position(where)
             index = _index(stack, position, len(stack))

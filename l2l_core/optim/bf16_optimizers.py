@@ -1,4 +1,4 @@
-"""Any torch optimizer with its state in bfloat16: 4 bytes per parameter instead of 8 for AdamW; optionally the weights, too.
+"""Any torch optimizer with its state, and optionally the weights, in bfloat16.
 
 A step unpacks the state of its parameters to float32, runs the plain step, and packs the new state. A relay steps one block
 at a time, so only one block's state is unpacked at once.

@@ -146,7 +146,7 @@ class HistoryRestorer:
         return fill
 
     def _find_layer(self, part: PlainPart, units: Mapping[str, Unit], detached: Mapping[str, Unit]) -> Unit | None:
-        """Return a detached layer, which may be one of the caller's model, or make it; None if it cannot be built."""
+        """Return a detached layer, found in the caller's model or made; None if neither is possible."""
         key, unit = part["key"], detached.get(part["key"])
         if unit is None:
             shell = self.editor.registry.shell

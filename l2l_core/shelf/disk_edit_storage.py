@@ -1,4 +1,4 @@
-"""Storage for edits of a shelf: a few blocks are in memory at a time, and an edit is committed like a step.
+"""Storage for edits of a shelf: an edit is committed like a step.
 
     lease ──▶ read ──▶ the edit reads or changes the block ──▶ if changed: write to the other copy ─┐
     store_unit: a new layer ──▶ check room ──▶ write to new files ──────────────────────────────────┤
@@ -133,7 +133,7 @@ class DiskEditStorage:
         self._records.wait_for_writes()
 
     def _check_disk_space(self, entries: Mapping[Block, OptimizerEntry]) -> None:
-        """Check that the disk has room for both copies of a new layer, and the second copies of earlier ones in this edit."""
+        """Check that the disk has room for both copies of all new layers of this edit."""
         sizes = {block: self._budget.size_of(block) for block in entries}
         new = {block for block in self._records.pending if block not in self._records.committed} - sizes.keys()
         needed = 2 * sum(sizes.values()) + sum(self._budget.size_of(block) for block in new)

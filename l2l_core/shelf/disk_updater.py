@@ -159,7 +159,7 @@ class DiskUpdater:
     # -- buffers -------------------------------------------------------------------------------------------------------
 
     def _read_ahead(self) -> None:
-        """Start the next reads for which there is room. Does not wait, as that would block loads on the thread for reads."""
+        """Start the next reads for which there is room, without waiting: loads use the same thread."""
         with self._read_started:
             while self._queue and (buffer := self._pool.acquire(self._size_of(self._queue[0]))) is not None:
                 block = self._queue.popleft()

@@ -67,7 +67,7 @@ def replace_meta_params(modules: Iterable[nn.Module]) -> None:
 
 
 def refuse_placeholder_state(folder: Path, module: nn.Module, *_: Any) -> None:
-    """Refuse the state dict of a module whose parameters have no values; a pre-hook that also works in copies of the module."""
+    """Refuse the state dict of a module whose parameters have no values; a state-dict pre-hook."""
     if any(is_placeholder(param) for param in module.parameters()):
         refuse_state(folder)
 

@@ -46,7 +46,7 @@ class SafetensorsShards:
 
 
 def write_shards(folder: Path, parts: Iterator[Mapping[str, torch.Tensor]], count: int) -> None:
-    """Write `count` groups of named tensors as one shard each, and the index; one group is in memory at a time.
+    """Write `count` groups of named tensors, one shard at a time, and the index.
 
     Raises:
         OSError: a file cannot be written.

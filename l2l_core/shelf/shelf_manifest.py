@@ -184,7 +184,7 @@ class ShelfManifest:
 
 
 def _tensors_names(steps: int) -> tuple[str, str]:
-    """Return two names: an edit after a step writes tensors for the same step while the old ones are still in use."""
+    """Return two names: after an edit, old tensors of the same step are still in use."""
     return f"step-{steps:08d}.safetensors", f"step-{steps:08d}-edited.safetensors"
 
 

@@ -104,7 +104,7 @@ class Profile:
         return by_micro_batch | {key for key, layer in self.layers.items() if layer.push_bytes}
 
     def jobs(self, update: str) -> tuple[dict[int, list[EPSJob]], list[EPSJob]]:
-        """Return the work of the EPS that can start after each stay, by its index, and that for the end of the step.
+        """Return the EPS's work that can start after each stay, by index, and at the end.
 
         With eager updates, a layer's own gradients are complete after its last stay; those of the shell and shared blocks
         at the end.

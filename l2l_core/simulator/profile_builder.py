@@ -135,7 +135,7 @@ class ProfileBuilder:
         )
 
     def _add_gradient_parts(self, visit: int, k: int, ops: list[ComputeOp]) -> list[ComputeOp]:
-        """Attach gradients pushed by micro-batch to the loss, or to the end of a backward and of the shell's before it."""
+        """Attach gradients pushed by micro-batch to the compute operations that complete them."""
         losses = [index for index, op in enumerate(ops) if op.kind == "loss"]
         numbers = {visit, *(op.visit for op in ops if op.kind == "backward")}
         for number in numbers if ops else ():
@@ -153,7 +153,7 @@ class ProfileBuilder:
         return [tuple(group) for group in groups]
 
     def _handover_s(self) -> float:
-        """Return the seconds from the end of a copy to the start of the work that waits for it, measured with batches."""
+        """Return the seconds from the end of a copy to the start of work that waits for it."""
         stops_s = {event.k: event.stop_s for event in self._lanes["h2d"] if event.kind == "batch"}
         waits_s = [e.start_s - stops_s[e.k] for e in self._visits[0] if e.k in stops_s]
         return min((seconds for seconds in waits_s if seconds >= 0), default=0.0)

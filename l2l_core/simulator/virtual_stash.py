@@ -33,7 +33,7 @@ class VirtualStashStore:
 
 
 class _VirtualBuffer(StashBuffer):
-    """Times of a buffer: end of its last fill or flush, of the copy from it, and when it is free again."""
+    """Times of a buffer: end of its last fill, of the copy from it, and its release."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()

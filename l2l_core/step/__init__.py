@@ -1,4 +1,4 @@
-"""One pass over the model: a training step, an inference or a rehearsal. No object here outlives its pass, except caches.
+"""One pass over the model: a training step, an inference or a rehearsal.
 
 May import `step.micro_batch`, `step.traffic`, `step.graph`, `eps`, `eps.optimizers`, `eps.blocks`, `devices`, `batches`,
 `model`, `trace`, `config`, `schedule_rules`.

@@ -77,7 +77,7 @@ class BreadthFirstRuntime(PassRuntime):
         self.ctx.observers.append(observer)
 
     def perturb_shell(self) -> None:
-        """Add noise to the shell's weights on the device, for this pass: a zero head gives every input the same loss.
+        """Add noise to the shell's device weights: a zero head gives every input the same loss.
 
         The masters stay unchanged.
         """

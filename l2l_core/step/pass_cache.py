@@ -19,7 +19,7 @@ _MAX_KINDS = 16  # of inferences, and of steps with a counted `keep`
 
 @dataclass(frozen=True, slots=True)
 class PassKind:
-    """Inputs that determine the course of a pass. Passes of one kind have one layer order and need the same memory.
+    """Inputs that determine layer order and memory of a pass.
 
     Attributes:
         config: settings, without the seed.
@@ -144,7 +144,7 @@ class _StepRecords:
 
 
 class _PartialStepRecords(_StepRecords):
-    """Records of steps that skip layers. A step can be replayed when each of its layers was in a metered step.
+    """Records of steps that skip layers; replayable when every layer was in a metered step.
 
     Where layers are missing, events are not in the order of the metered step: the meter books the peak of their label.
     """

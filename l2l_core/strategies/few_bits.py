@@ -96,9 +96,9 @@ def pack_bits(indices: Tensor, bits: int) -> Tensor:
 def unpack_bits(packed: Tensor, bits: int, shape: torch.Size) -> Tensor:
     """Unpack the result of `pack_bits` to int32 of the given shape."""
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    flat = torch.stack([(packed[bit][:, None] >> places & 1).int() << bit for bit in range(bits)]).sum(
-        0, dtype=torch.int32
-    )
+    flat = torch.zeros(packed.shape[1], 8, dtype=torch.int32, device=packed.device)
+    for bit in range(bits):
+        flat += (packed[bit][:, None] >> places & 1).int() << bit
     return flat.reshape(-1)[: shape.numel()].view(shape)
 
 

@@ -13,7 +13,7 @@ from l2l_core.strategies.stage_structure import StageStructure
 
 @dataclass
 class StageCosts:
-    """Costs of the stages of one structure, in bytes as the meter counts them, by stage and the keys in the comments."""
+    """Costs of the stages of one structure, in metered bytes."""
 
     structure: StageStructure
     base_bytes: int = 0  # before the first operation: the micro-batch, and gradients of earlier micro-batches

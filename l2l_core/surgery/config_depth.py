@@ -1,4 +1,4 @@
-"""Find the fields of a configuration that are the depth of a stack, and its lists with one entry per layer.
+"""The fields of a configuration that are a stack's depth, and lists with one entry per layer.
 
 There is no list of model families. A *config* is an attribute of a module that has `to_dict` (transformers), is a dataclass,
 or is a dict or plain object under a name like "config". The evidence is a field's value (the old depth), its name (it has

@@ -88,7 +88,7 @@ def layer_fingerprint(layer: nn.Module) -> str:
 
 
 def _plain_setting(value: Any) -> Any:
-    """Return a setting in a form that is the same in every process, or None if `value` is not a setting."""
+    """Return a setting in a form that is equal in every process; None for other values."""
     if isinstance(value, bool | int | float | str | torch.dtype):
         return repr(value)
     if isinstance(value, tuple | list):

@@ -202,7 +202,7 @@ class Trace:
         return tuple(self._samples)
 
     def samples_since(self, i: int) -> list[MemorySample]:
-        """Return the memory samples from the `i`-th on, in order of time; add their number to `i` for the next call."""
+        """Return the memory samples from the `i`-th on, in order of time."""
         assert i >= 0, f"cursor {i} into {len(self._samples)} samples"
         return self._samples[i:]
 

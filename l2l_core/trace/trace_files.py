@@ -281,7 +281,7 @@ _TYPE_CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "str": lambda value: isinstance(value, str),
     "int": lambda value: isinstance(value, int),
     "float": lambda value: isinstance(value, int | float),
-    "Mapping[str, int]": lambda value: isinstance(value, dict) and all(isinstance(n, int) for n in value.values()),  # pyright: ignore[reportUnknownVariableType] - JSON
+    "Mapping[str, int]": lambda value: isinstance(value, dict) and all(isinstance(n, int) for n in value.values()),  # pyright: ignore[reportUnknownVariableType] - parsed JSON
 }
 
 

@@ -165,7 +165,7 @@ class Channel:
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def all_gather_small(self, row: torch.Tensor, what: str, timeout_s: float | None = None) -> torch.Tensor:
-        """Gather `row`, (n,), of every worker into (count, n), by direct messages: one latency instead of a ring's N - 1.
+        """Gather `row`, (n,), of every worker into (count, n), by direct messages.
 
         The row is copied once per worker, so this is for a few bytes only.
         """

@@ -1,4 +1,4 @@
-"""Weight source of a sharded model: gathers a block from all workers into a host buffer, from which the load copies.
+"""Weight source of a sharded model: gathers a block from all workers into a host buffer.
 
 Gathers run ahead of loads, on a separate channel and thread, and send weights in the type that the device uses. Besides its
 shards a worker holds buffers for about ``ahead + 2`` whole layers, independent of the depth of the model.

@@ -27,7 +27,7 @@ blocks = [nn.Sequential(nn.Linear(64, 4 * 64), nn.GELU(), nn.Linear(4 * 64, 64))
 model, batch = nn.Sequential(nn.Linear(8, 64), *blocks, nn.Linear(64, 1)), (torch.randn(512, 8), torch.randn(512, 1))
 lab = Lab(model, batch, layers=blocks, loss=lambda out, batch: nn.functional.mse_loss(out, batch[1]))
 least, most = (lab.plan(way).peak_device_bytes for way in (Full(), Plain()))
-lab = lab.on(EmulatedDevice((least + most) // 2, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9))
+lab = lab.on_device(EmulatedDevice((least + most) // 2, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9))
 """
 SHOW = """bench = workbench.LabBench(lab, [batch], ways=[Plain(), Full(), Offload(), Rotor(1), RelayPolicy()], plan="Plain")
 bench"""

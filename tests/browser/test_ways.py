@@ -19,7 +19,7 @@ from torch import nn
 
 import workbench
 from l2l_core import EmulatedDevice
-from l2l_core.strategies import Full, Lab, Offload, Plain, RelayPolicy, Rotor, Table
+from l2l_core.strategies import Full, Lab, Offload, Plain, RelayPolicy, Rotor, StrategyTable
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -28,7 +28,7 @@ model, batch = nn.Sequential(nn.Linear(8, 64), *blocks, nn.Linear(64, 1)), (torc
 link = EmulatedDevice(h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8)
 lab = Lab(model, batch, device=link, layers=blocks, loss=lambda out, batch: nn.functional.mse_loss(out, batch[1]))
 rows = lab.compare([Plain(), Full(), Offload(), Rotor(1), RelayPolicy()]).rows
-table = Table(rows, (rows[0].peak_device_bytes + rows[1].peak_device_bytes) // 2)
+table = StrategyTable(rows, (rows[0].peak_device_bytes + rows[1].peak_device_bytes) // 2)
 """
 SHOW = "ways = workbench.Ways(table)\nways"
 
@@ -60,7 +60,7 @@ def test_a_way_is_chosen_and_its_plan_is_shown(
 
     picture = root.locator(".l2l-picks").first
     picture.focus()
-    assert "choose a way" in (picture.get_attribute("aria-label") or "")
+    assert "choose a strategy" in (picture.get_attribute("aria-label") or "")
     for _ in range(6):
         page.keyboard.press("ArrowRight")
     until(lambda: plan(root).startswith("Plain"), page, "the way that needs most, by keys")

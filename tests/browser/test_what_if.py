@@ -54,7 +54,7 @@ def test_sliders_answer_and_apply_changes_the_next_step(open_notebook: Callable[
     )
     assert "a recompute as long as forward" in root(bench).inner_text()
     name = root(bench).locator(".widget-hslider", has_text="graphs kept").locator("label")
-    assert name.inner_text() == "graphs kept" and "not recomputed" in (name.get_attribute("title") or "")
+    assert name.inner_text() == "graphs kept" and "instead of recomputed" in (name.get_attribute("title") or "")
     keep(root(bench), "what_if")
     assert bench.step == 3, "nothing has run"
 

@@ -241,7 +241,7 @@ def test_the_remedy_more_micro_batches_works() -> None:
 
 def test_weights_that_are_too_large_are_called_so() -> None:
     error = error_of(10_000, Chain(4), chain_batch(1), ahead=0)
-    assert "layers of their own" in str(error)
+    assert "separate layers" in str(error)
     assert error.bytes_by_category.get("activations", 0) == 0
 
 

@@ -92,7 +92,7 @@ class DemoRun:
         return all(map(self.is_equal, self.compared))
 
     def is_equal(self, one: StepComparison) -> bool:
-        """Return True if a step was equal to the bit or, on other devices than the CPU, close in its losses."""
+        """Return whether a step was equal to the bit; on other devices than the CPU, close."""
         if self.exact:
             return one.relay_loss == one.in_core_loss and one.unequal_weights == 0
         return math.isclose(one.relay_loss, one.in_core_loss, rel_tol=self.settings.close)

@@ -20,7 +20,7 @@ _MAX_SUGGESTIONS = 2
 
 
 class DepthSuggestions:
-    """One line per edit that leads to the slider's depth: a button, a description and code. Hidden at the current depth.
+    """One line per edit that leads to the slider's depth; hidden at the current depth.
 
     Args:
         session: the session that is edited.

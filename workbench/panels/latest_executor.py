@@ -20,7 +20,7 @@ class LatestExecutor:
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Job) -> None:
-        """Run `job` after the current one, in place of a job that still waits. Returns at once; call it from any thread."""
+        """Run `job` after the current one, in place of a waiting job; return at once."""
         with self._lock:
             self._job = job
             if self._thread is None:

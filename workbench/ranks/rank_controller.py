@@ -167,5 +167,5 @@ class RankController(RunController):
 
 
 def _distance_from_cause(ended: str, failure: Failure) -> int:
-    """Rank a failure: 0 for a worker that has ended, 1 for an error of the worker itself, 2 for a consequence."""
+    """Rank a failure: 0 for an ended worker, 1 for the worker's own error, 2 for a consequence."""
     return 0 if ended else 1 if failure.error not in ("WorkerError", "WorkerLostError") else 2

@@ -89,7 +89,7 @@ class RankProcesses:
         return iter(self._remotes)
 
     def call_all(self, method: str, *args: Any, **options: Any) -> list[RankResponse]:
-        """Call a method of the session of every rank, and wait for all; the response of an ended rank is a failure."""
+        """Call a method of every rank's session and wait; an ended rank's response is a failure."""
         number = next(_request_numbers)
         for one in self:
             one.send(RankRequest(number, method, args, options))

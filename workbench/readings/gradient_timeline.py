@@ -16,7 +16,7 @@ MAX_LISTED = 8  # last gradients to examine; the device has buffers for two
 
 
 class GradientSpan(NamedTuple):
-    """Times of a gradient on the device; `push` is the index of its copy, -1 if it has no event yet."""
+    """Times of a gradient on the device; `push` is the index of its copy, or -1."""
 
     begun_s: float
     complete_s: float

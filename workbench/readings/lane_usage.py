@@ -1,4 +1,4 @@
-"""Busy and exposed time of lanes, phases of a step, and compute time of layers, from the columns of a trace.
+"""Busy and exposed time of lanes, phases of a step, and compute time of layers.
 
 The results equal those of `Trace` and `l2l_core.analysis.phases` (tested), but are computed by numpy, fast enough to redraw
 100,000 events ten times a second.

@@ -62,7 +62,7 @@ class KeptGraphs:
 
 
 class StashCount:
-    """Number of stashed layer inputs over time: + 1 at the start of a forward call, - 1 at the end of its backward.
+    """Number of stashed layer inputs over time.
 
     Args:
         events: events of the step.

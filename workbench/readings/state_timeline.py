@@ -33,7 +33,7 @@ class PeakBytes(NamedTuple):
 
 
 class StateTimeline:
-    """The states of a step over time. Arrays are computed once, so that a state takes far less than a millisecond.
+    """The states of a step over time, from arrays that are computed once.
 
     Args:
         columns: events and samples of the step.

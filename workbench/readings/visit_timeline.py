@@ -12,7 +12,7 @@ from workbench.readings.ordered_events import OrderedEvents
 
 
 class ComputeState(NamedTuple):
-    """The layer that computes, the layer that compute waits for, and the first micro-batch of a visit that has not begun."""
+    """The computing layer, the awaited layer, and the first micro-batch of a pending visit."""
 
     layer: str | None
     waits_for: str | None = None
@@ -59,7 +59,7 @@ class VisitTimeline:
         return self._previous.typical_s if self._previous else 0.1
 
     def compute_state(self, t_s: float, shares: Mapping[str | None, float]) -> ComputeState:
-        """Return what computes at a time before the end of compute; `shares` has the loaded share of the weights by layer."""
+        """Return the computing layer at a time; `shares` has the loaded share of weights by layer."""
         j = int(np.searchsorted(self.start_s, t_s, side="right")) - 1
         over = j < 0 or t_s >= self.stop_s[j]
         key = self._keys[self.layers[j]] if j >= 0 else None

@@ -87,7 +87,7 @@ class RecordedRun:
         return _read_trace(self, number)
 
     def traces(self, number: int | None = None) -> Traces | None:
-        """Return the traces of all workers for the shown step of a moment; None with one worker, or if a trace is missing."""
+        """Return all workers' traces of a moment's step; None with one worker, or if one is missing."""
         moment = self.traced_moment(number)
         if moment is None or not self.others or not all(moment in other.traced for other in self.others):
             return None

@@ -191,7 +191,7 @@ def _round_digits(column: Sequence[Any]) -> list[Any]:
 
 
 def trace_row(trace: Trace) -> JsonRow:
-    """Convert a trace to a row; events are lists in the order of `Event`, with lanes, kinds and layers as numbers."""
+    """Convert a trace to a row; events are lists in the order of `Event`'s fields."""
     events = trace.events_since(0)[0]
     words = list(dict.fromkeys(word for event in events for word in (event.kind, event.layer)))
     number = {word: i for i, word in enumerate(words)}

@@ -1,4 +1,4 @@
-"""Trials of a layer, which do not change the model: losses of the probe without it, or with two of it."""
+"""Trials of a layer without a change of the model: losses of the probe without it or with two."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class MemoryScaler:
 
 
 def _slot_bytes(nbytes: tuple[float, float], count: int, width: float) -> float:
-    """Return the bytes of the shell and of `count` slots at a relative width, from those of shell and largest layer."""
+    """Return the bytes of the shell and of `count` slots at a relative width."""
     shell, largest = nbytes
     return width * shell + width**2 * largest * count
 

@@ -94,7 +94,7 @@ class GroupOrder:
         return [[each.rule, sorted(names[stack] for stack in each.downwards)] for each in self._learned]
 
     def load_plain(self, plain: Sequence[Any], names: Mapping[nn.Module, str]) -> None:
-        """Load the rules of a save of the same optimizer, since a model with one layer does not show a direction."""
+        """Load the rules of a save: a model with one layer does not show a direction."""
         if len(plain) != len(self._learned):
             return
         for learned, (rule, downwards) in zip(self._learned, plain, strict=True):

@@ -22,7 +22,7 @@ _IN_PLACE = frozenset(
 
 @lru_cache(maxsize=4096)
 def acts_on_object(func: Any) -> bool:
-    """Whether a function acts on the tensor object, not on its values: an attribute that is not a view, a hook."""
+    """Whether a function acts on the tensor object, not on its values."""
     name = getattr(func, "__name__", "")
     return (
         func in _ON_OBJECT or name == "__set__" or (name == "__get__" and _attribute_of(func) not in _VIEW_PROPERTIES)

@@ -40,7 +40,7 @@ def temporarily(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class InstancePatch:
-    """A value in place of a module's entry point, which is an attribute of the instance or a method of its class."""
+    """A temporary value of a module's entry point, such as `forward`."""
 
     def __init__(self, module: nn.Module, name: str, value: Any) -> None:
         self._attributes, self._name, self._value = vars(module), name, value

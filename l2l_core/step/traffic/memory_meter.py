@@ -18,7 +18,7 @@ _OWNER = "the micro-batch at work"
 
 
 class StaleMeterError(RuntimeError):
-    """The model does something that it did not do in the metered step. Repeated and metered again, the step may succeed."""
+    """The model does something that it did not do in the metered step."""
 
     def __init__(self, what: str) -> None:
         super().__init__(

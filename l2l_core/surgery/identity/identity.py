@@ -75,7 +75,7 @@ def plan_identity(
 
 
 def sample_after(layer: nn.Module, sample: CallSample) -> CallSample:
-    """Return the arguments of a new layer after `layer`, the last of its stack: the same with its output as hidden state.
+    """Return the arguments of a new layer after `layer`, the last of its stack.
 
     Raises:
         ValueError: no argument of `layer` has the shape of its output.

@@ -1,4 +1,4 @@
-"""Identity plans of layers that end in a norm: they become a chain of norms, and the last one takes over values."""
+"""Identity plans of layers that end in a norm: the layer becomes a chain of norms."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _cuts_input(case: SearchCase, probe: LayerProbe, name: str) -> bool:
 
 
 def _final_affine(probe: LayerProbe) -> tuple[str | None, str | None]:
-    """Return the gain and shift of the final operation of a layer: output = gain * z + shift; None for each if absent."""
+    """Return gain and shift of a layer's final operation, output = gain * z + shift; None if absent."""
     out = probe.run()
     names = [name for name in reversed(probe.names_by_last_use()) if broadcast_views(probe.value(name), out)]
     shift = next((name for name in names if _moves_output(probe, name)), None)

@@ -19,7 +19,7 @@ from l2l_core.surgery.identity.search import (
 
 
 def plan_residual(case: SearchCase, probe: LayerProbe, order: list[str], zeroed: list[str]) -> IdentityPlan:
-    """Return the plan of a layer that is the identity with `zeroed` at 0; `probe` is in that state and is changed.
+    """Return the plan of a layer that is the identity with `zeroed` at 0; changes `probe`.
 
     Args:
         case: the layer and its samples.
@@ -43,7 +43,7 @@ def plan_residual(case: SearchCase, probe: LayerProbe, order: list[str], zeroed:
 
 
 def _move_to_offset_gains(probe: LayerProbe, order: list[str], zeroed: list[str]) -> tuple[list[str], list[str]]:
-    """Set a branch that ends in a norm with gain 1 + w to 0 by w = -1, not by zeros as the norm's input.
+    """Set a branch that ends in a norm with gain 1 + w to 0 by w = -1.
 
     A norm of zeros has a gradient of 1 / sqrt(eps), so that the first update would be far too large.
     """
