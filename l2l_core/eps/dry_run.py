@@ -14,15 +14,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from l2l_core.devices import Ledger
+from l2l_core.devices import Device, Ledger
 from l2l_core.eps.blocks import Block, BlockGradient
-from l2l_core.eps.eps_clock import EPSClock
-from l2l_core.eps.gradient_buffers import GradientBuffers
+from l2l_core.eps.gradient_buffers import GradientBuffers, Reducer
+from l2l_core.eps.gradient_codec import CATEGORY, OWNER, Residuals
 from l2l_core.eps.optimizers import clone_shallow, clone_state, step_part
-from l2l_core.eps.reducer import Reducer
-from l2l_core.eps.residuals import Residuals
 from l2l_core.eps.store import LayerStore
-from l2l_core.eps.updater import BlockGradients, check_can_step
+from l2l_core.eps.updater import BlockGradients, EPSClock, Updater, check_can_step
 
 
 def dry_run_store(
@@ -33,32 +31,24 @@ def dry_run_store(
     It writes only to `grad` of the masters (while gradients are clipped) and to statistics. `host` gets the bytes of gradient
     buffers booked; `empty` returns a float32 host buffer with a number of elements.
     """
-    return LayerStore(
-        store.masters, GradientBuffers(host, empty), DryRunUpdater(store), store.thread, residuals, reducer
-    )
+    dry_run = LayerStore(store.masters, GradientBuffers(host, empty), residuals, store.thread)
+    dry_run.updater, dry_run.reducer = DryRunUpdater(store), reducer
+    return dry_run
 
 
-class DryRunUpdater:
+class DryRunUpdater(Updater):
     """Updater of scratch weights with the layout of each gradient."""
 
     def __init__(self, store: LayerStore) -> None:
-        self._masters, self._storage = store.masters, store.storage
-        optimizer = self._masters.optimizer
+        super().__init__(store.masters)
+        self._storage, optimizer = store.storage, store.optimizer
         self._optimizer = clone_shallow(optimizer, optimizer.param_groups, optimizer.state)  # without hooks
         self._by_layout: dict[Any, _ScratchWeights] = {}
-        self._is_undoable = False
-        self.updated: list[Block] = []
         self._states: dict[Block, Sequence[Mapping[str, Any]]] = {}  # of blocks updated in any step so far
 
     def begin(self, undoable: bool, deferred: bool, clock: EPSClock) -> None:
         self._is_undoable, self.updated = undoable, []
         check_can_step(self._masters, self._optimizer)
-
-    def prefetch(self, block: Block) -> None:
-        pass
-
-    def skip(self, block: Block) -> None:
-        pass
 
     def gradients_complete(self, gradients: BlockGradients) -> None:
         pass
@@ -67,11 +57,11 @@ class DryRunUpdater:
         scratch = self._find_scratch(block, gradient)
         for param in self._masters.params_of(block):
             param.grad = None  # set by clipping
-        undo = clone_state(scratch.tensors()) if self._is_undoable else None
+        undo = [clone_state(state) for state in ({"flat": scratch.flat}, *scratch.states.values()) if self._is_undoable]
         scratch.step(gradient)
         del undo  # copied only for its cost
         self.updated.append(block)
-        earlier = self._master_states(block)  # for parameters without an update
+        earlier = super().state_of(block)  # for parameters without an update
         self._states[block] = [scratch.states.get(i, state) for i, state in enumerate(earlier)]
         return {}
 
@@ -82,12 +72,7 @@ class DryRunUpdater:
         self.updated = []
 
     def state_of(self, block: Block) -> Sequence[Mapping[str, Any]]:
-        states = self._states.get(block)
-        return self._master_states(block) if states is None else states
-
-    def _master_states(self, block: Block) -> Sequence[Mapping[str, Any]]:
-        state = self._masters.optimizer.state
-        return [state.get(param, {}) for param in self._masters.params_of(block)]
+        return self._states[block] if block in self._states else super().state_of(block)
 
     def _find_scratch(self, block: Block, gradient: BlockGradient) -> _ScratchWeights:
         """Return scratch weights with the gradient's layout and groups; equal gradients share them."""
@@ -99,6 +84,40 @@ class DryRunUpdater:
                 states = [self._optimizer.state.get(masters[i]) for i in gradient.trained.indices]
                 self._by_layout[form] = _ScratchWeights(gradient, form[2], self._optimizer, states)
         return self._by_layout[form]
+
+
+class DryRunResiduals(Residuals):
+    """Residuals for a dry run: booked like real ones, but equal sizes share memory.
+
+    If the device is real, its ledger contains the real ones, which are not booked again.
+    """
+
+    def __init__(self, device: Device, is_real: bool) -> None:
+        super().__init__(device)
+        self._is_real = is_real
+        self._by_block: dict[Block, dict[int, torch.Tensor]] = {}
+        self._shared: dict[int, torch.Tensor] = {}
+        self._booked_bytes = 0
+
+    def for_block(self, block: Block) -> dict[int, torch.Tensor]:
+        return self._by_block.setdefault(block, {})
+
+    def create(self, block: Block, index: int, numel: int) -> torch.Tensor:
+        if not (self._is_real and index in block.residuals):
+            self.device.ledger.book(CATEGORY, OWNER, 4 * numel)
+            self._booked_bytes += 4 * numel
+        if numel not in self._shared:
+            self._shared[numel] = self.device.empty(numel).zero_()
+        self.for_block(block)[index] = self._shared[numel]
+        return self._shared[numel]
+
+    def close(self) -> None:
+        """Release what only this object holds."""
+        if self._booked_bytes:
+            self.device.ledger.release(CATEGORY, OWNER, self._booked_bytes)
+        self._booked_bytes = 0
+        self._by_block.clear()
+        self._shared.clear()
 
 
 class _ScratchWeights:
@@ -116,35 +135,26 @@ class _ScratchWeights:
     ) -> None:
         layout = gradient.trained.layout
         self.flat = torch.full((layout.numel,), 0.01)
-        self._params = [nn.Parameter(view) for view in layout.views(self.flat)]
-        self._by_index = dict(zip(gradient.trained.indices, self._params, strict=True))
-        numbers = range(len(optimizer.param_groups))
-        members = [[p for p, i in zip(self._params, groups, strict=True) if i == number] for number in numbers]
-        self._part = clone_shallow(
-            optimizer,
-            [{**group, "params": mine} for group, mine in zip(optimizer.param_groups, members, strict=True)],
-            defaultdict(dict),
-        )
-        pairs = zip(self._params, states, strict=True)
-        self._part.state.update({param: clone_state(state) for param, state in pairs if state})
+        params = [nn.Parameter(view) for view in layout.views(self.flat)]
+        self._params = dict(zip(gradient.trained.indices, params, strict=True))  # by index in the block
+        own_groups = [
+            {**group, "params": [p for p, i in zip(params, groups, strict=True) if i == number]}
+            for number, group in enumerate(optimizer.param_groups)
+        ]
+        own_state = {param: clone_state(state) for param, state in zip(params, states, strict=True) if state}
+        self._part = clone_shallow(optimizer, own_groups, defaultdict(dict, own_state))
         self.step(replace(gradient, flat=torch.full((layout.numel,), 0.01)))  # the first step creates the state
 
     def step(self, gradient: BlockGradient) -> None:
         """Update the scratch weights with a gradient of their layout."""
         views = gradient.views()
-        for param, index in zip(self._params, gradient.trained.indices, strict=True):
+        for index, param in self._params.items():
             param.grad = views.get(index)
         step_part(self._part)
-        for param in self._params:
+        for param in self._params.values():
             param.grad = None
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the weights and their optimizer state, by name."""
-        state = self._part.state
-        kept = {f"{i} {name}": v for i, p in enumerate(self._params) for name, v in state.get(p, {}).items()}
-        return {"flat": self.flat, **kept}
 
     @property
     def states(self) -> dict[int, Mapping[str, Any]]:
         """Optimizer state of each updated parameter, by index in its block."""
-        return {i: self._part.state[p] for i, p in self._by_index.items() if p in self._part.state}
+        return {i: self._part.state[p] for i, p in self._params.items() if p in self._part.state}

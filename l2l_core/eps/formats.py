@@ -10,7 +10,6 @@ QSGD (Alistarh et al., arXiv 1610.02132).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch.nn.functional import pad
@@ -21,43 +20,29 @@ from l2l_core.schedule_rules import SCALE_GROUP
 Encoded = tuple[torch.Tensor, torch.Tensor]  # bytes, and a float32 for each group
 
 
-class Format(Protocol):
-    """Encoding of consecutive elements of a parameter, starting at the beginning of a group."""
+class BFloat16Format:
+    """Values in bfloat16, without scales.
+
+    Encodes consecutive elements of a parameter, starting at the beginning of a group.
+    """
 
     def encode(self, values: torch.Tensor, seed: int | None) -> Encoded:
         """Encode float32 values, (n,), rounded to nearest, or stochastically with a seed."""
-        ...
-
-    def decode(self, codes: torch.Tensor, scales: torch.Tensor, numel: int) -> torch.Tensor:
-        """Decode the result of `encode` to float32, (numel,)."""
-        ...
-
-    def code_bytes(self, numel: int) -> int:
-        """Return the bytes of `numel` codes, without scales."""
-        ...
-
-
-class BFloat16Format:
-    """Values in bfloat16, without scales."""
-
-    def encode(self, values: torch.Tensor, seed: int | None) -> Encoded:
         if seed is not None:  # its bit arithmetic would turn some NaN into 0
             values = torch.where(values.isfinite(), round_at_random(values.clone(), seed), values)
         return values.to(torch.bfloat16).view(torch.uint8), values[:0]
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, numel: int) -> torch.Tensor:
+        """Decode the result of `encode` to float32, (numel,)."""
         return codes.view(torch.bfloat16).to(torch.float32)
 
     def code_bytes(self, numel: int) -> int:
+        """Return the bytes of `numel` codes, without scales."""
         return 2 * numel
 
 
 class IntegerFormat:
-    """Signed integers of a few bits, with one scale per group.
-
-    Args:
-        bits: 8 (up to 127) or 4 (up to 7).
-    """
+    """Signed integers of 8 bits (up to 127) or 4 bits (up to 7), with one scale per group."""
 
     def __init__(self, bits: int) -> None:
         self._bits, self._largest = bits, 2 ** (bits - 1) - 1
@@ -67,7 +52,11 @@ class IntegerFormat:
         steps = groups.abs().amax(1, keepdim=True).div_(self._largest)  # (groups, 1); NaN propagates
         # A group of zeros has a step of 0; with an infinity, the step alone turns the whole group into NaN
         ratios = (groups / steps).nan_to_num_(0.0, 0.0, 0.0)
-        numbers = _round_stochastically(ratios, seed) if seed is not None else ratios.round_()
+        if seed is None:
+            numbers = ratios.round_()
+        else:
+            generator = torch.Generator(ratios.device).manual_seed(seed)
+            numbers = ratios.add_(torch.rand(ratios.shape, generator=generator, device=ratios.device)).floor_()
         numbers.clamp_(-self._largest, self._largest)
         return self._pack(numbers.view(-1)[: values.numel()]), steps.view(-1)
 
@@ -90,10 +79,8 @@ class IntegerFormat:
         return torch.stack((codes & 15, codes >> 4), 1).view(-1).to(torch.float32).sub_(8)
 
 
-FORMATS: Mapping[str, Format] = {"bf16": BFloat16Format(), "int8": IntegerFormat(8), "int4": IntegerFormat(4)}
-
-
-def _round_stochastically(ratios: torch.Tensor, seed: int) -> torch.Tensor:
-    """Round to a neighbouring integer at random, so that the expected value is exact; integers are unchanged."""
-    generator = torch.Generator(ratios.device).manual_seed(seed)
-    return ratios.add_(torch.rand(ratios.shape, generator=generator, device=ratios.device)).floor_()
+FORMATS: Mapping[str, BFloat16Format | IntegerFormat] = {
+    "bf16": BFloat16Format(),
+    "int8": IntegerFormat(8),
+    "int4": IntegerFormat(4),
+}

@@ -1,4 +1,4 @@
-"""Gradients of a step in host buffers: complete ones, and per-micro-batch parts that wait for their sum.
+"""Gradients of a step: host buffers, and their reduction over micro-batches and workers.
 
 A block's gradient arrives in one piece, already summed over micro-batches; or, if several visits contribute, in one piece per
 visit and micro-batch. Those are kept apart and added in ascending k once all have arrived, the order of plain training, since
@@ -13,10 +13,14 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from l2l_core._torch import foreach_norm
+from l2l_core.config import RelayConfig
 from l2l_core.devices import Ledger
 from l2l_core.eps.blocks import Block, BlockGradient, Unit
+from l2l_core.eps.masters import Masters
+from l2l_core.eps.updater import EPSClock, set_grads
 from l2l_core.schedule_rules import MAX_PENDING_GRADIENTS
 
 
@@ -47,14 +51,11 @@ def joint_norm(parts: Sequence[torch.Tensor]) -> float:
 
 
 class GradientBuffers:
-    """Host buffers for gradients, reused from step to step.
-
-    Args:
-        host: ledger for the bytes of buffers.
-        empty: returns a float32 host buffer with a number of elements.
+    """Host buffers for gradients, reused from step to step; `empty` returns a new float32 one with a number of elements.
 
     Attributes:
         complete: gradients ready for an update, by block.
+        parts: gradients by block and micro-batch that wait for their sum.
     """
 
     def __init__(self, host: Ledger, empty: Callable[[int], torch.Tensor]) -> None:
@@ -67,7 +68,7 @@ class GradientBuffers:
     def begin(self, bounded: bool) -> None:
         """Begin a step; `bounded` if gradients are used as they arrive, so that `acquire` may wait for a free buffer."""
         self.complete: dict[Block, BlockGradient] = {}
-        self._per_micro_batch: dict[Block, dict[int, BlockGradient]] = {}
+        self.parts: dict[Block, dict[int, BlockGradient]] = {}
         self._bounded, self._aborted = bounded, False
 
     def acquire(self, numel: int, bounded: bool = False) -> torch.Tensor:
@@ -79,17 +80,15 @@ class GradientBuffers:
         with self._changed:
             if bounded and self._bounded:
                 self._changed.wait_for(lambda: len(self._in_flight) < MAX_PENDING_GRADIENTS or self._aborted)
-            free = self._free.setdefault(numel, [])
-            buffer = free.pop() if free else self._new(numel)
+            if free := self._free.setdefault(numel, []):
+                buffer = free.pop()
+            else:
+                buffer = self._empty(numel)
+                self._host.book("gradients", "buffers", buffer.nbytes)
+                weakref.finalize(buffer, self._host.release, "gradients", "buffers", buffer.nbytes)
             if bounded:
                 self._in_flight.add(id(buffer))
             return buffer
-
-    def _new(self, numel: int) -> torch.Tensor:
-        buffer = self._empty(numel)
-        self._host.book("gradients", "buffers", buffer.nbytes)
-        weakref.finalize(buffer, self._host.release, "gradients", "buffers", buffer.nbytes)
-        return buffer
 
     def release(self, buffer: torch.Tensor) -> None:
         """Return the buffer of a used gradient."""
@@ -100,25 +99,16 @@ class GradientBuffers:
 
     def add_part(self, block: Block, k: int, gradient: BlockGradient) -> None:
         """Add one visit's gradient of micro-batch `k` to the others of the same micro-batch."""
-        parts = self._per_micro_batch.setdefault(block, {})
+        parts = self.parts.setdefault(block, {})
         parts[k] = self._add(parts.get(k), gradient)
 
     def take_part(self, block: Block, k: int, wanted: Sequence[int]) -> dict[int, torch.Tensor]:
         """Remove the gradients of some of the block's parameters from micro-batch `k`; return copies by index."""
-        part = self._per_micro_batch[block][k]
+        part = self.parts[block][k]
         # Copies, since the buffer is reused; removed, since the next part contains them again
         taken = {i: view.clone() for i, view in part.views().items() if i in wanted}
-        self._per_micro_batch[block][k] = part.without(list(taken))
+        self.parts[block][k] = part.without(list(taken))
         return taken
-
-    @property
-    def blocks_with_parts(self) -> list[Block]:
-        """Blocks with parts that wait for their sum."""
-        return list(self._per_micro_batch)
-
-    def take_parts(self, block: Block) -> dict[int, BlockGradient]:
-        """Remove and return the parts of a block, by micro-batch."""
-        return self._per_micro_batch.pop(block, {})
 
     def sum_parts(self, parts: Mapping[int, BlockGradient]) -> BlockGradient | None:
         """Return the sum of a block's parts in ascending k, in the buffer of the first; None without parts."""
@@ -144,3 +134,54 @@ class GradientBuffers:
         """Drop all buffers, and the gradients of a failed step."""
         self._free.clear()
         self._in_flight.clear()
+
+
+class Reducer:
+    """Reduces the gradients of all micro-batches and workers to one; this class, those of a single worker.
+
+    One step lasts from `begin` to `finish`. `reduce` and `clip` are called on the EPS's thread, one after another and in the same
+    order on every worker; the others on the training thread.
+
+    Attributes:
+        per_micro_batch: whether it needs per-micro-batch gradients of all blocks.
+    """
+
+    per_micro_batch = False
+
+    def begin(self, masters: Masters, config: RelayConfig, clock: EPSClock) -> None:
+        """Begin a step; `clock` times the EPS's thread and must be paused while that waits for other workers."""
+
+    def blocks_to_reduce(self, masters: Masters, with_parts: Sequence[Block]) -> Sequence[Block]:
+        """Return the blocks to reduce once all gradients have arrived, given those with local parts."""
+        return with_parts
+
+    def reduce(
+        self, block: Block, parts: Mapping[int, BlockGradient], gradients: GradientBuffers
+    ) -> BlockGradient | None:
+        """Return the gradient for a block's update; None if it has none in this step.
+
+        `parts` are this worker's gradients by micro-batch, or a single sum. Their buffers are released to `gradients`, except one
+        that may hold the result.
+        """
+        return gradients.sum_parts(parts)
+
+    def clip(self, masters: Masters, complete: Mapping[Block, BlockGradient], max_norm: float) -> None:
+        """Scale all gradients by their joint norm, as `torch.nn.utils.clip_grad_norm_` does in the model's order."""
+        for block, piece in complete.items():
+            set_grads(masters.params_of(block), piece)
+        nn.utils.clip_grad_norm_(masters.params_in_model_order(), max_norm)  # in place, in the buffers of updates
+
+    def abort(self, error: BaseException) -> None:
+        """Abort the step after an error of the EPS; called on its thread."""
+
+    def finish(self) -> None:
+        """Wait until the updates of the step are done on all workers; they are done on this one."""
+
+
+class PerMicroBatchReducer(Reducer):
+    """Reducer of one worker that keeps all gradients apart by micro-batch, as reducers of several workers may."""
+
+    per_micro_batch = True
+
+    def blocks_to_reduce(self, masters: Masters, with_parts: Sequence[Block]) -> Sequence[Block]:
+        return [block for block in masters.blocks if block in with_parts]  # the same order on every worker

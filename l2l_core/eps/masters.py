@@ -17,10 +17,8 @@ from torch.optim import Optimizer
 from l2l_core.devices import Ledger
 from l2l_core.eps.blocks import Block, Unit, make_masters, shared_key
 from l2l_core.eps.optimizers import (
-    ByteCounter,
     Findings,
     clone_deep,
-    clone_shallow,
     replace_params,
     restrict_optimizer,
     state_bytes,
@@ -42,28 +40,21 @@ class OptimizerEntry:
         return state_bytes(*self.state.values())
 
 
-@dataclass(slots=True)
-class _BlockOptimizer:
-    params: list[nn.Parameter]  # over the same memory as the block's master
-    part: Optimizer  # the optimizer restricted to them
-
-
 class Masters:
     """The blocks of all units, and the optimizer over them.
 
     Invariant: the optimizer's groups hold the parameters over the masters of `blocks`, each at most once; the host's ledger has
     the bytes of masters and of the optimizer's state.
 
-    Args:
-        units: the shell and the layers.
-        optimizer: over the model's parameters; from now on over the masters.
-        order: returns the model's parameters in the model's order.
-        host: ledger for the bytes.
-        findings: results of the optimizer's trial.
+    The constructor gives `optimizer`, which is over the model's parameters, the masters in their place. `order` returns the
+    model's parameters in the model's order.
 
     Attributes:
         blocks: all blocks, each once.
         owner: the unit of every block that is not shared.
+        params: the optimizer's parameters of every block, in the block's order.
+        model_params: the model's parameter for each of the optimizer's.
+        state_bytes: bytes of the optimizer's state, as of the last step or edit.
         before_write: called before a block's weights change, so that branches can copy them.
     """
 
@@ -80,16 +71,13 @@ class Masters:
         self.blocks = list(dict.fromkeys(block for unit in units for block in unit.blocks))
         self.owner = {block: unit for unit in units for block in unit.blocks if not block.shared}
         masters = {p: master for b in self.blocks for p, master in zip(b.params, make_masters(b), strict=True)}
-        self._model_params = {master: param for param, master in masters.items()}
+        self.model_params = {master: param for param, master in masters.items()}
         replace_params(optimizer, masters)
         # After the line above: a part is restricted by the parameters in the optimizer's groups
-        self._block_optimizers = {
-            block: _BlockOptimizer(own := [masters[p] for p in block.params], restrict_optimizer(optimizer, own))
-            for block in self.blocks
-        }
+        self.params = {block: [masters[param] for param in block.params] for block in self.blocks}
+        self._parts = {block: restrict_optimizer(optimizer, own) for block, own in self.params.items()}
         self.before_write: Callable[[Block], None] = lambda block: None
-        self._order: dict[nn.Parameter, int] = {}  # cache
-        self._byte_counter, self._state_bytes = ByteCounter(), 0  # bytes of the optimizer's state: counted, booked
+        self.state_bytes = 0
         for block in self.blocks:
             host.book("weights", block.key, block.nbytes)
         self.book_state()
@@ -98,15 +86,11 @@ class Masters:
 
     def params_of(self, block: Block) -> list[nn.Parameter]:
         """Return the optimizer's parameters of a block, in the block's order."""
-        return self._block_optimizers[block].params
+        return self.params[block]
 
     def part_of(self, block: Block) -> Optimizer:
         """Return the optimizer restricted to a block; it shares the state of the whole optimizer."""
-        return self._block_optimizers[block].part
-
-    def all_params(self) -> dict[Block, list[nn.Parameter]]:
-        """Return `params_of` for all blocks."""
-        return {block: mine.params for block, mine in self._block_optimizers.items()}
+        return self._parts[block]
 
     def entry_of(self, block: Block) -> OptimizerEntry:
         """Return the optimizer's parameters, groups and state of a block."""
@@ -120,60 +104,47 @@ class Masters:
         pairs = (zip(block.params, self.params_of(block), strict=True) for block in unit.blocks)
         return {param: master for pair in pairs for param, master in pair}
 
-    @property
-    def model_params(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        """The model's parameter for each of the optimizer's."""
-        return self._model_params
-
     def params_in_model_order(self) -> list[nn.Parameter]:
         """Return the optimizer's parameters in the model's order, in which a joint norm is summed."""
-        self._order = self._order or {param: index for index, param in enumerate(self._model_order())}
-        return sorted(self._model_params, key=lambda master: self._order[self._model_params[master]])
+        order = {param: index for index, param in enumerate(self._model_order())}
+        return sorted(self.model_params, key=lambda master: order[self.model_params[master]])
 
     # -- edits ---------------------------------------------------------------------------------------------------------
 
-    def add_unit(self, unit: Unit, entries: Mapping[Block, OptimizerEntry]) -> None:
-        """Add a layer between steps; `reorder_groups` then sorts its parameters."""
-        self.units.append(unit)
-        self._order = {}
-        for block, side in entries.items():
+    def add_units(self, entries: Mapping[Unit, Mapping[Block, OptimizerEntry]]) -> None:
+        """Add layers between steps; `reorder_groups` then sorts their parameters."""
+        self.units += entries
+        for unit, block, side in ((unit, *pair) for unit, sides in entries.items() for pair in sides.items()):
             self.blocks.append(block)
-            self.owner[block] = unit
-            self._model_params.update(zip(side.masters, block.params, strict=True))
-            part = []  # groups of the part, restricted to the block; the state is shared
-            for index, group in enumerate(self.optimizer.param_groups):
-                own = [master for master, its in zip(side.masters, side.groups, strict=True) if its == index]
-                group["params"].extend(own)
-                part.append({**group, "params": own})
+            self.owner[block], self.params[block] = unit, side.masters
+            self.model_params.update(zip(side.masters, block.params, strict=True))
+            for master, group in zip(side.masters, side.groups, strict=True):
+                if group >= 0:
+                    self.optimizer.param_groups[group]["params"].append(master)
             self.optimizer.state.update(side.state.items())
-            self._block_optimizers[block] = _BlockOptimizer(
-                side.masters, clone_shallow(self.optimizer, part, self.optimizer.state)
-            )
+            self._parts[block] = restrict_optimizer(self.optimizer, side.masters)
             self._host.book("weights", block.key, block.nbytes)
-            self._byte_counter.add(side.state.values())
-            self._book_counted()
+        self.book_state()
 
     def remove_units(self, units: Collection[Unit]) -> dict[Unit, dict[Block, OptimizerEntry]]:
-        """Remove layers between steps; the result is the argument of `add_unit`.
+        """Remove layers between steps; the result is the argument of `add_units`.
 
         Blocks shared with other units stay.
         """
-        self._order = {}
         kept = {unit: {block: self.entry_of(block) for block in unit.blocks if not block.shared} for unit in units}
         sides = {block: side for one in kept.values() for block, side in one.items()}
         masters = {master for side in sides.values() for master in side.masters}
         for group in self.optimizer.param_groups:  # new lists, since an undo holds the old ones
             group["params"] = [param for param in group["params"] if param not in masters]
         for master in masters:
-            del self._model_params[master]
+            del self.model_params[master]
             self.optimizer.state.pop(master, None)
-        for block, side in sides.items():
-            del self._block_optimizers[block], self.owner[block]
+        for block in sides:
+            del self.params[block], self._parts[block], self.owner[block]
             self._host.release("weights", block.key, block.nbytes)
-            self._byte_counter.remove(side.state.values())
         self.blocks = [block for block in self.blocks if block not in sides]
         self.units = [unit for unit in self.units if unit not in kept]
-        self._book_counted()
+        self.book_state()
         return kept
 
     def rename(self, block: Block, names: list[str]) -> None:
@@ -186,25 +157,23 @@ class Masters:
     @property
     def groups(self) -> list[list[nn.Parameter]]:
         """The model's parameters in each group of the optimizer."""
-        return [[self._model_params[master] for master in group["params"]] for group in self.optimizer.param_groups]
+        return [[self.model_params[master] for master in group["params"]] for group in self.optimizer.param_groups]
 
     def reorder_groups(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         """Reorder the parameters in the optimizer's groups, given as the model's parameters."""
-        masters = {param: master for master, param in self._model_params.items()}
+        masters = {param: master for master, param in self.model_params.items()}
         names: dict[nn.Parameter, str] = {}
         for group, params in zip(self.optimizer.param_groups, groups, strict=True):
             group["params"] = [masters[param] for param in params]
             if "param_names" in group:
                 names = names or {p: n for b in self.blocks for p, n in zip(self.params_of(b), b.names, strict=True)}
                 group["param_names"] = [names[master] for master in group["params"]]
-        self._order = {}
 
     def assign_groups(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         """Replace the parameters in the optimizer's groups, given as the model's parameters, between steps."""
         self.reorder_groups(groups)
         # A part uses settings by group, so it must have the new groups
-        for mine in self._block_optimizers.values():
-            mine.part = restrict_optimizer(self.optimizer, mine.params)
+        self._parts = {block: restrict_optimizer(self.optimizer, own) for block, own in self.params.items()}
 
     def check_groups(self) -> None:
         """Compare the optimizer's groups with those of its parts, which use settings by group.
@@ -212,19 +181,22 @@ class Masters:
         Raises:
             ValueError: groups, or parameters in them, were added, removed or moved.
         """
-        groups = self.optimizer.param_groups
-        in_parts: list[set[nn.Parameter]] = [set() for _ in groups]
-        for mine in self._block_optimizers.values():
-            parts = mine.part.param_groups
-            if len(parts) != len(groups):
-                raise _groups_changed_error(f"it has {len(groups)} groups and had {len(parts)}")
-            for own, group in zip(in_parts, parts, strict=True):
-                own.update(group["params"])
-        for index, (group, own) in enumerate(zip(groups, in_parts, strict=True)):
-            if len(group["params"]) != len(own) or not own.issuperset(group["params"]):
-                raise _groups_changed_error(
-                    f"group {index} has {len(group['params'])} parameters and had {len(own)}, or has others"
-                )
+        groups, parts = self.optimizer.param_groups, [part.param_groups for part in self._parts.values()]
+        before = [{param for group in alike for param in group["params"]} for alike in zip(*parts, strict=True)]
+        changes = [
+            f"group {index} has {len(group['params'])} parameters and had {len(own)}, or has others"
+            for index, (group, own) in enumerate(zip(groups, before, strict=False))
+            if len(group["params"]) != len(own) or not own.issuperset(group["params"])
+        ]
+        if parts and len(groups) != len(before):
+            changes = [f"it has {len(groups)} groups and had {len(before)}"]
+        if changes:
+            raise ValueError(
+                f"the groups of the optimizer were changed behind the relay's back: {changes[0]} (add_param_group?). Close the "
+                "relay, change the groups, and make a new relay with the same optimizer; or give the optimizer all parameters "
+                "from the beginning, with later layers frozen until then (requires_grad_(False), or the edits Freeze and "
+                "Unfreeze)"
+            )
 
     # -- the whole optimizer -------------------------------------------------------------------------------------------
 
@@ -247,12 +219,10 @@ class Masters:
     ) -> Optimizer:
         """Return an independent copy of the optimizer over the parameters of `model_copy`, a copy of `model`.
 
-        Args:
-            model_copy, model: modules with the same parameters in the same order.
-            states: state of the copy, by parameter of this optimizer; not copied.
+        `states` are those of the copy, by parameter of this optimizer; not copied.
         """
         counterpart = dict(zip(model.parameters(), model_copy.parameters(), strict=True))
-        copies = {p: counterpart[param] for p, param in self._model_params.items() if param in counterpart}
+        copies = {p: counterpart[param] for p, param in self.model_params.items() if param in counterpart}
         factors = {p: warmup_factor(block) for block in self.blocks if block.warmup for p in self.params_of(block)}
         groups = []
         for group in self.optimizer.param_groups:
@@ -264,35 +234,17 @@ class Masters:
 
     def restore_model_params(self) -> None:
         """Give the optimizer the model's parameters again, and release the masters' bytes."""
-        replace_params(self.optimizer, self._model_params)
+        replace_params(self.optimizer, self.model_params)
         for block in self.blocks:
             self._host.release("weights", block.key, block.nbytes)
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the optimizer's state, as of the last step or edit."""
-        return self._state_bytes
-
     def book_state(self) -> None:
         """Recount the bytes of the optimizer's state."""
-        self._byte_counter = ByteCounter(self.optimizer.state.values())
-        self._book_counted()
-
-    def _book_counted(self) -> None:
-        nbytes = self._byte_counter.nbytes - self._state_bytes
-        if nbytes > 0:
-            self._host.book("optimizer", "state", nbytes)
-        elif nbytes < 0:
-            self._host.release("optimizer", "state", -nbytes)
-        self._state_bytes += nbytes
-
-
-def _groups_changed_error(how: str) -> ValueError:
-    return ValueError(
-        f"the groups of the optimizer were changed behind the relay's back: {how} (add_param_group?). Close the "
-        "relay, change the groups, and make a new relay with the same optimizer; or give the optimizer all parameters from the "
-        "beginning, with later layers frozen until then (requires_grad_(False), or the edits Freeze and Unfreeze)"
-    )
+        before, self.state_bytes = self.state_bytes, state_bytes(*self.optimizer.state.values())
+        if self.state_bytes > before:
+            self._host.book("optimizer", "state", self.state_bytes - before)
+        elif self.state_bytes < before:
+            self._host.release("optimizer", "state", before - self.state_bytes)
 
 
 def warmup_factor(block: Block) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,18 +21,14 @@ import torch
 from torch.optim import Optimizer
 
 from l2l_core.config import RelayConfig
-from l2l_core.devices import Copy, Executor, FutureLike, InlineExecutor, Ticket, serial_executor
-from l2l_core.eps.block_storage import BlockStorage, MemoryBlockStorage
+from l2l_core.devices import Copy, InlineExecutor, Ticket
+from l2l_core.eps.block_storage import BlockStorage, EditStorage
 from l2l_core.eps.blocks import Block, BlockGradient, Unit
-from l2l_core.eps.edit_storage import EditStorage, MemoryEditStorage
-from l2l_core.eps.eps_clock import EPSClock
-from l2l_core.eps.gradient_buffers import GradientBuffers, check_finite, joint_norm
-from l2l_core.eps.gradient_codec import Float32Codec, GradientCodec, make_codec
+from l2l_core.eps.gradient_buffers import GradientBuffers, Reducer, check_finite, joint_norm
+from l2l_core.eps.gradient_codec import GradientCodec, Residuals, make_codec
 from l2l_core.eps.masters import Masters
 from l2l_core.eps.optimizers import user_hooks
-from l2l_core.eps.reducer import LocalReducer, Reducer
-from l2l_core.eps.residuals import Residuals
-from l2l_core.eps.updater import OptimizerUpdater, Updater
+from l2l_core.eps.updater import EPSClock, Updater
 from l2l_core.model import ThreadState
 from l2l_core.schedule_rules import MAX_PENDING_GRADIENTS
 from l2l_core.trace import Trace
@@ -47,52 +43,21 @@ class LayerStore:
 
     Invariant: a block is updated at most once per step, after all of its gradient has arrived; `Block.version` counts the
     updates. During a step, only work submitted here writes masters, one job after another.
-
-    Args:
-        masters: the blocks, and the optimizer over them.
-        gradients: buffers for gradients.
-        updater: updates a block.
-        thread: runs jobs in order.
-        residuals: errors of compressed gradients.
-        reducer: reduces gradients over micro-batches and workers.
-
-    Attributes:
-        storage: storage of blocks and their state between steps.
-        edit_storage: access to blocks and state for edits.
+    Updater, reducer and storages may be replaced before the first step. `thread` runs jobs in order.
     """
 
     def __init__(
-        self,
-        masters: Masters,
-        gradients: GradientBuffers,
-        updater: Updater,
-        thread: ThreadPoolExecutor,
-        residuals: Residuals,
-        reducer: Reducer = LocalReducer(),  # noqa: B008 - without state
+        self, masters: Masters, gradients: GradientBuffers, residuals: Residuals, thread: ThreadPoolExecutor
     ) -> None:
-        self.masters, self.gradients, self.updater = masters, gradients, updater
-        self.residuals = residuals
-        self._codec: GradientCodec = Float32Codec(residuals)
-        self.thread, self.reducer = thread, reducer
+        self.masters, self.gradients, self.residuals, self.thread = masters, gradients, residuals, thread
+        self.updater, self.reducer = Updater(masters), Reducer()
+        self.storage, self.edit_storage = BlockStorage(masters), EditStorage(masters, {})
+        self._codec = GradientCodec(residuals)
         self._executor: Executor = thread
-        self.storage: BlockStorage = MemoryBlockStorage(masters)
-        self.edit_storage: EditStorage = MemoryEditStorage(masters)
         self._received_parts: set[tuple[Block, int]] = set()  # (block, k) of parts pushed in this step
-        self._jobs: list[FutureLike] = []
-        self._unfinished: deque[FutureLike] = deque()  # updates of blocks with all parts
+        self._jobs: list[Future[None]] = []
+        self._unfinished: deque[Future[None]] = deque()  # updates of blocks with all parts
         self._config, self._clock, self._failed = RelayConfig(), EPSClock(Trace()), False
-
-    @staticmethod
-    def create(masters: Masters, gradients: GradientBuffers, residuals: Residuals, cores: int) -> LayerStore:
-        """Return the EPS of a relay, with the user's optimizer as updater.
-
-        Args:
-            masters, gradients, residuals: as in the constructor.
-            cores: number of cores for reducing and updating: one if compute is on the CPU too, most of them beside a GPU. An
-                optimizer that sums over elements gets as many as in core, since the order of its sums depends on the number.
-        """
-        thread = serial_executor("eps", cores if masters.findings.elementwise else torch.get_num_threads())
-        return LayerStore(masters, gradients, OptimizerUpdater(masters), thread, residuals)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -122,14 +87,9 @@ class LayerStore:
     def push_gradient(
         self, unit: Unit, block: Block, gradient: BlockGradient, send: SendFn, k: int | None = None
     ) -> Ticket:
-        """Push a gradient of `block` to the host: the complete one, or a part of micro-batch `k`.
+        """Push a gradient of `block`, made by the backward of `unit`: the complete one, or a part of micro-batch `k`.
 
-        Args:
-            unit: the unit whose backward made it.
-            block: the block.
-            gradient: on the device; its buffer may be reused when the ticket is done.
-            send: starts copies to the host.
-            k: the micro-batch, for per-micro-batch gradients.
+        `gradient` is on the device; its buffer may be reused when the ticket is done. `send` starts copies to the host.
         """
         # Parts are not bounded: they wait for their sum, and a few of them would block the next one for ever
         on_host = replace(gradient, flat=self.gradients.acquire(gradient.trained.numel, bounded=k is None))
@@ -176,7 +136,7 @@ class LayerStore:
             NonFiniteError, or the optimizer's error.
         """
         self.wait()  # the thread may still add parts
-        for block in self.reducer.blocks_to_reduce(self.masters, self.gradients.blocks_with_parts):
+        for block in self.reducer.blocks_to_reduce(self.masters, list(self.gradients.parts)):
             self._submit(partial(self._reduce_parts, block))
         self.wait()
         if self._config.max_grad_norm is not None:  # after the sums, since the norm is of all gradients
@@ -275,7 +235,7 @@ class LayerStore:
 
     def _reduce_parts(self, block: Block) -> None:
         self._clock.start()
-        total = self._reduce(block, self.gradients.take_parts(block))
+        total = self._reduce(block, self.gradients.parts.pop(block, {}))
         if total is not None:
             self._record_stats(block, grad_norm=joint_norm(total.tensors()))
 

@@ -1,10 +1,12 @@
-"""Updates of a block's weights and optimizer state from a gradient, and their undo."""
+"""Updates of a block's weights and optimizer state from a gradient, their undo, and the clock that times them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +14,6 @@ from torch.optim import Optimizer
 
 from l2l_core._torch import foreach_norm
 from l2l_core.eps.blocks import SHELL, Block, BlockGradient, TrainedParameters
-from l2l_core.eps.eps_clock import EPSClock
 from l2l_core.eps.masters import Masters, warmup_factor
 from l2l_core.eps.optimizers import (
     SettingChanges,
@@ -29,10 +30,41 @@ from l2l_core.eps.optimizers import (
     user_hooks,
 )
 from l2l_core.model import snapshot_except
+from l2l_core.trace import Event, Trace
 
 _SAMPLES = 4096  # weights per block from which the size of an update is estimated
 
 BlockGradients = dict[Block, BlockGradient]
+
+
+class EPSClock:
+    """Adds events of the lane ``eps`` to the trace of a step, from the EPS's thread.
+
+    Invariant: at most one event is open. An event is split around waits for other workers or for a disk.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._start_s = 0.0
+        self._parts: list[tuple[float, float]] = []  # finished parts of the open event
+
+    def start(self) -> None:
+        """Open an event; an earlier open event is dropped."""
+        self._start_s, self._parts = time.perf_counter(), []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude a wait for other workers or a disk from the open event."""
+        self._parts.append((self._start_s, time.perf_counter()))
+        yield
+        self._start_s = time.perf_counter()
+
+    def stop(self, kind: str, layer: str = "", k: int = -1, nbytes: int = 0) -> None:
+        """End the open event; its last part has the bytes."""
+        t0, add = self.trace.began_s, self.trace.add
+        for start_s, stop_s in self._parts:
+            add(Event("eps", kind, start_s - t0, stop_s - t0, layer, k))
+        add(Event("eps", kind, self._start_s - t0, time.perf_counter() - t0, layer, k, nbytes))
 
 
 class TornStep(RuntimeError):
@@ -47,59 +79,13 @@ class TornStep(RuntimeError):
         self.updated = tuple(updated)
 
 
-class Updater(Protocol):
-    """Updates blocks from complete gradients. One step lasts from `begin` to `finish` or `undo`.
+class Updater:
+    """Updates blocks from complete gradients, with the user's optimizer over the masters; the base of other updaters.
+
+    One step lasts from `begin` to `finish` or `undo`.
 
     Attributes:
         updated: blocks that may have new weights in this step.
-    """
-
-    updated: list[Block]
-
-    def begin(self, undoable: bool, deferred: bool, clock: EPSClock) -> None:
-        """Begin a step.
-
-        Args:
-            undoable: whether its updates can be undone.
-            deferred: whether updates wait for all gradients.
-            clock: times the thread of updates; paused while that waits.
-
-        Raises:
-            ValueError: the step would fail, as far as this can be checked in advance.
-        """
-        ...
-
-    def gradients_complete(self, gradients: BlockGradients) -> None:
-        """Run before the updates of a deferred step; hooks may change `gradients`."""
-        ...
-
-    def prefetch(self, block: Block) -> None:
-        """Announce, on the training thread, an `update` or `skip` of this block after those announced earlier."""
-        ...
-
-    def skip(self, block: Block) -> None:
-        """Cancel an announced update: the block has no gradient in this step."""
-        ...
-
-    def update(self, block: Block, gradient: BlockGradient) -> Mapping[str, float]:
-        """Update a block and return statistics. Calls `Masters.before_write` before it writes."""
-        ...
-
-    def finish(self, gradients: BlockGradients) -> None:
-        """End the step after its last update; `gradients` are those of deferred updates."""
-        ...
-
-    def undo(self) -> None:
-        """Undo the step's updates if they are undoable; otherwise `updated` lists them."""
-        ...
-
-    def state_of(self, block: Block) -> Sequence[Mapping[str, Any]]:
-        """Return the optimizer state of each of a block's parameters, read-only."""
-        ...
-
-
-class OptimizerUpdater:
-    """Updates the masters with the user's optimizer, block by block.
 
     Invariant: changes of settings take effect once per step, at its end; an undone step leaves weights, versions, state and
     settings as they were.
@@ -118,6 +104,11 @@ class OptimizerUpdater:
         self._is_undoable = self._is_deferred = False
 
     def begin(self, undoable: bool, deferred: bool, clock: EPSClock) -> None:
+        """Begin a step. `clock` times the thread of updates, and is paused while that waits.
+
+        Raises:
+            ValueError: the step would fail, as far as this can be checked in advance.
+        """
         self._reset()
         self._is_undoable, self._is_deferred = undoable, deferred
         if self._optimizer.state:
@@ -131,20 +122,22 @@ class OptimizerUpdater:
         return not trained or any(param in self._optimizer.state for param in trained)
 
     def prefetch(self, block: Block) -> None:
-        pass
+        """Announce, on the training thread, an `update` or `skip` of this block after those announced earlier."""
 
     def skip(self, block: Block) -> None:
-        pass
+        """Cancel an announced update: the block has no gradient in this step."""
 
     def gradients_complete(self, gradients: BlockGradients) -> None:
+        """Run before the updates of a deferred step; hooks may change `gradients`."""
         if user_hooks(self._optimizer):
             for block in self._masters.blocks:  # hooks may change any weight
                 self._keep(block)
             # Without the state, which is in the undo log and may be larger than the weights
             self._restore_settings = snapshot_except(vars(self._optimizer), {"state"})
-            call_before(self._optimizer, self._masters.all_params(), gradients)
+            call_before(self._optimizer, self._masters.params, gradients)
 
     def update(self, block: Block, gradient: BlockGradient) -> Mapping[str, float]:
+        """Update a block and return statistics. Calls `Masters.before_write` before it writes."""
         self._keep(block, gradient)
         set_grads(self._masters.params_of(block), gradient)
         before = _sample_weights(block, gradient.trained).clone()
@@ -161,12 +154,13 @@ class OptimizerUpdater:
         return {"update_ratio": moved / size if size else math.inf if moved else 0.0}
 
     def finish(self, gradients: BlockGradients) -> None:
+        """End the step after its last update; `gradients` are those of deferred updates."""
         if self._undo_log:  # settings change now, and a hook may still fail
             self._undo_log.append(snapshot_except(vars(self._optimizer), {"state"}))
         apply_changes(self._optimizer, self._setting_changes)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # set for LR schedulers
         if self._is_deferred and user_hooks(self._optimizer):
-            call_after(self._optimizer, self._masters.all_params(), gradients)
+            call_after(self._optimizer, self._masters.params, gradients)
         else:
             call_torchs(self._optimizer)
         self._undo_log.clear()
@@ -174,6 +168,7 @@ class OptimizerUpdater:
         self._masters.book_state()
 
     def undo(self) -> None:
+        """Undo the step's updates if they are undoable; otherwise `updated` lists them."""
         for undo in reversed(self._undo_log):
             undo()
         if self._undo_log:
@@ -188,8 +183,8 @@ class OptimizerUpdater:
         self._masters.book_state()
 
     def state_of(self, block: Block) -> Sequence[Mapping[str, Any]]:
-        state = self._masters.optimizer.state
-        return [state.get(param, {}) for param in self._masters.params_of(block)]
+        """Return the optimizer state of each of a block's parameters, read-only."""
+        return [self._optimizer.state.get(param, {}) for param in self._masters.params_of(block)]
 
     def _keep(self, block: Block, gradient: BlockGradient | None = None) -> None:
         """Copy weights before they change, for undo and for branches."""

@@ -17,9 +17,13 @@ import torch
 from torch import nn
 
 from l2l_core._torch import dynamo_is_imported, optimized_module
-from l2l_core.model.modules import module_name, modules_of
 
 _COMPILED_ATTRIBUTES = ("_compiled_call_impl", "forward")  # attributes that hold a module's compiled function
+
+
+def module_name(root: nn.Module, module: nn.Module) -> str:
+    """Return the dotted name of `module` in `root`, "" for `root` itself; a search, for messages."""
+    return next(name for name, each in root.named_modules() if each is module)
 
 
 def is_compile_wrapper(module: nn.Module) -> bool:
@@ -46,12 +50,12 @@ def call_attribute(module: nn.Module) -> str:
 
 def compiled_modules(root: nn.Module) -> list[nn.Module]:
     """List the compiled modules among `root` and its submodules."""
-    return [module for module in modules_of(root) if compiled_attribute(module) is not None]
+    return [module for module in root.modules() if compiled_attribute(module) is not None]
 
 
 def modules_in_graph(part: nn.Module) -> list[nn.Module]:
     """List the modules whose code and hooks are in the graph of a compiled part."""
-    modules = modules_of(part)
+    modules = list(part.modules())
     return modules if compiled_attribute(part) == "_compiled_call_impl" else modules[1:]
 
 

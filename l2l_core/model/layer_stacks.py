@@ -13,8 +13,6 @@ from typing import Any, cast
 
 from torch import nn
 
-__all__ = ["LayerResolver", "Stack", "find_stacks"]
-
 LayerRef = int | str | tuple[str, int] | nn.Module
 _MAX_NAMES_SHOWN = 8  # in a message
 
@@ -61,10 +59,7 @@ class LayerResolver:
     A layer is given by its position (an int, negative from the end; only if there is one stack), by ``(stack name,
     position)``, by its permanent key ("L003"), by its dotted name ("transformer.h.3"), or as the module.
 
-    Args:
-        stacks: the stacks of the model.
-        keys: layer -> permanent key, also of layers in no stack.
-        names: layer -> dotted name.
+    `keys` maps layers, also those in no stack, to permanent keys; `names` maps layers to dotted names.
 
     Every method raises ValueError for a reference to no layer or to several, with a list of valid ones, and TypeError
     for a value of another type.
@@ -175,7 +170,8 @@ class LayerResolver:
             if len(where) != 2 or not isinstance(where[0], str):
                 raise TypeError(f"{where!r} names no layer; a tuple is (name of the stack, position)")
             return self._stack(where[0]), _integer(where[1])
-        return self._only_stack(where), _integer(where)
+        position = _integer(where)
+        return self._only_stack(where), position
 
     def _stack(self, name: str) -> Stack:
         for stack in self._stacks:
@@ -184,8 +180,6 @@ class LayerResolver:
         raise ValueError(f"no stack {name!r}; there are {self._listed()}")
 
     def _only_stack(self, where: object) -> Stack:
-        if not isinstance(where, slice | range):
-            _integer(where)
         if not self._stacks:
             raise ValueError(
                 f"position {where} does not name a layer: the layers are attributes of modules, in no container; "

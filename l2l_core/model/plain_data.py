@@ -27,7 +27,9 @@ def encode(value: Any, at: str, tensors: Tensors) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value  # JSON keeps the bits of a float: repr
     if type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
-        name = next((name for name, tensor in tensors.items() if tensor is value), _unused_name(at, tensors))
+        name = next((name for name, tensor in tensors.items() if tensor is value), None) or at
+        while tensors.get(name, value) is not value:  # different keys of a dictionary may print alike
+            name += "'"
         tensors[name] = value
         # Strides of a copy: an expanded tensor or a view is saved alone, not with its whole storage.
         return {"tensor": name, "stride": torch.empty_like(value, device="meta").stride()}
@@ -47,13 +49,6 @@ def encode(value: Any, at: str, tensors: Tensors) -> Any:
         f"{at} is a {type(value).__name__}, which cannot be saved: only tensors and plain data can, since nothing is "
         "pickled. Keep it out of the optimizer's settings and state"
     )
-
-
-def _unused_name(name: str, tensors: Tensors) -> str:
-    """Append quotes to `name` until no tensor has it: different keys of a dictionary may print alike."""
-    while name in tensors:
-        name += "'"
-    return name
 
 
 def tensor_copier(tensors: Tensors) -> TensorReader:

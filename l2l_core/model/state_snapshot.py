@@ -1,4 +1,4 @@
-"""Snapshots of containers, tensors and random generators that restore their contents in place.
+"""Snapshots that restore containers, tensors, random generators and global state in place.
 
 Restoring writes into the same objects, so that other references to them see it, which a deep copy would not allow.
 Modules, parameters and objects of other classes are kept by reference; their contents are not restored.
@@ -7,16 +7,21 @@ Modules, parameters and objects of other classes are kept by reference; their co
 from __future__ import annotations
 
 import random
-import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
-from torch import nn
+from torch import backends, nn
+
+from l2l_core.model.compiled import force_eager
+from l2l_core.model.thread_state import RandomState
 
 Restore = Callable[[], object]
 
+_EXACT, _UNSET = "ieee", "none"
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}  # parameters and buffers are restored elsewhere
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hook" in name and isinstance(value, dict))
 
@@ -29,17 +34,23 @@ def snapshot_value(value: Any, memo: dict[int, Any] | None = None) -> Restore:
     memo[id(value)] = value  # keeps the object alive, so that its id stays unique
     if isinstance(value, torch.Tensor):
         return _snapshot_tensor(value)
-    if isinstance(value, dict):
-        return _snapshot_items(value, list(value.items()), lambda items: _fill(value, items), memo)
-    if isinstance(value, list | deque):
-        return _snapshot_items(
-            value, list(enumerate(value)), lambda items: value.extend(item for _, item in items), memo
-        )
-    if isinstance(value, set):
-        return _snapshot_items(value, [], lambda _, items=frozenset(value): value.update(items), memo)
     if isinstance(value, tuple):
         return _restore_all([snapshot_value(item, memo) for item in value])
-    return _snapshot_generator(value)
+    if not isinstance(value, dict | list | deque | set):
+        return _snapshot_generator(value)
+    items: list[Any] = list(value.items() if isinstance(value, dict) else value)
+    held = value.values() if isinstance(value, dict) else () if isinstance(value, set) else value
+    inner = [snapshot_value(item, memo) for item in held]
+
+    def restore() -> None:
+        value.clear()
+        if isinstance(value, dict):
+            _fill(value, items)
+        else:
+            value.update(items) if isinstance(value, set) else value.extend(items)
+        _restore_all(inner)()
+
+    return restore
 
 
 def snapshot_attributes(modules: Iterable[nn.Module]) -> Restore:
@@ -89,19 +100,6 @@ def _snapshot_hooks(hooks: dict[int, Any]) -> Restore:
     return restore
 
 
-def _snapshot_items(
-    holder: Any, items: list[tuple[Any, Any]], fill: Callable[[list[tuple[Any, Any]]], None], memo: dict[int, Any]
-) -> Restore:
-    inner = [snapshot_value(item, memo) for _, item in items]
-
-    def restore() -> None:
-        holder.clear()
-        fill(items)
-        _restore_all(inner)()
-
-    return restore
-
-
 def _fill(held: dict[Any, Any], items: list[tuple[Any, Any]]) -> None:
     for key, item in items:
         held[key] = item  # noqa: PERF403 - `update` of a Counter would add
@@ -133,20 +131,16 @@ def _is_writable(tensor: torch.Tensor) -> bool:
 
 
 def _snapshot_generator(value: Any) -> Restore:
-    numpy: Any = sys.modules.get("numpy")
-    if isinstance(value, torch.Generator):
+    if isinstance(value, torch.Generator | numpy.random.RandomState):
         state: Any = value.get_state()
         return lambda: value.set_state(state)
     if isinstance(value, random.Random):
         state = value.getstate()
         return lambda: value.setstate(state)
-    if numpy is not None and isinstance(value, numpy.random.RandomState):
-        state = value.get_state()
-        return lambda: value.set_state(state)
-    if numpy is not None and isinstance(value, numpy.random.Generator):
+    if isinstance(value, numpy.random.Generator):
         state = value.bit_generator.state
         return lambda: setattr(value.bit_generator, "state", state)
-    if numpy is not None and isinstance(value, numpy.ndarray):
+    if isinstance(value, numpy.ndarray):
         array = value.copy()
         return lambda: numpy.copyto(value, array)
     return _restore_nothing
@@ -162,3 +156,52 @@ def _restore_all(many: list[Restore]) -> Restore:
 
 def _restore_nothing() -> None:
     """Restore nothing: the value cannot change, or another snapshot covers it."""
+
+
+@contextmanager
+def preserve_random_state() -> Iterator[None]:
+    """Restore the random generators of torch, Python and NumPy after a block."""
+    before, numpy_before = RandomState.capture(), numpy.random.get_state(legacy=False)
+    try:
+        yield
+    finally:
+        before.restore()
+        numpy.random.set_state(numpy_before)
+
+
+@contextmanager
+def preserve_module_state(model: nn.Module) -> Iterator[None]:
+    """Run a block in eval mode and without compiled code, then restore modes and buffers."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [
+        (module, name, buffer, snapshot_value(buffer))
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    for module, _ in modes:  # not model.eval(), which a model may override
+        module.training = False
+    try:
+        with force_eager():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for module, name, buffer, restore in buffers:
+            module._buffers[name] = buffer  # the forward may have replaced the tensor
+            restore()
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Compute in full float32 precision on `device`: without autocast, TF32 or bfloat16 in matrix products and convolutions."""
+    cudnn, mkldnn = backends.cudnn, backends.mkldnn
+    kinds = (backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
+    before = [(kind, kind.fp32_precision) for kind in kinds if kind.fp32_precision not in (_EXACT, _UNSET)]
+    try:
+        for kind, _ in before:
+            kind.fp32_precision = _EXACT
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for kind, precision in before:
+            kind.fp32_precision = precision

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ from l2l_core._torch import (
     set_grad_enabled,
     top_saved_tensors_hooks,
 )
-from l2l_core.model.python_random import PYTHON_RANDOM
 
 _AUTOCAST_TYPES = ("cpu", "cuda")
 
@@ -47,7 +46,7 @@ class RandomState:
     def capture() -> RandomState:
         """Read the current states. CUDA's generator state is on the host too, so this does not synchronize."""
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        return RandomState(torch.get_rng_state(), cuda, PYTHON_RANDOM.capture())
+        return RandomState(torch.get_rng_state(), cuda, random.getstate())
 
     @staticmethod
     def from_seed(seed: int) -> RandomState:
@@ -63,7 +62,7 @@ class RandomState:
         torch.set_rng_state(self.torch_cpu)
         if self.torch_cuda is not None:
             torch.cuda.set_rng_state(self.torch_cuda)
-        PYTHON_RANDOM.restore(self.python)
+        random.setstate(self.python)
 
 
 class ThreadState(NamedTuple):  # created at every turn, in half the time of a frozen dataclass
@@ -142,14 +141,6 @@ class ThreadState(NamedTuple):  # created at every turn, in half the time of a f
             function_modes=tuple(m for m in self.function_modes if m not in modes),
         )
 
-    def with_function_mode(self, mode: Any) -> ThreadState:
-        """Copy the state with `mode` added as the outermost function mode."""
-        return self._replace(function_modes=(mode, *self.function_modes))
-
-    def with_random_state(self, random_state: RandomState) -> ThreadState:
-        """Copy the state with other random generators."""
-        return self._replace(random=random_state)
-
     @property
     def has_autocast(self) -> bool:
         """Whether autocast is on for any device type."""
@@ -162,63 +153,45 @@ class ThreadState(NamedTuple):  # created at every turn, in half the time of a f
         return any(getattr(pack, "__module__", None) == "torch.utils.checkpoint" for pack, _ in hooks)
 
     @staticmethod
-    def cleared() -> AbstractContextManager[None]:
+    @contextmanager
+    def cleared() -> Iterator[None]:
         """Run a block with empty mode and hook stacks, then restore the whole previous state."""
-        return _Cleared()
+        outer_state = ThreadState.take()
+        try:
+            yield
+        finally:
+            ThreadState.clear()  # a block that failed may leave modes behind, and `restore` needs empty stacks
+            outer_state.restore()
 
     @staticmethod
-    def new_thread() -> AbstractContextManager[None]:
+    @contextmanager
+    def new_thread() -> Iterator[None]:
         """Run a block in the state of a new thread, then restore the previous one except the random generators."""
-        return _NewThread()
+        outer_state = ThreadState.take()
+        set_grad_enabled(True)
+        for device_type in _AUTOCAST_TYPES:
+            torch.set_autocast_enabled(device_type, False)
+        try:
+            yield
+        finally:
+            ThreadState.clear()
+            outer_state.restore_except_random()
 
-    def activate(self, outer_state: ThreadState) -> AbstractContextManager[None]:
+    @contextmanager
+    def activate(self, outer_state: ThreadState) -> Iterator[None]:
         """Run a block under this state, then restore `outer_state`, which must be the current one.
 
         The random generators are restored to their current states, not to those of `outer_state`.
         """
-        return _Activated(self, outer_state)
-
-
-class _Cleared(AbstractContextManager[None]):
-    def __enter__(self) -> None:
-        self._outer_state = ThreadState.take()
-
-    def __exit__(self, *exc: object) -> None:
-        ThreadState.clear()  # a block that failed may leave modes behind, and `restore` needs empty stacks
-        self._outer_state.restore()
-
-
-class _NewThread(_Cleared):
-    def __enter__(self) -> None:
-        super().__enter__()
-        set_grad_enabled(True)
-        for device_type in _AUTOCAST_TYPES:
-            torch.set_autocast_enabled(device_type, False)
-
-    def __exit__(self, *exc: object) -> None:
-        ThreadState.clear()
-        self._outer_state.restore_except_random()
-
-
-class _Activated(AbstractContextManager[None]):
-    """Context of `activate`; entered at every recompute, where a generator would take twice as long."""
-
-    def __init__(self, state: ThreadState, outer_state: ThreadState) -> None:
-        self._state, self._outer_state = state, outer_state
-
-    def __enter__(self) -> None:
-        self._random = RandomState.capture()
+        current = RandomState.capture()
         ThreadState.clear()
         try:
-            self._state.restore()
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *exc: object) -> None:
-        ThreadState.clear()
-        self._random.restore()
-        self._outer_state.restore_except_random()
+            self.restore()
+            yield
+        finally:
+            ThreadState.clear()
+            current.restore()
+            outer_state.restore_except_random()
 
 
 @contextmanager

@@ -56,7 +56,8 @@ def in_bf16(kind: type[Optimizer], weights: bool = False) -> type[Optimizer]:
         raise TypeError(
             f"in_bf16({kind!r}): give a class, as torch.optim.AdamW, and pass its settings to the returned class"
         )
-    plain_step = _without_hooks(kind.step)
+    # Without torch's wrapper around it, which would call hooks twice
+    plain_step = kind.step.__wrapped__ if getattr(kind.step, "hooked", False) else kind.step
 
     class InBf16(kind):  # type: ignore[valid-type, misc] - the base class is a parameter
         rounds_weights = weights  # a relay needs it for parameters in bfloat16
@@ -136,7 +137,8 @@ def _pack(param: torch.Tensor, state: dict[str, Any], packed: dict[str, torch.Te
 
 def _round(value: torch.Tensor, name: str, state: dict[str, Any]) -> None:
     if NOISE not in state:
-        state[NOISE] = _checksum(value) << 24  # above 24 bits that count steps; 56 bits fit any integer
+        checksum = zlib.crc32(value.detach().cpu().contiguous().numpy().data)
+        state[NOISE] = checksum << 24  # above 24 bits that count steps; 56 bits fit any integer
     round_at_random(value, zlib.crc32(f"{state[NOISE]}/{name}".encode()))  # a generator takes 32 bits
 
 
@@ -149,12 +151,3 @@ def _is_moment(name: str, value: Any, param: torch.Tensor, dtype: torch.dtype) -
         and value.shape == param.shape
         and name not in _COUNTS
     )
-
-
-def _checksum(value: torch.Tensor) -> int:
-    return zlib.crc32(value.detach().cpu().contiguous().numpy().data)
-
-
-def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `step` without torch's wrapper around it, which would call hooks twice."""
-    return step.__wrapped__ if getattr(step, "hooked", False) else step

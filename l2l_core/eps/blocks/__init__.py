@@ -4,8 +4,10 @@ May import `model`, `devices`. Begin reading at `units.py` (layers and shell), `
 `layout.py`.
 """
 
+from l2l_core.eps.blocks.layout import BlockGradient as BlockGradient
 from l2l_core.eps.blocks.layout import Layout as Layout
 from l2l_core.eps.blocks.layout import Piece as Piece
+from l2l_core.eps.blocks.layout import TrainedParameters as TrainedParameters
 from l2l_core.eps.blocks.layout import aligned as aligned
 from l2l_core.eps.blocks.layout import assemble as assemble
 from l2l_core.eps.blocks.layout import assemble_new as assemble_new
@@ -23,8 +25,6 @@ from l2l_core.eps.blocks.model_checks import stamps_of as stamps_of
 from l2l_core.eps.blocks.model_checks import weights_changed_message as weights_changed_message
 from l2l_core.eps.blocks.module_buffers import BufferKey as BufferKey
 from l2l_core.eps.blocks.module_buffers import ModuleBuffers as ModuleBuffers
-from l2l_core.eps.blocks.trained_parameters import BlockGradient as BlockGradient
-from l2l_core.eps.blocks.trained_parameters import TrainedParameters as TrainedParameters
 from l2l_core.eps.blocks.unit_builder import EmptyFn as EmptyFn
 from l2l_core.eps.blocks.unit_builder import build_layer as build_layer
 from l2l_core.eps.blocks.unit_builder import build_units as build_units

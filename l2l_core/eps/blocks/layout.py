@@ -1,7 +1,10 @@
-"""Layouts of parameters in flat buffers, views of them, and tensors assembled from pieces.
+"""Layouts of parameters in flat buffers, gradients in them, and tensors assembled from pieces.
 
 A layer travels as flat buffers, so a load is one copy. Offsets are aligned like fresh allocations, since some kernels choose
 their path, and so their rounding, by alignment. Strides are kept: a channels-last weight stays channels-last.
+
+Weights travel whole; gradients and their buffers contain only trained parameters. A step fixes these at its beginning, so a later
+change of `requires_grad` does not affect its gradients.
 """
 
 from __future__ import annotations
@@ -9,11 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
 _INTERNED: WeakValueDictionary[tuple[tuple[Piece, ...], int], Layout] = WeakValueDictionary()
+_MAX_FLAT_NORM = 1 << 18  # elements; in larger buffers, sums of squares in float32 are more accurate by parameter
 _ALIGN_BYTES = 64  # as PyTorch aligns what it allocates on the CPU
 
 
@@ -104,11 +110,8 @@ def is_absent(piece: Piece, whole: Piece) -> bool:
 def assemble(into: torch.Tensor, wanted: Piece, whole: Piece, pieces: Iterable[tuple[Piece, torch.Tensor]]) -> None:
     """Fill a piece of a tensor from other pieces of it, held by several workers or in several files.
 
-    Args:
-        into: destination, with the size and strides of `wanted`.
-        wanted: the piece to fill.
-        whole: size and strides of the tensor.
-        pieces: pieces that cover `wanted`, and their values; a whole tensor may have other strides.
+    `into` has the size and strides of `wanted`, `whole` those of the tensor. `pieces` cover `wanted`; a whole tensor may have
+    other strides.
     """
     begin = wanted.first
     flat, missing = _flatten(into, wanted, whole), into.numel()
@@ -145,3 +148,79 @@ def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return strides that keep the tensor's order of dimensions, without gaps or overlaps."""
     # PyTorch's own rule, on the meta device, which allocates nothing
     return tuple(torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride())
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedParameters:
+    """The trained parameters of a block.
+
+    Attributes:
+        flags: for every parameter of the block, True if it is trained.
+        indices: of the trained parameters.
+        layout: places of their gradients in a flat buffer.
+    """
+
+    flags: tuple[bool, ...]
+    indices: tuple[int, ...]
+    layout: Layout
+
+    @staticmethod
+    def of(layout: Layout, flags: Sequence[bool]) -> TrainedParameters:
+        """Return the trained parameters of a block with this layout."""
+        indices = tuple(i for i, trained in enumerate(flags) if trained)
+        return TrainedParameters(tuple(flags), indices, layout.select(indices))
+
+    @property
+    def numel(self) -> int:
+        """Elements of a gradient buffer, padding included."""
+        return self.layout.numel
+
+
+@dataclass(frozen=True)
+class BlockGradient:
+    """Gradient of a block, or a part of it.
+
+    Invariant: elements that are not covered are garbage.
+
+    Attributes:
+        flat: buffer of the gradient, (numel,).
+        trained: parameters with a place in the buffer.
+        covers: for each of these, True if the gradient is present.
+    """
+
+    flat: torch.Tensor
+    trained: TrainedParameters
+    covers: tuple[bool, ...]
+
+    def views(self) -> dict[int, torch.Tensor]:
+        """Return the gradients that are present, by index of the parameter in the block."""
+        return {i: view for (i, view), has in zip(self.all_views.items(), self.covers, strict=True) if has}
+
+    @cached_property
+    def all_views(self) -> dict[int, torch.Tensor]:
+        """The place of every trained parameter's gradient, present or not, by index in the block."""
+        return dict(zip(self.trained.indices, self.trained.layout.views(self.flat), strict=True))
+
+    def __reduce__(self) -> Any:
+        return BlockGradient, (self.flat, self.trained, self.covers)  # without the cached views of this buffer
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the gradient without garbage: a small full buffer in one tensor, others by parameter."""
+        is_full = self.trained.layout.used == self.flat.numel() <= _MAX_FLAT_NORM and all(self.covers)
+        return [self.flat] if is_full else list(self.views().values())
+
+    def add(self, other: BlockGradient) -> BlockGradient:
+        """Add another gradient of the same block in place; return the sum."""
+        mine, added = self.views(), other.views()
+        for place, view in self.all_views.items():
+            if place in added:
+                # A copy, not an addition to zero: -0.0 + 0.0 is 0.0
+                view.add_(added[place]) if place in mine else view.copy_(added[place])
+        return BlockGradient(self.flat, self.trained, tuple(i in mine or i in added for i in self.trained.indices))
+
+    def without(self, indices: Sequence[int]) -> BlockGradient:
+        """Return the gradient without the parameters of these indices, in the same buffer."""
+        mine = self.views()
+        return BlockGradient(
+            self.flat, self.trained, tuple(i in mine and i not in indices for i in self.trained.indices)
+        )

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from l2l_core._torch import caches_parametrizations, data_ptr
 from l2l_core.eps.blocks.units import SHELL, Unit
-from l2l_core.model import module_name, modules_of, refuse_compiled_hooks, refuse_compiled_whole
+from l2l_core.model import module_name, refuse_compiled_hooks, refuse_compiled_whole
 
 _FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]*")
 _RESERVED_KEYS = re.compile(r"shell|relay|history|(parked|values|branch)-.*")  # other files of a save
@@ -58,7 +58,7 @@ def check_structure(model: nn.Module, units: Sequence[Unit]) -> None:
 
     Without it, a module added by hand would run but never be trained.
     """
-    modules, held = modules_of(model), {param for unit in units for _, _, param in unit.owners}
+    modules, held = list(model.modules()), {param for unit in units for _, _, param in unit.owners}
     gone = {unit.module: unit.name for unit in units if unit.key != SHELL}
     for module in modules:
         gone.pop(module, None)
@@ -96,7 +96,7 @@ def check_step(model: nn.Module, shell: Sequence[nn.Module], units: Sequence[Uni
                     )
                 if block.shared and param._backward_hooks:
                     raise ValueError(gradient_hook_message(name))
-    for module in modules_of(model):
+    for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ValueError(
                 f"a {type(module).__name__} has sparse gradients, and the EPS keeps dense ones: make it with sparse=False"
@@ -139,7 +139,7 @@ def check_keys(keys: Iterable[object]) -> list[str]:
 
 def refuse_scripted(model: nn.Module) -> None:
     """Raise ValueError if a part of the model is TorchScript, whose weights cannot be exchanged."""
-    for module in modules_of(model):
+    for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             name = module_name(model, module)
             traced = isinstance(module, torch.jit.TracedModule)
@@ -153,7 +153,7 @@ def refuse_scripted(model: nn.Module) -> None:
 
 def refuse_cached(model: nn.Module) -> None:
     """Raise ValueError inside ``parametrize.cached()`` if the model has parametrized weights."""
-    if caches_parametrizations() and any(isinstance(m, parametrize.ParametrizationList) for m in modules_of(model)):
+    if caches_parametrizations() and any(isinstance(m, parametrize.ParametrizationList) for m in model.modules()):
         raise ValueError(
             "the model has parametrized weights and runs in torch.nn.utils.parametrize.cached(), which keeps each weight after "
             "its first use: micro-batches take turns, and a recomputed layer needs its weight with a new graph. Do not use "
@@ -163,7 +163,7 @@ def refuse_cached(model: nn.Module) -> None:
 
 def refuse_checkpointing(model: nn.Module) -> None:
     """Raise ValueError if the model uses gradient checkpointing."""
-    if any(getattr(module, "gradient_checkpointing", False) for module in modules_of(model)):
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ValueError(
             "the model has gradient checkpointing on, and the relay recomputes layers itself: call "
             "model.gradient_checkpointing_disable()"

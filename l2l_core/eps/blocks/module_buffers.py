@@ -92,20 +92,16 @@ class ModuleBuffers:
 
     def _copy_back(self, homes: Sequence[torch.Tensor | None], after: Sequence[torch.Tensor | None]) -> None:
         for (module, name), home, buffer in zip(self.keys, homes, after, strict=True):
-            if buffer is None:
-                module._buffers[name] = None
-                continue
-            value = buffer.detach().to(_CPU)
+            value = None if buffer is None else buffer.detach().to(_CPU)
             # Into the host's own tensor, which others may hold; an unchanged buffer also keeps its version counter
-            if home is None or home.shape != value.shape or home.dtype != value.dtype:
+            if home is None or value is None or home.dtype != value.dtype:
                 module._buffers[name] = value
-            elif equal_values(home, value):
-                continue
-            elif _fits(home, value):
-                with torch.no_grad():
-                    home.copy_(value)
-            else:
-                module._buffers[name] = value
+            elif not equal_values(home, value):
+                if _fits(home, value):
+                    with torch.no_grad():
+                        home.copy_(value)
+                else:
+                    module._buffers[name] = value
 
 
 def _fits(buffer: torch.Tensor, value: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from types import MappingProxyType
 
@@ -24,8 +24,9 @@ def build_units(
 ) -> tuple[Unit, list[Unit]]:
     """Move the model's parameters into flat masters and return the shell and the layers.
 
+    Parameters keep their identity; their data become views of the masters.
+
     Args:
-        model: any module; its parameters keep their identity, their data become views of the masters.
         layers: permanent key -> module, in stack order.
         init_master: gives a new block its master; default: in host memory.
         bf16: whether parameters may be bfloat16, because the optimizer rounds weights to it.
@@ -35,26 +36,18 @@ def build_units(
     """
     init_master = init_master or host_master_init(torch.empty)
     module_names = {module: name for name, module in model.named_modules()}
-    members = {key: list(module.modules()) for key, module in layers.items()}
-    members = {SHELL: shell_modules(model, set(layers.values())), **members}
-    owners = {key: _parameter_owners(modules) for key, modules in members.items()}
+    shell = shell_modules(model, set(layers.values()))
+    members = {SHELL: shell, **{key: list(module.modules()) for key, module in layers.items()}}
     names = {param: name for name, param in model.named_parameters()}
     _check_parameters(names, bf16)
-
-    users: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for key, held in owners.items():
-        for _, _, param in held:
-            if key not in users[param]:
-                users[param].append(key)
-    several = [param for param, keys in users.items() if len(keys) > 1]
+    users = Counter(param for modules in members.values() for param in _parameters(modules))
+    several = [param for param, count in users.items() if count > 1]
     shared = {param: _make_block(shared_key(names[param]), [param], names, True, init_master) for param in several}
-
     units = []
-    for key, held in owners.items():
+    for key, modules in members.items():
         module = layers.get(key, model)
         name = module_names[module] if key != SHELL else SHELL
-        blocks = _make_blocks(key, held, names, shared, init_master)
-        units.append(Unit(key, name, module, blocks, ModuleBuffers(members[key]), held))
+        units.append(_make_unit(key, name, module, modules, names, shared, init_master))
     return units[0], units[1:]
 
 
@@ -68,20 +61,11 @@ def build_layer(
 ) -> Unit:
     """Build the unit of one layer: its parameters move into a flat master, as in `build_units`.
 
-    Args:
-        key: permanent identity.
-        name: dotted name that it will have in the model.
-        module: the layer.
-        empty: returns a host buffer.
-        shared: blocks of parameters that other units also use.
-        bf16: as in `build_units`.
+    `name` is the dotted name that it will have in the model; `shared` has the blocks of parameters that other units also use.
     """
     names = {param: f"{name}.{inner}" for inner, param in module.named_parameters()}
     _check_parameters(names, bf16)
-    members = list(module.modules())
-    held = _parameter_owners(members)
-    blocks = _make_blocks(key, held, names, shared, host_master_init(empty))
-    return Unit(key, name, module, blocks, ModuleBuffers(members), held)
+    return _make_unit(key, name, module, list(module.modules()), names, shared, host_master_init(empty))
 
 
 def make_masters(block: Block) -> list[nn.Parameter]:
@@ -112,8 +96,8 @@ def shared_key(name: str) -> str:
     return f"shared:{name}"
 
 
-def _parameter_owners(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    return [(m, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
+def _parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return list(dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None))
 
 
 def _check_parameters(names: Mapping[nn.Parameter, str], bf16: bool) -> None:
@@ -149,17 +133,21 @@ def host_master_init(empty: EmptyFn) -> Callable[[Block], None]:
     return init_master
 
 
-def _make_blocks(
+def _make_unit(
     key: str,
-    held: Sequence[tuple[nn.Module, str, nn.Parameter]],
+    name: str,
+    module: nn.Module,
+    members: Sequence[nn.Module],
     names: Mapping[nn.Parameter, str],
     shared: Mapping[nn.Parameter, Block],
     init_master: Callable[[Block], None],
-) -> list[Block]:
-    params = list(dict.fromkeys(param for _, _, param in held))
+) -> Unit:
+    params = _parameters(members)
     own = [param for param in params if param not in shared]
     blocks = [_make_block(key, own, names, False, init_master)] if own else []
-    return blocks + [shared[param] for param in params if param in shared]
+    blocks += [shared[param] for param in params if param in shared]
+    owners = [(m, attribute, p) for m in members for attribute, p in m._parameters.items() if p is not None]
+    return Unit(key, name, module, blocks, ModuleBuffers(members), owners)
 
 
 def _make_block(

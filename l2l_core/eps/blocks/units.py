@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from l2l_core.eps.blocks.layout import Layout
+from l2l_core.eps.blocks.layout import Layout, TrainedParameters
 from l2l_core.eps.blocks.module_buffers import ModuleBuffers
-from l2l_core.eps.blocks.trained_parameters import TrainedParameters
 
 SHELL = "shell"
 
@@ -43,10 +42,10 @@ class Block:
     version: int = 0
     warmup: int = 0  # number of updates over which its learning rate rises to that of its group
     views: list[torch.Tensor] = field(default_factory=list)
-    cast: torch.Tensor | None = None  # the master in the dtype of loads; see `l2l_core/eps/weight_source.py`
+    cast: torch.Tensor | None = None  # the master in the dtype of loads; see `WeightSource`
     local_layout: Layout | None = None  # layout of `master` if it is a part of the block
     offloaded: bool = False  # not in memory except during its update
-    residuals: dict[int, torch.Tensor] = field(default_factory=dict)  # by parameter, on the device; see residuals.py
+    residuals: dict[int, torch.Tensor] = field(default_factory=dict)  # by parameter, on the device; see `Residuals`
     _trained: TrainedParameters | None = None  # cache
 
     @property
@@ -76,12 +75,8 @@ class Block:
 
     @property
     def values(self) -> torch.Tensor:
-        """The current weights, (master_layout.numel,), read-only; write with `copy_from` or `set_master`."""
+        """The current weights, (master_layout.numel,)."""
         return self.master
-
-    def copy_from(self, values: torch.Tensor) -> None:
-        """Overwrite the weights with these values, (master_layout.numel,)."""
-        self.master.copy_(values)
 
     def set_master(self, master: torch.Tensor, optimizer_params: Sequence[nn.Parameter]) -> torch.Tensor:
         """Make another buffer, (master_layout.numel,), the master, and `optimizer_params` its views.
@@ -90,8 +85,8 @@ class Block:
             The previous master.
         """
         before, self.master, self.views = self.master, master, self.master_layout.views(master)
-        for param, own, view, home in zip(self.params, optimizer_params, self.views, self.host_views, strict=True):
-            param.data, own.data = home, view
+        _set_data(self.params, self.host_views)
+        _set_data(optimizer_params, self.views)
         return before
 
     def set_local_master(
@@ -105,9 +100,9 @@ class Block:
         """Drop the weights, which are stored elsewhere; parameters become placeholders."""
         self.offloaded, self.master, self.cast = True, _NO_MASTER, None
         self.views = self.host_views
-        for params in (self.params, optimizer_params):
-            for param, view in zip(params, self.views, strict=bool(params)):
-                param.data = view
+        _set_data(self.params, self.views)
+        if optimizer_params:
+            _set_data(optimizer_params, self.views)
 
     def bind(self, master: torch.Tensor, optimizer_params: Sequence[nn.Parameter]) -> None:
         """Make a buffer with the whole block the optimizer's view of an offloaded block, until `unbind`.
@@ -116,14 +111,12 @@ class Block:
         """
         assert self.offloaded, self.key
         self.master, self.views = master, self.layout.views(master)
-        for param, view in zip(optimizer_params, self.views, strict=True):
-            param.data = view
+        _set_data(optimizer_params, self.views)
 
     def unbind(self, optimizer_params: Sequence[nn.Parameter]) -> None:
         """Undo `bind`."""
         self.master, self.views = _NO_MASTER, self.host_views
-        for param, view in zip(optimizer_params, self.views, strict=True):
-            param.data = view
+        _set_data(optimizer_params, self.views)
 
     def drop_weights(self, optimizer_params: Sequence[nn.Parameter]) -> None:
         """Drop the weights, which are on disk, until `set_master` restores them."""
@@ -210,8 +203,12 @@ class Unit:
 
     def set_data(self, views: Sequence[torch.Tensor]) -> None:
         """Set the parameters' data (device slots or masters); their identity stays."""
-        for param, view in zip(self.params, views, strict=True):
-            param.data = view
+        _set_data(self.params, views)
+
+
+def _set_data(params: Sequence[nn.Parameter], views: Sequence[torch.Tensor]) -> None:
+    for param, view in zip(params, views, strict=True):
+        param.data = view
 
 
 def nan_placeholder(size: Sequence[int]) -> torch.Tensor:

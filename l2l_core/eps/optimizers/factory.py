@@ -35,7 +35,15 @@ def make_optimizer(optimizer: OptimizerFactory | Optimizer, model: nn.Module) ->
         TypeError: neither an Optimizer nor a factory that returns one.
         ValueError: the optimizer has parameters of another model, or cannot work block by block.
     """
-    made = optimizer if isinstance(optimizer, Optimizer) else _call_factory(optimizer, model)
+    made: Any = optimizer
+    if not isinstance(optimizer, Optimizer):
+        if not callable(optimizer):
+            raise TypeError(
+                f"optimizer={optimizer!r}: give a torch Optimizer or a factory such as partial(torch.optim.AdamW, lr=1e-4)"
+            )
+        made = optimizer(model.parameters())
+        if not isinstance(made, Optimizer):
+            raise TypeError(f"the optimizer factory returned a {type(made).__name__}, not a torch Optimizer")
     _check_kind(made)
     own = set(model.parameters())  # by identity, as tensors hash
     foreign = [p for group in made.param_groups for p in group["params"] if p not in own]
@@ -70,17 +78,6 @@ def known_findings(optimizer: Optimizer) -> Findings | None:
 def rounds_weights(optimizer: Optimizer) -> bool:
     """Return whether the optimizer declares that it rounds weights stochastically, so that they may be bfloat16."""
     return bool(getattr(optimizer, "rounds_weights", False))
-
-
-def _call_factory(factory: Any, model: nn.Module) -> Optimizer:
-    if not callable(factory):
-        raise TypeError(
-            f"optimizer={factory!r}: give a torch Optimizer or a factory such as partial(torch.optim.AdamW, lr=1e-4)"
-        )
-    made = factory(model.parameters())
-    if not isinstance(made, Optimizer):
-        raise TypeError(f"the optimizer factory returned a {type(made).__name__}, not a torch Optimizer")
-    return made
 
 
 def _check_kind(optimizer: Optimizer) -> None:

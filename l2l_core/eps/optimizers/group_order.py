@@ -112,17 +112,9 @@ def _by_rank(group: ParamGroup, index: ParameterIndex) -> list[nn.Parameter]:
     return sorted(group, key=lambda param: index.rank.get(param, len(index.rank)))
 
 
-def _by_rank_reversed(group: ParamGroup, index: ParameterIndex) -> list[nn.Parameter]:
-    return _by_rank(group, index)[::-1]
-
-
-def _by_name(group: ParamGroup, index: ParameterIndex) -> list[nn.Parameter]:
-    """Sort as ``sorted(names)`` does: layer 10 before layer 2."""
-    return sorted(group, key=lambda param: index.names.get(param, "~"))  # "~" sorts after every name
-
-
 _RULES: dict[str, Callable[[ParamGroup, ParameterIndex], list[nn.Parameter]]] = {
     "model": _by_rank,
-    "backwards": _by_rank_reversed,
-    "names": _by_name,
+    "backwards": lambda group, index: _by_rank(group, index)[::-1],
+    # As ``sorted(names)`` does, layer 10 before layer 2; "~" sorts after every name
+    "names": lambda group, index: sorted(group, key=lambda param: index.names.get(param, "~")),
 }

@@ -23,16 +23,16 @@ from torch.optim import Optimizer
 from l2l_core.eps.optimizers.optimizer_settings import (
     SettingChanges,
     apply_changes,
+    clone_state,
     differing_settings,
+    differing_state,
     is_same,
     load_settings,
     merge_changes,
     settings_of,
     settings_to_save,
 )
-from l2l_core.eps.optimizers.partial_optimizer import clone_deep, restrict_optimizer, scale_lr, update_part
-from l2l_core.eps.optimizers.states import clone_state, differing_state
-from l2l_core.eps.optimizers.step_hooks import step_part
+from l2l_core.eps.optimizers.partial_optimizer import clone_deep, restrict_optimizer, scale_lr, step_part, update_part
 from l2l_core.model import Tensors, decode, encode, preserve_random_state, tensor_copier
 
 _STEPS, _RESUMES = 10, 4

@@ -1,4 +1,4 @@
-"""Optimizer settings: values and counters in groups, defaults and attributes, beside the state of parameters.
+"""Optimizer settings (values and counters in groups, defaults and attributes), and the state of parameters beside them.
 
 Run block by block, an optimizer would count a step once per block, or each part would count separately. So a part starts every
 update with copies of the whole optimizer's settings, and its changes are applied once, at the end of the step: the whole counts
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -19,21 +21,17 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from l2l_core._torch import is_traceable_wrapper_subclass, pytree
 from l2l_core.model import equal_values, is_sparse
 
 OptimizerSettings = list[dict[str, Any]]  # of the instance, its defaults, each group
 SettingChanges = dict[tuple[int, str], Any]  # (index in OptimizerSettings, name) -> new value
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_IMMUTABLE = frozenset(_ATOMS)
 _SMALL = 64  # elements: a larger tensor is not a setting
 _SHARED_VALUE = "\0in common"  # marks a value that is not plain
-_ABSENT = object()
-_TORCH_FLAGS = (
-    "_opt_called",
-    "_warned_capturable_if_run_uncaptured",
-    "_zero_grad_profile_name",
-)  # PyTorch's internal notes
+# PyTorch's internal notes
+_TORCH_FLAGS = ("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name")
 _NOT_SETTINGS = frozenset({"params", "param_names", "param_groups", "state", "defaults", *_TORCH_FLAGS})
 
 
@@ -55,14 +53,14 @@ def copy_settings(whole: Optimizer, part: Optimizer) -> None:
     """Give a part the state of the whole optimizer and copies of its settings."""
     part.state = whole.state  # every time, since `load_state_dict` replaces it
     for theirs, mine in zip(_holders(whole), _holders(part), strict=True):
-        if not mine.keys() <= theirs.keys():
-            for name in [name for name, value in mine.items() if name not in theirs and _is_plain_setting(name, value)]:
-                del mine[name]
-        other = [(name, value) for name, value in theirs.items() if not _is_same_atom(value, mine.get(name, _ABSENT))]
-        # Groups and defaults share all values. Attributes do not: hooks and bound methods belong to the part
-        shared = () if theirs is whole.__dict__ else [item for item in other if item[0] not in _NOT_SETTINGS]
-        mine.update(shared)
-        mine.update([(name, copy_plain(value)) for name, value in other if _is_plain_setting(name, value)])
+        for name in [name for name, value in mine.items() if name not in theirs and _is_plain_setting(name, value)]:
+            del mine[name]
+        for name, value in theirs.items():
+            if _is_plain_setting(name, value):
+                mine[name] = copy_plain(value)
+            # Groups and defaults share other values. Attributes do not: hooks and bound methods belong to the part
+            elif theirs is not whole.__dict__ and name not in _NOT_SETTINGS:
+                mine[name] = value
 
 
 def changes_of(part: Optimizer, given: OptimizerSettings) -> SettingChanges:
@@ -71,9 +69,7 @@ def changes_of(part: Optimizer, given: OptimizerSettings) -> SettingChanges:
         (index, name): copy_plain(value)
         for index, (held, before) in enumerate(zip(_holders(part), given, strict=True))
         for name, value in held.items()
-        if not _is_same_atom(value, before.get(name, _ABSENT))
-        and _is_plain_setting(name, value)
-        and (name not in before or not is_same(value, before[name]))
+        if _is_plain_setting(name, value) and (name not in before or not is_same(value, before[name]))
     }
 
 
@@ -109,10 +105,8 @@ def apply_changes(whole: Optimizer, changes: SettingChanges) -> None:
 def load_settings(optimizer: Optimizer, settings: OptimizerSettings, exact: bool = True) -> None:
     """Set an optimizer's settings to those of another moment or process, which must not be used elsewhere.
 
-    Args:
-        optimizer: the optimizer.
-        settings: of the instance, its defaults and its groups, or of its groups alone.
-        exact: remove plain values that are not among them. Other values are kept; enumerations keep their type.
+    They are those of the instance, its defaults and its groups, or of its groups alone. `exact` removes plain values that are not
+    among them. Other values are kept; enumerations keep their type.
     """
     holders = _holders(optimizer)
     for held, wanted in zip(holders[len(holders) - len(settings) :], settings, strict=True):
@@ -141,13 +135,9 @@ def copy_plain(value: Any) -> Any:
     """Copy a plain value; return any other value itself."""
     if isinstance(value, _ATOMS) or not is_plain(value):
         return value
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return type(value)((key, copy_plain(item)) for key, item in value.items())
-    if isinstance(value, deque):
-        return deque(map(copy_plain, value), value.maxlen)
-    return type(value)(map(copy_plain, value))
+    return pytree.tree_map(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else deepcopy(leaf), value
+    )
 
 
 def is_plain(value: Any) -> bool:
@@ -168,7 +158,10 @@ def is_same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):  # 1, 1.0 and True are equal, but not in a save
         return False
     if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and (equal_values(one, other) or _same_with_nan(one, other))
+        if one.dtype != other.dtype or equal_values(one, other):
+            return one.dtype == other.dtype
+        is_comparable = one.shape == other.shape and one.layout is other.layout and not is_sparse(one)
+        return is_comparable and one.is_floating_point() and torch.allclose(one, other, 0, 0, equal_nan=True)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(is_same(item, other[key]) for key, item in one.items())
     if isinstance(one, deque) and one.maxlen != other.maxlen:
@@ -178,19 +171,8 @@ def is_same(one: Any, other: Any) -> bool:
     return bool(one == other) or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
 
 
-def _same_with_nan(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape or one.layout is not other.layout or is_sparse(one) or not one.is_floating_point():
-        return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())
-
-
 def _holders(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [optimizer.__dict__, optimizer.defaults, *optimizer.param_groups]
-
-
-def _is_same_atom(one: Any, other: Any) -> bool:
-    """Return whether both are one immutable object, which is true of most settings."""
-    return one is other and type(one) in _IMMUTABLE
 
 
 @cache
@@ -200,3 +182,56 @@ def _is_setting(name: str) -> bool:
 
 def _is_plain_setting(name: str, value: Any) -> bool:
     return _is_setting(name) and is_plain(value)
+
+
+def clone_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the state of a parameter, including tensors in containers."""
+    return {name: pytree.tree_map(_copy_leaf, value) for name, value in state.items()}
+
+
+def _copy_leaf(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else deepcopy(leaf)
+
+
+def state_bytes(*states: Mapping[str, Any]) -> int:
+    """Return the bytes of the tensors in states; shared memory counts once."""
+    sizes: dict[int, int] = {}  # by address of the memory
+    for tensor in (tensor for state in states for tensor in tensors_of(state)):
+        sizes.setdefault(tensor.data_ptr(), tensor.nbytes)
+    return sum(sizes.values())
+
+
+def tensors_of(state: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors in the state of a parameter; for wrapper subclasses, the inner tensors."""
+    found: list[torch.Tensor] = []
+    for value in state.values():
+        if type(value) is torch.Tensor:  # the common case, in a function called after every step
+            found.append(value)
+        else:
+            leaves = pytree.tree_leaves(value) if isinstance(value, list | tuple | dict | deque) else (value,)
+            found += [plain for leaf in leaves if isinstance(leaf, torch.Tensor) for plain in _plain_tensors(leaf)]
+    return found
+
+
+def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the inner tensors of a wrapper subclass, such as a quantised tensor, or the tensor itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain_tensors(getattr(tensor, name))
+
+
+def differing_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names of values that differ between two states."""
+    both = {**one, **other}
+    return [name for name in both if name not in one or name not in other or not _equal_values(one[name], other[name])]
+
+
+def _equal_values(one: Any, other: Any) -> bool:
+    """Compare two values of an optimizer's state; values that are not plain by their `repr`."""
+    ones, others = pytree.tree_leaves(one), pytree.tree_leaves(other)
+    if len(ones) != len(others):
+        return False
+    pairs = zip(ones, others, strict=True)
+    return all(is_same(a, b) if isinstance(a, torch.Tensor) else is_same(a, b) or repr(a) == repr(b) for a, b in pairs)

@@ -1,20 +1,29 @@
-"""Partial optimizers: clones over other parameters, and updates of some parameters at a time.
+"""Partial optimizers: clones over other parameters, updates of some parameters at a time, and the user's step hooks.
 
 A part shares the state of the whole optimizer and gets copies of its settings (`optimizer_settings.py`).
 `optimizer_conformance.py` checks that updates in parts give the same bits as one step over all parameters.
+
+The user's hooks are called once per step with all gradients, as in plain training. This needs deferred updates; with eager
+updates, hooks are refused. Hooks that PyTorch registers for its profilers read no gradients and are called after every step.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from l2l_core._torch import hooks_of_all_optimizers
+from l2l_core.eps.blocks import Block, BlockGradient
 from l2l_core.eps.optimizers.optimizer_settings import (
     SettingChanges,
     changes_of,
@@ -22,10 +31,13 @@ from l2l_core.eps.optimizers.optimizer_settings import (
     copy_settings,
     settings_of,
 )
-from l2l_core.eps.optimizers.step_hooks import step_part
 
+Hook = Callable[..., Any]
+Masters = Mapping[Block, Sequence[nn.Parameter]]
+
+_hooks_lock = threading.RLock()  # global hooks are shared by all threads
 # Not copied. The last two may be a scheduler's wrappers around the methods.
-_PER_INSTANCE = ("param_groups", "state", "step", "zero_grad")
+_PER_INSTANCE = ("param_groups", "defaults", "state", "step", "zero_grad")
 
 
 def clone_shallow(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any) -> Optimizer:
@@ -35,11 +47,12 @@ def clone_shallow(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any
     `clone_deep` shares nothing.
     """
     clone = object.__new__(type(optimizer))  # the constructor's arguments are unknown
-    values = {name: value for name, value in optimizer.__dict__.items() if name not in _PER_INSTANCE}
-    clone.__dict__.update({name: _rebind_method(clone, copy_plain(value), optimizer) for name, value in values.items()})
-    clone.defaults = {name: copy_plain(value) for name, value in optimizer.defaults.items()}
-    clone.param_groups = [{name: copy_plain(value) for name, value in group.items()} for group in groups]
-    return _with_state(clone, state, optimizer)
+
+    def copied(value: Any) -> Any:
+        is_method = isinstance(value, MethodType) and value.__self__ is optimizer
+        return MethodType(value.__func__, clone) if is_method else copy_plain(value)
+
+    return _filled(clone, optimizer, groups, state, copied)
 
 
 def clone_deep(
@@ -47,46 +60,33 @@ def clone_deep(
 ) -> Optimizer:
     """Clone an optimizer over other groups, sharing nothing with it, without hooks.
 
-    Args:
-        optimizer: the original.
-        groups: groups with the new parameters; all other values are deep-copied.
-        state: state of the new parameters.
-        counterparts: replacements for objects that the optimizer refers to: parameters, the model.
+    `groups` and `state` are those of the new parameters; all other values in groups are deep-copied. `counterparts` replace
+    objects that the optimizer refers to: parameters, the model.
     """
     clone = object.__new__(type(optimizer))
     memo = {id(old): new for old, new in counterparts.items()} | {id(optimizer): clone}
-    skipped = (*_PER_INSTANCE, *_hook_attributes(optimizer))
-    values = {name: value for name, value in optimizer.__dict__.items() if name not in skipped}
-    clone.__dict__.update({name: _deep_copy(value, memo) for name, value in values.items()})
-    clone.param_groups = [
-        {name: value if name == "params" else _deep_copy(value, memo) for name, value in group.items()}
-        for group in groups
-    ]
-    return _with_state(clone, state, optimizer)
+
+    def copied(value: Any) -> Any:
+        try:
+            return copy.deepcopy(value, memo)
+        except Exception:  # a lock, a file, a tensor with a graph
+            return value
+
+    return _filled(clone, optimizer, groups, state, copied)
 
 
-def _with_state(clone: Optimizer, state: Any, optimizer: Optimizer) -> Optimizer:
+def _filled(
+    clone: Optimizer, optimizer: Optimizer, groups: list[dict[str, Any]], state: Any, copied: Callable[[Any], Any]
+) -> Optimizer:
+    for name, value in optimizer.__dict__.items():
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            clone.__dict__[name] = OrderedDict()
+        elif name not in _PER_INSTANCE:
+            clone.__dict__[name] = copied(value)
+    clone.defaults = {name: copied(value) for name, value in optimizer.defaults.items()}
+    clone.param_groups = [{n: value if n == "params" else copied(value) for n, value in g.items()} for g in groups]
     clone.state = state
-    for name in _hook_attributes(optimizer):
-        clone.__dict__[name] = OrderedDict()
     return clone
-
-
-def _rebind_method(clone: Optimizer, value: Any, optimizer: Optimizer) -> Any:
-    """Bind a method that the optimizer keeps as an attribute to the clone; return other values unchanged."""
-    is_method = isinstance(value, MethodType) and value.__self__ is optimizer
-    return MethodType(value.__func__, clone) if is_method else value
-
-
-def _hook_attributes(optimizer: Optimizer) -> list[str]:
-    return [name for name in optimizer.__dict__ if name.startswith("_optimizer_") and name.endswith("_hooks")]
-
-
-def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception:  # a lock, a file, a tensor with a graph
-        return value
 
 
 def replace_params(optimizer: Optimizer, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -124,3 +124,140 @@ def update_part(part: Optimizer, whole: Optimizer, lr_factor: float = 1.0) -> Se
     changes = changes_of(part, given)
     # A learning rate derived from a scaled one is not a change of the whole
     return changes if lr_factor == 1.0 else {place: value for place, value in changes.items() if place[1] != "lr"}
+
+
+def user_hooks(optimizer: Optimizer) -> list[Hook]:
+    """Return the user's step hooks, of this optimizer and of all optimizers."""
+    return [hook for hooks in _hooks(optimizer) for hook in hooks if not _is_torchs(hook)]
+
+
+def check_hooks(optimizer: Optimizer, blocks: Sequence[Block], deferred: bool) -> None:
+    """Refuse the user's hooks if they cannot be called with all gradients.
+
+    Raises:
+        ValueError: weights are not float32, or updates are eager.
+    """
+    names = [getattr(hook, "__qualname__", type(hook).__name__) for hook in user_hooks(optimizer)]
+    rounded = [block for block in blocks if block.values.dtype != torch.float32]
+    if names and rounded:
+        raise ValueError(
+            f"the step hook {names[0]} would see {rounded[0].values.dtype} weights ({rounded[0].key}) with float32 gradients, "
+            "which PyTorch does not allow: remove the hook, or leave the model in float32, where the optimizer rounds weights "
+            "to the same values"
+        )
+    if names and not deferred:
+        raise ValueError(
+            f"the optimizer has a step hook, {names[0]}, which needs all gradients at once. With update='eager' each layer is "
+            "updated as soon as its gradient arrives. Use RelayConfig(update='deferred'), or "
+            "remove the hook; to clip gradients, set max_grad_norm. Nothing has been trained"
+        )
+
+
+def call_before(optimizer: Optimizer, masters: Masters, gradients: dict[Block, BlockGradient]) -> None:
+    """Call the hooks before a step, and store the gradients that they leave in `gradients`.
+
+    Raises:
+        ValueError: a hook sets a gradient that the step does not have, sets two for one parameter, or returns arguments.
+    """
+    with _in_place(masters, gradients):
+        for hook in _hooks(optimizer)[0]:
+            result = hook(optimizer, (optimizer,), {})
+            if result is not None and not (isinstance(result, tuple) and result == ((optimizer,), {})):
+                raise ValueError(
+                    f"a step hook returns {result!r} for step(), which a relay calls without arguments: return None"
+                )
+        for block, params in masters.items():
+            gradient = gradients.get(block)
+            places, given = (gradient.all_views, gradient.views()) if gradient is not None else ({}, {})
+            rows = enumerate(zip(block.names, block.params, params, strict=True))
+            has_grad = [_collect_grad(*row, given.get(i), places.get(i)) for i, row in rows]
+            if gradient is not None:
+                gradients[block] = replace(gradient, covers=tuple(has_grad[i] for i in gradient.trained.indices))
+
+
+def call_after(optimizer: Optimizer, masters: Masters, gradients: Mapping[Block, BlockGradient]) -> None:
+    """Call the hooks after a step, with its gradients."""
+    with _in_place(masters, gradients):
+        for hook in _hooks(optimizer)[1]:
+            hook(optimizer, (optimizer,), {})
+
+
+def call_torchs(optimizer: Optimizer) -> None:
+    """Call the hooks that PyTorch itself has registered for all optimizers, before and after a step."""
+    for hook in (hook for hooks in _hooks(optimizer) for hook in hooks if _is_torchs(hook)):
+        hook(optimizer, (optimizer,), {})
+
+
+@contextmanager
+def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Disable step hooks inside the block, the optimizer's and those of all optimizers."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    hooks = [*own, *hooks_of_all_optimizers()]
+    saved = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()  # in place: handles that remove hooks refer to this dictionary
+    try:
+        yield
+    finally:
+        for each, old in zip(hooks, saved, strict=True):
+            each.update(old)
+
+
+def step_part(part: Optimizer) -> None:
+    """Step a part without the hooks of all optimizers, which are called once for the whole optimizer."""
+    if not any(hooks_of_all_optimizers()):
+        part.step()
+        return
+    with _hooks_lock, without_step_hooks(part):
+        part.step()
+
+
+def _hooks(optimizer: Optimizer) -> tuple[list[Hook], list[Hook]]:
+    """Return the hooks before a step and those after it, in PyTorch's order."""
+    before = [*hooks_of_all_optimizers()[0].values(), *optimizer._optimizer_step_pre_hooks.values()]
+    after = [*optimizer._optimizer_step_post_hooks.values(), *hooks_of_all_optimizers()[1].values()]
+    return before, after
+
+
+def _is_torchs(hook: Hook) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.")
+
+
+@contextmanager
+def _in_place(masters: Masters, gradients: Mapping[Block, BlockGradient]) -> Iterator[None]:
+    """Set data and `grad` of the model's and the optimizer's parameters as in plain training."""
+    saved = [(param, param.data) for block in masters for param in block.params]
+    try:
+        for block, params in masters.items():
+            grads = gradients[block].views() if block in gradients else {}
+            for i, (param, master, view) in enumerate(zip(block.params, params, block.views, strict=True)):
+                param.data = view  # before `grad`, whose dtype must be that of the data
+                param.grad = master.grad = grads.get(i)
+        yield
+    finally:
+        for param in (param for block, params in masters.items() for param in (*block.params, *params)):
+            param.grad = None  # a view of a buffer that will be reused
+        for param, data in saved:
+            param.data = data
+
+
+def _collect_grad(
+    name: str, param: nn.Parameter, master: nn.Parameter, given: Tensor | None, place: Tensor | None
+) -> bool:
+    """Copy a gradient that a hook has replaced to its place; return whether the parameter has a gradient."""
+    new = {id(each.grad): each.grad for each in (master, param) if each.grad is not given}
+    if len(new) > 1:
+        raise ValueError(
+            f"a step hook gives {name} one gradient through the optimizer and another one through the model: set it in one place"
+        )
+    grad = next(iter(new.values()), given)
+    if grad is None:
+        return False
+    if place is None:
+        raise ValueError(
+            f"a step hook gives {name} a gradient, and its layer has none in this step (it is frozen or unused): change only "
+            "existing gradients"
+        )
+    if new:
+        place.copy_(grad)
+    return True
