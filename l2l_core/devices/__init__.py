@@ -11,9 +11,7 @@ from l2l_core.devices.device import Ticket as Ticket
 from l2l_core.devices.device import free_bytes as free_bytes
 from l2l_core.devices.device_names import resolve_device as resolve_device
 from l2l_core.devices.emulated import EmulatedDevice as EmulatedDevice
-from l2l_core.devices.executors import Executor as Executor
 from l2l_core.devices.executors import ForkGuard as ForkGuard
-from l2l_core.devices.executors import FutureLike as FutureLike
 from l2l_core.devices.executors import InlineExecutor as InlineExecutor
 from l2l_core.devices.executors import NoTorchModes as NoTorchModes
 from l2l_core.devices.executors import serial_executor as serial_executor
@@ -23,6 +21,5 @@ from l2l_core.devices.ledger import Ledger as Ledger
 from l2l_core.devices.stash_store import HostStashStore as HostStashStore
 from l2l_core.devices.stash_store import StashSlot as StashSlot
 from l2l_core.devices.stash_store import StashStore as StashStore
-from l2l_core.devices.tensor_files import disk_full_error as disk_full_error
-from l2l_core.devices.tensor_files import is_disk_full as is_disk_full
+from l2l_core.devices.tensor_files import explain_full_disk as explain_full_disk
 from l2l_core.devices.tensor_files import write_tensors as write_tensors

@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from l2l_core.devices.device import Copy, Device, RecordFn, Ticket
-from l2l_core.devices.executors import Executor, FutureLike, InlineExecutor, NoTorchModes, serial_executor, sleep_until
+from l2l_core.devices.executors import InlineExecutor, NoTorchModes, serial_executor, sleep_until
 from l2l_core.devices.ledger import Ledger
 from l2l_core.trace import format_bytes
 
@@ -23,7 +23,7 @@ _INLINE = InlineExecutor(NoTorchModes)
 
 
 class _CopyTicket:
-    def __init__(self, job: FutureLike) -> None:
+    def __init__(self, job: Future[None]) -> None:
         self._job = job
 
     def wait(self) -> None:

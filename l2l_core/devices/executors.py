@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,38 +21,7 @@ from l2l_core._torch import (
 )
 
 
-class FutureLike(Protocol):
-    """Submitted work; a `concurrent.futures.Future` qualifies."""
-
-    def result(self) -> Any:
-        """Wait for the work; return its result or raise its error."""
-        ...
-
-    def exception(self) -> BaseException | None:
-        """Wait for the work; return its error."""
-        ...
-
-
-class Executor(Protocol):
-    """Runs submitted functions in order; a `concurrent.futures.Executor` qualifies."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any) -> FutureLike: ...
-
-
-class _FinishedFuture:
-    def __init__(self, value: Any, error: Exception | None) -> None:
-        self._value, self._error = value, error
-
-    def result(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-    def exception(self) -> Exception | None:
-        return self._error
-
-
-class InlineExecutor:
+class InlineExecutor(Executor):
     """Executor that runs the work in `submit`, in the caller's thread and with all its cores.
 
     Used where the caller would wait anyway: a thread would compete with compute for cores and for the interpreter lock.
@@ -64,13 +33,15 @@ class InlineExecutor:
     def __init__(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
         self._context = context
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any) -> FutureLike:
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run the function now; its error is raised by the future's `result`."""
+        future: Future[Any] = Future()
         try:
             with self._context():
-                return _FinishedFuture(fn(*args), None)
+                future.set_result(fn(*args, **kwargs))
         except Exception as error:
-            return _FinishedFuture(None, error)
+            future.set_exception(error)
+        return future
 
 
 class NoTorchModes(AbstractContextManager[None]):

@@ -79,7 +79,6 @@ class Ledger:
         self.activity: Callable[[], str] = lambda: ""
         self._owned: Counter[tuple[str, str]] = Counter()
         self._sums: Counter[str] = Counter()  # by category
-        self._cached_categories: tuple[int, dict[str, int]] = (0, {})  # value of `changes`, result of `by_category`
         self._high_water: dict[str, int] = {}
         self._high_water_total = -1
         # Reentrant: the garbage collector may free a storage, which releases its bytes, while this thread books.
@@ -94,10 +93,7 @@ class Ledger:
         with self._lock:
             if self.limit_bytes is not None and self.total + nbytes > self.limit_bytes:
                 raise self._out_of_memory(category, owner, nbytes)
-            self._owned[category, owner] += nbytes
-            self._sums[category] += nbytes
-            self.total += nbytes
-            self.changes += 1
+            self._add(category, owner, nbytes)
             if self.total > self._high_water_total:
                 self._high_water_total, self._high_water = self.total, {}
             self.peak = max(self.peak, self.total)
@@ -107,32 +103,28 @@ class Ledger:
         with self._lock:
             if self.total == self._high_water_total and not self._high_water:
                 self._high_water = self.by_category()  # copied only when the total leaves its peak
-            left = self._owned[category, owner] - nbytes
-            assert left >= 0, f"{self.place}: {category} of {owner} released twice ({left} bytes)"
-            self._owned[category, owner] = left
-            if not left:
-                del self._owned[category, owner]
-            self._sums[category] -= nbytes
-            self.total -= nbytes
-            self.changes += 1
+            self._add(category, owner, -nbytes)
 
     def move(self, category: str, owner: str, to_category: str, to_owner: str, nbytes: int) -> None:
         """Move bytes to another category or owner; the total stays."""
         with self._lock:
-            self._owned[category, owner] -= nbytes
-            if not self._owned[category, owner]:
-                del self._owned[category, owner]
-            self._owned[to_category, to_owner] += nbytes
-            self._sums[category] -= nbytes
-            self._sums[to_category] += nbytes
-            self.changes += 1
+            self._add(category, owner, -nbytes)
+            self._add(to_category, to_owner, nbytes)
+
+    def _add(self, category: str, owner: str, nbytes: int) -> None:
+        left = self._owned[category, owner] + nbytes
+        assert left >= 0, f"{self.place}: {category} of {owner} released twice ({left} bytes)"
+        self._owned[category, owner] = left
+        if not left:
+            del self._owned[category, owner]
+        self._sums[category] += nbytes
+        self.total += nbytes
+        self.changes += 1
 
     def by_category(self) -> dict[str, int]:
-        """Return the bytes in use by category, without zeros. The result is shared: do not change it."""
+        """Return the bytes in use by category, without zeros."""
         with self._lock:
-            if self._cached_categories[0] != self.changes:
-                self._cached_categories = self.changes, {name: nbytes for name, nbytes in self._sums.items() if nbytes}
-            return self._cached_categories[1]
+            return {name: nbytes for name, nbytes in self._sums.items() if nbytes}
 
     def by_owner(self, category: str) -> dict[str, int]:
         """Return the bytes of one category in use now, by owner."""
@@ -161,20 +153,18 @@ class Ledger:
         """Return the error for an allocation that the device's own allocator refused, with its message and the booked bytes."""
         found = _TRIED.search(str(error))
         nbytes = int(float(found[1]) * _BINARY_UNITS[found[2]]) if found else 0
-        doing = self.activity()
-        first = (
-            f"{self.name} has no memory left"
-            + (f" during {doing}" if doing else "")
-            + f"; {format_bytes(self.total)} are booked. The allocator: {error}"
-        )
-        what = f"memory during {doing}" if doing else "memory"
-        return self._error(first, nbytes, self.limit_bytes or self.total, nbytes, what)
+        during = self._during()
+        first = f"{self.name} has no memory left{during}; {format_bytes(self.total)} are booked. The allocator: {error}"
+        return self._error(first, nbytes, self.limit_bytes or self.total, nbytes, f"memory{during}")
+
+    def _during(self) -> str:
+        activity = self.activity()
+        return f" during {activity}" if activity else ""
 
     def _out_of_memory(self, category: str, owner: str, nbytes: int) -> DeviceOutOfMemory:
         assert self.limit_bytes is not None
         missing = self.total + nbytes - self.limit_bytes
-        doing, what = self.activity(), f"{category} for {owner or 'micro-batches'}"
-        during = f" during {doing}" if doing else ""
+        what, during = f"{category} for {owner or 'micro-batches'}", self._during()
         first = (
             f"{self.name} is full: {format_bytes(nbytes)} of {what} were being allocated{during}"
             f", but {format_bytes(self.total)} of {format_bytes(self.limit_bytes)} are in use "
@@ -185,9 +175,9 @@ class Ledger:
     def _error(self, first: str, nbytes: int, limit_bytes: int, missing: int, what: str) -> DeviceOutOfMemory:
         """Return the error that lists `first`, the bytes in use by category, and a remedy."""
         lines = [first]
-        for kind in sorted(self.by_category(), key=lambda c: -self.by_category()[c]):
+        for kind, booked in sorted(self.by_category().items(), key=lambda item: -item[1]):
             owners = sorted(self.by_owner(kind).items(), key=lambda item: -item[1])
             shown = ", ".join(f"{name or 'micro-batches'} {format_bytes(n)}" for name, n in owners[:4])
             more = f", and {len(owners) - 4} more" if len(owners) > 4 else ""
-            lines.append(f"  {kind:<12} {format_bytes(self.by_category()[kind]):>10}  ({shown}{more})")
+            lines.append(f"  {kind:<12} {format_bytes(booked):>10}  ({shown}{more})")
         return DeviceOutOfMemory("\n".join(lines), nbytes, limit_bytes, self.by_category(), what, self.advise(missing))

@@ -84,7 +84,8 @@ class PinnedMemory:
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return torch.empty(numel, dtype=dtype)
-        region = self._acquire(nbytes)
+        region = free.pop() if (free := self._free.get(nbytes)) else self._register(nbytes)
+        self._regions.add(region)
         lease = memoryview(region.pages)  # held by the tensor's storage
         weakref.finalize(lease, self._release, region).atexit = False
         return torch.frombuffer(lease, dtype=dtype, count=numel)
@@ -100,12 +101,6 @@ class PinnedMemory:
         regions, self._regions = self._regions, set()
         for region in regions:
             region.unpin()
-
-    def _acquire(self, nbytes: int) -> _Region:
-        region = free.pop() if (free := self._free.get(nbytes)) else self._register(nbytes)
-        self._regions.add(region)
-        region.last_pass = self._pass
-        return region
 
     def _release(self, region: _Region) -> None:
         """Free a region. May run in any thread at any time, so each step is atomic and needs no lock."""

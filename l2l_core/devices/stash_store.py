@@ -25,7 +25,8 @@ class StashSlot:
 class StashStore(ABC):
     """Slots for offloaded storages. The caller copies to `targets` and from `sources`.
 
-    One thread at a time calls it, except for `free`, which any thread may call.
+    One thread at a time calls it, except for `free`, which any thread may call. Methods with a default are for stores that move
+    the bytes on.
 
     Attributes:
         prefetch_turns: number of turns that `prefetch` wants, beyond the one being fetched.
@@ -33,8 +34,7 @@ class StashStore(ABC):
 
     prefetch_turns = 0
 
-    @abstractmethod
-    def begin(self, trace: Trace, stalled: Callable[[], AbstractContextManager[None]]) -> None:
+    def begin(self, trace: Trace, stalled: Callable[[], AbstractContextManager[None]]) -> None:  # noqa: B027
         """Begin a pass, recorded in `trace`; time spent waiting is counted inside `stalled`."""
 
     @abstractmethod
@@ -45,20 +45,17 @@ class StashStore(ABC):
     def targets(self, slots: Sequence[StashSlot]) -> list[torch.Tensor]:
         """Return the buffers to which storages are copied, each (nbytes,) uint8; all slots leave the device together."""
 
-    @abstractmethod
-    def write_started(self, slots: Sequence[StashSlot], ticket: Ticket, k: int, visit: int) -> None:
+    def write_started(self, slots: Sequence[StashSlot], ticket: Ticket, k: int, visit: int) -> None:  # noqa: B027
         """Register the ticket of the copies to the targets, of micro-batch `k` after its turn in `visit`."""
 
-    @abstractmethod
-    def prefetch(self, turns: Sequence[tuple[Sequence[StashSlot], str, int, int]]) -> None:
+    def prefetch(self, turns: Sequence[tuple[Sequence[StashSlot], str, int, int]]) -> None:  # noqa: B027
         """Announce the next turns in order: (slots, layer key, micro-batch, visit)."""
 
     @abstractmethod
     def sources(self, slots: Sequence[StashSlot], layer: str, k: int, visit: int) -> list[torch.Tensor]:
         """Return buffers to copy from, each (nbytes,) uint8, valid until the ticket given to `read_started` is done."""
 
-    @abstractmethod
-    def read_started(self, slots: Sequence[StashSlot], ticket: Ticket) -> None:
+    def read_started(self, slots: Sequence[StashSlot], ticket: Ticket) -> None:  # noqa: B027
         """Register the ticket of the copies from the sources."""
 
     @abstractmethod
@@ -85,30 +82,19 @@ class HostStashStore(StashStore):
         self._device, self._host = device, host
         self._free: dict[int, list[_HostSlot]] = {}  # by size in bytes
 
-    def begin(self, trace: Trace, stalled: Callable[[], AbstractContextManager[None]]) -> None:
-        pass
-
     def allocate(self, nbytes: int) -> StashSlot:
-        free = self._free.get(nbytes)
-        if free:
+        if free := self._free.get(nbytes):
             return free.pop()
         self._host.book("stash", "images", nbytes)
         return _HostSlot(self._device.host_empty(nbytes, torch.uint8))
 
     def targets(self, slots: Sequence[StashSlot]) -> list[torch.Tensor]:
-        return [_buffer_of(slot) for slot in slots]
-
-    def write_started(self, slots: Sequence[StashSlot], ticket: Ticket, k: int, visit: int) -> None:
-        pass
-
-    def prefetch(self, turns: Sequence[tuple[Sequence[StashSlot], str, int, int]]) -> None:
-        pass
+        buffers = [slot.flat for slot in slots if isinstance(slot, _HostSlot)]
+        assert len(buffers) == len(slots), "slots of another store"
+        return buffers
 
     def sources(self, slots: Sequence[StashSlot], layer: str, k: int, visit: int) -> list[torch.Tensor]:
-        return [_buffer_of(slot) for slot in slots]
-
-    def read_started(self, slots: Sequence[StashSlot], ticket: Ticket) -> None:
-        pass
+        return self.targets(slots)
 
     def free(self, slot: StashSlot) -> None:
         assert isinstance(slot, _HostSlot)
@@ -117,8 +103,3 @@ class HostStashStore(StashStore):
     def clear(self) -> None:
         self._host.release("stash", "images", sum(n * len(buffers) for n, buffers in self._free.items()))
         self._free.clear()
-
-
-def _buffer_of(slot: StashSlot) -> torch.Tensor:
-    assert isinstance(slot, _HostSlot)
-    return slot.flat

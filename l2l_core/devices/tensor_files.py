@@ -6,7 +6,8 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -32,13 +33,14 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: str | Path) -> None
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
-def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error means that the disk, a quota or a file is full."""
-    return isinstance(error, OSError) and error.errno in _DISK_FULL
-
-
-def disk_full_error(error: OSError, folder: Path, needed_bytes: int, remedy: str) -> OSError:
-    """Return the error for a failed write of `needed_bytes` to `folder`, with a remedy."""
-    free_bytes = shutil.disk_usage(folder).free
-    text = f"{error.strerror}: {needed_bytes:,} bytes are to be written to {folder}, and {free_bytes:,} are free there. {remedy}"
-    return OSError(error.errno, text, str(error.filename or folder))
+@contextmanager
+def explain_full_disk(folder: Path, needed_bytes: int, remedy: str) -> Iterator[None]:
+    """Add sizes and a remedy to an error of a full disk while `folder` is written to."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_FULL:
+            raise
+        free = shutil.disk_usage(folder).free
+        text = f"{error.strerror}: {needed_bytes:,} bytes are to be written to {folder}, and {free:,} are free there. {remedy}"
+        raise OSError(error.errno, text, str(error.filename or folder)) from error

@@ -55,14 +55,7 @@ _STORAGE_COMMANDS = {"Spill": commands.SpillCommand, "Fetch": commands.FetchComm
 def plain_branch(
     name: str, state: BranchState, snapshot_names: Mapping[BlockSnapshot, str], present: Collection[Unit]
 ) -> PlainPart:
-    """Return an inactive branch as plain data.
-
-    Args:
-        name: name of the branch.
-        state: state of the branch.
-        snapshot_names: names of block snapshots in the save.
-        present: see `plain_history`.
-    """
+    """Return an inactive branch as plain data."""
     return {
         "name": name,
         "config": asdict(state.config),
@@ -141,17 +134,11 @@ def _numbered(unit: Unit, values: Mapping[nn.Parameter, T]) -> list[tuple[int, T
 
 @dataclass
 class PlainReader:
-    """Reader of plain data, which resolves the keys of layers and blocks.
-
-    Args:
-        editor: editor of the relay.
-        units: the shell, layers and detached layers, by key.
-        missing: reasons for the absence of other layers, by key.
-    """
+    """Reader of plain data, which resolves the keys of layers and blocks."""
 
     editor: Editor
     units: Mapping[str, Unit]
-    missing: Mapping[str, str]
+    missing: Mapping[str, str]  # reasons for the absence of other layers, by key
     blocks: dict[str, Block] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -159,10 +146,6 @@ class PlainReader:
 
     def read_branch(self, part: PlainPart, snapshots: Mapping[str, BlockSnapshot]) -> BranchState:
         """Return the branch from the result of `plain_branch`.
-
-        Args:
-            part: the plain data.
-            snapshots: block snapshots by their names in the save.
 
         Raises:
             ValueError: one of its layers is missing; explains how to supply it.

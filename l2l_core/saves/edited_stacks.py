@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,13 +72,9 @@ class EditedStacks:
     def match_model(
         self, model: nn.Module, names: Mapping[str, str], kinds: Mapping[str, str], where: object
     ) -> ModelStructure:
-        """Return the structure that a model has: that before the edits, or that in the save.
+        """Return the structure that a model has: that before the edits, or that in the save `where`.
 
-        Args:
-            model: model of the caller.
-            names: names of the layers in the save, by key.
-            kinds: fingerprints of the layers in the save, detached ones too, by key.
-            where: the save, for messages.
+        `names` and `kinds` are the names and fingerprints of the layers in the save, by key.
 
         Raises:
             ValueError: the model has neither structure.
@@ -89,7 +86,10 @@ class EditedStacks:
         candidates = [structure for structure, reason in zip(structures, reasons, strict=True) if not reason]
         # First the one with fewer layers that cannot be compared
         candidates.sort(key=lambda structure: sum(key not in kinds for key in structure.layers))
-        for matches in (_are_same, _are_alike):  # layers with other settings match if layers that were alike still are
+        for matches in (
+            operator.eq,
+            _are_alike,
+        ):  # layers with other settings match if layers that were alike still are
             for structure in candidates:
                 here = {key: layer_fingerprint(modules[name]) for key, name in structure.layers.items() if key in kinds}
                 if matches({key: kinds[key] for key in here}, here):
@@ -123,10 +123,6 @@ def _mismatch(structure: ModelStructure, model: nn.Module, modules: Mapping[str,
 
 def _as_sets(ties: Sequence[Sequence[str]]) -> set[frozenset[str]]:
     return {frozenset(names) for names in ties}
-
-
-def _are_same(saved: Mapping[str, str], here: Mapping[str, str]) -> bool:
-    return saved == here
 
 
 def _are_alike(saved: Mapping[str, str], here: Mapping[str, str]) -> bool:

@@ -14,16 +14,19 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from l2l_core.devices import disk_full_error, is_disk_full
+from l2l_core.devices import explain_full_disk
 from l2l_core.model import Tensors
-from l2l_core.saves.files import FileDigest, sync, write_files, write_json
 from l2l_core.saves.generations import (
     MANIFEST,
     SEVERAL_WORKERS,
     SINGLE_WORKER,
+    FileDigest,
     current_generation,
     delete_generations,
     set_current,
+    sync,
+    write_files,
+    write_json,
 )
 
 T = TypeVar("T")
@@ -35,13 +38,7 @@ _DISK_FULL_REMEDY = (
 
 
 class SaveGroup(Protocol):
-    """Workers that save or load together in one folder; see `workers/backend.py`.
-
-    Attributes:
-        rank: rank of this worker.
-        count: number of workers.
-        lost: the error of a lost worker, or None.
-    """
+    """Workers that save or load together in one folder; see `workers/backend.py`."""
 
     @property
     def rank(self) -> int: ...
@@ -98,17 +95,13 @@ class GenerationWriter:
         return self._group.rank == 0
 
     def write(self, steps: int, own: FolderContent, common: FolderContent | None) -> None:
-        """Write the generation, together with all other workers.
-
-        Args:
-            steps: number of steps, for the name of the generation.
-            own: data of this worker alone.
-            common: data that exists once, on worker 0; None on the others.
+        """Write the generation of step `steps`, together with all other workers; `common` is None on all but worker 0.
 
         Raises:
             OSError: the disk is full, permission is denied, or the folder is not shared.
         """
-        try:
+        needed_bytes = own.nbytes + (common.nbytes if common is not None else 0)
+        with explain_full_disk(self._folder, needed_bytes, _DISK_FULL_REMEDY):
             if common is not None:
                 self._begin(steps)
             if common is not None and self._group.count == 1:
@@ -116,11 +109,6 @@ class GenerationWriter:
                 self._make_current({"schema": SINGLE_WORKER, **common.plain, **own.plain, "files": files})
             else:
                 self._write_with_others(own, common)
-        except OSError as error:
-            if is_disk_full(error):
-                needed_bytes = own.nbytes + (common.nbytes if common is not None else 0)
-                raise disk_full_error(error, self._folder, needed_bytes, _DISK_FULL_REMEDY) from error
-            raise
 
     def _write_with_others(self, own: FolderContent, common: FolderContent | None) -> None:
         rank, gather = self._group.rank, self._group.gather_items

@@ -2,7 +2,7 @@
 
 A part is plain data with tensors in it: one for each detached layer, each block snapshot of another branch, and each branch. The
 tensors of a part fill one file. Sharded snapshots are saved like present weights, each worker writing its shard
-(`save_writer.py`).
+(`relay_state.py`).
 """
 
 from __future__ import annotations
@@ -85,17 +85,7 @@ def _plain_layer(layer: DetachedLayer, contents: Mapping[Block, BlockContents]) 
 
 @dataclass
 class HistoryRestorer:
-    """Restores history, detached layers and branches of a relay that has the saved stacks.
-
-    Args:
-        editor: editor of the relay.
-        history: history of the relay.
-        branches: branches of the relay.
-        resumption: finds modules for detached layers.
-        empty: allocates a host buffer with the given number of elements and `dtype`.
-        read_snapshot: reads a block snapshot into a buffer, by name; see `SavedRelay.read_snapshot`.
-        shard_of: returns this worker's layout of a block (None if whole) and its number of elements.
-    """
+    """Restores history, detached layers and branches of a relay that has the saved stacks."""
 
     editor: Editor
     history: History
@@ -103,7 +93,7 @@ class HistoryRestorer:
     resumption: Resumption
     empty: EmptyFn
     read_snapshot: Callable[[str, Block, Layout | None, torch.Tensor], list[dict[str, Any] | None]]
-    shard_of: Callable[[Block], tuple[Layout | None, int]]
+    shard_of: Callable[[Block], tuple[Layout | None, int]]  # layout of this worker's part (None: whole), elements
 
     def restore(self, parts: Mapping[str, PlainPart]) -> Callable[[], None]:
         """Restore the result of `history_parts`.
@@ -168,7 +158,7 @@ class HistoryRestorer:
 
     def _fill(self, part: PlainPart, unit: Unit) -> None:
         for (block, entry), saved in zip(self.editor.detached[unit].entries.items(), part["blocks"], strict=True):
-            block.copy_from(saved["master"])
+            block.values.copy_(saved["master"])
             block.version, block.warmup = saved["version"], saved["warmup"]
             self.editor.set_block_trained(block, saved["trained"])
             entry.groups[:] = saved["groups"]
@@ -181,8 +171,8 @@ class HistoryRestorer:
     def _read_values(self, name: str, plain: PlainPart, block: Block) -> BlockSnapshot:
         if "master" in plain:
             master = self.empty(plain["master"].numel(), dtype=plain["master"].dtype).copy_(plain["master"])
-            return self.branches.make_snapshot(master, plain["version"], plain["states"])
+            return self.branches.booked(BlockSnapshot(master, plain["version"], plain["states"]))
         layout, numel = self.shard_of(block)
         master = self.empty(numel, dtype=block.values.dtype).zero_()
         states = self.read_snapshot(name, block, layout, master)
-        return self.branches.make_snapshot(master, plain["version"], states, layout)
+        return self.branches.booked(BlockSnapshot(master, plain["version"], states, layout))

@@ -20,10 +20,9 @@ from l2l_core.eps.blocks import Unit, shared_key
 from l2l_core.eps.optimizers import GroupOrder, ParameterIndex
 from l2l_core.model import deep_copy, find_stacks
 from l2l_core.saves.codec import PlainPart, parts_of_kind
-from l2l_core.saves.compatibility import compare_layers
 from l2l_core.saves.edited_stacks import EditedStacks
 from l2l_core.saves.relay_state import named_params
-from l2l_core.saves.saved_relay import SavedRelay
+from l2l_core.saves.saved_relay import SavedRelay, compare_layers
 from l2l_core.surgery import layer_fingerprint, replace_layers
 
 SHARED = shared_key("")  # prefix of the keys of shared blocks
@@ -31,14 +30,7 @@ SHARED = shared_key("")  # prefix of the keys of shared blocks
 
 @dataclass
 class Resumption:
-    """Reconstruction of the stacks of one save.
-
-    Args:
-        saved: the save.
-        edited: its edits.
-        parts: its parts beside the present state; see `history_parts.py`.
-        modules: modules of the caller, by key, for layers that cannot be copied from the model.
-    """
+    """Reconstruction of the stacks of one save."""
 
     saved: SavedRelay
     edited: EditedStacks
@@ -55,12 +47,8 @@ class Resumption:
         """Return the layers for a relay over a model that is as before the edits, or as in the save.
 
         In the second case layers that share weights with others may be missing. While the relay is made, a holder of those
-        weights is one of the layers, so that they become separate blocks as in the save.
-
-        Args:
-            model: model of the caller.
-            optimizer: optimizer of the caller.
-            rollback: receives a callback that restores the model.
+        weights is one of the layers, so that they become separate blocks as in the save; `rollback` receives
+        a callback that restores the model.
 
         Raises:
             ValueError: the model has neither form.

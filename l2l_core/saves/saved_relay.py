@@ -1,4 +1,4 @@
-"""A save that has been read from a folder, and its transfer to a relay.
+"""A save that has been read from a folder, its comparison with a relay, and its transfer to it.
 
 The number of workers that load may differ from the number that saved: each value is assembled from the parts that contain it.
 Files are mapped, so unused values are not read.
@@ -6,8 +6,9 @@ Files are mapped, so unused values are not read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +18,39 @@ from l2l_core.config import RelayConfig
 from l2l_core.eps import BlockStates
 from l2l_core.eps.blocks import Block, Layout, Piece, assemble, assemble_new
 from l2l_core.eps.optimizers import load_settings
-from l2l_core.model import TensorReader, Tensors, decode, tensor_copier
+from l2l_core.model import TensorReader, decode, tensor_copier
 from l2l_core.saves.codec import PlainPart as PlainPart
 from l2l_core.saves.codec import read_random
 from l2l_core.saves.edited_stacks import EditedStacks
 from l2l_core.saves.generation_writer import SaveGroup
-from l2l_core.saves.generations import WorkerPart, read_current
+from l2l_core.saves.generations import Generation, read_current
 from l2l_core.saves.relay_state import RelayState, WeightPiece, snapshot_param_names, weights_of
 
 # Required entries of a manifest, besides schema and files
-_ENTRIES = (
+_REQUIRED = (
     "torch", "steps", "config", "units", "versions", "shapes", "ties", "trainable", "optimizer", "groups", "warmups", "edits",
     "past", "settings", "own_settings", "residuals", "random",
 )  # fmt: skip
 PartPiece = tuple[Piece, int]  # piece of a parameter, and index of the part that contains it
 
 
-def load_save(folder: Path) -> SavedRelay:
-    """Read the save in a folder and check all of its files.
+def load_save(folder: Path, group: SaveGroup | None = None) -> SavedRelay:
+    """Read the save in a folder and check all of its files; workers share the checksums.
 
     Raises:
-        ValueError: there is no save, it is damaged or incomplete, or has another schema; names the file.
+        ValueError: there is no save, it is damaged or incomplete, has another schema (names the file), or workers have found
+            different saves.
     """
-    return _read(folder)
-
-
-def load_save_together(folder: Path, group: SaveGroup) -> SavedRelay:
-    """Read the save on all workers, which divide the comparison of checksums between them.
-
-    Raises:
-        ValueError: as in `load_save`, or workers have found different saves.
-    """
-    saved = _read(folder, group.rank, group.count)
-    found = group.gather_items([saved.path.parent.name], "find a save")
+    saved = SavedRelay(*(read_current(folder) if group is None else read_current(folder, group.rank, group.count)))
+    edits = saved.manifest.get("edits", {})
+    absent = [name for name in _REQUIRED if name not in saved.manifest]
+    absent += [f"edits.{field.name}" for field in fields(EditedStacks) if field.name not in edits]
+    if absent:
+        raise ValueError(
+            f"{saved.path} has no {', '.join(absent)}: it was written by a version of l2l_core before the first release. Load it "
+            "with that version, or train and save again with this one"
+        )
+    found = [] if group is None else group.gather_items([saved.path.parent.name], "find a save")
     if len({*found}) > 1:
         listed = ", ".join(f"worker {rank}: {name}" for rank, name in enumerate(found))
         raise ValueError(
@@ -59,34 +60,10 @@ def load_save_together(folder: Path, group: SaveGroup) -> SavedRelay:
     return saved
 
 
-def _read(folder: Path, rank: int = 0, count: int = 1) -> SavedRelay:
-    saved = SavedRelay(*read_current(folder, rank, count))
-    edits = saved.manifest.get("edits", {})
-    absent = [name for name in _ENTRIES if name not in saved.manifest]
-    absent += [f"edits.{field.name}" for field in fields(EditedStacks) if field.name not in edits]
-    if absent:
-        raise ValueError(
-            f"{saved.path} has no {', '.join(absent)}: it was written by a version of l2l_core before the first release. Load it "
-            "with that version, or train and save again with this one"
-        )
-    return saved
+class SavedRelay(Generation):
+    """A save with complete and undamaged files."""
 
-
-@dataclass(frozen=True, slots=True)
-class SavedRelay:
-    """A save with complete and undamaged files.
-
-    Attributes:
-        path: path of the manifest.
-        manifest: plain data of the save.
-        tensors: common tensors, mapped from files; all tensors if one worker saved alone.
-        parts: part of each worker, by rank.
-    """
-
-    path: Path
-    manifest: dict[str, Any]
-    tensors: Tensors
-    parts: Sequence[WorkerPart]
+    __slots__ = ()
 
     @property
     def config(self) -> RelayConfig:
@@ -141,32 +118,23 @@ class SavedRelay:
     def read_snapshot(
         self, name: str, block: Block, local_layout: Layout | None, master: torch.Tensor
     ) -> list[dict[str, Any] | None]:
-        """Read a sharded block snapshot of another branch.
-
-        Args:
-            name: name of the snapshot in the save.
-            block: block of the snapshot.
-            local_layout: part to be read, or None for the whole block.
-            master: receives the weights.
+        """Read the weights of a sharded block snapshot of another branch into `master`, all of them without `local_layout`.
 
         Returns:
             The optimizer state of each parameter, or None.
         """
         names, here = snapshot_param_names(name, block), block.layout if local_layout is None else local_layout
-        for weight in weights_of(names, block.layout, here, master):
-            self._fill(weight)
+        self._fill(names, block.layout, here, master)
         return self._states_of(names, block.layout, here)
 
     def _fill_block(self, block: Block) -> None:
-        """Fill this worker's part of a block with the saved weights."""
-        for weight in weights_of(block.names, block.layout, block.master_layout, block.values):
-            self._fill(weight)
+        self._fill(block.names, block.layout, block.master_layout, block.values)
 
     def _block_states(self, block: Block) -> BlockStates:
-        """Return the optimizer state of this worker's part of a block."""
         return self._states_of(block.names, block.layout, block.master_layout)
 
     def _states_of(self, names: Sequence[str], whole: Layout, here: Layout) -> BlockStates:
+        """Return the optimizer state of this worker's part of a block."""
         # One copier per part for all parameters, so that tensors they share stay shared
         takes = [tensor_copier(part.tensors) for part in self.parts]
         weights = weights_of(names, whole, here, torch.empty(here.numel, device="meta"))
@@ -175,12 +143,13 @@ class SavedRelay:
             for weight in weights
         ]
 
-    def _fill(self, weight: WeightPiece | None) -> None:
-        """Fill a weight with its saved values."""
-        if weight is None:
-            return
-        sources = [(piece, self.parts[i].tensors[f"weights/{weight.name}"]) for piece, i in self._find_pieces(weight)]
-        assemble(weight.view, weight.piece, weight.whole, sources)
+    def _fill(self, names: Sequence[str], whole: Layout, here: Layout, master: torch.Tensor) -> None:
+        """Fill this worker's part of a block with the saved weights."""
+        for weight in weights_of(names, whole, here, master):
+            if weight is not None:
+                pieces, name = self._find_pieces(weight), f"weights/{weight.name}"
+                sources = [(piece, self.parts[index].tensors[name]) for piece, index in pieces]
+                assemble(weight.view, weight.piece, weight.whole, sources)
 
     def _find_pieces(self, weight: WeightPiece) -> list[PartPiece]:
         """Return the saved pieces of a parameter."""
@@ -218,3 +187,69 @@ def _copy(target: torch.Tensor, saved: torch.Tensor) -> None:
     """Copy into `target`, writing each element of an expanded buffer once."""
     once = tuple(slice(1) if stride == 0 else slice(None) for stride in target.stride())
     target[once].copy_(saved[once])
+
+
+logger = logging.getLogger("l2l_core")
+
+
+def check_compatible(saved: SavedRelay, state: RelayState) -> None:
+    """Refuse a save that does not match the relay with the given state.
+
+    Raises:
+        ValueError: it belongs to another model or optimizer.
+    """
+    manifest, live = saved.manifest, state.outline()
+    for entry, (what, listed) in _COMPARED.items():
+        _compare(saved.path, what, listed(manifest[entry]), listed(live[entry]))
+    if manifest["torch"] != torch.__version__:
+        message = "%s was written with torch %s, and this is %s: results may differ in rounding"
+        logger.warning(message, saved.path, manifest["torch"], torch.__version__)
+
+
+def compare_layers(path: Path, saved: Iterable[Sequence[str]], live: Iterable[Sequence[str]]) -> None:
+    """Compare keys and names of units; `path` is the save, for the message.
+
+    Raises:
+        ValueError: they differ.
+    """
+    _compare(path, "layers", _index_units(saved), _index_units(live))
+
+
+def describe_differences(where: str, saved: Mapping[str, str], live: Mapping[str, str]) -> str:
+    """Return the number of items that differ and the first three, or ""; `where` is the place of `saved`."""
+    pairs = {name: (saved.get(name, "absent"), live.get(name, "absent")) for name in {**saved, **live}}
+    unlike = [f"{name}: {a} in the {where}, {b} here" for name, (a, b) in pairs.items() if a != b]
+    return f"{len(unlike)} differ: {'; '.join(unlike[:3])}" if unlike else ""
+
+
+def _compare(path: Path, what: str, saved: Mapping[str, str], live: Mapping[str, str]) -> None:
+    if unlike := describe_differences("save", saved, live):
+        raise ValueError(
+            f"{path} was saved with other {what} ({unlike}). Build the model and the optimizer as they were when it was saved, "
+            "and change them after loading"
+        )
+
+
+def _index_units(units: Iterable[Sequence[str]]) -> dict[str, str]:
+    return {f"[{index}]": f"{key} {name}" for index, (key, name) in enumerate(units)}
+
+
+def _list_ties(ties: Iterable[Sequence[str]]) -> dict[str, str]:
+    return {name: f"one with {', '.join(sorted({*names} - {name}))}" for names in ties for name in names}
+
+
+def _list_groups(groups: Sequence[Sequence[str]]) -> dict[str, str]:
+    members = {name: f"group {index}" for index, names in enumerate(groups) for name in names}
+    return members | {"number of groups": str(len(groups))}
+
+
+# Entries of the manifest to compare, in this order: the name for messages, and a function that lists the items
+_COMPARED: dict[str, tuple[str, Callable[[Any], dict[str, str]]]] = {
+    "units": ("layers", _index_units),
+    "shapes": ("parameters and buffers", dict),
+    "ties": ("shared weights", _list_ties),
+    "versions": ("blocks of weights", lambda versions: dict.fromkeys(versions, "present")),
+    "trainable": ("frozen parameters", lambda names: dict.fromkeys(names, "trained")),
+    "optimizer": ("the optimizer", lambda name: {"class": name}),
+    "groups": ("parameter groups", _list_groups),
+}

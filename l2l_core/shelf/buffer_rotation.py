@@ -9,9 +9,8 @@ calls alone, so forecasts count bytes by the same rule by which `disk_stash.py` 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from l2l_core.devices import StashSlot
@@ -59,18 +58,6 @@ class StashBuffer:
 B = TypeVar("B", bound=StashBuffer)
 
 
-class BufferSupplier(ABC, Generic[B]):
-    """Allocator of the buffers."""
-
-    @abstractmethod
-    def create(self, nbytes: int) -> B:
-        """Make a buffer of `nbytes`."""
-
-    @abstractmethod
-    def reuse(self, buffer: B, nbytes: int) -> B:
-        """Prepare a buffer, from which all extents have been removed, for another use, or replace it by one of `nbytes`."""
-
-
 class ExtentRead(NamedTuple, Generic[B]):
     """Extents to be read into a buffer.
 
@@ -91,7 +78,8 @@ class BufferRotation(Generic[B]):
     Invariant: an extent that a later turn expects keeps its buffer.
 
     Args:
-        supplier: allocator of the buffers.
+        renew: prepares a buffer, from which all extents have been removed, for another use, or replaces it by one of the given
+            size; given None, makes one.
 
     Attributes:
         file_bytes: end of the last extent.
@@ -99,22 +87,19 @@ class BufferRotation(Generic[B]):
         buffer_bytes: size of a buffer: the most bytes of one turn so far.
     """
 
-    def __init__(self, supplier: BufferSupplier[B]) -> None:
-        self._supplier = supplier
+    def __init__(self, renew: Callable[[B | None, int], B]) -> None:
+        self._renew = renew
         self.file_bytes = self.buffer_bytes = 0
         self.buffers: list[B] = []
         self._free: dict[int, list[int]] = {}  # file offsets by size
         self._expected: set[FileExtent] = set()
         self._freed: deque[FileExtent] = deque()
 
-    def reuse_extent(self, nbytes: int) -> FileExtent | None:
-        """Return a freed extent of this size, or None."""
+    def allocate(self, nbytes: int) -> FileExtent:
+        """Return a freed extent of this size, or a new one at the end of the file."""
         self._reclaim()
-        free = self._free.get(round_to_pages(nbytes))
-        return FileExtent(nbytes, free.pop()) if free else None
-
-    def append_extent(self, nbytes: int) -> FileExtent:
-        """Return a new extent at the end of the file."""
+        if free := self._free.get(round_to_pages(nbytes)):
+            return FileExtent(nbytes, free.pop())
         self.file_bytes += round_to_pages(nbytes)
         return FileExtent(nbytes, self.file_bytes - round_to_pages(nbytes))
 
@@ -123,14 +108,14 @@ class BufferRotation(Generic[B]):
         self.buffer_bytes = max(self.buffer_bytes, sum(extent.size for extent in extents))
         busy = {extent.buffer for extent in (*self._expected, *excluded)}
         idle = next((buffer for buffer in self.buffers if buffer not in busy), None)
-        if len(self.buffers) >= BUFFERS and idle is not None:
+        if len(self.buffers) < BUFFERS:
+            idle = None
+        if idle is not None:
             self.buffers.remove(idle)
             for extent in idle.extents:
                 extent.buffer = None
             idle.extents.clear()
-            buffer = self._supplier.reuse(idle, self.buffer_bytes)
-        else:
-            buffer = self._supplier.create(self.buffer_bytes)
+        buffer = self._renew(idle, self.buffer_bytes)
         self.buffers.append(buffer)
         for extent in extents:
             if extent.buffer is not None:

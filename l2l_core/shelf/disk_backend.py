@@ -1,7 +1,6 @@
 """Backend of a relay whose weights and optimizer state are in files.
 
-It supplies the EPS with a weight source that reads (`disk_weight_source.py`), an updater that reads and writes
-(`disk_updater.py`), and storage for blocks and edits (`disk_block_storage.py`, `disk_edit_storage.py`).
+It supplies the EPS with a weight source and an updater (`disk_step.py`), and storage for blocks and edits (`disk_storage.py`).
 """
 
 from __future__ import annotations
@@ -21,23 +20,29 @@ from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, Ledger, StashStore
 from l2l_core.eps import LayerStore, Masters, WeightSource
 from l2l_core.eps.blocks import Block, Unit
-from l2l_core.shelf.buffer_pool import BufferPool
-from l2l_core.shelf.direct_io import round_to_pages
-from l2l_core.shelf.disk_block_storage import DiskBlockStorage
-from l2l_core.shelf.disk_edit_storage import DiskEditStorage
+from l2l_core.shelf.direct_io import BufferPool, round_to_pages
 from l2l_core.shelf.disk_stash import DiskStashStore
-from l2l_core.shelf.disk_updater import DiskUpdater
-from l2l_core.shelf.disk_weight_source import DiskWeightSource
-from l2l_core.shelf.empty_weights import check_buffers, refuse_placeholder_state, refuse_state, replace_meta_params
+from l2l_core.shelf.disk_step import DiskUpdater, DiskWeightSource
+from l2l_core.shelf.disk_storage import DiskBlockStorage, DiskEditStorage
 from l2l_core.shelf.file_shelf import FileShelf, check_folder, lock_folder
-from l2l_core.shelf.initial_records import InitialWeights, check_disk_space, refuse_without_weights, write_initial
-from l2l_core.shelf.memory_budget import MemoryBudget
-from l2l_core.shelf.record_store import RecordStore
-from l2l_core.shelf.safetensors_shards import SafetensorsShards, write_shards
+from l2l_core.shelf.initial_weights import (
+    InitialWeights,
+    SafetensorsShards,
+    check_buffers,
+    check_disk_space,
+    check_weights_source,
+    refuse_placeholder_state,
+    refuse_state,
+    replace_meta_params,
+    write_initial,
+    write_shards,
+)
+from l2l_core.shelf.memory_sizes import MemoryBudget
+from l2l_core.shelf.record_store import RecordStore, weights_in
 from l2l_core.shelf.shelf_manifest import ShelfManifest, layer_keys_in
 from l2l_core.surgery import ties_of
 from l2l_core.trace import Trace
-from l2l_core.workers import LocalBackend, numbered_keys
+from l2l_core.workers import WorkerBackend, numbered_keys
 
 _DEFAULT_REMEDY = "use masters in memory (no shelf=) where the model fits"
 _SUPPORTED = (
@@ -53,13 +58,14 @@ _REMEDIES = {
 }
 
 
-class DiskBackend(LocalBackend):
+class DiskBackend(WorkerBackend):
     """Backend with weights and optimizer state in files.
 
     Args:
         shelf: settings of the user.
         model: model whose parameters move to the files; those on ``meta`` are replaced by placeholders.
         ahead: number of layers that will be loaded ahead.
+        from_save: a save will be loaded: until then the folder has no step, and the model keeps its weights.
 
     Attributes:
         folder: folder of the files.
@@ -69,19 +75,15 @@ class DiskBackend(LocalBackend):
 
     budget: MemoryBudget
 
-    def __init__(self, shelf: FileShelf, model: nn.Module, ahead: int) -> None:
-        self._shelf, self._model, self._ahead = shelf, model, ahead
+    def __init__(self, shelf: FileShelf, model: nn.Module, ahead: int, from_save: bool) -> None:
+        self._shelf, self._model, self._ahead, self._from_save = shelf, model, ahead, from_save
         self.folder, self.memory_bytes = Path(shelf.folder), shelf.nbytes
         check_folder(self.folder, shelf.resume)
-        self._check_weights()
+        check_weights_source(shelf, model, from_save)
         check_buffers(model)
         replace_meta_params(model.modules())
         self._initial_weights: InitialWeights = {}
         self._resources = ExitStack()
-
-    def _check_weights(self) -> None:
-        if self._shelf.weights is None and not self._shelf.resume:
-            refuse_without_weights(self._model)
 
     # -- set-up, in the order of calls -----------------------------------------------------------------------------------------
 
@@ -122,12 +124,10 @@ class DiskBackend(LocalBackend):
         self.budget.plan_split(units)()
         self._manifest = ShelfManifest(self.folder, units, masters, self._records)
         self._load_records(masters)
-        files = self._records, self._update_pool, self.budget.size_of, host, self._manifest
-        store.updater = updater = DiskUpdater(masters, store.updater, *files)
-        store.storage = DiskBlockStorage(masters, *files, updater, partial(self._weights_moved, masters.optimizer))
-        store.edit_storage = DiskEditStorage(
-            masters, self._records, self._manifest, self.budget, device, host, self._guard_state_dict
-        )
+        manifest, budget = self._manifest, self.budget
+        store.updater = DiskUpdater(store.updater, manifest, budget, host)
+        store.storage = DiskBlockStorage(manifest, budget, host, partial(self._weights_moved, masters.optimizer))
+        store.edit_storage = DiskEditStorage(manifest, budget, device, host, self._guard_state_dict)
         return self._manifest.steps
 
     def record_bytes(self, block: Block) -> int:
@@ -135,15 +135,17 @@ class DiskBackend(LocalBackend):
         return self._records.committed[block].layout.nbytes
 
     def _load_records(self, masters: Masters) -> None:
-        """Write the first records, or load those in the folder."""
+        """Write the first records unless they come from a save, or load those in the folder."""
         if self._shelf.resume:
             self._manifest.load()()
         else:
             given, state_sizes = self._shelf.weights, self.budget.state_sizes
             fill = SafetensorsShards(Path(given), ties_of(self._model)) if isinstance(given, str | Path) else given
             check_disk_space(self.folder, masters.blocks, state_sizes)
+            if self._from_save:
+                return
             write_initial(masters, self._records, self._update_pool, state_sizes, self._initial_weights, fill)
-            self._records.commit(partial(self._manifest.write_next, 0), partial(self._manifest.activate, 0))
+            self._manifest.commit(0)
         self._weights_moved(masters.optimizer)
 
     def _weights_moved(self, optimizer: Optimizer) -> None:
@@ -171,9 +173,6 @@ class DiskBackend(LocalBackend):
     def layer_keys(self, names: Sequence[str]) -> list[str]:
         """Return the keys in the folder; if it has other layers, it is refused later."""
         return (layer_keys_in(self.folder, names) if self._shelf.resume else None) or numbered_keys(names)
-
-    def editable(self) -> AbstractContextManager[None]:
-        return nullcontext()  # an edit leases the blocks that it needs
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
@@ -248,8 +247,7 @@ class DiskBackend(LocalBackend):
                 raise RuntimeError("the shelf has no free memory during a step: read its weights between two steps")
             try:
                 self._records.read(block, buffer.flat).result()
-                flat = buffer.flat[: 4 * block.layout.numel].view(torch.float32)
-                yield dict(zip(block.names, block.layout.views(flat), strict=True))
+                yield dict(zip(block.names, block.layout.views(weights_in(buffer.flat, block)), strict=True))
             finally:
                 self._load_pool.release(buffer)
 
@@ -259,9 +257,9 @@ def make_disk_backend(
     workers: object,
     model: nn.Module,
     config: RelayConfig | Literal["auto"],
-    kind: type[DiskBackend] = DiskBackend,
+    from_save: bool = False,
 ) -> DiskBackend:
-    """Make the backend of a relay with a shelf.
+    """Make the backend of a relay with a shelf, which `Relay.load` fills if `from_save`.
 
     Raises:
         TypeError: `shelf` is not a `FileShelf`.
@@ -281,4 +279,4 @@ def make_disk_backend(
             'config="auto" might choose to load more layers ahead than the pool of a shelf has room for: give a RelayConfig; '
             "relay.forecast(batch, config) returns the needs of one, and fit_config finds one before the model is made"
         )
-    return kind(shelf, model, config.ahead)
+    return DiskBackend(shelf, model, config.ahead, from_save)

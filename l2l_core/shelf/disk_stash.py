@@ -9,23 +9,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 
-from l2l_core.devices import Ledger, StashSlot, StashStore, Ticket, disk_full_error, is_disk_full
+from l2l_core.devices import Ledger, StashSlot, StashStore, Ticket, explain_full_disk
 from l2l_core.shelf.buffer_rotation import (
     READ_AHEAD,
     BufferRotation,
-    BufferSupplier,
     ExtentRead,
     FileExtent,
     StashBuffer,
 )
 from l2l_core.shelf.direct_io import PAGE, ScratchFile, page_aligned, round_to_pages
-from l2l_core.shelf.record_store import RecordStore
-from l2l_core.trace import Event, Trace
+from l2l_core.shelf.record_store import RecordStore, record_event
+from l2l_core.trace import Trace
 
 _GROWTH = 8  # the file grows by at least an eighth, so that it grows seldom
 _REMEDY = "The last whole step is kept; make room there, or keep the stash in memory (RelayConfig(stash='host'))"
@@ -61,57 +60,11 @@ class _DiskBuffer(StashBuffer):
             self.load.abandon()
 
 
-class _BufferMemory(BufferSupplier[_DiskBuffer]):
-    """Allocator that books the buffers in the ledger.
-
-    Attributes:
-        stalled: context in which compute waits.
-    """
-
-    def __init__(self, empty: Callable[[int, torch.dtype], torch.Tensor], host: Ledger) -> None:
-        self._empty, self._host = empty, host
-        self.stalled: StalledFn = _no_stall
-
-    def create(self, nbytes: int) -> _DiskBuffer:
-        self._host.book("stash", "disk buffers", nbytes + PAGE)
-        return _DiskBuffer(page_aligned(self._empty(nbytes + PAGE, torch.uint8), nbytes))
-
-    def reuse(self, buffer: _DiskBuffer, nbytes: int) -> _DiskBuffer:
-        """Prepare a buffer for another use, or replace it.
-
-        Raises:
-            OSError: its contents could not be written.
-        """
-        work = buffer.work
-        if work is not None and not work.done():
-            with self.stalled():
-                buffer.finish()
-        buffer.finish()
-        failure = work.exception() if work is not None else None
-        if failure is None and len(buffer.flat) == nbytes:
-            buffer.work, buffer.load, buffer.is_read = None, None, False
-            return buffer
-        self.release(buffer)
-        if failure is not None:
-            raise failure
-        return self.create(nbytes)
-
-    def release(self, buffer: _DiskBuffer) -> None:
-        """Release the bytes of a buffer in the ledger."""
-        self._host.release("stash", "disk buffers", len(buffer.flat) + PAGE)
-
-
 class DiskStashStore(StashStore):
     """Stash store with a scratch file.
 
     Invariant: an extent that is not in a buffer is written completely before it is read: one thread writes, in the order in
     which storages leave, and a read waits for the last write of each of its extents.
-
-    Args:
-        path: path at which the file is created.
-        records: records of the shelf, whose threads for reads and writes are used.
-        empty: allocates host memory for copies.
-        host: ledger for the buffers.
     """
 
     prefetch_turns = READ_AHEAD
@@ -123,22 +76,21 @@ class DiskStashStore(StashStore):
         empty: Callable[[int, torch.dtype], torch.Tensor],
         host: Ledger,
     ) -> None:
-        self._path, self._records = path, records
+        self._path, self._records, self._empty, self._host = path, records, empty, host
         self._file: ScratchFile | None = None
         self._trace = Trace()
-        self._buffers = _BufferMemory(empty, host)
-        self._rotation = BufferRotation(self._buffers)
+        self._stalled: StalledFn = nullcontext
+        self._rotation = BufferRotation(self._renew)
 
     def begin(self, trace: Trace, stalled: StalledFn) -> None:
-        self._trace, self._buffers.stalled = trace, stalled
+        self._trace, self._stalled = trace, stalled
         self._file = self._records.files.open_scratch(self._path)
 
     def allocate(self, nbytes: int) -> StashSlot:
-        if (used := self._rotation.reuse_extent(nbytes)) is not None:
-            return used
-        if (end := self._rotation.file_bytes + round_to_pages(nbytes)) > self._scratch.nbytes:
-            self._grow(end)
-        return self._rotation.append_extent(nbytes)
+        extent = self._rotation.allocate(nbytes)
+        if self._rotation.file_bytes > self._scratch.nbytes:
+            self._grow(self._rotation.file_bytes)
+        return extent
 
     def targets(self, slots: Sequence[StashSlot]) -> list[torch.Tensor]:
         extents = _extents(slots)
@@ -152,15 +104,11 @@ class DiskStashStore(StashStore):
 
         def write() -> None:
             ticket.join()
-            start_s = time.perf_counter()
-            try:
+            start_s, nbytes = time.perf_counter(), sum(len(part) for _, part in runs)
+            with explain_full_disk(self._path.parent, nbytes, _REMEDY):
                 for start, part in runs:
                     file.write(part, start)
-            except OSError as error:
-                if not is_disk_full(error):
-                    raise
-                raise disk_full_error(error, self._path.parent, sum(len(part) for _, part in runs), _REMEDY) from error
-            _record_event(trace, "disk write", "stash", "", k, visit, start_s, runs)
+            record_event(trace, "disk write", "stash", "", start_s, nbytes, k, visit)
 
         buffer.work, buffer.is_read = self._records.writes.submit(write), False
         for extent in extents:
@@ -176,7 +124,8 @@ class DiskStashStore(StashStore):
             self._start_read(read, layer, k, visit)
         buffers = [_buffer_of(extent) for extent in extents]
         for work in {buffer.work for buffer in buffers if buffer.is_read and buffer.work is not None}:
-            self._wait_for(work)
+            with self._waiting_for(work):
+                work.result()
         return [buffer.view(extent) for buffer, extent in zip(buffers, extents, strict=True)]
 
     def read_started(self, slots: Sequence[StashSlot], ticket: Ticket) -> None:
@@ -189,8 +138,8 @@ class DiskStashStore(StashStore):
     def clear(self) -> None:
         for buffer in self._rotation.buffers:
             buffer.finish()
-            self._buffers.release(buffer)
-        self._rotation = BufferRotation(self._buffers)
+            self._release(buffer)
+        self._rotation = BufferRotation(self._renew)
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -207,16 +156,33 @@ class DiskStashStore(StashStore):
             start_s = time.perf_counter()
             for start, part in runs:
                 file.read(part, start)
-            _record_event(trace, "disk read", "fetch", layer, k, visit, start_s, runs)
+            record_event(trace, "disk read", "fetch", layer, start_s, sum(len(part) for _, part in runs), k, visit)
 
         buffer.work, buffer.is_read = self._records.reads.submit(work), True
 
-    def _wait_for(self, work: Future[None]) -> None:
-        if work.done():
-            work.result()
-            return
-        with self._buffers.stalled():
-            work.result()
+    def _waiting_for(self, work: Future[None] | None) -> AbstractContextManager[None]:
+        return nullcontext() if work is None or work.done() else self._stalled()
+
+    # -- buffers ---------------------------------------------------------------------------------------------------------
+
+    def _renew(self, buffer: _DiskBuffer | None, nbytes: int) -> _DiskBuffer:
+        """See `BufferRotation`; raises the error of the last write from the buffer."""
+        if buffer is not None:
+            work = buffer.work
+            with self._waiting_for(work):
+                buffer.finish()
+            failure = work.exception() if work is not None else None
+            if failure is None and len(buffer.flat) == nbytes:
+                buffer.work, buffer.load, buffer.is_read = None, None, False
+                return buffer
+            self._release(buffer)
+            if failure is not None:
+                raise failure
+        self._host.book("stash", "disk buffers", nbytes + PAGE)
+        return _DiskBuffer(page_aligned(self._empty(nbytes + PAGE, torch.uint8), nbytes))
+
+    def _release(self, buffer: _DiskBuffer) -> None:
+        self._host.release("stash", "disk buffers", len(buffer.flat) + PAGE)
 
     # -- the file ------------------------------------------------------------------------------------------------------
 
@@ -226,18 +192,11 @@ class DiskStashStore(StashStore):
         return self._file
 
     def _grow(self, nbytes: int) -> None:
-        file, ample = self._scratch, nbytes + round_to_pages(nbytes // _GROWTH)
         try:
-            file.grow(ample)
-        except OSError as error:
-            if not is_disk_full(error):
-                raise
-            try:
-                file.grow(nbytes)
-            except OSError as last:
-                if not is_disk_full(last):
-                    raise
-                raise disk_full_error(last, self._path.parent, nbytes, _REMEDY) from last
+            self._scratch.grow(nbytes + round_to_pages(nbytes // _GROWTH))
+        except OSError:
+            with explain_full_disk(self._path.parent, nbytes, _REMEDY):
+                self._scratch.grow(nbytes)
 
 
 def _extents(slots: Sequence[StashSlot]) -> list[FileExtent]:
@@ -261,21 +220,3 @@ def _contiguous_runs(extents: Iterable[FileExtent]) -> Iterator[tuple[int, int, 
             first, begin = extent.file_offset, extent.buffer_offset
         end = extent.buffer_offset + extent.size
     yield first, begin, end
-
-
-def _no_stall() -> AbstractContextManager[None]:
-    raise AssertionError("no pass is in progress")
-
-
-def _record_event(
-    trace: Trace,
-    lane: str,
-    kind: str,
-    layer: str,
-    k: int,
-    visit: int,
-    start_s: float,
-    runs: list[tuple[int, torch.Tensor]],
-) -> None:
-    t0, nbytes = trace.began_s, sum(len(part) for _, part in runs)
-    trace.add(Event(lane, kind, start_s - t0, time.perf_counter() - t0, layer, k, nbytes, visit))

@@ -1,11 +1,12 @@
-"""Memory that a shelf needs, and the use of additional memory."""
+"""Memory that a shelf needs, and its division between the buffer pools, for the present blocks and after edits."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,11 +14,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from l2l_core.eps import Masters
-from l2l_core.eps.blocks import Block, Layout
+from l2l_core.eps import Masters, OptimizerEntry
+from l2l_core.eps.blocks import Block, Layout, Unit
 from l2l_core.eps.optimizers import clone_shallow, step_part, without_step_hooks
-from l2l_core.shelf.direct_io import PAGE, round_to_pages
-from l2l_core.shelf.record_layout import RecordLayout
+from l2l_core.shelf.direct_io import PAGE, BufferPool, PoolBuffer, round_to_pages
+from l2l_core.shelf.record_store import RecordLayout
 from l2l_core.trace import format_bytes
 
 _TRIAL_NUMEL = 4096  # elements: the state of smaller parameters may have another form
@@ -25,11 +26,7 @@ _ALIGNMENT_BYTES = 128  # bytes per tensor, for its alignment
 
 
 class StateSizeTrial:
-    """Size of an optimizer's state for new parameters, measured with steps on small ones.
-
-    Args:
-        optimizer: optimizer whose groups are tried on a copy.
-    """
+    """Size of an optimizer's state for new parameters, measured with steps on small ones."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -61,11 +58,7 @@ class StateSizeTrial:
 
 
 class StateSizes:
-    """Sizes of the optimizer state of whole blocks.
-
-    Args:
-        masters: blocks and optimizer.
-    """
+    """Sizes of the optimizer state of whole blocks."""
 
     def __init__(self, masters: Masters) -> None:
         self._masters, self._trial = masters, StateSizeTrial(masters.optimizer)
@@ -195,3 +188,88 @@ class MemorySizes:
             )
         records = self.record_bytes + min(rest, 2 * self.record_bytes)
         return memory_bytes - self.new_state_bytes - records, records
+
+
+class MemoryBudget:
+    """Sizes of all blocks, and the limits of the pools that follow from them.
+
+    Attributes:
+        state_sizes: bytes reserved for the optimizer state of a block.
+    """
+
+    def __init__(
+        self, memory_bytes: int, ahead: int, casts: bool, masters: Masters, loads: BufferPool, updates: BufferPool
+    ) -> None:
+        self.memory_bytes, self.ahead, self.casts = memory_bytes, ahead, casts
+        self.loads, self.updates = loads, updates
+        self.state_sizes = StateSizes(masters)
+        self._measured: dict[Block, BlockSize] = {}
+        self._units: Sequence[Unit] = ()
+        self._new_units: list[Unit] = []  # of the edit in progress
+
+    @property
+    def blocks(self) -> dict[Block, BlockSize]:
+        """Sizes of the blocks of all units."""
+        return {block: self._measured[block] for unit in self._units for block in unit.blocks}
+
+    def size_of(self, block: Block) -> int:
+        """Return the bytes of a buffer for a block's record."""
+        return self._measured[block].record
+
+    def acquire_record(self, block: Block) -> PoolBuffer | None:
+        """Return a buffer for a block's record, or None if there is no room now."""
+        return self.updates.acquire(self.size_of(block))
+
+    def lease_record(self, block: Block) -> AbstractContextManager[torch.Tensor]:
+        """Lend such a buffer in a block of code between two steps."""
+        return self.updates.lease(self.size_of(block))
+
+    def sizes(self, ahead: int) -> MemorySizes:
+        """Return the memory needed with `ahead` layers loaded ahead."""
+        return self._sizes(self._units, ahead)
+
+    def plan_split(self, units: Sequence[Unit]) -> Callable[[], None]:
+        """Divide memory for these units, the shell first; the function returned applies the limits between two steps.
+
+        Raises:
+            ValueError: memory does not suffice; names the smallest that does.
+        """
+        for block in {block for unit in units for block in unit.blocks} - self._measured.keys():
+            self._measured[block] = BlockSize.of(block, self.state_sizes(block))
+        limits = self._sizes(units, self.ahead).split(self.memory_bytes)
+
+        def apply() -> None:
+            self._units = tuple(units)
+            self.end_edit()
+            self.loads.limit_bytes, self.updates.limit_bytes = limits
+
+        return apply
+
+    def check_fits(self, unit: Unit, entries: Mapping[Block, OptimizerEntry]) -> None:
+        """Check that memory suffices with a new layer, and the earlier ones of this edit, added.
+
+        Raises:
+            ValueError: it does not; names the smallest that does.
+        """
+        for block, entry in entries.items():
+            self._measured[block] = BlockSize.of(block, self.state_sizes.of_params(entry.masters, entry.groups))
+        self._sizes([*self._units, *self._new_units, unit], self.ahead).split(self.memory_bytes)
+        self._new_units.append(unit)
+
+    def end_edit(self) -> None:
+        """End an edit, after its commit or rollback."""
+        self._new_units.clear()
+
+    def forget_blocks(self, blocks: Iterable[Block]) -> None:
+        """Remove deleted blocks."""
+        for block in blocks:
+            self._measured.pop(block, None)
+
+    def clear_pools(self) -> None:
+        """Free the buffers in the pools."""
+        self.loads.close()
+        self.updates.close()
+
+    def _sizes(self, units: Sequence[Unit], ahead: int) -> MemorySizes:
+        by_unit = [(unit.key, [self._measured[block] for block in unit.blocks]) for unit in units]
+        return MemorySizes.of(by_unit, ahead, self.casts)

@@ -2,26 +2,124 @@
 
 An update writes the copy that is not committed, so a crash leaves the last step whole. After all writes of a step, a manifest
 names the new copies (`shelf_manifest.py`), and `commit` makes them current. A step is undone by forgetting its copies.
+
+Weights fill whole pages, so that a load reads them alone. Tensors of the optimizer state follow one another in the file; its
+plain data is in `RecordLayout`, which the manifest holds.
 """
 
 from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import torch
 
-from l2l_core.devices import disk_full_error, is_disk_full, serial_executor
-from l2l_core.eps.blocks import Block
-from l2l_core.shelf.direct_io import DirectFiles
-from l2l_core.shelf.record_layout import RecordLayout
+from l2l_core.devices import explain_full_disk, serial_executor
+from l2l_core.eps import Masters
+from l2l_core.eps.blocks import Block, Layout, aligned
+from l2l_core.model import Tensors, decode, encode
+from l2l_core.shelf.direct_io import DirectFiles, round_to_pages
 from l2l_core.trace import Event, Trace
+
+MaybeParamState = Mapping[str, Any] | None  # optimizer state of a parameter
+
+_REMEDY = "The last whole step is kept; make room there, and resume from it"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordLayout:
+    """Positions of weights and state tensors in a record.
+
+    Attributes:
+        weights_bytes: bytes of the weights, whole pages.
+        nbytes: bytes of the record, whole pages.
+        state: optimizer state of each parameter, as returned by `encode`.
+        tensors: offset, type, size and strides of each state tensor, by name.
+    """
+
+    weights_bytes: int
+    nbytes: int
+    state: list[Any]
+    tensors: dict[str, list[Any]]
+
+    @staticmethod
+    def of(layout: Layout, states: Sequence[MaybeParamState]) -> tuple[RecordLayout, Tensors]:
+        """Return the layout for a block, and the tensors of its optimizer state by name.
+
+        Raises:
+            ValueError: the state contains a value that is neither a tensor nor plain data.
+        """
+        state_tensors: Tensors = {}
+        state = [None if each is None else encode(dict(each), str(i), state_tensors) for i, each in enumerate(states)]
+        weights_bytes = offset = round_to_pages(4 * layout.numel)
+        tensors: dict[str, list[Any]] = {}
+        for name, tensor in state_tensors.items():
+            stride = torch.empty_like(tensor, device="meta").stride()
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            tensors[name] = [offset, dtype, list(tensor.shape), list(stride)]
+            offset += aligned(tensor.nbytes, 1)
+        return RecordLayout(weights_bytes, round_to_pages(offset), state, tensors), state_tensors
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state tensors."""
+        return sum(
+            getattr(torch, word).itemsize * torch.Size(size).numel() for _, word, size, _ in self.tensors.values()
+        )
+
+    def read_states(self, flat: torch.Tensor) -> list[dict[str, Any] | None]:
+        """Return the optimizer state in a record; its tensors are views of `flat`."""
+        return [None if each is None else decode(each, lambda name, _: self._view(flat, name)) for each in self.state]
+
+    def write_states(self, flat: torch.Tensor, tensors: Tensors, before: RecordLayout) -> None:
+        """Write the state tensors into a record; some may already lie in it, at their positions in the layout `before`."""
+        if self.tensors != before.tensors:  # positions have moved, so a copy might overwrite another tensor
+            start = flat.data_ptr()
+            inside = {name for name, t in tensors.items() if start <= t.data_ptr() < start + len(flat)}
+            tensors = {name: t.clone() if name in inside else t for name, t in tensors.items()}
+        for name, tensor in tensors.items():
+            target = self._view(flat, name)
+            if target.data_ptr() != tensor.data_ptr():
+                target.copy_(tensor)
+
+    def _view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+        offset, word, size, stride = self.tensors[name]
+        dtype = getattr(torch, word)
+        nbytes = dtype.itemsize * torch.Size(size).numel()
+        typed = flat[offset : offset + nbytes].view(dtype)
+        return typed.as_strided(size, stride, typed.storage_offset())
+
+
+def weights_in(flat: torch.Tensor, block: Block) -> torch.Tensor:
+    """Return the weights in the record of a block, a view of shape (block.layout.numel,), float32."""
+    return flat[: 4 * block.layout.numel].view(torch.float32)
+
+
+@contextmanager
+def bind_record(
+    masters: Masters, block: Block, layout: RecordLayout, flat: torch.Tensor
+) -> Iterator[list[MaybeParamState]]:
+    """Make a block and its optimizer state views of a record in memory, in a block of code.
+
+    Yields:
+        A list that receives the optimizer state of each parameter at the end.
+    """
+    params, state = masters.params_of(block), masters.optimizer.state
+    states: list[MaybeParamState] = []
+    block.bind(weights_in(flat, block), params)
+    state.update((p, each) for p, each in zip(params, layout.read_states(flat), strict=True) if each is not None)
+    try:
+        yield states
+    finally:
+        block.unbind(params)
+        states += [state.pop(param, None) for param in params]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +141,6 @@ class RecordStore:
     """Records of all blocks, read and written on one thread per direction.
 
     Invariant: no file in `committed` is written to.
-
-    Args:
-        folder: folder of the files.
 
     Attributes:
         committed: record of each block in the last whole step.
@@ -73,12 +168,14 @@ class RecordStore:
             self._check_commit()
             start_s = time.perf_counter()
             self.files.read(path, into)
-            _record_event(trace, "disk read", "read", block, start_s, len(into))
+            record_event(trace, "disk read", "read", block.key, start_s, len(into))
             then()
 
         return self.reads.submit(work)
 
-    def write(self, block: Block, layout: RecordLayout, flat: torch.Tensor, then: Callable[[], None]) -> None:
+    def write(
+        self, block: Block, layout: RecordLayout, flat: torch.Tensor, then: Callable[[], None] = lambda: None
+    ) -> None:
         """Start to write the next record of a block; `then` is called when `flat` is no longer in use."""
         old, trace = self.committed.get(block), self.trace
         record = BlockRecord(block.key, 0, layout) if old is None else BlockRecord(old.file, 1 - old.copy_index, layout)
@@ -89,15 +186,11 @@ class RecordStore:
             start_s = time.perf_counter()
             try:
                 self._check_commit()
-                self.files.write(self.path(record), flat)
-            except OSError as error:
-                if not is_disk_full(error):
-                    raise
-                remedy = "The last whole step is kept; make room there, and resume from it"
-                raise disk_full_error(error, self.folder, len(flat), remedy) from error
+                with explain_full_disk(self.folder, len(flat), _REMEDY):
+                    self.files.write(self.path(record), flat)
             finally:
                 then()
-            _record_event(trace, "disk write", "write", block, start_s, len(flat))
+            record_event(trace, "disk write", "write", block.key, start_s, len(flat))
             self.pending[block] = record
 
         self._writes_in_flight.append(self.writes.submit(work))
@@ -183,6 +276,9 @@ def _delete(paths: Iterable[Path]) -> None:
             path.unlink()
 
 
-def _record_event(trace: Trace, lane: str, kind: str, block: Block, start_s: float, nbytes: int) -> None:
+def record_event(
+    trace: Trace, lane: str, kind: str, layer: str, start_s: float, nbytes: int, k: int = -1, visit: int = -1
+) -> None:
+    """Add an event on a lane of the disk that ends now."""
     t0 = trace.began_s
-    trace.add(Event(lane, kind, start_s - t0, time.perf_counter() - t0, block.key, nbytes=nbytes))
+    trace.add(Event(lane, kind, start_s - t0, time.perf_counter() - t0, layer, k, nbytes, visit))

@@ -16,7 +16,8 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +29,10 @@ from l2l_core.eps import Masters
 from l2l_core.eps.blocks import SHELL, Block, Unit
 from l2l_core.eps.optimizers import load_settings, settings_to_save
 from l2l_core.model import RandomState, Tensors, decode, encode, tensor_copier
-from l2l_core.saves import plain_random, read_random, sync, write_bytes
-from l2l_core.shelf.record_layout import RecordLayout
-from l2l_core.shelf.record_store import BlockRecord, RecordStore
+from l2l_core.saves import describe_differences, plain_random, read_random, sync, write_bytes
+from l2l_core.shelf.record_store import BlockRecord, RecordLayout, RecordStore
 
 _NAME, _NEXT, _SCHEMA = "step.json", "step.json.tmp", 2
-
-
-@dataclass
-class DryRunManifest:
-    """Manifest of a rehearsal, which writes nothing: the copies of the last whole step stay committed."""
-
-    steps: int
-
-    def begin(self) -> None:
-        pass
-
-    def write_next(self, steps: int) -> None:
-        pass
-
-    def activate(self, steps: int) -> None:
-        self.steps = steps
 
 
 class ShelfManifest:
@@ -56,20 +40,16 @@ class ShelfManifest:
 
     Invariant: `steps` is the number of the whole step in the folder.
 
-    Args:
-        folder: folder of the shelf.
-        units: the shell and the layers.
-        masters: blocks and optimizer.
-        records: records of all blocks.
-
     Attributes:
         notes: plain data that edits store.
+        is_rehearsal: whether steps are not to be recorded in the folder.
     """
 
     def __init__(self, folder: Path, units: Sequence[Unit], masters: Masters, records: RecordStore) -> None:
         self.steps = 0
         self.notes: dict[str, Any] = {}
-        self._folder, self._masters, self._records = folder, masters, records
+        self.is_rehearsal = False
+        self.masters, self.records, self._folder = masters, records, folder
         self._random, self._tensors = RandomState.capture(), ""
         self.set_units(units, {})
 
@@ -80,7 +60,7 @@ class ShelfManifest:
         """
         before = {name: vars(self).get(name) for name in ("_units", "_params", "_outline", "notes")}
         self._units, self.notes = tuple(units), notes
-        self._params = {block: self._masters.params_of(block) for unit in units for block in unit.blocks}
+        self._params = {block: self.masters.params_of(block) for unit in units for block in unit.blocks}
         self._outline = self._describe()
         return lambda: vars(self).update(before)
 
@@ -93,15 +73,24 @@ class ShelfManifest:
         """Begin a step, and capture the random generators, whose state a step leaves as it is."""
         self._random = RandomState.capture()
 
-    def write_next(self, steps: int) -> None:
-        """Write the next manifest under a temporary name; it names pending copies, and committed ones of other blocks.
+    def commit(self, steps: int) -> None:
+        """Make the pending copies, and the state of the random generators at `begin`, those of step `steps`.
 
         Raises:
-            OSError: it cannot be written; the old manifest stays valid.
+            OSError: it cannot be written; the old manifest stays valid, unless the disk fails at the very end.
         """
+        if self.is_rehearsal:
+            self.records.commit(lambda: None, partial(setattr, self, "steps", steps))
+        else:
+            self.records.commit(partial(self._write_next, steps), partial(self._activate, steps))
+
+    def _write_next(self, steps: int) -> None:
+        """Write the next manifest under a temporary name; it names pending copies, and committed ones of other blocks."""
         tensors: Tensors = {}
-        own_settings, settings = settings_to_save(self._masters.optimizer)
-        name = next(name for name in _tensors_names(steps) if name != self._tensors)
+        own_settings, settings = settings_to_save(self.masters.optimizer)
+        # An edit after a step writes tensors for the same step while the old ones are still in use
+        names = f"step-{steps:08d}.safetensors", f"step-{steps:08d}-edited.safetensors"
+        name = next(name for name in names if name != self._tensors)
         plain = {
             "schema": _SCHEMA,
             "torch": torch.__version__,
@@ -109,7 +98,7 @@ class ShelfManifest:
             "tensors": name,
             "notes": self.notes,
             "outline": self._outline,
-            "records": {block.key: _plain_record(block, self._records.latest(block)) for block in self._params},
+            "records": {block.key: _plain_record(block, self.records.latest(block)) for block in self._params},
             "own_settings": encode(own_settings, "own_settings", tensors),
             "settings": encode(settings, "settings", tensors),
             "random": encode(plain_random(self._random), "random", tensors),
@@ -118,22 +107,19 @@ class ShelfManifest:
         self._next_tensors = name
         write_tensors({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, self._folder / name)
         sync(self._folder / name)
-        sync(self._records.folder)  # new files
+        sync(self.records.folder)  # new files
         write_bytes(self._folder / _NEXT, json.dumps(plain).encode())
 
-    def activate(self, steps: int) -> None:
-        """Replace the manifest by the one that `write_next` has written.
-
-        Raises:
-            OSError: the disk has failed, and either manifest may be the current one.
-        """
+    def _activate(self, steps: int) -> None:
+        """Replace the manifest by the one that `_write_next` has written; after an error either may be the current one."""
         os.replace(self._folder / _NEXT, self._folder / _NAME)
         sync(self._folder)
-        self.steps, self._tensors = steps, self._next_tensors
+        self._tensors = self._next_tensors
         for path in self._folder.glob("step-*.safetensors"):
             if path.name != self._tensors:
                 with suppress(OSError):  # the next step tries again
                     path.unlink()
+        self.steps = steps
 
     def load(self) -> Callable[[], None]:
         """Read the manifest; the function returned restores records, optimizer settings, buffers and generators from it.
@@ -151,18 +137,18 @@ class ShelfManifest:
             for block, masters in self._params.items():
                 saved = plain["records"][block.key]
                 layout = RecordLayout(**saved["form"])
-                self._records.committed[block] = BlockRecord(saved["file"], saved["half"], layout)
+                self.records.committed[block] = BlockRecord(saved["file"], saved["half"], layout)
                 block.version, block.warmup = saved["version"], saved["warmup"]
                 for param, master, trained in zip(block.params, masters, saved["trained"], strict=True):
                     param.requires_grad_(trained)
                     master.requires_grad_(trained)
-            load_settings(self._masters.optimizer, settings, exact=False)
+            load_settings(self.masters.optimizer, settings, exact=False)
             for unit in self._units:
                 unit.buffers.restore(buffers[unit.key])
             random.restore()
             self.steps, self.notes = plain["steps"], plain["notes"]
             self._random, self._tensors = random, plain["tensors"]
-            self._records.delete_orphans()
+            self.records.delete_orphans()
 
         return restore
 
@@ -174,18 +160,13 @@ class ShelfManifest:
             for block in self._params
             for name, piece in zip(block.names, block.layout.pieces, strict=True)
         }
-        groups = [[names[param] for param in group] for group in self._masters.groups]
+        groups = [[names[param] for param in group] for group in self.masters.groups]
         return {
             "layers": {unit.key: unit.name for unit in self._units},
             "parameters": parameters,
-            "the optimizer": {"class": type(self._masters.optimizer).__name__},
+            "the optimizer": {"class": type(self.masters.optimizer).__name__},
             "parameter groups": {name: str(index) for index, group in enumerate(groups) for name in group},
         }
-
-
-def _tensors_names(steps: int) -> tuple[str, str]:
-    """Return two names: after an edit, old tensors of the same step are still in use."""
-    return f"step-{steps:08d}.safetensors", f"step-{steps:08d}-edited.safetensors"
 
 
 def has_step(folder: Path) -> bool:
@@ -239,14 +220,8 @@ def layer_keys_in(folder: Path, names: Sequence[str]) -> list[str] | None:
 
 def _compare(folder: Path, saved: dict[str, Any], live: dict[str, Any]) -> None:
     for what, here in live.items():
-        there = saved[what]
-        unlike = [
-            f"{name}: {there.get(name, 'absent')} in the folder, {here.get(name, 'absent')} here"
-            for name in {**there, **here}
-            if there.get(name) != here.get(name)
-        ]
-        if unlike:
+        if unlike := describe_differences("folder", saved[what], here):
             raise ValueError(
-                f"{folder} is the shelf of a model with other {what} ({len(unlike)} differ: {'; '.join(unlike[:3])}). Give its "
-                "model and optimizer, or another folder. Nothing was changed"
+                f"{folder} is the shelf of a model with other {what} ({unlike}). Give its model and optimizer, or another "
+                "folder. Nothing was changed"
             )

@@ -1,4 +1,6 @@
-"""Storage for edits of a shelf: an edit is committed like a step.
+"""Storage of a shelf between steps: for passes over a whole model, and for edits.
+
+A pass reads or replaces one block at a time. An edit has a few blocks in memory, and is committed like a step:
 
     lease ──▶ read ──▶ the edit reads or changes the block ──▶ if changed: write to the other copy ─┐
     store_unit: a new layer ──▶ check room ──▶ write to new files ──────────────────────────────────┤
@@ -13,54 +15,117 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import NoReturn
 
 import torch
 from torch import nn
 
 from l2l_core.devices import Device, Ledger
-from l2l_core.eps import BlockContents, Masters, Notes, OptimizerEntry, StateView
+from l2l_core.eps import BlockContents, BlockStates, BlockStorage, EditStorage, Notes, OptimizerEntry, StateView
 from l2l_core.eps.blocks import Block, Unit
-from l2l_core.shelf.buffer_pool import BufferPool
-from l2l_core.shelf.memory_budget import MemoryBudget
-from l2l_core.shelf.record_layout import RecordLayout
-from l2l_core.shelf.record_store import RecordStore
+from l2l_core.eps.optimizers import state_bytes
+from l2l_core.model import snapshot_value
+from l2l_core.shelf.direct_io import BufferPool
+from l2l_core.shelf.memory_sizes import MemoryBudget
+from l2l_core.shelf.record_store import RecordLayout, bind_record, weights_in
 from l2l_core.shelf.shelf_manifest import ShelfManifest
 from l2l_core.trace import Trace
 
 _NO_LIMIT = 1 << 62  # an edit holds the few blocks that it needs; the ledger counts them
 
 
-class DiskEditStorage:
+class DiskBlockStorage(BlockStorage):
+    """Blocks and their optimizer state in records."""
+
+    def __init__(
+        self, manifest: ShelfManifest, budget: MemoryBudget, host: Ledger, on_loaded: Callable[[], None]
+    ) -> None:
+        super().__init__(manifest.masters)
+        self._records, self._manifest = manifest.records, manifest
+        self._budget, self._host, self._on_loaded = budget, host, on_loaded
+
+    @contextmanager
+    def lease(self, block: Block) -> Iterator[None]:
+        layout = self._records.committed[block].layout
+        self._records.trace = Trace()  # the last step, whose trace this was, is over
+        with self._budget.lease_record(block) as flat:
+            self._records.read(block, flat[: layout.nbytes]).result()
+            with bind_record(self._masters, block, layout, flat):
+                yield
+
+    def nbytes(self, block: Block) -> int:
+        return self._records.committed[block].layout.nbytes
+
+    def load(
+        self, blocks: Iterable[Block], read_state: Callable[[Block], BlockStates], fill: Callable[[Block], None]
+    ) -> None:
+        """Write the first record of each block.
+
+        Raises:
+            ValueError: the state is larger than that of the optimizer, or is neither tensors nor plain data.
+            OSError: a record cannot be written.
+        """
+        self._masters.optimizer.state.clear()
+        for block in blocks:
+            with self._budget.lease_record(block) as flat:
+                states = read_state(block)
+                layout, tensors = RecordLayout.of(block.layout, states)
+                if layout.nbytes > len(flat):
+                    raise ValueError(
+                        f"the state of {block.key} to be loaded has {layout.nbytes - layout.weights_bytes:,} bytes, but a trial "
+                        f"with small parameters needed at most {len(flat) - layout.weights_bytes:,} with this optimizer: "
+                        "give the optimizer that the save was made with, or load it into memory (no shelf=)"
+                    )
+                new = state_bytes(*(each for each in states if each is not None))
+                self._host.book("optimizer", "on its way to a record", new)
+                weights_in(flat, block).zero_()
+                layout.write_states(flat, tensors, layout)
+                with torch.no_grad(), bind_record(self._masters, block, layout, flat):
+                    fill(block)
+                self._host.release("optimizer", "on its way to a record", new)
+                self._records.write(block, layout, flat[: layout.nbytes])
+                self._records.wait_for_writes()
+
+    def snapshot(self) -> Callable[[], None]:
+        """See `BlockStorage`; one step may follow, which writes the other copies and is not recorded on the disk."""
+        manifest, committed, steps = self._manifest, dict(self._records.committed), self._manifest.steps
+        versions = {block: block.version for block in committed}
+        restore_optimizer = snapshot_value(vars(self._masters.optimizer))
+        manifest.is_rehearsal = True
+
+        def undo() -> None:
+            manifest.is_rehearsal, manifest.steps, self._records.committed = False, steps, committed
+            for block, version in versions.items():
+                block.version = version
+            restore_optimizer()
+
+        return undo
+
+    def commit_load(self, steps: int) -> None:
+        self._manifest.begin()
+        self._manifest.commit(steps)
+        self._on_loaded()
+
+
+class DiskEditStorage(EditStorage):
     """Edit storage with blocks in files.
 
     Invariant: outside of `lease` no block is in memory, except new ones before `store_unit`.
-
-    Args:
-        masters: blocks of the stacks, and optimizer.
-        records: records of the shelf.
-        manifest: manifest of the shelf.
-        budget: division of memory.
-        device: allocates host memory.
-        host: ledger for its bytes.
-        guard: makes a new module refuse a state dict without values.
     """
 
     def __init__(
         self,
-        masters: Masters,
-        records: RecordStore,
         manifest: ShelfManifest,
         budget: MemoryBudget,
         device: Device,
         host: Ledger,
         guard: Callable[[nn.Module], None],
     ) -> None:
-        self._masters, self._records, self._manifest, self._budget = masters, records, manifest, budget
+        super().__init__(manifest.masters, manifest.notes)
+        self._records, self._manifest, self._budget = manifest.records, manifest, budget
         self._pool = BufferPool(_NO_LIMIT, device.host_empty, host, "weights")
-        self._guard, self.notes = guard, manifest.notes
+        self._guard = guard
         self._leased: set[Block] = set()
         self._changed: set[Block] = set()
 
@@ -68,40 +133,33 @@ class DiskEditStorage:
     def lease(self, blocks: Mapping[Block, StateView], writable: bool) -> Iterator[None]:
         offloaded = {block: view for block, view in blocks.items() if block.offloaded}
         self._begin()
-        buffers = []
-        try:
+        with ExitStack() as stack:  # its callbacks run in reverse
+            if offloaded:
+                stack.callback(self._masters.book_state)
+            stack.callback(self._pool.close)
             for block, view in offloaded.items():
                 layout = self._records.latest(block).layout
-                buffer = self._pool.acquire(layout.nbytes)
-                assert buffer is not None
-                buffers.append(buffer)
-                self._records.read(block, buffer.flat).result()
-                self._bind(block, view, layout, buffer.flat)
+                flat = stack.enter_context(self._pool.lease(layout.nbytes))
+                self._records.read(block, flat).result()
+                stack.callback(self._release, block, view)
+                self._bind(block, view, layout, flat)
             if writable:
                 self._changed.update(self._leased & blocks.keys())
             yield
             for block, view in offloaded.items():
                 if block in self._changed:
                     self._write(block, view)
-        finally:
-            for block, view in offloaded.items():
-                self._release(block, view)
-            for buffer in buffers:
-                self._pool.release(buffer)
-            self._pool.close()
-            if offloaded:
-                self._masters.book_state()
 
     def read(self, block: Block, view: StateView) -> BlockContents:
         record = self._records.latest(block)
         path, nbytes = str(self._records.path(record)), record.layout.nbytes
         flat = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
-        return record.layout.weights(flat, block.layout), record.layout.read_states(flat)
+        return weights_in(flat, block), record.layout.read_states(flat)
 
     def _bind(self, block: Block, view: StateView, layout: RecordLayout, flat: torch.Tensor) -> None:
         self._leased.add(block)
         block.offloaded = False
-        block.set_master(layout.weights(flat, block.layout), view.masters)
+        block.set_master(weights_in(flat, block), view.masters)
         pairs = zip(view.masters, layout.read_states(flat), strict=True)
         view.state.update((master, each) for master, each in pairs if each is not None)
 
@@ -125,12 +183,11 @@ class DiskEditStorage:
 
     def _write(self, block: Block, view: StateView) -> None:
         layout, tensors = RecordLayout.of(block.layout, [view.state.get(master) for master in view.masters])
-        buffer = self._pool.acquire(layout.nbytes)
-        assert buffer is not None
-        layout.weights(buffer.flat, block.layout).copy_(block.values)
-        layout.write_states(buffer.flat, tensors, layout)
-        self._records.write(block, layout, buffer.flat, partial(self._pool.release, buffer))
-        self._records.wait_for_writes()
+        with self._pool.lease(layout.nbytes) as flat:
+            weights_in(flat, block).copy_(block.values)
+            layout.write_states(flat, tensors, layout)
+            self._records.write(block, layout, flat)
+            self._records.wait_for_writes()
 
     def _check_disk_space(self, entries: Mapping[Block, OptimizerEntry]) -> None:
         """Check that the disk has room for both copies of all new layers of this edit."""
@@ -149,10 +206,10 @@ class DiskEditStorage:
     def commit(self, units: Sequence[Unit], notes: Notes) -> None:
         apply_split = self._budget.plan_split(units)
         self._begin()
-        restore, steps = self._manifest.set_units(units, notes), self._manifest.steps
+        restore = self._manifest.set_units(units, notes)
         self._manifest.begin()
         try:
-            self._records.commit(partial(self._manifest.write_next, steps), partial(self._manifest.activate, steps))
+            self._manifest.commit(self._manifest.steps)
         except BaseException:
             restore()
             raise

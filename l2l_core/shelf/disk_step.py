@@ -1,74 +1,141 @@
-"""Updater of a shelf: reads a record, lets the optimizer update it, and writes it to the other copy.
+"""A step of a shelf: weights are read ahead of loads, and updated records are written to the other copy.
 
     prefetch ──▶ read ahead, as room allows ──▶ bind ──▶ optimizer ──▶ unbind ──▶ write to the other copy
                                                                                         │ all written
                                                                     commit ◀── finish ◀─┘
 
-Until `commit` the old step stays on the disk, so that an error leaves the old step.
+Until `commit` the old step stays on the disk, so that an error leaves the old step. Reads for loads skip the optimizer state,
+which lies behind the weights in a record.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from l2l_core.devices import Ledger
-from l2l_core.eps import BlockGradients, EPSClock, Masters, Updater, check_newcomers
-from l2l_core.eps.blocks import Block, BlockGradient
+import torch
+
+from l2l_core.devices import Ledger, Ticket
+from l2l_core.eps import BlockGradients, EPSClock, Updater, WeightSource, check_newcomers
+from l2l_core.eps.blocks import Block, BlockGradient, Unit
 from l2l_core.eps.optimizers import state_bytes
 from l2l_core.model import snapshot_except
-from l2l_core.shelf.buffer_pool import BufferPool, PoolBuffer
-from l2l_core.shelf.record_layout import RecordLayout, bind_record
-from l2l_core.shelf.record_store import RecordStore
-from l2l_core.shelf.shelf_manifest import DryRunManifest, ShelfManifest
+from l2l_core.shelf.direct_io import BufferPool, PoolBuffer, round_to_pages
+from l2l_core.shelf.memory_sizes import MemoryBudget
+from l2l_core.shelf.record_store import RecordLayout, RecordStore, bind_record, weights_in
+from l2l_core.shelf.shelf_manifest import ShelfManifest
 from l2l_core.trace import Trace
 
+_Read = tuple[PoolBuffer, "Future[None]"]
 
-class DiskUpdater:
+
+class DiskWeightSource(WeightSource):
+    """Weight source that reads blocks from records; with `casts`, loads cannot cast, and it converts weights itself."""
+
+    def __init__(self, records: RecordStore, pool: BufferPool, casts: bool) -> None:
+        self._records, self._pool, self._casts = records, pool, casts
+        self._dtype = torch.float32
+        self._reads: dict[Block, _Read] = {}
+        self._acquired: defaultdict[Block, list[PoolBuffer]] = defaultdict(list)
+
+    def begin(self, units: Sequence[Unit], dtype: torch.dtype, trace: Trace) -> None:
+        self.end()
+        self._dtype, self._records.trace = dtype, trace
+
+    def prefetch(self, units: Sequence[Unit]) -> None:
+        wanted = dict.fromkeys(block for unit in units for block in unit.blocks)
+        for block in [block for block in self._reads if block not in wanted]:
+            self._discard(block)
+        for block in wanted:
+            if block not in self._reads and (read := self._start(block)) is not None:
+                self._reads[block] = read
+
+    def acquire(self, block: Block) -> torch.Tensor:
+        read = self._reads.pop(block, None) or self._start(block)
+        while read is None and self._reads:  # free buffers of reads ahead, latest first
+            self._discard(next(reversed(self._reads)))
+            read = self._start(block)
+        if read is None:
+            raise ValueError(
+                f"memory_bytes of the shelf leaves no room for the weights of {block.key} ({4 * block.layout.numel:,} bytes) "
+                f"beside {sum(map(len, self._acquired.values()))} blocks in loading: raise memory_bytes, or load fewer layers "
+                "ahead (RelayConfig(ahead=...)). The old step is kept"
+            )
+        buffer, done = read
+        try:
+            done.result()
+        except BaseException:
+            self._pool.release(buffer)
+            raise
+        self._acquired[block].append(buffer)
+        dtype = self._dtype if self._casts else torch.float32
+        return buffer.flat[: dtype.itemsize * block.layout.numel].view(dtype)
+
+    def release(self, block: Block, load: Ticket | None) -> None:
+        self._pool.release(self._acquired[block].pop(0), load)
+
+    def end(self) -> None:
+        for block in list(self._reads):
+            self._discard(block)
+        for buffers in self._acquired.values():  # not empty after a pass that has failed
+            for buffer in buffers:
+                self._pool.release(buffer)
+        self._acquired.clear()
+
+    def close(self) -> None:
+        self.end()
+
+    def _start(self, block: Block) -> _Read | None:
+        """Start to read a block's weights, or return None if there is no room."""
+        pool, numel = self._pool, block.layout.numel
+        raw = pool.acquire(round_to_pages(4 * numel))
+        if raw is None or not self._casts or self._dtype == torch.float32:
+            return None if raw is None else (raw, self._records.read(block, raw.flat))
+        cast = pool.acquire(round_to_pages(self._dtype.itemsize * numel))
+        if cast is None:
+            pool.release(raw)
+            return None
+
+        def convert() -> None:
+            target = cast.flat[: self._dtype.itemsize * numel].view(self._dtype)
+            target.copy_(weights_in(raw.flat, block))
+
+        done = self._records.read(block, raw.flat, convert)
+        done.add_done_callback(lambda _: pool.release(raw))  # also after an error
+        return cast, done
+
+    def _discard(self, block: Block) -> None:
+        buffer, done = self._reads.pop(block)
+        done.exception()  # an error is raised by another call
+        self._pool.release(buffer)
+
+
+class DiskUpdater(Updater):
     """`Updater` that reads each block from its record and writes it back.
 
     Invariant: records are read in the order of `prefetch` calls, so blocks that hold buffers are updated before blocks that wait
     for one.
-
-    Args:
-        masters: blocks, which are offloaded, and optimizer.
-        inner: updates a block in memory.
-        records: files of the shelf.
-        pool: buffers for whole records.
-        size_of: returns the bytes of the buffer that a block needs.
-        host: ledger for the bytes of new optimizer state.
-        manifest: manifest of the shelf; may be replaced between two steps.
     """
 
-    def __init__(
-        self,
-        masters: Masters,
-        inner: Updater,
-        records: RecordStore,
-        pool: BufferPool,
-        size_of: Callable[[Block], int],
-        host: Ledger,
-        manifest: ShelfManifest,
-    ) -> None:
-        self._masters, self._inner, self._records, self._pool = masters, inner, records, pool
-        self._size_of, self._host = size_of, host
-        self.manifest: ShelfManifest | DryRunManifest = manifest
+    def __init__(self, inner: Updater, manifest: ShelfManifest, budget: MemoryBudget, host: Ledger) -> None:
+        super().__init__(manifest.masters)
+        self._inner, self._manifest, self._budget, self._host = inner, manifest, budget, host
+        self._records = manifest.records
         self._read_started = threading.Condition()
         self._queue: deque[Block] = deque()
         self._reads: dict[Block, tuple[PoolBuffer, Future[None]]] = {}
         self._versions: dict[Block, int] = {}  # of the updated blocks, before the step
-        self._clock, self._is_committed = EPSClock(Trace()), False
-        self.updated: list[Block] = []
+        self._clock, self._steps_before = EPSClock(Trace()), 0
 
     def begin(self, undoable: bool, deferred: bool, clock: EPSClock) -> None:
-        self._clock, self._is_committed, self.updated, self._versions = clock, False, [], {}
+        self._clock, self._steps_before, self.updated, self._versions = clock, self._manifest.steps, [], {}
         self._records.trace = clock.trace
-        self.manifest.begin()
-        if self.manifest.steps:
+        self._manifest.begin()
+        if self._manifest.steps:
             check_newcomers(self._masters, self._has_state)
         self._inner.begin(undoable=False, deferred=deferred, clock=clock)  # the old copy serves for undo
 
@@ -124,18 +191,17 @@ class DiskUpdater:
         self._records.wait_for_writes()
         restore = snapshot_except(vars(self._masters.optimizer), {"state"})
         self._inner.finish(gradients)
-        steps = self.manifest.steps + 1
         try:
-            self._records.commit(partial(self.manifest.write_next, steps), partial(self._activate, steps))
+            self._manifest.commit(self._steps_before + 1)
         except BaseException:
             if not self._is_committed:
                 restore()
             raise
         self.updated = self._inner.updated
 
-    def _activate(self, steps: int) -> None:
-        self.manifest.activate(steps)
-        self._is_committed = True
+    @property
+    def _is_committed(self) -> bool:
+        return self._manifest.steps > self._steps_before
 
     def undo(self) -> None:
         self._records.rollback()  # waits for a commit too
@@ -161,7 +227,7 @@ class DiskUpdater:
     def _read_ahead(self) -> None:
         """Start the next reads for which there is room, without waiting: loads use the same thread."""
         with self._read_started:
-            while self._queue and (buffer := self._pool.acquire(self._size_of(self._queue[0]))) is not None:
+            while self._queue and (buffer := self._budget.acquire_record(self._queue[0])) is not None:
                 block = self._queue.popleft()
                 on_disk = self._records.committed[block].layout.nbytes
                 self._reads[block] = buffer, self._records.read(block, buffer.flat[:on_disk])
@@ -173,5 +239,5 @@ class DiskUpdater:
             return self._reads.pop(block)
 
     def _release(self, buffer: PoolBuffer) -> None:
-        self._pool.release(buffer)
+        self._budget.updates.release(buffer)
         self._read_ahead()
