@@ -34,10 +34,10 @@ from l2l_core.edits.history import History as History
 from l2l_core.edits.history import InverseEdit as InverseEdit
 from l2l_core.edits.history import JournalEntry as JournalEntry
 from l2l_core.edits.history import UndoStep as UndoStep
-from l2l_core.edits.layer_drop import LayerDrop as LayerDrop
 from l2l_core.edits.layer_registry import LayerRegistry as LayerRegistry
 from l2l_core.edits.layer_registry import ModelStructure as ModelStructure
 from l2l_core.edits.optimizer_state import ParameterSnapshot as ParameterSnapshot
 from l2l_core.edits.schedules import Freezing as Freezing
+from l2l_core.edits.schedules import LayerDrop as LayerDrop
 from l2l_core.edits.schedules import SchedulableRelay as SchedulableRelay
 from l2l_core.edits.schedules import Schedule as Schedule

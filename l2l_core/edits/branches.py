@@ -10,7 +10,7 @@ Weights changed by hand change in every branch that has not trained them since i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,11 +71,6 @@ class BranchState:
     stats: dict[Unit, dict[str, float]]  # of the last step
 
     @property
-    def depth(self) -> int:
-        """Number of layers."""
-        return len({unit for units in self.stacks.values() for unit in units})
-
-    @property
     def nbytes(self) -> int:
         """Host bytes in addition to the current values."""
         buffers = sum(b.nbytes for held in self.buffers.values() for b in held if b is not None)
@@ -87,39 +82,25 @@ class Branches:
 
     Invariant: the current values of a block are those of the active branch, and of each other branch with None for the block
     in `BranchState.snapshots`.
-
-    Args:
-        editor: the relay's editor.
-        host: ledger in which copies are booked.
-        empty: allocates a host buffer, given the number of elements and a `dtype`.
-
-    Attributes:
-        active: name of the branch that is trained.
-        others: states of the other branches, by name.
     """
 
     def __init__(self, editor: Editor, host: Ledger, empty: EmptyFn) -> None:
         self._editor, self._host, self._empty = editor, host, empty
         self.active = MAIN_BRANCH
-        self.others: dict[str, BranchState] = {}
+        self.others: dict[str, BranchState] = {}  # by name
         editor.store.masters.before_write = self._copy_on_write
         editor.units_in_branches = lambda: {unit for state in self.others.values() for unit in state.units}
 
     def list_branches(self, steps: int, history: History) -> tuple[Branch, ...]:
         """List all branches by name; `steps` and `history` are those of the active one."""
-        others = [
-            Branch(name, False, state.steps, state.depth, state.history.loss, state.nbytes)
-            for name, state in self.others.items()
-        ]
-        active = Branch(self.active, True, steps, len(self._editor.registry.layers), history.loss, 0)
-        return tuple(sorted([active, *others], key=lambda branch: branch.name))
+        found = [Branch(self.active, True, steps, len(self._editor.registry.layers), history.loss, 0)]
+        for name, state in self.others.items():
+            depth = len({unit for units in state.stacks.values() for unit in units})
+            found.append(Branch(name, False, state.steps, depth, state.history.loss, state.nbytes))
+        return tuple(sorted(found, key=lambda branch: branch.name))
 
     def fork(self, name: str, now: BranchState) -> None:
-        """Store the current state `now` under the active branch's name; make `name` the active branch.
-
-        Raises:
-            ValueError: the name is empty or taken.
-        """
+        """Store the current state `now` as the active branch; make `name`, which must be new, the active one."""
         if not isinstance(name, str) or not name.strip():
             raise ValueError(f"{name!r} is no name for a branch: pass a string that is not empty")
         if name in (self.active, *self.others):
@@ -127,15 +108,11 @@ class Branches:
         self.others[self.active] = now
         self.active = name
 
-    def switch(self, name: str, now: BranchState, agree: Callable[[], object] = lambda: None) -> BranchState:
+    def switch(self, name: str, now: BranchState, agree: Callable[[], object]) -> BranchState:
         """Store the current state `now`, load another branch, and return the loaded state.
 
-        With several workers each block has the shards that it had when it was stored.
-
-        Args:
-            name: name of the branch.
-            now: the current state.
-            agree: called as the last operation that can fail; if it raises, nothing has changed.
+        With several workers each block has the shards that it had when it was stored. `agree` is called as the last operation
+        that can fail; if it raises, nothing has changed.
 
         Raises:
             ValueError: there is no such branch.
@@ -146,9 +123,9 @@ class Branches:
         editor, registry = self._editor, self._editor.registry
         with transaction(editor) as group:
             for stack in registry.stacks:
-                before, after = registry.units_of(stack), target.stacks[registry.first_name(stack)]
-                if before != after:
-                    group.execute(RestackCommand(registry.first_name(stack), before, after, proven=True))
+                first_name, before = registry.first_name(stack), registry.units_of(stack)
+                if before != target.stacks[first_name]:
+                    group.execute(RestackCommand(first_name, before, target.stacks[first_name], proven=True))
             for unit in target.units:
                 if any(target.snapshots[block] is not None for block in unit.blocks):
                     editor.detached.load(unit)
@@ -168,15 +145,12 @@ class Branches:
         for unit, stats in target.stats.items():
             unit.stats = dict(stats)
         target.random.restore()
-        editor.rebook()
+        editor.detached.rebook()  # values of another size may have been exchanged
+        editor.store.masters.book_state()
         return target
 
     def discard(self, name: str) -> None:
-        """Free a branch.
-
-        Raises:
-            ValueError: there is no such branch, or it is the active one.
-        """
+        """Free a branch; raise ValueError if it is active or missing."""
         if name == self.active:
             raise ValueError(f"{name!r} is the active branch: switch to another one first")
         self._find(name)
@@ -184,11 +158,11 @@ class Branches:
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that drops the copies made since, to be called once the values are restored."""
-        kept = {name: dict(state.snapshots) for name, state in self.others.items()}
+        kept = [(state, dict(state.snapshots)) for state in self.others.values()]
 
         def restore() -> None:
-            for name, values in kept.items():
-                self.others[name].snapshots = values
+            for state, values in kept:
+                state.snapshots = values
 
         return restore
 
@@ -216,21 +190,12 @@ class Branches:
         """Take over the branches of a saved relay."""
         self.active, self.others = active, dict(others)
 
-    def make_snapshot(
-        self,
-        master: torch.Tensor,
-        version: int,
-        states: Sequence[dict[str, Any] | None],
-        local_layout: Layout | None = None,
-    ) -> BlockSnapshot:
-        """Return a snapshot of a block, or of the part in `local_layout`; its bytes are booked while it exists."""
-        values = BlockSnapshot(master, version, list(states), local_layout)
+    def booked(self, values: BlockSnapshot) -> BlockSnapshot:
+        """Return `values`; their bytes are booked while they exist."""
         self._host.book("other", "branches", values.nbytes)
         # Several branches may share it, so its bytes are released with the last reference.
         weakref.finalize(values, self._host.release, "other", "branches", values.nbytes)
         return values
-
-    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _copy_on_write(self, block: Block) -> None:
         sharing = [state for state in self.others.values() if state.snapshots.get(block, _ABSENT) is None]
@@ -239,7 +204,7 @@ class Branches:
             states = [clone_state(state[master]) if master in state else None for master in masters]
             # One copy for all branches, in memory that loads can use: a switch makes it the master.
             copied = self._empty(block.values.numel(), dtype=block.values.dtype).copy_(block.values)
-            values = self.make_snapshot(copied, block.version, states, block.local_layout)
+            values = self.booked(BlockSnapshot(copied, block.version, states, block.local_layout))
             for branch in sharing:
                 branch.snapshots[block] = values
 
@@ -247,10 +212,8 @@ class Branches:
         """Make `values` the current ones of a block; branches that shared the current ones get a snapshot of these."""
         masters, state = self._editor.optimizer_state_of(block)
         states = [state.pop(master, None) for master in masters]  # references are exchanged, nothing is copied
-        part = block.local_layout
-        old = self.make_snapshot(
-            self._editor.set_master(block, values.local_layout, values.master), block.version, states, part
-        )
+        part, master = block.local_layout, self._editor.set_master(block, values.local_layout, values.master)
+        old = self.booked(BlockSnapshot(master, block.version, states, part))
         block.version = values.version
         state.update({m: entry for m, entry in zip(masters, values.states, strict=True) if entry is not None})
         for other in self.others.values():

@@ -33,11 +33,7 @@ class EditCommand(ABC):
 
     @abstractmethod
     def execute(self, editor: Editor) -> UndoInfo:
-        """Make the change and return how to undo it.
-
-        Raises:
-            ValueError: the change is not possible now; nothing has changed.
-        """
+        """Make the change and return how to undo it; raise ValueError, without a change, if it is impossible."""
 
     def finalize(self, editor: Editor) -> None:  # noqa: B027 - most commands do nothing here
         """Make the part of the change that cannot be undone; called when its whole group is done."""
@@ -66,35 +62,33 @@ class RestackCommand(EditCommand):
 
 
 @dataclass(frozen=True, eq=False)
-class RewriteCommand(EditCommand):
-    """Replaces values and optimizer state of some parameters of a layer."""
-
+class _LayerCommand(EditCommand):
     unit: Unit
-    values: Mapping[nn.Parameter, ParameterSnapshot]
-
-    def execute(self, editor: Editor) -> UndoInfo:
-        inverse = RewriteCommand(self.unit, editor.swap_values(self.unit, self.values))
-        editor.book_snapshots(
-            inverse, inverse.values.values()
-        )  # for as long as some history or branch holds the inverse
-        return UndoInfo(inverse, editor.store.edit_storage.undo_for(partial(inverse.execute, editor)))
 
     def units(self) -> Sequence[Unit]:
         return (self.unit,)
 
 
 @dataclass(frozen=True, eq=False)
-class SetTrainedCommand(EditCommand):
+class RewriteCommand(_LayerCommand):
+    """Replaces values and optimizer state of some parameters of a layer."""
+
+    values: Mapping[nn.Parameter, ParameterSnapshot]
+
+    def execute(self, editor: Editor) -> UndoInfo:
+        inverse = RewriteCommand(self.unit, editor.swap_values(self.unit, self.values))
+        editor.book_snapshots(inverse, inverse.values.values())  # for as long as some history or branch holds it
+        return UndoInfo(inverse, editor.store.edit_storage.undo_for(partial(inverse.execute, editor)))
+
+
+@dataclass(frozen=True, eq=False)
+class SetTrainedCommand(_LayerCommand):
     """Freezes or unfreezes parameters of a layer."""
 
-    unit: Unit
     trained: Mapping[nn.Parameter, bool]
 
     def execute(self, editor: Editor) -> UndoInfo:
         return UndoInfo(SetTrainedCommand(self.unit, editor.set_trained(self.unit, self.trained)))
-
-    def units(self) -> Sequence[Unit]:
-        return (self.unit,)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,22 +12,15 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from l2l_core.edits.commands import RewriteCommand
-from l2l_core.edits.edit import Edit, RunCommand, Span, restack_command
+from l2l_core.edits.edit import LayerMakingEdit, RunCommand, Span, restack_command
 from l2l_core.edits.editor import Editor
-from l2l_core.edits.optimizer_state import (
-    ParameterSnapshot,
-    Policy,
-    check_policy,
-    describe_policy,
-    make_inherit,
-    states_of,
-)
+from l2l_core.edits.optimizer_state import ParameterSnapshot, Policy, make_inherit, states_of
 from l2l_core.eps.blocks import Unit
 from l2l_core.model import deep_copy
 
 
 @dataclass(frozen=True)
-class Delink(Edit):
+class Delink(LayerMakingEdit):
     """Give every place of a stack separate weights.
 
     The first layer that uses shared weights keeps them, or a user of them outside of `layers`; every further place gets a copy
@@ -45,25 +38,14 @@ class Delink(Edit):
     layers: Span = field(default_factory=lambda: slice(None))
     optimizer: Policy = "copy"
     warmup: int = 0
-
-    def __post_init__(self) -> None:
-        check_policy(self.optimizer, self.warmup)
-
-    @property
-    def preserves_function(self) -> bool:
-        return True
-
-    @property
-    def optimizer_policy(self) -> str:
-        return describe_policy(self.optimizer, self.warmup)
+    preserves_function = True
 
     def execute(self, editor: Editor, run: RunCommand) -> None:
         stack, span = editor.registry.resolver.span(self.layers)
         before = editor.registry.units_of(stack)
-        outside = [unit for unit in editor.registry.units if unit not in before]
-        outside += [unit for i, unit in enumerate(before) if i not in span]
-        taken = {param for unit in outside for param in unit.params}
-        outside_params, keepers, after, like = set(taken), list[Unit](), list(before), dict[Unit, Unit]()
+        outside = {*editor.registry.units}.difference(before) | {u for i, u in enumerate(before) if i not in span}
+        outside_params = {param for unit in outside for param in unit.params}
+        taken, keepers, after, like = set(outside_params), list[Unit](), list(before), dict[Unit, Unit]()
         for i in span:
             if taken.isdisjoint(before[i].params):
                 keepers.append(before[i])
@@ -71,9 +53,7 @@ class Delink(Edit):
             else:
                 # Not `copy_module`, which unfreezes the copy of a frozen layer.
                 with editor.load_layers([before[i]]):
-                    after[i] = editor.layer_factory.make(
-                        deep_copy(before[i].module), before[i], make_inherit(self.optimizer), self.warmup
-                    )
+                    after[i] = self.make_layer(editor, deep_copy(before[i].module), before[i])
                 like[after[i]] = before[i]
         if not like:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from l2l_core.devices import ForkGuard, Ledger, disk_full_error, is_disk_full, write_tensors
+from l2l_core.devices import ForkGuard, Ledger, explain_full_disk, write_tensors
 from l2l_core.eps import BlockContents, OptimizerEntry
 from l2l_core.eps.blocks import Block, EmptyFn, Unit
 
@@ -46,27 +46,28 @@ class DetachedLayer:
             block.offloaded for block in self.entries
         ):  # already in the file, or on a shelf
             return
-        tensors = self._tensors()
-        handle, name = tempfile.mkstemp(prefix=f"parked-{self.unit.key}-", suffix=".safetensors")
+        states = [
+            (f"{index}/{number}/{name}", state, name, value)
+            for index, entry in enumerate(self.entries.values())
+            for number, state in enumerate(entry.state.get(master, {}) for master in entry.masters)
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor)
+        ]
+        tensors = {f"{index}/master": block.values for index, block in enumerate(self.entries)}
+        tensors |= {label: value.contiguous() for label, _, _, value in states}
+        handle, file = tempfile.mkstemp(prefix=f"parked-{self.unit.key}-", suffix=".safetensors")
         os.close(handle)
-        try:
-            write_tensors(tensors, name)
-        except BaseException as error:
-            os.unlink(name)
-            if isinstance(error, OSError) and is_disk_full(error):
-                raise disk_full_error(
-                    error, Path(name).parent, sum(t.nbytes for t in tensors.values()), _DISK_FULL_REMEDY
-                ) from error
-            raise
-        self.path = Path(name)  # the file is complete, and nothing below can fail
+        with explain_full_disk(Path(file).parent, sum(t.nbytes for t in tensors.values()), _DISK_FULL_REMEDY):
+            try:
+                write_tensors(tensors, file)
+            except BaseException:
+                os.unlink(file)
+                raise
+        self.path = Path(file)  # the file is complete, and nothing below can fail
         self._delete = weakref.finalize(self, _delete, self.path, ForkGuard())
         self._drop_weights()
-        for index, entry in enumerate(self.entries.values()):
-            for number, master in enumerate(entry.masters):
-                state = entry.state.get(master, {})
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        state[key] = _SpilledTensor(f"{index}/{number}/{key}", tuple(value.stride()))
+        for label, state, name, value in states:
+            state[name] = _SpilledTensor(label, tuple(value.stride()))
 
     def close(self) -> None:
         """Delete the temporary file with the values in it."""
@@ -87,57 +88,46 @@ class DetachedLayer:
         """Return master and state of each parameter by block, memory-mapped from the file."""
         assert self.path is not None
         held = load_file(self.path)
-        return {
-            block: (
+
+        def read(value: Any) -> Any:
+            if not isinstance(value, _SpilledTensor):
+                return value
+            saved = held[value.name]
+            return torch.empty_strided(saved.shape, value.stride, dtype=saved.dtype).copy_(saved)
+
+        found: dict[Block, BlockContents] = {}
+        for index, (block, entry) in enumerate(self.entries.items()):
+            states = [entry.state.get(master) for master in entry.masters]
+            found[block] = (
                 held[f"{index}/master"],
-                [
-                    {key: _load_value(value, held) for key, value in entry.state[master].items()}
-                    if master in entry.state
-                    else None
-                    for master in entry.masters
-                ],
+                [state and {name: read(value) for name, value in state.items()} for state in states],
             )
-            for index, (block, entry) in enumerate(self.entries.items())
-        }
+        return found
 
     def load(self, empty: EmptyFn) -> None:
         """Load weights and state from the file; `empty` allocates host buffers."""
         if self.path is None:
             return
-        held = load_file(self.path)
-        for index, (block, entry) in enumerate(self.entries.items()):
+        for block, (saved, states) in self.read_spilled().items():
+            masters, state = self.entries[block].masters, self.entries[block].state
             # A copy: loaded tensors are mapped from the file, which is deleted below.
-            saved = held[f"{index}/master"]
-            block.set_master(empty(block.layout.numel, dtype=saved.dtype).copy_(saved), entry.masters)
-            for state in entry.state.values():
-                state.update({key: _load_value(value, held) for key, value in state.items()})
+            block.set_master(empty(block.layout.numel, dtype=saved.dtype).copy_(saved), masters)
+            for master, values in zip(masters, states, strict=True):
+                state.get(master, {}).update(values or {})
         self._delete()
         self.path = None
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        held = {f"{i}/master": block.values for i, block in enumerate(self.entries)}
-        for index, entry in enumerate(self.entries.values()):
-            for number, master in enumerate(entry.masters):
-                for key, value in entry.state.get(master, {}).items():
-                    if isinstance(value, torch.Tensor):
-                        held[f"{index}/{number}/{key}"] = value.contiguous()  # `_SpilledTensor` has the strides
-        return held
 
 
 class DetachedLayers:
     """The detached layers of one relay.
 
     Invariant: their bytes in memory are booked, and they have no statistics of steps.
-
-    Args:
-        host: ledger in which bytes are booked.
-        empty: allocates a host buffer, given the number of elements and a `dtype`.
     """
 
     def __init__(self, host: Ledger, empty: EmptyFn) -> None:
         self._host, self._empty = host, empty
         self._layers: dict[Unit, DetachedLayer] = {}
-        self._entries: dict[Block, OptimizerEntry] = {}
+        self.entries: dict[Block, OptimizerEntry] = {}  # of the optimizer, for all detached blocks
         self._booked: dict[Unit, int] = {}
 
     def __contains__(self, unit: Unit) -> bool:
@@ -149,20 +139,11 @@ class DetachedLayers:
     def __getitem__(self, unit: Unit) -> DetachedLayer:
         return self._layers[unit]
 
-    def entry_of(self, block: Block) -> OptimizerEntry | None:
-        """Return the optimizer's entry of a detached block, or None if it is not detached."""
-        return self._entries.get(block)
-
-    @property
-    def entries(self) -> Mapping[Block, OptimizerEntry]:
-        """The optimizer's entries of all detached blocks."""
-        return self._entries
-
     def add(self, layer: DetachedLayer) -> None:
         """Add a layer and book its bytes."""
         self._layers[layer.unit] = layer
         layer.unit.stats.clear()
-        self._entries.update(layer.entries)
+        self.entries.update(layer.entries)
         self._booked[layer.unit] = layer.nbytes
         self._host.book("other", f"parked {layer.unit.key}", layer.nbytes)
 
@@ -171,7 +152,7 @@ class DetachedLayers:
         self._host.release("other", f"parked {unit.key}", self._booked.pop(unit))
         layer = self._layers.pop(unit)
         for block in layer.entries:
-            del self._entries[block]
+            del self.entries[block]
         return layer
 
     def spill(self, unit: Unit) -> None:
@@ -214,11 +195,3 @@ class _SpilledTensor:
 
     name: str
     stride: tuple[int, ...]
-
-
-def _load_value(value: Any, held: dict[str, torch.Tensor]) -> Any:
-    """Return a value of the optimizer's state, read from `held` if it was spilled."""
-    if not isinstance(value, _SpilledTensor):
-        return value
-    saved = held[value.name]
-    return torch.empty_strided(saved.shape, value.stride, dtype=saved.dtype).copy_(saved)

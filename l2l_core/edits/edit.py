@@ -29,7 +29,6 @@ from l2l_core.edits.optimizer_state import (
     ParameterSnapshot,
     Policy,
     check_policy,
-    describe_policy,
     is_finite,
     make_inherit,
     mix_states,
@@ -46,29 +45,42 @@ RunCommand = Callable[[EditCommand], None]
 
 
 class Edit(ABC):
-    """A change of a stack's layers, of their values, or of the set of trained parameters."""
+    """A change of a stack's layers, of their values, or of the set of trained parameters.
 
-    @property
-    def preserves_function(self) -> bool:
-        """Whether the model's outputs stay the same."""
-        return False
+    Attributes:
+        preserves_function: whether the model's outputs stay the same.
+        optimizer_policy: the effect on the optimizer's state, for the journal.
+    """
 
-    @property
-    def optimizer_policy(self) -> str:
-        """The effect on the optimizer's state, for the journal."""
-        return "kept"
+    preserves_function: bool = False
+    optimizer_policy: str = "kept"
 
     @abstractmethod
     def execute(self, editor: Editor, run: RunCommand) -> None:
-        """Make all checks, then pass commands to `run`.
+        """Make all checks, then pass commands to `run`; raise ValueError or TypeError before any change."""
 
-        Raises:
-            ValueError, TypeError: the edit is not possible; nothing has changed.
-        """
+
+class LayerMakingEdit(Edit):
+    """An edit that makes layers."""
+
+    optimizer: Policy
+    warmup: int
+
+    def __post_init__(self) -> None:
+        check_policy(self.optimizer, self.warmup)
+
+    @property
+    def optimizer_policy(self) -> str:
+        words = self.optimizer if isinstance(self.optimizer, str) else f"scaled by {self.optimizer:g}"
+        return words + (f", warm-up over {self.warmup} updates" if self.warmup else "")
+
+    def make_layer(self, editor: Editor, module: nn.Module, like: Unit) -> Unit:
+        """Return a new, detached layer; see `LayerFactory.make`."""
+        return editor.layer_factory.make(module, like, make_inherit(self.optimizer), self.warmup)
 
 
 @dataclass(frozen=True)
-class Insert(Edit):
+class Insert(LayerMakingEdit):
     """Insert a new layer before position `at`, or after the last layer.
 
     Args:
@@ -93,25 +105,24 @@ class Insert(Edit):
 
     def __post_init__(self) -> None:
         check_choice("init", self.init, Init)
-        check_policy(self.optimizer, self.warmup)
+        super().__post_init__()
 
     @property
     def preserves_function(self) -> bool:
         return self.init == "identity" and self.module is None
 
-    @property
-    def optimizer_policy(self) -> str:
-        return describe_policy(self.optimizer, self.warmup)
-
     def execute(self, editor: Editor, run: RunCommand) -> None:
         stack, at = editor.registry.resolver.insertion_point(self.at)
         before = editor.registry.units_of(stack)
         like = before[max(0, at - 1)] if self.like is None else editor.registry.unit_at(self.like)
-        with editor.load_layers(self._layers_needed(editor, before, at, like)):
+        # The layers whose weights or state are read; for the identity also the model's first layers.
+        needed = [like, *(before[max(0, at - 1) : at + 1] if self.init in ("identity", "interpolate") else ())]
+        needed += [editor.registry.shell, before[0]] if self.preserves_function else []
+        with editor.load_layers(needed):
             new = self._make_module(editor, before, at, like)
             # May raise, so it runs before a key and memory are taken.
             plan = editor.layer_factory.plan_identity(new, stack, at) if self.preserves_function else None
-            unit = editor.layer_factory.make(new, like, make_inherit(self.optimizer), self.warmup)
+            unit = self.make_layer(editor, new, like)
             if self.module is not None:
                 editor.layer_factory.unverified.append(unit)
             if plan is not None:
@@ -121,15 +132,13 @@ class Insert(Edit):
                     run(RewriteCommand(preceding, remaining))
         run(restack_command(editor, stack, (*before[:at], unit, *before[at:]), {unit: like}))
 
-    def _layers_needed(self, editor: Editor, before: Sequence[Unit], at: int, like: Unit) -> list[Unit]:
-        """List the layers whose weights or state are read; for the identity also the model's first layers."""
-        beside = before[max(0, at - 1) : at + 1] if self.init in ("identity", "interpolate") else ()
-        return [like, *beside, *([editor.registry.shell, before[0]] if self.preserves_function else ())]
-
     def _make_module(self, editor: Editor, before: Sequence[Unit], at: int, like: Unit) -> nn.Module:
         if self.module is not None:
             module = editor.layer_factory.check_module(self.module)
-            if self.optimizer != "fresh" and _shapes(module) != _shapes(like.module):
+            shapes, wanted = (
+                [(name, param.shape) for name, param in each.named_parameters()] for each in (module, like.module)
+            )
+            if self.optimizer != "fresh" and dict(shapes) != dict(wanted):
                 raise ValueError(
                     f"optimizer={self.optimizer!r}: the parameters of this {type(module).__name__} differ from those of "
                     f"{like.name}, so it cannot inherit their state: use optimizer='fresh'"
@@ -148,7 +157,7 @@ class Insert(Edit):
 
 
 @dataclass(frozen=True)
-class Duplicate(Edit):
+class Duplicate(LayerMakingEdit):
     """Copy a layer, or consecutive layers.
 
     Args:
@@ -165,11 +174,7 @@ class Duplicate(Edit):
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, Mode)
-        check_policy(self.optimizer, self.warmup)
-
-    @property
-    def optimizer_policy(self) -> str:
-        return describe_policy(self.optimizer, self.warmup)
+        super().__post_init__()
 
     def execute(self, editor: Editor, run: RunCommand) -> None:
         stack, span = editor.registry.resolver.span(self.layers)
@@ -177,7 +182,7 @@ class Duplicate(Edit):
         twins = {}
         for old in (before[i] for i in span):
             with editor.load_layers([old]):  # one at a time
-                twins[editor.layer_factory.make(copy_module(old), old, make_inherit(self.optimizer), self.warmup)] = old
+                twins[self.make_layer(editor, copy_module(old), old)] = old
         if self.mode == "interleaved":
             copies = {old: new for new, old in twins.items()}
             after = tuple(one for old in before for one in (old, copies.get(old)) if one is not None)
@@ -211,18 +216,14 @@ class Drop(Edit):
     def execute(self, editor: Editor, run: RunCommand) -> None:
         stack, span = editor.registry.resolver.span(self.layers)
         before = editor.registry.units_of(stack)
-        dropped = {before[i] for i in span}
+        dropped = dict.fromkeys(before[i] for i in span)
         if len(dropped) == len(before):
             raise ValueError(
                 f"{stack.title} has {len(before)} layer(s), and one must stay: drop fewer, or put another in its place (Replace)"
             )
         run(restack_command(editor, stack, [unit for unit in before if unit not in dropped]))
         if self.park != "memory":
-            run(
-                (SpillCommand if self.park == "disk" else FreeCommand)(
-                    tuple(unit for unit in before if unit in dropped)
-                )
-            )
+            run((SpillCommand if self.park == "disk" else FreeCommand)(tuple(dropped)))
 
 
 @dataclass(frozen=True)
@@ -233,11 +234,9 @@ class Swap(Edit):
     b: LayerRef
 
     def execute(self, editor: Editor, run: RunCommand) -> None:
-        (stack, i), (other, j) = (editor.registry.resolver.position_of(where) for where in (self.a, self.b))
-        _check_same(stack, other, self.a, self.b)
-        before = editor.registry.units_of(stack)
-        after = list(before)
-        after[i], after[j] = before[j], before[i]
+        stack, i, j = _positions_in_one_stack(editor, self.a, self.b)
+        after = list(editor.registry.units_of(stack))
+        after[i], after[j] = after[j], after[i]
         run(restack_command(editor, stack, after))
 
 
@@ -249,8 +248,7 @@ class Move(Edit):
     to: LayerRef
 
     def execute(self, editor: Editor, run: RunCommand) -> None:
-        (stack, i), (other, j) = (editor.registry.resolver.position_of(where) for where in (self.layer, self.to))
-        _check_same(stack, other, self.layer, self.to)
+        stack, i, j = _positions_in_one_stack(editor, self.layer, self.to)
         before = editor.registry.units_of(stack)
         after = [unit for unit in before if unit is not before[i]]
         after.insert(j, before[i])
@@ -258,7 +256,7 @@ class Move(Edit):
 
 
 @dataclass(frozen=True)
-class Replace(Edit):
+class Replace(LayerMakingEdit):
     """Replace a layer by another module.
 
     Args:
@@ -270,20 +268,18 @@ class Replace(Edit):
     layer: LayerRef
     module: nn.Module
     warmup: int = 0
-
-    def __post_init__(self) -> None:
-        check_policy("fresh", self.warmup)
+    optimizer = "fresh"
 
     @property
     def optimizer_policy(self) -> str:
-        return f"{describe_policy('fresh', self.warmup)}; of the old layer: parked (memory)"
+        return f"{super().optimizer_policy}; of the old layer: parked (memory)"
 
     def execute(self, editor: Editor, run: RunCommand) -> None:
         stack, i = editor.registry.resolver.position_of(self.layer)
         before = editor.registry.units_of(stack)
         module = editor.layer_factory.check_module(self.module)
         with editor.load_layers(()):
-            unit = editor.layer_factory.make(module, before[i], make_inherit("fresh"), self.warmup)
+            unit = self.make_layer(editor, module, before[i])
         editor.layer_factory.unverified.append(unit)
         run(restack_command(editor, stack, (*before[:i], unit, *before[i + 1 :]), {unit: before[i]}))
 
@@ -301,14 +297,11 @@ class Interpolate(Edit):
     layer: LayerRef
     other: LayerRef
     weight: float = 0.5
+    optimizer_policy = "interpolated"
 
     def __post_init__(self) -> None:
         if not is_finite(self.weight):
             raise ValueError(f"weight={self.weight!r}: must be a finite number, 0 for no change, 1 for a copy")
-
-    @property
-    def optimizer_policy(self) -> str:
-        return "interpolated"
 
     def execute(self, editor: Editor, run: RunCommand) -> None:
         a, b = (editor.registry.unit_at(where) for where in (self.layer, self.other))
@@ -329,18 +322,15 @@ class Interpolate(Edit):
 class _SetTrainedEdit(Edit):
     layers: Span
     trained: ClassVar[bool]
-
-    @property
-    def preserves_function(self) -> bool:
-        return True
+    preserves_function = True
 
     def execute(self, editor: Editor, run: RunCommand) -> None:
         stack, span = editor.registry.resolver.span(self.layers)
         for unit in (editor.registry.units_of(stack)[i] for i in span):
             run(SetTrainedCommand(unit, dict.fromkeys(self._params_of(unit, editor), self.trained)))
 
-    @abstractmethod
-    def _params_of(self, unit: Unit, editor: Editor) -> Sequence[nn.Parameter]: ...
+    def _params_of(self, unit: Unit, editor: Editor) -> Sequence[nn.Parameter]:
+        return unit.params
 
 
 @dataclass(frozen=True)
@@ -348,9 +338,6 @@ class Freeze(_SetTrainedEdit):
     """Stop training layers; their optimizer state is kept for `Unfreeze`."""
 
     trained = False
-
-    def _params_of(self, unit: Unit, editor: Editor) -> Sequence[nn.Parameter]:
-        return unit.params
 
 
 @dataclass(frozen=True)
@@ -360,10 +347,8 @@ class Unfreeze(_SetTrainedEdit):
     trained = True
 
     def _params_of(self, unit: Unit, editor: Editor) -> Sequence[nn.Parameter]:
-        entries = [(block, editor.store.masters.entry_of(block)) for block in unit.blocks]
-        params = [
-            p for block, entry in entries for p, group in zip(block.params, entry.groups, strict=True) if group >= 0
-        ]
+        groups = [group for block in unit.blocks for group in editor.store.masters.entry_of(block).groups]
+        params = [param for param, group in zip(unit.params, groups, strict=True) if group >= 0]
         if unit.params and not params:
             raise ValueError(
                 f"layer {unit.key} ({unit.name}) is in no group of the optimizer, so it would not be trained: pass all "
@@ -382,18 +367,16 @@ def restack_command(
     return RestackCommand(editor.registry.first_name(stack), editor.registry.units_of(stack), tuple(after), like or {})
 
 
-def _shapes(module: nn.Module) -> dict[str, torch.Size]:
-    return {name: param.shape for name, param in module.named_parameters()}
-
-
 def check_choice(name: str, value: object, choices: object) -> None:
     """Raise ValueError if `value` is not one of the values of the Literal `choices`."""
     if value not in get_args(choices):
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, get_args(choices)))}")
 
 
-def _check_same(stack: Stack, other: Stack, a: LayerRef, b: LayerRef) -> None:
+def _positions_in_one_stack(editor: Editor, a: LayerRef, b: LayerRef) -> tuple[Stack, int, int]:
+    (stack, i), (other, j) = (editor.registry.resolver.position_of(where) for where in (a, b))
     if stack is not other:
         raise ValueError(
             f"{a!r} is in {stack.title} and {b!r} in {other.title}: layers change places within one stack; pass two of one stack"
         )
+    return stack, i, j

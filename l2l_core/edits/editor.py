@@ -25,25 +25,7 @@ from l2l_core.surgery import describe_layer, replace_layers
 
 
 class Editor:
-    """Editor of the stacks of one relay.
-
-    Args:
-        model: the user's model.
-        shell: the rest of the model.
-        layers: the relay's layers in order.
-        store: the EPS.
-        host: ledger in which detached layers are booked.
-        empty: allocates a host buffer, given the number of elements and a `dtype`.
-        seed: seed of new initial values.
-
-    Attributes:
-        registry: the layers and their stacks.
-        detached: the layers that are in no stack.
-        layer_factory: makes new layers.
-        force: skip the refusals that rest on evidence; see `replace_layers`.
-        units_in_branches: returns the layers that other branches need.
-        group_order: order of the optimizer's groups.
-    """
+    """Editor of the stacks of one relay."""
 
     def __init__(
         self,
@@ -59,8 +41,8 @@ class Editor:
         self.registry = LayerRegistry(model, shell, layers)
         self.detached = DetachedLayers(host, empty)
         self.layer_factory = LayerFactory(self.registry, store, self.detached, empty, seed)
-        self.force = False
-        self.units_in_branches: Callable[[], set[Unit]] = set
+        self.force = False  # skip the refusals that rest on evidence; see `replace_layers`
+        self.units_in_branches: Callable[[], set[Unit]] = set  # the layers that other branches need
         self.group_order = GroupOrder(store.masters.groups, ParameterIndex(model, self.registry.stacks))
         for unit in layers:
             describe_layer(unit.module)  # fills the cache, so that the first edit is fast
@@ -69,16 +51,12 @@ class Editor:
 
     @contextmanager
     def load_layers(self, units: Iterable[Unit], writable: bool = False) -> Iterator[None]:
-        """Hold weights and state of layers in memory during a block; store new layers at its end.
+        """Hold weights and state of layers in memory during a block, which may change them if `writable`.
 
-        Args:
-            units: layers in a stack or detached ones, or the shell.
-            writable: whether the block changes them.
+        Layers made in the block are stored at its end.
         """
-        blocks = dict.fromkeys(block for unit in units for block in unit.blocks)
-        with self.store.edit_storage.lease(
-            {block: StateView(*self.optimizer_state_of(block)) for block in blocks}, writable
-        ):
+        views = {block: StateView(*self.optimizer_state_of(block)) for unit in units for block in unit.blocks}
+        with self.store.edit_storage.lease(views, writable):
             try:
                 yield
                 for unit in self.layer_factory.unstored:
@@ -91,8 +69,8 @@ class Editor:
         """Return weights and state of a detached layer by block, read-only; memory-mapped if it is on disk."""
         if layer.path is not None:
             return layer.read_spilled()
-        views = {block: StateView(entry.masters, entry.state) for block, entry in layer.entries.items()}
-        return {block: self.store.edit_storage.read(block, view) for block, view in views.items()}
+        read = self.store.edit_storage.read
+        return {block: read(block, StateView(entry.masters, entry.state)) for block, entry in layer.entries.items()}
 
     def commit(self) -> None:
         """Commit the edits to the storage."""
@@ -116,13 +94,10 @@ class Editor:
         force: bool,
         temporary: bool = False,
     ) -> Callable[[], None]:
-        """Replace the layers `before` of a stack by `after`; removed layers become detached.
+        """Replace the layers `before` of the stack `name` by `after`; removed layers become detached.
 
-        Args:
-            name: first name of the stack.
-            before, after, like: as in `RestackCommand`.
-            force: as in `replace_layers`.
-            temporary: the change is undone before the optimizer's groups are used, so that they are not sorted.
+        `like` is as in `RestackCommand`, `force` as in `replace_layers`. A `temporary` change is undone before the optimizer's
+        groups are used, so that they are not sorted.
 
         Returns:
             A function that restores the same configuration objects and order of the optimizer's groups, if no stack has
@@ -140,14 +115,14 @@ class Editor:
             self.detached.load(unit)  # the disk may fail, so before any change
         twins = {unit.module: like[unit].module for unit in after if unit in like}
         inserted = {unit.module for unit in before if unit.key not in self.registry.first_structure.layers}
-        modules = [unit.module for unit in after]
-        force = force or self.force
+        modules, force = [unit.module for unit in after], force or self.force
         layers, stacks = self.registry.layers, self.registry.stacks
-        groups = list(map(_group_members, self.store.optimizer.param_groups))
+        groups = [
+            {name: group[name] for name in ("params", "param_names") if name in group}
+            for group in self.store.optimizer.param_groups
+        ]
         # May raise without having changed anything, so it runs before EPS and ledger change.
-        restore_model = replace_layers(
-            self.registry.model, stack, modules, like=twins, force=force, without_role=inserted
-        )
+        restore_model = replace_layers(self.registry.model, stack, modules, twins, force, inserted)
         self._update_store(name, before, after)
         if not temporary:
             places = ParameterIndex(self.registry.model, self.registry.stacks)
@@ -156,7 +131,7 @@ class Editor:
         def restore() -> None:
             restore_model()
             self._update_store(name, after, before)
-            # Exactly: `update_stack` makes the layers of a stack adjacent, `add_unit` appends to the groups, and sorting
+            # Exactly: `update_stack` makes the layers of a stack adjacent, `add_units` appends to the groups, and sorting
             # would change an order that the user has made.
             self.registry.layers, self.registry.stacks = layers, stacks
             for group, members in zip(self.store.optimizer.param_groups, groups, strict=True):
@@ -171,9 +146,8 @@ class Editor:
         # Removed first: that replaces the lists of the groups, so that the old lists keep their contents.
         for unit, entries in self.store.masters.remove_units(removed).items():
             self.detached.add(DetachedLayer(unit, entries))
-        for unit in after:
-            if unit in self.detached:
-                self.store.masters.add_unit(unit, self.detached.pop(unit).entries)
+        added = [unit for unit in after if unit in self.detached]
+        self.store.masters.add_units({unit: self.detached.pop(unit).entries for unit in added})
         shell_moves, shell = self.registry.update_stack(name, after), self.registry.shell
         stale = [block for block in self.registry.blocks if block.shared or (shell_moves and block in shell.blocks)]
         if stale:  # a shared weight has the name of its first place in the model, which may have changed
@@ -184,27 +158,21 @@ class Editor:
 
     @contextmanager
     def without_layers(self, units: Collection[Unit], force: bool = False) -> Iterator[None]:
-        """Run a block without some layers, as if they were dropped; restore them afterwards.
-
-        Args:
-            units: the layers.
-            force: as in `replace_layers`.
-
-        Raises:
-            ValueError: a stack would have no layers, or the model cannot run without one of these.
-        """
+        """Run a block without some layers, then restore them; raise ValueError if the model needs them."""
         registry = self.registry
         with ExitStack() as rollbacks:
             for stack in registry.stacks:
                 before = registry.units_of(stack)
                 after = [unit for unit in before if unit not in units]
                 if not after:
+                    first, *others = before
+                    keys = f"{first.key} to {others[-1].key}, {len(before)} layers" if others else first.key
                     raise ValueError(
-                        f"all of {stack.title} ({_list_units(before)}) would be skipped, but one layer must run: skip fewer"
+                        f"all of {stack.title} ({keys}) would be skipped, but one layer must run: skip fewer"
                     )
                 if len(after) < len(before):
                     name = registry.first_name(stack)
-                    rollbacks.callback(self.restack(name, before, after, {}, force=force, temporary=True))
+                    rollbacks.callback(self.restack(name, before, after, {}, force, temporary=True))
             self.check_shared()
             yield
 
@@ -225,11 +193,7 @@ class Editor:
     def swap_values(
         self, unit: Unit, values: Mapping[nn.Parameter, ParameterSnapshot]
     ) -> dict[nn.Parameter, ParameterSnapshot]:
-        """Set values and state of parameters of a layer in a stack; return the old ones.
-
-        Raises:
-            ValueError: the layer is in no stack; nothing has changed.
-        """
+        """Set values and state of parameters of a layer, which must be in a stack; return the old ones."""
         old, masters = {}, self._masters_of(unit)
         for block in unit.blocks:
             if not values.keys().isdisjoint(block.params):
@@ -237,10 +201,8 @@ class Editor:
         with self.load_layers([unit], writable=True), torch.no_grad():
             for param, (value, state) in values.items():
                 master = masters[param]
-                old_state = self.store.optimizer.state.pop(master, None)
-                old[param] = ParameterSnapshot(
-                    param.detach().clone(), clone_state(old_state) if old_state is not None else None
-                )
+                had = self.store.optimizer.state.pop(master, None)
+                old[param] = ParameterSnapshot(param.detach().clone(), None if had is None else clone_state(had))
                 param.copy_(value)
                 if state is not None:
                     self.store.optimizer.state[master] = clone_state(state)  # a redo needs `state` unchanged
@@ -254,11 +216,7 @@ class Editor:
         weakref.finalize(owner, self._host.release, "other", "ways back", nbytes)
 
     def set_trained(self, unit: Unit, flags: Mapping[nn.Parameter, bool]) -> dict[nn.Parameter, bool]:
-        """Set whether parameters of a layer in a stack are trained; return the old flags.
-
-        Raises:
-            ValueError: the layer is in no stack; nothing has changed.
-        """
+        """Set whether parameters of a layer, which must be in a stack, are trained; return the old flags."""
         old, masters = {param: param.requires_grad for param in flags}, self._masters_of(unit)
         for param, trained in flags.items():
             param.requires_grad_(trained)
@@ -281,7 +239,7 @@ class Editor:
         self, block: Block
     ) -> tuple[list[nn.Parameter], MutableMapping[nn.Parameter, dict[str, Any]]]:
         """Return the optimizer's parameters of a block, in a stack or detached, and the mapping with their state."""
-        if (entry := self.detached.entry_of(block)) is not None:
+        if entry := self.detached.entries.get(block):
             return entry.masters, entry.state
         state: Any = self.store.optimizer.state
         return self.store.masters.params_of(block), state
@@ -289,7 +247,7 @@ class Editor:
     def set_master(self, block: Block, local_layout: Layout | None, master: torch.Tensor) -> torch.Tensor:
         """Call `Block.set_local_master` for a block in a stack or a detached one; return the old buffer."""
         before, held = block.nbytes, block.set_local_master(local_layout, master, self.optimizer_state_of(block)[0])
-        if self.detached.entry_of(block) is None:  # detached ones are booked by layer, see `rebook`
+        if block not in self.detached.entries:  # detached ones are booked by layer, see `rebook`
             self._host.release("weights", block.key, before)
             self._host.book("weights", block.key, block.nbytes)
         return held
@@ -299,11 +257,6 @@ class Editor:
         for param, master, trained in zip(block.params, self.optimizer_state_of(block)[0], flags, strict=True):
             param.requires_grad_(trained)
             master.requires_grad_(trained)
-
-    def rebook(self) -> None:
-        """Book the bytes of layers anew, after values of another size were exchanged."""
-        self.detached.rebook()
-        self.store.masters.book_state()
 
     def free_detached(self, unit: Unit) -> None:
         """Free a detached layer that no other branch needs; do nothing for a layer in a stack."""
@@ -321,12 +274,3 @@ class Editor:
         self.registry.remove(unit)
         self.store.edit_storage.delete(layer.entries)
         return layer
-
-
-def _group_members(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of an optimizer's group, and their names if it has them."""
-    return {name: group[name] for name in ("params", "param_names") if name in group}
-
-
-def _list_units(units: Sequence[Unit]) -> str:
-    return units[0].key if len(units) == 1 else f"{units[0].key} to {units[-1].key}, {len(units)} layers"

@@ -67,7 +67,7 @@ class History:
 
     def __init__(self, editor: Editor) -> None:
         self._editor = editor
-        self._entries: list[JournalEntry] = []
+        self.journal: tuple[JournalEntry, ...] = ()  # oldest first
         self.undo_stack: list[UndoStep] = []
         self.redo_stack: list[UndoStep] = []
         self.loss: float | None = None  # of the last step
@@ -75,14 +75,9 @@ class History:
     def copy(self) -> History:
         """Copy the history, for a branch."""
         twin = History(self._editor)
-        twin.restore(self._entries, self.undo_stack, self.redo_stack)
+        twin.restore(self.journal, self.undo_stack, self.redo_stack)
         twin.loss = self.loss
         return twin
-
-    @property
-    def journal(self) -> tuple[JournalEntry, ...]:
-        """All entries, oldest first."""
-        return tuple(self._entries)
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -92,7 +87,7 @@ class History:
 
     def restore(self, journal: Sequence[JournalEntry], done: Sequence[UndoStep], undone: Sequence[UndoStep]) -> None:
         """Set the journal, the undo stack and the redo stack to copies of these."""
-        self._entries, self.undo_stack, self.redo_stack = list(journal), list(done), list(undone)
+        self.journal, self.undo_stack, self.redo_stack = tuple(journal), list(done), list(undone)
 
     def apply(self, edits: Sequence[Edit], step: int) -> InverseEdit:
         """Apply edits as one group: all of them, or none if one fails.
@@ -104,18 +99,15 @@ class History:
             raise ValueError("apply() was called without an edit: pass at least one")
         _check_edits(edits)
         before, what = self._sizes(), "; ".join(map(repr, edits))
-        places = self._positions_in(what)
-        rollbacks = self._editor.registry.snapshot_keys(), self._editor.layer_factory.snapshot_plans()
+        places = {unit.key: i for i, unit in enumerate(self._editor.registry.layers) if repr(unit.key) in what}
+        remove_new_layers = self._new_layers_remover()
         try:
             with transaction(self._editor) as group:
                 for edit in edits:
                     edit.execute(self._editor, group.execute)
                 self._editor.layer_factory.check_fits()
         except BaseException:
-            self._editor.layer_factory.unverified.clear()
-            self.free_unreachable()  # the new layers, which are in no stack after the rollback
-            for rollback in rollbacks:  # so that the next new layer gets the same key and initial weights
-                rollback()
+            remove_new_layers()
             raise
         for command in group.commands:  # after the group, because a failed group restores its layers
             command.finalize(self._editor)
@@ -135,8 +127,7 @@ class History:
             ValueError, TypeError: an edit is not possible; nothing has changed.
         """
         _check_edits(edits)
-        editor = self._editor
-        restore_keys = editor.registry.snapshot_keys(), editor.layer_factory.snapshot_plans()
+        editor, remove_new_layers = self._editor, self._new_layers_remover()
         try:
             with ExitStack() as rollbacks:
                 rollbacks.callback(editor.store.edit_storage.rollback)
@@ -147,30 +138,28 @@ class History:
                 editor.check_shared()
                 yield
         finally:
-            editor.layer_factory.unverified.clear()
-            self.free_unreachable()  # layers that were made for the trial
-            for restore in restore_keys:
-                restore()
+            remove_new_layers()
+
+    def _new_layers_remover(self) -> Callable[[], None]:
+        """Return a function that removes the layers made since, which are in no stack by then."""
+        registry, factory = self._editor.registry, self._editor.layer_factory
+        rollbacks = registry.snapshot_keys(), factory.snapshot_plans()
+
+        def remove() -> None:
+            factory.unverified.clear()
+            self.free_unreachable()
+            for rollback in rollbacks:  # so that the next new layer gets the same key and initial weights
+                rollback()
+
+        return remove
 
     def undo(self, step: int) -> JournalEntry:
-        """Undo the last edit that was not undone.
-
-        Raises:
-            ValueError: there is no edit, or it freed the layers that it dropped.
-        """
+        """Undo the last edit that was not undone; raise ValueError if that is not possible."""
         return self._move_step("undo", self.undo_stack, self.redo_stack, step)
 
     def redo(self, step: int) -> JournalEntry:
-        """Redo the edit that was undone last.
-
-        Raises:
-            ValueError: nothing was undone since the last new edit.
-        """
+        """Redo the edit that was undone last; raise ValueError if that is not possible."""
         return self._move_step("redo", self.redo_stack, self.undo_stack, step)
-
-    def record_loss(self, loss: float) -> None:
-        """Store the loss of a finished step."""
-        self.loss = loss
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that restores the loss of the last step."""
@@ -182,7 +171,7 @@ class History:
         if not source:
             raise ValueError(f"there is nothing to {kind}: {_NOTHING[kind]}")
         number, commands = source[-1]
-        before, edited = self._sizes(), self._entries[number]
+        before, edited = self._sizes(), self.journal[number]
         with transaction(self._editor) as group:
             for command in commands:
                 group.execute(command)
@@ -204,16 +193,10 @@ class History:
         places: Mapping[str, int],
     ) -> JournalEntry:
         params, nbytes = (now - old for now, old in zip(self._sizes(), before, strict=True))
-        layers = len(self._editor.registry.layers)
-        entry = JournalEntry(
-            len(self._entries), step, kind, what, of, preserves, policy, layers, params, nbytes, places=places
-        )
-        self._entries.append(entry)
+        number, layers = len(self.journal), len(self._editor.registry.layers)
+        entry = JournalEntry(number, step, kind, what, of, preserves, policy, layers, params, nbytes, places)
+        self.journal = (*self.journal, entry)
         return entry
-
-    def _positions_in(self, what: str) -> Mapping[str, int]:
-        """Return the positions of the layers whose keys occur in `what`."""
-        return {unit.key: i for i, unit in enumerate(self._editor.registry.layers) if repr(unit.key) in what}
 
     def _sizes(self) -> tuple[int, int]:
         """Count the weights of all layers, shared ones once, and their bytes with the optimizer's state."""
@@ -226,13 +209,12 @@ class History:
 
 
 def _check_edits(edits: Sequence[Edit]) -> None:
-    wrong = next((edit for edit in edits if not isinstance(edit, Edit)), None)
-    if wrong is not None:
-        shown = repr(wrong)
-        raise TypeError(
-            f"apply() was called with {shown}, a {type(wrong).__name__}, which is not an edit: pass one argument for each edit, "
-            f"as in apply(Drop({shown if isinstance(wrong, int | str) else 0}), Swap(0, 1))"
-        )
+    for edit in edits:
+        if not isinstance(edit, Edit):
+            raise TypeError(
+                f"apply() was called with {edit!r}, a {type(edit).__name__}, which is not an edit: pass one argument for each "
+                f"edit, as in apply(Drop({repr(edit) if isinstance(edit, int | str) else 0}), Swap(0, 1))"
+            )
 
 
 _NOTHING = {"undo": "no edit is in force", "redo": "nothing was undone since the last edit"}

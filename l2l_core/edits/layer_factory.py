@@ -8,9 +8,9 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,33 +23,21 @@ from l2l_core.eps.blocks import EmptyFn, Unit, build_layer, make_masters, refuse
 from l2l_core.eps.optimizers import rounds_weights
 from l2l_core.model import RandomState, Stack, deep_copy, preserve_random_state
 from l2l_core.surgery import check_fit, describe_layer, replace_layers
-from l2l_core.surgery.identity import CallSample, IdentityPlan, apply_plan, capture_samples, plan_identity, sample_after
+from l2l_core.surgery.identity import CallSample, IdentityPlan, capture_samples, plan_identity, sample_after
 
 
 class LayerFactory:
-    """Factory of the new layers of one relay.
-
-    Args:
-        registry: gives them keys.
-        store: the EPS.
-        detached: holds them until they are inserted.
-        empty: allocates a host buffer, given the number of elements and a `dtype`.
-        seed: seed of new initial values.
-
-    Attributes:
-        run_model: runs the model on a few rows of the last batch; None before the first step.
-        unverified: the user's modules inserted by the current group of edits, to be checked at its end.
-        unstored: new layers whose values are not in the storage yet.
-    """
+    """Factory of the new layers of one relay."""
 
     def __init__(
         self, registry: LayerRegistry, store: LayerStore, detached: DetachedLayers, empty: EmptyFn, seed: int
     ) -> None:
         self._registry, self._store, self._detached = registry, store, detached
         self._empty, self._seed, self._bf16 = empty, seed, rounds_weights(store.optimizer)
+        # Runs the model on a few rows of the last batch; None before the first step.
         self.run_model: Callable[[], Any] | None = None
-        self.unverified: list[Unit] = []
-        self.unstored: list[Unit] = []
+        self.unverified: list[Unit] = []  # the user's modules inserted by the current group, to be checked at its end
+        self.unstored: list[Unit] = []  # new layers whose values are not in the storage yet
         self._plans: dict[int, IdentityPlan] = {}  # the last plan by kind of layer, which is tried first
 
     # -- modules -------------------------------------------------------------------------------------------------------
@@ -74,11 +62,7 @@ class LayerFactory:
         return module
 
     def initialise(self, module: nn.Module) -> None:
-        """Initialise a module as in a new model; the values depend on the seed and the number of keys.
-
-        Raises:
-            ValueError: neither model nor module initialises some of its parameters.
-        """
+        """Initialise a module as in a new model, from seed and number of keys; raise ValueError if it stays constant."""
         with preserve_random_state():
             # Not `hash`, which differs between processes.
             RandomState.from_seed(zlib.crc32(f"{self._seed}/layer/{self._registry.key_count}".encode())).restore()
@@ -89,26 +73,20 @@ class LayerFactory:
                     init(inner)
                 elif callable(reset := getattr(inner, "reset_parameters", None)):
                     reset()
-        constant = [
-            name for name, param in module.named_parameters() if param.dim() > 1 and torch.equal(param, before[name])
-        ]
-        if constant:
-            raise ValueError(
-                f"init='fresh': neither the model's _init_weights nor reset_parameters() sets {constant[0]}. Initialise a module "
-                "yourself and pass it as module="
-            )
+        for name, param in module.named_parameters():
+            if param.dim() > 1 and torch.equal(param, before[name]):
+                raise ValueError(
+                    f"init='fresh': neither the model's _init_weights nor reset_parameters() sets {name}. Initialise a module "
+                    "yourself and pass it as module="
+                )
 
     # -- layers --------------------------------------------------------------------------------------------------------
 
     def make(self, module: nn.Module, like: Unit, inherit: InheritFn, warmup: int = 0) -> Unit:
-        """Return a new, detached layer.
+        """Return a new, detached layer with `module`, which shares no parameters with the model.
 
-        Args:
-            module: shares no parameters with the model.
-            like: its parameters determine the optimizer's groups, and the state that may be inherited. A parameter without a
-                counterpart (same name and shape) joins the group of most parameters of its kind: matrices, or others.
-            inherit: returns the new state, given that of the counterpart.
-            warmup: updates over which its learning rate rises.
+        Each parameter joins the optimizer's group of its counterpart in `like` (same name and shape) and inherits from its
+        state. One without a counterpart joins the group of most parameters of its kind: matrices, or others.
         """
         key = self._registry.new_key()
         unit = build_layer(key, key, module, self._empty, bf16=self._bf16)
@@ -121,16 +99,12 @@ class LayerFactory:
             names = [name.removeprefix(f"{key}.") for name in block.names]
             twins = [named.get((name, param.shape)) for name, param in zip(names, block.params, strict=True)]
             inherited = [
-                infos[twin] if twin is not None else _OptimizerInfo(_most_common_group(param, infos), {})
+                (_most_common_group(param, infos), {}) if twin is None else infos[twin]
                 for twin, param in zip(twins, block.params, strict=True)
             ]
-            masters = make_masters(block)
-            states = {
-                master: state
-                for master, info in zip(masters, inherited, strict=True)
-                if (state := inherit(info.state)) is not None
-            }
-            entries[block] = OptimizerEntry(masters, [info.group for info in inherited], states)
+            masters, groups = make_masters(block), [group for group, _ in inherited]
+            states = zip(masters, [inherit(state) for _, state in inherited], strict=True)
+            entries[block] = OptimizerEntry(masters, groups, {m: state for m, state in states if state is not None})
         self._detached.add(DetachedLayer(unit, entries))
         self.unstored.append(unit)
         return unit
@@ -145,16 +119,14 @@ class LayerFactory:
         self._detached.add(DetachedLayer(unit, entries))
         return unit
 
-    def _optimizer_info(self, unit: Unit) -> dict[nn.Parameter, _OptimizerInfo]:
-        """Return group and state of each parameter of a layer, in a stack or detached."""
-        entries = [
-            (block, self._detached.entry_of(block) or self._store.masters.entry_of(block)) for block in unit.blocks
-        ]
-        return {
-            param: _OptimizerInfo(group, entry.state.get(master, {}))
-            for block, entry in entries
-            for param, master, group in zip(block.params, entry.masters, entry.groups, strict=True)
-        }
+    def _optimizer_info(self, unit: Unit) -> dict[nn.Parameter, tuple[int, ParamState]]:
+        """Return the optimizer's group (-1: none) and the state of each parameter of a layer, in a stack or detached."""
+        found = {}
+        for block in unit.blocks:
+            entry = self._detached.entries.get(block) or self._store.masters.entry_of(block)
+            for param, master, group in zip(block.params, entry.masters, entry.groups, strict=True):
+                found[param] = group, entry.state.get(master, {})
+        return found
 
     # -- the identity --------------------------------------------------------------------------------------------------
 
@@ -170,21 +142,19 @@ class LayerFactory:
         if {unit.module for unit in self._registry.layers} - set(layers):
             storage.require_all_in_memory("init='identity' in a model with layers outside of this stack", _REMEDY)
         neighbours = list(dict.fromkeys(layers[max(0, at - 1) : at + 1]))
-        # First in the model without most of the other layers, which takes less time.
+        # First in the model without most of the other layers, which takes less time. Its code may need them and raise anything.
         kept = [layer for i, layer in enumerate(layers) if i == 0 or layer in neighbours]
-        try:
+        with suppress(Exception):
             restore = replace_layers(model, stack, kept, force=True)
             try:
                 samples = capture_samples(model, self.run_model, neighbours)
             finally:
                 restore()
             plan = self._plan_from(samples, module, layers, at)
-        except Exception:  # the model's code may need the omitted layers and raise anything
-            plan = None
-        if plan is None or plan.transfers:  # the error of a plan with transfers depends on the layers before
-            storage.require_all_in_memory("finding how this kind of layer becomes the identity", _REMEDY)
-            plan = self._plan_from(capture_samples(model, self.run_model, neighbours), module, layers, at)
-        return plan
+            if not plan.transfers:  # otherwise its error depends on the layers before
+                return plan
+        storage.require_all_in_memory("finding how this kind of layer becomes the identity", _REMEDY)
+        return self._plan_from(capture_samples(model, self.run_model, neighbours), module, layers, at)
 
     def _plan_from(
         self, samples: Mapping[nn.Module, CallSample], module: nn.Module, layers: Sequence[nn.Module], at: int
@@ -199,21 +169,22 @@ class LayerFactory:
     def make_identity(self, unit: Unit, plan: IdentityPlan, preceding: Unit) -> dict[nn.Parameter, ParameterSnapshot]:
         """Make a new, detached layer the identity; return the new values of the preceding layer's parameters.
 
-        Transferred values keep their optimizer state.
+        The preceding layer is not changed here but by a `RewriteCommand`, which can be undone. Transferred values
+        keep their optimizer state.
         """
-        # Without transfers: the preceding layer is changed by a `RewriteCommand`, which can be undone.
-        apply_plan(replace(plan, transfers=()), unit.module)
         states, remaining = states_of(preceding, self._store), {}
-        entries = [(m, entry) for block, entry in self._detached[unit].entries.items() for m in entry.masters]
+        entries = [(m, entry.state) for entry in self._detached[unit].entries.values() for m in entry.masters]
         master_of = dict(zip(unit.params, entries, strict=True))
         with torch.no_grad():
+            for name, value in plan.constants.items():
+                unit.module.get_parameter(name).fill_(value)
             for item in plan.transfers:
                 source = preceding.module.get_parameter(item.preceding)
                 target = unit.module.get_parameter(item.new)
                 target.copy_(source.view_as(target))
-                master, entry = master_of[target]
                 if source in states:
-                    entry.state[master] = reshape_state(target, states[source])
+                    master, state = master_of[target]
+                    state[master] = reshape_state(target, states[source])
                 remaining[source] = ParameterSnapshot(torch.full_like(source, item.neutral), None)
         return remaining
 
@@ -243,17 +214,10 @@ class LayerFactory:
 _REMEDY = "use init='copy' or 'fresh'"
 
 
-class _OptimizerInfo(NamedTuple):
-    """A parameter's group in the optimizer (-1: in none) and its state."""
-
-    group: int
-    state: ParamState
-
-
-def _most_common_group(param: nn.Parameter, infos: Mapping[nn.Parameter, _OptimizerInfo]) -> int:
+def _most_common_group(param: nn.Parameter, infos: Mapping[nn.Parameter, tuple[int, ParamState]]) -> int:
     """Return the group of most of a layer's parameters of the same kind, matrices or others."""
     alike = [other for other in infos if (other.dim() > 1) == (param.dim() > 1)]
-    groups = Counter(infos[other].group for other in alike or infos)
+    groups = Counter(infos[other][0] for other in alike or infos)
     return groups.most_common(1)[0][0] if groups else 0
 
 
@@ -264,22 +228,14 @@ def copy_module(unit: Unit) -> nn.Module:
 
 
 def set_to_mean(module: nn.Module, a: nn.Module, b: nn.Module) -> None:
-    """Set a module's weights to the mean of those of two others.
-
-    Raises:
-        ValueError: they have other parameters.
-    """
+    """Set a module's weights to the mean of those of two others with the same parameters."""
     with torch.no_grad():
         for (param, x), (_, y) in zip(pair_parameters(module, a), pair_parameters(module, b), strict=True):
             param.copy_(torch.lerp(x, y, 0.5))
 
 
 def pair_parameters(a: nn.Module, b: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Pair the parameters of two layers by their names.
-
-    Raises:
-        ValueError: a parameter is not in both with the same shape.
-    """
+    """Pair the parameters of two layers by their names; raise ValueError if names or shapes differ."""
     of_a, of_b = dict(a.named_parameters()), dict(b.named_parameters())
     unlike = [n for n in {**of_a, **of_b} if n not in of_a or n not in of_b or of_a[n].shape != of_b[n].shape]
     if unlike:

@@ -27,17 +27,6 @@ class LayerRegistry:
     """The layers of one relay and their stacks.
 
     Invariant: `stacks` equals the contents of the containers, and `layers` has these layers and those in no container.
-
-    Args:
-        model: the user's model.
-        shell: the rest of the model.
-        layers: the relay's layers in order.
-
-    Attributes:
-        layers, stacks: the current ones.
-        first_structure: structure of the model before any edit.
-        origin: key -> key of the original layer from which it was made.
-        key_count: number of keys given out or skipped.
     """
 
     def __init__(self, model: nn.Module, shell: Unit, layers: Sequence[Unit]) -> None:
@@ -45,12 +34,11 @@ class LayerRegistry:
         self.layers = list(layers)
         self.stacks = find_stacks(model, [unit.module for unit in layers])
         self._units = {unit.module: unit for unit in layers}  # with detached ones
-        self._names: dict[nn.Module, str] = {
-            stack.container: stack.name for stack in self.stacks
-        }  # never changed by edits
-        self.origin = {unit.key: unit.key for unit in layers}
-        self.key_count = len(layers)
-        self.first_structure = self.structure
+        # First names by container; edits of a stack may rename others in the same Sequential.
+        self.first_names: dict[nn.Module, str] = {stack.container: stack.name for stack in self.stacks}
+        self.origin = {unit.key: unit.key for unit in layers}  # key -> key of the original layer from which it was made
+        self.key_count = len(layers)  # number of keys given out or skipped
+        self.first_structure = self.structure  # before any edit
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -65,24 +53,20 @@ class LayerRegistry:
     @property
     def structure(self) -> ModelStructure:
         """The current structure."""
+        stacks = {self.first_name(stack): stack for stack in self.stacks}
         return ModelStructure(
             {unit.key: unit.name for unit in self.layers},
-            {self.first_name(stack): stack.name for stack in self.stacks},
-            {self.first_name(stack): [unit.key for unit in self.units_of(stack)] for stack in self.stacks},
-            {self.first_name(stack): len(stack.container._modules) for stack in self.stacks},
+            {name: stack.name for name, stack in stacks.items()},
+            {name: [unit.key for unit in self.units_of(stack)] for name, stack in stacks.items()},
+            {name: len(stack.container._modules) for name, stack in stacks.items()},
             ties_of(self.model),
         )
 
     # -- stacks --------------------------------------------------------------------------------------------------------
 
     def first_name(self, stack: Stack) -> str:
-        """Return a stack's first name; edits of a stack may rename others in the same Sequential."""
-        return self._names[stack.container]
-
-    @property
-    def first_names(self) -> Mapping[nn.Module, str]:
-        """The first names of all stacks, by container."""
-        return self._names
+        """Return a stack's first name."""
+        return self.first_names[stack.container]
 
     def find_stack(self, name: str) -> Stack:
         """Return the current stack with that first name; raise ValueError if there is none."""
@@ -90,7 +74,7 @@ class LayerRegistry:
             if self.first_name(stack) == name:
                 return stack
         raise ValueError(
-            f"there is no stack {name!r}; there are {', '.join(map(repr, self._names.values())) or 'none'}"
+            f"there is no stack {name!r}; there are {', '.join(map(repr, self.first_names.values())) or 'none'}"
         )
 
     def units_of(self, stack: Stack) -> tuple[Unit, ...]:
@@ -110,11 +94,7 @@ class LayerRegistry:
         return self._units[self.resolver.layer(where)]
 
     def units_at(self, places: Iterable[LayerRef]) -> set[Unit]:
-        """Return the layers at several places, which must be in stacks.
-
-        Raises:
-            ValueError, TypeError: a place is no layer of a stack.
-        """
+        """Return the layers at several places; raise ValueError or TypeError if a place is in no stack."""
         if isinstance(places, str | nn.Module) or not isinstance(places, Iterable):
             raise TypeError(f"{places!r} is not a collection of layers: pass a list, as [{places!r}]")
         refs = list(places)
@@ -129,7 +109,7 @@ class LayerRegistry:
         """Set the structure before the edits of a save; `containers` maps first names to the stacks' current names."""
         self.first_structure = first
         names = {now: name for name, now in containers.items()}
-        self._names = {stack.container: names.get(stack.name, stack.name) for stack in self.stacks}
+        self.first_names = {stack.container: names.get(stack.name, stack.name) for stack in self.stacks}
 
     def new_key(self) -> str:
         """Return a key that no layer has or had."""
@@ -156,11 +136,9 @@ class LayerRegistry:
         del self._units[unit.module]
 
     def update_stack(self, name: str, after: Sequence[Unit]) -> bool:
-        """Update order and names of the layers of a stack, whose container holds `after` now.
+        """Update order and names of the layers of the stack `name`, whose container holds `after` now.
 
-        Args:
-            name: first name of the stack.
-            after: the new layers.
+        Other members of a Sequential move with its depth: an embedding, a head, or the containers of other stacks.
 
         Returns:
             Whether modules that are no layers may have other names, too.
@@ -172,13 +150,6 @@ class LayerRegistry:
         self.layers = list(dict.fromkeys([*self.layers[:first], *after, *others]))
         now = replace(stack, layers=tuple(unit.module for unit in after))
         self.stacks = tuple(now if each is stack else each for each in self.stacks)
-        return self._rename(now, set(after))
-
-    def _rename(self, stack: Stack, units: set[Unit]) -> bool:
-        """Update the layers' names, in all stacks if other members of a Sequential have moved.
-
-        Such members are an embedding, a head, or the containers of other stacks, which move with its depth.
-        """
         moves = any(child not in self._units for child in stack.container._modules.values())
         if moves:  # lists all modules of the model, so only if names may differ
             names = {module: name for name, module in self.model.named_modules()}
@@ -187,6 +158,5 @@ class LayerRegistry:
                 unit.rename(names[unit.module])
         else:
             for child, module in stack.container.named_children():
-                if (unit := self._units.get(module)) in units:
-                    unit.rename(f"{stack.name}.{child}" if stack.name else child)
+                self._units[module].rename(f"{stack.name}.{child}" if stack.name else child)
         return moves

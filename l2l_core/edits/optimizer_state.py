@@ -106,12 +106,6 @@ def check_policy(policy: object, warmup: object) -> None:
         raise ValueError(f"warmup={warmup!r}: must be a number of updates, 0 for none")
 
 
-def describe_policy(policy: Policy, warmup: int) -> str:
-    """Return policy and warm-up as text for the journal."""
-    words = policy if isinstance(policy, str) else f"scaled by {policy:g}"
-    return words + (f", warm-up over {warmup} updates" if warmup else "")
-
-
 def is_finite(value: object) -> bool:
     """Return whether `value` is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -4,10 +4,10 @@ May import `model`.
 Begin reading at `layer_replacement.py`.
 """
 
-from l2l_core.surgery.fit_check import check_fit as check_fit
 from l2l_core.surgery.layer_features import describe_layer as describe_layer
 from l2l_core.surgery.layer_features import layer_fingerprint as layer_fingerprint
 from l2l_core.surgery.layer_features import ties_of as ties_of
 from l2l_core.surgery.layer_replacement import replace_layers as replace_layers
-from l2l_core.surgery.sample import CallSample as CallSample
-from l2l_core.surgery.sample import capture_samples as capture_samples
+from l2l_core.surgery.trial_runs import CallSample as CallSample
+from l2l_core.surgery.trial_runs import capture_samples as capture_samples
+from l2l_core.surgery.trial_runs import check_fit as check_fit

@@ -83,8 +83,8 @@ class DepthField:
     config: Any
     name: str  # as stored
     label: str  # dotted name, from the config that a module holds
-    index: int | None = None
-    role: frozenset[str] = frozenset()
+    index: int | None
+    role: frozenset[str]
 
     def value(self, depth: int) -> Any:
         """Return the field's value for a depth: a number, or the whole list with one element changed."""
@@ -101,18 +101,10 @@ def find_depth_candidates(config: Any, location: StackLocation) -> list[DepthFie
         for name, value in stored_fields(inner).items():
             if not isinstance(name, str) or name.startswith("_") or not name_words(name) & _DEPTH_WORDS:
                 continue
-            role = name_words(prefix + name) - _NEUTRAL_WORDS
-            if not role <= location.words:
-                continue
-            if location.stage is None and _is_int(value) and value == location.depth:
-                found.append(DepthField(inner, name, prefix + name, role=role))
-            elif (
-                location.stage is not None
-                and isinstance(value, list | tuple)
-                and len(value) == location.stages
-                and all(map(_is_int, value))
-                and value[location.stage] == location.depth
-            ):
+            role, depths = name_words(prefix + name) - _NEUTRAL_WORDS, [value]
+            if location.stage is not None:
+                depths = value if isinstance(value, list | tuple) and len(value) == location.stages else [None]
+            if role <= location.words and all(map(is_int, depths)) and depths[location.stage or 0] == location.depth:
                 found.append(DepthField(inner, name, prefix + name, location.stage, role))
     return found
 
@@ -139,20 +131,22 @@ class PerLayerField:
 
     config: Any
     name: str
-    entries: tuple[Hashable, ...]  # one per layer
+    values: tuple[Any, ...]  # one per layer
     to_value: Callable[[Sequence[Any]], Any]
-    values: tuple[Any, ...] = ()
+
+    @property
+    def entries(self) -> tuple[Hashable, ...]:
+        """The values in a form that can be compared."""
+        return to_hashable(self.values)
 
 
-def find_per_layer_fields(config: Any, location: StackLocation) -> list[PerLayerField]:
-    """Find the fields of `config` with one entry per layer, the positions of some layers, or a pattern of them."""
-    if location.stage is not None:  # lists have one entry per stage then
-        return []
-    found = (read_per_layer_field(config, name, value, location) for name, value in stored_fields(config).items())
-    return [each for each in found if each is not None]
+def find_per_layer_fields(holder: Any, location: StackLocation) -> list[PerLayerField]:
+    """Find the plain lists of a config with one entry per layer, positions or a pattern."""
+    found = (_read_per_layer_field(holder, name, value, location) for name, value in stored_fields(holder).items())
+    return [each for each in found if each and not any(isinstance(value, nn.Module) for value in each.values)]
 
 
-def read_per_layer_field(config: Any, name: str, value: Any, location: StackLocation) -> PerLayerField | None:
+def _read_per_layer_field(config: Any, name: str, value: Any, location: StackLocation) -> PerLayerField | None:
     """Read `value` as a per-layer list of the stack at `location`; return None if it is not one."""
     if not isinstance(name, str) or name.startswith("_") or not isinstance(value, list | tuple):
         return None
@@ -161,26 +155,25 @@ def read_per_layer_field(config: Any, name: str, value: Any, location: StackLoca
         return None
     pattern = _expand_pattern(value)
     if pattern is not None and len(pattern) == location.depth:
-        return PerLayerField(config, name, to_hashable(pattern), lambda new: kind([[list(new), 1]]), tuple(pattern))
-    is_indices = all(map(_is_int, value)) and list(value) == sorted(set(value))
-    is_indices = is_indices and all(0 <= i < location.depth for i in value)
+        return PerLayerField(config, name, tuple(pattern), lambda new: kind([[list(new), 1]]))
+    is_indices = all(is_int(i) and 0 <= i < location.depth for i in value) and list(value) == sorted(set(value))
     # As many ascending numbers as layers are one entry per layer, unless the name has a word for indices.
     if is_indices and (parts & _INDEX_WORDS or (value and len(value) != location.depth)):
         member = tuple(i in value for i in range(location.depth))
-        return PerLayerField(config, name, member, lambda new: kind(i for i, is_in in enumerate(new) if is_in), member)
+        return PerLayerField(config, name, member, lambda new: kind(i for i, is_in in enumerate(new) if is_in))
     if len(value) == location.depth and parts & _PER_LAYER_WORDS:
-        return PerLayerField(config, name, to_hashable(value), kind, tuple(value))
+        return PerLayerField(config, name, tuple(value), kind)
     return None
 
 
 def _expand_pattern(value: Sequence[Any]) -> list[Any] | None:
     """Expand a pattern: [[["global", "local"], 2]] is global, local, global, local; None if it is not one."""
-    pairs = [each for each in value if isinstance(each, list | tuple) and len(each) == 2]
-    if not value or len(pairs) != len(value):
-        return None
-    if not all(isinstance(names, list | tuple) and _is_int(times) for names, times in pairs):
-        return None
-    return [name for names, times in pairs for _ in range(times) for name in names]
+    for each in value:
+        if not (
+            isinstance(each, list | tuple) and len(each) == 2 and isinstance(each[0], list | tuple) and is_int(each[1])
+        ):
+            return None
+    return [name for names, times in value for _ in range(times) for name in names] if value else None
 
 
 def to_hashable(values: Sequence[Any]) -> tuple[Hashable, ...]:
@@ -198,5 +191,6 @@ def name_words(name: str) -> frozenset[str]:
     return frozenset(part.lower().removesuffix("s") for part in parts)
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
+    """Return whether `value` is an integer; a bool is not."""
     return isinstance(value, int) and not isinstance(value, bool)

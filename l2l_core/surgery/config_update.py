@@ -7,26 +7,23 @@ configuration has).
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from l2l_core.surgery import config_depth
-from l2l_core.surgery.assignments import Assignments
 from l2l_core.surgery.config_depth import DepthField, PerLayerField
 from l2l_core.surgery.layer_features import attributes_at, describe_layer
-from l2l_core.surgery.stack_context import REMEDY, StackContext
+from l2l_core.surgery.stack_context import REMEDY, Assignment, StackContext
 
 
-def find_depth_fields(context: StackContext, wanted: str | None, is_resized: bool, force: bool) -> list[DepthField]:
+def find_depth_fields(context: StackContext, is_resized: bool, force: bool) -> list[DepthField]:
     """Return the fields to set to the new depth, in every config from the owner's to the model's.
 
     Raises:
         ValueError: several fields or none may be the depth, or settings of single layers would not be updated.
     """
-    if wanted is not None:
-        return _find_named_field(context, wanted)
     followed: list[DepthField] = []
     for holder, config in context.configs:
         inside = {id(inner) for _, inner in config_depth.nested_configs(config)}
@@ -37,8 +34,8 @@ def find_depth_fields(context: StackContext, wanted: str | None, is_resized: boo
         if len(chosen) > 1:
             raise ValueError(
                 f"several fields of {type(config).__name__} may be the depth of {context.stack.title} "
-                f"({context.location.depth}): {', '.join(each.label for each in chosen)}; choose one: "
-                f"depth_field={chosen[0].label!r}"
+                f"({context.location.depth}): {', '.join(each.label for each in chosen)}; delete all but one of them from the "
+                "configuration before the edit"
             )
         if holder is context.owner:  # a config of this stack alone (T5): its general depth is the stack's, too
             standard = config_depth.stored_name(config, "num_hidden_layers")
@@ -58,54 +55,16 @@ def find_depth_fields(context: StackContext, wanted: str | None, is_resized: boo
 def _refuse_unknown_depth(context: StackContext, config: Any) -> None:
     place = context.location
     in_stages = f", stage {place.stage} of {place.stages}" if place.stage is not None else ""
+    equal = [
+        f"{prefix}{name}"
+        for prefix, inner in config_depth.nested_configs(config)
+        for name, value in config_depth.stored_fields(inner).items()
+        if config_depth.is_int(value) and value == place.depth
+    ]
     raise ValueError(
         f"no field of {type(config).__name__} is the depth of {context.stack.title} ({place.depth}{in_stages}), so that the "
-        f"saved model could not be loaded. Fields with this value: {_list_fields([config], place.depth)}; pass the right one as "
-        f"depth_field=; {REMEDY}"
+        f"saved model could not be loaded. Fields with this value: {', '.join(dict.fromkeys(equal)) or 'none'}; {REMEDY}"
     )
-
-
-def _find_named_field(context: StackContext, wanted: str) -> list[DepthField]:
-    """Return the field given as `depth_field`, in all configs that have it."""
-    place, found = context.location, {}
-    head, dot, last = wanted.rpartition(".")
-    for _, config in context.configs:
-        for prefix, inner in config_depth.nested_configs(config):
-            name = config_depth.stored_name(inner, last)
-            value = config_depth.stored_fields(inner).get(name)
-            if prefix != head + dot:
-                continue
-            if _equals_depth(value, place.depth):
-                found[id(inner)] = DepthField(inner, name, wanted)
-            elif (
-                place.stage is not None
-                and isinstance(value, list | tuple)
-                and len(value) > place.stage
-                and _equals_depth(value[place.stage], place.depth)
-            ):
-                found[id(inner)] = DepthField(inner, name, wanted, place.stage)
-    if not found:
-        raise ValueError(
-            f"depth_field={wanted!r} is not {place.depth}, the depth of {context.stack.title}, in any configuration of the "
-            f"model; fields with this value: {_list_fields([config for _, config in context.configs], place.depth)}"
-        )
-    return list(found.values())
-
-
-def _list_fields(configs: list[Any], number: int) -> str:
-    """List the fields that equal `number`, for a message."""
-    inside = (each for config in configs for each in config_depth.nested_configs(config))
-    labels = [
-        f"{prefix}{name}"
-        for prefix, config in inside
-        for name, value in config_depth.stored_fields(config).items()
-        if _equals_depth(value, number)
-    ]
-    return ", ".join(dict.fromkeys(labels)) or "none"
-
-
-def _equals_depth(value: Any, number: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value == number
 
 
 def copy_configs(
@@ -129,26 +88,24 @@ def copy_configs(
     return memo
 
 
-def assign_configs(
-    assignments: Assignments, context: StackContext, new: tuple[nn.Module, ...], copies: Mapping[int, Any]
-) -> None:
+def config_assignments(
+    context: StackContext, new: tuple[nn.Module, ...], copies: Mapping[int, Any]
+) -> Iterator[Assignment]:
     """Assign the changed configs to every module; new layers, which may hold a copy of a config, get the model's."""
     for _, module in context.shell:
         for name, value in vars(module).items():
             if config_depth.is_config(name, value) and id(value) in copies:
-                assignments.set(vars(module), name, copies[id(value)])
-    stack = context.stack
-    own, usual = set(stack.layers), {}
-    for layer in stack.layers:
-        for place in describe_layer(layer).configs:
-            if place not in usual:
-                usual[place] = attributes_at(layer, place[0]).get(place[1])
+                yield vars(module), name, copies[id(value)]
+    usual: dict[tuple[str, str], Any] = {}
+    for layer in context.stack.layers:
+        for path, name in describe_layer(layer).configs:
+            usual.setdefault((path, name), attributes_at(layer, path).get(name))
     for layer in new:
         for path, name in describe_layer(layer).configs:
             attributes = attributes_at(layer, path)
-            value = attributes.get(name)
-            if layer not in own and type(usual.get((path, name))) is type(value):
+            value = held = attributes.get(name)
+            if layer not in context.inside and type(usual.get((path, name))) is type(value):
                 value = usual[path, name]
             value = copies.get(id(value), value)
-            if value is not attributes.get(name):
-                assignments.set(attributes, name, value)
+            if value is not held:
+                yield attributes, name, value

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from l2l_core.model import Stack
-from l2l_core.surgery.assignments import Assignments
 from l2l_core.surgery.config_depth import PerLayerField
 from l2l_core.surgery.layer_features import attributes_at, describe_layer
+from l2l_core.surgery.stack_context import Assignment
 
 # Entries of removed layers by name of the list, in case a layer is inserted again.
 _removed_entries: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
@@ -20,11 +21,7 @@ _removed_entries: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictiona
 def move_entries(
     lists: list[PerLayerField], stack: Stack, new: tuple[nn.Module, ...], like: Mapping[nn.Module, nn.Module]
 ) -> list[list[Any]]:
-    """Return the entries in the new order, one list for each of `lists`.
-
-    Raises:
-        ValueError: `like` names no layer of the stack, or the entry of a new layer cannot be determined.
-    """
+    """Return the entries in the new order, one list for each of `lists`; raise ValueError if one is unknown."""
     positions = {layer: i for i, layer in enumerate(stack.layers)}
     for layer, example in like.items():
         if example not in positions and example not in _removed_entries:
@@ -32,30 +29,25 @@ def move_entries(
                 f"like= maps a {type(layer).__name__} to a {type(example).__name__} that is not a layer of {stack.title}; "
                 "pass a layer of the stack"
             )
-    return [[_entry(each, stack, positions, layer, i, like) for i, layer in enumerate(new)] for each in lists]
+
+    def entry(listed: PerLayerField, layer: nn.Module, i: int) -> Any:
+        for source in (layer, like.get(layer)):
+            if source in positions:
+                # A layer in several places has an entry for each.
+                return listed.values[i if stack.layers[i : i + 1] == (source,) else positions[source]]
+            if source is not None and listed.name in _removed_entries.get(source, {}):
+                return _removed_entries[source][listed.name]
+        return _entry_of_others(listed, stack, layer, i)
+
+    return [[entry(listed, layer, i) for i, layer in enumerate(new)] for listed in lists]
 
 
-def _entry(
-    listed: PerLayerField,
-    stack: Stack,
-    positions: Mapping[nn.Module, int],
-    layer: nn.Module,
-    position: int,
-    like: Mapping[nn.Module, nn.Module],
-) -> Any:
-    for source in (layer, like.get(layer)):
-        if source is None:
-            continue
-        if stack.layers[position : position + 1] == (source,):  # a layer in several places has an entry for each
-            return listed.values[position]
-        if source in positions:
-            return listed.values[positions[source]]
-        if listed.name in _removed_entries.get(source, {}):
-            return _removed_entries[source][listed.name]
+def _entry_of_others(listed: PerLayerField, stack: Stack, layer: nn.Module, position: int) -> Any:
+    """Return the entry that all layers of the stack have, or all that have the features of `layer`."""
     features = describe_layer(layer).features
     alike = [i for i, old in enumerate(stack.layers) if describe_layer(old).features is features]
-    for candidates in (range(len(listed.entries)), alike):
-        if candidates and len({listed.entries[i] for i in candidates}) == 1:
+    for candidates in (range(len(listed.values)), alike):
+        if len({listed.entries[i] for i in candidates}) == 1:
             return listed.values[candidates[0]]
     raise ValueError(
         f"{listed.name} has an entry for every layer of {stack.title} ({', '.join(map(str, dict.fromkeys(listed.values)))}), "
@@ -83,7 +75,7 @@ def restore_removed_entries(layer: nn.Module, entries: Mapping[str, Any]) -> Non
         _removed_entries[layer] = dict(entries)
 
 
-def _positions(stack: Stack) -> dict[tuple[str, str], int]:
+def _position_offsets(stack: Stack) -> dict[tuple[str, str], int]:
     """Return the offset of each (submodule, attribute) that equals position + offset in all layers that have it."""
     offsets: dict[tuple[str, str], set[int]] = {}
     firsts = _first_positions(stack.layers)
@@ -92,23 +84,20 @@ def _positions(stack: Stack) -> dict[tuple[str, str], int]:
             value = attributes_at(layer, path).get(name)
             # With different offsets or without a number the attribute is not a position.
             offsets.setdefault((path, name), set()).add(value - i if isinstance(value, int) else -1)
-    single = len(firsts) == 1  # every number would match one layer: accept only those that count from 0 or 1
-    return {
-        place: min(offset)
-        for place, offset in offsets.items()
-        if len(offset) == 1 and (min(offset) in (0, 1) if single else min(offset) >= 0)
-    }
+    # With one layer every number would match: accept only those that count from 0 or 1.
+    most = 1 if len(firsts) == 1 else math.inf
+    return {place: min(offset) for place, offset in offsets.items() if len(offset) == 1 and 0 <= min(offset) <= most}
 
 
-def renumber(assignments: Assignments, stack: Stack, new: tuple[nn.Module, ...]) -> None:
+def position_assignments(stack: Stack, new: tuple[nn.Module, ...]) -> Iterator[Assignment]:
     """Assign the new positions to the position attributes of layers, with the offsets of the old ones."""
-    offsets = _positions(stack)
+    offsets = _position_offsets(stack)
     names = {name: offset for (_, name), offset in offsets.items()}
     for layer, i in _first_positions(new).items():
         for path, name in describe_layer(layer).positions:
             offset = offsets.get((path, name), names.get(name))
             if offset is not None:
-                assignments.set(attributes_at(layer, path), name, i + offset)
+                yield attributes_at(layer, path), name, i + offset
 
 
 def _first_positions(layers: Sequence[nn.Module]) -> dict[nn.Module, int]:

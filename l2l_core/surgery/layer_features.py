@@ -1,18 +1,15 @@
-"""Features that distinguish the layers of a stack, and the features of layers built from a configuration.
+"""Features that distinguish the layers of a stack.
 
-A layer's *features* are the shapes of its parameters by name, and the numbers and strings in its modules' attributes. Features
-that differ between layers of a stack are explained by a per-layer list of the configuration, or they belong to the position:
-only the first block of a T5 stack owns the position bias that all use. Such a position accepts no other layer, because the
-model built from the configuration would differ.
+A layer's *features* are the shapes of its parameters by name, and the numbers and strings in its modules' attributes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +17,7 @@ import torch
 from torch import nn
 
 from l2l_core.model import is_compile_wrapper
-from l2l_core.surgery.config_depth import is_config, name_words
+from l2l_core.surgery.config_depth import is_config, is_int, name_words
 
 Feature = tuple[str, str]  # ("parameter" | "attribute", dotted name)
 Features = Mapping[Feature, Hashable]
@@ -41,25 +38,21 @@ class LayerDescription:
 # A cache, for edits of stacks with 1,000 layers.
 _descriptions: WeakKeyDictionary[nn.Module, LayerDescription] = WeakKeyDictionary()
 _interned: dict[frozenset[tuple[Feature, Hashable]], Features] = {}
-_built_features: dict[Hashable, list[Features]] = {}  # a cache, for layer drop at every step
-_MAX_BUILT = 64
 
 
 def describe_layer(layer: nn.Module) -> LayerDescription:
     """Return the layer's description, cached at the first call."""
-    found = _descriptions.get(layer)
-    if found is None:
-        found = _descriptions[layer] = _describe(layer)
-    return found
+    if layer not in _descriptions:
+        _descriptions[layer] = read_description(layer)
+    return _descriptions[layer]
 
 
 def ties_of(model: nn.Module) -> list[list[str]]:
     """List the names of every parameter and buffer that has several, in the order of the model."""
     names: defaultdict[torch.Tensor, list[str]] = defaultdict(list)
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names[param].append(name)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        names[buffer].append(name)
+    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors:
+        names[tensor].append(name)
     return [several for several in names.values() if len(several) > 1]
 
 
@@ -105,13 +98,11 @@ def forget_description(layer: nn.Module) -> None:
 
 def attributes_at(layer: nn.Module, path: str) -> dict[str, Any]:
     """Return the attributes of the submodule at `path` ("" is the layer itself)."""
-    module: Any = layer
-    for part in path.split(".") if path else ():
-        module = module._modules[part]
-    return vars(module)
+    return vars(layer.get_submodule(path))
 
 
-def _describe(layer: nn.Module) -> LayerDescription:
+def read_description(layer: nn.Module) -> LayerDescription:
+    """Return the layer's description without the cache."""
     features: dict[Feature, Hashable] = {("attribute", "class"): type(layer).__qualname__}
     positions, configs = [], []
     for path, module in layer.named_modules():
@@ -124,7 +115,7 @@ def _describe(layer: nn.Module) -> LayerDescription:
                 continue
             if is_config(name, value):
                 configs.append((path, name))
-            elif isinstance(value, int) and not isinstance(value, bool) and is_position_name(name):
+            elif is_int(value) and _is_position_name(name):
                 positions.append((path, name))
             elif isinstance(value, int | float | str) and not is_dropout and "drop" not in name:
                 # Dropout may grow with depth and has no effect in evaluation.
@@ -133,71 +124,7 @@ def _describe(layer: nn.Module) -> LayerDescription:
     return LayerDescription(_interned.setdefault(key, features), tuple(positions), tuple(configs))
 
 
-def is_position_name(name: str) -> bool:
+def _is_position_name(name: str) -> bool:
     """Return whether an attribute of this name may be a layer's position (layer_idx, layer_id, block_index, idx)."""
     parts = name_words(name)
     return bool(parts & _POSITION_WORDS) and (bool(parts & {"layer", "block"}) or parts <= _POSITION_WORDS)
-
-
-def varying_features(features: Sequence[Features]) -> list[Feature]:
-    """List the features that are not equal everywhere."""
-    kinds = list({id(each): each for each in features}.values())
-    names = dict.fromkeys(name for kind in kinds for name in kind)
-    return [name for name in names if len({kind.get(name) for kind in kinds}) > 1]
-
-
-def explain_feature(
-    name: Feature, old: Sequence[Features], entries: Sequence[Hashable], new_entries: Sequence[Hashable]
-) -> list[Hashable] | None:
-    """Return the value of a feature at every new position, derived from the entries of the configuration.
-
-    Args:
-        old, entries: features and entries of the layers in the stack.
-        new_entries: entries of the layers to be put there.
-
-    Returns:
-        One value per new position, `UNKNOWN` for an entry that is new; None if the entries do not explain the feature.
-    """
-    value_of: dict[Hashable, Hashable] = {}
-    for entry, features in zip(entries, old, strict=True):
-        if value_of.setdefault(entry, features.get(name)) != features.get(name):
-            return None
-    return [value_of.get(entry, UNKNOWN) for entry in new_entries]
-
-
-UNKNOWN = object()
-
-
-def extrapolate_feature(name: Feature, old: Sequence[Features], count: int) -> list[Hashable]:
-    """Extrapolate a feature to `count` positions: the old values repeat periodically, or else the last one does."""
-    values = [features.get(name) for features in old]
-    for period in range(2, len(values) // 2 + 1):
-        if all(value == values[i % period] for i, value in enumerate(values)):
-            return [values[i % period] for i in range(count)]
-    return [values[min(i, len(values) - 1)] for i in range(count)]
-
-
-def features_as_built(model: nn.Module, config: Any, name: str) -> list[Features]:
-    """Return the features of the layers in the container `name` that the model's class would build from `config`.
-
-    The model is built on the meta device. The model's class may raise any exception.
-    """
-    key = type(model), type(config), repr(config.to_dict()), name  # by content: every edit has another copy
-    if key not in _built_features:
-        while len(_built_features) >= _MAX_BUILT:
-            del _built_features[next(iter(_built_features))]
-        _built_features[key] = _build_on_meta(model, config, name)
-    return _built_features[key]
-
-
-def _build_on_meta(model: nn.Module, config: Any, name: str) -> list[Features]:
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device("meta"):
-        warnings.simplefilter("ignore")
-        container = type(model)(config).get_submodule(name)
-    layers = [child for child in container.children() if any(True for _ in child.parameters())]
-    return [_describe(layer).features for layer in layers]
-
-
-def describe_feature(name: Feature) -> str:
-    """Return a feature's name for a message."""
-    return ("parameter " if name[0] == "parameter" else "") + name[1]

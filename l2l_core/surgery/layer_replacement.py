@@ -15,19 +15,17 @@ from torch import nn
 
 from l2l_core.model import Stack
 from l2l_core.surgery import config_depth
-from l2l_core.surgery.assignments import Assignments
-from l2l_core.surgery.config_update import assign_configs, copy_configs, find_depth_fields
-from l2l_core.surgery.layer_entries import move_entries, renumber, save_removed_entries
+from l2l_core.surgery.config_update import config_assignments, copy_configs, find_depth_fields
+from l2l_core.surgery.layer_entries import move_entries, position_assignments, save_removed_entries
 from l2l_core.surgery.layer_features import forget_description
 from l2l_core.surgery.position_check import check_interchangeable
 from l2l_core.surgery.stack_context import (
+    Assignment,
     StackContext,
-    owner_per_layer_fields,
-    update_depth_attributes,
-    update_layer_lists,
+    check_companions,
+    depth_assignments,
+    layer_list_assignments,
 )
-
-__all__ = ["replace_layers"]
 
 
 def replace_layers(
@@ -35,7 +33,6 @@ def replace_layers(
     stack: Stack,
     layers: Sequence[nn.Module],
     like: Mapping[nn.Module, nn.Module] | None = None,
-    depth_field: str | None = None,
     force: bool = False,
     without_role: Collection[nn.Module] = (),
 ) -> Callable[[], None]:
@@ -45,13 +42,10 @@ def replace_layers(
     ``replace(stack, layers=tuple(layers))``.
 
     Args:
-        model: the whole model.
-        stack: one of `find_stacks`.
         layers: at least one module, of the stack or new, in any order, each once. If the stack has a module in several places,
             so may `layers`, as long as the number of places stays.
         like: new layer -> layer of the stack whose entries it gets in lists of the configuration (`layer_types`). Not
             needed for layers that were in the stack before, nor if attributes or shapes decide.
-        depth_field: name of the configuration's field that is the depth, if it cannot be found ("decoder.num_layers").
         force: skip the refusals that rest on evidence: layers that differ by position, modules beside the stack with one
             member per layer, a configuration without a field for the depth.
         without_role: layers inserted by edits; parameters that only they have are not needed by other layers.
@@ -70,28 +64,50 @@ def replace_layers(
     members = _new_members(stack, new)
     for layer in set(new) - set(stack.layers):
         forget_description(layer)  # the user may have changed a layer that was in no stack
-    assignments = Assignments()
-    update_layer_lists(assignments, context, new, force)
-    followed = find_depth_fields(context, depth_field, len(new) != len(stack), force)
-    lists = [
-        each
-        for config in {id(f.config): f.config for f in followed}.values()
-        for each in config_depth.find_per_layer_fields(config, context.location)
-    ]
-    lists += owner_per_layer_fields(context)
+    assignments = [*layer_list_assignments(context, new)]
+    if len(new) != len(stack) > 1 and not force:
+        check_companions(context)
+    followed = find_depth_fields(context, len(new) != len(stack), force)
+    configs = {id(field.config): field.config for field in followed}.values()
+    # With stages the lists of a configuration have one entry per stage.
+    holders = [*(configs if context.location.stage is None else ()), vars(context.owner)]
+    lists = [each for holder in holders for each in config_depth.find_per_layer_fields(holder, context.location)]
     moved = move_entries(lists, stack, new, like or {})
     copies = copy_configs(context, followed, lists, moved, len(new))
     if not force:
         check_interchangeable(model, stack, new, lists, moved, copies, bool(followed), without_role)
-    assign_configs(assignments, context, new, copies)
+    assignments += config_assignments(context, new, copies)
     for each, entries in zip(lists, moved, strict=True):  # lists of a configuration are in its copy already
         if each.config is vars(context.owner):
-            assignments.set(each.config, each.name, each.to_value(entries))
-    update_depth_attributes(assignments, context, followed, len(new))
-    renumber(assignments, stack, new)
+            assignments.append((each.config, each.name, each.to_value(entries)))
+    assignments += [*depth_assignments(context, followed, len(new)), *position_assignments(stack, new)]
     save_removed_entries(stack, new, lists)
-    assignments.fill(stack.container._modules, members)
-    return assignments.apply(stack.title)
+    return _apply(assignments, stack, members)
+
+
+def _apply(assignments: list[Assignment], stack: Stack, members: dict[str, Any]) -> Callable[[], None]:
+    """Make the assignments and put `members` into the container; return a function that undoes both."""
+    held = stack.container._modules
+    old = dict(held), [target.get(name) for target, name, _ in assignments]
+    _refill(held, members)
+    for target, name, value in assignments:
+        target[name] = value
+
+    def undo() -> None:
+        if list(held.items()) != list(members.items()):  # with the order: two layers may have been exchanged
+            raise RuntimeError(
+                f"{stack.title} does not hold the layers that this edit put there: undo later edits first, each once"
+            )
+        _refill(held, old[0])
+        for (target, name, _), value in zip(assignments, old[1], strict=True):
+            target[name] = value
+
+    return undo
+
+
+def _refill(target: dict[str, Any], content: dict[str, Any]) -> None:
+    target.clear()  # the container holds this dict, and its order matters
+    target.update(content)
 
 
 def _check_layers(stack: Stack, new: tuple[nn.Module, ...], context: StackContext, force: bool) -> None:
@@ -102,7 +118,7 @@ def _check_layers(stack: Stack, new: tuple[nn.Module, ...], context: StackContex
     for layer in new:
         if not isinstance(layer, nn.Module):
             raise TypeError(f"layers contains {layer!r}; pass modules")
-    inside = set(stack.layers)
+    inside = context.inside
     held = [child for child in stack.container if child in inside]
     if tuple(held) != stack.layers:
         raise ValueError(f"{title} no longer holds the stack's layers in this order; call find_stacks again")
@@ -157,15 +173,14 @@ def _new_members(stack: Stack, new: tuple[nn.Module, ...]) -> dict[str, Any]:
 def _member_names(stack: Stack, old: list[str], count: int, taken: set[str]) -> list[str]:
     """Return names of `count` members, numbered as the old ones ("block1", "block2")."""
     numbered = [re.fullmatch(r"(.*?)(\d+)", name) for name in old]
-    names = old[:count]
-    if count > len(old):
-        heads = {match[1] for match in numbered if match}
-        begin = int(numbered[0][2]) if numbered[0] else 0
-        expected = [f"{head}{begin + i}" for head in heads for i in range(count)]
-        if len(heads) != 1 or expected[: len(old)] != old or taken & set(expected):
-            raise ValueError(
-                f"the layers of {stack.title} are named {', '.join(old)}, which gives no name for another one. Number them "
-                "(layer0, layer1, ...), or use a ModuleList"
-            )
-        names = expected
+    if count <= len(old):
+        return old[:count]
+    heads = {match[1] for match in numbered if match}
+    begin = int(numbered[0][2]) if numbered[0] else 0
+    names = [f"{head}{begin + i}" for head in heads for i in range(count)]
+    if len(heads) != 1 or names[: len(old)] != old or taken & set(names):
+        raise ValueError(
+            f"the layers of {stack.title} are named {', '.join(old)}, which gives no name for another one. Number them "
+            "(layer0, layer1, ...), or use a ModuleList"
+        )
     return names

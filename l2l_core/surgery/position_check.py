@@ -1,19 +1,29 @@
-"""Refuse layers at positions for which the model's class would build other layers."""
+"""Refuse layers at positions for which the model's class would build other layers.
+
+Features that differ between layers of a stack are explained by a per-layer list of the configuration, or they belong to the
+position: only the first block of a T5 stack owns the position bias that all use. Such a position accepts no other layer,
+because the model built from the configuration would differ.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+import warnings
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from l2l_core.model import Stack
-from l2l_core.surgery import config_depth, layer_features
+from l2l_core.surgery import config_depth
 from l2l_core.surgery.config_depth import PerLayerField
-from l2l_core.surgery.layer_features import Feature, describe_layer
+from l2l_core.surgery.layer_features import Feature, Features, describe_layer, read_description
 from l2l_core.surgery.stack_context import REMEDY
 
 _MAX_BUILT_LAYERS = 64  # building a model on the meta device takes some milliseconds per layer
+_MAX_BUILT_MODELS = 64
+_built_features: dict[Hashable, list[Features]] = {}  # a cache, for layer drop at every step
+_UNKNOWN = object()
 
 
 def check_interchangeable(
@@ -29,56 +39,69 @@ def check_interchangeable(
     """Raise ValueError for a layer at a position for which the model would build another one."""
     old = [describe_layer(layer).features for layer in stack.layers]
     new_features = [describe_layer(layer).features for layer in new]
-    names = layer_features.varying_features([*old, *new_features])
+    names = _varying_features([*old, *new_features])
     if not is_configured:
         if names:
             _check_roles(stack, new, old, without_role)
         return
-    expected: dict[Feature, list[Hashable]] = {}
     entries = list(zip(*(each.entries for each in lists), strict=True)) or [()] * len(old)
     new_entries = list(zip(*map(config_depth.to_hashable, moved_entries), strict=True)) or [()] * len(new)
-    positional = []
-    for name in names:
-        values = layer_features.explain_feature(name, old, entries, new_entries)
-        if values is None:
-            positional.append(name)
-        else:
-            expected[name] = values
+    explained = {name: _explain_feature(name, old, entries, new_entries) for name in names}
+    expected = {name: values for name, values in explained.items() if values is not None}
+    positional = [name for name, values in explained.items() if values is None]
     # Even if all layers are alike, the configuration may require another kind at an added position.
     is_resized = len(old) != len(new) <= _MAX_BUILT_LAYERS
     built = _features_as_built(model, stack, len(new), copies) if positional or is_resized else None
     if built is None:
-        expected |= {name: layer_features.extrapolate_feature(name, old, len(new)) for name in positional}
+        expected |= {name: _extrapolate_feature(name, old, len(new)) for name in positional}
     else:
         existing = {name for features in new_features for name in features}
-        expected |= {
-            name: [each.get(name) for each in built]
-            for name in [*positional, *layer_features.varying_features(built)]
-            if name in existing
-        }
+        decided = existing.intersection([*positional, *_varying_features(built)])
+        expected |= {name: [each.get(name) for each in built] for name in decided}
     for name in sorted(expected, reverse=True):  # parameters first, for a clearer message
         for i, (value, features) in enumerate(zip(expected[name], new_features, strict=True)):
             stays = i < len(old) and new[i] is stack.layers[i]
-            if not stays and value is not layer_features.UNKNOWN and value != features.get(name):
+            if not stays and value is not _UNKNOWN and value != features.get(name):
                 _refuse_unlike(stack, new, i, name, features.get(name), value)
 
 
-def _features_as_built(
-    model: nn.Module, stack: Stack, count: int, copies: Mapping[int, Any]
-) -> list[layer_features.Features] | None:
-    """Return the features that the model's class would build from the changed configuration; None if it cannot be built.
+def _varying_features(features: Sequence[Features]) -> list[Feature]:
+    """List the features that are not equal everywhere."""
+    kinds = list({id(each): each for each in features}.values())
+    names = dict.fromkeys(name for kind in kinds for name in kind)
+    return [name for name in names if len({kind.get(name) for kind in kinds}) > 1]
 
-    Raises:
-        ValueError: the class builds the model from the old configuration but not from the changed one.
-    """
+
+def _explain_feature(
+    name: Feature, old: Sequence[Features], entries: Sequence[Hashable], new_entries: Sequence[Hashable]
+) -> list[Hashable] | None:
+    """Return the value at every new position, or `_UNKNOWN`; None if the entries explain nothing."""
+    value_of: dict[Hashable, Hashable] = {}
+    for entry, features in zip(entries, old, strict=True):
+        if value_of.setdefault(entry, features.get(name)) != features.get(name):
+            return None
+    return [value_of.get(entry, _UNKNOWN) for entry in new_entries]
+
+
+def _extrapolate_feature(name: Feature, old: Sequence[Features], count: int) -> list[Hashable]:
+    """Extrapolate a feature to `count` positions: the old values repeat periodically, or else the last one does."""
+    values = [features.get(name) for features in old]
+    for period in range(2, len(values) // 2 + 1):
+        if all(value == values[i % period] for i, value in enumerate(values)):
+            return [values[i % period] for i in range(count)]
+    return [values[min(i, len(values) - 1)] for i in range(count)]
+
+
+def _features_as_built(model: nn.Module, stack: Stack, count: int, copies: Mapping[int, Any]) -> list[Features] | None:
+    """Return the features that the model's class would build from the changed configuration; None if it never builds."""
     config = next((value for name, value in vars(model).items() if config_depth.is_config(name, value)), None)
     if id(config) not in copies or not hasattr(config, "to_dict"):  # the constructor may take other arguments
         return None
     try:
-        found = layer_features.features_as_built(model, copies[id(config)], stack.name)
+        found = _build_on_meta(model, copies[id(config)], stack.name)
     except Exception as error:
         try:
-            layer_features.features_as_built(model, config, stack.name)  # fails too if the edit is not the cause
+            _build_on_meta(model, config, stack.name)  # fails too if the edit is not the cause
         except Exception:  # the class takes other arguments, or cannot be built without data
             return None
         raise ValueError(
@@ -88,24 +111,33 @@ def _features_as_built(
     return found if len(found) == count else None  # a Sequential may hold more than layers
 
 
-def _refuse_unlike(
-    stack: Stack, new: tuple[nn.Module, ...], i: int, name: layer_features.Feature, has: object, built: object
-) -> None:
+def _build_on_meta(model: nn.Module, config: Any, name: str) -> list[Features]:
+    """Return the features of the layers in the container `name` that the model's class would build from `config`."""
+    key = type(model), type(config), repr(config.to_dict()), name  # by content: every edit has another copy
+    if key not in _built_features:
+        while len(_built_features) >= _MAX_BUILT_MODELS:
+            del _built_features[next(iter(_built_features))]
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            container = type(model)(config).get_submodule(name)
+        layers = [child for child in container.children() if any(True for _ in child.parameters())]
+        _built_features[key] = [read_description(layer).features for layer in layers]
+    return _built_features[key]
+
+
+def _refuse_unlike(stack: Stack, new: tuple[nn.Module, ...], i: int, name: Feature, has: object, built: object) -> None:
     titles = {layer: f"the layer of position {j}" for j, layer in enumerate(stack.layers)}
-    title, shown = titles.get(new[i], "the new layer"), layer_features.describe_feature(name)
+    shown = _describe_feature(name)
+    has, built = (f"no {shown}" if value is None else f"{shown} = {value!r}" for value in (has, built))
     raise ValueError(
-        f"the layers of {stack.title} are not interchangeable: {title} would be at position {i} and has "
-        f"{_describe_value(shown, has)}, where the model builds a layer that has {_describe_value(shown, built)}. Saved and "
-        f"loaded, the model would be another. Leave such a layer at its position and put nothing before it; {REMEDY}"
+        f"the layers of {stack.title} are not interchangeable: {titles.get(new[i], 'the new layer')} would be at position {i} "
+        f"and has {has}, where the model builds a layer that has {built}. Saved and loaded, the model would be another. Leave "
+        f"such a layer at its position and put nothing before it; {REMEDY}"
     )
 
 
-def _describe_value(name: str, value: object) -> str:
-    return f"no {name}" if value is None else f"{name} = {value!r}"
-
-
 def _check_roles(
-    stack: Stack, new: tuple[nn.Module, ...], old: list[layer_features.Features], without_role: Collection[nn.Module]
+    stack: Stack, new: tuple[nn.Module, ...], old: list[Features], without_role: Collection[nn.Module]
 ) -> None:
     """Refuse to move a layer with parameters that the others of its class lack, for models without a configuration."""
     classes = [type(layer) for layer in stack.layers]
@@ -117,6 +149,10 @@ def _check_roles(
         if stack.layers[i] not in without_role and own and new[: i + 1] != stack.layers[: i + 1]:
             raise ValueError(
                 f"the layers of {stack.title} are not interchangeable: only the {classes[i].__name__} at position {i} has "
-                f"{layer_features.describe_feature(own[0])}, and the others may rely on it. Leave it at its position and put "
-                f"nothing before it; {REMEDY}"
+                f"{_describe_feature(own[0])}, and the others may rely on it. Leave it at its position and put nothing before "
+                f"it; {REMEDY}"
             )
+
+
+def _describe_feature(name: Feature) -> str:
+    return ("parameter " if name[0] == "parameter" else "") + name[1]

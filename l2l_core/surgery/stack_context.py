@@ -14,10 +14,11 @@ from torch import nn
 
 from l2l_core.model import Stack
 from l2l_core.surgery import config_depth
-from l2l_core.surgery.assignments import Assignments
-from l2l_core.surgery.config_depth import DepthField, PerLayerField, StackLocation
+from l2l_core.surgery.config_depth import DepthField, StackLocation
 
 REMEDY = "force=True skips this check"
+
+Assignment = tuple[dict[str, Any], str, Any]  # attributes of a module, name, new value
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,12 @@ class StackContext:
     """A stack and the modules around it."""
 
     stack: Stack
+    inside: frozenset[nn.Module]  # the stack's layers
     chain: list[tuple[str, nn.Module]]  # (name, module) from the model down to the owner of the container
     shell: list[tuple[str, nn.Module]]  # (name, module), without the stack's layers and their submodules
     location: StackLocation
-    configs: list[
-        tuple[nn.Module, Any]
-    ]  # (first module of the chain that holds it, config), nearest to the stack first
+    # (first module of the chain that holds it, config), nearest to the stack first
+    configs: list[tuple[nn.Module, Any]]
 
     @property
     def owner(self) -> nn.Module:
@@ -57,36 +58,22 @@ class StackContext:
                 break
         # Not a ModuleList: configuration and depth are attributes of the module that holds the list.
         owner = next((m for _, m in reversed(around) if not isinstance(m, nn.ModuleList)), model)
-        names = config_depth.name_words(stack.name.replace(".", "_")) | config_depth.name_words(type(owner).__name__)
+        words = config_depth.name_words(stack.name.replace(".", "_")) | config_depth.name_words(type(owner).__name__)
         configs: dict[int, tuple[nn.Module, Any]] = {}
         for _, module in around:
             for name, value in vars(module).items():
                 if config_depth.is_config(name, value):
                     configs.setdefault(id(value), (module, value))
-        chain = around[: [m for _, m in around].index(owner) + 1]
-        inside = set(stack.layers)
-        shell = list(_walk_shell(model, "", inside, set()))
-        location = StackLocation(names, len(stack.layers), stage, stages)
-        return cls(stack, chain, shell, location, list(configs.values())[::-1])
+        chain, inside = around[: [m for _, m in around].index(owner) + 1], frozenset(stack.layers)
+        # `named_modules` omits the modules in `memo`, and what is below them.
+        shell = list(model.named_modules(memo={*inside}))
+        location = StackLocation(words, len(stack.layers), stage, stages)
+        return cls(stack, inside, chain, shell, location, list(configs.values())[::-1])
 
 
-def _walk_shell(
-    module: nn.Module, name: str, layers: set[nn.Module], seen: set[nn.Module]
-) -> Iterator[tuple[str, nn.Module]]:
-    if module in seen or module in layers:
-        return
-    seen.add(module)
-    yield name, module
-    for part, child in module._modules.items():
-        if child is not None:
-            yield from _walk_shell(child, f"{name}.{part}".lstrip("."), layers, seen)
-
-
-def update_layer_lists(
-    assignments: Assignments, context: StackContext, new: tuple[nn.Module, ...], force: bool
-) -> None:
-    """Update lists of all layers; refuse other references to single layers, and modules with one member per layer."""
-    stack, inside = context.stack, set(context.stack.layers)
+def layer_list_assignments(context: StackContext, new: tuple[nn.Module, ...]) -> Iterator[Assignment]:
+    """Update lists of all layers; refuse other references to single layers."""
+    stack, inside = context.stack, context.inside
     for name, module in context.shell:
         for part, child in module._modules.items():
             if child in inside and module is not stack.container:
@@ -97,24 +84,18 @@ def update_layer_lists(
         for attribute, value in vars(module).items():
             if attribute in ("_modules", "_parameters", "_buffers") or not isinstance(value, list | tuple | dict | set):
                 continue
-            held = [
-                each for each in (value.values() if isinstance(value, dict) else value) if isinstance(each, nn.Module)
-            ]
-            if not inside & set(held):
+            held = value.values() if isinstance(value, dict) else value
+            if not any(isinstance(each, nn.Module) and each in inside for each in held):
                 continue
-            label = f"{name}.{attribute}".lstrip(".")
-            if isinstance(value, list | tuple) and tuple(value) == stack.layers:
-                assignments.set(vars(module), attribute, type(value)(new))
-            else:
+            if not isinstance(value, list | tuple) or tuple(value) != stack.layers:
                 raise ValueError(
-                    f"{label!r} holds layers of {stack.title} in another arrangement, which cannot be updated; "
-                    f"keep all {len(stack)} in order there, or take them from the container when needed"
+                    f"{f'{name}.{attribute}'.lstrip('.')!r} holds layers of {stack.title} in another arrangement, which cannot "
+                    f"be updated; keep all {len(stack)} in order there, or take them from the container when needed"
                 )
-    if len(new) != len(stack) and len(stack) > 1 and not force:
-        _check_companions(context)
+            yield vars(module), attribute, type(value)(new)
 
 
-def _check_companions(context: StackContext) -> None:
+def check_companions(context: StackContext) -> None:
     """Refuse lists and parameters beside the container with one member or row per layer: they would have to grow, too."""
     owner, stack, count = context.owner, context.stack, len(context.stack)
     prefix = f"{context.chain[-1][0]}.".lstrip(".")
@@ -137,28 +118,11 @@ def _check_companions(context: StackContext) -> None:
                 )
 
 
-def owner_per_layer_fields(context: StackContext) -> list[PerLayerField]:
-    """Find plain lists with one entry per layer among the attributes of the container's owner."""
-    attributes = vars(context.owner)
-    found = (
-        config_depth.read_per_layer_field(attributes, name, value, context.location)
-        for name, value in attributes.items()
-    )
-    return [
-        each for each in found if each is not None and not any(isinstance(value, nn.Module) for value in each.values)
-    ]
-
-
-def update_depth_attributes(
-    assignments: Assignments, context: StackContext, depth_fields: list[DepthField], count: int
-) -> None:
+def depth_assignments(context: StackContext, depth_fields: list[DepthField], count: int) -> Iterator[Assignment]:
     """Set depth attributes: of the container's owner by their words, further up only under the name of a depth field."""
-    if context.location.stage is not None:
-        return
     names = {each.name for each in depth_fields} | ({"num_hidden_layers"} if depth_fields else set())
-    for _, module in context.chain:
+    for _, module in context.chain if context.location.stage is None else ():
         for name, value in vars(module).items():
-            if isinstance(value, bool) or not isinstance(value, int) or value != context.location.depth:
-                continue
-            if name in names or (module is context.owner and config_depth.is_depth_name(name, context.location)):
-                assignments.set(vars(module), name, count)
+            named = name in names or (module is context.owner and config_depth.is_depth_name(name, context.location))
+            if named and config_depth.is_int(value) and value == context.location.depth:
+                yield vars(module), name, count

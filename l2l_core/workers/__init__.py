@@ -5,13 +5,12 @@ Begin reading at `channel.py` (why no collective hangs) and `worker_group.py`, t
 `distributed_reducer.py`, which the EPS calls.
 """
 
-from l2l_core.workers.backend import LocalBackend as LocalBackend
 from l2l_core.workers.backend import WorkerBackend as WorkerBackend
 from l2l_core.workers.backend import make_backend as make_backend
 from l2l_core.workers.backend import numbered_keys as numbered_keys
 from l2l_core.workers.channel import handshake_traffic as handshake_traffic
-from l2l_core.workers.errors import WorkerError as WorkerError
-from l2l_core.workers.errors import WorkerLostError as WorkerLostError
+from l2l_core.workers.health_monitor import WorkerError as WorkerError
+from l2l_core.workers.health_monitor import WorkerLostError as WorkerLostError
 from l2l_core.workers.network import Network as Network
 from l2l_core.workers.network import Traffic as Traffic
 from l2l_core.workers.network import all_gather_traffic as all_gather_traffic

@@ -14,20 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from l2l_core._torch import NormBase
 from l2l_core.batches import NoPeers as AloneWithBatches
 from l2l_core.batches import Peers
 from l2l_core.devices import Device, Ledger, StashStore
-from l2l_core.eps import LayerStore, LocalReducer, MemoryWeightSource, OptimizerEntry, Reducer, WeightSource
+from l2l_core.eps import LayerStore, OptimizerEntry, Reducer, WeightSource
 from l2l_core.eps.blocks import Block, Layout, Unit, host_master_init
 from l2l_core.trace import Trace
-from l2l_core.workers.buffer_checks import BufferCheck, refuse_batch_norm
 from l2l_core.workers.distributed_reducer import DistributedReducer
-from l2l_core.workers.errors import WorkerError
-from l2l_core.workers.rendezvous import init_process_group, launcher_rank
+from l2l_core.workers.health_monitor import WorkerError
+from l2l_core.workers.rendezvous import find_launcher, init_process_group
 from l2l_core.workers.sharded_weight_source import ShardedWeightSource
 from l2l_core.workers.sharding import Sharding
 from l2l_core.workers.worker_group import WorkerGroup
-from l2l_core.workers.worker_settings import Workers, resolve_workers
+from l2l_core.workers.worker_settings import Workers
 
 T = TypeVar("T")
 FactsFn = Callable[[], Mapping[str, str]]
@@ -39,43 +39,30 @@ def numbered_keys(names: Sequence[str]) -> list[str]:
 
 
 class WorkerBackend:
-    """Interface between a relay and its workers; the defaults are those of a single process with weights in memory.
-
-    Attributes:
-        rank: rank of this worker.
-        count: number of workers.
-        batch_peers: exchange of the counts by which micro-batches are weighed.
-        can_rehearse: whether one worker may run passes that the others do not run.
-        settings: settings of the workers.
-    """
+    """Interface between a relay and its workers; the defaults are those of a single process with weights in memory."""
 
     rank, count = 0, 1
-    batch_peers: Peers = AloneWithBatches()
-    can_rehearse = True
+    batch_peers: Peers = AloneWithBatches()  # exchange of the counts by which micro-batches are weighed
     settings = Workers()
-
-    @property
-    def lost(self) -> WorkerError | None:
-        """The error of a lost worker, or None."""
-        return None
+    lost: WorkerError | None = None  # the error of a lost worker
 
     def master_init(self, empty: Callable[[int], torch.Tensor]) -> Callable[[Block], None]:
         """Return the function that places the weights of a new block; `empty` allocates host memory."""
         return host_master_init(empty)
 
     def make_weight_source(self, device: Device, host: Ledger) -> WeightSource:
-        return MemoryWeightSource(device, host)
+        return WeightSource(device, host)
 
     def make_rehearsal_source(self, device: Device, host: Ledger) -> WeightSource:
         """Make the weight source of passes without updates, with another device and ledger; blocks are whole."""
-        return MemoryWeightSource(device, host)
+        return WeightSource(device, host)
 
     def make_disk_stash(self, device: Device, host: Ledger) -> StashStore | None:
         """Make the store for a stash on disk, or return None if the backend has no disk."""
         return None
 
     def make_reducer(self) -> Reducer:
-        return LocalReducer()
+        return Reducer()
 
     def adopt_blocks(
         self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: FactsFn
@@ -92,11 +79,7 @@ class WorkerBackend:
         return nullcontext()
 
     def storage_unsharded(self) -> AbstractContextManager[None]:
-        """Make the block storage of the EPS give whole blocks in a block of code that all workers run."""
-        return nullcontext()
-
-    def editable(self) -> AbstractContextManager[None]:
-        """Allow edits of layers in a block of code that all workers run."""
+        """Make the storages of the EPS give whole blocks in a block of code that all workers run."""
         return nullcontext()
 
     def layer_keys(self, names: Sequence[str]) -> list[str]:
@@ -133,8 +116,8 @@ class WorkerBackend:
         return list(items)
 
     def first_micro_batch(self, count: int) -> int:
-        """Return the index of this worker's first micro-batch in the whole batch."""
-        return 0
+        """Return the index of this worker's first micro-batch in the whole batch, with `count` of them per worker."""
+        return self.rank * count
 
     def refuse(self, what: str, why: str) -> None:
         """Raise if there are several workers, which cannot do this."""
@@ -146,27 +129,15 @@ class WorkerBackend:
         """Join threads and close connections."""
 
 
-class LocalBackend(WorkerBackend):
-    """Backend of a single process."""
-
-
 class DistributedBackend(WorkerBackend):
-    """Backend of several workers with their shards in memory.
-
-    Args:
-        group: the workers.
-        settings: settings of the workers.
-    """
-
-    can_rehearse = False
+    """Backend of several workers with their shards in memory."""
 
     def __init__(self, group: WorkerGroup, settings: Workers) -> None:
         self._group, self.settings = group, settings
         self.rank, self.count, self.batch_peers = group.rank, group.count, group
         self.synchronized, self.gather_items = group.synchronized, group.gather_items
         self.announce_failure, self.agree_on_failure = group.announce_failure, group.agree_on_failure
-        self.first_micro_batch = group.first_micro_batch
-        self._sharding: Sharding | None = None
+        self._sharding: Sharding  # from `adopt_blocks` on
         self._is_unsharded = False
 
     @property
@@ -184,18 +155,16 @@ class DistributedBackend(WorkerBackend):
         self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: FactsFn
     ) -> int:
         self._group.elementwise = store.masters.findings.elementwise
-        sharding = Sharding(self._group, store.masters, host, device.host_empty)
+        self._sharding = Sharding(self._group, store.masters, host, device.host_empty)
         modes = {name: getattr(self.settings, name) for name in ("reduce", "wire", "buffers")}
         with self.synchronized("make a relay", lambda: {**modes, **facts()}):
-            sharding.broadcast_weights()
-            sharding.broadcast_buffers(units)
-        sharding.shard()
-        self._sharding = sharding
+            self._sharding.broadcast_weights()
+            self._sharding.broadcast_buffers(units)
+        self._sharding.shard()
         return 0
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        assert self._sharding is not None
         if self._is_unsharded:
             yield
             return
@@ -207,48 +176,55 @@ class DistributedBackend(WorkerBackend):
             self._is_unsharded = False
             self._sharding.shard()  # the blocks that are whole by now
 
-    def storage_unsharded(self) -> AbstractContextManager[None]:
-        return self.unsharded()
-
-    editable = unsharded
+    storage_unsharded = unsharded
 
     def shard_of(self, block: Block) -> tuple[Layout | None, int]:
         layout = self._group.shard_layout(block)
         return layout.shard(self.rank), layout.shard_numel(self.rank)
 
     def reshard(self, detached: Mapping[Block, OptimizerEntry]) -> None:
-        assert self._sharding is not None
         self._sharding.shard()
         self._sharding.unshard_detached(detached)
 
     def broadcast_state(self, units: Sequence[Unit]) -> None:
-        assert self._sharding is not None
         self._sharding.broadcast_weights()
         if self.settings.buffers == "same":
             self._sharding.broadcast_buffers(units)
 
     def make_buffer_check(self, units: Sequence[Unit]) -> Callable[[], None]:
-        return BufferCheck(units) if self.settings.buffers == "same" else lambda: None
+        if self.settings.buffers == "own":
+            return lambda: None
+        values = [(unit, unit.buffers.copy()) for unit in units]
+
+        def check() -> None:
+            for unit, before in values:
+                if not unit.buffers.equal(before):
+                    raise ValueError(_buffer_message(unit.name))
+
+        return check
 
     def sign_trace(self, trace: Trace) -> Trace:
         trace.settings |= {"workers": self.count, "reduce": self.settings.reduce, "wire": self.settings.wire}
         return self._group.sign_trace(trace)
 
     def refuse(self, what: str, why: str) -> None:
-        """Refuse an operation that several workers cannot do.
-
-        Raises:
-            ValueError: always.
-        """
         raise ValueError(f"{what} is not possible with {self.count} workers: {why}. Nothing was done")
 
     def leave(self) -> None:
-        assert self._sharding is not None
         if self._group.lost is None:
             self._group.leave(self._sharding.unshard)
 
     def close(self) -> None:
         self._group.close()
+
+
+def _buffer_message(where: str) -> str:
+    return (
+        f"the forward of {where} changes a buffer in every micro-batch; with several workers its values would depend on the rows "
+        "of each worker. Use layers without such state (GroupNorm or LayerNorm instead of BatchNorm), or put that part into "
+        "evaluation mode before the relay is made and each time after model.train(). Or give each worker separate buffers: "
+        'Workers(buffers="own")'
+    )
 
 
 def make_backend(workers: Workers | dist.ProcessGroup | str | WorkerBackend | None, model: nn.Module) -> WorkerBackend:
@@ -259,22 +235,30 @@ def make_backend(workers: Workers | dist.ProcessGroup | str | WorkerBackend | No
         TypeError: `workers` has another type.
     """
     if workers is None:
-        return LocalBackend()
+        return WorkerBackend()
     if isinstance(workers, WorkerBackend):
         return workers
-    settings = resolve_workers(workers)
+    if not isinstance(workers, Workers):
+        if workers != "auto" and not isinstance(workers, dist.ProcessGroup):
+            raise TypeError(
+                f'workers={workers!r}: give "auto", a process group of torch.distributed, Workers(...), or None to train alone'
+            )
+        workers = Workers(group=workers)
+    settings = workers
     if not dist.is_available():
         raise ValueError("workers: this PyTorch was built without torch.distributed")
     make_group = settings.group == "auto" and not dist.is_initialized()
-    rank, count = launcher_rank()
+    launcher, rank, count = find_launcher()
     if make_group and count == 1:
-        return LocalBackend()
+        return WorkerBackend()
     if settings.buffers == "same":
-        refuse_batch_norm(model)
+        for name, module in model.named_modules():
+            if isinstance(module, NormBase) and module.track_running_stats and module.training:
+                raise ValueError(_buffer_message(f"{name} ({type(module).__name__})"))
     if make_group:
-        init_process_group(rank, count, settings.timeout_s)
+        init_process_group(launcher, rank, count, settings.timeout_s)
     group = dist.group.WORLD if settings.group == "auto" else settings.group
     assert isinstance(group, dist.ProcessGroup)
     if dist.get_world_size(group) == 1:
-        return LocalBackend()
+        return WorkerBackend()
     return DistributedBackend(WorkerGroup(group, settings.timeout_s, make_group, settings.network), settings)

@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 
 from l2l_core.trace import Event, Trace
-from l2l_core.workers.errors import WorkerError
-from l2l_core.workers.health_monitor import HealthMonitor
+from l2l_core.workers.health_monitor import HealthMonitor, WorkerError
 from l2l_core.workers.network import Traffic, all_gather_traffic, all_to_all_traffic, broadcast_traffic
 
 _DIGEST_BYTES = 16  # one byte for a failure, the others a digest of the next operation
@@ -42,17 +41,11 @@ def handshake_traffic(count: int) -> Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Handshake:
-    """Arrival times and notes of a completed handshake.
+    """Arrival times and notes of a completed handshake."""
 
-    Attributes:
-        rank: rank of this worker.
-        arrived_s: arrival time of each worker, in seconds of `SharedClock`.
-        notes: note of each worker, 8 bytes.
-    """
-
-    rank: int
-    arrived_s: tuple[float, ...]
-    notes: tuple[bytes, ...] = ()
+    rank: int  # of this worker
+    arrived_s: tuple[float, ...]  # by worker, in seconds of `SharedClock`
+    notes: tuple[bytes, ...] = ()  # by worker, 8 bytes each
 
     @property
     def began_s(self) -> float:
@@ -71,31 +64,19 @@ class Handshake:
 
 
 def record_collective(trace: Trace, lane: str, kind: str, layer: str, handshake: Handshake, nbytes: int = 0) -> None:
-    """Add the event of a collective that has just finished to the trace.
+    """Add the event of a collective that has just finished, with `nbytes` received from other workers, to the trace.
 
-    Args:
-        trace: trace of the step.
-        lane: "gather" or "reduce".
-        kind: kind of the event.
-        layer: key of the layer, or "".
-        handshake: handshake before the collective; the wait for the last worker is recorded as stalled time.
-        nbytes: bytes received from other workers.
+    The wait for the last worker at the handshake before it is recorded as stalled time.
     """
-    stop_s = trace.now()
+    stop_s, waited_s, last = trace.now(), handshake.waited_s, handshake.last
     start_s = min(handshake.began_s - trace.worker.began_s, stop_s)
-    trace.add(
-        Event(lane, kind, start_s, stop_s, layer, nbytes=nbytes, stalled_s=handshake.waited_s, last=handshake.last)
-    )
+    trace.add(Event(lane, kind, start_s, stop_s, layer, nbytes=nbytes, stalled_s=waited_s, last=last))
 
 
 class Channel:
-    """Collectives on CPU tensors, issued by one thread at a time.
+    """Collectives on CPU tensors, issued by one thread at a time on a process group that only this channel uses.
 
     Invariant: between two passes all workers have issued the same number of collectives, unless one is lost.
-
-    Args:
-        monitor: health monitor that all channels share.
-        group: process group that only this channel uses.
     """
 
     def __init__(self, monitor: HealthMonitor, group: dist.ProcessGroup) -> None:
@@ -114,13 +95,10 @@ class Channel:
         timeout_s: float | None = None,
         note: bytes = bytes(_NOTE_BYTES),
     ) -> Handshake:
-        """Check that all workers are about to run the same operation.
+        """Check that all workers are about to run the same operation, the verb phrase `what`, with equal `facts` by name.
 
-        Args:
-            what: the operation, as a verb phrase.
-            facts: further values that must be equal on all workers, by name.
-            timeout_s: limit in seconds; default that of the health monitor.
-            note: 8 bytes that may differ between workers and are sent to all of them.
+        `note` is 8 bytes that may differ between workers and are sent to all of them. The default of `timeout_s` is that of the
+        health monitor.
 
         Raises:
             WorkerError: workers differ, or one has failed; names the workers and the difference.
@@ -140,8 +118,7 @@ class Channel:
     def announce_failure(self, cause: str | None) -> None:
         """Report a failure of this worker to the others, unless this channel has already failed.
 
-        Args:
-            cause: cause of the failure; None if it follows from the failure of another worker.
+        `cause` is None if it follows from the failure of another worker.
         """
         if self._failure is None and self.monitor.lost is None:
             self._exchange_headers(bytes([1]) + bytes(_DIGEST_BYTES - 1), bytes(_NOTE_BYTES), "report a failure", None)
@@ -225,8 +202,7 @@ class Channel:
 def _disagreement(reports: Sequence[tuple[Mapping[str, str], str | None]]) -> WorkerError:
     """Return the error for workers that cannot continue together.
 
-    Args:
-        reports: by worker, the facts of its next operation (empty after a failure) and the cause of its failure.
+    Each reports the facts of its next operation (empty after a failure) and the cause of its failure.
     """
     causes = {rank: cause for rank, (_, cause) in enumerate(reports) if cause is not None}
     if causes:
@@ -243,8 +219,7 @@ def _disagreement(reports: Sequence[tuple[Mapping[str, str], str | None]]) -> Wo
     first = running[0]
     ranks = [rank for rank, facts in running.items() if any(facts.get(name) != first.get(name) for name in unlike)]
     lines = [
-        f"{name or 'next operation'}: "
-        + ", ".join(f"worker {rank}: {_truncate(f.get(name))}" for rank, f in running.items())
+        f"{name or 'next operation'}: " + ", ".join(f"worker {r}: {_truncate(f.get(name))}" for r, f in running.items())
         for name in unlike
     ]
     return WorkerError(
@@ -254,5 +229,5 @@ def _disagreement(reports: Sequence[tuple[Mapping[str, str], str | None]]) -> Wo
     )
 
 
-def _truncate(value: str | None, length: int = 300) -> str:
-    return "nothing" if value is None else value if len(value) <= length else f"{value[:length]}..."
+def _truncate(value: str | None) -> str:
+    return "nothing" if value is None else value if len(value) <= 300 else f"{value[:300]}..."

@@ -15,21 +15,15 @@ import torch
 from torch import nn
 
 from l2l_core.config import RelayConfig
-from l2l_core.eps import EPSClock, GradientBuffers, Masters, set_grads
+from l2l_core.eps import EPSClock, GradientBuffers, Masters, Reducer, set_grads
 from l2l_core.eps.blocks import Block, BlockGradient
 from l2l_core.trace import Trace
 from l2l_core.workers.channel import Handshake, record_collective
 from l2l_core.workers.worker_group import WorkerGroup
 
 
-class DistributedReducer:
-    """Reducer of several workers.
-
-    Args:
-        group: the workers.
-        per_micro_batch: send the gradient of every micro-batch separately.
-        wire: type in which gradients are sent.
-    """
+class DistributedReducer(Reducer):
+    """Reducer of several workers, which may send the gradient of every micro-batch separately."""
 
     def __init__(self, group: WorkerGroup, per_micro_batch: bool, wire: torch.dtype = torch.float32) -> None:
         self.per_micro_batch, self._group, self._wire = per_micro_batch, group, wire
@@ -51,13 +45,12 @@ class DistributedReducer:
         trained = block.trained
         if not trained.indices:
             return None
-        own = dict(parts) if self.per_micro_batch else self._sum_own(parts, gradients)
-        layout, rank, count, what = (
-            self._group.shard_layout(block),
-            self._group.rank,
-            self._group.count,
-            f"reduce {block.key}",
-        )
+        own = dict(parts)
+        if not self.per_micro_batch:
+            summed = gradients.sum_parts(parts)
+            own = {} if summed is None else {0: summed}
+        layout, rank, count = self._group.shard_layout(block), self._group.rank, self._group.count
+        what = f"reduce {block.key}"
         edges, shard = layout.gradient_edges(trained), layout.gradient_shard(trained, rank)
         numel = edges[rank + 1] - edges[rank]
         present = [piece.size != (0,) for piece in shard.layout.pieces]
@@ -93,14 +86,9 @@ class DistributedReducer:
         edges: Sequence[int],
         what: str,
     ) -> None:
-        """Send each worker its range of `sent`; receive this worker's range of all of them, side by side.
+        """Send each worker its range of `sent`, (numel,); receive this worker's ranges, (count * n,).
 
-        Args:
-            received: float32, (count * n,).
-            sent: float32, (numel,).
-            wire_buffers: for `received` and `sent` in the type of the wire; empty if that is float32.
-            edges: edges of the ranges.
-            what: purpose, for messages.
+        `wire_buffers` are for `received` and `sent` in the type of the wire; none if that is float32, as theirs.
         """
         rank, count, sizes = self._group.rank, self._group.count, [stop - start for start, stop in pairwise(edges)]
         numel = sizes[rank]
@@ -141,10 +129,6 @@ class DistributedReducer:
 
     def finish(self) -> None:
         record_collective(self._clock.trace, "reduce", "end", "", self._group.control.handshake("end the step"))
-
-    def _sum_own(self, parts: Mapping[int, BlockGradient], gradients: GradientBuffers) -> dict[int, BlockGradient]:
-        total = gradients.sum_parts(parts)
-        return {} if total is None else {0: total}
 
     def _handshake(self, own: Mapping[int, BlockGradient], params: int, what: str) -> tuple[Handshake, torch.Tensor]:
         """Return which parameters have a gradient, by worker and round: uint8, (workers, rounds, parameters).

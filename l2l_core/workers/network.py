@@ -26,23 +26,14 @@ FRAME_BYTES = 48  # header of a gloo message
 
 
 class Traffic(NamedTuple):
-    """Traffic of a collective at one worker.
+    """Traffic of a collective at one worker."""
 
-    Attributes:
-        sent: bytes of payload that the worker sends.
-        received: bytes of payload that it receives.
-        messages_sent: number of messages that it sends.
-        messages_received: number of messages that it receives.
-        rounds: number of rounds; a round begins when the messages of the previous one have arrived.
-        busiest_link_bytes: bytes, one way, on the link of the worker with the most traffic.
-    """
-
-    sent: int
-    received: int
+    sent: int  # bytes of payload
+    received: int  # bytes of payload
     messages_sent: int
     messages_received: int
-    rounds: int
-    busiest_link_bytes: int
+    rounds: int  # a round begins when the messages of the previous one have arrived
+    busiest_link_bytes: int  # one way, of the worker with the most traffic
 
     @property
     def wire_sent(self) -> int:
@@ -118,9 +109,6 @@ class EmulatedLink:
     """A worker's link to an emulated network, on which no collective finishes earlier than it would on the real one.
 
     The calling thread sleeps. Collectives of several threads share the link in the order in which they finish.
-
-    Args:
-        network: emulated network; the default one never waits.
     """
 
     def __init__(self, network: Network) -> None:

@@ -17,7 +17,7 @@ import time
 
 import torch.distributed as dist
 
-from l2l_core.workers.errors import WorkerLostError
+from l2l_core.workers.health_monitor import WorkerLostError
 
 _POLL_S = 0.05  # interval at which the store is polled
 _LAUNCHER_VARIABLES = {  # environment variables for rank and count, by launcher
@@ -28,30 +28,20 @@ _LAUNCHER_VARIABLES = {  # environment variables for rank and count, by launcher
 }
 
 
-def _launcher() -> tuple[str, tuple[str, str]] | None:
-    """Return the launcher of this process and its two variables, or None."""
-    return next((item for item in _LAUNCHER_VARIABLES.items() if all(name in os.environ for name in item[1])), None)
+def find_launcher() -> tuple[str, int, int]:
+    """Return the launcher, the rank of this process and the number of processes; ("", 0, 1) without one."""
+    for launcher, (rank, count) in _LAUNCHER_VARIABLES.items():
+        if rank in os.environ and count in os.environ:
+            return launcher, int(os.environ[rank]), int(os.environ[count])
+    return "", 0, 1
 
 
-def launcher_rank() -> tuple[int, int]:
-    """Return the rank of this process and the number of processes, from the launcher's variables; (0, 1) without one."""
-    launcher = _launcher()
-    return (0, 1) if launcher is None else (int(os.environ[launcher[1][0]]), int(os.environ[launcher[1][1]]))
-
-
-def init_process_group(rank: int, count: int, timeout_s: float) -> None:
-    """Initialise the default process group, on gloo, of the workers that a launcher has started together.
-
-    Raises:
-        ValueError: the launcher has set no address.
-        WorkerLostError: not all workers have arrived within `timeout_s` seconds.
-    """
+def init_process_group(launcher: str, rank: int, count: int, timeout_s: float) -> None:
+    """Initialise the default process group, on gloo, of the workers that a launcher has started together."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
-        launcher = _launcher()
-        assert launcher is not None  # `count` is from its variables
         raise ValueError(
-            f"{' and '.join(missing)} not set: this is process {rank} of {count} started by {launcher[0]}, which does not set "
+            f"{' and '.join(missing)} not set: this is process {rank} of {count} started by {launcher}, which does not set "
             "the address of process 0. Set both for all processes, as in mpirun -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=29500, "
             "with the address of process 0 if there are several machines; or make the process group yourself; or train alone "
             "with workers=None"
@@ -64,10 +54,7 @@ def round_store(store: dist.Store, rank: int, count: int, timeout_s: float) -> d
     """Return a part of the store that only the workers of this round use.
 
     A worker registers under the name of a round only if that name was derived from its token. Once all have registered, all
-    use the same name, and none belongs to another round.
-
-    Raises:
-        WorkerLostError: not all workers have arrived within `timeout_s` seconds.
+    use the same name, and none belongs to another round. If they do not arrive in time, WorkerLostError is raised.
     """
     token, keys = secrets.token_hex(8), [f"l2l/token/{other} of {count}" for other in range(count)]
     until_s = time.monotonic() + timeout_s

@@ -15,17 +15,11 @@ from l2l_core.eps.blocks import Layout, TrainedParameters, aligned
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """Ranges of one block's elements, by worker.
+    """Ranges of one block's elements, by worker."""
 
-    Attributes:
-        layout: layout of the whole block.
-        edges: worker r holds elements ``edges[r]`` to ``edges[r + 1]``.
-        uniform_numel: elements of each worker's buffer if all buffers have one size; else 0.
-    """
-
-    layout: Layout
-    edges: tuple[int, ...]
-    uniform_numel: int
+    layout: Layout  # of the whole block
+    edges: tuple[int, ...]  # worker r holds elements ``edges[r]`` to ``edges[r + 1]``
+    uniform_numel: int  # elements of each worker's buffer if all buffers have one size; else 0
 
     @staticmethod
     def of(layout: Layout, count: int, elementwise: bool) -> ShardLayout:

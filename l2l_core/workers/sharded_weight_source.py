@@ -14,29 +14,23 @@ from concurrent.futures import Future
 import torch
 
 from l2l_core.devices import Device, Ledger, Ticket
+from l2l_core.eps import WeightSource
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.trace import Trace
 from l2l_core.workers.channel import record_collective
 from l2l_core.workers.worker_group import WorkerGroup
 
-_BufferKey = tuple[int, torch.dtype]
 
-
-class ShardedWeightSource:
+class ShardedWeightSource(WeightSource):
     """Weight source that gathers blocks from all workers.
 
     Invariant: gathers start in the order of `prefetch` and `acquire` calls, which is the same on all workers.
-
-    Args:
-        device: target of the loads; allocates host memory suited to them.
-        host: ledger for the bytes of the buffers.
-        group: the workers.
     """
 
     def __init__(self, device: Device, host: Ledger, group: WorkerGroup) -> None:
         self._device, self._host, self._group = device, host, group
         self._dtype, self._trace = torch.float32, Trace()
-        self._free: defaultdict[_BufferKey, deque[tuple[torch.Tensor, Ticket | None]]] = defaultdict(deque)
+        self._free: defaultdict[tuple[int, torch.dtype], deque[tuple[torch.Tensor, Ticket | None]]] = defaultdict(deque)
         self._gathers: dict[Block, Future[torch.Tensor]] = {}
         self._acquired: defaultdict[Block, list[torch.Tensor]] = defaultdict(list)
 

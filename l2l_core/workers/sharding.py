@@ -24,14 +24,7 @@ _StateMapping = MutableMapping[Any, dict[str, Any]]  # keys: parameters
 
 
 class Sharding:
-    """Shards the blocks of an EPS, and makes them whole again.
-
-    Args:
-        group: the workers.
-        masters: blocks and optimizer.
-        host: ledger for the bytes of the masters.
-        empty: allocates a float32 host buffer with the given number of elements.
-    """
+    """Shards the blocks of an EPS, and makes them whole again; `empty` allocates float32 host buffers."""
 
     def __init__(
         self, group: WorkerGroup, masters: Masters, host: Ledger, empty: Callable[[int], torch.Tensor]
@@ -59,7 +52,7 @@ class Sharding:
             part, start, stop = layout.shard(rank), layout.edges[rank], layout.edges[rank + 1]
             shard = self._empty(layout.shard_numel(rank)).zero_()
             shard[: stop - start].copy_(block.values[start:stop])
-            pieces = zip(block.layout.pieces, _states_of(params, state), part.pieces, strict=True)
+            pieces = zip(block.layout.pieces, map(state.get, params), part.pieces, strict=True)
             states = [_reshard_state([(whole, old)], whole, piece) for whole, old, piece in pieces]
             with self._rebooked(block):
                 _set_block(block, part, shard, params, state, states)
@@ -84,9 +77,13 @@ class Sharding:
         control.handshake(f"gather {block.key}")
         self._group.gather_weights(control, block, values)
         parts = [layout.shard(rank) for rank in range(self._group.count)]
-        states = control.all_gather_object(_states_of(params, state), f"gather the optimizer state of {block.key}")
-        merged = _merge_states(states, block.layout, parts)
-        _set_block(block, None, values[: block.layout.numel], params, state, merged)
+        what = f"gather the optimizer state of {block.key}"
+        by_worker = list(zip(parts, control.all_gather_object([*map(state.get, params)], what), strict=True))
+        states = [
+            _reshard_state([(part.pieces[i], own[i]) for part, own in by_worker], whole, whole)
+            for i, whole in enumerate(block.layout.pieces)
+        ]
+        _set_block(block, None, values[: block.layout.numel], params, state, states)
 
     @contextmanager
     def _rebooked(self, block: Block) -> Iterator[None]:
@@ -95,10 +92,6 @@ class Sharding:
         yield
         self._host.release("weights", block.key, before)
         self._host.book("weights", block.key, block.nbytes)
-
-
-def _states_of(params: Sequence[nn.Parameter], state: _StateMapping) -> list[MaybeParamState]:
-    return [state.get(param) for param in params]
 
 
 def _set_block(
@@ -115,16 +108,6 @@ def _set_block(
         state.pop(param, None)
         if param_state is not None:
             state[param] = dict(param_state)
-
-
-def _merge_states(
-    states: Sequence[Sequence[MaybeParamState]], layout: Layout, parts: Sequence[Layout]
-) -> list[MaybeParamState]:
-    """Combine the workers' states of the parts of a block's parameters."""
-    return [
-        _reshard_state([(part.pieces[i], own[i]) for part, own in zip(parts, states, strict=True)], whole, whole)
-        for i, whole in enumerate(layout.pieces)
-    ]
 
 
 def _reshard_state(old: Sequence[tuple[Piece, MaybeParamState]], whole: Piece, wanted: Piece) -> MaybeParamState:

@@ -19,8 +19,7 @@ from l2l_core.devices import serial_executor
 from l2l_core.eps.blocks import Block
 from l2l_core.trace import Trace, WorkerInfo
 from l2l_core.workers.channel import Channel, Handshake
-from l2l_core.workers.errors import WorkerError, WorkerLostError, cause_of
-from l2l_core.workers.health_monitor import HealthMonitor
+from l2l_core.workers.health_monitor import HealthMonitor, WorkerError, WorkerLostError, cause_of
 from l2l_core.workers.network import Network
 from l2l_core.workers.shard_layout import ShardLayout
 
@@ -33,12 +32,6 @@ class WorkerGroup:
     """The workers of a relay, connected by three channels: `control` for the training thread, `gathers` and `reduces`.
 
     Invariant: between two calls of the relay all workers have issued the same collectives, unless one is lost.
-
-    Args:
-        group: process group of the workers.
-        timeout_s: limit for a wait, in seconds.
-        made_group: destroy the process group in `close`.
-        network: emulated network.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, made_group: bool, network: Network) -> None:
@@ -47,10 +40,11 @@ class WorkerGroup:
         store = default_store()
         self._is_world = len(ranks) == dist.get_world_size()
         self._monitor, self._made_group = HealthMonitor(self.rank, self.count, timeout_s, store, network), made_group
-        self.control, self.gathers, self.reduces = (self._channel(ranks) for _ in range(3))
+        self._channels = self.control, self.gathers, self.reduces = [self._channel(ranks) for _ in range(3)]
         # A new name: the store may hold the report of a worker lost in an earlier round
         offers = self.control.all_gather_object((secrets.token_hex(8), self._monitor.holds_store()), "agree on a name")
-        self._monitor.configure(offers[0][0], next((rank for rank, (_, holds) in enumerate(offers) if holds), None))
+        self._monitor.name = offers[0][0]
+        self._monitor.holder = next((rank for rank, (_, holds) in enumerate(offers) if holds), None)
         self.thread, self._failure_thread = serial_executor("gather"), serial_executor("end")
         self.elementwise, self._closed = True, False
         self._announcements: list[Future[None]] = []  # reports of a failure, in progress
@@ -77,15 +71,13 @@ class WorkerGroup:
     ) -> Iterator[None]:
         """Run a block of code on all workers; an error in it on one of them raises on all.
 
-        Args:
-            what: the operation, as a verb phrase.
-            facts: returns the values that must be equal on all workers, by name; may raise.
-            timeout_s: limit for the wait at the start, in seconds; default that of the monitor.
+        `what` is the operation, as a verb phrase. `facts` returns the values that must be equal, and may raise. `timeout_s` is
+        for the wait at the start.
 
         Raises:
             WorkerError: a worker runs another operation, differs in a fact, has failed or is lost.
         """
-        for channel in (self.control, self.gathers, self.reduces):
+        for channel in self._channels:
             channel.reset()
         self._announcements, self._announced, self._updated = [], [False, False], None
         try:
@@ -112,12 +104,8 @@ class WorkerGroup:
     def agree_on_failure(self, error: BaseException, updated: Sequence[str]) -> list[str]:
         """Report a failure to the others, once no operation of this worker is in progress.
 
-        Args:
-            error: the failure of this worker.
-            updated: keys of the layers that keep new weights on this worker.
-
         Returns:
-            Keys of the layers that keep new weights on any worker.
+            Keys of the layers that keep new weights on any worker; `updated` are those of this one.
         """
         if self._updated is not None:  # an inner call has reported it
             return self._updated
@@ -192,21 +180,13 @@ class WorkerGroup:
         count = len(every) // self.count
         return list(every[self.rank * count : (self.rank + 1) * count])
 
-    def first_micro_batch(self, count: int) -> int:
-        """Return the index of this worker's first micro-batch in the whole batch, with `count` micro-batches per worker."""
-        return self.rank * count
-
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def leave(self, finish: Callable[[], None]) -> bool:
-        """Run `finish` jointly and wait until every worker has done so; return False if a worker did not take part."""
-        try:
-            with self.synchronized("close", dict, _CLOSE_TIMEOUT_S):
-                finish()
-                self.control.handshake("leave")  # no connection closes while another worker still reads from it
-        except WorkerError:
-            return False
-        return True
+    def leave(self, finish: Callable[[], None]) -> None:
+        """Run `finish` jointly and wait until every worker has done so, unless one does not take part."""
+        with suppress(WorkerError), self.synchronized("close", dict, _CLOSE_TIMEOUT_S):
+            finish()
+            self.control.handshake("leave")  # no connection closes while another worker still reads from it
 
     def close(self) -> None:
         """Join threads and destroy process groups; a second call has no effect."""
@@ -217,7 +197,7 @@ class WorkerGroup:
         self._failure_thread.shutdown(wait=True)
         # Groups of some processes are named after their members alone, and a new group of the same name would use connections
         # of the old one: they are destroyed with the default group
-        for channel in (self.control, self.gathers, self.reduces) if self._is_world else ():
+        for channel in self._channels if self._is_world else ():
             channel.close()
         if self._made_group:
             dist.destroy_process_group()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch.distributed as dist
 
@@ -55,18 +55,3 @@ class Workers:
             raise ValueError(
                 f'group={self.group!r}: give a process group this process is a member of, or "auto" for the default one'
             )
-
-
-def resolve_workers(workers: Any) -> Workers:
-    """Return the settings for a process group or "auto".
-
-    Raises:
-        TypeError: another type of value.
-    """
-    if isinstance(workers, Workers):
-        return workers
-    if workers == "auto" or isinstance(workers, dist.ProcessGroup):
-        return Workers(group=workers)
-    raise TypeError(
-        f'workers={workers!r}: give "auto", a process group of torch.distributed, Workers(...), or None to train alone'
-    )

@@ -8,5 +8,4 @@ from l2l_core.surgery import CallSample as CallSample
 from l2l_core.surgery import capture_samples as capture_samples
 from l2l_core.surgery.identity.identity import plan_identity as plan_identity
 from l2l_core.surgery.identity.identity import sample_after as sample_after
-from l2l_core.surgery.identity.identity_plan import IdentityPlan as IdentityPlan
-from l2l_core.surgery.identity.identity_plan import apply_plan as apply_plan
+from l2l_core.surgery.identity.search import IdentityPlan as IdentityPlan

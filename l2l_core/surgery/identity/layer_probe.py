@@ -28,30 +28,20 @@ class LayerProbe:
     """A copy of `layer` with its sample.
 
     Args:
-        layer: only read.
-        sample: arguments of the layer.
         slot: index of the sample's leaf that is the hidden state; -1 if none is to be replaced.
         noise: perturbs the parameters, so that results do not depend on gains that are 1 or biases that are 0 by chance.
     """
 
     def __init__(self, layer: nn.Module, sample: CallSample, slot: int, noise: torch.Generator | None = None) -> None:
         self.sample, self.slot = sample, slot
-        self.hidden: torch.Tensor | None = sample.leaves[slot] if slot >= 0 else None  # the default of runs
+        self.hidden: Any = sample.leaves[slot] if slot >= 0 else None  # the default of runs
         self.module = _copy(layer)
         self._params = {n: p.requires_grad_() for n, p in self.module.named_parameters() if p.is_floating_point()}
         if noise is not None:
             for parameter in self._params.values():
                 _perturb(parameter, noise)
-        self._values = {name: p.detach().clone() for name, p in self._params.items()}
-
-    @property
-    def names(self) -> list[str]:
-        """Floating-point parameters, in the order of definition."""
-        return list(self._params)
-
-    def value(self, name: str) -> torch.Tensor:
-        """Return the value to which the parameter is restored."""
-        return self._values[name]
+        # The values to which parameters are restored, in the order of definition.
+        self.values = {name: p.detach().clone() for name, p in self._params.items()}
 
     def assign(self, name: str, value: torch.Tensor | float) -> None:
         """Set a parameter: to a number, or to a tensor of its shape."""
@@ -66,19 +56,15 @@ class LayerProbe:
     def restore(self, names: Iterable[str]) -> None:
         """Restore the values of parameters."""
         for name in names:
-            self.assign(name, self._values[name])
-
-    def outputs(self, hidden: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Run the layer on its sample, or with another hidden state; return all output tensors."""
-        return [leaf.detach() for leaf in self._run_leaves(hidden) if isinstance(leaf, torch.Tensor)]
+            self.assign(name, self.values[name])
 
     def run(self, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the layer; return its first floating-point output, the hidden state."""
-        return first_float(self.outputs(hidden))
+        """Run the layer on its sample, or with another hidden state; return its first floating-point output."""
+        return self._run_with_graph(hidden).detach()
 
     def find_without_gradient(self, names: Sequence[str]) -> list[str]:
         """List the parameters among `names` whose gradient is 0."""
-        out = first_float(self._run_leaves(None))
+        out = self._run_with_graph()
         # Not the sum: outputs of a norm or a softmax sum to a constant, whose gradient is 0.
         weights = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
         gradients = torch.autograd.grad(out, [self._params[n] for n in names], weights, allow_unused=True)
@@ -87,7 +73,7 @@ class LayerProbe:
     def last_use(self) -> dict[str, int]:
         """Return the order of each parameter's last use in a run; parameters that produce no elements are absent."""
         with _ReadTracker({p.untyped_storage().data_ptr(): n for n, p in self._params.items()}) as tracker:
-            self._run_leaves(None)
+            self._run_with_graph()
         return tracker.last
 
     def names_by_last_use(self) -> list[str]:
@@ -107,12 +93,15 @@ class LayerProbe:
             parts.append(f"*{type(module).__qualname__}" if is_member else part)
         return ".".join(parts), self._params[name].shape
 
-    def _run_leaves(self, hidden: torch.Tensor | None) -> list[Any]:
+    def _run_with_graph(self, hidden: torch.Tensor | None = None) -> torch.Tensor:
         hidden = self.hidden if hidden is None else hidden
         replaced = {} if self.slot < 0 else {id(self.sample.leaves[self.slot]): hidden}
         args, kwargs = self.sample.clone(replaced)  # copied for each run: the layer may write into its arguments
         RandomState.from_seed(0).restore()  # before each run: runs are compared to the bit
-        return pytree.tree_leaves(self.module(*args, **kwargs), is_leaf=is_cache)
+        for leaf in pytree.tree_leaves(self.module(*args, **kwargs), is_leaf=is_cache):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                return leaf
+        raise ValueError("its output has no floating-point tensor")
 
 
 @contextmanager
@@ -128,14 +117,6 @@ def clean_torch_state() -> Iterator[None]:
             outer_state.restore()
 
 
-def first_float(leaves: Iterable[Any]) -> torch.Tensor:
-    """Return the first floating-point tensor; raise ValueError if there is none."""
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-            return leaf
-    raise ValueError("its output has no floating-point tensor")
-
-
 class _ReadTracker(TorchDispatchMode):
     """Records the last read of storages, without operations that produce no elements (an expert without tokens)."""
 
@@ -148,14 +129,11 @@ class _ReadTracker(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if any(isinstance(leaf, torch.Tensor) and leaf.numel() for leaf in pytree.tree_leaves(result)):
             for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, torch.Tensor) and (name := self._names.get(_storage(leaf))) is not None:
+                strided = isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
+                if strided and (name := self._names.get(leaf.untyped_storage().data_ptr())):
                     self._count += 1
                     self.last[name] = self._count
         return result
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
 def _copy(layer: nn.Module) -> nn.Module:
@@ -164,7 +142,8 @@ def _copy(layer: nn.Module) -> nn.Module:
     for module in layer.modules():
         for attribute in _HOOKS:
             hooks = module.__dict__[attribute]
-            own = {key: copy.deepcopy(hook) for key, hook in hooks.items() if _is_torch_hook(hook)}
+            # Those of PyTorch's older weight norm and spectral norm stay.
+            own = {k: copy.deepcopy(h) for k, h in hooks.items() if type(h).__module__.startswith("torch.nn.utils.")}
             memo[id(hooks)] = type(hooks)(own)  # `deepcopy` takes this copy from the memo
         for value in vars(module).values():  # a weight that a hook has set, with its graph
             if isinstance(value, torch.Tensor):
@@ -173,11 +152,6 @@ def _copy(layer: nn.Module) -> nn.Module:
     for module in twin.modules():  # not twin.eval(), which a module may override
         module.training = False
     return twin
-
-
-def _is_torch_hook(hook: Any) -> bool:
-    """Return whether a hook belongs to PyTorch's older weight norm or spectral norm."""
-    return type(hook).__module__.startswith("torch.nn.utils.")
 
 
 def _perturb(parameter: torch.Tensor, noise: torch.Generator) -> None:

@@ -1,4 +1,4 @@
-"""Common parts of the searches for an identity plan: the case, trials of zeroed parameters, and comparisons."""
+"""Identity plans, and common parts of their searches: the case, trials of zeroed parameters, and comparisons."""
 
 from __future__ import annotations
 
@@ -12,6 +12,32 @@ from l2l_core.surgery import CallSample
 from l2l_core.surgery.identity.layer_probe import LayerProbe
 
 EXACT = 1e-6  # relative to the largest element; for sums in another order
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterTransfer:
+    """Move of a parameter's value and optimizer state to the new layer, elementwise; the old value becomes `neutral`."""
+
+    preceding: str
+    new: str
+    neutral: float  # 1 for a gain, 0 for a shift
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityPlan:
+    """New values of a layer's parameters, by name; other parameters keep their values."""
+
+    zeroed: tuple[str, ...] = ()
+    ones: tuple[str, ...] = ()
+    minus_ones: tuple[str, ...] = ()  # gains that are stored as gain - 1
+    transfers: tuple[ParameterTransfer, ...] = ()
+    max_abs_error: float = 0.0  # of the hidden state, on the sample
+
+    @property
+    def constants(self) -> dict[str, float]:
+        """The parameters that are set to a number, with it."""
+        parts = (self.zeroed, 0.0), (self.ones, 1.0), (self.minus_ones, -1.0)
+        return {name: value for names, value in parts for name in names}
 
 
 class NoIdentityError(Exception):
@@ -81,7 +107,7 @@ def restore_unneeded(probe: LayerProbe, names: Sequence[str]) -> list[str]:
 def with_unused(probe: LayerProbe, changed: Sequence[str], value: float) -> list[str]:
     """Set and add the counterparts of `changed` that are unused on this sample, such as experts without tokens."""
     kinds, used = {probe.counterpart_key(name) for name in changed}, probe.last_use()
-    unused = [n for n in probe.names if n not in used and n not in changed and probe.counterpart_key(n) in kinds]
+    unused = [n for n in probe.values if n not in used and n not in changed and probe.counterpart_key(n) in kinds]
     probe.fill(unused, value)
     return [*changed, *unused]
 
@@ -127,4 +153,4 @@ def is_close(one: Tensor, other: Tensor, bound: float = EXACT) -> bool:
 
 def in_definition_order(probe: LayerProbe, names: Sequence[str]) -> tuple[str, ...]:
     """Sort `names` in the order in which the layer defines them."""
-    return tuple(sorted(names, key=probe.names.index))
+    return tuple(name for name in probe.values if name in names)

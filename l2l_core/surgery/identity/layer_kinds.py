@@ -1,14 +1,19 @@
-"""Identity plans of layers that end in a norm: the layer becomes a chain of norms."""
+"""Identity plans of residual layers, and of layers that end in a norm.
+
+In a residual layer all branches become 0. A layer that ends in a norm becomes a chain of norms, and the last one takes over the
+values of the norm before it.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from l2l_core.surgery.identity.identity_plan import IdentityPlan, ParameterTransfer
 from l2l_core.surgery.identity.layer_probe import LayerProbe
 from l2l_core.surgery.identity.search import (
+    IdentityPlan,
     NoIdentityError,
+    ParameterTransfer,
     SearchCase,
     check_preceding_output,
     check_trainable,
@@ -21,12 +26,73 @@ from l2l_core.surgery.identity.search import (
 )
 
 
-def plan_post_norm(case: SearchCase, probe: LayerProbe, order: list[str]) -> IdentityPlan:
-    """Return the plan of a layer that ends in a norm; `probe` must have its own values and is changed.
+def plan_residual(case: SearchCase, probe: LayerProbe, order: list[str], zeroed: list[str]) -> IdentityPlan:
+    """Return the plan of a layer that is the identity with `zeroed` at 0; changes `probe`.
 
-    Raises:
-        NoIdentityError: there is no such plan.
+    `order` has all parameters, in the order of their last use.
     """
+    zeroed = restore_unneeded(probe, zeroed)
+    zeroed, minus_ones = _move_to_offset_gains(probe, order, zeroed)
+    check_trainable(probe, [*zeroed, *minus_ones])
+    zeroed, minus_ones = with_unused(probe, zeroed, 0.0), with_unused(probe, minus_ones, -1.0)
+    plan = IdentityPlan(in_definition_order(probe, zeroed), (), in_definition_order(probe, minus_ones))
+    # The sample's hidden state may have one sign only, for which a ReLU at the end has no effect.
+    if not all(is_close(probe.run(h), h) for h in (case.random_like(probe.hidden) for _ in range(2))):
+        _check_range(case, probe)
+    return plan
+
+
+def _move_to_offset_gains(probe: LayerProbe, order: list[str], zeroed: list[str]) -> tuple[list[str], list[str]]:
+    """Set a branch that ends in a norm with gain 1 + w to 0 by w = -1.
+
+    A norm of zeros has a gradient of 1 / sqrt(eps), so that the first update would be far too large.
+    """
+    base, minus_ones = probe.run(), list[str]()
+    for name in order:
+        earlier = [other for other in zeroed if order.index(other) < order.index(name)]
+        if name in zeroed or not earlier or probe.values[name].numel() > max(probe.hidden.shape, default=1):
+            continue
+        probe.assign(name, -1.0)
+        freed = list[str]()
+        if torch.equal(probe.run(), base):
+            for other in earlier:
+                probe.restore([other])
+                if torch.equal(probe.run(), base):
+                    freed.append(other)
+                else:
+                    probe.assign(other, 0.0)
+        if freed and not probe.find_without_gradient([name]):  # without a gradient it would never be trained
+            zeroed = [other for other in zeroed if other not in freed]
+            minus_ones.append(name)
+        else:
+            probe.restore([name])
+            probe.fill(freed, 0.0)
+    return zeroed, minus_ones
+
+
+def _check_range(case: SearchCase, probe: LayerProbe) -> None:
+    """Refuse an identity for some inputs only (a ReLU at the end), unless `preceding` produces only such inputs."""
+    if case.preceding is None:
+        raise NoIdentityError(
+            "it returns this hidden state unchanged but not every one (as with a ReLU at its end). Pass preceding= and "
+            "preceding_sample=, the layer before it, which may produce only such hidden states"
+        )
+    check_preceding_output(case)
+    before = case.probe_preceding()
+    for size in (1, 30, 1000):  # up to inputs against which biases are small
+        output = before.run(None if before.hidden is None else size * case.random_like(before.hidden))
+        if output.shape != probe.hidden.shape or not is_close(probe.run(output), output):
+            raise NoIdentityError(
+                "it returns only some hidden states unchanged (as with a ReLU at its end), and the "
+                f"{case.preceding_name} before it does not ensure that"
+            )
+
+
+# -- layers that end in a norm -----------------------------------------------------------------------------------------
+
+
+def plan_post_norm(case: SearchCase, probe: LayerProbe, order: list[str]) -> IdentityPlan:
+    """Return the plan of a layer that ends in a norm; `probe` must have its own values and is changed."""
     gain, shift = _final_affine(probe)
     gains = [name for name in order if _is_per_feature(probe, name) and _cuts_input(case, probe, name)]
     if gain is None or gain not in gains:
@@ -44,7 +110,7 @@ def plan_post_norm(case: SearchCase, probe: LayerProbe, order: list[str]) -> Ide
     target = before.run(given)
     for item in transfers:
         before.assign(item.preceding, item.neutral)
-        probe.assign(item.new, before.value(item.preceding).view_as(probe.value(item.new)))
+        probe.assign(item.new, before.values[item.preceding].view_as(probe.values[item.new]))
     probe.hidden = before.run(given)
     ones = [name for name in gains if name != gain]
     probe.fill(ones, 1.0)
@@ -74,7 +140,6 @@ def _pair_affines(case: SearchCase, before: LayerProbe, gain: str, shift: str | 
 
 def _cuts_input(case: SearchCase, probe: LayerProbe, name: str) -> bool:
     """Return whether the output no longer depends on the hidden state when this parameter is 0."""
-    assert probe.hidden is not None
     probe.assign(name, 0.0)
     one, other = probe.run(), probe.run(case.random_like(probe.hidden))
     probe.restore([name])
@@ -84,7 +149,7 @@ def _cuts_input(case: SearchCase, probe: LayerProbe, name: str) -> bool:
 def _final_affine(probe: LayerProbe) -> tuple[str | None, str | None]:
     """Return gain and shift of a layer's final operation, output = gain * z + shift; None if absent."""
     out = probe.run()
-    names = [name for name in reversed(probe.names_by_last_use()) if broadcast_views(probe.value(name), out)]
+    names = [name for name in reversed(probe.names_by_last_use()) if _broadcast_views(probe.values[name], out)]
     shift = next((name for name in names if _moves_output(probe, name)), None)
     if shift is not None:
         probe.assign(shift, 0.0)  # the output scales with the gain only without a shift
@@ -96,31 +161,30 @@ def _final_affine(probe: LayerProbe) -> tuple[str | None, str | None]:
 
 def _moves_output(probe: LayerProbe, name: str) -> bool:
     base, step = probe.run(), _random_values(probe, name)
-    probe.assign(name, probe.value(name) + step)
+    probe.assign(name, probe.values[name] + step)
     moved = probe.run() - base
     probe.restore([name])
-    return any(is_close(moved, each.expand_as(moved), 1e-4) for each in broadcast_views(step, base))
+    return any(is_close(moved, each.expand_as(moved), 1e-4) for each in _broadcast_views(step, base))
 
 
 def _scales_output(probe: LayerProbe, name: str) -> bool:
     base, factor = probe.run(), _random_values(probe, name)
-    probe.assign(name, probe.value(name) * factor)
+    probe.assign(name, probe.values[name] * factor)
     scaled = probe.run()
     probe.restore([name])
-    return any(is_close(scaled, base * each, 1e-4) for each in broadcast_views(factor, base))
+    return any(is_close(scaled, base * each, 1e-4) for each in _broadcast_views(factor, base))
 
 
 def _random_values(probe: LayerProbe, name: str) -> Tensor:
-    value = probe.value(name)
+    value = probe.values[name]
     return torch.randn(value.shape, generator=torch.Generator().manual_seed(1)).to(value.dtype)
 
 
 def _is_per_feature(probe: LayerProbe, name: str) -> bool:
-    assert probe.hidden is not None
-    return bool(broadcast_views(probe.value(name), probe.hidden))
+    return bool(_broadcast_views(probe.values[name], probe.hidden))
 
 
-def broadcast_views(values: Tensor, hidden: Tensor) -> list[Tensor]:
+def _broadcast_views(values: Tensor, hidden: Tensor) -> list[Tensor]:
     """Return the views of `values`, one value per feature or channel, that broadcast over the hidden state."""
     found = []
     for axis in {hidden.ndim - 1, 1}:
@@ -132,8 +196,8 @@ def broadcast_views(values: Tensor, hidden: Tensor) -> list[Tensor]:
 
 
 def _no_path_reason(case: SearchCase, probe: LayerProbe) -> str:
-    probe.restore(probe.names)
-    for name in probe.names:
+    probe.restore(probe.values)
+    for name in probe.values:
         if not _is_per_feature(probe, name) and _cuts_input(case, probe, name):
             return f"it has no residual path: its whole output passes {name}"
     order = probe.names_by_last_use()
