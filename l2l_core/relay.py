@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from l2l_core import saves
 from l2l_core.batches import Batch, BatchRows, ModelCall, Objective, Weight, join_outputs, structure_of
 from l2l_core.config import RelayConfig, checked_config
-from l2l_core.devices import Device, ForkGuard, Ledger, free_bytes, resolve_device
+from l2l_core.devices import Device, ForkGuard, Ledger, free_bytes, resolve_device, serial_executor
 from l2l_core.edits import Branch, Branches, Edit, Editor, History, JournalEntry
 from l2l_core.edits import BranchState as BranchState
 from l2l_core.eps import GradientBuffers, LayerStore, Masters, Residuals
@@ -47,7 +47,6 @@ from l2l_core.shelf import (
     Disk,
     DiskBackend,
     FileShelf,
-    SaveImportBackend,
     check_in_core_fits,
     make_disk_backend,
     refuse_edited_save,
@@ -87,6 +86,8 @@ def accept_trust(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 class Relay:
     """Train a model one layer at a time, with the same result as plain training.
+
+    Several workers call each method together, each with different rows as its batch.
 
     Args:
         model: module with dense float32 parameters on the CPU. Between steps its parameters are views of the masters, so
@@ -152,11 +153,13 @@ class Relay:
         source = self._backend.make_weight_source(self.device, self.host)
         disk_stash = self._backend.make_disk_stash(self.device, self.host)
         parts = RelayParts(model, self.device, self.host, shell, units, source, disk_stash)
-        # If layers compute on the same cores, updates beside them use one.
+        # If layers compute on the same cores, updates beside them use one. An optimizer that sums over elements gets as many as
+        # in core, since the order of its sums depends on the number.
         cores = 1 if self.device.in_host_memory else max(1, torch.get_num_threads() * 3 // 4)
+        thread = serial_executor("eps", cores if findings.elementwise else torch.get_num_threads())
         masters = Masters(parts.units, made, model.parameters, self.host, findings)
         gradients = GradientBuffers(self.host, self.device.host_empty)
-        self._store = LayerStore.create(masters, gradients, Residuals(self.device), cores)
+        self._store = LayerStore(masters, gradients, Residuals(self.device), thread)
         self._store.reducer = self._backend.make_reducer()
         self._runner = Runner(parts, self._store, self._model_call, weight, self._backend, self._kv_caches, settings)
         self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, settings.seed)
@@ -245,7 +248,7 @@ class Relay:
         return self._runner.trace
 
     def traces(self) -> Traces:
-        """Gather the traces of all workers for the last step, on every worker. All workers call it together.
+        """Gather the traces of all workers for the last step, on every worker.
 
         Raises:
             ValueError: no step was made yet.
@@ -350,15 +353,8 @@ class Relay:
                     return self._step(batch, config)
 
     def forward(self, batch: Batch) -> Any:
-        """Run the model in evaluation mode and return its outputs, concatenated over micro-batches. Nothing changes.
-
-        Workers call it together, each with its own rows.
-        """
-        with (
-            defer_interrupts(),
-            self._exclusive(),
-            self._backend.synchronized("run forward", partial(self._shared_facts, batch)),
-        ):
+        """Run the model in evaluation mode and return its outputs, concatenated over micro-batches. Nothing changes."""
+        with self._together("run forward", batch):
             rows, micro_batches = self._runner.split(batch)
             outputs = self._runner.infer(micro_batches, self._model_call.outputs)
             # Divisors may need evaluations of the loss: at most once, and only if an output is a scalar.
@@ -369,15 +365,8 @@ class Relay:
             )
 
     def evaluate(self, batch: Batch) -> float:
-        """Return the mean loss of a batch in evaluation mode. Weights, buffers and random state do not change.
-
-        Workers call it together, each with its own rows of the batch.
-        """
-        with (
-            defer_interrupts(),
-            self._exclusive(),
-            self._backend.synchronized("evaluate", partial(self._shared_facts, batch)),
-        ):
+        """Return the mean loss of a batch in evaluation mode. Weights, buffers and random state do not change."""
+        with self._together("evaluate", batch):
             return self._runner.evaluate(batch, self._runner.normaliser)
 
     @accept_trust
@@ -386,9 +375,7 @@ class Relay:
 
         Restores everything that a forward changes in evaluation mode too (buffers, plain attributes of modules, NumPy's
         random state); measurements of batches and layers are not kept for steps. Hooks on modules, `objective` and `loss`
-        do run, and state that they keep outside of the model is not restored.
-
-        Workers call it together, each with its own rows and the same number of batches.
+        do run, and state that they keep outside of the model is not restored. Workers pass the same number of batches.
 
         Args:
             batches: as for `evaluate`.
@@ -426,9 +413,8 @@ class Relay:
         """Inspect activations, attention and logit lens in evaluation mode, without any effect on later steps, as `probe`.
 
         The chosen micro-batches run through all layers once. Each chosen layer is reduced to a few figures (its input, its
-        output and their difference) while it is on the device, so device memory does not grow with depth.
-
-        Workers call it together, and all inspect the rows of worker 0.
+        output and their difference) while it is on the device, so device memory does not grow with depth. All workers
+        inspect the rows of worker 0.
 
         Args:
             batch: as for `step`, split into as many micro-batches; only the chosen ones run.
@@ -461,9 +447,7 @@ class Relay:
             return {**self._shared_facts(batch, leave_out), "what is inspected": repr((keys, numbers))}
 
         with (
-            defer_interrupts(),
-            self._exclusive(),
-            self._backend.synchronized("look inside", facts),
+            self._together("look inside", facts=facts),
             self._restored_state(),
             self._skipping(leave_out, force=False),
         ):
@@ -498,8 +482,8 @@ class Relay:
         The in-core side runs in float32 on the same kind of device, which needs room for the whole model. On a GPU, expect
         agreement to float32 rounding, not equal bits. With ``precision="bf16"`` or `compress` the report shows their error.
 
-        Workers call it together. Each runs the whole in-core side, on the micro-batches of all, and needs room for the
-        model twice. Only ``reduce="ordered"`` gives equal bits. Buffers are not compared if each worker has its own.
+        Each worker runs the whole in-core side, on the micro-batches of all, and needs room for the model twice. Only
+        ``reduce="ordered"`` gives equal bits. Buffers are not compared if each worker has its own.
 
         With a shelf, the relay's step runs from files without changing them and is compared block by block; the in-core
         side is in host memory.
@@ -513,10 +497,8 @@ class Relay:
             ValueError: the in-core side needs more than `host_bytes`. Nothing was run.
         """
         with (
-            defer_interrupts(),
-            self._exclusive(),
+            self._together("verify", batch),
             self.device.current(),
-            self._backend.synchronized("verify", partial(self._shared_facts, batch)),
             self._preserved(),
             torch.enable_grad(),
             self._kv_caches.disabled(),  # in the copy, too
@@ -585,8 +567,8 @@ class Relay:
         rehearsed, forward and backward, without a budget and with an unlimited link: once metered, then timed up to five
         times or for two seconds. Hooks on modules run. A rehearsal also records the order in which layers are called.
 
-        Workers call it together. Each holds the whole model meanwhile, rehearses, and returns its own forecast. If the step
-        does not fit the device, other settings are rehearsed too; `Forecast.advice` lists those that fit.
+        If the step does not fit the device, other settings are rehearsed too; `Forecast.advice` lists those that fit. Each
+        worker holds the whole model meanwhile, rehearses, and returns its own forecast.
 
         Args:
             batch: as for `step`.
@@ -610,11 +592,9 @@ class Relay:
             count=workers, network=network, stragglers=stragglers, wire=wire, reduce=reduce, rank=rank
         )
         with (
-            defer_interrupts(),
-            self._exclusive(),
+            self._together("forecast", batch),
             torch.enable_grad(),
             self._kv_caches.disabled(),
-            self._backend.synchronized("forecast", partial(self._shared_facts, batch)),
             self._backend.storage_unsharded(),
             self._runner.rehearsing(cluster) as rehearsal,
         ):
@@ -647,7 +627,7 @@ class Relay:
         settings are timed again. If everything fits, depth first is chosen. Results do not depend on these settings, except
         that other micro-batches draw other random numbers.
 
-        Workers call it together. The worker with the largest batch rehearses, for the memory of the worker with the least,
+        The worker with the largest batch rehearses, for the memory of the worker with the least,
         and all use its choice. All hold the whole model meanwhile.
 
         Args:
@@ -691,7 +671,7 @@ class Relay:
             ValueError, TypeError: an edit cannot be applied; the message lists valid ones. Nothing has changed.
             OSError: a shelf's disk fails or has no room for new layers. Nothing has changed.
         """
-        with defer_interrupts(), self._exclusive(), self._editing_together("edit", edits), self._editing():
+        with self._editing_together("edit", edits):
             self._editor.force = force
             return self._history.apply(edits, self.steps)
 
@@ -701,7 +681,7 @@ class Relay:
         Raises:
             ValueError: there is no edit to undo, or its layers were deleted.
         """
-        with defer_interrupts(), self._exclusive(), self._editing_together("undo"), self._editing():
+        with self._editing_together("undo"):
             return self._history.undo(self.steps)
 
     def redo(self) -> JournalEntry:
@@ -710,7 +690,7 @@ class Relay:
         Raises:
             ValueError: no edit was undone since the last edit.
         """
-        with defer_interrupts(), self._exclusive(), self._editing_together("redo"), self._editing():
+        with self._editing_together("redo"):
             return self._history.redo(self.steps)
 
     def fork(self, name: str) -> Branch:
@@ -721,7 +701,7 @@ class Relay:
         Raises:
             ValueError: the name is empty or taken, or `compress` has feedback.
         """
-        with defer_interrupts(), self._exclusive(), self._together_on_branch("make a branch", name):
+        with self._together("make a branch", branch=name):
             self._check_config(self.config, [name])
             self._branches.fork(name, self._branch_state())
             self._history = self._history.copy()
@@ -735,7 +715,7 @@ class Relay:
         Raises:
             ValueError: no branch has this name; lists the branches.
         """
-        with defer_interrupts(), self._exclusive(), self._together_on_branch("switch", name):
+        with self._together("switch", branch=name):
             barrier = partial(self._backend.gather_items, [], "switch")
             with self._editing():
                 state = self._branches.switch(name, self._branch_state(), barrier)
@@ -750,7 +730,7 @@ class Relay:
         Raises:
             ValueError: no branch has this name, or it is the current one.
         """
-        with defer_interrupts(), self._exclusive(), self._together_on_branch("discard a branch", name):
+        with self._together("discard a branch", branch=name):
             self._branches.discard(name)
             self._history.free_unreachable()
 
@@ -809,7 +789,7 @@ class Relay:
             back.callback(backend.close)
             register_restore(model, optimizer, back)
             with backend.synchronized("load a save", dict):
-                saved = saves.load_save_together(Path(folder), backend)
+                saved = saves.load_save(Path(folder), backend)
                 options.setdefault("config", saved.config)
                 edited, parts = saved.edited, saved.past()
                 resumption = Resumption(saved, edited, parts, modules)
@@ -817,7 +797,7 @@ class Relay:
             if shelf is not None:
                 refuse_edited_save(saved)
                 options["workers"] = backend = make_disk_backend(
-                    shelf, workers, model, options["config"], SaveImportBackend
+                    shelf, workers, model, options["config"], from_save=True
                 )
                 back.callback(backend.close)
             relay = cls(model, optimizer, **options)
@@ -872,7 +852,7 @@ class Relay:
         first_call = self._sample_call(self._runner.rows_of(batch))
         result = self._runner.step(batch, config)
         self._editor.layer_factory.run_model = first_call
-        self._history.record_loss(result.loss)
+        self._history.loss = result.loss
         return result
 
     def _fit(
@@ -943,9 +923,8 @@ class Relay:
     def _run_observed(
         self, micro_batches: Sequence[Any], task: PassTask, observers: Sequence[LayerObserver]
     ) -> list[Any]:
-        def prepare(stage: BreadthFirstRuntime) -> None:
-            for observer in observers:
-                stage.add_observer(observer)
+        def prepare(runtime: BreadthFirstRuntime) -> None:
+            runtime.ctx.observers.extend(observers)
 
         config = replace(self.config, micro_batches=len(micro_batches))
         return self._runner.infer(micro_batches, task, config, prepare)
@@ -966,18 +945,33 @@ class Relay:
             "structure of the batch": "" if batch is None else str(structure_of(self._runner.rows_of(batch).batch)),
         }
 
-    def _together_on_branch(self, what: str, name: str) -> AbstractContextManager[None]:
-        """Run a block that concerns one branch on all workers."""
-        return self._backend.synchronized(what, lambda: {**self._shared_facts(), "name of the branch": repr(name)})
+    def _edit_facts(self, edits: Sequence[Edit], probes: int = 0) -> dict[str, str]:
+        """Return the shared facts with edits, described without addresses, which differ between processes."""
+        edits_to_make = re.sub(r" at 0x[0-9a-f]+", "", repr(edits))
+        return {**self._shared_facts(), "edits to make": edits_to_make, "number of batches": str(probes)}
+
+    @contextmanager
+    def _together(
+        self,
+        what: str,
+        batch: Batch | None = None,
+        branch: str = "",
+        facts: Callable[[], dict[str, str]] | None = None,
+    ) -> Iterator[None]:
+        """Run a block as one operation of all workers, with equal facts; an interrupt is raised after it."""
+
+        def own_facts() -> dict[str, str]:
+            return {**self._shared_facts(batch), "name of the branch": repr(branch)}
+
+        with defer_interrupts(), self._exclusive(), self._backend.synchronized(what, facts or own_facts):
+            yield
 
     @contextmanager
     def _editing_together(self, what: str, edits: Sequence[Edit] = ()) -> Iterator[None]:
         """Change whole layers on all workers in a block; afterwards all have the values of worker 0."""
-        with (
-            self._backend.synchronized(what, lambda: {**self._shared_facts(), **_edit_facts(edits)}),
-            self._backend.editable(),
-        ):
-            yield
+        with self._together(what, facts=partial(self._edit_facts, edits)), self._backend.storage_unsharded():
+            with self._editing():
+                yield
             self._backend.broadcast_state(self._runner.parts.units)
 
     @contextmanager
@@ -995,13 +989,10 @@ class Relay:
             yield
             return
         self._editor.force = force
-        count = {"number of batches": str(probes)}
         try:
             with (
-                self._backend.synchronized(
-                    "try edits", lambda: {**self._shared_facts(), **_edit_facts(edits), **count}
-                ),
-                self._backend.editable(),
+                self._backend.synchronized("try edits", partial(self._edit_facts, edits, probes)),
+                self._backend.storage_unsharded(),
                 ExitStack() as undo,
             ):
                 undo.enter_context(self._history.try_edits(edits))
@@ -1011,7 +1002,10 @@ class Relay:
             try:
                 yield
             finally:  # an error in the block was raised on all workers
-                with self._backend.synchronized("take edits back", self._shared_facts), self._backend.editable():
+                with (
+                    self._backend.synchronized("take edits back", self._shared_facts),
+                    self._backend.storage_unsharded(),
+                ):
                     trial.close()
         finally:
             self._editor.force = False
@@ -1096,11 +1090,6 @@ class Relay:
             snapshot_parts(self._branches),
             {block.key: block for unit in self._editor.units_with_values for block in unit.blocks},
         )
-
-
-def _edit_facts(edits: Sequence[Edit]) -> dict[str, str]:
-    """Describe edits for comparison between workers, without addresses, which differ between processes."""
-    return {"edits to make": re.sub(r" at 0x[0-9a-f]+", "", repr(edits))}
 
 
 def _reusable(values: Any) -> Any:

@@ -91,11 +91,7 @@ class Runner:
     # -- parts of a pass -----------------------------------------------------------------------------------------------
 
     def rows_of(self, batch: Batch) -> BatchRows:
-        """Return a batch as rows.
-
-        Raises:
-            ValueError, TypeError: it has no rows, or the model cannot take it.
-        """
+        """Return a batch as rows."""
         rows = BatchRows(batch)
         self._model_call.check(batch)
         return rows
@@ -121,7 +117,7 @@ class Runner:
             return config
         nbytes = parse_bytes(config.keep, "keep")
         kind = self.kind_of(self.rows_of(batch).split(config.micro_batches), config)
-        cached = self.pass_cache.find_kept_count(kind)
+        cached = self.pass_cache.kept_counts.get(kind)
         counts = [
             count for count in self._backend.gather_items([cached], "share counts of kept graphs") if count is not None
         ]
@@ -132,7 +128,7 @@ class Runner:
                 own = layers_within(rehearsal, batch, config, nbytes) if cached is None else cached
             counts = self._backend.gather_items([own], "count the graphs that are kept")
         kept = min(counts)  # all workers must load the same layers
-        self.pass_cache.record_kept_count(kind, kept)
+        self.pass_cache.kept_counts.put(kind, kept)
         return replace(config, keep=kept)
 
     def _make_spec(self, config: RelayConfig, task: PassTask, micro_batches: Sequence[Any]) -> PassSpec:
@@ -157,14 +153,15 @@ class Runner:
         self.steps += 1
         self._store.updated.clear()  # else it would keep layers that are dropped next in memory
         self.pass_cache.record_step(kind, ran.layer_order, ran.metered)
+        events, _ = trace.events_since(0)
         return StepResult(
             loss=loss,
             seconds=time.perf_counter() - began_s,
             samples=rows.count,
             trace=trace,
             peak_device_bytes=self._device.ledger.peak,
-            bytes_loaded=ran.bytes_loaded,
-            bytes_pushed=ran.bytes_pushed,
+            bytes_loaded=sum(event.nbytes for event in events if event.kind == "load"),
+            bytes_pushed=sum(event.nbytes for event in events if event.kind == "push"),
         )
 
     def _train(
@@ -189,7 +186,7 @@ class Runner:
             updated = self._backend.agree_on_failure(error, self._roll_back(restore_buffers))
             if isinstance(error, StaleMeterError):
                 self.pass_cache.invalidate()
-            if isinstance(error, DeviceOutOfMemory) and self._backend.can_rehearse:
+            if isinstance(error, DeviceOutOfMemory) and self._backend.count == 1:
                 from l2l_core.forecast import advise
 
                 with self.rehearsing() as rehearsal:
@@ -226,14 +223,7 @@ class Runner:
         config: RelayConfig | None = None,
         prepare: Callable[[BreadthFirstRuntime], None] = _change_nothing,
     ) -> list[Any]:
-        """Run a forward relay in evaluation mode, without gradients; return the micro-batches' results on the host.
-
-        Args:
-            micro_batches: as the model takes them.
-            task: returns the result of one.
-            config: default: the relay's own settings.
-            prepare: called with the runtime before the pass.
-        """
+        """Run a forward relay in evaluation mode, without gradients; return the micro-batches' results on the host."""
         check_model(self._model, self.parts.units)
         # Per module: parts of a model may always be in evaluation mode.
         modes = {module: module.training for module in self._model.modules()}
@@ -245,9 +235,9 @@ class Runner:
         try:
             self._model.eval()
             with torch.no_grad(), self._kv_caches.disabled():
-                replay = self.pass_cache.find_inference(kind, task)
+                replay = self.pass_cache.inferences.get((kind, task))
                 results, ran = run_forward(self.parts, spec, trace, replay, prepare)
-            self.pass_cache.record_inference(kind, task, ran.metered)
+            self.pass_cache.inferences.put((kind, task), ran.metered)
             return results
         finally:
             for module, training in modes.items():

@@ -4,10 +4,10 @@ May import `trace`, `schedule_rules`.
 Begin reading at `roofline.py`, `phases.py`, `bounds.py`.
 """
 
-from l2l_core.analysis.bounds import Bound as Bound
 from l2l_core.analysis.bounds import find_bounds as find_bounds
+from l2l_core.analysis.bounds import find_plan_bounds as find_plan_bounds
 from l2l_core.analysis.bounds import micro_batches_to_hide as micro_batches_to_hide
-from l2l_core.analysis.plan_bounds import find_plan_bounds as find_plan_bounds
+from l2l_core.analysis.phases import Bound as Bound
 from l2l_core.analysis.roofline import ALL_PHASES as ALL_PHASES
 from l2l_core.analysis.roofline import MIDDLE as MIDDLE
 from l2l_core.analysis.roofline import OVERLAPPING as OVERLAPPING

@@ -6,66 +6,32 @@ Computed from the events of a trace. The phases are those of `roofline.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from l2l_core.analysis.phases import IDLE, OTHERS, Phase, split_phases
-from l2l_core.analysis.roofline import ALL_PHASES, SecondsByLane, VisitWork
+from l2l_core.analysis.phases import (
+    IDLE,
+    NEGLIGIBLE_SHARE,
+    OTHERS,
+    Bound,
+    Phase,
+    binding_lane,
+    make_bound,
+    split_phases,
+)
+from l2l_core.analysis.roofline import ALL_PHASES, VisitWork
 from l2l_core.schedule_rules import has_link
-from l2l_core.trace import DISK_LANES, NETWORK_LANES, Event, TraceLike, format_bytes, format_seconds
+from l2l_core.trace import DISK_LANES, NETWORK_LANES, Event, Trace, format_bytes, format_seconds
 
-NEGLIGIBLE_SHARE = 0.05  # smaller shares of a phase are not reported
 # Events whose number does not depend on the number of micro-batches, unless `Event.k` is set.
 _PER_VISIT_KINDS = ("load", "push", "reduce", "update", "clip", "gather", "end", "read", "write")
 _LOCAL_LANES = {"compute", "h2d", "d2h", "eps"}  # lanes of one machine, without files
+_WHOLE_STEP = "the step"  # only phase of a plan, in which micro-batches run forward and backward in turn
 _MAX_GROWTH = 16  # above this factor, more micro-batches are not practical as the only advice
 
 
-@dataclass(frozen=True)
-class Bound:
-    """The lane that limits one phase of a step; `str` makes a sentence of it.
-
-    Attributes:
-        phase: one of `ALL_PHASES`.
-        span_s: length of the phase in seconds.
-        busy_s: by lane, its seconds of work in the phase.
-        lane: the lane with the most exposed time; "others" if compute mostly waited for other workers, "idle" if it mostly
-            waited while no lane worked, "compute" if each of these is at most 5 % of the phase.
-        exposed_s: seconds in which that lane worked and compute did not; for "idle" and "others", in which no lane worked.
-        idle_s: seconds in which compute did not work.
-        floor_s: roofline of the phase: its busiest lane; in fill and tail, which are chains, the time in which any lane
-            worked.
-        advice: the change that would help, with a number, or the reason why none would.
-        settings: the advice as values for `RelayConfig`, empty if no setting helps. "micro_batches" counts micro-batches of
-            the present size, so the batch must grow with it.
-    """
-
-    phase: str
-    span_s: float
-    busy_s: SecondsByLane
-    lane: str
-    exposed_s: float
-    idle_s: float
-    floor_s: float
-    advice: str
-    settings: Mapping[str, Any]
-
-    def __str__(self) -> str:
-        if self.lane == "compute":
-            found = f"bound by compute, which works {format_seconds(self.busy_s['compute'])} of {format_seconds(self.span_s)}"
-        elif self.lane == OTHERS:
-            found = f"compute waits {format_seconds(self.exposed_s)} of {format_seconds(self.span_s)} for other workers"
-        elif self.lane == IDLE:
-            found = (
-                f"compute waits {format_seconds(self.exposed_s)} of {format_seconds(self.span_s)} while no lane works"
-            )
-        else:
-            found = f"{self.lane} exposes {format_seconds(self.exposed_s)} of {format_seconds(self.span_s)}"
-        return f"{self.phase}: {found}; {self.advice}"
-
-
-def find_bounds(trace: TraceLike) -> tuple[Bound, ...]:
+def find_bounds(trace: Trace) -> tuple[Bound, ...]:
     """Return the bounds of a step's phases, in order of time; empty without events.
 
     Also for a running or failed step, and for a forward pass. Settings absent from `Trace.settings` are not advised; the
@@ -81,13 +47,8 @@ def micro_batches_to_hide(compute_s: float, fixed_s: float, growing_s: float, mi
     """Return the least number of micro-batches whose compute hides a lane's work, None if no number does.
 
     Each further micro-batch of the same size adds to compute and to the growing part in proportion, so K' of them do if
-    ``K' * (compute_s - growing_s) / K >= fixed_s``.
-
-    Args:
-        compute_s: of a phase.
-        fixed_s: work of the lane that does not grow, such as loads.
-        growing_s: work of the lane that grows with the number of micro-batches, such as the stash.
-        micro_batches: number with which these were measured.
+    ``K' * (compute_s - growing_s) / K >= fixed_s``. All were measured with `micro_batches`; `fixed_s` is the lane's work that
+    does not grow with them, such as loads, and `growing_s` the rest, such as the stash.
     """
     gain_s = (compute_s - growing_s) / micro_batches
     if gain_s <= 0:
@@ -96,10 +57,41 @@ def micro_batches_to_hide(compute_s: float, fixed_s: float, growing_s: float, mi
     return max(1, math.ceil(needed - 1e-9 * max(1.0, needed)))  # rounding may lift a whole number a little
 
 
-def binding_lane(phase: Phase) -> str:
-    """Return the lane that limits a phase, as in `Bound.lane`."""
-    lane = max(phase.exposed_s, key=lambda lane: (phase.exposed_s[lane], phase.busy_s.get(lane, 0.0)))
-    return lane if phase.exposed_s[lane] > NEGLIGIBLE_SHARE * phase.span_s else "compute"
+def find_plan_bounds(trace: Trace) -> tuple[Bound, ...]:
+    """Return the bound of a step of a plan. Empty without events."""
+    lanes = trace.lanes
+    events = [event for lane in lanes.values() for event in lane]
+    if not events:
+        return ()
+    step = Phase(_WHOLE_STEP, min(e.start_s for e in events), max(e.stop_s for e in events), lanes)
+    lane = binding_lane(step)
+    return (make_bound(step, lane, max(step.busy_s.values()), _advise_plan(step, lane, lanes["compute"]), {}),)
+
+
+def _advise_plan(step: Phase, lane: str, compute: Sequence[Event]) -> str:
+    if lane == IDLE:
+        return "overhead between operations, not the link; larger micro-batches make it count for less"
+    if lane != "compute":
+        return "a faster link, or a plan that recomputes instead of moving, would save up to that"
+    again_s, update_s = _recompute_s(compute), sum_s(event for event in compute if event.kind == "update")
+    parts: list[str] = []
+    if again_s:
+        parts.append(f"{format_seconds(again_s)} of it recompute, which a plan that keeps or moves more would save")
+    if update_s > NEGLIGIBLE_SHARE * step.span_s:
+        parts.append(f"{format_seconds(update_s)} of it the update")
+    return ", and ".join(parts) or "it recomputes nothing and hides its copies, so no other plan is faster"
+
+
+def _recompute_s(compute: Iterable[Event]) -> float:
+    """Return the seconds of recomputation: forwards of layers after the first backward of their micro-batch."""
+    in_backward: set[int] = set()
+    again: list[Event] = []
+    for event in compute:
+        if event.kind == "backward":
+            in_backward.add(event.k)
+        elif event.kind == "forward" and event.k in in_backward:
+            again.append(event)
+    return sum_s(again)
 
 
 # ---- advice ----------------------------------------------------------------------------------------------------
@@ -121,17 +113,7 @@ class _Adviser:
     def find_bound(self, phase: Phase) -> Bound:
         lane = binding_lane(phase)
         advice, settings = self._advise(phase, lane)
-        return Bound(
-            phase=phase.name,
-            span_s=phase.span_s,
-            busy_s=phase.busy_s,
-            lane=lane,
-            exposed_s=phase.exposed_s[lane],
-            idle_s=phase.idle_s,
-            floor_s=phase.floor_s,
-            advice=advice + self._suggest_bf16(lane),
-            settings=settings,
-        )
+        return make_bound(phase, lane, phase.floor_s, advice + self._suggest_bf16(lane), settings)
 
     def _suggest_bf16(self, lane: str) -> str:
         """Suggest to send half the bytes over the network, unless that is set."""

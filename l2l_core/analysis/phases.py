@@ -1,17 +1,23 @@
-"""The phases of a measured step, with the work of every lane in each. `roofline.py` defines them."""
+"""The phases of a measured step, with the work of every lane in each, and the lane that limits it.
+
+`roofline.py` defines them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from l2l_core.analysis.roofline import ALL_PHASES
+from l2l_core.analysis.roofline import ALL_PHASES, SecondsByLane
 from l2l_core.analysis.worker_traces import waits_by_worker
 from l2l_core.trace import (
     NETWORK_LANES,
     Event,
     Interval,
     find_last_backward_start,
+    format_seconds,
     group_by_visit,
     intersect,
     merge,
@@ -20,6 +26,7 @@ from l2l_core.trace import (
 )
 
 IDLE = "idle"  # compute waits while no lane works
+NEGLIGIBLE_SHARE = 0.05  # smaller shares of a phase are not reported
 OTHERS = "others"  # compute waits for other workers
 
 
@@ -76,3 +83,58 @@ class Phase:
     def layer_seconds(self, lane: str, layers: set[str]) -> float:
         """Return the seconds of a lane's work for these layers."""
         return math.fsum(seconds for event, seconds in self.clipped_events[lane] if event.layer in layers)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The lane that limits one phase of a step; `str` makes a sentence of it.
+
+    Attributes:
+        phase: one of `ALL_PHASES`.
+        span_s: length of the phase in seconds.
+        busy_s: by lane, its seconds of work in the phase.
+        lane: the lane with the most exposed time; "others" if compute mostly waited for other workers, "idle" if it mostly
+            waited while no lane worked, "compute" if each of these is at most 5 % of the phase.
+        exposed_s: seconds in which that lane worked and compute did not; for "idle" and "others", in which no lane worked.
+        idle_s: seconds in which compute did not work.
+        floor_s: roofline of the phase: its busiest lane; in fill and tail, which are chains, the time in which any lane
+            worked.
+        advice: the change that would help, with a number, or the reason why none would.
+        settings: the advice as values for `RelayConfig`, empty if no setting helps. "micro_batches" counts micro-batches of
+            the present size, so the batch must grow with it.
+    """
+
+    phase: str
+    span_s: float
+    busy_s: SecondsByLane
+    lane: str
+    exposed_s: float
+    idle_s: float
+    floor_s: float
+    advice: str
+    settings: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        if self.lane == "compute":
+            found = f"bound by compute, which works {format_seconds(self.busy_s['compute'])} of {format_seconds(self.span_s)}"
+        elif self.lane == OTHERS:
+            found = f"compute waits {format_seconds(self.exposed_s)} of {format_seconds(self.span_s)} for other workers"
+        elif self.lane == IDLE:
+            found = (
+                f"compute waits {format_seconds(self.exposed_s)} of {format_seconds(self.span_s)} while no lane works"
+            )
+        else:
+            found = f"{self.lane} exposes {format_seconds(self.exposed_s)} of {format_seconds(self.span_s)}"
+        return f"{self.phase}: {found}; {self.advice}"
+
+
+def binding_lane(phase: Phase) -> str:
+    """Return the lane that limits a phase, as in `Bound.lane`."""
+    lane = max(phase.exposed_s, key=lambda lane: (phase.exposed_s[lane], phase.busy_s.get(lane, 0.0)))
+    return lane if phase.exposed_s[lane] > NEGLIGIBLE_SHARE * phase.span_s else "compute"
+
+
+def make_bound(phase: Phase, lane: str, floor_s: float, advice: str, settings: Mapping[str, Any]) -> Bound:
+    """Return the bound of a phase that this lane limits."""
+    exposed_s = phase.exposed_s[lane]
+    return Bound(phase.name, phase.span_s, phase.busy_s, lane, exposed_s, phase.idle_s, floor_s, advice, settings)

@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from l2l_core.trace import Event, TraceLike, find_last_backward_start, group_by_visit, turn_of
+from l2l_core.trace import Event, Trace, find_last_backward_start, group_by_visit, turn_of
 
 MIDDLE = "middle"
 PHASES = ("fill", "forward", "backward", "tail")  # of any step
@@ -48,12 +48,6 @@ class VisitWork:
     Groups are the fill, one per visit, and the tail. With one layer ahead, a load belongs to the visit before the one that
     needs it, and a push to the visit after its own. EPS work that can hide belongs to backward as a whole: to the group of
     its last visit.
-
-    Attributes:
-        groups: events by lane.
-        backward_start, last_backward_start: index of the first visit with backward, and of the visit in which the last
-            micro-batch starts backward; that of the tail if there is none.
-        early_layers: layers whose gradients are complete before the last layer's.
     """
 
     def __init__(self, lanes: Mapping[str, Sequence[Event]], settings: Mapping[str, Any]) -> None:
@@ -66,7 +60,7 @@ class VisitWork:
             self._starts_by_layer[visit[0].layer].append(visit[0].start_s)
         self._compute_stop_s = max((e.stop_s for e in lanes["compute"]), default=0.0)
         visited = [visit[0].layer for visit in visits[1:]]
-        self.early_layers = {*visited} - {*visited[-1:]}
+        self.early_layers = {*visited} - {*visited[-1:]}  # their gradients are complete before the last layer's
         self.groups: list[dict[str, list[Event]]] = [{lane: [] for lane in lanes} for _ in range(len(visits) + 1)]
         for index, visit in enumerate(visits):
             self.groups[index]["compute"] += visit
@@ -154,7 +148,7 @@ class Roofline:
         return math.fsum(seconds for lanes in self.busy_s.values() for seconds in lanes.values())
 
 
-def roofline(trace: TraceLike, figures: Mapping[str, Any] | None = None) -> Roofline:
+def roofline(trace: Trace, figures: Mapping[str, Any] | None = None) -> Roofline:
     """Return the roofline of this trace's work on a link with these figures.
 
     Compute and EPS take the seconds of their events: for a forecast, record the trace without link limits, so that no event

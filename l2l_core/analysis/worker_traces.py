@@ -13,7 +13,6 @@ from l2l_core.trace import (
     Event,
     Interval,
     Trace,
-    TraceLike,
     intersect,
     merge,
     total_length,
@@ -43,7 +42,7 @@ class Wait:
     exposed_s: float
 
 
-def find_waits(trace: TraceLike) -> tuple[Wait, ...]:
+def find_waits(trace: Trace) -> tuple[Wait, ...]:
     """Return the waits of the worker with this trace; empty without other workers."""
     worker, lanes = trace.worker, trace.lanes
     found = [Wait(worker.rank, worker.last, STEP_BEGIN, worker.waited_s, worker.waited_s)] if worker.waited_s else []

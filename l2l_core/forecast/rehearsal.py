@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from l2l_core.batches import shapes_of
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, EmulatedDevice, Ledger
-from l2l_core.eps import DryRunResiduals, LayerStore, LocalReducer, PerMicroBatchReducer, WeightSource, dry_run_store
+from l2l_core.eps import DryRunResiduals, LayerStore, PerMicroBatchReducer, Reducer, WeightSource, dry_run_store
 from l2l_core.eps.blocks import Unit
 from l2l_core.forecast.block_inventory import Inventory
 from l2l_core.forecast.stash_moves import RecordingStashStore
@@ -29,7 +29,7 @@ from l2l_core.trace import Trace
 MIN_TIMED_S = 2.0  # timed passes are repeated until their total time reaches this,
 MAX_PASSES = 5  # or their number this
 
-_REDUCERS = {"sum": LocalReducer(), "ordered": PerMicroBatchReducer()}
+_REDUCERS = {"sum": Reducer(), "ordered": PerMicroBatchReducer()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,24 +34,14 @@ _SOFTMAXES = {functional.softmax, torch.softmax, torch.Tensor.softmax, torch.spe
 
 
 class AttentionMaps(TorchFunctionMode):
-    """Context manager that records the attention maps of a layer.
-
-    Args:
-        rows: number of rows.
-        row: row whose maps are kept.
-        positions: number of first queries and keys to keep.
-
-    Attributes:
-        maps: recorded maps, (heads, queries, keys), float32, on the host.
-        missing_reason: reason why the last map that is not among them is missing.
-    """
+    """Context manager that records the attention maps of a layer: of one row, for its first queries and keys."""
 
     def __init__(self, rows: int, row: int, positions: int) -> None:
         super().__init__()
         self._rows, self._row, self._positions = rows, row, positions
         self._matmul_shapes: set[tuple[int, ...]] = set()  # last two dimensions of results
-        self.maps: list[torch.Tensor] = []
-        self.missing_reason = ""
+        self.maps: list[torch.Tensor] = []  # (heads, queries, keys), float32, on the host
+        self.missing_reason = ""  # of the last map that is not among them
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

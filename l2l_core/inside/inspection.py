@@ -11,11 +11,16 @@ import torch
 
 from l2l_core.batches import Objective
 from l2l_core.eps.blocks import Unit
-from l2l_core.inside.inspection_request import InspectionRequest
+from l2l_core.inside.inspection_request import (
+    InspectionRequest,
+    MicroBatchRows,
+    find_tokens,
+    select_row,
+    with_tokens,
+)
 from l2l_core.inside.inspection_result import Continuation, Inside, LensResult
 from l2l_core.inside.layer_observer import InspectionTask, LayerObserver
 from l2l_core.inside.logit_lens import LensTask, NextTokenTask
-from l2l_core.inside.micro_batch_rows import MicroBatchRows, find_tokens, select_row, with_tokens
 
 _NO_LOGITS = "the model's output has no logits of shape {}, or the objective does not call the model itself"
 _LOGIT_TOLERANCE = 1e-4, 1e-4  # relative and absolute rounding error of logits
@@ -25,17 +30,10 @@ _Result = TypeVar("_Result", LensResult, Continuation)
 
 @dataclass(frozen=True, slots=True)
 class InspectionPasses:
-    """The ways to run the model.
+    """The ways to run the model."""
 
-    Attributes:
-        infer: ``infer(micro_batches, task, observers)`` returns the results of a forward in evaluation mode, on the host.
-        without_layers: ``without_layers(keys)`` leaves layers out for a block.
-        layers: in order.
-        objective: returns the loss of a micro-batch.
-    """
-
-    infer: Callable[[Sequence[Any], Any, Sequence[LayerObserver]], list[Any]]
-    without_layers: Callable[[Sequence[str]], AbstractContextManager[None]]
+    infer: Callable[[Sequence[Any], Any, Sequence[LayerObserver]], list[Any]]  # of micro-batches, task, observers
+    without_layers: Callable[[Sequence[str]], AbstractContextManager[None]]  # leaves layers out for a block
     layers: Sequence[Unit]
     objective: Objective
 
@@ -58,14 +56,7 @@ def run_inspection(
     generate: int,
     top: int,
 ) -> Inside:
-    """Run an inspection; the caller sets step, branch and seconds of the result.
-
-    Args:
-        passes: the ways to run the model.
-        units: the layers to inspect, in order.
-        micro_batches: those numbered in `request`, in the same order.
-        request: figures to record.
-        lens, generate, top: as for `Relay.look`.
+    """Run an inspection of these layers, in order; the caller sets step, branch and seconds of the result.
 
     Raises:
         ValueError: `generate` finds no tokens, or no room for more.
@@ -117,18 +108,14 @@ def _read_lens(
     def read() -> list[LensResult]:
         with passes.without_layers_above(unit):
             results = passes.infer(micro_batches, task, [])
-        return [_lens_result(*each) for each in zip(empty, request.rows, results, strict=True)]
+        found = []
+        for one, rows, (loss, ids, chances, shape) in zip(empty, request.rows, results, strict=True):
+            why_not = _no_tokens_reason(shape, rows)
+            tokens = {"why_not": why_not} if why_not else {"tokens": ids, "chances": chances}
+            found.append(replace(one, loss=float(loss), **tokens))
+        return found
 
     return _run_or_explain(empty, read)
-
-
-def _lens_result(empty: LensResult, rows: MicroBatchRows, result: tuple[Any, Any, Any, Any]) -> LensResult:
-    """Return the loss, and the tokens if they belong to the row."""
-    loss, ids, chances, shape = result
-    why_not = _no_tokens_reason(shape, rows)
-    if why_not:
-        return replace(empty, loss=float(loss), why_not=why_not)
-    return replace(empty, loss=float(loss), tokens=ids, chances=chances)
 
 
 def _no_tokens_reason(shape: Sequence[int] | None, rows: MicroBatchRows) -> str:

@@ -77,26 +77,16 @@ class LayerObservation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LensResult:
-    """Predictions of the model without the layers after a depth, by its own head.
+    """Predictions of the model without the layers after a depth, by its own head."""
 
-    Attributes:
-        layers: number of layers that run.
-        key, name: of the last of them.
-        micro_batch: its number among those of a step, from 0.
-        loss: of the micro-batch; None if the model could not run.
-        tokens: of the row, the most likely ones at each of the first positions, (positions, top), the likeliest first.
-        chances: their probabilities, (positions, top), float32.
-        why_not: reason for a missing loss, or missing tokens.
-    """
-
-    layers: int
-    key: str
+    layers: int  # number of layers that run
+    key: str  # of the last of them
     name: str
-    micro_batch: int
-    loss: float | None = None
-    tokens: torch.Tensor | None = None
-    chances: torch.Tensor | None = None
-    why_not: str = ""
+    micro_batch: int  # its number among those of a step, from 0
+    loss: float | None = None  # None if the model could not run
+    tokens: torch.Tensor | None = None  # the likeliest at each of the first positions of the row, (positions, top)
+    chances: torch.Tensor | None = None  # their probabilities, (positions, top), float32
+    why_not: str = ""  # reason for a missing loss, or missing tokens
 
     @property
     def nbytes(self) -> int:
@@ -106,20 +96,13 @@ class LensResult:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Greedy continuation of a row by the model without the layers after a depth.
+    """Greedy continuation of a row by the model without the layers after a depth."""
 
-    Attributes:
-        layers: number of layers that run.
-        key, name: of the last of them.
-        tokens: the generated ones, in order.
-        why_not: reason if there are none.
-    """
-
-    layers: int
-    key: str
+    layers: int  # number of layers that run
+    key: str  # of the last of them
     name: str
-    tokens: tuple[int, ...] = ()
-    why_not: str = ""
+    tokens: tuple[int, ...] = ()  # the generated ones, in order
+    why_not: str = ""  # reason if there are none
 
 
 @dataclass(frozen=True, slots=True, eq=False)

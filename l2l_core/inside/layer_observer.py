@@ -14,9 +14,8 @@ from l2l_core._torch import pytree
 from l2l_core.batches import Objective
 from l2l_core.inside.activation_stats import activation_stats, relative_change, relative_change_by_position
 from l2l_core.inside.attention_maps import AttentionMaps
-from l2l_core.inside.inspection_request import InspectionRequest
+from l2l_core.inside.inspection_request import InspectionRequest, MicroBatchRows
 from l2l_core.inside.inspection_result import LayerObservation
-from l2l_core.inside.micro_batch_rows import MicroBatchRows
 from l2l_core.model import compiled_attribute
 from l2l_core.step.micro_batch import LayerCall, hidden_states
 
@@ -40,12 +39,9 @@ class InspectionTask:
 
 
 class LayerObserver:
-    """Records the figures of one pass; see `BreadthFirstRuntime.add_observer`.
+    """Records the figures of one pass; see `StepContext.observers`.
 
     Invariant: it holds no tensor on the device, and on the host only those requested.
-
-    Attributes:
-        observations: by layer in the order of execution, and by micro-batch.
     """
 
     def __init__(self, request: InspectionRequest) -> None:

@@ -6,8 +6,7 @@ depth, the model's own code passes the hidden state to its final norm and head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,12 +26,6 @@ class LensTask:
 
     Returns a scalar, (positions, top), (positions, top) and sizes. The first dimension is taken for the rows; the caller
     checks that with the shape. Tokens and chances are None without such a row, and all but the loss without logits.
-
-    Attributes:
-        objective: returns the loss.
-        row: row of the tokens.
-        positions: number of its first positions.
-        top: number of tokens at each.
     """
 
     objective: Objective
@@ -41,17 +34,13 @@ class LensTask:
     top: int
 
     def __call__(self, model: nn.Module, micro_batch: Any) -> tuple[torch.Tensor, Any, Any, Any]:
-        with _collect_outputs(model) as outputs:
-            loss = self.objective(model, micro_batch)
-        logits = find_logits(outputs[-1]) if outputs else None  # of the last call, if the objective makes several
-        if logits is None:
-            return loss.detach(), None, None, None
-        if self.row >= len(logits):
-            return loss.detach(), None, None, tuple(logits.shape)
+        loss, logits = _loss_and_logits(self.objective, model, micro_batch)
+        if logits is None or self.row >= len(logits):
+            return loss, None, None, None if logits is None else tuple(logits.shape)
         of_row = logits[self.row].float()
         of_row = (of_row if of_row.ndim == 2 else of_row[None])[: self.positions]  # a classifier has one position
         best = of_row.softmax(-1).topk(min(self.top, of_row.shape[-1]), dim=-1)
-        return loss.detach(), best.indices, best.values, tuple(logits.shape)
+        return loss, best.indices, best.values, tuple(logits.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +51,7 @@ class NextTokenTask:
     position: int = field(compare=False)  # passes that differ only in it need equal memory
 
     def __call__(self, model: nn.Module, micro_batch: Any) -> torch.Tensor | None:
-        with _collect_outputs(model) as outputs:
-            self.objective(model, micro_batch)
-        logits = find_logits(outputs[-1]) if outputs else None
+        _, logits = _loss_and_logits(self.objective, model, micro_batch)
         if logits is None or logits.ndim != 3 or len(logits) != 1 or self.position >= logits.shape[1]:
             return None
         return logits[0, self.position].float()
@@ -82,19 +69,20 @@ def find_logits(output: Any) -> torch.Tensor | None:
     return found if found is not None and found.ndim in (2, 3) and found.shape[-1] > 1 else None
 
 
-@contextmanager
-def _collect_outputs(model: nn.Module) -> Iterator[list[Any]]:
-    """Collect the model's outputs for this micro-batch in a block; other micro-batches run in between."""
-    token = _outputs.set([])
-    own = _outputs.get()
+def _loss_and_logits(
+    objective: Objective, model: nn.Module, micro_batch: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run the objective; return its loss, and the logits of the model's last call for this micro-batch."""
+    token = _outputs.set(own := [])
 
     def collect(module: nn.Module, args: Any, output: Any) -> None:
-        if _outputs.get(None) is own:
+        if _outputs.get(None) is own:  # other micro-batches run in between
             own.append(output)
 
     handle = model.register_forward_hook(collect)
     try:
-        yield own
+        loss = objective(model, micro_batch)
     finally:
         handle.remove()
         _outputs.reset(token)
+    return loss.detach(), find_logits(own[-1]) if own else None

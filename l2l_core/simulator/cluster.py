@@ -27,15 +27,7 @@ _CONTROL_MESSAGES = 7
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Several workers; one of them is observed.
-
-    Args:
-        count: number of workers.
-        network: between them.
-        stragglers: by rank, the factor by which compute and the EPS are slower; links are as fast as elsewhere.
-        wire: type in which gradients are sent, "fp32" or "bf16".
-        reduce: "sum" sends the sum of a worker's gradients, "ordered" the gradient of every micro-batch.
-        rank: worker whose step and bytes are returned.
+    """Several workers, as the arguments of `simulate`; `rank` is the one that is observed.
 
     Raises:
         ValueError, TypeError: a number out of range.
@@ -105,17 +97,11 @@ class Cluster:
 
 
 class BlockShards(NamedTuple):
-    """Shards of a block on all workers.
-
-    Attributes:
-        key: of the block.
-        layout: shards of its weights.
-        gradient_numels: elements of the gradient on each worker, by rank.
-    """
+    """Shards of a block on all workers."""
 
     key: str
     layout: ShardLayout
-    gradient_numels: tuple[int, ...]
+    gradient_numels: tuple[int, ...]  # elements of the gradient on each worker
 
     @staticmethod
     def of(key: str, layout: Layout, trained: TrainedParameters, count: int, elementwise: bool) -> BlockShards:

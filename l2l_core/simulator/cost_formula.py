@@ -118,16 +118,7 @@ def transfer_cost(
     updated_numel: int,
     pushed_numel: int | None = None,
 ) -> LayerCost:
-    """Return the cost of a layer, or of the shell, from numbers of elements.
-
-    Args:
-        machine: its figures.
-        precision: of weights on the device.
-        loaded_numel: of its slot.
-        gradient_numel: of its gradient.
-        updated_numel: of its trained parameters.
-        pushed_numel: float32 elements of its gradient as pushed. Default: `gradient_numel`.
-    """
+    """Return the cost of a layer, or of the shell, from numbers of elements; a compressed gradient has its `pushed_numel`."""
     pushed_bytes = 4 * (gradient_numel if pushed_numel is None else pushed_numel)
     return LayerCost(
         weight_itemsize(precision) * loaded_numel,
@@ -170,13 +161,7 @@ def profile_fields(
     A token costs 2 operations per parameter in forward, 6 in backward with recompute, 4 without (the last layer runs once).
     Source: Kaplan et al., https://arxiv.org/abs/2001.08361, section 2.1. Backward of a frozen parameter needs 2 fewer, and
     it has no gradient to push. Layers before the first trained one have no backward; a trained shell counts as before the
-    first layer.
-
-    Args:
-        layers, shell: the model; count attention's own products as parameters.
-        machine: its figures.
-        settings: of the step: "micro_batches", "stash", "precision".
-        tokens, boundary_bytes: of a micro-batch.
+    first layer. Attention's own products count as parameters; `tokens` and `boundary_bytes` are those of a micro-batch.
     """
     moves = settings["stash"] != "device"
     keys = [f"L{index:03d}" for index in range(len(layers))]

@@ -158,19 +158,15 @@ class Profile:
 def _read_profile(row: dict[str, Any]) -> Profile:
     def op(values: Sequence[Any]) -> ComputeOp:
         read = ComputeOp(*values)
-        parts = tuple(GradientPartCost(*part) for part in read.gradient_parts)
-        return read._replace(gradient_parts=parts, memory=tuple(map(tuple, read.memory)))
+        return read._replace(gradient_parts=tuple(GradientPartCost(*part) for part in read.gradient_parts))
 
-    def moves(row: Sequence[Any] | None) -> StashMoves | None:
-        if row is None:
-            return None
-        fetched, demanded, offloaded, freed = row
-        demanded = tuple((number, tuple(storages)) for number, storages in demanded)
-        return StashMoves(tuple(fetched), demanded, tuple(map(tuple, offloaded)), tuple(freed))
+    def turn(values: Sequence[Any]) -> TurnCost:
+        read = TurnCost(*_as_tuples(values))
+        moves = None if read.moves is None else StashMoves(*read.moves)
+        return read._replace(ops=tuple(map(op, read.ops)), moves=moves)
 
     def turns(rows: Iterable[Sequence[Any]]) -> tuple[TurnCost, ...]:
-        read = [TurnCost(*row) for row in rows]
-        return tuple(turn._replace(ops=tuple(map(op, turn.ops)), moves=moves(turn.moves)) for turn in read)
+        return tuple(map(turn, rows))
 
     return Profile(
         layers={key: LayerCost(*values) for key, values in row.pop("layers").items()},
@@ -178,9 +174,14 @@ def _read_profile(row: dict[str, Any]) -> Profile:
         stays=tuple(StayCost(layer, visit, turns(rows)) for layer, visit, rows in row.pop("stays")),
         closing=tuple(EPSJob(*values) for values in row.pop("closing")),
         copies={lane: CopySpeed(*values) for lane, values in row.pop("copies").items()},
-        memory=tuple(map(tuple, row.pop("memory"))),
+        memory=_as_tuples(row.pop("memory")),
         **row,
     )
+
+
+def _as_tuples(value: Any) -> Any:
+    """Return a list of JSON, and the lists in it, as tuples."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def _sum_turns(turns: Sequence[TurnCost]) -> TurnCost:

@@ -24,11 +24,7 @@ from l2l_core.trace import Event, Trace, group_by_visit
 
 
 class ProfileBuilder:
-    """Sorts the events of a trace into stays and turns.
-
-    Raises:
-        ValueError: the trace has no whole training step.
-    """
+    """Sorts the events of a trace into stays and turns."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace, self._settings = trace, dict(trace.settings)

@@ -31,17 +31,11 @@ MAX_EVENTS = 20_000  # above, the micro-batches of a stay are merged
 
 
 class SimulatedStep(NamedTuple):
-    """A step on a virtual clock.
+    """A step on a virtual clock."""
 
-    Attributes:
-        trace: of the observed worker.
-        gather_buffers: number of its host buffers for gathered layers, by elements.
-        traffic: bytes between it and the others, by channel: "gather" for weights, "reduce" for gradients.
-    """
-
-    trace: Trace
-    gather_buffers: Mapping[int, int]
-    traffic: Mapping[str, TrafficTotal]
+    trace: Trace  # of the observed worker
+    gather_buffers: Mapping[int, int]  # number of its host buffers for gathered layers, by elements
+    traffic: Mapping[str, TrafficTotal]  # between it and the others: "gather" for weights, "reduce" for gradients
 
 
 def simulate(
@@ -101,12 +95,7 @@ def simulate_step(
 ) -> SimulatedStep:
     """Replay a step; see `simulate`.
 
-    Args:
-        profile, config: as there.
-        figures: of the link, as in `Device.figures`.
-        cluster: the workers, or one.
-        shards: of each layer. Default: split as if a layer were one parameter.
-        shelf: files with weights and state, for one worker. Default: in memory.
+    Without `shards`, a layer is split as if it were one parameter. A `shelf` has files with weights and state, for one worker.
     """
     config = config.for_layers(len(profile.layers) - 1)
     stash_store = _make_stash_store(profile, config, shelf)
@@ -126,7 +115,8 @@ def simulate_step(
     for rank in cluster.simulated_ranks:
         backends[rank] = VirtualDistributedBackend(cluster, rank, shards, itemsize, rendezvous, exchanges)
         slowed = _slow_down(_shard_profile(profile, shards, rank), cluster.slowdown(rank))
-        replays[rank] = VirtualRelay(slowed, config, {**figures, **cluster.figures()}, backends[rank]).run
+        both = {**figures, **cluster.figures()}
+        replays[rank] = VirtualRelay(slowed, config, both, backends[rank], stash_store).run
     observed = backends[cluster.rank]
     trace = rendezvous.run(replays)[cluster.rank]
     return SimulatedStep(trace, observed.buffers, {name: observed.traffic[name] for name in ("gather", "reduce")})

@@ -40,19 +40,12 @@ class ComputeOp(NamedTuple):
 
 
 class StashMoves(NamedTuple):
-    """The storages that a turn moves, each by its number in the image of the micro-batch.
+    """The storages that a turn moves, each by its number in the image of the micro-batch."""
 
-    Attributes:
-        fetched: fetched for the turn while the one before computes.
-        demanded: fetched on demand: index of the operation, and its storages.
-        offloaded: offloaded when the turn ends, with their bytes.
-        freed: offloaded earlier and freed by the end of the turn.
-    """
-
-    fetched: tuple[int, ...] = ()
-    demanded: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    offloaded: tuple[tuple[int, int], ...] = ()
-    freed: tuple[int, ...] = ()
+    fetched: tuple[int, ...] = ()  # for the turn while the one before computes
+    demanded: tuple[tuple[int, tuple[int, ...]], ...] = ()  # index of the operation, and its storages
+    offloaded: tuple[tuple[int, int], ...] = ()  # when the turn ends, with their bytes
+    freed: tuple[int, ...] = ()  # offloaded earlier and freed by the end of the turn
 
 
 class TurnCost(NamedTuple):

@@ -31,21 +31,12 @@ class VirtualLane:
         self._on_done: Callable[[float], None] = lambda done_s: None
 
     def send(
-        self,
-        t: float,
-        kind: str,
-        layer: str,
-        nbytes: int,
-        k: int = -1,
-        visit: int = -1,
-        slot: int = -1,
-        piece: int = 0,
-        pieces: int = 1,
+        self, t: float, kind: str, layer: str, nbytes: int, k: int = -1, visit: int = -1, **of_piece: int
     ) -> float:
-        """Issue a copy at `t`; return its end."""
+        """Issue a copy at `t`; return its end. A chunked copy has `slot`, `piece`, `pieces`, see `Event`."""
         start_s = self._free_s if self._free_s > t else t
         self._free_s = stop_s = start_s + self._fixed_s + nbytes * self._s_per_byte
-        self._add_event(Event(self._name, kind, start_s, stop_s, layer, k, nbytes, visit, 0.0, -1, slot, piece, pieces))
+        self._add_event(Event(self._name, kind, start_s, stop_s, layer, k, nbytes, visit, **of_piece))
         return stop_s
 
     def send_chunked(

@@ -52,23 +52,15 @@ class _QueuedJob:
 
 
 class VirtualRelay:
-    """One replay of a profile.
-
-    Args:
-        profile: costs.
-        config: settings of the relay.
-        figures: of the link, as in `Device.figures`.
-        backend: other workers, or a shelf.
-        stash_store: of the stash, if it is not on the device.
-    """
+    """One replay of a profile."""
 
     def __init__(
         self,
         profile: Profile,
         config: RelayConfig,
         figures: Mapping[str, Any],
-        backend: VirtualLocalBackend = VirtualLocalBackend(),  # noqa: B008 - without state
-        stash_store: VirtualStashStore = VirtualStashStore(),  # noqa: B008 - without state
+        backend: VirtualLocalBackend,
+        stash_store: VirtualStashStore,
     ) -> None:
         self._backend, self._stash_store = backend, stash_store
         self._profile, self._config, self._figures = profile, config, figures

@@ -19,30 +19,16 @@ from l2l_core.trace import Event
 
 
 class BlockFileSize(NamedTuple):
-    """Sizes of a block in a file, in bytes, whole pages.
+    """Sizes of a block in a file, in bytes, whole pages."""
 
-    Attributes:
-        weights: read by a load.
-        cast: of the buffer for weights in the device's type; 0 if copies cast on the way.
-        record: weights and state, read and written by an update.
-        buffer: memory for a record.
-    """
-
-    weights: int
-    cast: int
-    record: int
-    buffer: int
+    weights: int  # read by a load
+    cast: int  # of the buffer for weights in the device's type; 0 if copies cast on the way
+    record: int  # weights and state, read and written by an update
+    buffer: int  # memory for a record
 
 
 class VirtualPool:
-    """Counts buffers as the shelf's pool does: released ones are kept for reuse at the same size.
-
-    Args:
-        limit_bytes: of all buffers.
-
-    Attributes:
-        peak_bytes: highest total.
-    """
+    """Counts buffers as the shelf's pool does: released ones are kept for reuse at the same size."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes, self.peak_bytes = limit_bytes, 0
@@ -67,22 +53,12 @@ class VirtualPool:
 
 
 class VirtualDiskBackend(VirtualLocalBackend):
-    """Backend of one worker with weights and state in files.
-
-    Args:
-        blocks: by key, shell included; each layer is one block.
-        disk: its figures.
-        loads, records: bytes of the two pools.
-
-    Attributes:
-        load_pool, record_pool: the pools.
-        stash: a stash in a file beside the records.
-    """
+    """Backend of one worker with weights and state in files."""
 
     def __init__(self, blocks: Mapping[str, BlockFileSize], disk: Disk, loads: int, records: int) -> None:
         self.events: list[Event] = []
         self.load_pool, self.record_pool = VirtualPool(loads), VirtualPool(records)
-        self._blocks = blocks
+        self._blocks = blocks  # by key, shell included; each layer is one block
         self._reads = VirtualDiskLane("disk read", disk.read_bytes_per_s, self.events)
         self._writes = VirtualDiskLane("disk write", disk.write_bytes_per_s, self.events)
         self.stash = VirtualDiskStash(self._reads, self._writes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from l2l_core.shelf import PAGE, READ_AHEAD, BufferRotation, BufferSupplier, ExtentRead, FileExtent, StashBuffer
+from l2l_core.shelf import PAGE, READ_AHEAD, BufferRotation, ExtentRead, FileExtent, StashBuffer
 from l2l_core.simulator.step_costs import StashMoves, StayCost, TurnCost
 from l2l_core.simulator.virtual_lane import VirtualDiskLane
 
@@ -41,40 +41,14 @@ class _VirtualBuffer(StashBuffer):
         self.free_s = self.done_s = self.copied_s = -math.inf
 
 
-class _CountingSupplier(BufferSupplier[_VirtualBuffer]):
-    """Counts the bytes of buffers."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-
-    def create(self, nbytes: int) -> _VirtualBuffer:
-        self.nbytes += nbytes + PAGE
-        return _VirtualBuffer(nbytes)
-
-    def reuse(self, buffer: _VirtualBuffer, nbytes: int) -> _VirtualBuffer:
-        self.nbytes += nbytes - buffer.nbytes
-        other = _VirtualBuffer(nbytes)
-        other.free_s = max(buffer.done_s, buffer.copied_s)
-        return other
-
-
 class VirtualDiskStash(VirtualStashStore):
-    """A stash in a scratch file.
-
-    Args:
-        reads, writes: lanes of the disk.
-    """
+    """A stash in a scratch file."""
 
     def __init__(self, reads: VirtualDiskLane, writes: VirtualDiskLane) -> None:
         self._reads, self._writes = reads, writes
-        self._supplier = _CountingSupplier()
-        self._rotation = BufferRotation(self._supplier)
+        self.buffer_bytes = 0
+        self._rotation = BufferRotation(self._renew)
         self._extents: dict[tuple[int, int], FileExtent] = {}  # by micro-batch and number
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Host memory of all buffers, which are kept for the whole pass."""
-        return self._supplier.nbytes
 
     @property
     def file_bytes(self) -> int:
@@ -86,8 +60,7 @@ class VirtualDiskStash(VirtualStashStore):
             self._rotation.release(extent)
         for number, nbytes in moves.offloaded:
             if (k, number) not in self._extents:
-                reused = self._rotation.reuse_extent(nbytes)
-                self._extents[k, number] = self._rotation.append_extent(nbytes) if reused is None else reused
+                self._extents[k, number] = self._rotation.allocate(nbytes)
         return self._rotation.assign_buffer(self._offloading(k, moves)).free_s if moves.offloaded else -math.inf
 
     def write_started(self, t: float, k: int, visit: int, moves: StashMoves) -> None:
@@ -118,6 +91,13 @@ class VirtualDiskStash(VirtualStashStore):
             until_s = max(until_s, read.buffer.free_s)
             self._start_read(max(t, until_s), read, upcoming.layer, turn.k, upcoming.visit)
         return until_s
+
+    def _renew(self, buffer: _VirtualBuffer | None, nbytes: int) -> _VirtualBuffer:
+        self.buffer_bytes += nbytes + PAGE if buffer is None else nbytes - buffer.nbytes
+        new = _VirtualBuffer(nbytes)
+        if buffer is not None:
+            new.free_s = max(buffer.done_s, buffer.copied_s)
+        return new
 
     def _start_read(self, t: float, read: ExtentRead[_VirtualBuffer], layer: str, k: int, visit: int) -> None:
         start_s = max(t, read.buffer.free_s, *(extent.last_write for extent in read.extents))

@@ -23,12 +23,7 @@ T = TypeVar("T")
 
 
 class VirtualLocalBackend:
-    """A single worker with weights and gradients in memory; base class of the other backends.
-
-    Attributes:
-        worker: the worker that is replayed.
-        events: of its collectives or of its disk.
-    """
+    """A single worker with weights and gradients in memory; base class of the other backends."""
 
     worker: WorkerInfo = WorkerInfo()
     events: Sequence[Event] = ()
@@ -136,20 +131,7 @@ class TrafficTotal(NamedTuple):
 
 
 class VirtualDistributedBackend(VirtualLocalBackend):
-    """One of several workers.
-
-    Args:
-        cluster: the workers.
-        rank: of this one.
-        shards: of each layer.
-        itemsize: bytes of a weight on the network.
-        rendezvous: barriers shared with the others.
-        exchanges_per_block: exchanges of a block's gradients: one, or one for each micro-batch of a worker.
-
-    Attributes:
-        traffic: bytes moved by channel, handshakes included.
-        buffers: number of host buffers for gathered layers, by elements.
-    """
+    """One of several workers."""
 
     def __init__(
         self,
@@ -158,7 +140,7 @@ class VirtualDistributedBackend(VirtualLocalBackend):
         shards: Mapping[str, Sequence[BlockShards]],
         itemsize: int,
         rendezvous: VirtualRendezvous,
-        exchanges_per_block: int = 1,
+        exchanges_per_block: int = 1,  # or one for each micro-batch of a worker
     ) -> None:
         self.worker = WorkerInfo(rank, cluster.count)
         self.events: list[Event] = []
@@ -174,7 +156,7 @@ class VirtualDistributedBackend(VirtualLocalBackend):
         self._acquired: set[str] = set()
         self._exchanged_blocks: list[str] = []
         self._free_buffers = Counter[int]()
-        self.buffers = Counter[int]()
+        self.buffers = Counter[int]()  # host buffers for gathered layers, by elements
         self.traffic = {"gather": TrafficTotal(), "reduce": TrafficTotal(), "control": TrafficTotal()}
 
     def prefetch(self, t: float, layers: Iterable[str]) -> None:

@@ -14,7 +14,6 @@ import torch
 from l2l_core.eps.blocks import refuse_cached
 from l2l_core.step.graph import BufferOrder, TensorGuard
 from l2l_core.step.micro_batch import (
-    CallObserver,
     CompiledRegionGuard,
     GraphSegmenter,
     ModuleAttributes,
@@ -72,10 +71,6 @@ class BreadthFirstRuntime(PassRuntime):
         if self.stash.offloads:
             self._stack.enter_context(raw_read_hook(self.stash.restore_tensor))
 
-    def add_observer(self, observer: CallObserver) -> None:
-        """Register an observer of every layer call; see `StepContext.observers`."""
-        self.ctx.observers.append(observer)
-
     def perturb_shell(self) -> None:
         """Add noise to the shell's device weights: a zero head gives every input the same loss.
 
@@ -96,7 +91,7 @@ class BreadthFirstRuntime(PassRuntime):
                 state = state._replace(dispatch_modes=(*state.dispatch_modes, self._stash_mode))
             segmenter = GraphSegmenter(k, self._guard, use_meter_record=not self.meter.is_metering)
             if torch.is_grad_enabled():
-                state = state.with_function_mode(segmenter)
+                state = state._replace(function_modes=(segmenter, *state.function_modes))  # the outermost
             load_rows = partial(self.load_micro_batch, k, micro_batch)
             forwards.append(SuspendedForward(k, load_rows, run, state, self.ctx, segmenter))
             # Undone first and last begun first: forwards unwind while hooks, modes and slots are still in place.

@@ -39,18 +39,13 @@ from l2l_core.step.traffic import NO_MICRO_BATCH, Gradient, Stash, StashMode, ti
 
 
 class _EarlyReadMode(StashMode):
-    """Stash mode that also records which layers' weights are read before the layer is called.
-
-    Attributes:
-        uncalled: layers not called yet, by the storages of their weights.
-        early_read_layers: keys of those whose weights were read.
-    """
+    """Stash mode that also records which layers' weights are read before the layer is called."""
 
     def __init__(self, stash: Stash) -> None:
         # Without buffer order: forwards run one after another, as in plain training.
         super().__init__(stash, BufferOrder(ModuleBuffers([]), [], []))
-        self.uncalled: dict[int, Unit] = {}
-        self.early_read_layers: set[str] = set()
+        self.uncalled: dict[int, Unit] = {}  # layers, by the storages of their weights
+        self.early_read_layers: set[str] = set()  # keys of those whose weights were read
 
     def register(self, unit: Unit, shell: Unit) -> None:
         """Watch the weights of a layer, except those shared with the shell."""
@@ -79,17 +74,12 @@ class _Call:
 
 
 class DepthFirstRuntime(PassRuntime):
-    """Runtime of a depth-first step. Use as a context manager.
-
-    Attributes:
-        layer_order: the layers in the order in which the first micro-batch called them.
-        influence: statistics of the layers that have run.
-    """
+    """Runtime of a depth-first step. Use as a context manager."""
 
     def _set_up(self) -> None:
         super()._set_up()
         assert len(self.prefetch.slots) >= len(self.parts.layers), "depth first needs a slot for every layer"
-        self.layer_order: list[Unit] = []
+        self.layer_order: list[Unit] = []  # as the first micro-batch called them
         self.influence = Influence()
         self._current_turn = self.stash.current_turn
         self._open_visits = self._stack.enter_context(ExitStack())  # of loaded layers, until the end of the step

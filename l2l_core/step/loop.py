@@ -39,9 +39,8 @@ from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Unit
 from l2l_core.step.graph import run_backward
 from l2l_core.step.micro_batch import LayerCall, StepContext, SuspendedForward, suspend_all
-from l2l_core.step.pass_plan import PassPlan
-from l2l_core.step.per_micro_batch import PerMicroBatch
-from l2l_core.step.step_checks import StepChecks, refuse_frozen_model
+from l2l_core.step.pass_inputs import PassPlan
+from l2l_core.step.step_checks import PerMicroBatch, StepChecks, refuse_frozen_model
 from l2l_core.step.traffic import Gradient, GradientSlots, Prefetch
 from l2l_core.step.visit_scheduler import Visit, VisitScheduler
 
@@ -91,16 +90,7 @@ class ForwardLoop:
 
 
 class TrainLoop:
-    """One training step.
-
-    Args:
-        forward_loop: the first half of the step.
-        store: the EPS.
-        slots: buffers for the gradients of layers.
-        shell_gradient: gradient of the shell, summed over the whole step.
-        per_micro_batch: blocks whose gradients are kept apart by micro-batch.
-        divisors: one per micro-batch; the losses divided by them add up to the loss of the step.
-    """
+    """One training step."""
 
     def __init__(
         self,
@@ -110,7 +100,7 @@ class TrainLoop:
         shell_gradient: Gradient,
         per_micro_batch: PerMicroBatch,
         checks: StepChecks,
-        divisors: Sequence[float],
+        divisors: Sequence[float],  # the losses divided by them add up to the loss of the step
     ) -> None:
         self._forward_loop, self._ctx = forward_loop, forward_loop.ctx
         self._scheduler, self._prefetch = forward_loop.scheduler, forward_loop.prefetch

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -21,14 +20,12 @@ from l2l_core.batches import map_tensors
 from l2l_core.devices import Copy
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Block, Unit
-from l2l_core.model import RandomState, ThreadState, dense_parts, is_sparse, modules_of
+from l2l_core.model import RandomState, ThreadState, dense_parts, is_sparse
 from l2l_core.schedule_rules import chunks_per_copy, gradient_slots
-from l2l_core.step.memory_advice import suggest_remedy
-from l2l_core.step.pass_plan import PassSpec
-from l2l_core.step.relay_parts import RelayParts
+from l2l_core.step.failure import suggest_remedy
+from l2l_core.step.pass_inputs import PassSpec, RelayParts
 from l2l_core.step.traffic import (
     ComputeClock,
-    CountedLane,
     CurrentTurn,
     Gradient,
     GradientHooks,
@@ -43,20 +40,13 @@ from l2l_core.step.traffic import (
 )
 from l2l_core.trace import Trace
 
-# Types of most module attributes, excluded first: `isinstance(value, Tensor)` is slow for them.
-_PLAIN_TYPES = frozenset((type(None), bool, int, float, str, tuple, list, dict, set, OrderedDict))
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class PassRuntime(ABC):
     """Runtime of one pass, as far as all passes are alike. Use as a context manager.
 
-    Args:
-        trace: gets events and memory samples.
-        replay: meter record of an earlier step; None meters this one.
-
-    Attributes:
-        outer_state: the thread's state outside of forwards.
+    It replays the meter record of an earlier step, or is metered without one.
     """
 
     def __init__(self, parts: RelayParts, spec: PassSpec, trace: Trace, replay: MeterRecord | None) -> None:
@@ -66,7 +56,6 @@ class PassRuntime(ABC):
         self.clock = ComputeClock(parts.device, trace)
         stalled = None if config.ahead else self.clock.stalled
         self.h2d, self.d2h = (Lane(parts.device, trace, name, turns, stalled) for name in ("h2d", "d2h"))
-        self.loads, self.pushes = CountedLane(self.h2d, "load"), CountedLane(self.d2h, "push")
         self._dtype = _DTYPES[config.precision]  # of weights on the device
         self._stack = ExitStack()
 
@@ -119,10 +108,10 @@ class PassRuntime(ABC):
         parts.weight_source.begin(parts.units, self._dtype, self.trace)
         later(parts.weight_source.end)
         later(RandomState.capture().restore)  # forwards draw from their own streams; the caller's is unchanged
-        self.outer_state = ThreadState.capture()
+        self.outer_state = ThreadState.capture()  # the thread's state outside of forwards
         enter(parts.shell.buffers.on_device(parts.device, "shell buffers"))
         # After the shell's buffers were loaded: modules hold the copies now.
-        buffers, self._attributes = module_tensors(modules_of(parts.model))
+        buffers, self._attributes = module_tensors(list(parts.model.modules()))
         exempt = [*buffers, *self._attributes, *(master for unit in parts.units for master in unit.masters)]
         turn = CurrentTurn()
         stash_store = parts.stash_store(self.config.stash)
@@ -150,7 +139,7 @@ class PassRuntime(ABC):
             parts.device,
             parts.slot_numel,
             self.config.ahead,
-            self.loads.send_chunked,
+            partial(self.h2d.send_chunked, "load"),
             self.clock,
             shell,
             parts.weight_source,
@@ -183,7 +172,8 @@ class PassRuntime(ABC):
         self._tracker.exempt([flat, *(master for unit in self.parts.units for master in unit.masters)], weights=True)
         pairs = zip(shell.ranges(flat), shell.blocks, strict=True)
         with self.clock.stalled():
-            load = self.loads(shell.key, [(part, self.parts.weight_source.acquire(block)) for part, block in pairs])
+            copies = [(part, self.parts.weight_source.acquire(block)) for part, block in pairs]
+            load = self.h2d.send("load", shell.key, copies)
             load.wait()
         for block in shell.blocks:
             self.parts.weight_source.release(block, load)
@@ -207,7 +197,7 @@ class PassRuntime(ABC):
         hooks = GradientHooks(parts.units)
         count = gradient_slots(self.config.ahead, self.config.schedule, len(parts.layers))
         later(hooks.close)
-        routes = GradientRoutes(parts.device, self.clock, hooks, store, self.pushes, is_per_micro_batch)
+        routes = GradientRoutes(parts.device, self.clock, hooks, store, self.d2h, is_per_micro_batch)
         slots = GradientSlots(routes, parts.layers, count, "slots")
         later(slots.close)
         shell = GradientSlots(routes, [parts.shell], 1, "shell")
@@ -220,7 +210,7 @@ class PassRuntime(ABC):
         base = self.outer_state
         if self._dtype != torch.float32:  # operations cast activations to the weights' type, or compute in float32
             base = base._replace(autocast=tuple((True, self._dtype) for _ in base.autocast), autocast_cache=False)
-        return [base.with_random_state(RandomState.from_seed(seed)) for seed in self.spec.seeds]
+        return [base._replace(random=RandomState.from_seed(seed)) for seed in self.spec.seeds]
 
     def load_micro_batch(self, k: int, micro_batch: Any) -> Any:
         """Copy a micro-batch to the device."""
@@ -268,5 +258,5 @@ def _manual_gc() -> Iterator[Callable[[], object]]:
 def module_tensors(modules: Sequence[nn.Module]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the tensors that modules keep between passes: buffers, and those on plain attributes."""
     buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
-    values = (value for module in modules for value in vars(module).values() if type(value) not in _PLAIN_TYPES)
+    values = (value for module in modules for value in vars(module).values())
     return buffers, [value for value in values if isinstance(value, torch.Tensor)]

@@ -14,11 +14,9 @@ from l2l_core.eps.blocks import Unit
 from l2l_core.step.breadth_first import BreadthFirstRuntime
 from l2l_core.step.depth_first import DepthFirstRuntime
 from l2l_core.step.loop import ForwardLoop, TrainLoop
-from l2l_core.step.pass_plan import PassSpec
+from l2l_core.step.pass_inputs import PassSpec, RelayParts
 from l2l_core.step.pass_runtime import PassRuntime
-from l2l_core.step.per_micro_batch import PerMicroBatch
-from l2l_core.step.relay_parts import RelayParts
-from l2l_core.step.step_checks import StepChecks
+from l2l_core.step.step_checks import PerMicroBatch, StepChecks
 from l2l_core.step.traffic import MeterRecord
 from l2l_core.step.visit_scheduler import VisitScheduler
 from l2l_core.trace import Trace
@@ -26,18 +24,10 @@ from l2l_core.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """Measurements of a pass.
+    """Measurements of a pass."""
 
-    Attributes:
-        layer_order: the layers in the order of their visits.
-        metered: meter record, for later passes of the same kind.
-        bytes_loaded, bytes_pushed: bytes of weights to the device, of gradients to the host.
-    """
-
-    layer_order: list[Unit]
-    metered: MeterRecord
-    bytes_loaded: int
-    bytes_pushed: int
+    layer_order: list[Unit]  # by visit
+    metered: MeterRecord  # for later passes of the same kind
 
 
 def run_step(
@@ -48,18 +38,10 @@ def run_step(
     trace: Trace,
     replay: MeterRecord | None,
 ) -> tuple[list[torch.Tensor], PassResult]:
-    """Run a training step, from the first load to the last update.
+    """Run a training step, from the first load to the last update; return the scaled losses of the micro-batches.
 
-    If it raises and cannot be rolled back, `store.updated` has the layers that were updated.
-
-    Args:
-        store: the EPS.
-        divisors: one per micro-batch; the losses divided by them add up to the step's loss.
-        trace: gets events and memory samples.
-        replay: meter record of an earlier step; None meters this one.
-
-    Returns:
-        The scaled losses of the micro-batches, and the measurements.
+    If it raises and cannot be rolled back, `store.updated` has the layers that were updated. The micro-batches' losses divided
+    by `divisors` add up to the step's loss. Without a record to `replay`, the step is metered.
     """
     store.begin(spec.config, trace)
     if spec.config.schedule == "depth_first":
@@ -73,7 +55,7 @@ def run_step(
         scheduler = forward_loop.scheduler
         per_micro_batch = PerMicroBatch(parts.shell, scheduler.visit_counts, store.reducer.per_micro_batch)
         slots, shell = runtime.make_gradients(store, per_micro_batch)
-        checks = StepChecks(runtime.ctx, parts.shell, parts.layer_only_params(), per_micro_batch, spec.check)
+        checks = StepChecks(runtime.ctx, parts, per_micro_batch, spec.check)
         losses = TrainLoop(forward_loop, store, slots, shell, per_micro_batch, checks, divisors).train()
         runtime.ctx.recompute_check.check_pending()  # before deferred updates, so that a wrong recompute trains nothing
         assert not any(visit.calls for visit in scheduler.visits), "a call was not back-propagated"
@@ -101,14 +83,9 @@ def run_forward(
     replay: MeterRecord | None,
     prepare: Callable[[BreadthFirstRuntime], None] = lambda runtime: None,
 ) -> tuple[list[Any], PassResult]:
-    """Run the forward pass alone; gradients must be disabled.
+    """Run the forward pass alone; return the results of the micro-batches, on the host.
 
-    Args:
-        trace, replay: as for `run_step`.
-        prepare: called before the pass, when the shell is on the device.
-
-    Returns:
-        The results of the micro-batches, on the host, and the measurements.
+    Gradients must be disabled. `prepare` is called when the shell is on the device.
     """
     with BreadthFirstRuntime(parts, spec, trace, replay) as runtime:
         prepare(runtime)
@@ -124,4 +101,4 @@ def run_forward(
 
 
 def _result_of(runtime: PassRuntime, layer_order: list[Unit]) -> PassResult:
-    return PassResult(layer_order, runtime.meter.record, runtime.loads.nbytes, runtime.pushes.nbytes)
+    return PassResult(layer_order, runtime.meter.record)

@@ -3,39 +3,56 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from l2l_core.eps import NonFiniteError
-from l2l_core.eps.blocks import Unit, check_stamps, gradient_hook_message, stamps_of
+from l2l_core.eps.blocks import Block, Unit, check_stamps, gradient_hook_message, stamps_of
 from l2l_core.step.graph import Segment, reentrant_message
 from l2l_core.step.micro_batch import StepContext, SuspendedForward
-from l2l_core.step.per_micro_batch import PerMicroBatch
+from l2l_core.step.pass_inputs import RelayParts
+
+
+class PerMicroBatch:
+    """Blocks whose gradients are kept apart by micro-batch, so that they are added in the order of plain training.
+
+    Several visits or segments contribute to them; the set grows during a step.
+    """
+
+    def __init__(self, shell: Unit, visit_counts: Counter[str], always: bool) -> None:
+        self._shell, self._visit_counts, self._always = set(shell.blocks), visit_counts, always
+        self.includes_shell = False  # several segments, or micro-batches in different orders, share its parameters
+        self.revisited: set[str] = set()  # keys of layers visited again after a visit that was expected to be the last
+
+    def __call__(self, block: Block) -> bool:
+        """Whether the gradients of the block are kept apart by micro-batch."""
+        if block.shared or self._always:
+            return True
+        if block in self._shell:
+            return self.includes_shell
+        return self._visit_counts[block.key] > 1 or block.key in self.revisited
 
 
 class StepChecks:
-    """Refuses steps whose result would differ from plain training.
-
-    Args:
-        layer_params: parameters that only layers use, each with the name of a layer.
-        per_micro_batch: updated when several segments use a parameter of the shell.
-        extra_check: called after each forward; it may raise.
-    """
+    """Refuses steps whose result would differ from plain training."""
 
     def __init__(
         self,
         ctx: StepContext,
-        shell: Unit,
-        layer_params: Mapping[torch.Tensor, str],
-        per_micro_batch: PerMicroBatch,
-        extra_check: Callable[[], None],
+        parts: RelayParts,
+        per_micro_batch: PerMicroBatch,  # updated when several segments use a parameter of the shell
+        extra_check: Callable[[], None],  # called after each forward; it may raise
     ) -> None:
-        self._ctx, self._shell, self._layer_params = ctx, shell, layer_params
+        self._ctx, self._shell = ctx, parts.shell
         self._per_micro_batch, self._extra_check = per_micro_batch, extra_check
-        self._stamps = stamps_of(shell.params)
+        self._stamps = stamps_of(parts.shell.params)
+        own = set(parts.shell.params)
+        self._layer_params: dict[torch.Tensor, str] = {
+            param: unit.name for unit in parts.layers for param in unit.params if param not in own
+        }
 
     def check_visit(self, unit: Unit, is_revisit: bool) -> None:
         """Raise RuntimeError if the layer runs again in this pass (`is_revisit`) and must not."""
@@ -45,15 +62,9 @@ class StepChecks:
                 raise RuntimeError(reentrant_message(f"layer {unit.name}"))
 
     def check_forward(self, forward: SuspendedForward, tail: GradientEdge | None, is_irregular: bool) -> list[Segment]:
-        """Check a finished forward; return the segments of its shell code.
+        """Check a finished forward with the edge of its loss; return the segments of its shell code.
 
-        Args:
-            forward: forward of one micro-batch.
-            tail: edge of its loss; None if no parameter contributes to it.
-            is_irregular: whether micro-batches call layers in different orders.
-
-        Raises:
-            RuntimeError: the step would differ from plain training.
+        Micro-batches that call layers in different orders are irregular.
         """
         self._extra_check()
         for call in forward.calls:
@@ -70,11 +81,7 @@ class StepChecks:
         return segments
 
     def check_loss(self, forward: SuspendedForward, loss: torch.Tensor) -> GradientEdge | None:
-        """Return the edge at which backward of the loss starts; None if no parameter contributes to it.
-
-        Raises:
-            NonFiniteError: the loss is not finite; names the first layer with such an output.
-        """
+        """Return the edge at which backward of the loss starts, None if no parameter contributes; refuse a loss not finite."""
         if not torch.isfinite(loss):  # the host waits for the device here, once per micro-batch
             raise NonFiniteError(self._explain_nonfinite(loss, forward))
         return get_gradient_edge(loss) if loss.requires_grad else None

@@ -26,22 +26,14 @@ from l2l_core.trace import StepResult, Trace
 
 @dataclass(frozen=True, slots=True)
 class VerifyRow:
-    """Comparison of one unit after a step.
-
-    Attributes:
-        key, name: of the unit.
-        equal: its weights and buffers are bitwise equal.
-        max_abs_diff: largest difference of any weight or buffer.
-        several_visits: parameters to which several visits contribute.
-        different: parameters and buffers that differ.
-    """
+    """Comparison of one unit after a step."""
 
     key: str
     name: str
-    equal: bool
-    max_abs_diff: float
-    several_visits: tuple[str, ...]
-    different: tuple[str, ...] = ()
+    equal: bool  # weights and buffers, to the bit
+    max_abs_diff: float  # of any weight or buffer
+    several_visits: tuple[str, ...]  # parameters to which several visits contribute
+    different: tuple[str, ...] = ()  # parameters and buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +70,7 @@ class VerifyReport:
 
 
 class InCoreStep:
-    """A step in core on a copy of the model, and its result.
-
-    Args:
-        model, store: the relay's.
-        micro_batches, objective, divisors, seeds, max_grad_norm: as for `train_step`.
-        torch_device: runs the step.
-    """
+    """A step in core on a copy of the relay's model, and its result; see `train_step`."""
 
     def __init__(
         self,
@@ -126,13 +112,7 @@ class InCoreStep:
         self._settings = settings_of(optimizer)
 
     def compare(self, result: StepResult, units: Sequence[Unit], with_buffers: bool) -> VerifyReport:
-        """Compare this step with the same step of the relay.
-
-        Args:
-            result: result of the relay's step.
-            units: the shell and the layers.
-            with_buffers: compare buffers; only if the relay's see the whole batch, as in core.
-        """
+        """Compare this step with the relay's; buffers only if the relay's see the whole batch, as in core."""
         buffers = self._buffers if with_buffers else {}
         visits = _visit_counts(result.trace)
         differences, optimizer = self._compare_weights()

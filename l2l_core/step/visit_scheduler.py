@@ -22,38 +22,22 @@ _LOOKAHEAD = 4  # calls announced after the next one: the most that any stash st
 
 @dataclass(eq=False, slots=True)
 class Visit:
-    """One stay of a layer on the device during forward.
-
-    Attributes:
-        stay: the stay in the slot; it may be over before backward.
-        calls: layer calls of this visit that are not back-propagated yet.
-        gradient: gradient accumulated so far.
-    """
+    """One stay of a layer on the device during forward."""
 
     unit: Unit
     index: int
-    stay: SlotStay = field(default_factory=SlotStay)
-    calls: list[LayerCall] = field(default_factory=list)
-    gradient: Gradient | None = None
+    stay: SlotStay = field(default_factory=SlotStay)  # may be over before backward
+    calls: list[LayerCall] = field(default_factory=list)  # not back-propagated yet
+    gradient: Gradient | None = None  # accumulated so far
 
 
 class VisitScheduler:
-    """Order of visits of one pass.
-
-    Args:
-        forwards: one suspended forward per micro-batch.
-        layers: the stack.
-        expected: predicted order of visits.
-
-    Attributes:
-        visits: the visits so far.
-        visit_counts: number of visits of each layer so far, by key.
-    """
+    """Order of visits of one pass."""
 
     def __init__(self, forwards: Sequence[SuspendedForward], layers: Sequence[Unit], expected: Sequence[Unit]) -> None:
         self.forwards, self._expected = list(forwards), list(expected)
         self.visits: list[Visit] = []
-        self.visit_counts: Counter[str] = Counter()
+        self.visit_counts: Counter[str] = Counter()  # so far, by key of the layer
         self._rank = {unit: position for position, unit in enumerate(layers)}
         self._cursors = [0] * len(self.forwards)  # position of each micro-batch in the expected order
 

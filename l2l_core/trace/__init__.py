@@ -13,8 +13,10 @@ from l2l_core.trace.events import PLACES as PLACES
 from l2l_core.trace.events import Event as Event
 from l2l_core.trace.events import MemorySample as MemorySample
 from l2l_core.trace.events import StepFailure as StepFailure
-from l2l_core.trace.events import TraceLike as TraceLike
 from l2l_core.trace.events import WorkerInfo as WorkerInfo
+from l2l_core.trace.events import find_last_backward_start as find_last_backward_start
+from l2l_core.trace.events import group_by_visit as group_by_visit
+from l2l_core.trace.events import turn_of as turn_of
 from l2l_core.trace.formatting import format_bytes as format_bytes
 from l2l_core.trace.formatting import format_seconds as format_seconds
 from l2l_core.trace.intervals import Interval as Interval
@@ -26,6 +28,3 @@ from l2l_core.trace.trace import Trace as Trace
 from l2l_core.trace.trace_files import OtherVersionError as OtherVersionError
 from l2l_core.trace.trace_files import check_version as check_version
 from l2l_core.trace.trace_files import write_chrome as write_chrome
-from l2l_core.trace.visits import find_last_backward_start as find_last_backward_start
-from l2l_core.trace.visits import group_by_visit as group_by_visit
-from l2l_core.trace.visits import turn_of as turn_of

@@ -1,10 +1,10 @@
-"""Contents of a trace: events on lanes, and bytes in use over time."""
+"""Contents of a trace: events on lanes, compute events grouped by visit, and bytes in use over time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from l2l_core.trace.formatting import format_bytes
 
@@ -59,20 +59,13 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """The worker that recorded a trace.
-
-    Attributes:
-        rank, count: of the worker, and number of workers.
-        began_s: start of the trace, in seconds on a clock shared by all workers.
-        waited_s: seconds that this worker had waited by then for the last one to start.
-        last: rank of the last worker to start; -1 without workers.
-    """
+    """The worker that recorded a trace."""
 
     rank: int = 0
-    count: int = 1
-    began_s: float = 0.0
-    waited_s: float = 0.0
-    last: int = -1
+    count: int = 1  # number of workers
+    began_s: float = 0.0  # start of the trace, on a clock shared by all workers
+    waited_s: float = 0.0  # wait of this worker by then for the last one to start
+    last: int = -1  # rank of that one; -1 without workers
 
     @property
     def lanes(self) -> tuple[str, ...]:
@@ -96,23 +89,14 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True)
 class StepFailure:
-    """End of a step that failed.
+    """End of a step that failed."""
 
-    Attributes:
-        t_s: seconds since the step began.
-        error: name of the exception's class.
-        asked_bytes: size of the allocation that did not fit on the device; 0 after other errors.
-        asked_for: its purpose, as "activations for L004 during forward of h.4 (L004), micro-batch 0".
-        held_bytes: device bytes in use at that time.
-        missing_bytes: bytes by which the allocation was too large.
-    """
-
-    t_s: float
-    error: str
-    asked_bytes: int = 0
-    asked_for: str = ""
-    held_bytes: int = 0
-    missing_bytes: int = 0
+    t_s: float  # seconds since the step began
+    error: str  # name of the exception's class
+    asked_bytes: int = 0  # size of the allocation that did not fit on the device; 0 after other errors
+    asked_for: str = ""  # as "activations for L004 during forward of h.4 (L004), micro-batch 0"
+    held_bytes: int = 0  # on the device at that time
+    missing_bytes: int = 0  # by which the allocation was too large
 
     def __str__(self) -> str:
         asked = f": allocating {format_bytes(self.asked_bytes)} of {self.asked_for}" if self.asked_bytes else ""
@@ -120,26 +104,26 @@ class StepFailure:
         return f"failed after {self.t_s:.3g} s ({self.error}){asked}{missing}"
 
 
-class TraceLike(Protocol):
-    """Interface of a trace for readers and writers; `Trace` implements it."""
+def group_by_visit(compute: Sequence[Event]) -> list[list[Event]]:
+    """Group compute events by stay, in order; the first group has the events before the first layer."""
+    groups: list[list[Event]] = [[]]
+    last = None
+    for event in compute:
+        if event.kind in ("forward", "backward") and event.stay != last:
+            groups.append([])
+            last = event.stay
+        groups[-1].append(event)
+    return groups
 
-    step: int
-    device: str
-    names: dict[str, str]
-    settings: dict[str, Any]
-    failed: StepFailure | None
-    worker: WorkerInfo
 
-    def check_finished(self) -> None:
-        """Raise a ValueError if the step failed."""
-        ...
+def turn_of(groups: Sequence[Sequence[Event]]) -> int:
+    """Return the index of the first group with backward work, their number if there is none."""
+    turns = (i for i, group in enumerate(groups) if i and any(e.kind in ("loss", "backward") for e in group))
+    return next(turns, len(groups))
 
-    @property
-    def lanes(self) -> Mapping[str, tuple[Event, ...]]:
-        """Events of every lane, sorted by start."""
-        ...
 
-    @property
-    def memory(self) -> tuple[MemorySample, ...]:
-        """Samples of both places in order of time."""
-        ...
+def find_last_backward_start(groups: Sequence[Sequence[Event]]) -> int:
+    """Return the index of the group in which the last micro-batch starts backward; depth first, each has its own."""
+    kinds = [[event.kind for event in group] for group in groups]
+    turns = (i for i, of in enumerate(kinds) if i and of[0] == "forward" and {"loss", "backward"} & {*of})
+    return max(turns, default=turn_of(groups))

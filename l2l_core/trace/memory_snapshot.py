@@ -16,26 +16,23 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from l2l_core.trace.events import CATEGORIES, MemorySample, TraceLike
+from l2l_core.trace.events import CATEGORIES, MemorySample
+from l2l_core.trace.trace import Trace
 
 JsonObject = dict[str, Any]
 
 BASE_ADDRESS = 1 << 40  # of the first place; the second begins at twice this address
 
 
-def write_memory_snapshot(trace: TraceLike, path: Path) -> None:
-    """Write `memory_snapshot(trace)` to a file.
-
-    Raises:
-        ValueError: the name does not end in .pickle, as the viewer requires.
-    """
+def write_memory_snapshot(trace: Trace, path: Path) -> None:
+    """Write `memory_snapshot(trace)` to a file."""
     if path.suffix != ".pickle":
         raise ValueError(f"cannot export to {str(path)!r}: memory snapshots are files *.pickle")
     with path.open("wb") as file:
         pickle.dump(memory_snapshot(trace), file, protocol=4)
 
 
-def memory_snapshot(trace: TraceLike) -> JsonObject:
+def memory_snapshot(trace: Trace) -> JsonObject:
     """Return the snapshot as plain values: one segment per place, in its final state, and its history."""
     arenas = [_Arena(trace, place, number) for number, place in enumerate(("device", "host"))]
     for arena in arenas:
@@ -58,7 +55,7 @@ class _Arena:
     Invariant: `_allocations` is sorted by address without overlaps; `_by_category` has the same, oldest first.
     """
 
-    def __init__(self, trace: TraceLike, place: str, number: int) -> None:
+    def __init__(self, trace: Trace, place: str, number: int) -> None:
         self.place, self._number, self._names = place, number, trace.names
         self._begin = BASE_ADDRESS * (1 + number)
         self._end = self._begin
@@ -78,7 +75,8 @@ class _Arena:
                 if change < 0:
                     self._free(category, -change, time_us)
                 elif change > 0:
-                    self._alloc(category, change, time_us, self._active_events(sample.t_s))
+                    start, frames = self._find_gap(change), (category, *self._active_events(sample.t_s))
+                    self._alloc(_Allocation(start, start + change, category, frames), time_us)
                 used[category] += change
 
     def segment(self) -> JsonObject:
@@ -108,30 +106,23 @@ class _Arena:
 
     def actions(self) -> list[JsonObject]:
         """Return the allocation of the segment, and every allocation and release in it."""
-        made = self._action_row("segment_alloc", self._begin, self._end - self._begin, 0, "unknown", (self.place,))
-        return [made, *self._actions] if self._actions else []
+        made = _Allocation(self._begin, self._end, "unknown", (self.place,))
+        return [_action_row("segment_alloc", made, 0), *self._actions] if self._actions else []
 
-    def _alloc(self, category: str, nbytes: int, time_us: int, names: tuple[str, ...]) -> None:
-        start = self._find_gap(nbytes)
-        block = _Allocation(start, start + nbytes, category, (category, *names))
+    def _alloc(self, block: _Allocation, time_us: int) -> None:
         insort(self._allocations, block)
-        self._by_category[category].append(block)
+        self._by_category[block.category].append(block)
         self._end = max(self._end, block.stop)
-        self._actions.append(self._action_row("alloc", start, nbytes, time_us, category, block.frames))
+        self._actions.append(_action_row("alloc", block, time_us))
 
     def _free(self, category: str, nbytes: int, time_us: int) -> None:
         while nbytes:
             block = self._by_category[category].pop()
             self._allocations.remove(block)
             size = block.stop - block.start
-            for action in ("free_requested", "free_completed"):
-                self._actions.append(self._action_row(action, block.start, size, time_us, category, block.frames))
+            self._actions += [_action_row(action, block, time_us) for action in ("free_requested", "free_completed")]
             if size > nbytes:  # the rest stays where it is
-                rest = block._replace(stop=block.stop - nbytes)
-                insort(self._allocations, rest)
-                self._by_category[category].append(rest)
-                left = size - nbytes
-                self._actions.append(self._action_row("alloc", rest.start, left, time_us, category, rest.frames))
+                self._alloc(block._replace(stop=block.stop - nbytes), time_us)
             nbytes -= min(size, nbytes)
 
     def _find_gap(self, nbytes: int) -> int:
@@ -153,18 +144,17 @@ class _Arena:
                 names.append(f"{lane}: {event._replace(layer=self._names.get(event.layer, event.layer)).label()}")
         return tuple(names)
 
-    def _action_row(
-        self, action: str, start: int, nbytes: int, time_us: int, category: str, names: tuple[str, ...]
-    ) -> JsonObject:
-        return {
-            "action": action,
-            "addr": start,
-            "size": nbytes,
-            "stream": 0,
-            "time_us": time_us,
-            "category": category,
-            "frames": _frames(names),
-        }
+
+def _action_row(action: str, block: _Allocation, time_us: int) -> JsonObject:
+    return {
+        "action": action,
+        "addr": block.start,
+        "size": block.stop - block.start,
+        "stream": 0,
+        "time_us": time_us,
+        "category": block.category,
+        "frames": _frames(block.frames),
+    }
 
 
 def _block_row(start: int, stop: int, state: str, names: tuple[str, ...]) -> JsonObject:

@@ -21,10 +21,8 @@ from typing import TYPE_CHECKING, Any
 from l2l_core.trace.events import ALL_LANES, DISK_LANES, PLACES, Event, MemorySample, StepFailure, WorkerInfo
 from l2l_core.trace.formatting import format_bytes
 from l2l_core.trace.intervals import Interval, intersect, merge, total_length
-from l2l_core.trace.memory_snapshot import write_memory_snapshot
-from l2l_core.trace.trace_files import build_record, read_jsonl, write_chrome, write_jsonl
 
-if TYPE_CHECKING:  # the methods that analyse import the analysis when they are called
+if TYPE_CHECKING:  # methods that analyse or write files import these modules when they are called
     from l2l_core.analysis import Bound, Wait
 
 
@@ -109,11 +107,7 @@ class Trace:
             self.failed = failure
 
     def check_finished(self) -> None:
-        """Raise an error unless the step finished.
-
-        Raises:
-            ValueError: the step failed.
-        """
+        """Raise ValueError unless the step finished."""
         if self.failed is not None:
             raise ValueError(
                 f"step {self.step} {self.failed}, so its trace is incomplete and has no valid figures: "
@@ -173,7 +167,7 @@ class Trace:
     def bound_by(self) -> tuple[Bound, ...]:
         """Return the limiting lane of each phase, its exposed time, and the setting that would help; see `analysis/bounds.py`.
 
-        A step of a plan has one result for the whole step (`analysis/plan_bounds.py`). Empty without events and for a
+        A step of a plan has one result for the whole step (`find_plan_bounds`). Empty without events and for a
         failed step. `print` writes a sentence: "forward: h2d exposes 420 ms of 1.9 s; 6 micro-batches ...".
         """
         from l2l_core.analysis import find_bounds, find_plan_bounds
@@ -255,14 +249,20 @@ class Trace:
 
     def to_chrome(self, path: str | Path, *, compress: bool | None = None) -> None:
         """Write Chrome trace JSON for Perfetto and Holistic Trace Analysis: `.json`, or `.json.gz` compressed."""
+        from l2l_core.trace.trace_files import write_chrome
+
         write_chrome([self], Path(path), compress)
 
     def to_memory_snapshot(self, path: str | Path) -> None:
         """Write a `.pickle` for PyTorch's memory viewer, https://pytorch.org/memory_viz; see `memory_snapshot.py`."""
+        from l2l_core.trace.memory_snapshot import write_memory_snapshot
+
         write_memory_snapshot(self, Path(path))
 
     def to_jsonl(self, path: str | Path) -> None:
         """Write JSON lines that `from_jsonl` reads exactly: a header, events in order of arrival, memory."""
+        from l2l_core.trace.trace_files import write_jsonl
+
         rows = [{"type": "event", **event._asdict()} for event in self.events_since(0)[0]]
         rows += [{"type": "memory", **asdict(sample)} for sample in self.memory]
         header = {"step": self.step, "device": self.device, "names": self.names, "settings": self.settings}
@@ -277,24 +277,26 @@ class Trace:
         Raises:
             ValueError: the file is damaged, incomplete, or of a version that this release cannot read.
         """
+        from l2l_core.trace.trace_files import build_record, read_jsonl
+
         trace = cls()
-        handlers = {"trace": trace._read_header, "event": trace._read_event, "memory": trace._read_sample}
-        read_jsonl(Path(path), handlers)
+
+        def read_header(row: dict[str, Any]) -> None:
+            trace.step, trace.device, trace.names = row["step"], row["device"], dict(row["names"])
+            trace.settings = dict(row["settings"])
+            trace.failed = build_record(StepFailure, row["failed"]) if "failed" in row else None
+            trace.worker = build_record(WorkerInfo, row["worker"]) if "worker" in row else WorkerInfo()
+
+        def read_event(row: dict[str, Any]) -> None:
+            trace.add(build_record(Event, row))
+
+        def read_sample(row: dict[str, Any]) -> None:
+            sample = build_record(MemorySample, row)
+            assert sample.place in PLACES, f"memory sampled at {sample.place!r}, which is none of {PLACES}"
+            trace._samples.append(sample)
+
+        read_jsonl(Path(path), {"trace": read_header, "event": read_event, "memory": read_sample})
         return trace
-
-    def _read_header(self, row: dict[str, Any]) -> None:
-        self.step, self.device, self.names = row["step"], row["device"], dict(row["names"])
-        self.settings = dict(row["settings"])
-        self.failed = build_record(StepFailure, row["failed"]) if "failed" in row else None
-        self.worker = build_record(WorkerInfo, row["worker"]) if "worker" in row else WorkerInfo()
-
-    def _read_event(self, row: dict[str, Any]) -> None:
-        self.add(build_record(Event, row))
-
-    def _read_sample(self, row: dict[str, Any]) -> None:
-        sample = build_record(MemorySample, row)
-        assert sample.place in PLACES, f"memory sampled at {sample.place!r}, which is none of {PLACES}"
-        self._samples.append(sample)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from l2l_core.trace.events import DISK_LANES, NETWORK_LANES, Event, TraceLike
+from l2l_core.trace.events import DISK_LANES, NETWORK_LANES, Event
+from l2l_core.trace.trace import Trace
 
 JsonObject = dict[str, Any]
 T = TypeVar("T")
@@ -50,7 +51,7 @@ def clock_tolerance_s(t_s: float) -> float:
 # ---- Chrome trace JSON -----------------------------------------------------------------------------------------
 
 
-def write_chrome(traces: Sequence[TraceLike], path: Path, compress: bool | None = None) -> None:
+def write_chrome(traces: Sequence[Trace], path: Path, compress: bool | None = None) -> None:
     """Write `chrome_trace(*traces)` to a file, compressed if its name ends in .gz, unless `compress` is given.
 
     Raises:
@@ -65,12 +66,10 @@ def write_chrome(traces: Sequence[TraceLike], path: Path, compress: bool | None 
     path.write_bytes(data)
 
 
-def chrome_trace(*traces: TraceLike) -> JsonObject:
-    """Return traces as a Chrome trace object: metadata, slices, flow arrows from load to use, byte counters.
+def chrome_trace(*traces: Trace) -> JsonObject:
+    """Return traces of one step as a Chrome trace object: metadata, slices, flow arrows from load to use, byte counters.
 
-    Args:
-        traces: of one step by one or several workers, each a process. Time begins with the first of them, or with its wait
-            for others to start.
+    Each worker is a process. Time begins with the first of them, or with its wait for others to start.
     """
     first = traces[0]
     began_s = min(trace.worker.began_s - trace.worker.waited_s for trace in traces)
@@ -83,7 +82,7 @@ def chrome_trace(*traces: TraceLike) -> JsonObject:
     }
 
 
-def _process_rows(trace: TraceLike, offset_s: float) -> Iterator[JsonObject]:
+def _process_rows(trace: Trace, offset_s: float) -> Iterator[JsonObject]:
     """Yield the rows of one process, whose time begins `offset_s` after that of the file."""
     slices = list(_make_slices(trace))
     pid = trace.worker.rank + 1  # 0 is the idle process in Perfetto
@@ -104,7 +103,7 @@ class _Slice(NamedTuple):
     stop_ns: int
 
 
-def _make_slices(trace: TraceLike) -> Iterator[_Slice]:
+def _make_slices(trace: Trace) -> Iterator[_Slice]:
     number = count(1 + (trace.worker.rank << 32))  # arrows connect slices by number, unique over all processes
     for tid, (lane, events) in enumerate(trace.lanes.items(), start=1):
         free_s = -math.inf
@@ -118,7 +117,7 @@ def _make_slices(trace: TraceLike) -> Iterator[_Slice]:
             yield _Slice(event, next(number), tid, round(start_s * 1e9), round(free_s * 1e9))
 
 
-def _metadata_rows(trace: TraceLike) -> Iterator[JsonObject]:
+def _metadata_rows(trace: Trace) -> Iterator[JsonObject]:
     process = f"worker {trace.worker.rank} of {trace.worker.count}, " if trace.worker.count > 1 else ""
     process += f"relay step {trace.step}" + (f" on {trace.device}" if trace.device else "")
     process += f", {trace.failed}" if trace.failed is not None else ""
@@ -129,7 +128,7 @@ def _metadata_rows(trace: TraceLike) -> Iterator[JsonObject]:
         yield {"ph": "M", "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
 
 
-def _slice_row(trace: TraceLike, item: _Slice) -> JsonObject:
+def _slice_row(trace: Trace, item: _Slice) -> JsonObject:
     event, duration_ns = item.event, item.stop_ns - item.start_ns
     name = trace.names.get(event.layer, event.layer)
     args: JsonObject = {
@@ -154,7 +153,7 @@ def _slice_row(trace: TraceLike, item: _Slice) -> JsonObject:
     }
 
 
-def _wait_rows(trace: TraceLike, slices: list[_Slice]) -> Iterator[JsonObject]:
+def _wait_rows(trace: Trace, slices: list[_Slice]) -> Iterator[JsonObject]:
     """Yield the waits of a worker for others, before the step and before each collective."""
     worker = trace.worker
     collectives = [item for item in slices if item.event.lane in NETWORK_LANES]
@@ -198,7 +197,7 @@ def _pair_loads_with_uses(slices: list[_Slice]) -> Iterator[tuple[_Slice, _Slice
                     yield load, use
 
 
-def _counter_rows(trace: TraceLike) -> Iterator[JsonObject]:
+def _counter_rows(trace: Trace) -> Iterator[JsonObject]:
     """Yield one counter track per place. Absent categories are written as 0, since viewers would keep their last value."""
     categories: dict[str, JsonObject] = defaultdict(dict)
     for sample in trace.memory:
@@ -255,13 +254,7 @@ class OtherVersionError(ValueError):
 
 
 def check_version(path: Path, header: Mapping[str, Any], schema: str, version: int, remedy: str) -> None:
-    """Raise an error for a file of another format, or of another version of it.
-
-    Args:
-        path: of the file, for the message.
-        header: its entries "schema" and "version" name the format.
-        schema, version: of the format to read.
-        remedy: how to make such a file with this release, for the message.
+    """Raise an error for a file of another format or version; `remedy` is how to make this one.
 
     Raises:
         OtherVersionError: the version differs.
@@ -286,11 +279,7 @@ _TYPE_CHECKS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def build_record(record: type[T], row: JsonObject) -> T:
-    """Return `record(**row)` after a check of every field's presence and type.
-
-    Raises:
-        KeyError, TypeError: a field is missing, or has another type.
-    """
+    """Return `record(**row)` after a check of every field's presence and type."""
     for name, annotation in record.__annotations__.items():
         kind = getattr(annotation, "__forward_arg__", annotation)  # a NamedTuple wraps the text
         if not _TYPE_CHECKS[kind](row[name]):

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from l2l_core._torch import dispatch_modes, dynamo_is_imported, optimized_module, pytree, wrap_dynamo
 from l2l_core.eps.blocks import ModuleBuffers, Unit
-from l2l_core.model import call_attribute, compiled_modules, function_modes_without, is_compile_wrapper, modules_of
+from l2l_core.model import call_attribute, compiled_modules, function_modes_without, is_compile_wrapper
 from l2l_core.step.graph import sequence_number, walk_graph
 from l2l_core.step.micro_batch.graph_segmenter import GraphSegmenter, active_segmenter, run_as_operation
 from l2l_core.step.micro_batch.module_hooks import InstancePatch, temporarily
@@ -36,8 +36,8 @@ class CompiledRegionGuard:
 
     def __init__(self, model: nn.Module, layers: Iterable[Unit], ctx: StepContext) -> None:
         self._ctx = ctx
-        self._regions = {region: modules_of(region) for region in compiled_modules(model)}
-        in_layers = {module for unit in layers for module in modules_of(unit.module)}
+        self._regions = {region: list(region.modules()) for region in compiled_modules(model)}
+        in_layers = {module for unit in layers for module in unit.module.modules()}
         self._shell_buffers = {r: ModuleBuffers(ms) for r, ms in self._regions.items() if r not in in_layers}
         self._patches: dict[nn.Module, InstancePatch] = {}  # of entry points
         self._undo = ExitStack()

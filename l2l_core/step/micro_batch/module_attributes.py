@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from l2l_core.eps.blocks import Unit
-from l2l_core.model import modules_of
 from l2l_core.step.graph import TensorGuard
 from l2l_core.step.micro_batch.attribute_tracer import AttributeTracer
 from l2l_core.step.micro_batch.module_hooks import SideOutputs, temporarily
@@ -63,7 +62,7 @@ class ModuleAttributes(AttributeTracer):
         torch_layers = [unit.module for unit in layers if _is_torch_class(unit.module)]
         self._dicts = [(m, entries) for m in (*self._shell, *torch_layers) for entries in (vars(m), m._modules)]
         self._compared_dicts = [(m, entries) for m, entries in self._dicts if metering or m in _UNTRACED_WRITES]
-        self._unit_of = {module: unit for unit in layers for module in modules_of(unit.module)}
+        self._unit_of = {module: unit for unit in layers for module in unit.module.modules()}
         self._k = -1  # micro-batch of the current turn
         self._own_values: dict[AttributeKey, Any] = {}  # set by it so far
         self._in_layer = False

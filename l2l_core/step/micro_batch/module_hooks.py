@@ -21,7 +21,7 @@ from torch.nn.modules import module as nn_module
 from torch.utils.hooks import RemovableHandle
 
 from l2l_core.eps.blocks import Unit
-from l2l_core.model import compiled_modules, modules_in_graph, modules_of
+from l2l_core.model import compiled_modules, modules_in_graph
 from l2l_core.step.graph import is_segment_input
 from l2l_core.step.traffic import MeterRecord, StaleMeterError
 
@@ -207,7 +207,7 @@ class UserHooks:
         """Wrap the hooks on a layer's submodules that are not wrapped yet, except in compiled regions."""
         if layer not in self._modules:
             compiled = {module for region in compiled_modules(layer) for module in modules_in_graph(region)}
-            self._modules[layer] = [m for m in modules_of(layer) if m is not layer and m not in compiled]
+            self._modules[layer] = [m for m in layer.modules() if m is not layer and m not in compiled]
         for module in self._modules[layer]:
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key in [key for key in hooks if (id(hooks), key) not in self._originals]:

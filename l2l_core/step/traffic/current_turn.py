@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -13,39 +13,15 @@ from l2l_core.step.graph import unguarded
 NO_MICRO_BATCH = -1
 
 
-class _ActivatedTurn(AbstractContextManager[None]):
-    """Context of `CurrentTurn.activate`. Every turn has several; a generator would take twice as long."""
-
-    def __init__(self, turn: CurrentTurn, values: tuple[int, str, set[int] | None]) -> None:
-        self._turn, self._values = turn, values
-
-    def __enter__(self) -> None:
-        turn = self._turn
-        self._before = turn.k, turn.owner, turn.layer_inputs
-        turn.k, turn.owner, turn.layer_inputs = self._values
-
-    def __exit__(self, *exc: object) -> None:
-        turn = self._turn
-        turn.k, turn.owner, turn.layer_inputs = self._before
-
-
 class CurrentTurn:
-    """The micro-batch and the code that run at present.
-
-    Attributes:
-        k: the micro-batch, or NO_MICRO_BATCH.
-        owner: key of the layer that runs, or "shell".
-        layer_inputs: storages of the arguments of the layer that runs; None while shell code runs.
-        in_forward: False while backward runs.
-        in_compiled_region: whether a compiled region runs; its inputs were fetched before it.
-    """
+    """The micro-batch and the code that run at present."""
 
     def __init__(self) -> None:
         self.k = NO_MICRO_BATCH
-        self.owner = ""
-        self.layer_inputs: set[int] | None = None
-        self.in_forward = True
-        self.in_compiled_region = False
+        self.owner = ""  # key of the layer that runs, or "shell"
+        self.layer_inputs: set[int] | None = None  # storages of the layer's arguments; None while shell code runs
+        self.in_forward = True  # False while backward runs
+        self.in_compiled_region = False  # such a region's inputs were fetched before it
 
     @property
     def in_shell(self) -> bool:
@@ -57,13 +33,17 @@ class CurrentTurn:
         """Name of the code that runs, for messages."""
         return "the model's own code" if self.in_shell else f"layer {self.owner}"
 
-    def activate(
-        self, k: int, owner: str, inputs: Iterable[torch.Tensor] | None = None
-    ) -> AbstractContextManager[None]:
-        """Return a context in which micro-batch `k` runs `owner`; `inputs` are the arguments of a layer."""
+    @contextmanager
+    def activate(self, k: int, owner: str, inputs: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
+        """Run a block as micro-batch `k` in `owner`; `inputs` are the arguments of a layer."""
         with unguarded():
             keys = None if inputs is None else set(storage_keys(inputs))
-        return _ActivatedTurn(self, (k, owner, keys))
+        before = self.k, self.owner, self.layer_inputs
+        self.k, self.owner, self.layer_inputs = k, owner, keys
+        try:
+            yield
+        finally:
+            self.k, self.owner, self.layer_inputs = before
 
     @contextmanager
     def enter_backward(self) -> Iterator[None]:

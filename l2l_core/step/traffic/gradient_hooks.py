@@ -22,18 +22,13 @@ class GradientHooks:
     Parameters with an installed `grad` have no hook, except while `is_pending` needs them.
 
     Invariant: every gradient is taken by the unit whose backward has made it, or the step fails.
-
-    Args:
-        units: the shell and the layers.
-
-    Attributes:
-        trained: the parameters of each block that are trained in this pass.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._names: dict[torch.Tensor, str] = {
             param: name for unit in units for b in unit.blocks for param, name in zip(b.params, b.names, strict=True)
         }
+        # As they are when the pass begins
         self.trained = {block: block.trained for unit in units for block in unit.blocks}
         self._routes: dict[torch.Tensor, Callable[[torch.Tensor], None]] = {}
         self._installed: dict[torch.Tensor, torch.Tensor] = {}  # `grad` that autograd adds to
@@ -104,18 +99,14 @@ class GradientHooks:
             del self._handles[param]  # last: an interrupt may occur at any moment
 
     def remove_grad(self, param: torch.Tensor) -> None:
-        """Remove an installed `grad` and restore the hook."""
-        if self._uninstall_grad(param):
-            self._register_hook(param)
-
-    def _uninstall_grad(self, param: torch.Tensor) -> bool:
+        """Remove an installed `grad`, if any, and restore the hook."""
         place, grad = self._installed.pop(param, None), param.grad
         if place is None:
-            return False
+            return
         if grad is not None and grad is not place:  # a user's hook has replaced the sum
             place.copy_(grad)
         param.grad = None
-        return True
+        self._register_hook(param)
 
     def check_no_stray_grads(self) -> None:
         """Raise RuntimeError if user code has set `grad` of a parameter after the backward of its layer."""
@@ -132,7 +123,7 @@ class GradientHooks:
     def close(self) -> None:
         """Remove all routes and hooks."""
         for param in list(self._installed):
-            self._uninstall_grad(param)
+            self.remove_grad(param)
         self._routes.clear()
         self._handles.clear()
         # Not through handles: an interrupt may have occurred before a handle was stored.

@@ -18,9 +18,9 @@ from l2l_core.devices import Device, Ticket
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Block, BlockGradient, Layout, TrainedParameters, Unit
 from l2l_core.step.graph import Root
-from l2l_core.step.traffic.compute_clock import ComputeClock
+from l2l_core.step.traffic.compute_events import ComputeClock
 from l2l_core.step.traffic.gradient_hooks import GradientHooks
-from l2l_core.step.traffic.lanes import CountedLane
+from l2l_core.step.traffic.lanes import Lane
 
 
 @dataclass(eq=False, slots=True)
@@ -64,23 +64,14 @@ class _BufferPart:
 
 @dataclass(frozen=True, slots=True)
 class GradientRoutes:
-    """The parts through which gradients pass from autograd to the EPS.
-
-    Attributes:
-        device: holds the buffers.
-        clock: of compute, which may be stalled.
-        hooks: take the gradients from autograd.
-        store: the EPS.
-        push: lane to the host.
-        is_per_micro_batch: whether a block's gradients are kept apart by micro-batch; it may change during a pass.
-    """
+    """The parts through which gradients pass from autograd to the EPS."""
 
     device: Device
     clock: ComputeClock
     hooks: GradientHooks
     store: LayerStore
-    push: CountedLane
-    is_per_micro_batch: Callable[[Block], bool]
+    lane: Lane  # to the host
+    is_per_micro_batch: Callable[[Block], bool]  # it may change during a pass
 
 
 class Gradient:
@@ -162,7 +153,7 @@ class Gradient:
         for block, trained in ((part.block, part.trained) for part in parts):
             several = [i for i in trained.indices if counts[block.params[i]] > 1]
             if several:
-                routes.push.lane.flush()  # the EPS works in order: it needs the whole gradient of the layer before
+                routes.lane.flush()  # the EPS works in order: it needs the whole gradient of the layer before
                 with routes.clock.stalled():
                     withdrawn = routes.store.withdraw_part(block, k, several)
                 pairs = [(block.params[i], host.to(self._buffer.flat.device)) for i, host in withdrawn.items()]
@@ -184,24 +175,20 @@ class Gradient:
         routes = self._routes
         for part in self._block_gradients:
             if any(part.touched) and routes.is_per_micro_batch(part.block):
-                self._push_block(part, partial(routes.push, self.unit.key, k=k, visit=visit), k)
+                self._push_block(part, partial(routes.lane.send, "push", self.unit.key, k=k, visit=visit), k)
                 self._remove_grads()  # installed before the block became per-micro-batch
                 part.touched[:] = [False] * len(part.touched)
 
     def push(self, at_once: bool = False) -> None:
-        """Push the summed gradient of every block, to be reduced and updated in the background.
-
-        Args:
-            at_once: send it whole, and not one piece per turn.
-        """
+        """Push the summed gradient of every block, to be reduced and updated in the background: piece by piece, or `at_once`."""
         routes = self._routes
         self.stop()
-        routes.push.lane.flush()
+        routes.lane.flush()
         for part in self._block_gradients:
             if any(part.touched) and not routes.is_per_micro_batch(part.block):
-                self._push_block(part, partial(routes.push.send_chunked, self.unit.key))
+                self._push_block(part, partial(routes.lane.send_chunked, "push", self.unit.key))
         if at_once:
-            routes.push.lane.flush()
+            routes.lane.flush()
 
     def _push_block(self, part: _BufferPart, send: Callable[..., Ticket], k: int | None = None) -> None:
         with self._routes.clock.stalled():  # until the EPS has room; without overlap, until it is done
@@ -210,13 +197,7 @@ class Gradient:
 
 
 class GradientSlots:
-    """Device buffers for gradients: one is filled while another is pushed.
-
-    Args:
-        units: units that use the buffers; each buffer holds the largest gradient of them.
-        count: number of buffers.
-        name: for the ledger.
-    """
+    """Device buffers for the gradients of some units: one is filled while another is pushed."""
 
     def __init__(self, routes: GradientRoutes, units: Iterable[Unit], count: int, name: str) -> None:
         numel = max((routes.hooks.numel(unit) for unit in units), default=0)
@@ -232,11 +213,7 @@ class GradientSlots:
         return [buffer.flat for buffer in self._buffers]
 
     def acquire(self, unit: Unit) -> Gradient:
-        """Open a gradient for a visit of `unit`, in the buffer that was pushed longest ago.
-
-        Raises:
-            RuntimeError: `requires_grad` of a parameter changed since the step began.
-        """
+        """Open a gradient for a visit of `unit`, in the buffer that was pushed longest ago."""
         self.hooks.check_requires_grad(unit.blocks if self._open_gradients else None)  # all, before any is updated
         buffer = self._empty_buffer
         if self.hooks.numel(unit):

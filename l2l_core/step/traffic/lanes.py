@@ -1,4 +1,4 @@
-"""The link between host and device: a `Lane` per direction, and a `CountedLane` per kind of copy.
+"""The link between host and device: a `Lane` per direction.
 
 A lane is serial: a copy delays every later one. A layer's weights have a whole visit to arrive, but a micro-batch's stash is
 needed at the next turn. So weights and gradients are sent in chunks, one per turn, behind the stash.
@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import pairwise
 
 from l2l_core.devices import Copy, Device, Ticket
@@ -18,54 +19,38 @@ from l2l_core.trace import Event, Trace
 
 
 class Lane:
-    """One direction of the link: "h2d" or "d2h".
-
-    Args:
-        trace: gets one event per copy, or per piece of a chunked copy.
-        pieces: number of pieces of a chunked copy, one per turn of a visit.
-        stalled: context in which compute waits for a copy; None if copies overlap with compute.
-    """
+    """One direction of the link: "h2d" or "d2h"."""
 
     def __init__(
         self,
         device: Device,
         trace: Trace,
         name: str,
-        pieces: int = 1,
-        stalled: Callable[[], AbstractContextManager[None]] | None = None,
+        pieces: int = 1,  # of a chunked copy, one per turn of a visit
+        stalled: Callable[[], AbstractContextManager[None]] | None = None,  # None if copies overlap with compute
     ) -> None:
         self._device, self._trace, self.name, self._pieces = device, trace, name, pieces
         self._overlaps, self._while_copying = stalled is None, stalled or nullcontext
         self._chunked_copy: _ChunkedCopy | None = None  # at most one: the next one flushes it
-        self._owner = threading.get_ident()
+        self.owner = threading.get_ident()  # the thread that sends on this lane
 
     def send(
-        self,
-        kind: str,
-        layer: str,
-        copies: Sequence[Copy],
-        k: int = -1,
-        visit: int = -1,
-        slot: int = -1,
-        piece: int = 0,
-        pieces: int = 1,
+        self, kind: str, layer: str, copies: Sequence[Copy], k: int = -1, visit: int = -1, **of_piece: int
     ) -> Ticket:
-        """Start copies as one event; see `Event` for the arguments."""
+        """Start copies as one event; see `Event` for the arguments, with `slot`, `piece` and `pieces` of a chunked copy."""
         nbytes = sum(target.nbytes for target, _ in copies)
         t0, add, lane = self._trace.began_s, self._trace.add, self.name
         with self._while_copying():
             return self._device.issue(
                 lane,
                 list(copies),
-                lambda a, b: add(
-                    Event(lane, kind, a - t0, b - t0, layer, k, nbytes, visit, 0.0, -1, slot, piece, pieces)
-                ),
+                lambda a, b: add(Event(lane, kind, a - t0, b - t0, layer, k, nbytes, visit, **of_piece)),
                 label=f"{kind} {layer}",
                 overlaps=self._overlaps,
             )
 
     def send_chunked(self, kind: str, layer: str, copies: Sequence[Copy], slot: int = -1) -> Ticket:
-        """Start a chunked copy: the first piece is sent at once, the others one per `send_chunk`."""
+        """Start a chunked copy of flat tensors: the first piece is sent at once, the others one per `send_chunk`."""
         self.flush()
         pieces = _split_copies(copies, self._pieces)
         if len(pieces) < 2:
@@ -90,27 +75,19 @@ class Lane:
             copy._all_sent.set()
             self._chunked_copy = None
 
-    @property
-    def on_owner_thread(self) -> bool:
-        """Whether the calling thread is the one that sends on this lane."""
-        return threading.get_ident() == self._owner
-
 
 class _ChunkedCopy:
     """Ticket of a copy sent in pieces. Another thread may join it before the last piece is sent."""
 
     def __init__(self, lane: Lane, kind: str, layer: str, pieces: Sequence[list[Copy]], slot: int) -> None:
-        self._lane, self._kind, self._layer, self._slot = lane, kind, layer, slot
-        self._pieces, self._count = deque(pieces), len(pieces)
+        self._lane, self._name, self._pieces = lane, f"{kind} of {layer}", deque(pieces)
+        self._send = partial(lane.send, kind, layer, slot=slot, pieces=len(pieces))
         self._tickets: list[Ticket] = []
         self._all_sent = threading.Event()
 
     def send_next(self) -> bool:
         """Send the next piece; return whether it was the last one."""
-        piece = self._count - len(self._pieces)
-        self._tickets.append(
-            self._lane.send(self._kind, self._layer, self._pieces[0], slot=self._slot, piece=piece, pieces=self._count)
-        )
+        self._tickets.append(self._send(self._pieces[0], piece=len(self._tickets)))
         self._pieces.popleft()  # last: after an error in `send`, threads that wait must find a piece left
         if not self._pieces:
             self._all_sent.set()
@@ -132,29 +109,11 @@ class _ChunkedCopy:
             ticket.abandon()
 
     def _wait_until_sent(self) -> None:
-        if self._lane.on_owner_thread and not self._all_sent.is_set():
+        if threading.get_ident() == self._lane.owner and not self._all_sent.is_set():
             self._lane.flush()  # no other thread sends the rest
         self._all_sent.wait()
         if self._pieces:
-            raise RuntimeError(f"the {self._kind} of {self._layer} was cancelled because the step failed")
-
-
-class CountedLane:
-    """Sends copies of one kind on a lane, and counts their bytes."""
-
-    def __init__(self, lane: Lane, kind: str) -> None:
-        self.lane, self.kind = lane, kind
-        self.nbytes = 0
-
-    def __call__(self, layer: str, copies: Sequence[Copy], k: int = -1, visit: int = -1) -> Ticket:
-        """Start copies of `layer`, for micro-batch `k` in `visit`."""
-        self.nbytes += sum(target.nbytes for target, _ in copies)
-        return self.lane.send(self.kind, layer, copies, k, visit)
-
-    def send_chunked(self, layer: str, copies: Sequence[Copy], slot: int = -1) -> Ticket:
-        """Start a chunked copy of flat tensors of `layer`; `slot` is the number of a weight slot."""
-        self.nbytes += sum(target.nbytes for target, _ in copies)
-        return self.lane.send_chunked(self.kind, layer, copies, slot)
+            raise RuntimeError(f"the {self._name} was cancelled because the step failed")
 
 
 def _split_copies(copies: Sequence[Copy], pieces: int) -> list[list[Copy]]:

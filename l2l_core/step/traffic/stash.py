@@ -24,23 +24,14 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from l2l_core.devices import Copy, Device, StashSlot, StashStore
-from l2l_core.step.traffic.compute_clock import ComputeClock
+from l2l_core.step.traffic.compute_events import ComputeClock
 from l2l_core.step.traffic.current_turn import CurrentTurn
 from l2l_core.step.traffic.lanes import Lane
 from l2l_core.step.traffic.storage_tracker import StorageEntry, StorageTracker, TrackedStorage
 
 
 class Stash:
-    """Moves the stashes of all micro-batches of one pass.
-
-    Args:
-        stash_store: holds offloaded stashes.
-        offloads: whether stashes are offloaded at all.
-        overlap: copy stashes while other micro-batches compute.
-        metering: count activations operation by operation.
-        h2d, d2h: lanes for the copies.
-        clock: of compute, which may be stalled.
-    """
+    """Moves the stashes of all micro-batches of one pass."""
 
     def __init__(
         self,
@@ -146,13 +137,13 @@ class Stash:
             return
         self._stash_store.prefetch(
             [
-                ([_slot_of(h) for _, h in self.tracker.find(tensors) if self._is_offloaded(h)], layer, k, visit)
+                ([h.slot for h in self._offloaded(tensors) if h.slot is not None], layer, k, visit)
                 for tensors, layer, k, visit in turns
             ]
         )
 
-    def _is_offloaded(self, tracked: TrackedStorage) -> bool:
-        return tracked.slot is not None and (not tracked.on_device or tracked.key in self._offloading)
+    def _offloaded(self, tensors: Iterable[torch.Tensor]) -> list[TrackedStorage]:
+        return [h for _, h in self.tracker.find(tensors) if not h.on_device or h.key in self._offloading]
 
     def restore_tensor(self, tensor: torch.Tensor) -> None:
         """Fetch the storage of a tensor that is about to be read."""

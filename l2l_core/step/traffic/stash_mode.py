@@ -2,11 +2,17 @@
 
 Reading an emptied storage would crash the process, and reading another micro-batch's value would train the model wrongly. So
 the first are fetched and the second refused.
+
+A dispatch mode does not intercept reads as Python numbers or NumPy views, such as `tolist` or `numpy`. A function mode does,
+but under one nn.TransformerEncoder takes another path, with other bits. So `raw_read_hook` wraps the methods themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,14 +25,14 @@ from l2l_core.step.traffic.current_turn import NO_MICRO_BATCH
 from l2l_core.step.traffic.stash import Stash
 from l2l_core.step.traffic.storage_tracker import TrackedStorage
 
+_RAW_READS = ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr")
+_lock = threading.Lock()
+_hooks: list[Callable[[torch.Tensor], None]] = []
+_originals: dict[str, Any] = {}  # methods that torch.Tensor itself defines; it inherits the rest
+
 
 class StashMode(TorchDispatchMode):
-    """Before each operation, fetches the tensors that it reads; after it, tracks the tensors that it makes.
-
-    Args:
-        stash: fetches tensors.
-        buffer_order: records reads and writes of buffers by shell code.
-    """
+    """Before each operation, fetches the tensors that it reads; after it, tracks the tensors that it makes."""
 
     def __init__(self, stash: Stash, buffer_order: BufferOrder) -> None:
         super().__init__()
@@ -148,3 +154,44 @@ def _tensors_in(*trees: Any) -> list[torch.Tensor]:
         elif isinstance(tree, dict):
             found += _tensors_in(*tree.values())
     return found
+
+
+@contextmanager
+def raw_read_hook(hook: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Call `hook` with every tensor about to be read in such a way, in any thread, within the block."""
+    with _lock:
+        _hooks.append(hook)
+        if len(_hooks) == 1:
+            _wrap()
+    try:
+        yield
+    finally:
+        with _lock:
+            _hooks.remove(hook)
+            if not _hooks:
+                _unwrap()
+
+
+def _wrap() -> None:
+    for name in _RAW_READS:
+        if name in vars(torch.Tensor):
+            _originals[name] = vars(torch.Tensor)[name]
+        setattr(torch.Tensor, name, _hooked(getattr(torch.Tensor, name)))
+
+
+def _unwrap() -> None:
+    for name in _RAW_READS:
+        if name in _originals:
+            setattr(torch.Tensor, name, _originals.pop(name))
+        else:
+            delattr(torch.Tensor, name)
+
+
+def _hooked(read: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(read)
+    def hooked_read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        for hook in tuple(_hooks):  # a copy: other threads add and remove hooks
+            hook(tensor)
+        return read(tensor, *args, **kwargs)
+
+    return hooked_read

@@ -43,11 +43,7 @@ StorageEntry = tuple[torch.UntypedStorage, TrackedStorage]
 
 
 class StorageTracker:
-    """All live storages that forwards have made, by micro-batch. It holds weak references only.
-
-    Args:
-        exempt: tensors of the model, which are part of no stash.
-    """
+    """All live storages that forwards have made, by micro-batch. It holds weak references only."""
 
     def __init__(
         self, device: Device, stash_store: StashStore, current_turn: CurrentTurn, exempt: Iterable[torch.Tensor]

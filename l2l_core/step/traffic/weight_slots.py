@@ -8,7 +8,7 @@ farthest away, so the last layers of forward are still in their slots when backw
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -18,16 +18,15 @@ from l2l_core.devices import Copy, Device, Ticket
 from l2l_core.eps import WeightSource
 from l2l_core.eps.blocks import Block, Layout, Unit
 from l2l_core.schedule_rules import weight_slots
-from l2l_core.step.traffic.compute_clock import ComputeClock
+from l2l_core.step.traffic.compute_events import ComputeClock
 
 
 @dataclass(eq=False, slots=True)
 class SlotStay:
-    """The time for which a layer's weights occupy a slot.
+    """The time for which a layer's weights occupy a slot. It is over when another layer has the slot.
 
-    Attributes:
-        is_over: whether another layer has the slot. A kept graph then has that layer's weights among its saved tensors, and no
-            version counter shows it: check this before its backward.
+    A kept graph then has that layer's weights among its saved tensors, and no version counter shows it: check this before its
+    backward.
     """
 
     is_over: bool = False
@@ -57,32 +56,20 @@ class WeightSlot:
 
 
 class Prefetch:
-    """Weight slots and their loads: `ahead + 1` slots, and `resident` further ones.
-
-    Args:
-        numel: elements of the largest layer.
-        ahead: number of layers loaded ahead of the one that computes.
-        load: starts the copies of a layer to the slot with a number, and returns their ticket.
-        clock: of compute, which may be stalled.
-        shell: device tensors of the shell's parameters; a layer may share some.
-        weight_source: lends the host buffers that loads read.
-        dtype: of the weights on the device; a load casts.
-        on_visit: context of each visit, entered when the weights are loaded; it loads the layer's buffers.
-        resident: number of further slots.
-    """
+    """Weight slots and their loads: `ahead + 1` slots, and `resident` further ones."""
 
     def __init__(
         self,
         device: Device,
         numel: int,
         ahead: int,
-        load: Callable[[str, list[Copy], int], Ticket],
+        load: Callable[[str, list[Copy], int], Ticket],  # copies of a layer to the slot with a number
         clock: ComputeClock,
-        shell: Mapping[nn.Parameter, torch.Tensor],
+        shell: Mapping[nn.Parameter, torch.Tensor],  # on the device; a layer may share some
         weight_source: WeightSource,
-        dtype: torch.dtype = torch.float32,
-        on_visit: Callable[[Unit], AbstractContextManager[object]] = lambda unit: nullcontext(),
-        resident: int = 0,
+        dtype: torch.dtype,  # on the device; a load casts
+        on_visit: Callable[[Unit], AbstractContextManager[object]],  # entered when the weights are loaded
+        resident: int,
     ) -> None:
         self._weight_source, self._on_visit = weight_source, on_visit
         self._device, self._ahead, self._load, self._clock, self._shell = device, ahead, load, clock, shell

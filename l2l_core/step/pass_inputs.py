@@ -1,23 +1,27 @@
-"""Parts of a relay that outlive a pass."""
+"""Inputs of a pass: the relay's parts, micro-batches, and a plan: the weights and graphs that stay on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
-import torch
 from torch import nn
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, HostStashStore, Ledger, StashStore
 from l2l_core.eps import WeightSource
 from l2l_core.eps.blocks import Unit, shell_modules
+from l2l_core.schedule_rules import kept_layers
+from l2l_core.step.micro_batch import KEEP, KEEP_UNTIL_SUSPENDED, RECOMPUTE, ActivationPolicy
 from l2l_core.trace import Trace
+
+PassTask = Callable[[nn.Module, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class RelayParts:
-    """The model, split into shell and layers, with its device and its stores."""
+    """The model, split into shell and layers, with its device and its stores. They outlive a pass."""
 
     model: nn.Module
     device: Device
@@ -48,11 +52,6 @@ class RelayParts:
         """Return the modules that are in no layer."""
         return shell_modules(self.model, {unit.module for unit in self.layers})
 
-    def layer_only_params(self) -> dict[torch.Tensor, str]:
-        """Return the parameters that only layers use, each with the name of a layer."""
-        own = set(self.shell.params)
-        return {param: unit.name for unit in self.layers for param in unit.params if param not in own}
-
     def snapshot_buffers(self) -> Callable[[], None]:
         """Copy the values of all buffers; return a function that restores them."""
         values = [unit.buffers.copy() for unit in self.units]
@@ -72,3 +71,42 @@ class RelayParts:
         """Make the empty trace of a pass that begins now."""
         settings = {**asdict(config), **self.device.figures()}
         return Trace(step=step, device=self.device.name, names=self.names, settings=settings)
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """Plan of a pass. By default all weights are streamed, and all layers but the last one are recomputed."""
+
+    layer_order: Sequence[Unit]  # the expected order of visits
+    resident: int = 0  # weight slots besides those that streaming needs
+    kept_graphs: int = 0  # number of last visits whose graphs stay on the device until backward
+
+    @staticmethod
+    def of(config: RelayConfig, layer_order: Sequence[Unit]) -> PassPlan:
+        """Make the plan for these settings; `keep` must be a number of layers."""
+        assert isinstance(config.keep, int), f"keep={config.keep!r} was not resolved to a number of layers"
+        return PassPlan(layer_order, config.resident, kept_layers(config.keep, config.ahead, config.resident))
+
+    def policy_for(self, visit: int) -> ActivationPolicy:
+        """Return the activation policy of the visit with this number."""
+        remaining = len(self.layer_order) - 1 - visit  # expected visits after this one
+        if 0 <= remaining < self.kept_graphs:
+            return KEEP
+        return RECOMPUTE if remaining else KEEP_UNTIL_SUSPENDED
+
+    @property
+    def forward_then_backward(self) -> list[Unit]:
+        """The layers of all visits of a training step; the first layer of backward is loaded already."""
+        return [*self.layer_order, *reversed(self.layer_order[:-1])]
+
+
+@dataclass(frozen=True, slots=True)
+class PassSpec:
+    """Inputs of a pass."""
+
+    config: RelayConfig
+    plan: PassPlan
+    task: PassTask  # returns the result of a micro-batch; in training its loss
+    micro_batches: Sequence[Any]
+    seeds: Sequence[int]  # one per micro-batch, for its random stream
+    check: Callable[[], None] = lambda: None  # called after each forward; it may raise to refuse the step

@@ -1,20 +1,71 @@
-"""Device memory over a step: sampled at every compute event; activations are counted once and then replayed.
+"""Compute events: their times, without those for which compute is stalled, and the memory during each.
 
-Slots, stash and gradients are booked exactly in every step. Counting activations operation by operation is slow, so only a
-metered step does it. Its `MeterRecord` has each event's peak activation bytes and the bytes left after it; later steps of the
-same kind book those.
+Memory is sampled at every event. Slots, stash and gradients are booked exactly in every step. Counting activations operation
+by operation is slow, so only a metered step does it. Its `MeterRecord` has each event's peak activation bytes and the bytes
+left after it; later steps of the same kind book those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from l2l_core.devices import Ledger
-from l2l_core.step.traffic.compute_clock import ComputeClock
-from l2l_core.trace import Trace
+from l2l_core.devices import Device, Ledger
+from l2l_core.trace import Event, Trace
 
 _OWNER = "the micro-batch at work"
+
+
+class ComputeClock:
+    """Adds compute events of a device to a trace.
+
+    Invariant: at most one event is open. A stall splits an event in two, so that stalled time is not compute time.
+    """
+
+    def __init__(self, device: Device, trace: Trace) -> None:
+        self._device, self._trace = device, trace
+        self._event: tuple[str, str, int, int] = "", "", -1, -1  # kind, layer, micro-batch, visit
+        self._stalled_s = 0.0  # since the last event
+        self._is_stalled = False
+        self.stay = -1  # number of the present layer's stay on the device; -1 before the first one
+        self._stop: Callable[[], None] | None = None
+
+    def start(self, kind: str, layer: str, k: int, visit: int = -1) -> None:
+        """Open an event."""
+        assert self._stop is None, f"{kind} of {layer} begins within {self._event}"
+        self._event = kind, layer, k, visit
+        # Bound now: a GPU reports the times later, during another event.
+        t0, add, stalled_s, stay = self._trace.began_s, self._trace.add, self._stalled_s, self.stay
+        self._stalled_s = 0.0
+        self._stop = self._device.start_timer(
+            lambda a, b: add(Event("compute", kind, a - t0, b - t0, layer, k, 0, visit, stalled_s, stay)),
+            f"{kind} {layer} k={k}",
+        )
+
+    def stop(self) -> None:
+        """Close the open event, if any."""
+        if self._stop is not None:
+            self._stop()
+            self._stop = None
+
+    @contextmanager
+    def stalled(self) -> Iterator[None]:
+        """Run a block in which compute waits: an open event ends before it and continues after it."""
+        if self._is_stalled:  # within another stall
+            yield
+            return
+        self._is_stalled, is_open = True, self._stop is not None
+        self.stop()
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._is_stalled = False
+            self._stalled_s += time.perf_counter() - began_s
+        if is_open:
+            self.start(*self._event)
 
 
 class StaleMeterError(RuntimeError):
@@ -29,19 +80,13 @@ class StaleMeterError(RuntimeError):
 
 @dataclass(slots=True)
 class MeterRecord:
-    """Measurements of a metered pass.
+    """Measurements of a metered pass."""
 
-    Attributes:
-        events: (label, peak activation bytes, bytes left after it) of each compute event, in order.
-        peak_by_label: peak bytes by label, for events in another order.
-        side_output_layers: keys of layers with side outputs.
-        early_read_layers: keys of layers whose weights are read before their first call, in a depth-first step.
-    """
-
+    # Of each compute event, in order: label, peak activation bytes, bytes left after it
     events: list[tuple[str, int, int]] = field(default_factory=list)
-    peak_by_label: dict[str, int] = field(default_factory=dict)
-    side_output_layers: set[str] = field(default_factory=set)
-    early_read_layers: set[str] = field(default_factory=set)
+    peak_by_label: dict[str, int] = field(default_factory=dict)  # for events in another order
+    side_output_layers: set[str] = field(default_factory=set)  # keys
+    early_read_layers: set[str] = field(default_factory=set)  # keys of those read before their first call, depth first
 
     def merge(self, other: MeterRecord) -> MeterRecord:
         """Combine two records; the order of events is that of this one."""
@@ -55,14 +100,7 @@ class MeterRecord:
 
 
 class MemoryMeter:
-    """Samples memory into a trace, and counts activations or replays an earlier count.
-
-    Args:
-        device, host: ledgers to sample.
-        trace: gets the samples.
-        replay: record of a metered step; None to meter this one.
-        keeps_graphs: whether graphs stay on the device until backward.
-    """
+    """Samples memory into a trace, and counts activations or replays the record of a metered step."""
 
     def __init__(
         self, device: Ledger, host: Ledger, trace: Trace, replay: MeterRecord | None, keeps_graphs: bool = False
