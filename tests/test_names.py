@@ -14,9 +14,6 @@ TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 
 # Files of 60 lines or less with one importer that stay apart, and why.
 SEAMS: dict[str, str] = {
-    "l2l_core/shelf/save_import.py": "another disk backend, used by `Relay.load` alone",
-    "l2l_core/step/memory_advice.py": "advice in words, apart from the runtime that fails",
-    "l2l_core/workers/buffer_checks.py": "refusals of models, apart from the interface to workers",
     "workbench/commands/replay.py": "one file per command, imported when it is called",
 }
 SMALL = 60

@@ -449,4 +449,4 @@ def test_what_is_remembered_of_shapes_is_bounded() -> None:
     with Relay(Net(), sgd, EmulatedDevice(), layers=["layers.0", "layers.1"], loss=loss) as relay:
         for rows in range(1, 40):
             relay.evaluate((torch.zeros(rows, WIDTH),))
-        assert 0 < len(relay._runner.pass_cache._inferences) <= 16
+        assert 0 < len(relay._runner.pass_cache.inferences) <= 16

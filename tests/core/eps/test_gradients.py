@@ -50,10 +50,10 @@ def test_parts_are_added_in_ascending_order_however_they_come(
 ) -> None:
     for k in order:
         gradients.add_part(block, k, piece(gradients, block, VALUES[k]))
-    assert gradients.blocks_with_parts == [block]
-    whole = gradients.sum_parts(gradients.take_parts(block))
+    assert list(gradients.parts) == [block]
+    whole = gradients.sum_parts(gradients.parts.pop(block, {}))
     assert whole is not None and {float(v) for view in whole.views().values() for v in view.flatten()} == {1.0}
-    assert gradients.blocks_with_parts == [] and gradients.sum_parts(gradients.take_parts(block)) is None
+    assert not gradients.parts and gradients.sum_parts(gradients.parts.pop(block, {})) is None
 
 
 def test_a_part_that_is_taken_out_is_not_in_the_sum(gradients: GradientBuffers, block: Block) -> None:
@@ -61,7 +61,7 @@ def test_a_part_that_is_taken_out_is_not_in_the_sum(gradients: GradientBuffers, 
     gradients.add_part(block, 0, piece(gradients, block, 3.0))
     taken = gradients.take_part(block, 0, wanted=[1])
     assert {i: view.unique().tolist() for i, view in taken.items()} == {1: [5.0]}
-    whole = gradients.sum_parts(gradients.take_parts(block))
+    whole = gradients.sum_parts(gradients.parts.pop(block, {}))
     assert whole is not None and {i: view.unique().tolist() for i, view in whole.views().items()} == {0: [5.0]}
 
 

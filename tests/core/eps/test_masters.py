@@ -78,7 +78,7 @@ def test_a_layer_that_goes_and_comes_back_is_as_if_it_had_stayed(masters: Master
     kept = masters.remove_units([layer])
     gone = {*chain.from_iterable(masters.groups)}
     assert not gone & {*layer.params} and layer.key not in host.by_owner("weights")
-    masters.add_unit(layer, kept[layer])
+    masters.add_units(kept)
     masters.reorder_groups(groups)
     assert everything(masters, host) == before
 

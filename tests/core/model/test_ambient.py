@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from zoo import STEPS, WIDTH, Chain, ResidualMlp, sequences
 
 from l2l_core import Relay, RelayConfig
-from l2l_core.model.python_random import PythonGenerator
 
 
 class Attention(nn.Module):
@@ -193,30 +192,3 @@ def test_transformer_encoder_takes_its_fast_path(stash: str) -> None:
         expected = torch.cat([model(*part[:-1]) for part in micro_batches_of(batch, 3)])
     with Relay(model, loss=kind.loss, config=RelayConfig(micro_batches=3, stash=stash)) as relay:
         assert torch.equal(relay.forward(batch), expected)
-
-
-@pytest.mark.parametrize("is_seen", [True, False])
-def test_pythons_generator_is_taken_as_it_stands(is_seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However it got there: drawn from, filled anew after 624 words, seeded, set, with the spare number of `gauss`."""
-    python = PythonGenerator()
-    assert python._memory is not None, "where CPython keeps the words is known"
-    if not is_seen:
-        monkeypatch.setattr(python, "_memory", None)
-    before = random.getstate()
-    changes = [
-        random.random,
-        lambda: [random.getrandbits(32) for _ in range(624)],
-        lambda: random.gauss(0, 1),
-        lambda: random.gauss(0, 1),  # the spare one: no word moves
-        lambda: random.seed(7),
-        lambda: random.setstate(before),
-        lambda: python.restore(before),
-        lambda: None,
-    ]
-    try:
-        for change in changes:
-            change()
-            assert python.capture() == random.getstate()
-        assert (python.capture() is python.capture()) == is_seen, "what is known is not made anew"
-    finally:
-        random.setstate(before)

@@ -35,7 +35,7 @@ from zoo import BY_NAME, Chain, ResidualMlp, sequences
 from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Relay, RelayConfig, Swap, saves
 from l2l_core.devices import tensor_files
 from l2l_core.model import Tensors, encode
-from l2l_core.saves import files, generations
+from l2l_core.saves import generations
 from l2l_core.saves.history_parts import history_parts
 
 HERE = str(Path(__file__).parent)
@@ -362,7 +362,13 @@ class Killed(BaseException):
 
 
 CALLS = [(os, name) for name in "mkdir open fsync replace chmod scandir unlink rmdir stat".split()]
-CALLS += [(builtins, "open"), (io, "open"), (tensor_files, "save_file"), (files, "load_file"), (hashlib, "file_digest")]
+CALLS += [
+    (builtins, "open"),
+    (io, "open"),
+    (tensor_files, "save_file"),
+    (generations, "load_file"),
+    (hashlib, "file_digest"),
+]
 
 
 class Failing:
@@ -495,7 +501,7 @@ def test_leftovers_go_before_anything_is_written(relay: Relay, tmp_path: Path, m
         (tmp_path / name).mkdir()
         (tmp_path / name / "L000.safetensors").write_bytes(b"half")
     seen = []
-    monkeypatch.setattr(files, "_write_file", lambda path, tensors: seen.append(generations_in(tmp_path)) or path)
+    monkeypatch.setattr(generations, "_write_file", lambda path, tensors: seen.append(generations_in(tmp_path)) or path)
     with pytest.raises(FileNotFoundError):
         relay.save(tmp_path)
     assert all(good in there and len(there) == 2 for there in seen), "more than the last save and the new one"
@@ -808,7 +814,7 @@ def test_nothing_is_pickled(relay: Relay, tmp_path: Path, monkeypatch: pytest.Mo
     load(tmp_path, chain()).close()
     for path in tmp_path.rglob("*.json"):
         json.loads(path.read_text())
-    assert not re.search(r"pickle\b|torch\.(load|save)|\beval\b|\bexec\b", Path(files.__file__).read_text())
+    assert not re.search(r"pickle\b|torch\.(load|save)|\beval\b|\bexec\b", Path(generations.__file__).read_text())
 
 
 def test_what_is_not_plain_data_is_refused_and_named(relay: Relay, tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ from zoo import BY_NAME, KINDS, Kind
 from l2l_core import EmulatedDevice, FileShelf, Relay, RelayConfig
 from l2l_core.devices import Ledger
 from l2l_core.shelf import direct_io
-from l2l_core.shelf.buffer_pool import BufferPool
-from l2l_core.shelf.disk_weight_source import DiskWeightSource
+from l2l_core.shelf.direct_io import BufferPool
+from l2l_core.shelf.disk_step import DiskWeightSource
 from l2l_core.trace import Trace
 
 FEW = ("chain", "gpt2", "lora_tied", "tied_layers")  # a plain stack; the shell's; blocks that are shared and frozen

@@ -32,7 +32,7 @@ from l2l_core import (
 from l2l_core.devices import Ledger
 from l2l_core.eps.optimizers import state_bytes
 from l2l_core.forecast.optimizer_state_size import OptimizerStateSize
-from l2l_core.shelf.buffer_pool import BufferPool, PoolBuffer
+from l2l_core.shelf.direct_io import BufferPool, PoolBuffer
 from l2l_core.simulator.virtual_shelf import VirtualPool
 
 MACHINE = Machine(flops_per_s=1e10, update_params_per_s=1e9, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9)

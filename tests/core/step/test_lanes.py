@@ -12,7 +12,7 @@ from patience import HANG_S
 from l2l_core import EmulatedDevice, Trace
 from l2l_core.devices import Copy
 from l2l_core.schedule_rules import MIN_CHUNK_BYTES
-from l2l_core.step.traffic.lanes import CountedLane, Lane
+from l2l_core.step.traffic.lanes import Lane
 
 PIECE = MIN_CHUNK_BYTES // 4  # elements of float32
 
@@ -108,8 +108,7 @@ def test_another_thread_waits_until_all_has_gone_out_or_is_told_that_it_will_not
     assert joined_meanwhile(given_up=True) == ["the push of L001 was cancelled because the step failed"]
 
 
-def test_a_link_counts_what_it_sends_whichever_way_it_goes(lane: Lane, trace: Trace) -> None:
-    link = CountedLane(lane, "load")
-    link("L000", copies(10)).join()
-    link.send_chunked("L001", copies(3 * PIECE)).join()
-    assert link.nbytes == 40 + 12 * PIECE == sum(event.nbytes for event in trace.lanes["h2d"])
+def test_events_have_the_bytes_of_whole_and_of_chunked_copies(lane: Lane, trace: Trace) -> None:
+    lane.send("load", "L000", copies(10)).join()
+    lane.send_chunked("load", "L001", copies(3 * PIECE)).join()
+    assert 40 + 12 * PIECE == sum(event.nbytes for event in trace.lanes["h2d"])

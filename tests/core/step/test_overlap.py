@@ -20,8 +20,8 @@ from zoo import BY_NAME, Kind
 from l2l_core import EmulatedDevice, Relay, RelayConfig, TornStep
 from l2l_core.devices.device import Copy, RecordFn, Ticket
 from l2l_core.eps.blocks import Unit
-from l2l_core.step.traffic.lanes import CountedLane, Lane
-from l2l_core.step.traffic.memory_meter import MemoryMeter
+from l2l_core.step.traffic import MemoryMeter
+from l2l_core.step.traffic.lanes import Lane
 from l2l_core.trace.events import Event
 from l2l_core.trace.trace import Trace
 
@@ -452,7 +452,7 @@ def flat(*numels: int) -> list[Copy]:
 @pytest.mark.parametrize("numels", [(100_000,), (70_000, 3, 40_001), (5,), (0, 50_000)])
 def test_a_trickle_sends_every_byte_once(recorder: Recorder, pieces: int, numels: tuple[int, ...]) -> None:
     lane, copies = Lane(recorder, Trace(), "h2d", pieces), flat(*numels)
-    ticket = CountedLane(lane, "load").send_chunked("L000", copies)
+    ticket = lane.send_chunked("load", "L000", copies)
     assert len(recorder.issued) == 1, "the first piece goes at once"
     for _ in range(pieces - 1):
         lane.send_chunk()

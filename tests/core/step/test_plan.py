@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from l2l_core.step import PassPlan
 from l2l_core.step.micro_batch import KEEP_UNTIL_SUSPENDED, RECOMPUTE
-from l2l_core.step.pass_plan import PassPlan
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -21,9 +21,3 @@ def test_the_graph_of_the_last_visit_alone_is_kept() -> None:
     order: Any = ["A", "B", "A"]
     assert [PassPlan(order).policy_for(visit) for visit in range(3)] == [RECOMPUTE, RECOMPUTE, KEEP_UNTIL_SUSPENDED]
     assert PassPlan(order).policy_for(3) is RECOMPUTE, "a visit that was not expected"
-
-
-def test_another_way_is_asked_for_every_visit() -> None:
-    order: Any = ["A", "B"]
-    plan = PassPlan(order, policy_override=lambda visit: RECOMPUTE if visit else KEEP_UNTIL_SUSPENDED)
-    assert [plan.policy_for(visit) for visit in range(2)] == [KEEP_UNTIL_SUSPENDED, RECOMPUTE]

@@ -5,9 +5,8 @@ these doubles stand where a disk, a quantized optimizer or other workers would.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +21,7 @@ from l2l_core.devices import Ticket
 from l2l_core.eps import (
     EPSClock,
     GradientBuffers,
-    LocalReducer,
     Masters,
-    MemoryWeightSource,
     Reducer,
     Updater,
     WeightSource,
@@ -56,23 +53,16 @@ def train(
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Lets relays make plans with other attributes."""
-
-    def let(**attributes: Any) -> None:
-        def make(config: RelayConfig, way: Sequence[Unit]) -> PassPlan:
-            return replace(PassPlan.of(config, way), **{name: of(way) for name, of in attributes.items()})
-
-        monkeypatch.setattr("l2l_core.runner.PassPlan", SimpleNamespace(of=make))
-
-    yield let
+def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Gives plans of relays another policy for all visits."""
+    return lambda policy: monkeypatch.setattr(PassPlan, "policy_for", lambda plan, visit: policy)
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("name", KINDS)
-def test_every_layer_recomputed(name: str, stash: Any, planned: Callable[..., None]) -> None:
+def test_every_layer_recomputed(name: str, stash: Any, planned: Callable[[Any], None]) -> None:
     """The last layer's graph goes too: it runs forward once more, and the bits are the same."""
-    planned(policy_override=lambda way: lambda visit: RECOMPUTE)
+    planned(RECOMPUTE)
     relay = train(BY_NAME[name], lambda relay: None, replace(CONFIG, stash=stash))
     turn = len(relay.stack) - 1
     visits = [e.visit for e in relay.trace.events if e.kind == "backward" and e.layer == relay.stack[turn].key]
@@ -91,7 +81,7 @@ def test_a_graph_kept_until_suspended_is_dropped_at_every_turn(
         drop_graph(call, ctx)
 
     monkeypatch.setattr(LayerCall, "drop_graph", counted)
-    planned(policy_override=lambda way: lambda visit: KEEP_UNTIL_SUSPENDED)
+    planned(KEEP_UNTIL_SUSPENDED)
     relay = train(BY_NAME[name], lambda relay: None, steps=2)
     assert set(dropped) >= {unit.key for unit in relay.stack[:-1]}  # the last one was back-propagated at once
     assert not dropped[relay.stack[-1].key]
@@ -99,16 +89,16 @@ def test_a_graph_kept_until_suspended_is_dropped_at_every_turn(
 
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("resident", [0, 1, 2])
-def test_a_graph_whose_weights_have_left_is_not_used(resident: int, stash: Any, planned: Callable[..., None]) -> None:
+def test_a_graph_whose_weights_have_left_is_not_used(resident: int, stash: Any, planned: Callable[[Any], None]) -> None:
     """Two to four slots, and six layers keep their graphs: those that lost their slots are recomputed, and the bits are right."""
-    planned(policy_override=lambda way: lambda visit: KEEP)
+    planned(KEEP)
     train(chain_of(ResidualMlp, count=6), lambda relay: None, replace(CONFIG, stash=stash, resident=resident))
 
 
 # --- a place: where weights are -------------------------------------------------------------------------------------
 
 
-class Elsewhere:
+class Elsewhere(WeightSource):
     """Lends copies, as a disk would, and spoils them as soon as they are taken back."""
 
     def __init__(self, inner: WeightSource) -> None:
@@ -147,7 +137,7 @@ def test_weights_from_elsewhere(name: str, ahead: int) -> None:
 
     def prepare(relay: Relay) -> None:
         nonlocal place
-        place = Elsewhere(MemoryWeightSource(relay.device, relay.host))
+        place = Elsewhere(WeightSource(relay.device, relay.host))
         relay._runner.parts = replace(relay._runner.parts, weight_source=place)
 
     relay = train(BY_NAME[name], prepare, replace(CONFIG, ahead=ahead))
@@ -159,7 +149,7 @@ def test_weights_from_elsewhere(name: str, ahead: int) -> None:
 def test_a_failed_step_gives_back_what_was_lent() -> None:
     kind = BY_NAME["chain"]
     with both(kind, CONFIG) as pair:
-        place = Elsewhere(MemoryWeightSource(pair.relay.device, pair.relay.host))
+        place = Elsewhere(WeightSource(pair.relay.device, pair.relay.host))
         pair.relay._runner.parts = replace(pair.relay._runner.parts, weight_source=place)
         batch = kind.make_batch(7, 0)
         pair.relay.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
@@ -170,21 +160,15 @@ def test_a_failed_step_gives_back_what_was_lent() -> None:
 # --- an update: how weights follow from gradients -------------------------------------------------------------------
 
 
-class Descent:
+class Descent(Updater):
     """Gradient descent written by hand, with an undo log."""
 
     def __init__(self, masters: Masters, lr: float) -> None:
-        self._masters, self._lr, self._log, self._logged = masters, lr, list[tuple[Block, torch.Tensor]](), False
-        self.updated: list[Block] = []
+        super().__init__(masters)
+        self._lr, self._log, self._logged = lr, list[tuple[Block, torch.Tensor]](), False
 
     def begin(self, undoable: bool, deferred: bool, clock: EPSClock) -> None:
         self.updated, self._log, self._logged = [], [], undoable
-
-    def prefetch(self, block: Block) -> None:
-        pass
-
-    def skip(self, block: Block) -> None:
-        pass
 
     def gradients_complete(self, gradients: dict[Block, BlockGradient]) -> None:
         pass
@@ -259,7 +243,7 @@ def test_branches_outlive_another_update() -> None:
 # --- a reducer: other workers ---------------------------------------------------------------------------------------
 
 
-class TwoAlike(LocalReducer):
+class TwoAlike(Reducer):
     """Two workers with the same rows: the mean of their gradients is either's."""
 
     def __init__(self) -> None:
@@ -297,7 +281,7 @@ def test_gradients_of_two_workers(name: str) -> None:
     assert Counter(reducer.reduced) == dict.fromkeys(trained, 1) and reducer.finished == 1
 
 
-class Separately(LocalReducer):
+class Separately(Reducer):
     """Wants every micro-batch's gradient by itself, as workers do who add them up in the order of one worker."""
 
     per_micro_batch = True

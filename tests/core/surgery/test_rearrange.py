@@ -746,29 +746,23 @@ def test_depth_that_the_configuration_does_not_tell() -> None:
         model,
         stack,
         new,
-        "Fields with this value: num_hidden_groups, inner_group_num; pass the right one as depth_field=",
+        "Fields with this value: num_hidden_groups, inner_group_num; force=True skips this check",
     )
-    replace_layers(model, stack, new, depth_field="inner_group_num")
-    assert model.config.inner_group_num == 2
+    replace_layers(model, stack, new, force=True)
+    assert model.config.inner_group_num == 1
 
 
 def test_depth_that_several_fields_may_be() -> None:
     model = CASES["custom"].model
     model.config.n_blocks = 4
     (stack,) = stacks_of(model)
-    message = "several fields of _Config may be the depth of blocks (4): num_layers, n_blocks; choose one: depth_field="
-    refuses(model, stack, stack.layers[:3], message)
-    refuses(model, stack, stack.layers[:3], "depth_field='width' is not 4, the depth of blocks", depth_field="width")
-    replace_layers(model, stack, stack.layers[:3], depth_field="num_layers")
-    assert (model.config.num_layers, model.config.n_blocks) == (3, 4)
-
-
-def test_depth_of_a_part_by_name() -> None:
-    model = CASES["clip"].model
-    replace_layers(
-        model, stacks_of(model)[0], stacks_of(model)[0].layers[:2], depth_field="text_config.num_hidden_layers"
+    message = (
+        "several fields of _Config may be the depth of blocks (4): num_layers, n_blocks; delete all but one of them"
     )
-    assert (model.config.text_config.num_hidden_layers, model.config.vision_config.num_hidden_layers) == (2, 3)
+    refuses(model, stack, stack.layers[:3], message)
+    del model.config.n_blocks
+    replace_layers(model, stack, stack.layers[:3])
+    assert model.config.num_layers == 3
 
 
 def test_standard_name_wins() -> None:
