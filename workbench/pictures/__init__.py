@@ -110,6 +110,7 @@ from workbench.pictures.theme import VERMILION as VERMILION
 from workbench.pictures.theme import category_colour as category_colour
 from workbench.pictures.theme import kind_colour as kind_colour
 from workbench.pictures.timeline_chart import common_span_s as common_span_s
+from workbench.pictures.timeline_chart import draw_compact_bars as draw_compact_bars
 from workbench.pictures.timeline_chart import draw_timeline as draw_timeline
 from workbench.pictures.timeline_chart import show_timeline as show_timeline
 from workbench.pictures.timeline_chart import timeline_table as timeline_table

@@ -18,6 +18,7 @@ from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
 from workbench.pictures.step_axis import draw_time_axis
 from workbench.pictures.theme import KIND_COLOURS, LANE_NAMES, kind_colour
+from workbench.pictures.timeline_chart import draw_compact_bars
 from workbench.readings import Columns, MemoryLevels, find_peak, make_bars, number_layers
 
 WIDTH, LEFT, RIGHT = 960, 118, 926  # px; the update is drawn right of RIGHT
@@ -113,13 +114,7 @@ def _lane(columns: Columns, lane: str, time: Scale, y: float, trace: Trace) -> I
     on = columns.events_on(lane)
     left, right = _to_pixels(columns.start_s[on], time), _to_pixels(columns.stop_s[on], time)
     bars = make_bars(left, right, columns.kind[on], _BARS, within=(LEFT, RIGHT))
-    for code in np.unique(bars.kind):
-        of_kind = bars.kind == code
-        body = "".join(
-            f"M{x:.1f} {y + LANE:g}v-{LANE * share:.3g}h{max(to - x, 0.4):.1f}v{LANE * share:.3g}z"
-            for x, to, share in zip(*(column[of_kind].tolist() for column in bars[:3]), strict=True)
-        )
-        yield svg.path(body, fill=kind_colour(columns.kinds[int(code)]))
+    yield from draw_compact_bars(bars, columns.kinds, y, LANE)
     recomputed = _is_recompute(columns)[on]
     boxes = zip(left[recomputed].tolist(), right[recomputed].tolist(), strict=True)
     strokes = "".join(svg.hatch(x, y, to - x, LANE, 5) for x, to in boxes if to - x > 1)

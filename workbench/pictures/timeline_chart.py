@@ -199,6 +199,17 @@ def _draw_bars(bars: Bars, columns: Columns, y: float) -> Iterator[str]:
             yield svg.path(rail, style="rail", stroke=colour, width=2)
 
 
+def draw_compact_bars(bars: Bars, kinds: Sequence[str], y: float, height: float) -> Iterator[str]:
+    """Draw the bars of a narrow lane at `y`, one path per kind, each bar at least 0.4 px wide."""
+    for code in np.unique(bars.kind):
+        of_kind = bars.kind == code
+        body = "".join(
+            f"M{x:.1f} {y + height:g}v-{height * share:.3g}h{max(to - x, 0.4):.1f}v{height * share:.3g}z"
+            for x, to, share in zip(*(column[of_kind].tolist() for column in bars[:3]), strict=True)
+        )
+        yield svg.path(body, fill=kind_colour(kinds[int(code)]))
+
+
 def _draw_hatch(exposed: Bars, y: float) -> Iterator[str]:
     boxes = zip(exposed.left.tolist(), exposed.right.tolist(), (LANE * exposed.share).tolist(), strict=True)
     lines = "".join(svg.hatch(x, y + LANE - high, to - x, high, 6) for x, to, high in boxes)

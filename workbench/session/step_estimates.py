@@ -22,7 +22,7 @@ FLOP_FORMULA = (
 
 
 def count_flop(relay: Relay, batch: Batch, trace: Trace, samples: int) -> int:
-    """Estimate the floating-point operations of a finished step, like `costs_by_formula` of the forecast.
+    """Estimate the floating-point operations of a finished step, by `FLOP_FORMULA`.
 
     Args:
         relay: the relay after the step.

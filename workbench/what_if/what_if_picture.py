@@ -17,6 +17,7 @@ from workbench.pictures import (
     LANE_NAMES,
     Scale,
     category_colour,
+    draw_compact_bars,
     format_seconds,
     kind_colour,
     round_up,
@@ -134,13 +135,7 @@ def _bars(columns: Columns, lane: str, time: Scale, y: float) -> Iterator[str]:
     on = on[columns.start_s[on] < time.high]
     left, right = _place(columns.start_s[on], time), _place(columns.stop_s[on], time)
     bars = make_bars(left, right, columns.kind[on], _BARS, within=(LEFT, RIGHT))
-    for code in np.unique(bars.kind):
-        of_kind = bars.kind == code
-        body = "".join(
-            f"M{x:.1f} {y + LANE:g}v-{LANE * share:.3g}h{max(to - x, 0.4):.1f}v{LANE * share:.3g}z"
-            for x, to, share in zip(*(column[of_kind].tolist() for column in bars[:3]), strict=True)
-        )
-        yield svg.path(body, fill=kind_colour(columns.kinds[int(code)]))
+    yield from draw_compact_bars(bars, columns.kinds, y, LANE)
 
 
 def _place(times_s: NDArray[np.float64], time: Scale) -> NDArray[np.float64]:
