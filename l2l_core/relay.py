@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from l2l_core import saves
-from l2l_core.batches import Batch, BatchRows, ModelCall, Objective, Weight, join_outputs, structure_of
+from l2l_core.batches import Batch, BatchRows, LossOver, ModelCall, Objective, Weight, join_outputs, structure_of
 from l2l_core.config import RelayConfig, checked_config
 from l2l_core.devices import Device, ForkGuard, Ledger, free_bytes, resolve_device, serial_executor
 from l2l_core.edits import Branch, Branches, Edit, Editor, History, JournalEntry
@@ -99,9 +99,11 @@ class Relay:
         layers: modules or dotted names, or a mapping from keys to them. Default: `find_layers(model)`.
         loss: ``loss(outputs, batch) -> scalar``. Default: ``outputs.loss``.
         objective: ``objective(model, micro_batch) -> scalar``, instead of calling the model and `loss`.
-        weight: weight of a micro-batch in the mean loss. Default: measured, see `loss_normaliser.py`: targets other than
-            -100, shifted or not, or rows. Not measured while all micro-batches weigh the same, so a loss with a weighted
-            mean (``cross_entropy(weight=...)``) needs it: the sum of the weights of the targets.
+        weight: weight of a micro-batch in the mean loss. Default: measured before the first step, see `loss_normaliser.py`: rows,
+            targets other than -100, shifted or not, or a sum. A weighted mean (``cross_entropy(weight=...)``) needs it: the
+            sum of the weights of the targets.
+        loss_over: "micro-batch" for a loss that mixes rows of a micro-batch: trains on the mean over micro-batches, as plain
+            accumulation does. Default: such a loss is refused.
         config: settings of a step; may be replaced between steps (``relay.config = ...``). With "auto", the first step runs
             `fit` before it trains.
         workers: "auto", a process group, or `Workers`: several processes train together, each on its own rows. All start
@@ -122,6 +124,7 @@ class Relay:
         loss: Callable[[Any, Any], torch.Tensor] | None = None,
         objective: Objective | None = None,
         weight: Weight | None = None,
+        loss_over: LossOver | None = None,
         config: RelayConfig | Literal["auto"] = RelayConfig(),  # noqa: B008 - frozen
         workers: Workers | ProcessGroup | Literal["auto"] | None = None,
         shelf: FileShelf | None = None,
@@ -161,7 +164,9 @@ class Relay:
         gradients = GradientBuffers(self.host, self.device.host_empty)
         self._store = LayerStore(masters, gradients, Residuals(self.device), thread)
         self._store.reducer = self._backend.make_reducer()
-        self._runner = Runner(parts, self._store, self._model_call, weight, self._backend, self._kv_caches, settings)
+        self._runner = Runner(
+            parts, self._store, self._model_call, weight, loss_over, self._backend, self._kv_caches, settings
+        )
         self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, settings.seed)
         self._history = History(self._editor)
         self._branches = Branches(self._editor, self.host, self.device.host_empty)
@@ -192,6 +197,11 @@ class Relay:
     def shell(self) -> Unit:
         """The parameters and buffers outside of layers; they stay on the device during a step."""
         return self._runner.parts.shell
+
+    @property
+    def objective_summary(self) -> str:
+        """How the losses of the last batch's micro-batches were put together, in words; empty before the first."""
+        return self._runner.normaliser.summary
 
     @property
     def store(self) -> LayerStore:
@@ -775,7 +785,8 @@ class Relay:
                 then are applied to it, and its weights are replaced.
             optimizer: of the same kind and groups; its state and settings are replaced.
             modules: by key, layers that edits inserted and that resemble none of the model's: a save has no code.
-            options: `device`, `layers`, `loss`, `objective`, `weight`, `config`, `workers`, `shelf` of the constructor.
+            options: `device`, `layers`, `loss`, `objective`, `weight`, `loss_over`, `config`, `workers`, `shelf` of the
+                constructor.
                 Default for `config` and `layers`: as saved. All workers need the folder, and each reads its shard. A shelf
                 is filled block by block, so nothing is whole in memory, and the model may be one of `empty_weights`.
 
@@ -1023,7 +1034,7 @@ class Relay:
 
     def _sample_call(self, rows: BatchRows) -> Callable[[], Any]:
         """Return a function that runs the model on a few rows, for edits that must run layers."""
-        few = min(2, rows.sizes(self.config.micro_batches)[0])
+        few = min(2, rows.sizes(rows.most_parts(self.config.micro_batches))[0])
         return partial(self._call_model, rows.first(few))
 
     def _call_model(self, rows: Any) -> torch.Tensor:

@@ -7,6 +7,7 @@ The passes themselves are in `step/`.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,12 +16,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from l2l_core.batches import Batch, BatchRows, LossNormaliser, ModelCall, Weight, leaves_in, shapes_of
+from l2l_core.batches import (
+    Batch,
+    BatchRows,
+    LossNormaliser,
+    LossOver,
+    ModelCall,
+    Weight,
+    divide_loss,
+    leaves_in,
+    shapes_of,
+)
 from l2l_core.config import RelayConfig, parse_bytes
 from l2l_core.devices import DeviceOutOfMemory
 from l2l_core.eps import LayerStore, TornStep
 from l2l_core.eps.blocks import Unit, check_model, check_step
-from l2l_core.model import KVCaches, full_precision, nbytes_of, preserve_random_state, snapshot_attributes
+from l2l_core.model import KVCaches, force_eager, full_precision, nbytes_of, preserve_random_state, snapshot_attributes
 from l2l_core.step import (
     BreadthFirstRuntime,
     MeterRecord,
@@ -56,6 +67,7 @@ class Runner:
         store: the EPS.
         model_call: runs the model on a micro-batch.
         weight: the user's function for the weight of a micro-batch.
+        loss_over: "micro-batch" if the loss need not be that of the batch.
         backend: of one or several workers.
         kv_caches: of decoders; disabled in every pass.
         config: settings of a step.
@@ -76,15 +88,17 @@ class Runner:
         store: LayerStore,
         model_call: ModelCall,
         weight: Weight | None,
+        loss_over: LossOver | None,
         backend: WorkerBackend,
         kv_caches: KVCaches,
         config: RelayConfig,
     ) -> None:
         self.config, self.parts, self.pass_cache = config, parts, PassCache(parts.layers)
-        self.normaliser = LossNormaliser(weight, self._measure_losses, backend.batch_peers)
-        self.probe_normaliser = LossNormaliser(weight, self._measure_losses, backend.batch_peers)
+        self.normaliser = LossNormaliser(weight, self._measure_losses, backend.batch_peers, loss_over)
+        self.probe_normaliser = LossNormaliser(weight, self._measure_losses, backend.batch_peers, loss_over)
         self.steps = 0
         self.trace: Trace | None = None
+        self._warned_of_fewer = False
         self._model, self._device = parts.model, parts.device
         self._store, self._model_call, self._backend, self._kv_caches = store, model_call, backend, kv_caches
 
@@ -97,9 +111,17 @@ class Runner:
         return rows
 
     def split(self, batch: Batch) -> tuple[BatchRows, list[Any]]:
-        """Split a batch into `config.micro_batches` micro-batches."""
-        rows = self.rows_of(batch)
-        return rows, rows.split(self.config.micro_batches)
+        """Split a batch into `config.micro_batches` micro-batches, or one per row if it has fewer rows."""
+        rows, count = self.rows_of(batch), self.config.micro_batches
+        fewer = rows.most_parts(count) if self._backend.count == 1 else count  # workers agree on a number
+        if fewer < count and not self._warned_of_fewer:
+            self._warned_of_fewer = True
+            warnings.warn(
+                f"a batch has {rows.count} row(s), fewer than micro_batches={count}: such batches run with one row per "
+                "micro-batch",
+                stacklevel=4,
+            )
+        return rows, rows.split(fewer)
 
     def kind_of(self, micro_batches: Sequence[Any], config: RelayConfig) -> PassKind:
         """Return the kind of a pass over these micro-batches."""
@@ -116,7 +138,7 @@ class Runner:
         if not isinstance(config.keep, str):
             return config
         nbytes = parse_bytes(config.keep, "keep")
-        kind = self.kind_of(self.rows_of(batch).split(config.micro_batches), config)
+        kind = self.kind_of(self.split(batch)[1], config)
         cached = self.pass_cache.kept_counts.get(kind)
         counts = [
             count for count in self._backend.gather_items([cached], "share counts of kept graphs") if count is not None
@@ -145,6 +167,7 @@ class Runner:
         check_step(self._model, self.parts.shell_modules(), self.parts.units)
         self._store.masters.check_groups()
         rows, micro_batches = self.split(batch)
+        config = replace(config, micro_batches=len(micro_batches))
         divisors = self.normaliser.divisors(rows, micro_batches)
         kind = self.kind_of(micro_batches, config)
         replay = self.pass_cache.find_step(kind) if config.meter == "on_change" else None
@@ -162,6 +185,7 @@ class Runner:
             peak_device_bytes=self._device.ledger.peak,
             bytes_loaded=sum(event.nbytes for event in events if event.kind == "load"),
             bytes_pushed=sum(event.nbytes for event in events if event.kind == "push"),
+            objective=self.normaliser.summary,
         )
 
     def _train(
@@ -228,7 +252,9 @@ class Runner:
         # Per module: parts of a model may always be in evaluation mode.
         modes = {module: module.training for module in self._model.modules()}
         config = self.config if config is None else config
-        config = replace(config, meter="on_change", keep=0, schedule="breadth_first")  # no backward: nothing is kept
+        config = replace(
+            config, micro_batches=len(micro_batches), meter="on_change", keep=0, schedule="breadth_first"
+        )  # no backward: nothing is kept
         kind = self.kind_of(micro_batches, config)
         spec = self._make_spec(config, task, micro_batches)
         trace = self._backend.sign_trace(self.parts.new_trace(config, self.steps))
@@ -253,7 +279,9 @@ class Runner:
                 losses = self.infer(micro_batches, self._model_call.objective)
         finally:
             restore_buffers()
-        return float(sum(self._backend.gather_items([loss / n for loss, n in zip(losses, divisors, strict=True)])))
+        return float(
+            sum(self._backend.gather_items([divide_loss(loss, n) for loss, n in zip(losses, divisors, strict=True)]))
+        )
 
     def _measure_losses(self, batches: Sequence[Any], perturbed: bool) -> list[float]:
         """Return the losses of a few rows each, in evaluation mode and float32; restores buffers, attributes and random state.
@@ -264,13 +292,14 @@ class Runner:
         config = replace(self.config, micro_batches=len(batches), precision="fp32", ahead=0)
         restores = [self.parts.snapshot_buffers(), snapshot_attributes(self._model.modules())]
         try:
-            with preserve_random_state(), full_precision(self._device.torch_device):
+            # Eager: compiled code would be compiled anew for these shapes.
+            with preserve_random_state(), full_precision(self._device.torch_device), force_eager():
                 prepare = BreadthFirstRuntime.perturb_shell if perturbed else _change_nothing
                 return [float(loss) for loss in self.infer(batches, self._model_call.objective, config, prepare)]
         except Exception as error:
             error.add_note(
-                "Micro-batches hold unequal shares of targets, so the relay evaluated the losses of a few rows to find the "
-                "divisor of the mean loss. Nothing was trained. With weight=, no evaluation is needed"
+                "The relay evaluated the loss of a few rows, to compare it with the loss of the same rows in parts. Nothing was "
+                'trained. With weight=... or loss_over="micro-batch", no evaluation is needed'
             )
             raise
         finally:

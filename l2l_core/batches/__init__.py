@@ -14,6 +14,7 @@ from l2l_core.batches.containers import map_tensors as map_tensors
 from l2l_core.batches.containers import shapes_of as shapes_of
 from l2l_core.batches.containers import structure_of as structure_of
 from l2l_core.batches.loss_normaliser import LossNormaliser as LossNormaliser
+from l2l_core.batches.loss_normaliser import LossOver as LossOver
 from l2l_core.batches.loss_normaliser import NoPeers as NoPeers
 from l2l_core.batches.loss_normaliser import Peers as Peers
 from l2l_core.batches.loss_normaliser import Weight as Weight
@@ -21,4 +22,5 @@ from l2l_core.batches.loss_normaliser import weighted_divisors as weighted_divis
 from l2l_core.batches.lru_cache import LRUCache as LRUCache
 from l2l_core.batches.objective import ModelCall as ModelCall
 from l2l_core.batches.objective import Objective as Objective
+from l2l_core.batches.objective import divide_loss as divide_loss
 from l2l_core.batches.objective import join_outputs as join_outputs

@@ -66,6 +66,10 @@ class BatchRows:
             return [map_leaves(self.batch, lambda leaf: leaf)]  # without the checks for cutting
         return self.select([slice(*each) for each in bounds])
 
+    def most_parts(self, micro_batches: int) -> int:
+        """Return `micro_batches`, or the number of rows if there are fewer."""
+        return micro_batches if self._no_rows_error is not None else min(micro_batches, self.count)
+
     def sizes(self, micro_batches: int) -> list[int]:
         """Return the rows of every micro-batch: equal except a smaller last one, or else as equal as possible."""
         return [stop - start for start, stop in self._bounds(micro_batches)]
@@ -107,8 +111,9 @@ class BatchRows:
 
 
 def split(batch: Batch, micro_batches: int) -> list[Any]:
-    """Cut a batch into micro-batches; see `BatchRows`."""
-    return BatchRows(batch).split(micro_batches)
+    """Cut a batch into micro-batches, at most one per row; see `BatchRows`."""
+    rows = BatchRows(batch)
+    return rows.split(rows.most_parts(micro_batches))
 
 
 def num_rows(batch: Batch) -> int:

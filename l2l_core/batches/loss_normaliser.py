@@ -1,10 +1,11 @@
-"""Divisors of the micro-batches' losses that make the step's loss the mean over the whole batch.
+"""Divisors of the micro-batches' losses that make the step's loss that of the whole batch.
 
 The loss of micro-batch k is divided by ``n / n_k`` before backward, where ``n_k`` counts the items over which the model's
-loss is a mean; with equal counts that is exactly ``K``. Those items cannot be recognised by name, so there are candidates
-(`target_counts.py`). If the candidates give different divisors, the model's loss decides: its loss of a few rows must be the
-mean, weighted by the right candidate, of its losses of the same rows in two parts (`loss_trials.py`). Candidates that fail are
-dropped for all later batches of the same structure. If none is left, or if those left still disagree, the batch is refused.
+loss is a mean; with equal counts that is exactly ``K``. A sum is not divided. Those items cannot be recognised by name, so there
+are candidates (`target_counts.py`), and the model's loss decides: its loss of a few rows must be the mean, weighted by the right
+candidate, of its losses of the same rows in two parts (`loss_comparison.py`). A loss for which no candidate holds mixes rows and
+is refused. Candidates that fail are dropped for all later batches of the same structure. If those left give different divisors
+for a batch, trials made for that purpose decide (`loss_trials.py`), or the batch is refused.
 
 Losses are measured on few rows, in evaluation mode without gradients, once per structure of batches.
 """
@@ -12,25 +13,27 @@ Losses are measured on few rows, in evaluation mode without gradients, once per 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from l2l_core.batches.batch import BatchRows
+from l2l_core.batches.loss_comparison import ROUNDING, LossComparison, Measure, compare_losses
 from l2l_core.batches.loss_trials import LossTrial, row_trials, target_trials
 from l2l_core.batches.lru_cache import LRUCache
-from l2l_core.batches.target_counts import ROWS, CandidateCounts, normaliser_candidates
+from l2l_core.batches.target_counts import ROWS, SUM, CandidateCounts, normaliser_candidates
 
 Weight = Callable[[Any], float]
-Measure = Callable[[Sequence[Any], bool], Sequence[float]]  # (small batches, perturb the weights?) -> losses
+LossOver = Literal["micro-batch"]
 Divisors = tuple[float, ...]
 
-TOLERANCE = 1e-5  # of a loss in float32 that was added up in another order
+MOST_GAP = 0.01  # relative difference between the loss of a batch and that of its parts; a larger one is refused
 MAX_STRUCTURES = 64  # structures of batches whose candidates are remembered
 _MAX_COUNTS_SHOWN = 8  # in a message
 _REMEDY = (
     "Pass weight=lambda micro_batch: ... to the relay, the weight of a micro-batch's loss (the number of items in its mean), "
-    "or use batches that split evenly"
+    'or loss_over="micro-batch" for the mean over micro-batches'
 )
 
 
@@ -76,35 +79,93 @@ class LossNormaliser:
         weight: returns the weight of a micro-batch; None to try candidates.
         measure: returns the model's losses of small batches, without side effects.
         peers: the other workers that share the batch.
+        loss_over: "micro-batch" for a mean over micro-batches that need not be the loss of the batch, as in plain accumulation.
+
+    Attributes:
+        summary: how the losses of the last batch were put together, in words.
     """
 
-    def __init__(self, weight: Weight | None, measure: Measure, peers: Peers = NoPeers()) -> None:  # noqa: B008 - no state
-        self._weight, self._measure, self._peers = weight, measure, peers
+    def __init__(
+        self,
+        weight: Weight | None,
+        measure: Measure,
+        peers: Peers = NoPeers(),  # noqa: B008 - no state
+        loss_over: LossOver | None = None,
+    ) -> None:
+        if loss_over not in (None, "micro-batch"):
+            raise ValueError(f'loss_over={loss_over!r}: pass "micro-batch", or leave it out for the loss of the batch')
+        self._weight, self._measure, self._peers, self._loss_over = weight, measure, peers, loss_over
         self._remaining: LRUCache[frozenset[str]] = LRUCache(MAX_STRUCTURES)
+        self._notes: LRUCache[str] = LRUCache(MAX_STRUCTURES)  # of structures: how far parts are from the whole
+        self._warning = ""
+        self.summary = ""
 
     def divisors(self, rows: BatchRows, micro_batches: Sequence[Any]) -> list[float]:
         """Return the divisor of every micro-batch's loss.
 
         Raises:
-            ValueError: a micro-batch has nothing to count, or no single denominator of the loss was found.
+            ValueError: the batch has nothing to count, or no single denominator of the loss was found. A micro-batch without
+            targets has an infinite divisor: it adds nothing.
         """
         peers = self._peers
         if self._weight is not None:
+            self.summary = "mean over micro-batches, weighted by weight="
             return peers.select_own(weighted_divisors(micro_batches, self._weight, peers))
         number = len(micro_batches) * peers.count
         if number == 1:
+            self.summary = "loss of the batch, in one micro-batch"
             return [1.0]
         counts, sizes = normaliser_candidates(rows), rows.sizes(len(micro_batches))
+        key = tuple(counts)
+        if self._remaining.get(key) is None:
+            self._remaining.put(key, self._compare(key, peers.gather_rows(rows), max(sizes)))
+        remaining = self._remaining.get(key) or frozenset(counts)
         sums = peers.gather_counts({name: _sum_counts(each, sizes) for name, each in counts.items()})
-        remaining = self._remaining.get(tuple(counts)) or frozenset(counts)
         found = _divisors_by_candidate({name: sums[name] for name in counts if name in remaining}, number)
         if _disagree(found, found):
             remaining = self._identify(found, peers.gather_rows(rows), len(micro_batches))
-            self._remaining.put(tuple(counts), remaining)
+            self._remaining.put(key, remaining)
             found = {name: found[name] for name in found if name in remaining}
-        # `found` is empty if every remaining candidate counts nothing in the whole batch.
-        _check_no_zero_count(found or dict.fromkeys(remaining, (math.inf,)))
+        if not found:  # every remaining candidate counts nothing in the whole batch
+            raise _no_target_error(next(iter(remaining)))
+        names = [name for name in counts if name in remaining]
+        self.summary = ("sum" if SUM in remaining else f"mean over {' or '.join(names)}") + (self._notes.get(key) or "")
+        if self._warning:  # once, and not if the batch is refused
+            warnings.warn(self._warning, stacklevel=2)
+            self._warning = ""
         return peers.select_own(next(iter(found.values())))
+
+    def _compare(self, names: tuple[str, ...], rows_of_workers: Iterable[BatchRows], size: int) -> frozenset[str]:
+        """Return the candidates that reproduce the loss of a few rows of the first worker that has several.
+
+        Raises:
+            ValueError: none does, by more than `MOST_GAP`.
+        """
+        if self._loss_over == "micro-batch":
+            self._notes.put(names, ' of each micro-batch (loss_over="micro-batch")')
+            return frozenset(names) - {SUM}
+        comparison, why_not = LossComparison({}), "a few rows have no finite loss"
+        for rows in rows_of_workers:  # all of them, as workers exchange them together
+            if rows.count > 1 and not comparison.gaps:
+                try:
+                    comparison = compare_losses(rows, size, normaliser_candidates(rows), self._measure)
+                except Exception as error:
+                    if self._peers.count > 1:
+                        raise
+                    why_not = f"{type(error).__name__}: {error}"
+        if comparison.gap > MOST_GAP:  # beyond noise, too
+            raise _mixed_rows_error(comparison)
+        if not comparison.gaps:
+            self._notes.put(names, ", not compared with the loss of a few rows")
+            self._warning = _not_compared_message(why_not)
+            return frozenset(names) - {SUM}
+        if comparison.gap > 0:
+            note = f", {comparison.gap:.2g} of it away from the loss of the whole batch"
+            self._notes.put(names, note)
+            self._warning = _gap_message(comparison)
+            # Too far from all candidates to tell means apart: where they differ for a batch, other trials decide.
+            return frozenset(names) - {SUM} if SUM not in comparison.fitting() else frozenset({SUM})
+        return comparison.fitting()
 
     def _identify(
         self, found: Mapping[str, Divisors], rows_of_workers: Iterable[BatchRows], parts: int
@@ -141,8 +202,6 @@ class LossNormaliser:
             all_trials += trials
             if not _disagree(counts, found):
                 return frozenset(counts)
-        if not all_trials:
-            _check_no_zero_count({name: found[name] for name in counts})
         counts = self._matching(all_trials, True, counts, sizes)  # a head that is all zero gives all rows one loss
         if _disagree(counts, found):
             raise _undecided_error(_table(counts, sizes))
@@ -158,11 +217,11 @@ class LossNormaliser:
         results = [(trial, list(islice(losses, len(trial.batches)))) for trial in trials]
         finite = [(trial, own) for trial, own in results if all(map(math.isfinite, own))]
         errors = {
-            name: max((trial.error(name, own, TOLERANCE) for trial, own in finite), default=0.0) for name in counts
+            name: max((trial.error(name, own, ROUNDING) for trial, own in finite), default=0.0) for name in counts
         }
-        if min(errors.values()) > TOLERANCE:
+        if min(errors.values()) > ROUNDING:
             raise _unknown_error(_table(counts, sizes), min(errors.values()))
-        return {name: counts[name] for name, error in errors.items() if error <= TOLERANCE}
+        return {name: counts[name] for name, error in errors.items() if error <= ROUNDING}
 
 
 def _disagree(names: Iterable[str], found: Mapping[str, Divisors]) -> bool:
@@ -173,14 +232,16 @@ def weighted_divisors(micro_batches: Sequence[Any], weight: Weight, peers: Peers
     """Return the divisor ``n / n_k`` of the losses of all workers' micro-batches; the reciprocals add up to one.
 
     Raises:
-        ValueError: the weight of a micro-batch is not positive.
+        ValueError: a weight is negative or not finite, or all are 0.
     """
     own: Any = [float(weight(micro_batch)) for micro_batch in micro_batches]
     counts = peers.gather_counts({"weight": own})["weight"]
     assert counts is not None
     for k, count in enumerate(counts):
-        if not count > 0:
-            raise _zero_count_error(k, count, "")
+        if not 0 <= count < math.inf:
+            raise ValueError(f"weight= returned {count:g} for micro-batch {k}: return 0, or a positive number")
+    if not any(counts):
+        raise _no_target_error("weight=")
     return list(_divisors(counts))
 
 
@@ -216,12 +277,6 @@ class _UndecidedError(ValueError):
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-def _check_no_zero_count(found: Mapping[str, Divisors]) -> None:
-    for name, divisors in found.items():
-        if math.inf in divisors:
-            raise _zero_count_error(divisors.index(math.inf), 0.0, f" ({name})")
-
-
 def _table(counts: CandidateCounts, sizes: Sequence[int]) -> str:
     """Format the counts of micro-batches for rows and for candidates with unequal counts."""
     added = {name: _sum_counts(each, sizes) for name, each in counts.items()}
@@ -234,10 +289,45 @@ def _listed(counts: Sequence[int]) -> str:
     return f"[{shown}{', ...' if len(counts) > _MAX_COUNTS_SHOWN else ''}]"
 
 
-def _zero_count_error(k: int, count: float, of: str) -> ValueError:
+def _no_target_error(source: str) -> ValueError:
     return ValueError(
-        f"micro-batch {k} has weight {count:g}{of}: it has no target (all labels -100?), so its mean loss is not defined. Use "
-        "fewer micro_batches, drop such rows, or pass weight="
+        f"the batch counts nothing ({source}): it has no target (all labels -100?), so its mean loss is not defined. Leave such "
+        "batches out, or pass weight="
+    )
+
+
+_REMEDIES = (
+    'loss_over="micro-batch" trains on the mean over micro-batches, as plain accumulation does. A weighted mean needs '
+    "weight=lambda micro_batch: ..., the sum of its weights"
+)
+
+
+def _figures(comparison: LossComparison) -> str:
+    return (
+        f"the loss of a few rows is {comparison.together:.4g} together and {comparison.in_parts:.4g} in two parts "
+        f"({100 * comparison.gap:.2g} % apart)"
+    )
+
+
+def _mixed_rows_error(comparison: LossComparison) -> ValueError:
+    return ValueError(
+        f"{_figures(comparison)}, so it is neither a mean over rows or targets nor a sum. It mixes rows (others as negatives, "
+        "pairs of views), or rows are not along dim 0. Micro-batches would train on another loss than the batch. Nothing was "
+        f"trained. {_REMEDIES}. micro_batches=1 cuts nothing"
+    )
+
+
+def _gap_message(comparison: LossComparison) -> str:
+    return (
+        f"{_figures(comparison)}: micro-batches train on a slightly different loss than the batch, for example because of a "
+        f"router's balance or weights of classes. {_REMEDIES}"
+    )
+
+
+def _not_compared_message(why_not: str) -> str:
+    return (
+        f"the loss of a few rows was not compared with that of their parts ({why_not}), so micro-batches may train on another "
+        f"loss than the batch. {_REMEDIES}"
     )
 
 
@@ -245,7 +335,7 @@ def _unknown_error(table: str, error: float) -> ValueError:
     return ValueError(
         f"the items over which the loss is a mean cannot be determined, and micro-batches have unequal counts of them ({table}): "
         f"the loss of a few rows together is not the mean of their losses under any of these (off by {error:.2g} or "
-        f"more). A sum, or a sum of several means, has no such mean. {_REMEDY}"
+        f"more). A sum of several means has no such mean. {_REMEDY}"
     )
 
 

@@ -47,7 +47,10 @@ class SplitBatch:
             return together - (first + second)
         if not any(pair):
             return math.inf  # the candidate's mean is undefined, but the loss is finite
-        return together - (pair[0] * first + pair[1] * second) / sum(pair)
+        # A part that counts nothing adds nothing, though its mean loss is NaN.
+        return together - sum(count * loss for count, loss in zip(pair, (first, second), strict=True) if count) / sum(
+            pair
+        )
 
 
 class LossTrial:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -98,6 +99,11 @@ def _check_scalar(loss: Any, source: str) -> torch.Tensor:
     return loss
 
 
+def divide_loss(loss: torch.Tensor, divisor: float) -> torch.Tensor:
+    """Return the loss of a micro-batch divided by its divisor; 0 for a micro-batch that has no targets (infinite divisor)."""
+    return loss / divisor if math.isfinite(divisor) else torch.zeros_like(loss, requires_grad=False)
+
+
 def join_outputs(outputs: Sequence[Any], rows: Sequence[int], divisors: Callable[[], Sequence[float]]) -> Any:
     """Concatenate the outputs of micro-batches along dim 0; scalars become their weighted mean.
 
@@ -113,7 +119,7 @@ def _join_leaf(parts: Sequence[Any], rows: Sequence[int], divisors: Callable[[],
         refuse_hidden_tensors(parts[0], "the model's output")
         return parts[0]
     if parts[0].dim() == 0:
-        return torch.stack([part / divisor for part, divisor in zip(parts, divisors(), strict=True)]).sum()
+        return torch.stack([divide_loss(part, divisor) for part, divisor in zip(parts, divisors(), strict=True)]).sum()
     if all(part.shape[0] == n for part, n in zip(parts, rows, strict=True)):
         return torch.cat(list(parts))
     return parts[0]

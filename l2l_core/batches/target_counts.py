@@ -7,7 +7,7 @@ batch has the count of its targets, as in transformers' Trainer, losses are divi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,9 +17,8 @@ from l2l_core.batches.containers import is_sequence, leaves_in
 from l2l_core.batches.row_count import has_rows
 
 IGNORE_INDEX = -100
-COUNT_KEY = "num_items_in_batch"
 _WHOLE, _SHIFTED = "targets in {}", "targets in {} after a shift by one"
-ROWS, SUM = "rows", f"nothing, as {COUNT_KEY} is in the batch"
+ROWS, SUM = "rows", "nothing: a sum"
 
 CandidateCounts = dict[str, list[int] | None]  # candidate -> count of every row; None: the losses of parts add up
 
@@ -29,8 +28,7 @@ def normaliser_candidates(rows: BatchRows) -> CandidateCounts:
     found: CandidateCounts = {ROWS: [1] * rows.count}
     for name, column in rows.columns():
         found |= count_targets(name, column)
-    if isinstance(rows.batch, Mapping) and rows.batch.get(COUNT_KEY) is not None:
-        found[SUM] = None
+    found[SUM] = None
     return found
 
 

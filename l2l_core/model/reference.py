@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ def accumulate(
         micro_batches: K parts of the batch. The model gets copies, because it may write into its inputs, and because
             the rounding of some kernels depends on the alignment of a slice.
         objective: returns the scalar loss of one micro-batch.
-        divisors: divisor of each loss before backward; K for even micro-batches.
+        divisors: divisor of each loss before backward; K for even micro-batches, infinite for one without targets.
         seeds: seed of the random stream of each micro-batch.
         copy_batch: copies the tensors of a micro-batch, to the model's device if need be.
     """
@@ -39,7 +40,9 @@ def accumulate(
     for micro_batch, divisor, seed in zip(micro_batches, divisors, seeds, strict=True):
         torch.manual_seed(seed)
         random.seed(seed)
-        loss = objective(model, copy_batch(micro_batch)) / divisor
+        loss = objective(model, copy_batch(micro_batch))
+        # A micro-batch without targets adds nothing, though a mean over no targets is NaN.
+        loss = torch.zeros_like(loss, requires_grad=False) if divisor == math.inf else loss / divisor
         if loss.requires_grad:
             loss.backward()
         losses.append(loss.detach().clone())

@@ -27,6 +27,7 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from l2l_core._torch import temporarily_clear_interpreter_stack
+from l2l_core.batches import divide_loss
 from l2l_core.devices import NoTorchModes
 from l2l_core.eps import LayerStore, NonFiniteError
 from l2l_core.eps.blocks import SHELL, ModuleBuffers, Stamp, Unit, check_stamps, refuse_cached, stamps_of
@@ -113,7 +114,7 @@ class DepthFirstRuntime(PassRuntime):
         has_gradient = False
         for k, (thread_state, divisor) in enumerate(zip(self.initial_states(), divisors, strict=True)):
             self._k, run = k, remaining.popleft()
-            loss = self._forward(run, thread_state) / divisor
+            loss = divide_loss(self._forward(run, thread_state), divisor)
             spec.check()
             if not torch.isfinite(loss):  # the host waits for the device here, once per micro-batch
                 loss = loss.detach()  # frees its graph before the forward runs again

@@ -35,6 +35,7 @@ from itertools import islice
 
 import torch
 
+from l2l_core.batches import divide_loss
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Unit
 from l2l_core.step.graph import run_backward
@@ -182,7 +183,7 @@ class TrainLoop:
         ctx.stash.fetch([forward.result], k)
         stop = ctx.time_event("loss", "shell", k)
         with ctx.current_turn.activate(k, "shell"), ctx.watch_backward():
-            loss = forward.result / self._divisors[k]
+            loss = divide_loss(forward.result, self._divisors[k])
             forward.result = None
             tail = self._checks.check_loss(forward, loss)
             segments = self._checks.check_forward(forward, tail, self._scheduler.is_irregular())

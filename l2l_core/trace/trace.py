@@ -310,6 +310,7 @@ class StepResult:
         trace: events and memory of the step.
         peak_device_bytes: highest device bytes during the step.
         bytes_loaded, bytes_pushed: bytes of weights copied to the device, and of gradients copied back.
+        objective: how the losses of micro-batches were put together, in words.
     """
 
     loss: float
@@ -319,3 +320,4 @@ class StepResult:
     peak_device_bytes: int
     bytes_loaded: int
     bytes_pushed: int
+    objective: str = ""

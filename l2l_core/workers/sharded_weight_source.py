@@ -37,6 +37,8 @@ class ShardedWeightSource(WeightSource):
     def begin(self, units: Sequence[Unit], dtype: torch.dtype, trace: Trace) -> None:
         self.end()
         self._dtype, self._trace = dtype, trace
+        for key in [key for key in self._free if key[1] != dtype]:  # of a pass in another precision
+            del self._free[key]
         for free in self._free.values():  # the loads of the last pass are complete: release their slots
             free.extend([(free.popleft()[0], None) for _ in range(len(free))])
 

@@ -526,6 +526,7 @@ def relay_over(model: nn.Module, **settings: Any) -> Iterator[Relay]:
     options = {name: settings.pop(name) for name in ("objective", "device") if name in settings}
     config = config_for(len(model.layers), **settings)  # type: ignore[arg-type]
     options = {"objective": objective, "layers": list(model.layers), "config": config} | options  # type: ignore
+    options.setdefault("loss_over", "micro-batch")  # type: ignore[call-overload]
     with Relay(model, adamw(model, lr=1e-2), **options) as relay:
         yield relay
 

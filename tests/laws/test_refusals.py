@@ -43,7 +43,7 @@ sgd = partial(torch.optim.SGD, lr=0.1)
 
 
 def relay_over(model: nn.Module, objective: Any = objective, **options: Any) -> Relay:
-    options = {"optimizer": sgd, "config": CONFIG} | options
+    options = {"optimizer": sgd, "config": CONFIG, "loss_over": "micro-batch"} | options
     return Relay(model, objective=objective, **options)
 
 

@@ -129,6 +129,7 @@ def both(
     in_core = InCore(kind, twin, optimizer(twin), config, weight=weight, objective=objective)
     if objective is None:
         options.setdefault("loss", kind.loss)
+    options.setdefault("loss_over", kind.loss_over)
     with Relay(model, optimizer(model), layers=layers or kind.layers, config=config, **options) as relay:
         yield Both(relay, in_core)
 

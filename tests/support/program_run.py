@@ -182,6 +182,7 @@ def _compare(program: Program, steps: list[Step], plain: Built) -> tuple[str, st
             device="cpu",
             layers=list(built.model.layers),
             objective=built.objective,
+            loss_over="micro-batch",  # the oracle accumulates
             config=_config(program),
         )
     except Exception as error:

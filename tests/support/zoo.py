@@ -12,7 +12,7 @@ has the rows in dimension 0.
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,7 @@ class Kind:
     loss: Callable[[Any, Batch], Tensor] | None = None
     layers: list[str] | None = None
     note: str = ""
+    loss_over: Literal["micro-batch"] | None = None  # of losses that mix rows, such as a router's balance
 
     def __str__(self) -> str:
         return self.name
@@ -608,7 +609,13 @@ KINDS: list[Kind] = [
     ),
     _pairs("batch_norm", lambda: Chain([BatchNormMlp() for _ in range(3)])),
     _pairs("unlike", Unlike, layers=["widen", "mix", "recur", "attend"], note="no container: layers are named"),
-    _kind("mixture", lambda: Mixture([MixtureBlock() for _ in range(3)]), sequences, note="an expert may get no steps"),
+    _kind(
+        "mixture",
+        lambda: Mixture([MixtureBlock() for _ in range(3)]),
+        sequences,
+        note="an expert may get no steps",
+        loss_over="micro-batch",
+    ),
     _kind("unet", UNet, unet_pairs),
     _kind("gpt2", _gpt2, tokens, note="tied embeddings"),
     _kind("gpt2_padded", _gpt2, padded_tokens, note="tied embeddings"),
@@ -637,12 +644,18 @@ KINDS: list[Kind] = [
     _kind("t5", _t5, translated_tokens, note="one position bias for all layers of a stack; tied embeddings"),
     _kind("bart", _bart, translated_tokens, note="tied embeddings"),
     _kind("whisper", _whisper, transcribed_sound, note="tied embeddings"),
-    _kind("mixtral", lambda: _mixture(hf.MixtralConfig, hf.MixtralForCausalLM, num_local_experts=4), padded_tokens),
+    _kind(
+        "mixtral",
+        lambda: _mixture(hf.MixtralConfig, hf.MixtralForCausalLM, num_local_experts=4),
+        padded_tokens,
+        loss_over="micro-batch",
+    ),
     _kind(
         "qwen3_moe",
         lambda: _mixture(hf.Qwen3MoeConfig, hf.Qwen3MoeForCausalLM, num_experts=4, moe_intermediate_size=WIDTH),
         padded_tokens,
         note="router logits leave the layers by hooks",
+        loss_over="micro-batch",
     ),
     _kind(
         "albert",

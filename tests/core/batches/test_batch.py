@@ -32,9 +32,8 @@ def test_parts_cover_the_batch_in_order_and_differ_by_little(rows: int, parts: i
     batch = {"x": torch.arange(rows), "flag": True}
     if rows < parts:
         with pytest.raises(ValueError, match=f"{rows} row"):
-            split(batch, parts)
-        return
-    cut = split(batch, parts)
+            BatchRows(batch).split(parts)
+    cut, parts = split(batch, parts), min(rows, parts)
     assert len(cut) == parts
     assert torch.equal(torch.cat([part["x"] for part in cut]), batch["x"])
     assert all(part["flag"] is True and len(part["x"]) >= 1 for part in cut)

@@ -445,7 +445,8 @@ def test_hooks_in_what_is_compiled_of_a_layer(inside: bool) -> None:
     model, seen = made(around), []
     layer = model.layers[0]
     (layer.gate if inside else layer).register_forward_hook(lambda *_: seen.append(1))
-    with Relay(model, adamw, objective=objective, config=RelayConfig(micro_batches=2)) as relay:
+    options: dict[str, Any] = {"loss_over": "micro-batch", "config": RelayConfig(micro_batches=2)}  # no other forwards
+    with Relay(model, adamw, objective=objective, **options) as relay:
         if inside:
             with pytest.raises(ValueError, match=r"a Gate in the compiled part of layer layers\.0 has a forward hook"):
                 relay.step(batch())

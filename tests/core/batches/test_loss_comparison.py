@@ -1,0 +1,336 @@
+"""Losses that are no mean over rows or targets and no sum are refused before anything is trained; the remedies work.
+
+The oracle is plain training on the undivided batch, or plain accumulation where that is asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from l2l_core import EmulatedDevice, Relay, RelayConfig
+
+ROWS, K, RATE = 16, 4, 1e-2
+Batch = dict[str, Tensor]
+Objective = Callable[[nn.Module, Batch], Tensor]
+sgd = partial(torch.optim.SGD, lr=RATE, momentum=0.9)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, inputs: int = 8, width: int = 16, outputs: int = 5) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(inputs, width), nn.Linear(width, outputs)
+        self.layers = nn.ModuleList(Block(width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class OverTime(nn.Module):
+    """Input (time, batch, features), as recurrent networks take it by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.LSTM(8, 8), nn.LSTM(8, 8)])
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, _ = layer(x)
+        return self.head(x)
+
+
+def model_of(kind: type[nn.Module] = Stack) -> nn.Module:
+    torch.manual_seed(1)
+    return kind().train()
+
+
+def noise(*shape: int, seed: int = 7) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def classes(*shape: int, seed: int = 7) -> Tensor:
+    return torch.randint(5, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def batch_of(seed: int = 0) -> Batch:
+    x = noise(ROWS, 8, seed=seed)
+    return {"x": x, "other": x + 0.1 * noise(ROWS, 8, seed=seed + 50), "y": classes(ROWS, seed=seed)}
+
+
+# -- losses of rows, and losses that mix rows --------------------------------------------------------------------------
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def summed(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum") / 8
+
+
+def info_nce(model: nn.Module, batch: Batch) -> Tensor:
+    a, b = (F.normalize(model(batch[name]), dim=-1) for name in ("x", "other"))
+    return F.cross_entropy(a @ b.T / 0.1, torch.arange(len(a)))
+
+
+def two_views(model: nn.Module, batch: Batch) -> Tensor:
+    z = F.normalize(model(batch["x"]), dim=-1)
+    n = len(z) // 2
+    likeness = (z @ z.T / 0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), float("-inf"))
+    return F.cross_entropy(likeness, torch.cat([torch.arange(n) + n, torch.arange(n)]))
+
+
+def same_class(model: nn.Module, batch: Batch) -> Tensor:
+    """Pull rows of one class together: pairs depend on the contents of the batch."""
+    z = F.normalize(model(batch["x"]), dim=-1)
+    alike = batch["y"][:, None] == batch["y"]
+    return ((z @ z.T - alike.float()) ** 2).mean()
+
+
+def preferences(model: nn.Module, batch: Batch) -> Tensor:
+    """Chosen answers in the first half, rejected ones in the second; equal to log 2 for every pair while the head is zero."""
+    scores = model(batch["x"])[:, 0]
+    chosen, rejected = scores.chunk(2)
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
+def dice(model: nn.Module, batch: Batch) -> Tensor:
+    """Of masks of unequal size, as in segmentation."""
+    found, wanted = (3 * model(batch["x"])).sigmoid(), (batch["y"][:, None] > torch.arange(5)).float()
+    return 1 - 2 * (found * wanted).sum() / (found.sum() + wanted.sum())
+
+
+def class_weights(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"], weight=torch.tensor([1.0, 50.0, 1.0, 20.0, 1.0]))
+
+
+def variance(model: nn.Module, batch: Batch) -> Tensor:
+    """The variance term of VICReg."""
+    return F.relu(1 - model(batch["x"]).var(0).add(1e-4).sqrt()).mean()
+
+
+MIXING: dict[str, Objective] = {
+    "InfoNCE": info_nce,
+    "two views": two_views,
+    "same class": same_class,
+    "preferences": preferences,
+    "class weights": class_weights,
+    "variance": variance,
+}
+
+
+def train(
+    objective: Objective, model: nn.Module | None = None, steps: int = 3, micro_batches: int = K, **options: Any
+) -> tuple[nn.Module, list[float]]:
+    model = model_of() if model is None else model
+    config = RelayConfig(micro_batches=micro_batches)
+    with Relay(model, sgd, EmulatedDevice(), objective=objective, config=config, **options) as relay:
+        return model, [relay.step(batch_of(step)).loss for step in range(steps)]
+
+
+def train_plain(objective: Objective, parts: int, steps: int = 3) -> tuple[nn.Module, list[float]]:
+    """Plain training with accumulation over contiguous parts; one part is the undivided batch."""
+    model = model_of()
+    optimizer, losses = sgd(model.parameters()), []
+    for step in range(steps):
+        rows = zip(*(value.chunk(parts) for value in batch_of(step).values()), strict=True)
+        own = [objective(model, dict(zip(batch_of(step), each, strict=True))) / parts for each in rows]
+        for loss in own:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(loss.item() for loss in own))
+    return model, losses
+
+
+def assert_close(model: nn.Module, other: nn.Module) -> None:
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("name", MIXING)
+def test_a_loss_that_mixes_rows_is_refused_and_each_remedy_works(name: str) -> None:
+    objective, model = MIXING[name], model_of()
+    before = copy.deepcopy(model.state_dict())
+    with Relay(model, sgd, EmulatedDevice(), objective=objective, config=RelayConfig(micro_batches=K)) as relay:
+        with pytest.raises(ValueError, match=r"together and .* in two parts .*loss_over=.*weight=.*micro_batches=1"):
+            relay.step(batch_of())
+        assert relay.steps == 0
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+    accumulated, losses = train_plain(objective, K)
+    trained, found = train(objective, loss_over="micro-batch")
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert_close(trained, accumulated)
+    whole, losses = train_plain(objective, 1)
+    trained, found = train(objective, micro_batches=1)
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert_close(trained, whole)
+
+
+def test_a_weighted_mean_is_right_with_its_weights() -> None:
+    weights = torch.tensor([1.0, 50.0, 1.0, 20.0, 1.0])
+    whole, losses = train_plain(class_weights, 1)
+    trained, found = train(class_weights, weight=lambda part: float(weights[part["y"]].sum()))
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert_close(trained, whole)
+
+
+@pytest.mark.parametrize("objective", [cross_entropy, summed])
+@pytest.mark.parametrize("micro_batches", [2, 4, 16])
+def test_means_and_sums_have_the_loss_of_the_batch(objective: Objective, micro_batches: int) -> None:
+    whole, losses = train_plain(objective, 1)
+    trained, found = train(objective, micro_batches=micro_batches)
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert_close(trained, whole)
+
+
+def test_a_small_difference_is_a_warning_with_its_figures() -> None:
+    whole, losses = train_plain(dice, 1, steps=1)
+    with pytest.warns(UserWarning, match=r"0\.\d+ together and 0\.\d+ in two parts .*slightly different loss"):
+        _, found = train(dice, steps=1)
+    assert found != losses and found == pytest.approx(losses, rel=1e-2)
+
+
+def test_a_step_says_how_losses_were_put_together() -> None:
+    config = RelayConfig(micro_batches=K)
+    for objective, words in ((cross_entropy, "mean over rows"), (summed, "sum")):
+        with Relay(model_of(), sgd, objective=objective, config=config) as relay:
+            assert relay.step(batch_of()).objective.startswith(words)
+            assert relay.objective_summary.startswith(words)
+    with Relay(model_of(), sgd, objective=dice, loss_over="micro-batch", config=config) as relay:
+        assert 'loss_over="micro-batch"' in relay.step(batch_of()).objective
+    with pytest.raises(ValueError, match="loss_over='rows'"):
+        Relay(model_of(), sgd, objective=dice, loss_over="rows")  # type: ignore[arg-type]
+
+
+def test_time_in_the_first_dimension_is_noticed() -> None:
+    batch = {"x": noise(12, 4, 8), "y": classes(12, 4)}
+
+    def objective(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+
+    with Relay(model_of(OverTime), sgd, objective=objective, config=RelayConfig(micro_batches=3)) as relay:
+        with pytest.warns(UserWarning, match=r"slightly different loss than the batch.*loss_over="):
+            relay.step(batch)  # a young model remembers little, so the figures are close
+
+
+def test_a_young_model_hides_nothing() -> None:
+    """All pairs have the same loss under a head that is zero; a perturbed one shows that halves belong together."""
+    model = model_of()
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+    with Relay(model, sgd, objective=preferences, config=RelayConfig(micro_batches=K)) as relay:
+        with pytest.raises(ValueError, match="in two parts"):
+            relay.step(batch_of())
+        assert not model.head.weight.any()
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_losses_that_draw_random_numbers(mixes: bool) -> None:
+    """As those of diffusion models: compared in the mean, within its error."""
+
+    def objective(model: nn.Module, batch: Batch) -> Tensor:
+        x = batch["x"] + 0.3 * torch.randn_like(batch["x"])
+        return info_nce(model, batch | {"other": x}) if mixes else F.cross_entropy(model(x), batch["y"])
+
+    with Relay(model_of(), sgd, objective=objective, config=RelayConfig(micro_batches=K)) as relay:
+        if mixes:
+            with pytest.raises(ValueError, match=r"(in two parts|cannot be determined).*loss_over="):
+                relay.step(batch_of())
+        else:
+            assert relay.step(batch_of()).objective.startswith("mean over rows")
+
+
+def test_a_batch_with_fewer_rows_than_micro_batches_runs_by_rows() -> None:
+    small = {name: value[:3] for name, value in batch_of().items()}
+    model, twin = model_of(), model_of()
+    optimizer = sgd(twin.parameters())
+    with Relay(model, sgd, objective=cross_entropy, config=RelayConfig(micro_batches=K)) as relay:
+        with pytest.warns(UserWarning, match=r"has 3 row\(s\), fewer than micro_batches=4"):
+            relay.step(small)
+        relay.step(small)
+        assert relay.verify(small).equal and relay.forecast(small).peak_device_bytes > 0
+    for _ in range(2):
+        cross_entropy(twin, small).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(model, twin)
+
+
+@pytest.mark.parametrize("settings", [{}, {"stash": "host"}, {"schedule": "depth_first", "keep": 3, "resident": 2}])
+def test_a_micro_batch_without_targets_adds_nothing(settings: Any) -> None:
+    batch = batch_of()
+    batch["y"][4:8] = -100  # the second of four micro-batches
+    batch["y"][13] = -100
+    model, twin = model_of(), model_of()
+    optimizer = sgd(twin.parameters())
+    with Relay(model, sgd, objective=cross_entropy, config=RelayConfig(micro_batches=K, **settings)) as relay:
+        losses = [relay.step(batch).loss for _ in range(2)]
+        assert relay.verify(batch).equal
+        batch["y"][:] = -100
+        with pytest.raises(ValueError, match="the batch counts nothing"):
+            relay.step(batch)
+        batch["y"] = batch_of()["y"]
+    expected = []
+    batch["y"][4:8] = batch["y"][13] = -100
+    for _ in range(2):
+        loss = cross_entropy(twin, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert_close(model, twin)
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(600, marks=pytest.mark.slow)])
+def test_random_losses_are_right_or_refused(count: int) -> None:
+    """Random terms on random rows: the loss and the weights of the undivided batch, or a refusal or a warning."""
+    trained = 0
+    for seed in range(count):
+        draw = random.Random(seed)
+        terms = draw.choices([cross_entropy, summed, *MIXING.values()], weights=[6, 6, *[1] * len(MIXING)], k=2)
+        factors = [draw.choice([0.0, 0.3, 1.0]), 1.0]
+
+        def objective(model: nn.Module, batch: Batch, terms: Any = terms, factors: Any = factors) -> Tensor:
+            parts = [factor * term(model, batch) for factor, term in zip(factors, terms, strict=True) if factor]
+            return torch.stack(parts).sum()
+
+        micro_batches = draw.choice([2, 4])
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                model, losses = train(objective, steps=2, micro_batches=micro_batches)
+            except ValueError as error:
+                assert "in two parts" in str(error) or "cannot be determined" in str(error), (seed, error)
+                continue
+        if not warned:
+            trained += 1
+            whole, expected = train_plain(objective, 1, steps=2)
+            assert losses == pytest.approx(expected, rel=1e-4), (seed, terms, factors)
+            assert_close(model, whole)
+    assert trained > count // 5
