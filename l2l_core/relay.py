@@ -102,8 +102,9 @@ class Relay:
         weight: weight of a micro-batch in the mean loss. Default: measured before the first step, see `loss_normaliser.py`: rows,
             targets other than -100, shifted or not, or a sum. A weighted mean (``cross_entropy(weight=...)``) needs it: the
             sum of the weights of the targets.
-        loss_over: "micro-batch" for a loss that mixes rows of a micro-batch: trains on the mean over micro-batches, as plain
-            accumulation does. Default: such a loss is refused.
+        loss_over: for a loss that mixes rows. "batch": `loss` gets the outputs of all micro-batches, joined, and the whole batch;
+            the device holds those outputs. "micro-batch": trains on the mean over micro-batches, as plain accumulation does.
+            Default: such a loss is refused.
         config: settings of a step; may be replaced between steps (``relay.config = ...``). With "auto", the first step runs
             `fit` before it trains.
         workers: "auto", a process group, or `Workers`: several processes train together, each on its own rows. All start
@@ -137,13 +138,15 @@ class Relay:
         found = resolve_layers(model, layers)
         refuse_compiled_whole(model, found)
         self.model = model
-        self._auto_fit = config == "auto"
+        self._auto_fit, self._loss_over = config == "auto", loss_over
         settings = RelayConfig() if config == "auto" else checked_config(config, has_disk=shelf is not None)
         self._model_call, self._kv_caches = ModelCall(model, loss, objective), KVCaches(model)
         self._backend = (
             make_backend(workers, model) if shelf is None else make_disk_backend(shelf, workers, model, config)
         )
         self._check_config(settings, ())
+        if loss_over == "batch" and self._backend.count > 1:
+            self._backend.refuse('loss_over="batch"', "every worker would need the outputs of all: train with one worker")
         if any(param.dtype == torch.bfloat16 for param in model.parameters()):
             self._backend.refuse("a model in bfloat16", "call model.float()")
         self.device = resolve_device(device)
@@ -526,6 +529,7 @@ class Relay:
                     store=self._store,
                     micro_batches=micro_batches,
                     objective=self._model_call.objective,
+                    batch_loss=self._runner.batch_loss(rows, own),
                     divisors=divisors,
                     seeds=[self.config.micro_batch_seed(self.steps, k) for k in range(len(micro_batches))],
                     max_grad_norm=self.config.max_grad_norm,
@@ -906,6 +910,11 @@ class Relay:
     def _check_config(self, config: RelayConfig, others: Collection[str]) -> None:
         """Refuse settings that workers, a shelf or branches do not support; `others` are the branches besides the current one."""
         if config.schedule == "depth_first":
+            if self._loss_over == "batch":
+                raise ValueError(
+                    "schedule='depth_first' runs one micro-batch after another, and loss_over=\"batch\" needs the outputs of all "
+                    "of them: leave schedule out of RelayConfig"
+                )
             instead = "it keeps all weights in this process's memory: leave schedule out of RelayConfig"
             self._backend.refuse("schedule='depth_first'", instead)
         if config.wire is None:

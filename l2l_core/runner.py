@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from l2l_core.eps import LayerStore, TornStep
 from l2l_core.eps.blocks import Unit, check_model, check_step
 from l2l_core.model import KVCaches, force_eager, full_precision, nbytes_of, preserve_random_state, snapshot_attributes
 from l2l_core.step import (
+    BatchLoss,
     BreadthFirstRuntime,
     MeterRecord,
     PassCache,
@@ -67,7 +69,7 @@ class Runner:
         store: the EPS.
         model_call: runs the model on a micro-batch.
         weight: the user's function for the weight of a micro-batch.
-        loss_over: "micro-batch" if the loss need not be that of the batch.
+        loss_over: "micro-batch" if the loss need not be that of the batch, "batch" for one loss over all outputs.
         backend: of one or several workers.
         kv_caches: of decoders; disabled in every pass.
         config: settings of a step.
@@ -94,6 +96,9 @@ class Runner:
         config: RelayConfig,
     ) -> None:
         self.config, self.parts, self.pass_cache = config, parts, PassCache(parts.layers)
+        self._has_batch_loss = loss_over == "batch"
+        if self._has_batch_loss:
+            model_call.check_batch_loss()
         self.normaliser = LossNormaliser(weight, self._measure_losses, backend.batch_peers, loss_over)
         self.probe_normaliser = LossNormaliser(weight, self._measure_losses, backend.batch_peers, loss_over)
         self.steps = 0
@@ -153,10 +158,24 @@ class Runner:
         self.pass_cache.kept_counts.put(kind, kept)
         return replace(config, keep=kept)
 
-    def _make_spec(self, config: RelayConfig, task: PassTask, micro_batches: Sequence[Any]) -> PassSpec:
+    def batch_loss(self, rows: BatchRows, micro_batches: Sequence[Any]) -> BatchLoss | None:
+        """Return the loss over the outputs of all micro-batches; None if every micro-batch has a loss."""
+        if not self._has_batch_loss:
+            return None
+        sizes = rows.sizes(len(micro_batches))
+        return BatchLoss(self._model_call.outputs, rows.batch, partial(self._model_call.batch_loss, sizes))
+
+    def _make_spec(
+        self,
+        config: RelayConfig,
+        task: PassTask,
+        micro_batches: Sequence[Any],
+        batch_loss: BatchLoss | None = None,
+    ) -> PassSpec:
         first = self._backend.first_micro_batch(len(micro_batches))
         seeds = [config.micro_batch_seed(self.steps, first + k) for k in range(len(micro_batches))]
-        return PassSpec(config, PassPlan.of(config, self.pass_cache.layer_order), task, micro_batches, seeds)
+        plan = PassPlan.of(config, self.pass_cache.layer_order, loss_per_micro_batch=batch_loss is None)
+        return PassSpec(config, plan, task, micro_batches, seeds, batch_loss=batch_loss)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -171,7 +190,8 @@ class Runner:
         divisors = self.normaliser.divisors(rows, micro_batches)
         kind = self.kind_of(micro_batches, config)
         replay = self.pass_cache.find_step(kind) if config.meter == "on_change" else None
-        losses, ran, trace = self._train(batch, micro_batches, divisors, config, replay)
+        batch_loss = self.batch_loss(rows, micro_batches)
+        losses, ran, trace = self._train(batch, micro_batches, divisors, batch_loss, config, replay)
         loss = float(sum(self._backend.gather_items(losses)))
         self.steps += 1
         self._store.updated.clear()  # else it would keep layers that are dropped next in memory
@@ -193,6 +213,7 @@ class Runner:
         batch: Batch,
         micro_batches: Sequence[Any],
         divisors: Sequence[float],
+        batch_loss: BatchLoss | None,
         config: RelayConfig,
         replay: MeterRecord | None,
     ) -> tuple[list[torch.Tensor], PassResult, Trace]:
@@ -200,7 +221,8 @@ class Runner:
         self.trace = trace = self._backend.sign_trace(self.parts.new_trace(config, self.steps))
         restore_buffers = self.parts.snapshot_buffers()
         self._device.ledger.reset_peak()
-        spec = self._make_spec(config, self._model_call.objective, micro_batches)
+        task = self._model_call.objective if batch_loss is None else batch_loss.outputs
+        spec = self._make_spec(config, task, micro_batches, batch_loss)
         spec = replace(spec, check=self._backend.make_buffer_check(self.parts.units))
         try:
             return *run_step(self.parts, self._store, spec, divisors, trace, replay), trace
@@ -246,8 +268,13 @@ class Runner:
         task: PassTask,
         config: RelayConfig | None = None,
         prepare: Callable[[BreadthFirstRuntime], None] = _change_nothing,
+        batch_loss: BatchLoss | None = None,
     ) -> list[Any]:
-        """Run a forward relay in evaluation mode, without gradients; return the micro-batches' results on the host."""
+        """Run a forward relay in evaluation mode, without gradients.
+
+        Returns:
+            The micro-batches' results on the host; with `batch_loss` that loss alone.
+        """
         check_model(self._model, self.parts.units)
         # Per module: parts of a model may always be in evaluation mode.
         modes = {module: module.training for module in self._model.modules()}
@@ -256,7 +283,7 @@ class Runner:
             config, micro_batches=len(micro_batches), meter="on_change", keep=0, schedule="breadth_first"
         )  # no backward: nothing is kept
         kind = self.kind_of(micro_batches, config)
-        spec = self._make_spec(config, task, micro_batches)
+        spec = self._make_spec(config, task, micro_batches, batch_loss)
         trace = self._backend.sign_trace(self.parts.new_trace(config, self.steps))
         try:
             self._model.eval()
@@ -273,9 +300,13 @@ class Runner:
         """Return the mean loss of the rows of all workers, in evaluation mode."""
         rows, micro_batches = self.split(batch)
         divisors = normaliser.divisors(rows, micro_batches)
+        batch_loss = self.batch_loss(rows, micro_batches)
         restore_buffers = self.parts.snapshot_buffers()
         try:
             with preserve_random_state():
+                if batch_loss is not None:
+                    [loss] = self.infer(micro_batches, batch_loss.outputs, batch_loss=batch_loss)
+                    return float(loss)
                 losses = self.infer(micro_batches, self._model_call.objective)
         finally:
             restore_buffers()

@@ -25,7 +25,7 @@ from l2l_core.batches.lru_cache import LRUCache
 from l2l_core.batches.target_counts import ROWS, SUM, CandidateCounts, normaliser_candidates
 
 Weight = Callable[[Any], float]
-LossOver = Literal["micro-batch"]
+LossOver = Literal["micro-batch", "batch"]
 Divisors = tuple[float, ...]
 
 MOST_GAP = 0.01  # relative difference between the loss of a batch and that of its parts; a larger one is refused
@@ -79,7 +79,8 @@ class LossNormaliser:
         weight: returns the weight of a micro-batch; None to try candidates.
         measure: returns the model's losses of small batches, without side effects.
         peers: the other workers that share the batch.
-        loss_over: "micro-batch" for a mean over micro-batches that need not be the loss of the batch, as in plain accumulation.
+        loss_over: "micro-batch" for a mean over micro-batches that need not be the loss of the batch, as in plain accumulation;
+            "batch" for one loss over the outputs of all micro-batches.
 
     Attributes:
         summary: how the losses of the last batch were put together, in words.
@@ -92,8 +93,10 @@ class LossNormaliser:
         peers: Peers = NoPeers(),  # noqa: B008 - no state
         loss_over: LossOver | None = None,
     ) -> None:
-        if loss_over not in (None, "micro-batch"):
-            raise ValueError(f'loss_over={loss_over!r}: pass "micro-batch", or leave it out for the loss of the batch')
+        if loss_over not in (None, "micro-batch", "batch"):
+            raise ValueError(f'loss_over={loss_over!r}: pass "batch" or "micro-batch", or leave it out')
+        if loss_over == "batch" and weight is not None:
+            raise ValueError('weight= with loss_over="batch": micro-batches have no losses to weigh; leave one out')
         self._weight, self._measure, self._peers, self._loss_over = weight, measure, peers, loss_over
         self._remaining: LRUCache[frozenset[str]] = LRUCache(MAX_STRUCTURES)
         self._notes: LRUCache[str] = LRUCache(MAX_STRUCTURES)  # of structures: how far parts are from the whole
@@ -112,6 +115,9 @@ class LossNormaliser:
             self.summary = "mean over micro-batches, weighted by weight="
             return peers.select_own(weighted_divisors(micro_batches, self._weight, peers))
         number = len(micro_batches) * peers.count
+        if self._loss_over == "batch":
+            self.summary = 'one loss of the whole batch (loss_over="batch")'
+            return [float(number)] * len(micro_batches)
         if number == 1:
             self.summary = "loss of the batch, in one micro-batch"
             return [1.0]

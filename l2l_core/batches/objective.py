@@ -53,6 +53,24 @@ class ModelCall:
             return _check_scalar(self._loss(outputs, micro_batch), "loss(outputs, batch)")
         return _check_scalar(_loss_of(outputs), "outputs.loss")
 
+    def batch_loss(self, rows: Sequence[int], outputs: Sequence[Any], batch: Any) -> torch.Tensor:
+        """Return the loss of a batch, given the outputs of its micro-batches and their numbers of rows.
+
+        Raises:
+            ValueError: the loss is not a scalar, or outputs cannot be joined.
+        """
+        assert self._loss is not None, "checked by `check_batch_loss`"
+        return _check_scalar(self._loss(_join_for_loss(outputs, rows), batch), "loss(outputs, batch)")
+
+    def check_batch_loss(self) -> None:
+        """Raise ValueError if the loss cannot be taken over the outputs of several micro-batches."""
+        if self._loss is None:
+            computed = "the model computes it" if self._objective is None else "objective(model, micro_batch) includes it"
+            raise ValueError(
+                f'loss_over="batch" needs the loss apart from the model, but {computed}: pass loss=lambda outputs, batch: ..., '
+                "which gets the outputs of all micro-batches, and leave labels out of the model's arguments"
+            )
+
     def outputs(self, model: nn.Module, micro_batch: Any) -> Any:
         """Run the model on one micro-batch; return its outputs.
 
@@ -112,6 +130,34 @@ def join_outputs(outputs: Sequence[Any], rows: Sequence[int], divisors: Callable
     flat = [pytree.tree_flatten(output) for output in outputs]
     leaves = zip(*(leaves for leaves, _ in flat), strict=True)
     return pytree.tree_unflatten([_join_leaf(parts, rows, divisors) for parts in leaves], flat[0][1])
+
+
+def _join_for_loss(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
+    """Concatenate the outputs of micro-batches along dim 0, differentiably.
+
+    Raises:
+        ValueError: an output has no rows, and depends on the micro-batch.
+    """
+    flat = [pytree.tree_flatten(output) for output in outputs]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return pytree.tree_unflatten([_join_rows(parts, rows) for parts in columns], flat[0][1])
+
+
+def _join_rows(parts: Sequence[Any], rows: Sequence[int]) -> Any:
+    if not isinstance(parts[0], torch.Tensor):
+        refuse_hidden_tensors(parts[0], "the model's output")
+        return parts[0]
+    if all(part.dim() and part.shape[0] == n for part, n in zip(parts, rows, strict=True)):
+        return torch.cat(list(parts))
+    if len(parts) > 1 and (
+        parts[0].requires_grad or any(p.shape != parts[0].shape or not torch.equal(p, parts[0]) for p in parts[1:])
+    ):
+        raise ValueError(
+            f'loss_over="batch": an output of shape {tuple(parts[0].shape)} of a micro-batch of {rows[0]} row(s) has no rows in '
+            "dim 0, so that those of micro-batches cannot be joined. Return a value per row, such as x.expand(rows), and reduce it "
+            "in the loss; a parameter is read in the loss directly (model.logit_scale)"
+        )
+    return parts[0]
 
 
 def _join_leaf(parts: Sequence[Any], rows: Sequence[int], divisors: Callable[[], Sequence[float]]) -> Any:

@@ -33,6 +33,7 @@ from l2l_core.model.plain_data import decode as decode
 from l2l_core.model.plain_data import encode as encode
 from l2l_core.model.plain_data import tensor_copier as tensor_copier
 from l2l_core.model.reference import accumulate as accumulate
+from l2l_core.model.reference import accumulate_together as accumulate_together
 from l2l_core.model.reference import copy_tensors as copy_tensors
 from l2l_core.model.reference import train_step as train_step
 from l2l_core.model.state_snapshot import full_precision as full_precision

@@ -49,20 +49,60 @@ def accumulate(
     return losses
 
 
+def accumulate_together(
+    model: nn.Module,
+    micro_batches: Sequence[Any],
+    outputs: Callable[[nn.Module, Any], Any],
+    loss: Callable[[Sequence[Any]], torch.Tensor],
+    seeds: Sequence[int],
+    copy_batch: Callable[[Any], Any] = copy_tensors,
+    after_loss: Callable[[], None] = lambda: None,
+) -> list[torch.Tensor]:
+    """Sum the gradients of one loss over all micro-batches in ``param.grad``, and return it.
+
+    Every micro-batch's graph is kept until the loss of their detached outputs has run backward; then each of them runs backward
+    from its part of the gradient, in ascending order.
+
+    Args:
+        outputs: returns the outputs of one micro-batch, a pytree.
+        loss: returns the scalar loss of a batch from the outputs of each micro-batch.
+        after_loss: called when the loss has run backward.
+        model, micro_batches, seeds, copy_batch: as for `accumulate`.
+    """
+    results = []
+    for micro_batch, seed in zip(micro_batches, seeds, strict=True):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        results.append(outputs(model, copy_batch(micro_batch)))
+    detached = [
+        pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), result)
+        for result in results
+    ]
+    total = loss(detached)
+    if total.requires_grad:
+        total.backward()
+    after_loss()
+    for result, own in zip(results, detached, strict=True):
+        pairs = zip(pytree.tree_leaves(result), pytree.tree_leaves(own), strict=True)
+        parts = [(t, leaf.grad) for t, leaf in pairs if isinstance(t, torch.Tensor) and leaf.grad is not None]
+        if parts:
+            torch.autograd.backward([t for t, _ in parts], [grad for _, grad in parts])
+    return [total.detach().clone()]
+
+
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    micro_batches: Sequence[Any],
-    objective: Callable[[nn.Module, Any], torch.Tensor],
-    divisors: Sequence[float],
-    seeds: Sequence[int],
+    add_gradients: Callable[[], list[torch.Tensor]],
     max_grad_norm: float | None = None,
-    copy_batch: Callable[[Any], Any] = copy_tensors,
 ) -> list[torch.Tensor]:
-    """Take one step of plain training: accumulate, clip, update, clear. Return scaled losses; keep the random state."""
+    """Take one step of plain training: accumulate, clip, update, clear. Return the losses; keep the random state.
+
+    `add_gradients` calls `accumulate` or `accumulate_together`.
+    """
     python_state = random.getstate()
     with torch.random.fork_rng(range(torch.cuda.device_count())):  # all devices: `manual_seed` seeds all
-        losses = accumulate(model, micro_batches, objective, divisors, seeds, copy_batch)
+        losses = add_gradients()
     random.setstate(python_state)
     if max_grad_norm is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)

@@ -10,6 +10,7 @@ from l2l_core.step.failure import defer_interrupts as defer_interrupts
 from l2l_core.step.failure import record_failure as record_failure
 from l2l_core.step.pass_cache import PassCache as PassCache
 from l2l_core.step.pass_cache import PassKind as PassKind
+from l2l_core.step.pass_inputs import BatchLoss as BatchLoss
 from l2l_core.step.pass_inputs import PassPlan as PassPlan
 from l2l_core.step.pass_inputs import PassSpec as PassSpec
 from l2l_core.step.pass_inputs import PassTask as PassTask

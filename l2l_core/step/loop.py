@@ -30,15 +30,17 @@ Source: Pudipeddi et al., https://arxiv.org/abs/2002.05645 (L2L and L2L-p).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 
-from l2l_core.batches import divide_loss
+from l2l_core.batches import divide_loss, leaves_in
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Unit
-from l2l_core.step.graph import run_backward
+from l2l_core.step.detached_outputs import DetachedOutputs
+from l2l_core.step.graph import run_backward, take_gradients
 from l2l_core.step.micro_batch import LayerCall, StepContext, SuspendedForward, suspend_all
 from l2l_core.step.pass_inputs import PassPlan
 from l2l_core.step.step_checks import PerMicroBatch, StepChecks, refuse_frozen_model
@@ -61,6 +63,28 @@ class ForwardLoop:
                 for forward, upcoming in self.scheduler.iter_turns(visit):  # [2]
                     self.run_turn(forward, visit, upcoming)
                     self.ctx.stash.offload(forward.k, visit.index)
+
+    def compute_batch_loss(self, batch_loss: Callable[[Sequence[Any]], torch.Tensor]) -> torch.Tensor:
+        """Return one loss over the outputs of all micro-batches after an inference."""
+        forwards = self.scheduler.forwards
+        outputs = [self.detach_outputs(forward).tree for forward in forwards]
+        stop = self.ctx.time_event("loss", "shell", -1)
+        with forwards[-1].resume_after_end(len(forwards)), self.ctx.watch_backward():
+            loss = batch_loss(outputs)
+        stop()
+        return loss
+
+    def detach_outputs(self, forward: SuspendedForward, check: Callable[[], object] = lambda: None) -> DetachedOutputs:
+        """Take the outputs of a finished forward, and `check` it."""
+        ctx, k = self.ctx, forward.k
+        ctx.stash.fetch([leaf for leaf in leaves_in(forward.result) if isinstance(leaf, torch.Tensor)], k)
+        stop = ctx.time_event("shell", "shell", k)
+        with ctx.current_turn.activate(k, "shell"), ctx.watch_backward():
+            outputs = DetachedOutputs.take(forward)
+            check()
+        stop()
+        ctx.stash.offload(k)
+        return outputs
 
     def start_forwards(self, load_order: Sequence[Unit]) -> None:
         """Run every micro-batch up to its first layer call; prefetch weights in `load_order`."""
@@ -102,11 +126,13 @@ class TrainLoop:
         per_micro_batch: PerMicroBatch,
         checks: StepChecks,
         divisors: Sequence[float],  # the losses divided by them add up to the loss of the step
+        batch_loss: Callable[[Sequence[Any]], torch.Tensor] | None = None,  # of the outputs of all micro-batches
     ) -> None:
         self._forward_loop, self._ctx = forward_loop, forward_loop.ctx
         self._scheduler, self._prefetch = forward_loop.scheduler, forward_loop.prefetch
         self._store, self._slots, self._shell_gradient = store, slots, shell_gradient
-        self._per_micro_batch, self._checks, self._divisors = per_micro_batch, checks, divisors
+        self._per_micro_batch, self._checks = per_micro_batch, checks
+        self._divisors, self._batch_loss = divisors, batch_loss
         self._losses: list[torch.Tensor] = []
         self._has_gradient = False
 
@@ -125,6 +151,8 @@ class TrainLoop:
                     self._ctx.stash.offload(forward.k, visit.index)
                 self._end_visit(visit)
 
+        if self._batch_loss is not None:
+            self._run_batch_loss(self._batch_loss)
         rest = self._begin_backward()
         # A copy: calls are removed from their visits as they are back-propagated.
         upcoming = deque(call for visit in rest for call in visit.calls)
@@ -172,6 +200,8 @@ class TrainLoop:
 
         Another order would add up the gradients of the shell and of the last layer in another order.
         """
+        if self._batch_loss is not None:
+            return
         while len(self._losses) < len(self._scheduler.forwards) and self._scheduler.forwards[len(self._losses)].done:
             forward = self._scheduler.forwards[len(self._losses)]
             self._run_loss(forward, visit)
@@ -199,6 +229,45 @@ class TrainLoop:
         last = forward.calls[-1] if forward.calls else None
         if visit is not None and last in visit.calls and last.kept_graph is not None:  # no recompute of the last layer
             self._backward(last, visit)
+
+    def _run_batch_loss(self, batch_loss: Callable[[Sequence[Any]], torch.Tensor]) -> None:
+        """Back-propagate one loss over the outputs of all micro-batches, then the last segment of each, in ascending k."""
+        ctx, forwards = self._ctx, self._scheduler.forwards
+        outputs = [self._detach_outputs(forward) for forward in forwards]  # all are checked before anything is trained
+        stop = ctx.time_event("loss", "shell", -1)
+        with forwards[-1].resume_after_end(len(forwards)), ctx.watch_backward():
+            loss = batch_loss([each.tree for each in outputs])
+            edge = self._checks.check_batch_loss(loss)
+            self._has_gradient = edge is not None
+            self._losses.append(loss.detach().clone())
+            if edge is not None:
+                run_backward([(edge, torch.ones_like(loss))])
+            del loss, edge
+        stop()
+        self._flush(-1, -1, None)  # parameters that the loss reads, before the first micro-batch's part of their gradient
+        for forward, own in zip(forwards, outputs, strict=True):
+            self._backward_last_segment(forward, own)
+
+    def _detach_outputs(self, forward: SuspendedForward) -> DetachedOutputs:
+        is_irregular = self._scheduler.is_irregular()
+        return self._forward_loop.detach_outputs(
+            forward, lambda: self._checks.check_forward(forward, None, is_irregular)
+        )
+
+    def _backward_last_segment(self, forward: SuspendedForward, outputs: DetachedOutputs) -> None:
+        ctx, k, segments = self._ctx, forward.k, forward.segmenter.segments
+        last = segments[-1]
+        outputs.pass_gradients()
+        ctx.stash.fetch(last.pending_gradients(), k)
+        if last.has_gradient:
+            stop = ctx.time_event("shell", "shell", k)
+            with ctx.current_turn.activate(k, "shell"), ctx.watch_backward():
+                run_backward(take_gradients(last.boundaries) + self._shell_gradient.partial_sums(k, lambda: last.uses))
+            stop()
+        for grad in (grad for segment in segments for grad in segment.pending_gradients()):
+            ctx.stash.track(grad, k, "stash", "", fresh=True)
+        self._flush(k, -1, None)
+        ctx.stash.offload(k)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from l2l_core.config import RelayConfig
@@ -80,19 +81,21 @@ class PassPlan:
     layer_order: Sequence[Unit]  # the expected order of visits
     resident: int = 0  # weight slots besides those that streaming needs
     kept_graphs: int = 0  # number of last visits whose graphs stay on the device until backward
+    loss_per_micro_batch: bool = True  # else one loss of the batch, after all forwards: the last layer is recomputed too
 
     @staticmethod
-    def of(config: RelayConfig, layer_order: Sequence[Unit]) -> PassPlan:
+    def of(config: RelayConfig, layer_order: Sequence[Unit], loss_per_micro_batch: bool = True) -> PassPlan:
         """Make the plan for these settings; `keep` must be a number of layers."""
         assert isinstance(config.keep, int), f"keep={config.keep!r} was not resolved to a number of layers"
-        return PassPlan(layer_order, config.resident, kept_layers(config.keep, config.ahead, config.resident))
+        kept = kept_layers(config.keep, config.ahead, config.resident)
+        return PassPlan(layer_order, config.resident, kept, loss_per_micro_batch)
 
     def policy_for(self, visit: int) -> ActivationPolicy:
         """Return the activation policy of the visit with this number."""
         remaining = len(self.layer_order) - 1 - visit  # expected visits after this one
         if 0 <= remaining < self.kept_graphs:
             return KEEP
-        return RECOMPUTE if remaining else KEEP_UNTIL_SUSPENDED
+        return RECOMPUTE if remaining or not self.loss_per_micro_batch else KEEP_UNTIL_SUSPENDED
 
     @property
     def forward_then_backward(self) -> list[Unit]:
@@ -101,12 +104,28 @@ class PassPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchLoss:
+    """One loss over the outputs of all micro-batches.
+
+    Attributes:
+        outputs: returns the outputs of a micro-batch.
+        batch: the rows of all micro-batches, for the loss.
+        compute: ``(outputs of each micro-batch, batch=...) -> scalar``.
+    """
+
+    outputs: PassTask
+    batch: Any
+    compute: Callable[[Sequence[Any], Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class PassSpec:
     """Inputs of a pass."""
 
     config: RelayConfig
     plan: PassPlan
-    task: PassTask  # returns the result of a micro-batch; in training its loss
+    task: PassTask  # returns the result of a micro-batch; in training its loss, or its outputs if there is a `batch_loss`
     micro_batches: Sequence[Any]
     seeds: Sequence[int]  # one per micro-batch, for its random stream
     check: Callable[[], None] = lambda: None  # called after each forward; it may raise to refuse the step
+    batch_loss: BatchLoss | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from l2l_core.eps.blocks import Unit
 from l2l_core.step.breadth_first import BreadthFirstRuntime
 from l2l_core.step.depth_first import DepthFirstRuntime
 from l2l_core.step.loop import ForwardLoop, TrainLoop
-from l2l_core.step.pass_inputs import PassSpec, RelayParts
+from l2l_core.step.pass_inputs import BatchLoss, PassSpec, RelayParts
 from l2l_core.step.pass_runtime import PassRuntime
 from l2l_core.step.step_checks import PerMicroBatch, StepChecks
 from l2l_core.step.traffic import MeterRecord
@@ -56,12 +57,18 @@ def run_step(
         per_micro_batch = PerMicroBatch(parts.shell, scheduler.visit_counts, store.reducer.per_micro_batch)
         slots, shell = runtime.make_gradients(store, per_micro_batch)
         checks = StepChecks(runtime.ctx, parts, per_micro_batch, spec.check)
-        losses = TrainLoop(forward_loop, store, slots, shell, per_micro_batch, checks, divisors).train()
+        batch_loss = None if spec.batch_loss is None else partial(_batch_loss, runtime, spec.batch_loss)
+        losses = TrainLoop(forward_loop, store, slots, shell, per_micro_batch, checks, divisors, batch_loss).train()
         runtime.ctx.recompute_check.check_pending()  # before deferred updates, so that a wrong recompute trains nothing
         assert not any(visit.calls for visit in scheduler.visits), "a call was not back-propagated"
         _finish_step(runtime, store)
         runtime.ctx.influence.write_stats()
     return losses, _result_of(runtime, scheduler.layer_order)
+
+
+def _batch_loss(runtime: PassRuntime, batch_loss: BatchLoss, outputs: Sequence[Any]) -> torch.Tensor:
+    """Return the loss of all micro-batches' outputs, with the batch on the device."""
+    return batch_loss.compute(outputs, runtime.load_micro_batch(len(outputs), batch_loss.batch))
 
 
 def _finish_step(runtime: PassRuntime, store: LayerStore) -> None:
@@ -83,7 +90,7 @@ def run_forward(
     replay: MeterRecord | None,
     prepare: Callable[[BreadthFirstRuntime], None] = lambda runtime: None,
 ) -> tuple[list[Any], PassResult]:
-    """Run the forward pass alone; return the results of the micro-batches, on the host.
+    """Run the forward pass alone; return the results of the micro-batches on the host, or the batch's loss alone.
 
     Gradients must be disabled. `prepare` is called when the shell is on the device.
     """
@@ -91,6 +98,9 @@ def run_forward(
         prepare(runtime)
         forward_loop = _make_forward_loop(runtime)
         forward_loop.run_inference()
+        if spec.batch_loss is not None:
+            loss = forward_loop.compute_batch_loss(partial(_batch_loss, runtime, spec.batch_loss))
+            return [loss.cpu()], _result_of(runtime, forward_loop.scheduler.layer_order)
         results = []
         for forward in forward_loop.scheduler.forwards:  # one by one: all results may not fit on the device
             result, forward.result = forward.result, None

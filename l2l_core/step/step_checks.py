@@ -11,8 +11,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from l2l_core.eps import NonFiniteError
 from l2l_core.eps.blocks import Block, Unit, check_stamps, gradient_hook_message, stamps_of
-from l2l_core.step.graph import Segment, reentrant_message
-from l2l_core.step.micro_batch import StepContext, SuspendedForward
+from l2l_core.step.graph import Segment, reentrant_message, walk_graph
+from l2l_core.step.micro_batch import StepContext, SuspendedForward, layer_parameter_message
 from l2l_core.step.pass_inputs import RelayParts
 
 
@@ -85,6 +85,22 @@ class StepChecks:
         if not torch.isfinite(loss):  # the host waits for the device here, once per micro-batch
             raise NonFiniteError(self._explain_nonfinite(loss, forward))
         return get_gradient_edge(loss) if loss.requires_grad else None
+
+    def check_batch_loss(self, loss: torch.Tensor) -> GradientEdge | None:
+        """Return the edge at which backward of the batch's loss starts, or None; refuse one that the relay gets wrong."""
+        if not torch.isfinite(loss):
+            raise NonFiniteError(f"the loss of the batch is {loss.item()}. Nothing was updated")
+        check_stamps(self._shell.params, self._stamps, "the loss")
+        if not loss.requires_grad:
+            return None
+        edge = get_gradient_edge(loss)
+        graph = walk_graph([edge])
+        for leaf in graph.leaves:
+            if leaf in self._layer_params:
+                raise RuntimeError(layer_parameter_message("the loss of the batch", leaf, self._layer_params[leaf]))
+        if graph.has_reentrant:
+            raise RuntimeError(reentrant_message("the loss of the batch"))
+        return edge
 
     def _explain_nonfinite(self, loss: torch.Tensor, forward: SuspendedForward) -> str:
         producer = "the batch or the code before the first layer"

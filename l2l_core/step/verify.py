@@ -20,7 +20,8 @@ from l2l_core.batches import map_tensors
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.eps.optimizers import clone_state, differing_settings, differing_state, is_same, settings_of
-from l2l_core.model import deep_copy, is_sparse, preserve_random_state, train_step
+from l2l_core.model import accumulate, accumulate_together, deep_copy, is_sparse, preserve_random_state, train_step
+from l2l_core.step.pass_inputs import BatchLoss
 from l2l_core.trace import StepResult, Trace
 
 
@@ -79,6 +80,7 @@ class InCoreStep:
         store: LayerStore,
         micro_batches: Sequence[Any],
         objective: Callable[[nn.Module, Any], torch.Tensor],
+        batch_loss: BatchLoss | None,
         divisors: Sequence[float],
         seeds: Sequence[int],
         max_grad_norm: float | None,
@@ -102,7 +104,13 @@ class InCoreStep:
             optimizer.load_state_dict(optimizer.state_dict())  # moves the state to the parameters' device
         with preserve_random_state():  # of NumPy too: both steps begin with the same state
             copied = partial(map_tensors, change=lambda tensor: tensor.detach().to(torch_device, copy=True))
-            losses = train_step(twin, optimizer, micro_batches, objective, divisors, seeds, max_grad_norm, copied)
+            if batch_loss is None:
+                add_gradients = partial(accumulate, twin, micro_batches, objective, divisors, seeds, copied)
+            else:
+                together = partial(batch_loss.compute, batch=copied(batch_loss.batch))
+                outputs, after = batch_loss.outputs, self._move_gradients
+                add_gradients = partial(accumulate_together, twin, micro_batches, outputs, together, seeds, copied, after)
+            losses = train_step(twin, optimizer, add_gradients, max_grad_norm)
         self._loss = float(sum(losses))
         twin.cpu()  # frees device memory for the relay
         self._expected = {
@@ -110,6 +118,12 @@ class InCoreStep:
             for param, own in self._weights.items()
         }
         self._settings = settings_of(optimizer)
+
+    def _move_gradients(self) -> None:
+        """Move gradients of the relay's parameters, which a loss that reads `model.scale` has reached, to those of the copy."""
+        for param, own in self._weights.items():
+            if param.grad is not None:
+                own.grad, param.grad = param.grad.to(own.device), None
 
     def compare(self, result: StepResult, units: Sequence[Unit], with_buffers: bool) -> VerifyReport:
         """Compare this step with the relay's; buffers only if the relay's see the whole batch, as in core."""

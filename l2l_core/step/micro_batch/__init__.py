@@ -11,6 +11,7 @@ from l2l_core.step.micro_batch.activation_policy import ActivationPolicy as Acti
 from l2l_core.step.micro_batch.compiled_regions import CompiledRegionGuard as CompiledRegionGuard
 from l2l_core.step.micro_batch.fast_pytree import flatten as flatten
 from l2l_core.step.micro_batch.graph_segmenter import GraphSegmenter as GraphSegmenter
+from l2l_core.step.micro_batch.graph_segmenter import layer_parameter_message as layer_parameter_message
 from l2l_core.step.micro_batch.graph_segmenter import patch_function_apply as patch_function_apply
 from l2l_core.step.micro_batch.influence import Influence as Influence
 from l2l_core.step.micro_batch.influence import hidden_states as hidden_states

@@ -147,7 +147,8 @@ class GraphSegmenter(TorchFunctionMode):
             segment.uses.update(graph.leaves)
             for leaf in segment.uses:
                 if leaf in layer_params:
-                    raise RuntimeError(self._parameter_message(leaf, layer_params[leaf]))
+                    reader = f"micro-batch {self._k}: the loss, or the model's own code,"
+                    raise RuntimeError(layer_parameter_message(reader, leaf, layer_params[leaf]))
             if graph.first < begin or graph.last >= end:
                 strays = {node for node in graph.nodes if not begin <= node._sequence_nr() < end}
                 readers = [n for n in graph.nodes - strays if any(parent in strays for parent, _ in n.next_functions)]
@@ -194,16 +195,6 @@ class GraphSegmenter(TorchFunctionMode):
         raise RuntimeError(
             f"{cause} that the layer does not return, so its gradient would miss the relay. Return it from the layer's forward, "
             "or keep it on an attribute of a module of the layer"
-        )
-
-    def _parameter_message(self, param: torch.Tensor, layer: str) -> str:
-        return (
-            f"micro-batch {self._k}: the loss, or the model's own code, reads a parameter of layer {layer} (shape "
-            f"{tuple(param.shape)}) outside of the layer, as a penalty over model.parameters() does; it is not on the device "
-            "then, and the gradient would miss the relay. Use the optimizer's weight_decay, or compute the penalty in the "
-            "layer's forward, or in a forward hook on a module in it that returns the output, and keep it on an attribute "
-            "of the layer (self.penalty = ...), where the loss may read it. AdaLoRA (peft) also reads gradients between "
-            "steps: train a LoraConfig instead"
         )
 
     # -- called by the model -------------------------------------------------------------------------------------------
@@ -359,6 +350,17 @@ def _view_message(tensor: torch.Tensor) -> str:
     return (
         f"the model's own code changes a view in place, after a layer call, and another tensor shares its memory (shape "
         f"{tuple(tensor.shape)}). Change a copy instead (x = x + y rather than x += y)"
+    )
+
+
+def layer_parameter_message(reader: str, param: torch.Tensor, layer: str) -> str:
+    """Return the message for code outside of a layer that reads the layer's parameter."""
+    return (
+        f"{reader} reads a parameter of layer {layer} (shape {tuple(param.shape)}) outside of the layer, as a penalty over "
+        "model.parameters() does; it is not on the device then, and the gradient would miss the relay. Use the optimizer's "
+        "weight_decay, or compute the penalty in the layer's forward, or in a forward hook on a module in it that returns the "
+        "output, and keep it on an attribute of the layer (self.penalty = ...), where the loss may read it. AdaLoRA (peft) also "
+        "reads gradients between steps: train a LoraConfig instead"
     )
 
 

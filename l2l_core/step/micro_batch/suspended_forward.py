@@ -75,6 +75,19 @@ class SuspendedForward:
             ctx.outer_state.restore_except_random()
         ctx.buffer_order.end_turn(self.k)
 
+    @contextmanager
+    def resume_after_end(self, k: int) -> Iterator[None]:
+        """Run the block as code that follows the forward, in turn `k`: with its random stream and attributes."""
+        ctx = self._ctx
+        ThreadState.clear()
+        self._thread_state.without_modes(self.segmenter, ctx.stash_mode).restore()
+        try:
+            with ctx.current_turn.activate(k, SHELL), ctx.attributes.turn(k, self._attribute_values):
+                yield
+        finally:
+            ThreadState.clear()
+            ctx.outer_state.restore_except_random()
+
     def cancel(self) -> None:
         """Unwind a forward that has not finished; raise RuntimeError if the model's code catches the exit."""
         if not self._greenlet or self._greenlet.dead:

@@ -1,0 +1,46 @@
+"""Outputs of a micro-batch, detached from its graph, so that one loss can read those of all micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from l2l_core.batches import map_tensors
+from l2l_core.step.graph import BoundaryGradient
+from l2l_core.step.micro_batch import SuspendedForward
+
+
+@dataclass(slots=True)
+class DetachedOutputs:
+    """A micro-batch's outputs as leaves of a new graph.
+
+    Attributes:
+        tree: the outputs; tensors are copies without history.
+        leaves: those that need a gradient, each with the boundary at which it continues.
+    """
+
+    tree: Any
+    leaves: list[tuple[torch.Tensor, BoundaryGradient]]
+
+    @staticmethod
+    def take(forward: SuspendedForward) -> DetachedOutputs:
+        """Take the result of a finished forward, whose tensors must be on the device."""
+        leaves: list[tuple[torch.Tensor, BoundaryGradient]] = []
+
+        def detach(tensor: torch.Tensor) -> torch.Tensor:
+            leaf = tensor.detach().clone()  # a copy: the stash may offload the tensor
+            if tensor.requires_grad:
+                leaves.append((leaf.requires_grad_(), forward.segmenter.boundary_of(tensor)))
+            return leaf
+
+        result, forward.result = forward.result, None
+        return DetachedOutputs(map_tensors(result, detach), leaves)
+
+    def pass_gradients(self) -> None:
+        """Add the gradients of the leaves to their boundaries."""
+        for leaf, boundary in self.leaves:
+            if leaf.grad is not None:
+                boundary.add(leaf.grad)
+        self.leaves.clear()
