@@ -529,7 +529,7 @@ class Relay:
                     store=self._store,
                     micro_batches=micro_batches,
                     objective=self._model_call.objective,
-                    batch_loss=self._runner.batch_loss(rows, own),
+                    batch_loss=self._runner.batch_loss(rows, len(own)),
                     divisors=divisors,
                     seeds=[self.config.micro_batch_seed(self.steps, k) for k in range(len(micro_batches))],
                     max_grad_norm=self.config.max_grad_norm,
@@ -610,7 +610,7 @@ class Relay:
             torch.enable_grad(),
             self._kv_caches.disabled(),
             self._backend.storage_unsharded(),
-            self._runner.rehearsing(cluster) as rehearsal,
+            self._runner.rehearsing(batch, cluster) as rehearsal,
         ):
             check_model(self.model, self._runner.parts.units)
             self._runner.rows_of(batch)

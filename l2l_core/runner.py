@@ -151,19 +151,20 @@ class Runner:
         if len(counts) < self._backend.count:
             from l2l_core.forecast import layers_within
 
-            with self._backend.storage_unsharded(), self.rehearsing() as rehearsal:
+            with self._backend.storage_unsharded(), self.rehearsing(batch) as rehearsal:
                 own = layers_within(rehearsal, batch, config, nbytes) if cached is None else cached
             counts = self._backend.gather_items([own], "count the graphs that are kept")
         kept = min(counts)  # all workers must load the same layers
         self.pass_cache.kept_counts.put(kind, kept)
         return replace(config, keep=kept)
 
-    def batch_loss(self, rows: BatchRows, micro_batches: Sequence[Any]) -> BatchLoss | None:
+    def batch_loss(self, rows: BatchRows, micro_batches: int) -> BatchLoss | None:
         """Return the loss over the outputs of all micro-batches; None if every micro-batch has a loss."""
-        if not self._has_batch_loss:
-            return None
-        sizes = rows.sizes(len(micro_batches))
-        return BatchLoss(self._model_call.outputs, rows.batch, partial(self._model_call.batch_loss, sizes))
+        return self._make_batch_loss(rows, micro_batches) if self._has_batch_loss else None
+
+    def _make_batch_loss(self, rows: BatchRows, micro_batches: int) -> BatchLoss:
+        compute = partial(self._model_call.batch_loss, rows.sizes(micro_batches))
+        return BatchLoss(self._model_call.outputs, rows.batch, compute)
 
     def _make_spec(
         self,
@@ -190,7 +191,7 @@ class Runner:
         divisors = self.normaliser.divisors(rows, micro_batches)
         kind = self.kind_of(micro_batches, config)
         replay = self.pass_cache.find_step(kind) if config.meter == "on_change" else None
-        batch_loss = self.batch_loss(rows, micro_batches)
+        batch_loss = self.batch_loss(rows, len(micro_batches))
         losses, ran, trace = self._train(batch, micro_batches, divisors, batch_loss, config, replay)
         loss = float(sum(self._backend.gather_items(losses)))
         self.steps += 1
@@ -235,7 +236,7 @@ class Runner:
             if isinstance(error, DeviceOutOfMemory) and self._backend.count == 1:
                 from l2l_core.forecast import advise
 
-                with self.rehearsing() as rehearsal:
+                with self.rehearsing(batch) as rehearsal:
                     advise(error, rehearsal, batch, config)
             if updated:
                 raise self._torn_step(error, updated) from error
@@ -300,7 +301,7 @@ class Runner:
         """Return the mean loss of the rows of all workers, in evaluation mode."""
         rows, micro_batches = self.split(batch)
         divisors = normaliser.divisors(rows, micro_batches)
-        batch_loss = self.batch_loss(rows, micro_batches)
+        batch_loss = self.batch_loss(rows, len(micro_batches))
         restore_buffers = self.parts.snapshot_buffers()
         try:
             with preserve_random_state():
@@ -339,7 +340,7 @@ class Runner:
 
     # -- a rehearsal ---------------------------------------------------------------------------------------------------
 
-    def rehearsal(self, cluster: Cluster | None = None) -> Rehearsal:
+    def rehearsal(self, batch: Batch, cluster: Cluster | None = None) -> Rehearsal:
         """Make a rehearsal, whose passes train nothing and run on the model's own weights, for one worker of a cluster."""
         from l2l_core.forecast import Rehearsal
 
@@ -352,15 +353,16 @@ class Runner:
             self._backend.make_rehearsal_source,
             self.pass_cache.set_layer_order,  # spares the first step the search for the order
             reduce,
+            partial(self._make_batch_loss, self.rows_of(batch)) if self._has_batch_loss else None,
         )
 
     @contextmanager
-    def rehearsing(self, cluster: Cluster | None = None) -> Iterator[Rehearsal]:
+    def rehearsing(self, batch: Batch, cluster: Cluster | None = None) -> Iterator[Rehearsal]:
         """Yield a rehearsal; afterwards restore random state and plain attributes of modules."""
         restore = snapshot_attributes(self._model.modules())
         try:
             with preserve_random_state():
-                yield self.rehearsal(cluster)
+                yield self.rehearsal(batch, cluster)
         finally:
             restore()
 
@@ -394,7 +396,7 @@ class Runner:
         with backend.unsharded():
             if backend.rank == sizes.index(max(sizes)):
                 args = fixed, MemoryLimits.tightest(all_limits), most_s, min(counts), self.cluster()
-                with self.rehearsing() as rehearsal:
+                with self.rehearsing(batch) as rehearsal:
                     found = [fit_step(rehearsal, batch, config, *args)]
             [fit] = backend.gather_items(found, "send the settings found")
         return fit

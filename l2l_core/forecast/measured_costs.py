@@ -25,7 +25,8 @@ def costs_of_rehearsal(
     rehearsal: Rehearsal, micro_batches: Sequence[Any], config: RelayConfig, max_passes: int | None = None
 ) -> ForecastCosts:
     """Measure costs by rehearsing a few of these micro-batches, with at most `max_passes` timed passes."""
-    chosen, positions = _choose_representatives([shapes_of(micro_batch) for micro_batch in micro_batches], config)
+    shapes = [shapes_of(micro_batch) for micro_batch in micro_batches]
+    chosen, positions = _choose_representatives(rehearsal, shapes, config)
     found = rehearsal.run([micro_batches[k] for k in chosen], config, max_passes)
     # Weights in the pass's own host samples are bfloat16 casts for a device that cannot cast.
     ops = [op for turn in found.profile.turns for op in turn.ops]
@@ -43,7 +44,7 @@ def costs_of_step(
 
     `recorded` and `requested` are the shapes of its micro-batches, and of those to forecast.
     """
-    old, new = _choose_representatives(recorded, config), _choose_representatives(requested, config)
+    old, new = (_choose_representatives(rehearsal, shapes, config) for shapes in (recorded, requested))
     was, depth = trace.settings, len(rehearsal.parts.layers)
     if (
         [recorded[k] for k in old.chosen] != [requested[k] for k in new.chosen]
@@ -69,10 +70,12 @@ def costs_of_step(
     return _make_costs(rehearsal, profile, representatives, overhead_s, f"step {trace.step}, measured", inventory)
 
 
-def _choose_representatives(shapes: Sequence[Any], config: RelayConfig) -> Representatives:
-    """Choose micro-batches to measure: depth first all of them, since no turns of a stay repeat."""
+def _choose_representatives(rehearsal: Rehearsal, shapes: Sequence[Any], config: RelayConfig) -> Representatives:
+    """Choose micro-batches to measure: all of them depth first, since no turns of a stay repeat, and for a loss of the batch."""
+    if config.schedule == "breadth_first" and rehearsal.batch_loss is None:
+        return choose_representatives(shapes)
     every = list(range(len(shapes)))
-    return choose_representatives(shapes) if config.schedule == "breadth_first" else Representatives(every, every)
+    return Representatives(every, every)
 
 
 def slot_bytes(rehearsal: Rehearsal, config: RelayConfig) -> int:

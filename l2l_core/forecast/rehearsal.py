@@ -22,7 +22,7 @@ from l2l_core.eps.blocks import Unit
 from l2l_core.forecast.block_inventory import Inventory
 from l2l_core.forecast.stash_moves import RecordingStashStore
 from l2l_core.simulator import Profile, ProfileBuilder
-from l2l_core.step import PassPlan, PassSpec, PassTask, RelayParts, run_step
+from l2l_core.step import BatchLoss, PassPlan, PassSpec, PassTask, RelayParts, run_step
 from l2l_core.step.traffic import MeterRecord
 from l2l_core.trace import Trace
 
@@ -74,6 +74,7 @@ class Rehearsal:
     make_weight_source: Callable[[Device, Ledger], WeightSource]
     on_layer_order: Callable[[list[Unit]], None] = lambda order: None  # gets an order that was not predicted
     reduce: str = "sum"  # reduction of gradients between workers, see `Cluster`
+    batch_loss: Callable[[int], BatchLoss] | None = None  # of this number of micro-batches; None: each has its own loss
     metered_passes: dict[Any, _MeteredPass] = field(default_factory=dict)  # by kind of step; the same for any `ahead`
 
     def run(self, micro_batches: Sequence[Any], config: RelayConfig, max_passes: int | None = None) -> RehearsalResult:
@@ -169,7 +170,11 @@ class Rehearsal:
         trace = parts.new_trace(config)
         trace.settings["reduce"] = self.reduce
         seeds = [config.micro_batch_seed(0, k) for k in range(len(micro_batches))]
-        spec = PassSpec(config, PassPlan.of(config, known.layer_order), self.task, micro_batches, seeds)
+        plan = PassPlan.of(config, known.layer_order, loss_per_micro_batch=self.batch_loss is None)
+        spec = PassSpec(config, plan, self.task, micro_batches, seeds)
+        if self.batch_loss is not None:
+            batch_loss = self.batch_loss(len(micro_batches))
+            spec = replace(spec, task=batch_loss.outputs, batch_loss=batch_loss)
         restore_buffers = parts.snapshot_buffers()
         try:
             _, ran = run_step(parts, store, spec, [1.0] * len(micro_batches), trace, known.record)

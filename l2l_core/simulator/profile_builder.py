@@ -76,7 +76,7 @@ class ProfileBuilder:
 
     def _collect_stash(self) -> None:
         for event in (event for lane in COPY_LANES for event in self._lanes[lane]):
-            if event.kind == "fetch" and event.visit < 0:
+            if event.visit < 0 and (event.kind == "fetch" or (event.kind == "batch" and event.k < 0)):
                 self._demand_bytes[self._next_compute(event)] += event.nbytes
             elif event.kind in self._moved_bytes:
                 self._moved_bytes[event.kind][event.visit, event.k] += event.nbytes

@@ -25,6 +25,7 @@ from l2l_core.schedule_rules import chunks_per_copy, gradient_slots
 from l2l_core.step.failure import suggest_remedy
 from l2l_core.step.pass_inputs import PassSpec, RelayParts
 from l2l_core.step.traffic import (
+    NO_MICRO_BATCH,
     ComputeClock,
     CurrentTurn,
     Gradient,
@@ -212,8 +213,13 @@ class PassRuntime(ABC):
             base = base._replace(autocast=tuple((True, self._dtype) for _ in base.autocast), autocast_cache=False)
         return [base._replace(random=RandomState.from_seed(seed)) for seed in self.spec.seeds]
 
-    def load_micro_batch(self, k: int, micro_batch: Any) -> Any:
-        """Copy a micro-batch to the device."""
+    def load_batch(self) -> Any:
+        """Copy the batch of a loss over all micro-batches to the device."""
+        assert self.spec.batch_loss is not None
+        return self.load_micro_batch(len(self.spec.micro_batches), self.spec.batch_loss.batch, label=NO_MICRO_BATCH)
+
+    def load_micro_batch(self, k: int, micro_batch: Any, label: int | None = None) -> Any:
+        """Copy a micro-batch to the device; `label` is its number in the trace, `k` by default."""
         copies: list[Copy] = []
 
         def load(tensor: torch.Tensor) -> torch.Tensor:
@@ -228,7 +234,7 @@ class PassRuntime(ABC):
         rows = map_tensors(micro_batch, load)
         if copies:
             with self.clock.stalled():
-                self.h2d.send("batch", "", copies, k).wait()
+                self.h2d.send("batch", "", copies, k if label is None else label).wait()
         return rows
 
     def _register_input(self, tensor: torch.Tensor, k: int) -> torch.Tensor:

@@ -68,7 +68,7 @@ def run_step(
 
 def _batch_loss(runtime: PassRuntime, batch_loss: BatchLoss, outputs: Sequence[Any]) -> torch.Tensor:
     """Return the loss of all micro-batches' outputs, with the batch on the device."""
-    return batch_loss.compute(outputs, runtime.load_micro_batch(len(outputs), batch_loss.batch))
+    return batch_loss.compute(outputs, runtime.load_batch())
 
 
 def _finish_step(runtime: PassRuntime, store: LayerStore) -> None:

@@ -50,7 +50,7 @@ def test_prices_equal_rehearsals(kind: Kind, ahead: int, stash: Any) -> None:
     """
     batch = kind.make_batch(6, 0)
     with relay_of(kind) as relay, torch.enable_grad(), relay._kv_caches.disabled():
-        prices = StepCostModel(relay._runner.rehearsal(), batch, relay.device.figures(), None)
+        prices = StepCostModel(relay._runner.rehearsal(batch), batch, relay.device.figures(), None)
         config = RelayConfig(micro_batches=6, ahead=ahead, stash=stash)
         assert prices(config) is not None
         visits = prices.visits
@@ -59,7 +59,7 @@ def test_prices_equal_rehearsals(kind: Kind, ahead: int, stash: Any) -> None:
                 asked = replace(config, keep=keep, resident=resident)
                 priced = prices(asked)
                 assert priced is not None, prices.errors
-                exact = costs_of_rehearsal(relay._runner.rehearsal(), split(batch, 6), asked, 1)
+                exact = costs_of_rehearsal(relay._runner.rehearsal(batch), split(batch, 6), asked, 1)
                 found, need = priced.device_bytes, exact.peak_bytes("device")
                 assert found == need if keep in (0, visits) else 0.88 * need < found < 1.01 * need, asked
 
@@ -70,12 +70,12 @@ def test_a_kind_of_step_is_metered_once_for_any_ahead(stash: Any) -> None:
     batch, kept = kind.make_batch(6, 0), {"keep": 2, "resident": 2}
     settings: list[Any] = [{"ahead": 0}, {"ahead": 1}, {"ahead": 0, **kept}, {"ahead": 1, **kept}]
     with relay_of(kind) as relay, torch.enable_grad(), relay._kv_caches.disabled():
-        rehearsal = relay._runner.rehearsal()
+        rehearsal = relay._runner.rehearsal(batch)
         for changes in settings:
             config = RelayConfig(micro_batches=3, stash=stash, **changes)
             shared, alone = (
                 costs_of_rehearsal(each, split(batch, 3), config, 1).peak_bytes("device")
-                for each in (rehearsal, relay._runner.rehearsal())
+                for each in (rehearsal, relay._runner.rehearsal(batch))
             )
             assert shared == alone
         assert len(rehearsal.metered_passes) == 2
@@ -84,7 +84,8 @@ def test_a_kind_of_step_is_metered_once_for_any_ahead(stash: Any) -> None:
 def test_few_steps_are_rehearsed() -> None:
     kind = BY_NAME["gpt2"]
     with relay_of(kind) as relay, torch.enable_grad(), relay._kv_caches.disabled():
-        prices = StepCostModel(relay._runner.rehearsal(), kind.make_batch(4, 0), relay.device.figures(), None)
+        batch = kind.make_batch(4, 0)
+        prices = StepCostModel(relay._runner.rehearsal(batch), batch, relay.device.figures(), None)
         asked: list[RelayConfig] = []
         rehearse = prices.rehearse
         prices.rehearse = lambda config, passes: asked.append(config) or rehearse(config, passes)  # type: ignore[method-assign]
@@ -102,13 +103,13 @@ def test_a_rehearsal_keeps_no_more_than_there_is_memory_for() -> None:
     kind = BY_NAME["gpt2"]
     config, batch = RelayConfig(micro_batches=2, keep=2), kind.make_batch(4, 0)
     with relay_of(kind) as relay, torch.enable_grad(), relay._kv_caches.disabled():
-        free = StepCostModel(relay._runner.rehearsal(), batch, relay.device.figures(), None)
+        free = StepCostModel(relay._runner.rehearsal(batch), batch, relay.device.figures(), None)
         bare, two, depth = free(replace(config, keep=0)), free(config), len(relay.stack)
         assert bare is not None and two is not None
-        tight = StepCostModel(relay._runner.rehearsal(), batch, relay.device.figures(), round(1.2 * two.device_bytes))
+        tight = StepCostModel(relay._runner.rehearsal(batch), batch, relay.device.figures(), round(1.2 * two.device_bytes))
         assert tight(config) is not None
         assert tight(replace(config, keep=depth, resident=depth)) is None and not tight.errors
-        none = StepCostModel(relay._runner.rehearsal(), batch, relay.device.figures(), bare.device_bytes)
+        none = StepCostModel(relay._runner.rehearsal(batch), batch, relay.device.figures(), bare.device_bytes)
         assert none(replace(config, keep=0)) is not None and none(config) is None
 
 
@@ -435,7 +436,7 @@ def test_an_interpolated_step_has_the_times_of_each_operation(count: int) -> Non
     kind = BY_NAME["gpt2"]
     batch = kind.make_batch(6, 0)
     with relay_of(kind) as relay, torch.enable_grad(), relay._kv_caches.disabled():
-        prices = StepCostModel(relay._runner.rehearsal(), batch, relay.device.figures(), None)
+        prices = StepCostModel(relay._runner.rehearsal(batch), batch, relay.device.figures(), None)
         config = RelayConfig(micro_batches=count)
         none = prices.rehearse(config, 2)
         keeping = prices.rehearse(replace(config, keep=len(relay.stack), resident=len(relay.stack)), 2)

@@ -47,7 +47,8 @@ def error_of(name: str, config: RelayConfig, budget: int) -> DeviceOutOfMemory:
 
 def least_of(name: str, config: RelayConfig) -> WhatFits:
     with relay_of(name, config) as relay:
-        return search_settings(relay._runner.rehearsal(), MODELS[name][1](), config, relay.device.figures(), 1)
+        batch = MODELS[name][1]()
+        return search_settings(relay._runner.rehearsal(batch), batch, config, relay.device.figures(), 1)
 
 
 def runs(name: str, config: RelayConfig, budget: int) -> bool:
