@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,13 +94,25 @@ def accumulate_together(
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    add_gradients: Callable[[], list[torch.Tensor]],
+    micro_batches: Sequence[Any],
+    objective: Callable[[nn.Module, Any], torch.Tensor],
+    divisors: Sequence[float],
+    seeds: Sequence[int],
     max_grad_norm: float | None = None,
 ) -> list[torch.Tensor]:
-    """Take one step of plain training: accumulate, clip, update, clear. Return the losses; keep the random state.
+    """Take one step of plain training by `accumulate`; return the scaled losses."""
+    return update_after(
+        partial(accumulate, model, micro_batches, objective, divisors, seeds), model, optimizer, max_grad_norm
+    )
 
-    `add_gradients` calls `accumulate` or `accumulate_together`.
-    """
+
+def update_after(
+    add_gradients: Callable[[], list[torch.Tensor]],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    max_grad_norm: float | None = None,
+) -> list[torch.Tensor]:
+    """Add gradients, clip, update, clear; return the losses of `add_gradients`. Keeps the random state."""
     python_state = random.getstate()
     with torch.random.fork_rng(range(torch.cuda.device_count())):  # all devices: `manual_seed` seeds all
         losses = add_gradients()

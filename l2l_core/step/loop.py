@@ -48,6 +48,10 @@ from l2l_core.step.traffic import Gradient, GradientSlots, Prefetch
 from l2l_core.step.visit_scheduler import Visit, VisitScheduler
 
 
+# Copies the batch to the device, and returns the loss of the micro-batches' outputs.
+LoadBatchLoss = Callable[[], Callable[[Sequence[Any]], torch.Tensor]]
+
+
 class ForwardLoop:
     """Forward pass of all micro-batches: an inference, or the first half of a training step."""
 
@@ -64,9 +68,9 @@ class ForwardLoop:
                     self.run_turn(forward, visit, upcoming)
                     self.ctx.stash.offload(forward.k, visit.index)
 
-    def compute_batch_loss(self, batch_loss: Callable[[Sequence[Any]], torch.Tensor]) -> torch.Tensor:
+    def compute_batch_loss(self, load_batch_loss: LoadBatchLoss) -> torch.Tensor:
         """Return one loss over the outputs of all micro-batches after an inference."""
-        forwards = self.scheduler.forwards
+        forwards, batch_loss = self.scheduler.forwards, load_batch_loss()
         outputs = [self.detach_outputs(forward).tree for forward in forwards]
         stop = self.ctx.time_event("loss", "shell", -1)
         with forwards[-1].resume_after_end(len(forwards)), self.ctx.watch_backward():
@@ -126,13 +130,13 @@ class TrainLoop:
         per_micro_batch: PerMicroBatch,
         checks: StepChecks,
         divisors: Sequence[float],  # the losses divided by them add up to the loss of the step
-        batch_loss: Callable[[Sequence[Any]], torch.Tensor] | None = None,  # of the outputs of all micro-batches
+        load_batch_loss: LoadBatchLoss | None = None,  # with it, micro-batches have no losses of their own
     ) -> None:
         self._forward_loop, self._ctx = forward_loop, forward_loop.ctx
         self._scheduler, self._prefetch = forward_loop.scheduler, forward_loop.prefetch
         self._store, self._slots, self._shell_gradient = store, slots, shell_gradient
         self._per_micro_batch, self._checks = per_micro_batch, checks
-        self._divisors, self._batch_loss = divisors, batch_loss
+        self._divisors, self._load_batch_loss = divisors, load_batch_loss
         self._losses: list[torch.Tensor] = []
         self._has_gradient = False
 
@@ -151,8 +155,8 @@ class TrainLoop:
                     self._ctx.stash.offload(forward.k, visit.index)
                 self._end_visit(visit)
 
-        if self._batch_loss is not None:
-            self._run_batch_loss(self._batch_loss)
+        if self._load_batch_loss is not None:
+            self._run_batch_loss(self._load_batch_loss)
         rest = self._begin_backward()
         # A copy: calls are removed from their visits as they are back-propagated.
         upcoming = deque(call for visit in rest for call in visit.calls)
@@ -200,7 +204,7 @@ class TrainLoop:
 
         Another order would add up the gradients of the shell and of the last layer in another order.
         """
-        if self._batch_loss is not None:
+        if self._load_batch_loss is not None:
             return
         while len(self._losses) < len(self._scheduler.forwards) and self._scheduler.forwards[len(self._losses)].done:
             forward = self._scheduler.forwards[len(self._losses)]
@@ -230,10 +234,11 @@ class TrainLoop:
         if visit is not None and last in visit.calls and last.kept_graph is not None:  # no recompute of the last layer
             self._backward(last, visit)
 
-    def _run_batch_loss(self, batch_loss: Callable[[Sequence[Any]], torch.Tensor]) -> None:
+    def _run_batch_loss(self, load_batch_loss: LoadBatchLoss) -> None:
         """Back-propagate one loss over the outputs of all micro-batches, then the last segment of each, in ascending k."""
         ctx, forwards = self._ctx, self._scheduler.forwards
         outputs = [self._detach_outputs(forward) for forward in forwards]  # all are checked before anything is trained
+        batch_loss = load_batch_loss()
         stop = ctx.time_event("loss", "shell", -1)
         with forwards[-1].resume_after_end(len(forwards)), ctx.watch_backward():
             loss = batch_loss([each.tree for each in outputs])
@@ -242,7 +247,7 @@ class TrainLoop:
             self._losses.append(loss.detach().clone())
             if edge is not None:
                 run_backward([(edge, torch.ones_like(loss))])
-            del loss, edge
+            del loss, edge, batch_loss
         stop()
         self._flush(-1, -1, None)  # parameters that the loss reads, before the first micro-batch's part of their gradient
         for forward, own in zip(forwards, outputs, strict=True):

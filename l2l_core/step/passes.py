@@ -57,8 +57,8 @@ def run_step(
         per_micro_batch = PerMicroBatch(parts.shell, scheduler.visit_counts, store.reducer.per_micro_batch)
         slots, shell = runtime.make_gradients(store, per_micro_batch)
         checks = StepChecks(runtime.ctx, parts, per_micro_batch, spec.check)
-        batch_loss = None if spec.batch_loss is None else partial(_batch_loss, runtime, spec.batch_loss)
-        losses = TrainLoop(forward_loop, store, slots, shell, per_micro_batch, checks, divisors, batch_loss).train()
+        load = None if spec.batch_loss is None else partial(_load_batch_loss, runtime, spec.batch_loss)
+        losses = TrainLoop(forward_loop, store, slots, shell, per_micro_batch, checks, divisors, load).train()
         runtime.ctx.recompute_check.check_pending()  # before deferred updates, so that a wrong recompute trains nothing
         assert not any(visit.calls for visit in scheduler.visits), "a call was not back-propagated"
         _finish_step(runtime, store)
@@ -66,9 +66,8 @@ def run_step(
     return losses, _result_of(runtime, scheduler.layer_order)
 
 
-def _batch_loss(runtime: PassRuntime, batch_loss: BatchLoss, outputs: Sequence[Any]) -> torch.Tensor:
-    """Return the loss of all micro-batches' outputs, with the batch on the device."""
-    return batch_loss.compute(outputs, runtime.load_batch())
+def _load_batch_loss(runtime: PassRuntime, batch_loss: BatchLoss) -> Callable[[Sequence[Any]], torch.Tensor]:
+    return partial(batch_loss.compute, batch=runtime.load_batch())
 
 
 def _finish_step(runtime: PassRuntime, store: LayerStore) -> None:
@@ -99,7 +98,7 @@ def run_forward(
         forward_loop = _make_forward_loop(runtime)
         forward_loop.run_inference()
         if spec.batch_loss is not None:
-            loss = forward_loop.compute_batch_loss(partial(_batch_loss, runtime, spec.batch_loss))
+            loss = forward_loop.compute_batch_loss(partial(_load_batch_loss, runtime, spec.batch_loss))
             return [loss.cpu()], _result_of(runtime, forward_loop.scheduler.layer_order)
         results = []
         for forward in forward_loop.scheduler.forwards:  # one by one: all results may not fit on the device

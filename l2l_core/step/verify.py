@@ -20,7 +20,7 @@ from l2l_core.batches import map_tensors
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.eps.optimizers import clone_state, differing_settings, differing_state, is_same, settings_of
-from l2l_core.model import accumulate, accumulate_together, deep_copy, is_sparse, preserve_random_state, train_step
+from l2l_core.model import accumulate, accumulate_together, deep_copy, is_sparse, preserve_random_state, update_after
 from l2l_core.step.pass_inputs import BatchLoss
 from l2l_core.trace import StepResult, Trace
 
@@ -71,7 +71,7 @@ class VerifyReport:
 
 
 class InCoreStep:
-    """A step in core on a copy of the relay's model, and its result; see `train_step`."""
+    """A step in core on a copy of the relay's model, and its result; see `update_after`."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class InCoreStep:
                 together = partial(batch_loss.compute, batch=copied(batch_loss.batch))
                 outputs, after = batch_loss.outputs, self._move_gradients
                 add_gradients = partial(accumulate_together, twin, micro_batches, outputs, together, seeds, copied, after)
-            losses = train_step(twin, optimizer, add_gradients, max_grad_norm)
+            losses = update_after(add_gradients, twin, optimizer, max_grad_norm)
         self._loss = float(sum(losses))
         twin.cpu()  # frees device memory for the relay
         self._expected = {

@@ -1,0 +1,463 @@
+"""`loss_over="batch"`: one loss over the outputs of all micro-batches.
+
+A step equals, to the bit, plain training that keeps every micro-batch's graph, takes the loss of their detached outputs, and
+then back-propagates each micro-batch in ascending order. It equals a step on the undivided batch to rounding.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from l2l_core import Relay, RelayConfig, TornStep
+from l2l_core.eps import NonFiniteError
+
+WIDTH, WORDS, LAYERS = 16, 40, 3
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Tower(nn.Module):
+    """Tokens to one vector per row."""
+
+    def __init__(self, dropout: float = 0.1, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS if tied else 8, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x).mean(1))
+
+    def forward(self, a: Tensor) -> Tensor:
+        return self.encode(a)
+
+
+class TwoTowers(Tower):
+    """CLIP-like: both towers share the layers."""
+
+    def forward(self, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+        return {"a": self.encode(a), "b": self.encode(b)}
+
+
+class Temperature(TwoTowers):
+    """The loss reads a parameter of the model."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+
+class EarlyOutputs(Tower):
+    """Outputs of earlier shell code and of a layer itself; one is not differentiable."""
+
+    def forward(self, a: Tensor) -> dict[str, Tensor]:
+        x = embedded = self.embed(a)
+        hidden = []
+        for layer in self.layers:
+            x = layer(x)
+            hidden.append(x)
+        return {"a": self.head(self.norm(x).mean(1)), "b": embedded[:, 0], "c": hidden[0], "tokens": a}
+
+
+class Scaled(Tower):
+    """The last code of a forward has no weights."""
+
+    def forward(self, a: Tensor) -> tuple[Tensor, str]:
+        x = self.embed(a)
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean(1), "no tensor"
+
+
+def info_nce(one: Tensor, other: Tensor, scale: float | Tensor = 5.0) -> Tensor:
+    similar = F.normalize(one, dim=-1) @ F.normalize(other, dim=-1).T * scale
+    return F.cross_entropy(similar, torch.arange(len(similar)))
+
+
+def shifted(model: nn.Module, outputs: Tensor, batch: Any) -> Tensor:
+    """Rows that follow one another are a pair."""
+    return info_nce(outputs, outputs.roll(1, 0))
+
+
+def supervised(model: nn.Module, outputs: Tensor, batch: Any) -> Tensor:
+    """SupCon: all rows of a class are positives."""
+    z, labels = F.normalize(outputs, dim=-1), batch["y"]
+    others = ~torch.eye(len(z), dtype=torch.bool)
+    positive = (labels[:, None] == labels) & others
+    logits = (z @ z.T * 5).masked_fill(~others, -torch.inf).log_softmax(1).masked_fill(~positive, 0)
+    return -(logits.sum(1) / positive.sum(1).clamp(min=1)).mean()
+
+
+def matched(model: nn.Module, outputs: dict[str, Tensor], batch: Any) -> Tensor:
+    return info_nce(outputs["a"], outputs["b"]) + info_nce(outputs["b"], outputs["a"])
+
+
+def scaled(model: Any, outputs: dict[str, Tensor], batch: Any) -> Tensor:
+    """Weights that the loss reads: one that only the loss uses, and one that the towers use too."""
+    return info_nce(outputs["a"], outputs["b"], model.scale.exp()) + model.norm.weight.pow(2).mean()
+
+
+def early(model: nn.Module, outputs: dict[str, Tensor], batch: Any) -> Tensor:
+    assert torch.equal(outputs["tokens"], batch["a"])
+    return info_nce(outputs["a"], outputs["a"].flip(0)) + outputs["b"].std() + outputs["c"].pow(2).mean()
+
+
+def noisy(model: nn.Module, outputs: Tensor, batch: Any) -> Tensor:
+    """The loss draws random numbers."""
+    return shifted(model, F.dropout(outputs, 0.2), batch)
+
+
+def first_of(model: nn.Module, outputs: tuple[Tensor, str], batch: Any) -> Tensor:
+    assert outputs[1] == "no tensor"
+    return shifted(model, outputs[0], batch)
+
+
+Loss = Callable[[nn.Module, Any, Any], Tensor]
+CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
+    "info_nce": (Tower, shifted),
+    "sup_con": (Tower, supervised),
+    "tied": (partial(Tower, tied=True), shifted),
+    "two_towers": (TwoTowers, matched),
+    "temperature": (Temperature, scaled),
+    "early_outputs": (EarlyOutputs, early),
+    "noisy": (Tower, noisy),
+    "tuple": (Scaled, first_of),
+}
+
+
+def batch_of(model: nn.Module, rows: int, step: int, words: int = 5) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    names = ("a", "b") if isinstance(model, TwoTowers) else ("a",)
+    batch = {name: torch.randint(WORDS, (rows, words), generator=draw) for name in names}
+    return batch | {"y": torch.randint(3, (rows,), generator=draw)}
+
+
+def inputs_of(part: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in part.items() if name != "y"}
+
+
+def cut(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    parts = zip(*(value.split(-(-len(value) // count)) for value in batch.values()), strict=True)
+    return [dict(zip(batch, part, strict=True)) for part in parts]
+
+
+def joined(outputs: list[Any]) -> Any:
+    one = outputs[0]
+    if isinstance(one, dict):
+        return {name: torch.cat([each[name] for each in outputs]) for name in one}
+    if isinstance(one, tuple):
+        return torch.cat([each[0] for each in outputs]), one[1]
+    return torch.cat(outputs)
+
+
+def tensors_of(outputs: Any) -> list[Tensor]:
+    values = outputs.values() if isinstance(outputs, dict) else outputs if isinstance(outputs, tuple) else [outputs]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def detached(outputs: Any) -> Any:
+    def copy_of(value: Any) -> Any:
+        return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+    if isinstance(outputs, dict):
+        return {name: copy_of(value) for name, value in outputs.items()}
+    return tuple(map(copy_of, outputs)) if isinstance(outputs, tuple) else copy_of(outputs)
+
+
+def add_gradients(model: nn.Module, loss: Loss, batch: dict[str, Tensor], seeds: list[int]) -> float:
+    """Plain training: all graphs, one loss, then each micro-batch's backward."""
+    outputs = []
+    for part, seed in zip(cut(batch, len(seeds)), seeds, strict=True):
+        torch.manual_seed(seed)
+        outputs.append(model(**inputs_of(part)))
+    leaves = [detached(each) for each in outputs]
+    total = loss(model, joined(leaves), batch)
+    total.backward()
+    for output, leaf in zip(outputs, leaves, strict=True):
+        pairs = [(t, o.grad) for t, o in zip(tensors_of(output), tensors_of(leaf), strict=True) if o.grad is not None]
+        torch.autograd.backward([t for t, _ in pairs], [grad for _, grad in pairs])
+    return total.item()
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def make(name: str, count: int, **settings: Any) -> tuple[Relay, nn.Module, Loss]:
+    """A relay, and a copy of its model for training in core."""
+    build, loss = CASES[name]
+    torch.manual_seed(0)
+    model = build()
+    twin = copy.deepcopy(model)
+    config = RelayConfig(micro_batches=count, **settings)
+    layers = [f"layers.{i}" for i in range(LAYERS)]
+    relay = Relay(model, adam, layers=layers, loss=partial(loss, model), loss_over="batch", config=config)
+    return relay, twin, loss
+
+
+def compare(name: str, count: int, rows: int = 16, steps: int = 3, **settings: Any) -> None:
+    relay, twin, loss = make(name, count, **settings)
+    optimizer, config = adam(twin.parameters()), relay.config
+    with relay:
+        for step in range(steps):
+            batch = batch_of(twin, rows, step)
+            seeds = [config.micro_batch_seed(step, k) for k in range(count)]
+            with torch.random.fork_rng():
+                expected = add_gradients(twin, loss, batch, seeds)
+            if config.max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(twin.parameters(), config.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            result = relay.step(batch)
+            assert result.loss == expected
+            for (key, ours), theirs in zip(relay.model.named_parameters(), twin.parameters(), strict=True):
+                assert torch.equal(ours, theirs), (step, key)
+        assert result.objective == relay.objective_summary == 'one loss of the whole batch (loss_over="batch")'
+        assert relay.verify(batch).equal
+        twin.eval()
+        with torch.no_grad(), torch.random.fork_rng():
+            parts = [twin(**inputs_of(part)) for part in cut(batch, count)]
+            if name != "noisy":
+                assert relay.evaluate(batch) == loss(twin, joined(parts), batch).item()
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_equals_plain_training_to_the_bit(name: str, stash: Any) -> None:
+    compare(name, 4, stash=stash)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("name", ["two_towers", "temperature", "early_outputs"])
+def test_any_number_of_micro_batches(name: str, count: int) -> None:
+    compare(name, count, stash="host")
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ahead": 0},
+        {"keep": 1},
+        {"keep": 2, "resident": 2, "stash": "host"},
+        {"keep": LAYERS, "resident": LAYERS},
+        {"update": "deferred", "max_grad_norm": 0.05, "stash": "host"},
+        {"meter": "always"},
+        {"rollback": True},
+    ],
+    ids=str,
+)
+def test_any_settings(settings: dict[str, Any]) -> None:
+    compare("temperature", 3, rows=10, **settings)  # uneven: 4, 4 and 2 rows
+
+
+def test_bfloat16() -> None:
+    """Weights rounded, the loss under autocast, gradients of the loss and of micro-batches added up in float32."""
+    relay, twin, loss = make("info_nce", 4, precision="bf16")
+    masters = [nn.Parameter(param.detach().clone()) for param in twin.parameters()]
+    optimizer = adam(masters)
+    batch = batch_of(twin, 16, 0)
+    with relay:
+        for step in range(3):
+            for param, master in zip(twin.parameters(), masters, strict=True):
+                param.data = master.detach().bfloat16()
+            outputs = []
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), torch.random.fork_rng():
+                for k, part in enumerate(cut(batch, 4)):
+                    torch.manual_seed(relay.config.micro_batch_seed(step, k))
+                    outputs.append(twin(**inputs_of(part)))
+                leaves = [detached(each) for each in outputs]
+                total = loss(twin, joined(leaves), batch)
+            total.backward()
+            for output, leaf in zip(outputs, leaves, strict=True):
+                torch.autograd.backward(tensors_of(output), [each.grad for each in tensors_of(leaf)])
+                for param, master in zip(twin.parameters(), masters, strict=True):
+                    if param.grad is not None:
+                        grad, param.grad = param.grad.float(), None
+                        master.grad = grad if master.grad is None else master.grad + grad
+            optimizer.step()
+            optimizer.zero_grad()
+            assert relay.step(batch).loss == total.item()
+            for ours, master in zip(relay.model.parameters(), masters, strict=True):
+                assert torch.equal(ours, master)
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("name", [name for name in CASES if name != "noisy"])
+def test_a_step_equals_the_undivided_batch_to_rounding(name: str) -> None:
+    build, loss = CASES[name]
+    torch.manual_seed(0)
+    model = build()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    twin, batch = copy.deepcopy(model), batch_of(model, 512, 0)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=1.0)
+    whole = loss(twin, twin(**inputs_of(batch)), batch)
+    whole.backward()
+    optimizer.step()
+    config = RelayConfig(micro_batches=8, stash="host")
+    sgd = partial(torch.optim.SGD, lr=1.0)
+    with Relay(model, sgd, layers=list(model.layers), loss=partial(loss, model), loss_over="batch", config=config) as relay:  # type: ignore[call-overload]
+        assert relay.step(batch).loss == pytest.approx(whole.item(), rel=1e-5)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("settings", [{}, {"stash": "host"}, {"ahead": 0}, {"keep": 2, "resident": 2}], ids=str)
+def test_the_forecast_is_what_is_measured(settings: dict[str, Any]) -> None:
+    relay, twin, _ = make("two_towers", 4, **settings)
+    with relay:
+        batch = batch_of(twin, 64, 0)
+        expected = relay.forecast(batch).peak_device_bytes
+        measured = [relay.step(batch).peak_device_bytes for _ in range(3)]
+        assert measured == [expected] * 3
+        assert relay.forecast(batch).peak_device_bytes == expected
+
+
+def test_memory_is_that_of_micro_batches() -> None:
+    """Where activations need most, eight micro-batches need far less than the undivided batch."""
+    peaks = {}
+    for count in (1, 8):
+        relay, twin, _ = make("two_towers", count, stash="host")
+        with relay:
+            batch = batch_of(twin, 64, 0, words=50)
+            relay.step(batch)
+            peaks[count] = relay.step(batch).peak_device_bytes
+    assert peaks[8] < peaks[1] / 4
+
+
+def test_fit_and_keep_in_bytes() -> None:
+    relay, twin, _ = make("two_towers", 4, keep="40 kB")
+    with relay:
+        batch = batch_of(twin, 32, 0)
+        relay.step(batch)
+        assert relay.verify(batch).equal
+        fit = relay.fit(batch, most_s=1.0)
+        relay.config = fit.config
+        assert relay.verify(batch).equal
+
+
+def test_probe_forward_and_look() -> None:
+    relay, twin, loss = make("two_towers", 4)
+    with relay:
+        batch = batch_of(twin, 12, 0)
+        twin.eval()
+        with torch.no_grad():
+            expected = joined([twin(**inputs_of(part)) for part in cut(batch, 4)])
+        outputs = relay.forward(batch)
+        assert torch.equal(outputs["a"], expected["a"])
+        assert relay.probe([batch]) == [loss(twin, expected, batch).item()]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class Broken(Tower):
+    """Does what `fault` says."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+        self.seen: Any = None
+
+    def forward(self, a: Tensor) -> Any:
+        out = self.encode(a)
+        self.seen = out
+        if self.fault == "scalar":
+            return out, out.pow(2).mean()
+        if self.fault == "no rows":
+            return out, out.mean(0, keepdim=True).expand(3, -1)
+        return out
+
+
+def fault_loss(model: Any, outputs: Any, batch: Any) -> Tensor:
+    out = outputs[0] if isinstance(outputs, tuple) else outputs
+    total = shifted(model, out, batch)
+    if model.fault == "attribute":
+        total = total + model.seen.pow(2).mean()
+    elif model.fault == "weight of a layer":
+        total = total + model.layers[0].up.weight.pow(2).sum()
+    elif model.fault == "not finite":
+        total = total / 0
+    elif model.fault == "not a scalar":
+        total = out.mean(1)
+    elif model.fault == "frozen":
+        total = total.detach()
+    elif model.fault == "changes a weight":
+        with torch.no_grad():
+            model.norm.weight.mul_(2)
+    return total
+
+
+FAULTS = {
+    "scalar": (ValueError, "no rows.*x.expand"),
+    "no rows": (ValueError, "no rows.*x.expand"),
+    "attribute": (RuntimeError, "made for micro-batch"),
+    "weight of a layer": (RuntimeError, "the loss of the batch reads a parameter of layer layers.0"),
+    "not finite": (NonFiniteError, "the loss of the batch is inf"),
+    "not a scalar": (ValueError, "one scalar"),
+    "frozen": (RuntimeError, "is the whole model frozen"),
+    "changes a weight": (RuntimeError, "the loss changes a weight of shape"),
+}
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_refused_and_nothing_is_trained(fault: str, stash: Any) -> None:
+    torch.manual_seed(0)
+    model = Broken(fault)
+    before = copy.deepcopy(model.state_dict())
+    kind, message = FAULTS[fault]
+    config = RelayConfig(micro_batches=4, stash=stash)
+    loss = partial(fault_loss, model)
+    with Relay(model, adam, layers=list(model.layers), loss=loss, loss_over="batch", config=config) as relay:
+        batch = batch_of(model, 8, 0)
+        with pytest.raises(kind, match=message) as caught:
+            relay.step(batch)
+        assert not isinstance(caught.value, TornStep)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]) or (fault, name) == ("changes a weight", "norm.weight")
+        model.fault = ""
+        relay.step(batch)  # the remedy in every case: the fault is gone
+        assert relay.verify(batch).equal
+
+
+def test_what_cannot_be_joined_is_refused_at_once() -> None:
+    model = Tower()
+    relay = partial(Relay, model, adam, layers=list(model.layers), loss_over="batch")
+    loss = partial(shifted, model)
+    with pytest.raises(ValueError, match="leave schedule out"):
+        relay(loss=loss, config=RelayConfig(schedule="depth_first"))
+    with pytest.raises(ValueError, match="pass loss=lambda outputs, batch"):
+        relay()
+    with pytest.raises(ValueError, match="pass loss=lambda outputs, batch"):
+        relay(objective=lambda model, part: model(part["a"]).mean())
+    with pytest.raises(ValueError, match="leave one out"):
+        relay(loss=loss, weight=len)
+    with relay(loss=loss) as made:
+        with pytest.raises(ValueError, match="leave schedule out"):
+            made.config = RelayConfig(schedule="depth_first")
+        made.step(batch_of(model, 4, 0))
