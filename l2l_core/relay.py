@@ -145,8 +145,6 @@ class Relay:
             make_backend(workers, model) if shelf is None else make_disk_backend(shelf, workers, model, config)
         )
         self._check_config(settings, ())
-        if loss_over == "batch" and self._backend.count > 1:
-            self._backend.refuse('loss_over="batch"', "every worker would need the outputs of all: train with one worker")
         if any(param.dtype == torch.bfloat16 for param in model.parameters()):
             self._backend.refuse("a model in bfloat16", "call model.float()")
         self.device = resolve_device(device)
@@ -166,7 +164,7 @@ class Relay:
         masters = Masters(parts.units, made, model.parameters, self.host, findings)
         gradients = GradientBuffers(self.host, self.device.host_empty)
         self._store = LayerStore(masters, gradients, Residuals(self.device), thread)
-        self._store.reducer = self._backend.make_reducer()
+        self._store.reducer = self._backend.make_reducer(loss_over == "batch")
         self._runner = Runner(
             parts, self._store, self._model_call, weight, loss_over, self._backend, self._kv_caches, settings
         )
@@ -529,7 +527,7 @@ class Relay:
                     store=self._store,
                     micro_batches=micro_batches,
                     objective=self._model_call.objective,
-                    batch_loss=self._runner.batch_loss(rows, len(own)),
+                    batch_loss=self._runner.batch_loss_in_core(rows, len(own)),
                     divisors=divisors,
                     seeds=[self.config.micro_batch_seed(self.steps, k) for k in range(len(micro_batches))],
                     max_grad_norm=self.config.max_grad_norm,

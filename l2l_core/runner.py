@@ -25,14 +25,24 @@ from l2l_core.batches import (
     ModelCall,
     Weight,
     divide_loss,
+    join_batches,
     leaves_in,
+    map_tensors,
     shapes_of,
 )
 from l2l_core.config import RelayConfig, parse_bytes
 from l2l_core.devices import DeviceOutOfMemory
 from l2l_core.eps import LayerStore, TornStep
 from l2l_core.eps.blocks import Unit, check_model, check_step
-from l2l_core.model import KVCaches, force_eager, full_precision, nbytes_of, preserve_random_state, snapshot_attributes
+from l2l_core.model import (
+    KVCaches,
+    RandomState,
+    force_eager,
+    full_precision,
+    nbytes_of,
+    preserve_random_state,
+    snapshot_attributes,
+)
 from l2l_core.step import (
     BatchLoss,
     BreadthFirstRuntime,
@@ -159,12 +169,42 @@ class Runner:
         return replace(config, keep=kept)
 
     def batch_loss(self, rows: BatchRows, micro_batches: int) -> BatchLoss | None:
-        """Return the loss over the outputs of all micro-batches; None if every micro-batch has a loss."""
-        return self._make_batch_loss(rows, micro_batches) if self._has_batch_loss else None
+        """Return the loss over the outputs of all micro-batches, of all workers; None if every micro-batch has a loss."""
+        found = self.batch_loss_in_core(rows, micro_batches)
+        if found is None or self._backend.count == 1:
+            return found
+        compute = partial(self._gather_outputs, found.compute)
+        return replace(found, compute=compute, trains_parameters=self._backend.rank == 0)
 
-    def _make_batch_loss(self, rows: BatchRows, micro_batches: int) -> BatchLoss:
+    def batch_loss_in_core(self, rows: BatchRows, micro_batches: int) -> BatchLoss | None:
+        """Return the same loss where one process has the micro-batches of all workers."""
+        if not self._has_batch_loss:
+            return None
+        own = rows.batch, rows.sizes(micro_batches)
+        batches, sizes = zip(*self._backend.gather_items([own], "gather the batch"), strict=True)
+        batch = join_batches(batches, [sum(each) for each in sizes])
+        compute = partial(self._model_call.batch_loss, [size for each in sizes for size in each])
+        return BatchLoss(self._model_call.outputs, batch, compute)
+
+    def _own_batch_loss(self, rows: BatchRows, micro_batches: int) -> BatchLoss:
+        """Return the loss over the outputs of this worker alone, for rehearsals."""
         compute = partial(self._model_call.batch_loss, rows.sizes(micro_batches))
         return BatchLoss(self._model_call.outputs, rows.batch, compute)
+
+    def _gather_outputs(self, compute: Callable[..., torch.Tensor], outputs: Sequence[Any], batch: Any) -> torch.Tensor:
+        """Compute the loss over the outputs of all workers; those of others are leaves, too, so that sums are the same."""
+
+        def copy_to(device: torch.device, tree: Any) -> Any:
+            return map_tensors(tree, lambda t: t.detach().to(device).requires_grad_(t.requires_grad))
+
+        own = [copy_to(torch.device("cpu"), each) for each in outputs], RandomState.capture()
+        gathered = self._backend.gather_items([own], "gather outputs")
+        every: list[Any] = []
+        for rank, (trees, _) in enumerate(gathered):
+            is_own, device = rank == self._backend.rank, self._device.torch_device
+            every += outputs if is_own else [copy_to(device, tree) for tree in trees]
+        gathered[-1][1].restore()  # the loss follows the last micro-batch of all
+        return compute(every, batch=batch)
 
     def _make_spec(
         self,
@@ -353,7 +393,7 @@ class Runner:
             self._backend.make_rehearsal_source,
             self.pass_cache.set_layer_order,  # spares the first step the search for the order
             reduce,
-            partial(self._make_batch_loss, self.rows_of(batch)) if self._has_batch_loss else None,
+            partial(self._own_batch_loss, self.rows_of(batch)) if self._has_batch_loss else None,
         )
 
     @contextmanager

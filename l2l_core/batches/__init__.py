@@ -6,6 +6,7 @@ Begin reading at `batch.py`, `loss_normaliser.py`.
 
 from l2l_core.batches.batch import Batch as Batch
 from l2l_core.batches.batch import BatchRows as BatchRows
+from l2l_core.batches.batch import join_batches as join_batches
 from l2l_core.batches.batch import num_rows as num_rows
 from l2l_core.batches.batch import split as split
 from l2l_core.batches.containers import leaves_in as leaves_in

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
@@ -119,6 +120,29 @@ def split(batch: Batch, micro_batches: int) -> list[Any]:
 def num_rows(batch: Batch) -> int:
     """Count the rows (samples) of a batch."""
     return BatchRows(batch).count
+
+
+def join_batches(batches: Sequence[Any], counts: Sequence[int]) -> Any:
+    """Concatenate batches of one structure along their rows, of which each has the number in `counts`."""
+    return batches[0] if len(batches) == 1 else _join(batches, counts, "batch", is_root=True)
+
+
+def _join(values: Sequence[Any], counts: Sequence[int], where: str, is_root: bool = False) -> Any:
+    first = values[0]
+    if has_rows(first):
+        if len(first) != counts[0]:
+            return first
+        return torch.cat(list(values)) if isinstance(first, torch.Tensor) else np.concatenate(values)
+    if is_one_per_row(first, counts[0], where, is_root):
+        return with_items(first, [item for value in values for item in value])
+    opened = [open_container(value) for value in values]
+    if opened[0] is None:
+        return first
+    columns = zip(*(each.parts for each in opened if each is not None), strict=True)
+    names = opened[0].names
+    return opened[0].rebuild(
+        [_join(list(parts), counts, where + name) for parts, name in zip(columns, names, strict=True)]
+    )
 
 
 # -- cutting -----------------------------------------------------------------------------------------------------------

@@ -65,7 +65,9 @@ class ModelCall:
     def check_batch_loss(self) -> None:
         """Raise ValueError if the loss cannot be taken over the outputs of several micro-batches."""
         if self._loss is None:
-            computed = "the model computes it" if self._objective is None else "objective(model, micro_batch) includes it"
+            computed = (
+                "the model computes it" if self._objective is None else "objective(model, micro_batch) includes it"
+            )
             raise ValueError(
                 f'loss_over="batch" needs the loss apart from the model, but {computed}: pass loss=lambda outputs, batch: ..., '
                 "which gets the outputs of all micro-batches, and leave labels out of the model's arguments"
@@ -154,8 +156,8 @@ def _join_rows(parts: Sequence[Any], rows: Sequence[int]) -> Any:
     ):
         raise ValueError(
             f'loss_over="batch": an output of shape {tuple(parts[0].shape)} of a micro-batch of {rows[0]} row(s) has no rows in '
-            "dim 0, so that those of micro-batches cannot be joined. Return a value per row, such as x.expand(rows), and reduce it "
-            "in the loss; a parameter is read in the loss directly (model.logit_scale)"
+            "dim 0, so that those of micro-batches cannot be joined. Return a value per row, such as x.expand(rows), and reduce "
+            "it in the loss; a parameter is read in the loss directly (model.logit_scale)"
         )
     return parts[0]
 

@@ -47,7 +47,6 @@ from l2l_core.step.step_checks import PerMicroBatch, StepChecks, refuse_frozen_m
 from l2l_core.step.traffic import Gradient, GradientSlots, Prefetch
 from l2l_core.step.visit_scheduler import Visit, VisitScheduler
 
-
 # Copies the batch to the device, and returns the loss of the micro-batches' outputs.
 LoadBatchLoss = Callable[[], Callable[[Sequence[Any]], torch.Tensor]]
 
@@ -131,12 +130,14 @@ class TrainLoop:
         checks: StepChecks,
         divisors: Sequence[float],  # the losses divided by them add up to the loss of the step
         load_batch_loss: LoadBatchLoss | None = None,  # with it, micro-batches have no losses of their own
+        trains_loss_parameters: bool = True,  # whether parameters that this loss reads get their gradient from it here
     ) -> None:
         self._forward_loop, self._ctx = forward_loop, forward_loop.ctx
         self._scheduler, self._prefetch = forward_loop.scheduler, forward_loop.prefetch
         self._store, self._slots, self._shell_gradient = store, slots, shell_gradient
         self._per_micro_batch, self._checks = per_micro_batch, checks
         self._divisors, self._load_batch_loss = divisors, load_batch_loss
+        self._trains_loss_parameters = trains_loss_parameters
         self._losses: list[torch.Tensor] = []
         self._has_gradient = False
 
@@ -244,12 +245,16 @@ class TrainLoop:
             loss = batch_loss([each.tree for each in outputs])
             edge = self._checks.check_batch_loss(loss)
             self._has_gradient = edge is not None
-            self._losses.append(loss.detach().clone())
-            if edge is not None:
-                run_backward([(edge, torch.ones_like(loss))])
+            if self._trains_loss_parameters:
+                self._losses.append(loss.detach().clone())
+                run_backward([] if edge is None else [(edge, torch.ones_like(loss))])
+            elif edge is not None:
+                torch.autograd.backward(loss, inputs=[leaf for each in outputs for leaf, _ in each.leaves])
             del loss, edge, batch_loss
         stop()
-        self._flush(-1, -1, None)  # parameters that the loss reads, before the first micro-batch's part of their gradient
+        self._flush(
+            -1, -1, None
+        )  # parameters that the loss reads, before the first micro-batch's part of their gradient
         for forward, own in zip(forwards, outputs, strict=True):
             self._backward_last_segment(forward, own)
 

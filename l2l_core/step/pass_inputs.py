@@ -81,7 +81,9 @@ class PassPlan:
     layer_order: Sequence[Unit]  # the expected order of visits
     resident: int = 0  # weight slots besides those that streaming needs
     kept_graphs: int = 0  # number of last visits whose graphs stay on the device until backward
-    loss_per_micro_batch: bool = True  # else one loss of the batch, after all forwards: the last layer is recomputed too
+    loss_per_micro_batch: bool = (
+        True  # else one loss of the batch, after all forwards: the last layer is recomputed too
+    )
 
     @staticmethod
     def of(config: RelayConfig, layer_order: Sequence[Unit], loss_per_micro_batch: bool = True) -> PassPlan:
@@ -111,11 +113,13 @@ class BatchLoss:
         outputs: returns the outputs of a micro-batch.
         batch: the rows of all micro-batches, for the loss.
         compute: ``(outputs of each micro-batch, batch=...) -> scalar``.
+        trains_parameters: whether parameters that the loss reads get their gradient here: on one worker alone.
     """
 
     outputs: PassTask
     batch: Any
-    compute: Callable[[Sequence[Any], Any], torch.Tensor]
+    compute: Callable[..., torch.Tensor]
+    trains_parameters: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,9 @@ class PassSpec:
 
     config: RelayConfig
     plan: PassPlan
-    task: PassTask  # returns the result of a micro-batch; in training its loss, or its outputs if there is a `batch_loss`
+    task: (
+        PassTask  # returns the result of a micro-batch; in training its loss, or its outputs if there is a `batch_loss`
+    )
     micro_batches: Sequence[Any]
     seeds: Sequence[int]  # one per micro-batch, for its random stream
     check: Callable[[], None] = lambda: None  # called after each forward; it may raise to refuse the step

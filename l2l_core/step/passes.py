@@ -57,8 +57,13 @@ def run_step(
         per_micro_batch = PerMicroBatch(parts.shell, scheduler.visit_counts, store.reducer.per_micro_batch)
         slots, shell = runtime.make_gradients(store, per_micro_batch)
         checks = StepChecks(runtime.ctx, parts, per_micro_batch, spec.check)
-        load = None if spec.batch_loss is None else partial(_load_batch_loss, runtime, spec.batch_loss)
-        losses = TrainLoop(forward_loop, store, slots, shell, per_micro_batch, checks, divisors, load).train()
+        of_batch = spec.batch_loss
+        load, trains = (
+            (None, True)
+            if of_batch is None
+            else (partial(_load_batch_loss, runtime, of_batch), of_batch.trains_parameters)
+        )
+        losses = TrainLoop(forward_loop, store, slots, shell, per_micro_batch, checks, divisors, load, trains).train()
         runtime.ctx.recompute_check.check_pending()  # before deferred updates, so that a wrong recompute trains nothing
         assert not any(visit.calls for visit in scheduler.visits), "a call was not back-propagated"
         _finish_step(runtime, store)

@@ -109,7 +109,9 @@ class InCoreStep:
             else:
                 together = partial(batch_loss.compute, batch=copied(batch_loss.batch))
                 outputs, after = batch_loss.outputs, self._move_gradients
-                add_gradients = partial(accumulate_together, twin, micro_batches, outputs, together, seeds, copied, after)
+                add_gradients = partial(
+                    accumulate_together, twin, micro_batches, outputs, together, seeds, copied, after
+                )
             losses = update_after(add_gradients, twin, optimizer, max_grad_norm)
         self._loss = float(sum(losses))
         twin.cpu()  # frees device memory for the relay

@@ -61,7 +61,8 @@ class WorkerBackend:
         """Make the store for a stash on disk, or return None if the backend has no disk."""
         return None
 
-    def make_reducer(self) -> Reducer:
+    def make_reducer(self, has_batch_loss: bool) -> Reducer:
+        """Make the reducer of gradients; with `has_batch_loss`, a loss of the whole batch adds a part to them."""
         return Reducer()
 
     def adopt_blocks(
@@ -147,9 +148,9 @@ class DistributedBackend(WorkerBackend):
     def make_weight_source(self, device: Device, host: Ledger) -> WeightSource:
         return ShardedWeightSource(device, host, self._group)
 
-    def make_reducer(self) -> Reducer:
+    def make_reducer(self, has_batch_loss: bool) -> Reducer:
         wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.wire]
-        return DistributedReducer(self._group, per_micro_batch=self.settings.reduce == "ordered", wire=wire)
+        return DistributedReducer(self._group, self.settings.reduce == "ordered", wire, has_batch_loss)
 
     def adopt_blocks(
         self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: FactsFn

@@ -25,14 +25,22 @@ from l2l_core.workers.worker_group import WorkerGroup
 class DistributedReducer(Reducer):
     """Reducer of several workers, which may send the gradient of every micro-batch separately."""
 
-    def __init__(self, group: WorkerGroup, per_micro_batch: bool, wire: torch.dtype = torch.float32) -> None:
-        self.per_micro_batch, self._group, self._wire = per_micro_batch, group, wire
-        self._rounds, self._clock = 1, EPSClock(Trace())
+    def __init__(
+        self, group: WorkerGroup, per_micro_batch: bool, wire: torch.dtype = torch.float32, has_batch_loss: bool = False
+    ) -> None:
+        self.per_micro_batch, self._group, self._wire, self._has_batch_loss = (
+            per_micro_batch,
+            group,
+            wire,
+            has_batch_loss,
+        )
+        self._numbers, self._clock = range(1), EPSClock(Trace())  # of the parts of a gradient
         self._covered: dict[Block, list[bool]] = {}  # reduced blocks: has a parameter a gradient anywhere
 
     def begin(self, masters: Masters, config: RelayConfig, clock: EPSClock) -> None:
         self._clock = clock
-        self._rounds = config.micro_batches if self.per_micro_batch else 1
+        # -1 is the part of a loss of the whole batch.
+        self._numbers = range(-self._has_batch_loss, config.micro_batches) if self.per_micro_batch else range(1)
         self._covered = {}
 
     def blocks_to_reduce(self, masters: Masters, with_parts: Sequence[Block]) -> Sequence[Block]:
@@ -55,15 +63,15 @@ class DistributedReducer(Reducer):
         numel = edges[rank + 1] - edges[rank]
         present = [piece.size != (0,) for piece in shard.layout.pieces]
         # All buffers are acquired before the handshake, after which nothing may fail
-        received = [gradients.acquire(numel * count) for _ in range(self._rounds)]
-        sent = [own[k].flat if k in own else gradients.acquire(trained.numel) for k in range(self._rounds)]
+        received = [gradients.acquire(numel * count) for _ in self._numbers]
+        sent = [own[k].flat if k in own else gradients.acquire(trained.numel) for k in self._numbers]
         wire_sizes = (numel * count, trained.numel) if self._wire != torch.float32 else ()
         wire_buffers = [torch.empty(size, dtype=self._wire) for size in wire_sizes]
         with self._clock.paused():
             handshake, covers = self._handshake(own, len(trained.indices), what)
-            rounds = [k for k in range(self._rounds) if bool(covers[:, k].any())]
-            for k in rounds:
-                self._all_to_all(received[k], sent[k], wire_buffers, edges, what)
+            rounds = [i for i in range(len(self._numbers)) if bool(covers[:, i].any())]
+            for i in rounds:
+                self._all_to_all(received[i], sent[i], wire_buffers, edges, what)
             nbytes = self._wire.itemsize * numel * (count - 1) * len(rounds)
             record_collective(self._clock.trace, "reduce", "exchange", block.key, handshake, nbytes)
         self._covered[block] = covers.flatten(0, 1).any(0).tolist()
@@ -71,9 +79,9 @@ class DistributedReducer(Reducer):
             gradients.release(buffer)
         total = BlockGradient(gradients.acquire(numel), shard, (False,) * len(present))
         for other in range(count):  # ascending micro-batch of the whole batch
-            for k in rounds:
-                has = tuple(bool(covered) and here for covered, here in zip(covers[other, k], present, strict=True))
-                total = total.add(BlockGradient(received[k][other * numel : (other + 1) * numel], shard, has))
+            for i in rounds:
+                has = tuple(bool(covered) and here for covered, here in zip(covers[other, i], present, strict=True))
+                total = total.add(BlockGradient(received[i][other * numel : (other + 1) * numel], shard, has))
         for buffer in (*received, *([] if rounds else [total.flat])):
             gradients.release(buffer)
         return total if rounds else None
@@ -136,7 +144,7 @@ class DistributedReducer(Reducer):
         The workers' masks are equal in most models, which the notes of the handshake show; only otherwise are masks sent.
         """
         none = (False,) * params
-        masks = torch.tensor([own[k].covers if k in own else none for k in range(self._rounds)], dtype=torch.uint8)
+        masks = torch.tensor([own[k].covers if k in own else none for k in self._numbers], dtype=torch.uint8)
         reduces, shape = self._group.reduces, (self._group.count, *masks.shape)
         handshake = reduces.handshake(what, note=hashlib.sha256(masks.numpy().tobytes()).digest()[:8])
         if len(set(handshake.notes)) == 1:

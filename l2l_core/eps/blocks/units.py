@@ -18,7 +18,7 @@ from l2l_core.eps.blocks.module_buffers import ModuleBuffers
 
 SHELL = "shell"
 
-_PLACEHOLDER = torch.full((1,), torch.nan)
+_PLACEHOLDER = torch.full((), torch.nan)  # without dimensions, as a parameter may be
 # Master of every offloaded block. A single storage: passes identify storages by address, and the address of a dead one is reused.
 _NO_MASTER = torch.empty(0)
 
