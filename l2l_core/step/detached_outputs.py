@@ -42,5 +42,5 @@ class DetachedOutputs:
         """Add the gradients of the leaves to their boundaries."""
         for leaf, boundary in self.leaves:
             if leaf.grad is not None:
-                boundary.add(leaf.grad)
+                boundary.add(leaf.grad.clone())  # it may be a view of the gradient of all micro-batches
         self.leaves.clear()

@@ -7,7 +7,8 @@ copies of state, groups, defaults and attributes. `Relay.verify` undoes the rela
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -112,7 +113,8 @@ class InCoreStep:
                 add_gradients = partial(
                     accumulate_together, twin, micro_batches, outputs, together, seeds, copied, after
                 )
-            losses = update_after(add_gradients, twin, optimizer, max_grad_norm)
+            with self._sharing_values():
+                losses = update_after(add_gradients, twin, optimizer, max_grad_norm)
         self._loss = float(sum(losses))
         twin.cpu()  # frees device memory for the relay
         self._expected = {
@@ -121,8 +123,20 @@ class InCoreStep:
         }
         self._settings = settings_of(optimizer)
 
+    @contextmanager
+    def _sharing_values(self) -> Iterator[None]:
+        """Give the relay's parameters the copy's values in the block, for a loss that reads `model.scale`."""
+        values = [param.data for param in self._weights]
+        try:
+            for param, own in self._weights.items():
+                param.data = own.data
+            yield
+        finally:
+            for param, data in zip(self._weights, values, strict=True):
+                param.data = data
+
     def _move_gradients(self) -> None:
-        """Move gradients of the relay's parameters, which a loss that reads `model.scale` has reached, to those of the copy."""
+        """Move the gradients that such a loss has given to the relay's parameters to those of the copy."""
         for param, own in self._weights.items():
             if param.grad is not None:
                 own.grad, param.grad = param.grad.to(own.device), None

@@ -6,6 +6,7 @@ then back-propagates each micro-batch in ascending order. It equals a step on th
 
 import copy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from batch_losses import (
 )
 from torch import Tensor, nn
 
-from l2l_core import Relay, RelayConfig, TornStep
+from l2l_core import FileShelf, Relay, RelayConfig, TornStep
 from l2l_core.eps import NonFiniteError
 
 
@@ -98,6 +99,37 @@ def test_any_number_of_micro_batches(name: str, count: int) -> None:
 )
 def test_any_settings(settings: dict[str, Any]) -> None:
     compare("temperature", 3, rows=10, **settings)  # uneven: 4, 4 and 2 rows
+
+
+@pytest.mark.parametrize("name", ["early_outputs", "temperature"])
+def test_weights_and_stash_in_files(name: str, tmp_path: Path) -> None:
+    build, loss = CASES[name]
+    torch.manual_seed(0)
+    model = build()
+    twin = copy.deepcopy(model)
+    optimizer, config = adam(twin.parameters()), RelayConfig(micro_batches=4, stash="disk")
+    shelf = FileShelf(folder=tmp_path, memory_bytes="1 MB")
+    with Relay(
+        model,
+        adam,
+        layers=list(model.layers),
+        loss=partial(loss, model),
+        loss_over="batch",
+        shelf=shelf,
+        config=config,  # type: ignore[call-overload]
+    ) as relay:
+        for step in range(2):
+            batch = batch_of(twin, 16, step)
+            with torch.random.fork_rng():
+                expected = add_gradients(twin, loss, batch, [config.micro_batch_seed(step, k) for k in range(4)])
+            optimizer.step()
+            optimizer.zero_grad()
+            assert relay.step(batch).loss == expected
+        assert relay.verify(batch).equal
+        assert relay.shelf is not None
+        weights = {key: tensor.clone() for key, tensor in relay.shelf.weights()}
+    for key, theirs in twin.named_parameters():  # a tied weight has one name
+        assert torch.equal(weights[key], theirs)
 
 
 def test_bfloat16() -> None:

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from l2l_core._torch import no_dispatch
 from l2l_core.devices import Copy, Device, StashSlot, StashStore
 from l2l_core.step.traffic.compute_events import ComputeClock
 from l2l_core.step.traffic.current_turn import CurrentTurn
@@ -174,7 +175,8 @@ class Stash:
         if not entries:
             return
         slots = [_slot_of(h) for _, h in entries]
-        sources = self._stash_store.sources(slots, layer, k, visit)
+        with no_dispatch():  # a guarded tensor may be read under the stash mode, which would track buffers that the store makes
+            sources = self._stash_store.sources(slots, layer, k, visit)
         for storage, h in entries:  # the storage object stays, since views and saved tensors of autograd refer to it
             storage.resize_(h.nbytes)
         copies: list[Copy] = [(_bytes_of(s), source) for (s, _), source in zip(entries, sources, strict=True)]
