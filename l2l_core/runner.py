@@ -22,6 +22,8 @@ from l2l_core.batches import (
     LossNormaliser,
     LossOver,
     ModelCall,
+    RowsOfBatch,
+    RowsRule,
     Weight,
     divide_loss,
     leaves_in,
@@ -71,6 +73,7 @@ class Runner:
         backend: of one or several workers.
         kv_caches: of decoders; disabled in every pass.
         config: settings of a step.
+        rows_rule: rule by which batches are cut.
 
     Attributes:
         config: settings of the next pass.
@@ -92,6 +95,7 @@ class Runner:
         backend: WorkerBackend,
         kv_caches: KVCaches,
         config: RelayConfig,
+        rows_rule: RowsRule = BatchRows,
     ) -> None:
         self.config, self.parts, self.pass_cache = config, parts, PassCache(parts.layers)
         self.normaliser = LossNormaliser(weight, self._measure_losses, backend.batch_peers, loss_over)
@@ -99,18 +103,19 @@ class Runner:
         self.steps = 0
         self.trace: Trace | None = None
         self._warned_of_fewer = False
+        self._rows_rule = rows_rule
         self._model, self._device = parts.model, parts.device
         self._store, self._model_call, self._backend, self._kv_caches = store, model_call, backend, kv_caches
 
     # -- parts of a pass -----------------------------------------------------------------------------------------------
 
-    def rows_of(self, batch: Batch) -> BatchRows:
+    def rows_of(self, batch: Batch) -> RowsOfBatch:
         """Return a batch as rows."""
-        rows = BatchRows(batch)
+        rows = self._rows_rule(batch)
         self._model_call.check(batch)
         return rows
 
-    def split(self, batch: Batch) -> tuple[BatchRows, list[Any]]:
+    def split(self, batch: Batch) -> tuple[RowsOfBatch, list[Any]]:
         """Split a batch into `config.micro_batches` micro-batches, or one per row if it has fewer rows."""
         rows, count = self.rows_of(batch), self.config.micro_batches
         fewer = rows.most_parts(count) if self._backend.count == 1 else count  # workers agree on a number
@@ -318,6 +323,7 @@ class Runner:
             self._store,
             self.pass_cache.layer_order,
             self._model_call.objective,
+            self.rows_of,
             self._backend.make_rehearsal_source,
             self.pass_cache.set_layer_order,  # spares the first step the search for the order
             reduce,

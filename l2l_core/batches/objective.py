@@ -1,4 +1,4 @@
-"""Call the model with a micro-batch, compute its loss, and join the outputs of micro-batches."""
+"""Call the model with a micro-batch and compute its loss."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from l2l_core._torch import pytree
-from l2l_core.model import no_cache_arguments, refuse_hidden_tensors
+from l2l_core.model import no_cache_arguments
 
 Objective = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -102,24 +101,3 @@ def _check_scalar(loss: Any, source: str) -> torch.Tensor:
 def divide_loss(loss: torch.Tensor, divisor: float) -> torch.Tensor:
     """Return the loss of a micro-batch divided by its divisor; 0 for a micro-batch that has no targets (infinite divisor)."""
     return loss / divisor if math.isfinite(divisor) else torch.zeros_like(loss, requires_grad=False)
-
-
-def join_outputs(outputs: Sequence[Any], rows: Sequence[int], divisors: Callable[[], Sequence[float]]) -> Any:
-    """Concatenate the outputs of micro-batches along dim 0; scalars become their weighted mean.
-
-    Other tensors are those of the first micro-batch. `divisors` is called only if there is a scalar.
-    """
-    flat = [pytree.tree_flatten(output) for output in outputs]
-    leaves = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([_join_leaf(parts, rows, divisors) for parts in leaves], flat[0][1])
-
-
-def _join_leaf(parts: Sequence[Any], rows: Sequence[int], divisors: Callable[[], Sequence[float]]) -> Any:
-    if not isinstance(parts[0], torch.Tensor):
-        refuse_hidden_tensors(parts[0], "the model's output")
-        return parts[0]
-    if parts[0].dim() == 0:
-        return torch.stack([divide_loss(part, divisor) for part, divisor in zip(parts, divisors(), strict=True)]).sum()
-    if all(part.shape[0] == n for part, n in zip(parts, rows, strict=True)):
-        return torch.cat(list(parts))
-    return parts[0]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from l2l_core.batches import Objective
+from l2l_core.batches import Objective, RowsRule
 from l2l_core.eps.blocks import Unit
 from l2l_core.inside.inspection_request import (
     InspectionRequest,
@@ -36,6 +36,7 @@ class InspectionPasses:
     without_layers: Callable[[Sequence[str]], AbstractContextManager[None]]  # leaves layers out for a block
     layers: Sequence[Unit]
     objective: Objective
+    rows_of: RowsRule
 
     def without_layers_above(self, unit: Unit) -> AbstractContextManager[None]:
         """Leave out the layers after `unit` for a block."""
@@ -72,7 +73,7 @@ def run_inspection(
         depths = [one for unit in units for one in _read_lens(passes, unit, micro_batches, read, request)]
         count += len(depths)
     if generate:
-        first = select_row(micro_batches[0], request.row)
+        first = select_row(micro_batches[0], request.row, passes.rows_of)
         prompt = _prompt_length(first, request.positions, generate)
         why_not = _no_generation_reason(passes, first, prompt)
         written = [_generate(passes, unit, first, prompt, generate, why_not) for unit in units]
