@@ -237,7 +237,9 @@ class FunctionRows:
 
     def select(self, choices: Sequence[RowChoice], change: PartChange | None = None) -> list[Any]:
         """Raise ValueError: the rows are the function's matter."""
-        raise ValueError(f"split={self._function!r} is a function, so a row of the batch cannot be taken out of it")
+        raise ValueError(
+            f"split={_name_of(self._function)} is a function, so one row cannot be taken out of a batch: leave generate out"
+        )
 
     def columns(self) -> Iterator[tuple[str, Any]]:
         """Yield nothing."""
@@ -340,7 +342,7 @@ def _halves(micro_batch: Any, function: SplitFunction) -> _PartRows:
 def cut_by(function: SplitFunction, batch: Any, count: int) -> list[Any]:
     """Return the `count` parts into which a function cuts a batch, checked."""
     parts = function(batch, count)
-    name = getattr(function, "__name__", repr(function))
+    name = _name_of(function)
     if not isinstance(parts, list | tuple):
         raise TypeError(f"split={name} returned a {type(parts).__name__}: return a list of micro-batches")
     if len(parts) != count:
@@ -354,6 +356,10 @@ def cut_by(function: SplitFunction, batch: Any, count: int) -> list[Any]:
             "keyword arguments or a tuple of positional ones"
         )
     return list(parts)
+
+
+def _name_of(function: SplitFunction) -> str:
+    return getattr(function, "__name__", repr(function))
 
 
 def _rows_in(part: Any) -> int:

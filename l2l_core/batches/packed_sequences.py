@@ -41,7 +41,8 @@ class Sequences:
     lengths start at 0 again.
 
     Args:
-        cumulative: keys (or positions, for a tuple batch) of the cumulative lengths, (sequences + 1,), all equal.
+        cumulative: keys (or positions, for a tuple batch) of the cumulative lengths, (sequences + 1,), all equal. Other tensors
+            with the same values are found.
         position_ids: key of the positions, (tokens,) or (1, tokens), which begin anew in every sequence. Not needed with
             cumulative lengths.
         longest: keys of the length of the longest sequence, computed anew for every micro-batch unless it is a larger
@@ -91,7 +92,7 @@ class SequenceRows:
             self._starts = self._by_positions(*self._given(entries, sequences.position_ids))
         self.count, self._tokens = len(self._starts) - 1, self._starts[-1]
         self._lengths = [stop - start for start, stop in pairwise(self._starts)]
-        self._cumulative = dict(borders)
+        self._cumulative = {name for name, _ in borders} | {*self._find_cumulative()}
         self._longest = self._find_longest(entries)
         found = {dim for _, value in _tensors(batch) if has_rows(value) and (dim := self._token_dim(value)) is not None}
         if not found:
@@ -271,6 +272,24 @@ class SequenceRows:
                     f"{_shown(unlike)}. Name those of one kind of tokens only, {_REMEDY}"
                 )
         return starts
+
+    def _find_cumulative(self) -> Iterator[str]:
+        """Yield the names of tensors that are not named, but have the cumulative lengths of the sequences."""
+        named = [self._entries[key] for key in self._sequences.cumulative]
+        for name, value in _tensors(self.batch):
+            if (
+                name in named
+                or not has_rows(value)
+                or value.shape != (self.count + 1,)
+                or value.tolist() != self._starts
+            ):
+                continue
+            if len(value) == self._tokens:
+                raise ValueError(
+                    f"split={self._sequences}: {name} may be tokens or the cumulative lengths of the sequences: give a larger "
+                    f"batch, or name it, as Sequences({name.removeprefix('batch').strip('[].')})"
+                )
+            yield name
 
     def _by_positions(self, name: str, value: Any) -> list[int]:
         """Return the same from positions: a sequence begins where they do not grow."""

@@ -131,7 +131,7 @@ def _no_tokens_reason(shape: Sequence[int] | None, rows: MicroBatchRows) -> str:
 def _no_generation_reason(passes: InspectionPasses, row: Any, prompt_length: int) -> str:
     """Return why the model cannot continue a row; empty if it can."""
     tokens = _require_tokens(row)
-    task, last = NextTokenTask(passes.objective, prompt_length - 1), prompt_length - 1
+    task, last = NextTokenTask(passes.objective, prompt_length - 1, len(tokens)), prompt_length - 1
     # Replaced: no token, the last one of the prompt, those after it
     changed = [_replace_tokens(tokens, part) for part in (slice(0), slice(last, last + 1), slice(last + 1, None))]
     logits = [passes.infer([with_tokens(row, each)], task, [])[0] for each in changed]
@@ -168,7 +168,8 @@ def _generate(
         tokens = _require_tokens(row).clone()  # the row is a view of the caller's batch
         with passes.without_layers_above(unit):
             for position in range(prompt_length, prompt_length + count):
-                (logits,) = passes.infer([with_tokens(row, tokens)], NextTokenTask(passes.objective, position - 1), [])
+                task = NextTokenTask(passes.objective, position - 1, len(tokens))
+                (logits,) = passes.infer([with_tokens(row, tokens)], task, [])
                 tokens[0, position] = logits.argmax()
         return [replace(empty, tokens=tuple(tokens[0, prompt_length : prompt_length + count].tolist()))]
 
