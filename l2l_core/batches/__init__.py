@@ -1,7 +1,7 @@
-"""The user's batch: rows, micro-batches, and divisors that make the step's loss the mean over the batch.
+"""The user's batch: how it is cut, how outputs are joined, and the divisors of micro-batches' losses.
 
 May import `model`.
-Begin reading at `batch.py`, `loss_normaliser.py`.
+Begin reading at `batch.py`, `batch_split.py`, `loss_normaliser.py`.
 """
 
 from l2l_core.batches.batch import Batch as Batch

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from small import make_gpt
 from torch import Tensor, nn
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
-from transformers import DataCollatorWithFlattening
+from transformers import BatchEncoding, DataCollatorWithFlattening
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig, Sequences, Views
 from l2l_core.batches import Split, rows_rule
@@ -531,6 +531,14 @@ def test_batches_of_other_types() -> None:
     [part, _] = rows_rule({"inputs": {"x": 1}, "table": None})(nested).split(2)
     assert part["inputs"]["x"].shape == (3, 2) and part["inputs"]["lengths"].tolist() == [0, 1]
     assert part["table"][0].shape == (4, 2)
+    encoding = BatchEncoding({"ids": torch.arange(8).reshape(2, 4), "cu": torch.tensor([0, 3, 4])})
+    part = rows_rule({"ids": 1, "cu": None})(encoding).split(2)[1]
+    assert type(part) is BatchEncoding and part["ids"].tolist() == [[2, 3], [6, 7]] and len(part["cu"]) == 3
+    encoding["ids"] = encoding["ids"][:1]
+    part = rows_rule(Sequences("cu"))(encoding).split(2)[1]
+    assert type(part) is BatchEncoding and part["ids"].tolist() == [[3]] and part["cu"].tolist() == [0, 1]
+    part = rows_rule(Sequences(1))((torch.arange(4), torch.tensor([0, 3, 4]))).split(2)[0]
+    assert [each.tolist() for each in part] == [[0, 1, 2], [0, 3]]
     images = rows_rule(Views(2))({"x": noise(4, 2), "names": ["a", "b", "c", "d"]}).split(2)
     assert [part["names"] for part in images] == [["a", "c"], ["b", "d"]]
     numbers = {
