@@ -204,7 +204,9 @@ def main() -> None:
     print(f"{len(pairs)} pairs, {len(held_out['text'])} held out; {args.rows} rows in {count} micro-batches\n")
     show(["way", "last losses", "found", "device MB", "s per step"], [[name, *row] for name, row in rows.items()])
     ratios = {name: ratio(seconds, name, "GradCache") for name in steps}
-    show(["seconds over GradCache's", "median", "min", "max"], [[name, *each.values()] for name, each in ratios.items()])
+    show(
+        ["seconds over GradCache's", "median", "min", "max"], [[name, *each.values()] for name, each in ratios.items()]
+    )
     report("contrastive", {"settings": vars(args), "ways": rows, "ratios": ratios})
 
 

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from l2l_core.batches import Sequences as Sequences
+from l2l_core.batches import Views as Views
 from l2l_core.config import Compress as Compress
 from l2l_core.config import RelayConfig as RelayConfig
 from l2l_core.devices import CudaDevice as CudaDevice

@@ -23,7 +23,18 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from l2l_core import saves
-from l2l_core.batches import Batch, BatchRows, LossOver, ModelCall, Objective, Weight, join_outputs, structure_of
+from l2l_core.batches import (
+    Batch,
+    Join,
+    LossOver,
+    ModelCall,
+    Objective,
+    RowsOfBatch,
+    Split,
+    Weight,
+    rows_rule,
+    structure_of,
+)
 from l2l_core.config import RelayConfig, checked_config
 from l2l_core.devices import Device, ForkGuard, Ledger, free_bytes, resolve_device, serial_executor
 from l2l_core.edits import Branch, Branches, Edit, Editor, History, JournalEntry
@@ -105,6 +116,11 @@ class Relay:
         loss_over: for a loss that mixes rows. "batch": `loss` gets the outputs of all micro-batches, joined, and the whole batch;
             the device holds those outputs. "micro-batch": trains on the mean over micro-batches, as plain accumulation does.
             Default: such a loss is refused.
+        split: how a batch is cut, if its rows are not along dim 0: their dim, or dims by key, as ``{"x": 1, "mask": None}``;
+            ``Views(n)`` for n blocks of rows that belong together; ``Sequences(...)`` for packed tokens; or a function
+            ``(batch, k) -> micro_batches``, called several times per step. See `batch_split.py`.
+        join: how outputs of micro-batches are put together: the dim of their rows, dims by key, or a function of the list of
+            outputs. Default: by the rule of `split`.
         config: settings of a step; may be replaced between steps (``relay.config = ...``). With "auto", the first step runs
             `fit` before it trains.
         workers: "auto", a process group, or `Workers`: several processes train together, each on its own rows. All start
@@ -126,6 +142,8 @@ class Relay:
         objective: Objective | None = None,
         weight: Weight | None = None,
         loss_over: LossOver | None = None,
+        split: Split | None = None,
+        join: Join | None = None,
         config: RelayConfig | Literal["auto"] = RelayConfig(),  # noqa: B008 - frozen
         workers: Workers | ProcessGroup | Literal["auto"] | None = None,
         shelf: FileShelf | None = None,
@@ -135,6 +153,7 @@ class Relay:
         refuse_checkpointing(model)
         refuse_scripted(model)
         keys, layers = (check_keys(layers), layers.values()) if isinstance(layers, Mapping) else (None, layers)
+        rule = rows_rule(split, join)
         found = resolve_layers(model, layers)
         refuse_compiled_whole(model, found)
         self.model = model
@@ -145,6 +164,10 @@ class Relay:
             make_backend(workers, model) if shelf is None else make_disk_backend(shelf, workers, model, config)
         )
         self._check_config(settings, ())
+        if loss_over == "batch" and split is not None:
+            self._backend.refuse(
+                f'split={split!r} with loss_over="batch"', "give rows along dim 0, or train with one worker"
+            )
         if any(param.dtype == torch.bfloat16 for param in model.parameters()):
             self._backend.refuse("a model in bfloat16", "call model.float()")
         self.device = resolve_device(device)
@@ -166,7 +189,7 @@ class Relay:
         self._store = LayerStore(masters, gradients, Residuals(self.device), thread)
         self._store.reducer = self._backend.make_reducer(loss_over == "batch")
         self._runner = Runner(
-            parts, self._store, self._model_call, weight, loss_over, self._backend, self._kv_caches, settings
+            parts, self._store, self._model_call, weight, loss_over, self._backend, self._kv_caches, settings, rule
         )
         self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, settings.seed)
         self._history = History(self._editor)
@@ -364,16 +387,12 @@ class Relay:
                     return self._step(batch, config)
 
     def forward(self, batch: Batch) -> Any:
-        """Run the model in evaluation mode and return its outputs, concatenated over micro-batches. Nothing changes."""
+        """Run the model in evaluation mode and return its outputs, joined over micro-batches. Nothing changes."""
         with self._together("run forward", batch):
             rows, micro_batches = self._runner.split(batch)
             outputs = self._runner.infer(micro_batches, self._model_call.outputs)
             # Divisors may need evaluations of the loss: at most once, and only if an output is a scalar.
-            return join_outputs(
-                outputs,
-                rows.sizes(len(micro_batches)),
-                cache(partial(self._runner.normaliser.divisors, rows, micro_batches)),
-            )
+            return rows.join(outputs, cache(partial(self._runner.normaliser.divisors, rows, micro_batches)))
 
     def evaluate(self, batch: Batch) -> float:
         """Return the mean loss of a batch in evaluation mode. Weights, buffers and random state do not change."""
@@ -467,7 +486,7 @@ class Relay:
             sizes = rows.sizes(len(parts))
             chosen, row, positions, generate, top = check_arguments(sizes, micro_batches, row, positions, generate, top)
             units = self._observed_units(layers)
-            of_each = tuple(MicroBatchRows.of(parts[k], sizes[k]) for k in chosen)
+            of_each = tuple(MicroBatchRows.of(parts[k], sizes[k], rows.leading(sizes[k])) for k in chosen)
             request = InspectionRequest(
                 frozenset(unit.key for unit in units), chosen, of_each, row, positions, attention
             )
@@ -476,6 +495,7 @@ class Relay:
                 partial(self._skipping, force=False),
                 tuple(self._runner.parts.layers),
                 self._model_call.objective,
+                self._runner.rows_of,
             )
             inside = run_inspection(
                 passes, units, [parts[k] for k in chosen], request, lens=lens, generate=generate, top=top
@@ -787,8 +807,8 @@ class Relay:
                 then are applied to it, and its weights are replaced.
             optimizer: of the same kind and groups; its state and settings are replaced.
             modules: by key, layers that edits inserted and that resemble none of the model's: a save has no code.
-            options: `device`, `layers`, `loss`, `objective`, `weight`, `loss_over`, `config`, `workers`, `shelf` of the
-                constructor.
+            options: `device`, `layers`, `loss`, `objective`, `weight`, `loss_over`, `split`, `join`, `config`,
+                `workers`, `shelf` of the constructor.
                 Default for `config` and `layers`: as saved. All workers need the folder, and each reads its shard. A shelf
                 is filled block by block, so nothing is whole in memory, and the model may be one of `empty_weights`.
 
@@ -1039,7 +1059,7 @@ class Relay:
         for unit in units:
             unit.stats.clear()
 
-    def _sample_call(self, rows: BatchRows) -> Callable[[], Any]:
+    def _sample_call(self, rows: RowsOfBatch) -> Callable[[], Any]:
         """Return a function that runs the model on a few rows, for edits that must run layers."""
         few = min(2, rows.sizes(rows.most_parts(self.config.micro_batches))[0])
         return partial(self._call_model, rows.first(few))

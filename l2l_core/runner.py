@@ -23,6 +23,8 @@ from l2l_core.batches import (
     LossNormaliser,
     LossOver,
     ModelCall,
+    RowsOfBatch,
+    RowsRule,
     Weight,
     divide_loss,
     join_batches,
@@ -83,6 +85,7 @@ class Runner:
         backend: of one or several workers.
         kv_caches: of decoders; disabled in every pass.
         config: settings of a step.
+        rows_rule: rule by which batches are cut.
 
     Attributes:
         config: settings of the next pass.
@@ -104,6 +107,7 @@ class Runner:
         backend: WorkerBackend,
         kv_caches: KVCaches,
         config: RelayConfig,
+        rows_rule: RowsRule = BatchRows,
     ) -> None:
         self.config, self.parts, self.pass_cache = config, parts, PassCache(parts.layers)
         self._has_batch_loss = loss_over == "batch"
@@ -114,18 +118,19 @@ class Runner:
         self.steps = 0
         self.trace: Trace | None = None
         self._warned_of_fewer = False
+        self._rows_rule = rows_rule
         self._model, self._device = parts.model, parts.device
         self._store, self._model_call, self._backend, self._kv_caches = store, model_call, backend, kv_caches
 
     # -- parts of a pass -----------------------------------------------------------------------------------------------
 
-    def rows_of(self, batch: Batch) -> BatchRows:
+    def rows_of(self, batch: Batch) -> RowsOfBatch:
         """Return a batch as rows."""
-        rows = BatchRows(batch)
+        rows = self._rows_rule(batch)
         self._model_call.check(batch)
         return rows
 
-    def split(self, batch: Batch) -> tuple[BatchRows, list[Any]]:
+    def split(self, batch: Batch) -> tuple[RowsOfBatch, list[Any]]:
         """Split a batch into `config.micro_batches` micro-batches, or one per row if it has fewer rows."""
         rows, count = self.rows_of(batch), self.config.micro_batches
         fewer = rows.most_parts(count) if self._backend.count == 1 else count  # workers agree on a number
@@ -168,7 +173,7 @@ class Runner:
         self.pass_cache.kept_counts.put(kind, kept)
         return replace(config, keep=kept)
 
-    def batch_loss(self, rows: BatchRows, micro_batches: int) -> BatchLoss | None:
+    def batch_loss(self, rows: RowsOfBatch, micro_batches: int) -> BatchLoss | None:
         """Return the loss over the outputs of all micro-batches, of all workers; None if every micro-batch has a loss."""
         found = self.batch_loss_in_core(rows, micro_batches)
         if found is None or self._backend.count == 1:
@@ -176,20 +181,20 @@ class Runner:
         compute = partial(self._gather_outputs, found.compute)
         return replace(found, compute=compute, trains_parameters=self._backend.rank == 0)
 
-    def batch_loss_in_core(self, rows: BatchRows, micro_batches: int) -> BatchLoss | None:
+    def batch_loss_in_core(self, rows: RowsOfBatch, micro_batches: int) -> BatchLoss | None:
         """Return the same loss where one process has the micro-batches of all workers."""
         if not self._has_batch_loss:
             return None
+        if self._backend.count == 1:
+            return self._make_batch_loss(rows.batch, rows.join)
         own = rows.batch, rows.sizes(micro_batches)
         batches, sizes = zip(*self._backend.gather_items([own], "gather the batch"), strict=True)
-        batch = join_batches(batches, [sum(each) for each in sizes])
-        compute = partial(self._model_call.batch_loss, [size for each in sizes for size in each])
-        return BatchLoss(self._model_call.outputs, batch, compute)
+        rows = rows.of(join_batches(batches, [sum(each) for each in sizes]))
+        assert isinstance(rows, BatchRows), "another rule is refused where the relay is made"
+        return self._make_batch_loss(rows.batch, partial(rows.join, sizes=[size for each in sizes for size in each]))
 
-    def _own_batch_loss(self, rows: BatchRows, micro_batches: int) -> BatchLoss:
-        """Return the loss over the outputs of this worker alone, for rehearsals."""
-        compute = partial(self._model_call.batch_loss, rows.sizes(micro_batches))
-        return BatchLoss(self._model_call.outputs, rows.batch, compute)
+    def _make_batch_loss(self, batch: Batch, join: Callable[[Sequence[Any]], Any]) -> BatchLoss:
+        return BatchLoss(self._model_call.outputs, batch, partial(self._model_call.batch_loss, join))
 
     def _gather_outputs(self, compute: Callable[..., torch.Tensor], outputs: Sequence[Any], batch: Any) -> torch.Tensor:
         """Compute the loss over the outputs of all workers; those of others are leaves, too, so that sums are the same."""
@@ -390,10 +395,13 @@ class Runner:
             self._store,
             self.pass_cache.layer_order,
             self._model_call.objective,
+            self.rows_of,
             self._backend.make_rehearsal_source,
             self.pass_cache.set_layer_order,  # spares the first step the search for the order
             reduce,
-            partial(self._own_batch_loss, self.rows_of(batch)) if self._has_batch_loss else None,
+            self._make_batch_loss(batch, self.rows_of(batch).join)
+            if self._has_batch_loss
+            else None,  # of this worker alone
         )
 
     @contextmanager

@@ -13,12 +13,15 @@ Other lists and tuples, mappings, namedtuples and dataclasses are containers; th
 
 Tensors and arrays outside of lists define the number of rows; without them, the lists do. If they disagree (the nodes and the
 edges of one graph), the batch is one sample and cannot be cut.
+
+`BatchRows` cuts by these rules. `batch_split.py` has the other ones, which a user chooses with ``split=``; all of them are
+`RowsOfBatch`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,29 +29,96 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from l2l_core.batches.containers import is_record, map_leaves, open_container, same_leaves, with_items
+from l2l_core.batches.output_join import GetDivisors, OutputJoin, Placing, first_fitting
 from l2l_core.batches.row_count import AmbiguousRowsError, NoRowsError, count_rows, has_rows, is_one_per_row
+from l2l_core.batches.target_counts import ROWS, count_targets
 from l2l_core.model import refuse_hidden_tensors
 
 Batch = Mapping[str, Any] | Sequence[Any] | Any  # a dataclass too
 RowChoice = slice | list[int]
 PartChange = Callable[[str, Any, int], Any]
+TensorCut = Callable[
+    [str, Any], "list[Any] | None"
+]  # (name, value) -> its part for every choice; None: by the rules above
+
+
+class RowsOfBatch(Protocol):
+    """Rows of a batch, by some rule: what a batch is cut into, counted by, and joined along."""
+
+    batch: Any
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        ...
+
+    def split(self, micro_batches: int) -> list[Any]:
+        """Cut the batch into `micro_batches` parts with `sizes` rows."""
+        ...
+
+    def most_parts(self, micro_batches: int) -> int:
+        """Return `micro_batches`, or the number of rows if there are fewer."""
+        ...
+
+    def sizes(self, micro_batches: int) -> list[int]:
+        """Return the rows of every micro-batch."""
+        ...
+
+    def first(self, count: int) -> Any:
+        """Return the batch with its first `count` rows, or the whole batch if it has fewer or cannot be cut."""
+        ...
+
+    def select(self, choices: Sequence[RowChoice], change: PartChange | None = None) -> list[Any]:
+        """Return one batch for each choice of rows; `change` replaces parts cut from tensors, rows first."""
+        ...
+
+    def columns(self) -> Iterator[tuple[str, Any]]:
+        """Yield the name and value, rows first, of tensors, arrays and lists with one entry per row."""
+        ...
+
+    def item_counts(self) -> dict[str, list[int]]:
+        """Return the counts of every row of all that a loss may be a mean over: rows, and targets."""
+        ...
+
+    def counted_by(self, micro_batches: Sequence[Any]) -> RowsOfBatch:
+        """Return the rows whose counts weigh these micro-batches."""
+        ...
+
+    def compared_by(self, micro_batches: Sequence[Any]) -> RowsOfBatch:
+        """Return the rows of which a few are compared with their parts."""
+        ...
+
+    def of(self, batch: Batch) -> RowsOfBatch:
+        """Return the rows of another batch by the same rule."""
+        ...
+
+    def leading(self, size: int) -> int | None:
+        """Return the length of dim 0 of a micro-batch of `size` rows; None if dim 0 does not hold them."""
+        ...
+
+    def join(self, outputs: Sequence[Any], divisors: GetDivisors | None = None) -> Any:
+        """Put the outputs of all micro-batches together, in the order of the batch, with differentiable operations.
+
+        Scalars become their mean, divided by `divisors`, which is called for these alone; without it they are refused.
+        """
+        ...
 
 
 class BatchRows:
-    """The rows of a batch.
+    """The rows of a batch along dim 0.
+
+    Args:
+        batch: to be cut.
+        output_join: how outputs of micro-batches are put together.
 
     Raises:
         TypeError: the batch is not a mapping, sequence or dataclass.
         ValueError: the batch is empty.
     """
 
-    def __init__(self, batch: Batch) -> None:
-        if not is_record(batch):
-            raise TypeError(
-                f"batch is a {type(batch).__name__}: the relay takes a dict of keyword arguments or a tuple of positional "
-                "ones, and with objective= a dataclass; wrap a single tensor as (tensor,)"
-            )
-        self.batch = batch
+    def __init__(self, batch: Batch, output_join: OutputJoin = OutputJoin()) -> None:  # noqa: B008 - frozen
+        check_record(batch)
+        self.batch, self._output_join = batch, output_join
         self._no_rows_error: NoRowsError | None = None  # why it cannot be cut
         try:
             self.count = count_rows(batch)
@@ -64,7 +134,7 @@ class BatchRows:
         """
         bounds = self._bounds(micro_batches)
         if micro_batches == 1:
-            return [map_leaves(self.batch, lambda leaf: leaf)]  # without the checks for cutting
+            return [copied(self.batch)]  # without the checks for cutting
         return self.select([slice(*each) for each in bounds])
 
     def most_parts(self, micro_batches: int) -> int:
@@ -89,20 +159,50 @@ class BatchRows:
             choices: the rows of each new batch.
             change: ``(name, part, index of the choice) -> part``: replaces the part cut from a tensor.
         """
-        return _RowSelection(self.count, choices, change).select(self.batch, "batch", is_root=True)
+        return RowSelection(self.count, choices, change).select(self.batch, "batch", is_root=True)
 
     def columns(self) -> Iterator[tuple[str, Any]]:
         """Yield the name and value of all tensors, arrays and lists with one entry per row."""
         return _columns(self.batch, self.count, "batch", is_root=True)
 
+    def item_counts(self) -> dict[str, list[int]]:
+        """Return the count of every row by candidate: rows, and targets of every column of integers."""
+        found = {ROWS: [1] * self.count}
+        for name, column in self.columns():
+            found |= count_targets(name, column)
+        return found
+
+    def counted_by(self, micro_batches: Sequence[Any]) -> RowsOfBatch:
+        """Return these rows."""
+        return self
+
+    def compared_by(self, micro_batches: Sequence[Any]) -> RowsOfBatch:
+        """Return these rows."""
+        return self
+
+    def of(self, batch: Batch) -> RowsOfBatch:
+        """Return the rows of another batch."""
+        return BatchRows(batch, self._output_join)
+
+    def leading(self, size: int) -> int | None:
+        """Return `size`."""
+        return size
+
+    def join(
+        self, outputs: Sequence[Any], divisors: GetDivisors | None = None, sizes: Sequence[int] | None = None
+    ) -> Any:
+        """Concatenate the outputs of micro-batches along dim 0, of `sizes` rows; scalars become their weighted mean."""
+        sizes = self.sizes(len(outputs)) if sizes is None else sizes
+
+        def place(where: str, parts: Sequence[torch.Tensor], dim: int | None) -> Placing | None:
+            return first_fitting([Placing(dim or 0, sizes)], parts)
+
+        return self._output_join(outputs, place, divisors)
+
     def _bounds(self, parts: int) -> list[tuple[int, int]]:
         if self._no_rows_error is not None and parts > 1:
             raise self._no_rows_error
-        if self.count < parts:
-            raise ValueError(
-                f"the batch has {self.count} row(s) but micro_batches={parts}: give a larger batch, or use "
-                f"RelayConfig(micro_batches={self.count})"
-            )
+        check_enough_rows(self.count, parts)
         size, more = -(-self.count // parts), self.count % parts
         if size * (parts - 1) < self.count:
             starts = [size * k for k in range(parts)]
@@ -145,17 +245,48 @@ def _join(values: Sequence[Any], counts: Sequence[int], where: str, is_root: boo
     )
 
 
+def check_record(batch: Any) -> None:
+    """Raise TypeError if `batch` is not a mapping, sequence or dataclass."""
+    if not is_record(batch):
+        raise TypeError(
+            f"batch is a {type(batch).__name__}: the relay takes a dict of keyword arguments or a tuple of positional "
+            "ones, and with objective= a dataclass; wrap a single tensor as (tensor,)"
+        )
+
+
+def check_enough_rows(rows: int, parts: int, what: str = "row(s)") -> None:
+    """Raise ValueError if there are fewer rows than parts."""
+    if rows < parts:
+        raise ValueError(
+            f"the batch has {rows} {what} but micro_batches={parts}: give a larger batch, or use "
+            f"RelayConfig(micro_batches={rows})"
+        )
+
+
+def copied(batch: Batch) -> Any:
+    """Return the same leaves in new containers."""
+    return map_leaves(batch, lambda leaf: leaf)
+
+
 # -- cutting -----------------------------------------------------------------------------------------------------------
 
 
-class _RowSelection:
-    """Implementation of `BatchRows.select`."""
+class RowSelection:
+    """Implementation of `RowsOfBatch.select`; `cut` goes before the rules above."""
 
-    def __init__(self, rows: int, choices: Sequence[RowChoice], change: PartChange | None) -> None:
-        self._rows, self._choices, self._change = rows, choices, change
+    def __init__(
+        self,
+        rows: int,
+        choices: Sequence[RowChoice],
+        change: PartChange | None,
+        cut: TensorCut = lambda where, value: None,
+    ) -> None:
+        self._rows, self._choices, self._change, self._cut = rows, choices, change, cut
 
     def select(self, value: Any, where: str, is_root: bool = False) -> list[Any]:
         """Return the part of `value` for every choice."""
+        if (parts := self._cut(where, value)) is not None:
+            return parts
         if has_rows(value):
             return self._select_tensor(value, where)
         if is_one_per_row(value, self._rows, where, is_root):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
-from l2l_core.batches.batch import BatchRows
+from l2l_core.batches.batch import RowsOfBatch
 from l2l_core.batches.loss_trials import SplitBatch
 from l2l_core.batches.target_counts import CandidateCounts
 
@@ -53,7 +53,7 @@ class LossComparison:
         return frozenset(name for name, gap in self.gaps.items() if gap <= limit)
 
 
-def compare_losses(rows: BatchRows, size: int, counts: CandidateCounts, measure: Measure) -> LossComparison:
+def compare_losses(rows: RowsOfBatch, size: int, counts: CandidateCounts, measure: Measure) -> LossComparison:
     """Compare the loss of a few rows with the losses of their parts, for every candidate in `counts`.
 
     Args:
@@ -82,7 +82,7 @@ def _parts(count: int, size: int) -> tuple[list[int], list[int]]:
     return rows[:size], rows[size:]
 
 
-def _split(rows: BatchRows, counts: CandidateCounts, first: list[int], second: list[int]) -> SplitBatch:
+def _split(rows: RowsOfBatch, counts: CandidateCounts, first: list[int], second: list[int]) -> SplitBatch:
     def total(column: Sequence[int], chosen: Sequence[int]) -> float:
         return float(sum(column[row] for row in chosen))
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal, Protocol
 
-from l2l_core.batches.batch import BatchRows
+from l2l_core.batches.batch import RowsOfBatch
 from l2l_core.batches.loss_comparison import ROUNDING, LossComparison, Measure, compare_losses
 from l2l_core.batches.loss_trials import LossTrial, row_trials, target_trials
 from l2l_core.batches.lru_cache import LRUCache
@@ -46,7 +46,7 @@ class Peers(Protocol):
         """Concatenate the counts of all workers' micro-batches by candidate, in the order of the workers."""
         ...
 
-    def gather_rows(self, rows: BatchRows) -> Iterator[BatchRows]:
+    def gather_rows(self, rows: RowsOfBatch) -> Iterator[RowsOfBatch]:
         """Yield each worker's rows in turn, the same on all workers, so that all reach the same result."""
         ...
 
@@ -63,7 +63,7 @@ class NoPeers:
     def gather_counts(self, counts: Mapping[str, list[int] | None]) -> dict[str, list[int] | None]:
         return dict(counts)
 
-    def gather_rows(self, rows: BatchRows) -> Iterator[BatchRows]:
+    def gather_rows(self, rows: RowsOfBatch) -> Iterator[RowsOfBatch]:
         yield rows
 
     def select_own(self, every: Sequence[float]) -> list[float]:
@@ -103,7 +103,7 @@ class LossNormaliser:
         self._warning = ""
         self.summary = ""
 
-    def divisors(self, rows: BatchRows, micro_batches: Sequence[Any]) -> list[float]:
+    def divisors(self, rows: RowsOfBatch, micro_batches: Sequence[Any]) -> list[float]:
         """Return the divisor of every micro-batch's loss.
 
         Raises:
@@ -121,15 +121,16 @@ class LossNormaliser:
         if number == 1:
             self.summary = "loss of the batch, in one micro-batch"
             return [1.0]
-        counts, sizes = normaliser_candidates(rows), rows.sizes(len(micro_batches))
+        counted, compared = rows.counted_by(micro_batches), rows.compared_by(micro_batches)
+        counts, sizes = normaliser_candidates(counted), counted.sizes(len(micro_batches))
         key = tuple(counts)
         if self._remaining.get(key) is None:
-            self._remaining.put(key, self._compare(key, peers.gather_rows(rows), max(sizes)))
+            self._remaining.put(key, self._compare(key, peers.gather_rows(compared), max(sizes)))
         remaining = self._remaining.get(key) or frozenset(counts)
         sums = peers.gather_counts({name: _sum_counts(each, sizes) for name, each in counts.items()})
         found = _divisors_by_candidate({name: sums[name] for name in counts if name in remaining}, number)
         if _disagree(found, found):
-            remaining = self._identify(found, peers.gather_rows(rows), len(micro_batches))
+            remaining = self._identify(found, peers.gather_rows(compared), len(micro_batches))
             self._remaining.put(key, remaining)
             found = {name: found[name] for name in found if name in remaining}
         if not found:  # every remaining candidate counts nothing in the whole batch
@@ -141,7 +142,7 @@ class LossNormaliser:
             self._warning = ""
         return peers.select_own(next(iter(found.values())))
 
-    def _compare(self, names: tuple[str, ...], rows_of_workers: Iterable[BatchRows], size: int) -> frozenset[str]:
+    def _compare(self, names: tuple[str, ...], rows_of_workers: Iterable[RowsOfBatch], size: int) -> frozenset[str]:
         """Return the candidates that reproduce the loss of a few rows of the first worker that has several.
 
         Raises:
@@ -174,7 +175,7 @@ class LossNormaliser:
         return comparison.fitting()
 
     def _identify(
-        self, found: Mapping[str, Divisors], rows_of_workers: Iterable[BatchRows], parts: int
+        self, found: Mapping[str, Divisors], rows_of_workers: Iterable[RowsOfBatch], parts: int
     ) -> frozenset[str]:
         """Narrow the candidates down on one worker's rows, and on the next one's if they do not decide.
 
@@ -192,7 +193,7 @@ class LossNormaliser:
         raise undecided
 
     def _narrow(
-        self, counts: CandidateCounts, found: Mapping[str, Divisors], rows: BatchRows, sizes: Sequence[int]
+        self, counts: CandidateCounts, found: Mapping[str, Divisors], rows: RowsOfBatch, sizes: Sequence[int]
     ) -> frozenset[str]:
         """Return the candidates that reproduce the model's loss; they all give the same divisors.
 
@@ -302,6 +303,10 @@ def _no_target_error(source: str) -> ValueError:
     )
 
 
+_CUTS = (
+    "split= of the relay cuts elsewhere: split=1 or split={'x': 1, 'lengths': 0} along these dims, split=Views(2) for two "
+    "blocks of rows that belong together (views, pairs), split=Sequences(...) for packed tokens"
+)
 _REMEDIES = (
     'loss_over="micro-batch" trains on the mean over micro-batches, as plain accumulation does. A weighted mean needs '
     "weight=lambda micro_batch: ..., the sum of its weights"
@@ -318,8 +323,8 @@ def _figures(comparison: LossComparison) -> str:
 def _mixed_rows_error(comparison: LossComparison) -> ValueError:
     return ValueError(
         f"{_figures(comparison)}, so it is neither a mean over rows or targets nor a sum. It mixes rows (others as negatives, "
-        "pairs of views), or rows are not along dim 0. Micro-batches would train on another loss than the batch. Nothing was "
-        f"trained. {_REMEDIES}. micro_batches=1 cuts nothing"
+        "pairs of views), or the batch is cut in a wrong place. Micro-batches would train on another loss than the batch. "
+        f"Nothing was trained. {_CUTS}. {_REMEDIES}. micro_batches=1 cuts nothing"
     )
 
 

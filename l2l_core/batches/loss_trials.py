@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from l2l_core.batches.batch import BatchRows
+from l2l_core.batches.batch import RowsOfBatch
 from l2l_core.batches.row_count import has_rows
 from l2l_core.batches.target_counts import IGNORE_INDEX, CandidateCounts, count_targets, is_integer
 
@@ -80,7 +80,7 @@ class LossTrial:
 # -- rows with changed targets -----------------------------------------------------------------------------------------
 
 
-def target_trials(rows: BatchRows, counts: CandidateCounts, kinds: Sequence[str]) -> Iterator[LossTrial]:
+def target_trials(rows: RowsOfBatch, counts: CandidateCounts, kinds: Sequence[str]) -> Iterator[LossTrial]:
     """Yield trials of rows with many targets, for every tensor that has -100 in it."""
     for name, column in rows.columns():
         if not has_rows(column) or column.ndim < 2 or not is_integer(column) or bool((column != IGNORE_INDEX).all()):
@@ -120,7 +120,7 @@ def _target_masks(row: Any) -> tuple[Any, Any] | None:
 
 
 def _mask_targets(
-    rows: BatchRows, counts: CandidateCounts, name: str, pair: tuple[int, int], kept: tuple[Any, Any]
+    rows: RowsOfBatch, counts: CandidateCounts, name: str, pair: tuple[int, int], kept: tuple[Any, Any]
 ) -> SplitBatch:
     """Split a batch of two rows in which only the targets in the masks `kept` are left."""
 
@@ -144,7 +144,7 @@ def _mask_targets(
 # -- unchanged rows ----------------------------------------------------------------------------------------------------
 
 
-def row_trials(rows: BatchRows, counts: CandidateCounts, kinds: Sequence[str]) -> Iterator[LossTrial]:
+def row_trials(rows: RowsOfBatch, counts: CandidateCounts, kinds: Sequence[str]) -> Iterator[LossTrial]:
     """Yield trials of the pairs of groups of rows on which the candidates disagree most.
 
     Args:

@@ -1,4 +1,4 @@
-"""Call the model with a micro-batch, compute its loss, and join the outputs of micro-batches."""
+"""Call the model with a micro-batch and compute its loss."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from l2l_core._torch import pytree
-from l2l_core.model import no_cache_arguments, refuse_hidden_tensors
+from l2l_core.model import no_cache_arguments
 
 Objective = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -53,14 +52,14 @@ class ModelCall:
             return _check_scalar(self._loss(outputs, micro_batch), "loss(outputs, batch)")
         return _check_scalar(_loss_of(outputs), "outputs.loss")
 
-    def batch_loss(self, rows: Sequence[int], outputs: Sequence[Any], batch: Any) -> torch.Tensor:
-        """Return the loss of a batch, given the outputs of its micro-batches and their numbers of rows.
+    def batch_loss(self, join: Callable[[Sequence[Any]], Any], outputs: Sequence[Any], batch: Any) -> torch.Tensor:
+        """Return the loss of a batch, given the outputs of its micro-batches and the function that joins them.
 
         Raises:
             ValueError: the loss is not a scalar, or outputs cannot be joined.
         """
         assert self._loss is not None, "checked by `check_batch_loss`"
-        return _check_scalar(self._loss(_join_for_loss(outputs, rows), batch), "loss(outputs, batch)")
+        return _check_scalar(self._loss(join(outputs), batch), "loss(outputs, batch)")
 
     def check_batch_loss(self) -> None:
         """Raise ValueError if the loss cannot be taken over the outputs of several micro-batches."""
@@ -122,52 +121,3 @@ def _check_scalar(loss: Any, source: str) -> torch.Tensor:
 def divide_loss(loss: torch.Tensor, divisor: float) -> torch.Tensor:
     """Return the loss of a micro-batch divided by its divisor; 0 for a micro-batch that has no targets (infinite divisor)."""
     return loss / divisor if math.isfinite(divisor) else torch.zeros_like(loss, requires_grad=False)
-
-
-def join_outputs(outputs: Sequence[Any], rows: Sequence[int], divisors: Callable[[], Sequence[float]]) -> Any:
-    """Concatenate the outputs of micro-batches along dim 0; scalars become their weighted mean.
-
-    Other tensors are those of the first micro-batch. `divisors` is called only if there is a scalar.
-    """
-    flat = [pytree.tree_flatten(output) for output in outputs]
-    leaves = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([_join_leaf(parts, rows, divisors) for parts in leaves], flat[0][1])
-
-
-def _join_for_loss(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Concatenate the outputs of micro-batches along dim 0, differentiably.
-
-    Raises:
-        ValueError: an output has no rows, and depends on the micro-batch.
-    """
-    flat = [pytree.tree_flatten(output) for output in outputs]
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([_join_rows(parts, rows) for parts in columns], flat[0][1])
-
-
-def _join_rows(parts: Sequence[Any], rows: Sequence[int]) -> Any:
-    if not isinstance(parts[0], torch.Tensor):
-        refuse_hidden_tensors(parts[0], "the model's output")
-        return parts[0]
-    if all(part.dim() and part.shape[0] == n for part, n in zip(parts, rows, strict=True)):
-        return torch.cat(list(parts))
-    if len(parts) > 1 and (
-        parts[0].requires_grad or any(p.shape != parts[0].shape or not torch.equal(p, parts[0]) for p in parts[1:])
-    ):
-        raise ValueError(
-            f'loss_over="batch": an output of shape {tuple(parts[0].shape)} of a micro-batch of {rows[0]} row(s) has no rows in '
-            "dim 0, so that those of micro-batches cannot be joined. Return a value per row, such as x.expand(rows), and reduce "
-            "it in the loss; a parameter is read in the loss directly (model.logit_scale)"
-        )
-    return parts[0]
-
-
-def _join_leaf(parts: Sequence[Any], rows: Sequence[int], divisors: Callable[[], Sequence[float]]) -> Any:
-    if not isinstance(parts[0], torch.Tensor):
-        refuse_hidden_tensors(parts[0], "the model's output")
-        return parts[0]
-    if parts[0].dim() == 0:
-        return torch.stack([divide_loss(part, divisor) for part, divisor in zip(parts, divisors(), strict=True)]).sum()
-    if all(part.shape[0] == n for part, n in zip(parts, rows, strict=True)):
-        return torch.cat(list(parts))
-    return parts[0]

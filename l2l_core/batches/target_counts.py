@@ -7,12 +7,11 @@ batch has the count of its targets, as in transformers' Trainer, losses are divi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from l2l_core.batches.batch import BatchRows
 from l2l_core.batches.containers import is_sequence, leaves_in
 from l2l_core.batches.row_count import has_rows
 
@@ -23,13 +22,17 @@ ROWS, SUM = "rows", "nothing: a sum"
 CandidateCounts = dict[str, list[int] | None]  # candidate -> count of every row; None: the losses of parts add up
 
 
-def normaliser_candidates(rows: BatchRows) -> CandidateCounts:
+class CountedRows(Protocol):
+    """Rows of a batch that count what a loss may be a mean over."""
+
+    def item_counts(self) -> dict[str, list[int]]:
+        """Return the counts of every row by candidate."""
+        ...
+
+
+def normaliser_candidates(rows: CountedRows) -> CandidateCounts:
     """Return the count of every row by candidate; the candidates depend on the batch's structure alone."""
-    found: CandidateCounts = {ROWS: [1] * rows.count}
-    for name, column in rows.columns():
-        found |= count_targets(name, column)
-    found[SUM] = None
-    return found
+    return {**rows.item_counts(), SUM: None}
 
 
 def count_targets(name: str, column: Any) -> Iterator[tuple[str, list[int]]]:
@@ -49,6 +52,33 @@ def count_targets(name: str, column: Any) -> Iterator[tuple[str, list[int]]]:
             masks = [item != IGNORE_INDEX for item in items]
             yield _WHOLE.format(f"{name}[:][{position}]"), [int(mask.sum()) for mask in masks]
             yield _SHIFTED.format(f"{name}[:][{position}]"), [int(mask[..., 1:].sum()) for mask in masks]
+
+
+def count_tokens(name: str, column: Any, starts: Sequence[int]) -> dict[str, list[int]]:
+    """Return candidates and targets of packed sequences, with and without the first target of a sequence.
+
+    A causal loss over packed tokens also shifts across the borders of sequences; as the first target of a sequence has no
+    token before it, collators set it to -100, and then the two counts are equal.
+
+    Args:
+        name: of the column.
+        column: (tokens, ...).
+        starts: (sequences + 1,), the first token of every sequence, and the number of tokens.
+    """
+    if not is_integer(column):
+        return {}
+    of_token = torch.tensor(_sums(column != IGNORE_INDEX))
+    added = torch.cat([of_token.new_zeros(1), of_token.cumsum(0)])[torch.tensor(starts)]
+    whole = added.diff()
+    return {
+        _WHOLE.format(name): whole.tolist(),
+        _SHIFTED.format(name): (whole - of_token[torch.tensor(starts[:-1])]).tolist(),
+    }
+
+
+def fold_counts(counts: Mapping[str, Sequence[int]], blocks: int) -> dict[str, list[int]]:
+    """Add up the counts of the rows i, i + N/blocks, ... that belong together."""
+    return {name: torch.tensor(each).reshape(blocks, -1).sum(0).tolist() for name, each in counts.items()}
 
 
 def _sums(mask: Any) -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from l2l_core.batches import shapes_of
+from l2l_core.batches import Batch, RowsRule, shapes_of
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, EmulatedDevice, Ledger
 from l2l_core.eps import DryRunResiduals, LayerStore, PerMicroBatchReducer, Reducer, WeightSource, dry_run_store
@@ -61,7 +61,7 @@ class _RehearsedPass(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """Rehearses steps of a relay, given its parts, store and task.
+    """Rehearses steps of a relay, given its parts, store, task and cut.
 
     A step with a wrong prediction of its layer order runs its last layer twice and keeps less meanwhile, so its device peak is
     lower than that of all later steps. Therefore the observed order is passed on for the next step.
@@ -71,11 +71,17 @@ class Rehearsal:
     store: LayerStore
     predicted_order: Sequence[Unit]
     task: PassTask
+    rows_of: RowsRule
     make_weight_source: Callable[[Device, Ledger], WeightSource]
     on_layer_order: Callable[[list[Unit]], None] = lambda order: None  # gets an order that was not predicted
     reduce: str = "sum"  # reduction of gradients between workers, see `Cluster`
-    batch_loss: Callable[[int], BatchLoss] | None = None  # of this number of micro-batches; None: each has its own loss
+    batch_loss: BatchLoss | None = None  # None: every micro-batch has its own loss
     metered_passes: dict[Any, _MeteredPass] = field(default_factory=dict)  # by kind of step; the same for any `ahead`
+
+    def split(self, batch: Batch, micro_batches: int) -> list[Any]:
+        """Cut a batch into micro-batches, at most one per row."""
+        rows = self.rows_of(batch)
+        return rows.split(rows.most_parts(micro_batches))
 
     def run(self, micro_batches: Sequence[Any], config: RelayConfig, max_passes: int | None = None) -> RehearsalResult:
         """Rehearse these micro-batches under `config`: a metered pass, then at most `max_passes` timed ones."""
@@ -173,8 +179,7 @@ class Rehearsal:
         plan = PassPlan.of(config, known.layer_order, loss_per_micro_batch=self.batch_loss is None)
         spec = PassSpec(config, plan, self.task, micro_batches, seeds)
         if self.batch_loss is not None:
-            batch_loss = self.batch_loss(len(micro_batches))
-            spec = replace(spec, task=batch_loss.outputs, batch_loss=batch_loss)
+            spec = replace(spec, task=self.batch_loss.outputs, batch_loss=self.batch_loss)
         restore_buffers = parts.snapshot_buffers()
         try:
             _, ran = run_step(parts, store, spec, [1.0] * len(micro_batches), trace, known.record)

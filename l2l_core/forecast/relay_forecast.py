@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from l2l_core.batches import Batch, shapes_of, split
+from l2l_core.batches import Batch, shapes_of
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, EmulatedDevice
 from l2l_core.forecast.cost_forecast import ForecastCosts, forecast_costs
@@ -57,7 +57,7 @@ def forecast_step(
     if host_limit_bytes is not None and not host_limit_bytes > 0:
         raise ValueError(f"host_bytes={host_limit_bytes!r}: must be positive, or None for no limit")
     figures = _check_figures(device)
-    micro_batches, costs = split(batch, config.micro_batches), None
+    micro_batches, costs = rehearsal.split(batch, config.micro_batches), None
     if recording is not None and not cluster.per_micro_batch:  # the trace of a single worker has no pushes of each
         recorded = recording[0].settings
         # A speed limit in the recording hides the speed without it.

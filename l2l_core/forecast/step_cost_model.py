@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
-from l2l_core.batches import Batch, split
+from l2l_core.batches import Batch
 from l2l_core.config import RelayConfig
 from l2l_core.forecast.cost_forecast import ForecastCosts, simulate_costs
 from l2l_core.forecast.measured_costs import costs_of_rehearsal, slot_bytes
@@ -95,7 +95,8 @@ class StepCostModel:
     def rehearse(self, config: RelayConfig, max_passes: int) -> ForecastCosts | None:
         """Rehearse a step with at most `max_passes` timed passes; None if it cannot run."""
         try:
-            return costs_of_rehearsal(self._rehearsal, split(self._batch, config.micro_batches), config, max_passes)
+            micro_batches = self._rehearsal.split(self._batch, config.micro_batches)
+            return costs_of_rehearsal(self._rehearsal, micro_batches, config, max_passes)
         except Exception as error:
             self.errors.append(error)
             return None

@@ -14,7 +14,7 @@ from itertools import count, takewhile
 from operator import attrgetter
 from typing import Any
 
-from l2l_core.batches import Batch, BatchRows
+from l2l_core.batches import Batch
 from l2l_core.config import MEMORY_STASHES, RelayConfig
 from l2l_core.devices import DeviceOutOfMemory
 from l2l_core.forecast.fit_result import MemoryLimits, WhatFits
@@ -77,7 +77,7 @@ def search_settings(
         Exception: the error of the model on the batch, if it fails with all settings.
     """
     prices = StepCostModel(rehearsal, batch, figures, None)
-    counts = counts_from(config.micro_batches, BatchRows(batch).count)
+    counts = counts_from(config.micro_batches, rehearsal.rows_of(batch).count)
     try:
         return what_fits(prices.exact, config, counts, budget_bytes, _LONG_S)
     except ValueError as error:

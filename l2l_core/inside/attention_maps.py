@@ -36,7 +36,7 @@ _SOFTMAXES = {functional.softmax, torch.softmax, torch.Tensor.softmax, torch.spe
 class AttentionMaps(TorchFunctionMode):
     """Context manager that records the attention maps of a layer: of one row, for its first queries and keys."""
 
-    def __init__(self, rows: int, row: int, positions: int) -> None:
+    def __init__(self, rows: int | None, row: int, positions: int) -> None:
         super().__init__()
         self._rows, self._row, self._positions = rows, row, positions
         self._matmul_shapes: set[tuple[int, ...]] = set()  # last two dimensions of results

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from l2l_core.batches import Objective
+from l2l_core.batches import Objective, RowsRule
 from l2l_core.eps.blocks import Unit
 from l2l_core.inside.inspection_request import (
     InspectionRequest,
@@ -36,6 +36,7 @@ class InspectionPasses:
     without_layers: Callable[[Sequence[str]], AbstractContextManager[None]]  # leaves layers out for a block
     layers: Sequence[Unit]
     objective: Objective
+    rows_of: RowsRule
 
     def without_layers_above(self, unit: Unit) -> AbstractContextManager[None]:
         """Leave out the layers after `unit` for a block."""
@@ -72,7 +73,7 @@ def run_inspection(
         depths = [one for unit in units for one in _read_lens(passes, unit, micro_batches, read, request)]
         count += len(depths)
     if generate:
-        first = select_row(micro_batches[0], request.row)
+        first = select_row(micro_batches[0], request.row, passes.rows_of)
         prompt = _prompt_length(first, request.positions, generate)
         why_not = _no_generation_reason(passes, first, prompt)
         written = [_generate(passes, unit, first, prompt, generate, why_not) for unit in units]
@@ -130,7 +131,7 @@ def _no_tokens_reason(shape: Sequence[int] | None, rows: MicroBatchRows) -> str:
 def _no_generation_reason(passes: InspectionPasses, row: Any, prompt_length: int) -> str:
     """Return why the model cannot continue a row; empty if it can."""
     tokens = _require_tokens(row)
-    task, last = NextTokenTask(passes.objective, prompt_length - 1), prompt_length - 1
+    task, last = NextTokenTask(passes.objective, prompt_length - 1, len(tokens)), prompt_length - 1
     # Replaced: no token, the last one of the prompt, those after it
     changed = [_replace_tokens(tokens, part) for part in (slice(0), slice(last, last + 1), slice(last + 1, None))]
     logits = [passes.infer([with_tokens(row, each)], task, [])[0] for each in changed]
@@ -167,7 +168,8 @@ def _generate(
         tokens = _require_tokens(row).clone()  # the row is a view of the caller's batch
         with passes.without_layers_above(unit):
             for position in range(prompt_length, prompt_length + count):
-                (logits,) = passes.infer([with_tokens(row, tokens)], NextTokenTask(passes.objective, position - 1), [])
+                task = NextTokenTask(passes.objective, position - 1, len(tokens))
+                (logits,) = passes.infer([with_tokens(row, tokens)], task, [])
                 tokens[0, position] = logits.argmax()
         return [replace(empty, tokens=tuple(tokens[0, prompt_length : prompt_length + count].tolist()))]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from l2l_core.batches import BatchRows, leaves_in, map_tensors
+from l2l_core.batches import RowsRule, leaves_in, map_tensors
 
 MAX_LAYERS = 12  # layers inspected by default
 
@@ -23,12 +23,14 @@ class MicroBatchRows:
 
     count: int
     length: int | None  # tokens per row; None without tokens
+    leading: int | None  # length of the first dimension, if it holds the rows: several times `count` for blocks of rows
 
     @classmethod
-    def of(cls, micro_batch: Any, count: int) -> MicroBatchRows:
+    def of(cls, micro_batch: Any, count: int, leading: int | None) -> MicroBatchRows:
         """Describe a micro-batch of `count` rows."""
         tokens = find_tokens(micro_batch)  # a tensor with another number of rows has no tokens
-        return cls(count, tokens.shape[1] if tokens is not None and len(tokens) == count else None)
+        has_tokens = tokens is not None and len(tokens) == leading
+        return cls(count, tokens.shape[1] if tokens is not None and has_tokens else None, leading)
 
     def first_dim_problem(self, shape: Sequence[int], name: str) -> str:
         """Return why the first dimension of the tensor `name` may not be the rows; empty if it is.
@@ -37,10 +39,10 @@ class MicroBatchRows:
         than n.
         """
         found = f"{name} has the shape {tuple(shape)}, and the micro-batch has {self.count} row(s)"
-        if not shape or shape[0] != self.count:
+        if not shape or shape[0] != self.leading:
             return f"{found}: its first dimension is not the rows, so the part of one row is unknown"
-        is_square = len(shape) == 3 and shape[1] == self.count > 1
-        if is_square and self.length not in (None, self.count):
+        is_square = len(shape) == 3 and shape[1] == shape[0] > 1
+        if is_square and self.length not in (None, self.leading):
             return f"{found} of {self.length} tokens each: its first dimension may be rows or positions"
         return ""
 
@@ -54,9 +56,18 @@ def find_tokens(micro_batch: Any) -> torch.Tensor | None:
     return None
 
 
-def select_row(micro_batch: Any, row: int) -> Any:
-    """Return one row of a micro-batch."""
-    return BatchRows(micro_batch).select([slice(row, row + 1)])[0]
+def select_row(micro_batch: Any, row: int, rows_of: RowsRule) -> Any:
+    """Return one row of a micro-batch.
+
+    Raises:
+        ValueError: rows are not along the first dimension, so that a row cannot be continued.
+    """
+    rows = rows_of(micro_batch)
+    if rows.leading(1) is None:
+        raise ValueError(
+            "generate: rows are not along the first dimension of all tensors (split=...): leave generate out"
+        )
+    return rows.select([slice(row, row + 1)])[0]
 
 
 def with_tokens(micro_batch: Any, tokens: torch.Tensor) -> Any:

@@ -57,7 +57,7 @@ class LayerObserver:
             wanted = self._request.attention
             recorded = wanted and not _is_compiled(call, layer_forward)
             # `call.k` numbers the micro-batches of this pass; `micro_batches` has their numbers in a step.
-            maps = AttentionMaps(self._request.rows[call.k].count, self._request.row, self._request.positions)
+            maps = AttentionMaps(self._request.rows[call.k].leading, self._request.row, self._request.positions)
             with maps if recorded else nullcontext():  # not around compiled code: Dynamo would trace the mode
                 outputs = layer_forward(*args, **kwargs)
             why = "" if not wanted or maps.maps else (maps.missing_reason or _NO_ATTENTION) if recorded else _COMPILED

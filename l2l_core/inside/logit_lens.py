@@ -45,14 +45,15 @@ class LensTask:
 
 @dataclass(frozen=True, slots=True)
 class NextTokenTask:
-    """Task of a generating pass: logits at a position of the only row, (tokens,); None without such logits."""
+    """Task of a generating pass: logits at a position of the first row, (tokens,); None without such logits."""
 
     objective: Objective
     position: int = field(compare=False)  # passes that differ only in it need equal memory
+    rows: int = 1  # of the micro-batch: several if they belong together
 
     def __call__(self, model: nn.Module, micro_batch: Any) -> torch.Tensor | None:
         _, logits = _loss_and_logits(self.objective, model, micro_batch)
-        if logits is None or logits.ndim != 3 or len(logits) != 1 or self.position >= logits.shape[1]:
+        if logits is None or logits.ndim != 3 or len(logits) != self.rows or self.position >= logits.shape[1]:
             return None
         return logits[0, self.position].float()
 

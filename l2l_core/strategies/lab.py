@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from l2l_core.batches import Batch, BatchRows, LossNormaliser, ModelCall, Objective, Weight, shapes_of
+from l2l_core.batches import Batch, LossNormaliser, ModelCall, Objective, Split, Weight, rows_rule, shapes_of
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, DeviceOutOfMemory, EmulatedDevice
 from l2l_core.eps.blocks import refuse_checkpointing, refuse_scripted
@@ -77,12 +77,13 @@ class Lab:
         optimizer: of the model's parameters; default AdamW with a learning rate of 1e-4.
         device: emulated; plans are made for its memory and its link.
         layers: as in `Relay`; default `find_layers(model)`.
-        loss, objective, weight: as in `Relay`.
+        loss, objective, weight, split: as in `Relay`.
         micro_batches: number of micro-batches, which follow the same plan one after another.
         seed: seed of the random streams, as in a relay.
 
     Attributes:
         layers: names of the layers at which stages end.
+        rows_of: returns the rows of a batch.
         steps: number of steps done.
         trace: trace of the current or the last step.
 
@@ -102,6 +103,7 @@ class Lab:
         weight: Weight | None = None,
         micro_batches: int = 1,
         seed: int = 0,
+        split: Split | None = None,
     ) -> None:
         self.model, self.batch = model, batch
         self.optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -113,9 +115,10 @@ class Lab:
         self.trace: Trace | None = None
         self.layers = tuple(resolve_layers(model, layers))
         self._model_call = ModelCall(model, loss, objective)
-        self._options: dict[str, Any] = {"loss": loss, "objective": objective, "weight": weight}
+        self._options: dict[str, Any] = {"loss": loss, "objective": objective, "weight": weight, "split": split}
         self._model_call.check(batch)
-        rows = BatchRows(batch)
+        self.rows_of = rows_rule(split)
+        rows = self.rows_of(batch)
         self._micro_batches = [copy_tensors(each) for each in rows.split(micro_batches)]
         self._normaliser = LossNormaliser(weight, partial(measure_losses, model, self._model_call.objective))
         self._divisors = self._normaliser.divisors(rows, self._micro_batches)
@@ -259,7 +262,7 @@ class Lab:
 
     def _inputs_of_batch(self, batch: Batch) -> PlanInputs:
         self._model_call.check(batch)
-        rows = BatchRows(batch)
+        rows = self.rows_of(batch)
         micro_batches = rows.split(self.config.micro_batches)
         given, measured = (list(map(shapes_of, each)) for each in (micro_batches, self._micro_batches))
         if given != measured:

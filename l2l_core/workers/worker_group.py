@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from l2l_core._torch import default_store
-from l2l_core.batches import BatchRows
+from l2l_core.batches import RowsOfBatch
 from l2l_core.devices import serial_executor
 from l2l_core.eps.blocks import Block
 from l2l_core.trace import Trace, WorkerInfo
@@ -169,11 +169,11 @@ class WorkerGroup:
             for name, own in counts.items()
         }
 
-    def gather_rows(self, rows: BatchRows) -> Iterator[BatchRows]:
+    def gather_rows(self, rows: RowsOfBatch) -> Iterator[RowsOfBatch]:
         """Yield the rows of each worker in turn, from which all workers determine the normaliser of the loss."""
         for rank in range(self.count):
             batch: Any = rows.batch if self.rank == rank else None
-            yield BatchRows(self.control.all_gather_object(batch, "compare rows")[rank])
+            yield rows.of(self.control.all_gather_object(batch, "compare rows")[rank])
 
     def select_own(self, every: Sequence[T]) -> list[T]:
         """Return this worker's entries of a sequence with one entry per micro-batch of the whole batch."""

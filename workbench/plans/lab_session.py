@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import nn
 
 from l2l_core import DeviceOutOfMemory, TornStep
-from l2l_core.batches import Batch, BatchRows
+from l2l_core.batches import Batch
 from l2l_core.edits import MAIN_BRANCH
 from l2l_core.strategies import Lab, LabResult, Plain, Plan, Strategy
 from l2l_core.trace import Trace
@@ -207,7 +207,7 @@ class LabSession(RunController):
             step=self.lab.steps,
             loss=result.loss,
             seconds=result.seconds,
-            samples=BatchRows(batch).count,
+            samples=self.lab.rows_of(batch).count,
             peak_device_bytes=result.peak_device_bytes,
             bytes_loaded=0,  # weights and gradients stay on the device
             bytes_pushed=0,

@@ -175,7 +175,9 @@ class Stash:
         if not entries:
             return
         slots = [_slot_of(h) for _, h in entries]
-        with no_dispatch():  # a guarded tensor may be read under the stash mode, which would track buffers that the store makes
+        with (
+            no_dispatch()
+        ):  # a guarded tensor may be read under the stash mode, which would track buffers that the store makes
             sources = self._stash_store.sources(slots, layer, k, visit)
         for storage, h in entries:  # the storage object stays, since views and saved tensors of autograd refer to it
             storage.resize_(h.nbytes)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from l2l_core.batches.objective import ModelCall, join_outputs
+from l2l_core.batches.batch import BatchRows
+from l2l_core.batches.objective import ModelCall
 
 
 class Records(nn.Module):
@@ -50,7 +51,7 @@ def test_outputs_are_joined_by_rows_and_scalars_averaged() -> None:
         {"loss": torch.tensor(1.0), "y": torch.zeros(2, 3), "n": 5},
         {"loss": torch.tensor(4.0), "y": torch.ones(1, 3), "n": 5},
     ]
-    joined = join_outputs(outputs, rows=[2, 1], divisors=lambda: [3 / 2, 3.0])
+    joined = BatchRows((torch.zeros(3),)).join(outputs, divisors=lambda: [3 / 2, 3.0])
     assert joined["y"].shape == (3, 3)
     assert float(joined["loss"]) == pytest.approx(2)
     assert joined["n"] == 5
@@ -60,4 +61,4 @@ def test_divisors_are_asked_only_for_scalars() -> None:
     def never() -> list[float]:
         raise AssertionError
 
-    assert join_outputs([torch.zeros(2), torch.ones(1)], rows=[2, 1], divisors=never).tolist() == [0, 0, 1]
+    assert BatchRows((torch.zeros(3),)).join([torch.zeros(2), torch.ones(1)], never).tolist() == [0, 0, 1]

@@ -106,7 +106,9 @@ def test_a_rehearsal_keeps_no_more_than_there_is_memory_for() -> None:
         free = StepCostModel(relay._runner.rehearsal(batch), batch, relay.device.figures(), None)
         bare, two, depth = free(replace(config, keep=0)), free(config), len(relay.stack)
         assert bare is not None and two is not None
-        tight = StepCostModel(relay._runner.rehearsal(batch), batch, relay.device.figures(), round(1.2 * two.device_bytes))
+        tight = StepCostModel(
+            relay._runner.rehearsal(batch), batch, relay.device.figures(), round(1.2 * two.device_bytes)
+        )
         assert tight(config) is not None
         assert tight(replace(config, keep=depth, resident=depth)) is None and not tight.errors
         none = StepCostModel(relay._runner.rehearsal(batch), batch, relay.device.figures(), bare.device_bytes)
