@@ -8,8 +8,8 @@ standard library, a fifth of which are held out. All ways start from the same we
 
 - undivided: plain training on the whole batch, the reference;
 - relay: `loss_over="batch"`, the outputs of all micro-batches joined, one loss;
-- GradCache (Gao et al., https://arxiv.org/abs/2101.06983): a forward without graphs for the embeddings, the loss and their gradients,
-  then a second forward and the backward of each micro-batch;
+- GradCache (Gao et al., https://arxiv.org/abs/2101.06983): a forward without graphs for the embeddings, the loss and their
+  gradients, then a second forward and the backward of each micro-batch;
 - accumulation: every micro-batch is a loss of its own, with its own rows as negatives.
 
 Quality is the share of held-out docstrings whose function is the most similar one of all held-out functions. Bytes are those on

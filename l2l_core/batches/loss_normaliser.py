@@ -307,6 +307,10 @@ _CUTS = (
     "split= of the relay cuts elsewhere: split=1 or split={'x': 1, 'lengths': 0} along these dims, split=Views(2) for two "
     "blocks of rows that belong together (views, pairs), split=Sequences(...) for packed tokens"
 )
+_TOGETHER = (
+    'loss_over="batch" with loss=lambda outputs, batch: ... takes one loss over the outputs of all micro-batches, as '
+    "micro_batches=1 does, which cuts nothing"
+)
 _REMEDIES = (
     'loss_over="micro-batch" trains on the mean over micro-batches, as plain accumulation does. A weighted mean needs '
     "weight=lambda micro_batch: ..., the sum of its weights"
@@ -324,7 +328,7 @@ def _mixed_rows_error(comparison: LossComparison) -> ValueError:
     return ValueError(
         f"{_figures(comparison)}, so it is neither a mean over rows or targets nor a sum. It mixes rows (others as negatives, "
         "pairs of views), or the batch is cut in a wrong place. Micro-batches would train on another loss than the batch. "
-        f"Nothing was trained. {_CUTS}. {_REMEDIES}. micro_batches=1 cuts nothing"
+        f"Nothing was trained. {_CUTS}. {_TOGETHER}. {_REMEDIES}"
     )
 
 

@@ -28,7 +28,7 @@ from batch_losses import (
 )
 from torch import Tensor, nn
 
-from l2l_core import FileShelf, Relay, RelayConfig, TornStep
+from l2l_core import FileShelf, Relay, RelayConfig, TornStep, Views
 from l2l_core.eps import NonFiniteError
 
 
@@ -219,6 +219,41 @@ def test_fit_and_keep_in_bytes() -> None:
         assert relay.verify(batch).equal
         fit = relay.fit(batch, most_s=1.0)
         relay.config = fit.config
+        assert relay.verify(batch).equal
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_with_views_that_belong_together(stash: Any) -> None:
+    """SimCLR: rows i and i + N/2 are views of one picture, and all other rows are negatives."""
+
+    def nt_xent(outputs: Tensor, batch: Any) -> Tensor:
+        z = nn.functional.normalize(outputs, dim=-1)
+        similar = (z @ z.T * 5).fill_diagonal_(-torch.inf)
+        return nn.functional.cross_entropy(similar, torch.arange(len(z)).roll(len(z) // 2))
+
+    torch.manual_seed(0)
+    model = Tower()
+    twin = copy.deepcopy(model)
+    optimizer, config = adam(twin.parameters()), RelayConfig(micro_batches=2, stash=stash)
+    options: dict[str, Any] = {"layers": list(model.layers), "loss": nt_xent, "loss_over": "batch", "config": config}
+    with Relay(model, adam, split=Views(2), **options) as relay:
+        for step in range(2):
+            batch = batch_of(model, 12, step)
+            parts = [{key: value[rows] for key, value in batch.items()} for rows in ([0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11])]
+            outputs = []
+            with torch.random.fork_rng():
+                for k, part in enumerate(parts):
+                    torch.manual_seed(config.micro_batch_seed(step, k))
+                    outputs.append(twin(**inputs_of(part)))
+                one, other = leaves = [detached(each) for each in outputs]
+                total = nt_xent(torch.cat([one[:3], other[:3], one[3:], other[3:]]), batch)
+            total.backward()
+            for output, leaf in zip(outputs, leaves, strict=True):
+                output.backward(leaf.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert relay.step(batch).loss == total.item()
+            assert all(map(torch.equal, model.parameters(), twin.parameters()))
         assert relay.verify(batch).equal
 
 
