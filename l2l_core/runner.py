@@ -25,6 +25,7 @@ from l2l_core.batches import (
     Weight,
     divide_loss,
     leaves_in,
+    refuse_gradients,
     shapes_of,
 )
 from l2l_core.config import RelayConfig, parse_bytes
@@ -163,9 +164,14 @@ class Runner:
     def step(self, batch: Batch, config: RelayConfig) -> StepResult:
         """Train on a batch; see `Relay.step`."""
         began_s = time.perf_counter()
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "step inside torch.inference_mode(), where PyTorch trains nothing: call it outside of the block"
+            )
         check_model(self._model, self.parts.units)
         check_step(self._model, self.parts.shell_modules(), self.parts.units)
         self._store.masters.check_groups()
+        refuse_gradients(batch)
         rows, micro_batches = self.split(batch)
         config = replace(config, micro_batches=len(micro_batches))
         divisors = self.normaliser.divisors(rows, micro_batches)
