@@ -30,6 +30,7 @@ from l2l_core.batches import (
     join_batches,
     leaves_in,
     map_tensors,
+    refuse_gradients,
     shapes_of,
 )
 from l2l_core.config import RelayConfig, parse_bytes
@@ -197,7 +198,10 @@ class Runner:
         return BatchLoss(self._model_call.outputs, batch, partial(self._model_call.batch_loss, join))
 
     def _gather_outputs(self, compute: Callable[..., torch.Tensor], outputs: Sequence[Any], batch: Any) -> torch.Tensor:
-        """Compute the loss over the outputs of all workers; those of others are leaves, too, so that sums are the same."""
+        """Compute the loss over the outputs of all workers.
+
+        Those of others need gradients as this worker's do, so that sums have the same order.
+        """
 
         def copy_to(device: torch.device, tree: Any) -> Any:
             return map_tensors(tree, lambda t: t.detach().to(device).requires_grad_(t.requires_grad))
@@ -228,9 +232,14 @@ class Runner:
     def step(self, batch: Batch, config: RelayConfig) -> StepResult:
         """Train on a batch; see `Relay.step`."""
         began_s = time.perf_counter()
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "step inside torch.inference_mode(), where PyTorch trains nothing: call it outside of the block"
+            )
         check_model(self._model, self.parts.units)
         check_step(self._model, self.parts.shell_modules(), self.parts.units)
         self._store.masters.check_groups()
+        refuse_gradients(batch)
         rows, micro_batches = self.split(batch)
         config = replace(config, micro_batches=len(micro_batches))
         divisors = self.normaliser.divisors(rows, micro_batches)

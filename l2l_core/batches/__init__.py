@@ -17,6 +17,7 @@ from l2l_core.batches.batch_split import rows_rule as rows_rule
 from l2l_core.batches.containers import leaves_in as leaves_in
 from l2l_core.batches.containers import map_leaves as map_leaves
 from l2l_core.batches.containers import map_tensors as map_tensors
+from l2l_core.batches.containers import refuse_gradients as refuse_gradients
 from l2l_core.batches.containers import shapes_of as shapes_of
 from l2l_core.batches.containers import structure_of as structure_of
 from l2l_core.batches.loss_normaliser import LossNormaliser as LossNormaliser

@@ -7,7 +7,8 @@ These have rows:
 - lists and tuples with as many items as the batch has rows: one item per row, for items of any type. That holds even if the
   numbers are equal by chance: put a list that has no rows (an image's height and width) into a tensor with one row, a
   namedtuple, a dict or a ``torch.Size``. If each item consists of tensors with as many rows again, both readings fit, and the
-  batch is refused.
+  batch is refused;
+- batches of graphs and TensorDicts (`library_batches.py`).
 
 Other lists and tuples, mappings, namedtuples and dataclasses are containers; they keep their types.
 
@@ -29,6 +30,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from l2l_core.batches.containers import is_record, map_leaves, open_container, same_leaves, with_items
+from l2l_core.batches.library_batches import count_library_rows, graph_columns, select_library_rows
 from l2l_core.batches.output_join import GetDivisors, OutputJoin, Placing, first_fitting
 from l2l_core.batches.row_count import AmbiguousRowsError, NoRowsError, count_rows, has_rows, is_one_per_row
 from l2l_core.batches.target_counts import ROWS, count_targets
@@ -291,6 +293,8 @@ class RowSelection:
             return self._select_tensor(value, where)
         if is_one_per_row(value, self._rows, where, is_root):
             return [with_items(value, _items(value, choice)) for choice in self._choices]
+        if (count := count_library_rows(value)) is not None:
+            return self._select_library_batch(value, count, where)
         opened = open_container(value)
         if opened is None:
             return self._select_leaf(value, where)
@@ -311,8 +315,30 @@ class RowSelection:
                 f"tensors of the batch disagree on dim 0, the number of rows: {where} has {tuple(value.shape)}, others "
                 f"{self._rows} rows"
             )
-        cut = [value[choice] for choice in self._choices]
-        return cut if self._change is None else [self._change(where, part, k) for k, part in enumerate(cut)]
+        return [self._changed(value[choice], where, k) for k, choice in enumerate(self._choices)]
+
+    def _select_library_batch(self, value: Any, count: int, where: str) -> list[Any]:
+        if count != self._rows:
+            if count == 1:
+                return self._replicate(value)
+            raise ValueError(
+                f"parts of the batch disagree on the number of rows: {where} is a {type(value).__name__} of {count}, others have "
+                f"{self._rows} rows"
+            )
+        cut = (select_library_rows(value, where, choice) for choice in self._choices)
+        return [self._changed(part, where, k) for k, part in enumerate(cut)]
+
+    def _changed(self, part: Any, where: str, k: int) -> Any:
+        """Return the part for choice `k`, with `change` applied to its tensors."""
+        if self._change is None:
+            return part
+        if has_rows(part):
+            return self._change(where, part, k)
+        opened = open_container(part)
+        if opened is None:
+            return part
+        named = zip(opened.parts, opened.names, strict=True)
+        return opened.rebuild([self._changed(each, where + name, k) for each, name in named])
 
     def _select_leaf(self, value: Any, where: str) -> list[Any]:
         """Repeat a leaf for every choice, or cut it if it is a sequence of rows.
@@ -363,6 +389,8 @@ def _columns(value: Any, rows: int, where: str, is_root: bool = False) -> Iterat
             yield where, value
     elif is_one_per_row(value, rows, where, is_root):
         yield where, value
+    elif graphs := list(graph_columns(value)):
+        yield from ((where + name, column) for name, column in graphs)
     elif (opened := open_container(value)) is not None:
         for part, name in zip(opened.parts, opened.names, strict=True):
             yield from _columns(part, rows, where + name)

@@ -1,15 +1,16 @@
 """Open containers in batches and rebuild them around other contents.
 
 PyTorch's pytrees cover dicts, lists, tuples, namedtuples and registered classes (transformers' ``ModelOutput``). This module
-adds other mappings (``UserDict``, ``BatchEncoding``), subclasses of dict, list and tuple, and dataclasses, frozen ones too.
-They are rebuilt as a copy with other attributes, without calling their constructors.
+adds other mappings (``UserDict``, ``BatchEncoding``), subclasses of dict, list and tuple, dataclasses, frozen ones too, and
+batches of other libraries (`library_batches.py`). They are rebuilt as a copy with other attributes, without calling their
+constructors.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import UserList, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from l2l_core._torch import pytree
+from l2l_core.batches.library_batches import open_library_batch
 
 _NOT_CONTAINERS = (torch.Tensor, nn.Module, type, str, bytes, torch.Size, PackedSequence)
 
@@ -37,6 +39,8 @@ def open_container(value: Any) -> OpenedContainer | None:
     """Open a container, one level deep; return None for other values."""
     if isinstance(value, _NOT_CONTAINERS):
         return None
+    if (opened := open_library_batch(value)) is not None:
+        return OpenedContainer(*opened, False)
     value_id = id(value)  # not the value itself: pytrees leave a reference cycle, which would keep it alive
     parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: id(part) != value_id)
     if not (len(parts) == 1 and parts[0] is value):
@@ -127,10 +131,29 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return map_leaves(value, lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
 
+def named_leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values in `value` that are not containers, in order, with their names; `where` is the name of `value`."""
+    opened = open_container(value)
+    if opened is None:
+        yield where, value
+    else:
+        for part, name in zip(opened.parts, opened.names, strict=True):
+            yield from named_leaves(part, where + name)
+
+
 def leaves_in(value: Any) -> list[Any]:
     """List the values in `value` that are not containers, in order."""
-    opened = open_container(value)
-    return [value] if opened is None else [leaf for part in opened.parts for leaf in leaves_in(part)]
+    return [leaf for _, leaf in named_leaves(value)]
+
+
+def refuse_gradients(batch: Any) -> None:
+    """Raise ValueError if a tensor of the batch requires a gradient, because steps train on copies without history."""
+    for name, leaf in named_leaves(batch, "batch"):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            raise ValueError(
+                f"{name} requires a gradient, which would not arrive: the relay trains on copies of the batch, on the device. "
+                "Pass it with .detach(); to train it, or the module that computes it, make that a part of the model"
+            )
 
 
 def same_leaves(parts: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -147,7 +170,7 @@ def shapes_of(value: Any) -> tuple[Any, ...]:
 
 def structure_of(value: Any) -> tuple[Any, ...]:
     """Return type and keys of `value`, and dtype and number of dimensions of all its tensors and arrays."""
-    names = tuple(map(str, value)) if isinstance(value, Mapping) else ()
+    names = tuple(map(str, value.keys())) if isinstance(value, Mapping) else ()  # a TensorDict iterates over rows
     return (type(value).__name__, names, tuple((len(shape), str(dtype)) for shape, dtype in shapes_of(value)))
 
 

@@ -133,8 +133,8 @@ class OutputJoin:
         if divisors is None and not _are_equal(parts):
             raise ValueError(
                 f'loss_over="batch": {where} of a micro-batch has no rows, as it has the shape {tuple(first.shape)}, so that '
-                "those of micro-batches cannot be joined. Return a value per row, such as x.expand(rows), and reduce it in the loss; a "
-                "parameter is read in the loss directly (model.logit_scale)"
+                "those of micro-batches cannot be joined. Return a value per row, such as x.expand(rows), and reduce it in the "
+                "loss; a parameter is read in the loss directly (model.logit_scale)"
             )
         return first
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from l2l_core.batches.containers import is_sequence, leaves_in, open_container
+from l2l_core.batches.library_batches import count_library_rows, is_uncut_graph
 
 
 class AmbiguousRowsError(ValueError):
@@ -23,7 +24,7 @@ def count_rows(batch: Any) -> int:
     """Count the rows of a batch.
 
     Raises:
-        NoRowsError: its tensors disagree.
+        NoRowsError: its tensors disagree, or it has a graph, which is one sample.
         ValueError: it is empty, or its lists have two readings with different numbers of rows.
     """
     outside: list[int] = []
@@ -55,9 +56,16 @@ def count_rows(batch: Any) -> int:
 
 
 def _collect_rows(value: Any, outside: list[int], lists: list[Any], is_root: bool = False) -> None:
-    """Collect the row counts of tensors outside of lists in `outside`, and the outermost lists in `lists`."""
+    """Collect the rows of tensors and library batches outside of lists in `outside`, and the outermost lists in `lists`."""
     if is_sequence(value) and not is_root:
         lists.append(value)
+    elif (count := count_library_rows(value)) is not None:
+        outside.append(count)
+    elif is_uncut_graph(value):
+        raise NoRowsError(
+            f"the batch has a {type(value).__name__}, which is one sample and cannot be cut: use RelayConfig(micro_batches=1), "
+            "or make a batch of several graphs with Batch.from_data_list, which is cut between graphs"
+        )
     elif (opened := open_container(value)) is not None:
         for part in opened.parts:
             _collect_rows(part, outside, lists)
@@ -108,7 +116,8 @@ def _describe(batch: Any) -> str:
 def _shown(value: Any) -> str:
     if has_rows(value):
         return str(tuple(value.shape))
-    return f"{type(value).__name__} of {len(value)}" if is_sequence(value) else type(value).__name__
+    count = len(value) if is_sequence(value) else count_library_rows(value)
+    return type(value).__name__ if count is None else f"{type(value).__name__} of {count}"
 
 
 def is_one_per_row(value: Any, rows: int, where: str, is_root: bool) -> bool:

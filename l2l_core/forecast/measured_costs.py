@@ -71,7 +71,7 @@ def costs_of_step(
 
 
 def _choose_representatives(rehearsal: Rehearsal, shapes: Sequence[Any], config: RelayConfig) -> Representatives:
-    """Choose micro-batches to measure: all of them depth first, since no turns of a stay repeat, and for a loss of the batch."""
+    """Choose micro-batches to measure: all of them depth first, where no turns repeat, or with a loss of the batch."""
     if config.schedule == "breadth_first" and rehearsal.batch_loss is None:
         return choose_representatives(shapes)
     every = list(range(len(shapes)))

@@ -5,12 +5,12 @@ May import `step.micro_batch`, `step.traffic`, `step.graph`, `eps`, `eps.optimiz
 Begin reading at `loop.py`, the algorithm; then `passes.py`, which assembles a pass.
 """
 
+from l2l_core.step.batch_loss import BatchLoss as BatchLoss
 from l2l_core.step.breadth_first import BreadthFirstRuntime as BreadthFirstRuntime
 from l2l_core.step.failure import defer_interrupts as defer_interrupts
 from l2l_core.step.failure import record_failure as record_failure
 from l2l_core.step.pass_cache import PassCache as PassCache
 from l2l_core.step.pass_cache import PassKind as PassKind
-from l2l_core.step.pass_inputs import BatchLoss as BatchLoss
 from l2l_core.step.pass_inputs import PassPlan as PassPlan
 from l2l_core.step.pass_inputs import PassSpec as PassSpec
 from l2l_core.step.pass_inputs import PassTask as PassTask

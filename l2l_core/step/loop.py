@@ -32,23 +32,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any
 
 import torch
 
 from l2l_core.batches import divide_loss, leaves_in
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Unit
-from l2l_core.step.detached_outputs import DetachedOutputs
+from l2l_core.step.batch_loss import DetachedOutputs, LoadBatchLoss
 from l2l_core.step.graph import run_backward, take_gradients
 from l2l_core.step.micro_batch import LayerCall, StepContext, SuspendedForward, suspend_all
 from l2l_core.step.pass_inputs import PassPlan
 from l2l_core.step.step_checks import PerMicroBatch, StepChecks, refuse_frozen_model
 from l2l_core.step.traffic import Gradient, GradientSlots, Prefetch
 from l2l_core.step.visit_scheduler import Visit, VisitScheduler
-
-# Copies the batch to the device, and returns the loss of the micro-batches' outputs.
-LoadBatchLoss = Callable[[], Callable[[Sequence[Any]], torch.Tensor]]
 
 
 class ForwardLoop:

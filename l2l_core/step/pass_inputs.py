@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from l2l_core.config import RelayConfig
@@ -14,6 +13,7 @@ from l2l_core.devices import Device, HostStashStore, Ledger, StashStore
 from l2l_core.eps import WeightSource
 from l2l_core.eps.blocks import Unit, shell_modules
 from l2l_core.schedule_rules import kept_layers
+from l2l_core.step.batch_loss import BatchLoss
 from l2l_core.step.micro_batch import KEEP, KEEP_UNTIL_SUSPENDED, RECOMPUTE, ActivationPolicy
 from l2l_core.trace import Trace
 
@@ -103,23 +103,6 @@ class PassPlan:
     def forward_then_backward(self) -> list[Unit]:
         """The layers of all visits of a training step; the first layer of backward is loaded already."""
         return [*self.layer_order, *reversed(self.layer_order[:-1])]
-
-
-@dataclass(frozen=True, slots=True)
-class BatchLoss:
-    """One loss over the outputs of all micro-batches.
-
-    Attributes:
-        outputs: returns the outputs of a micro-batch.
-        batch: the rows of all micro-batches, for the loss.
-        compute: ``(outputs of each micro-batch, batch=...) -> scalar``.
-        trains_parameters: whether parameters that the loss reads get their gradient here: on one worker alone.
-    """
-
-    outputs: PassTask
-    batch: Any
-    compute: Callable[..., torch.Tensor]
-    trains_parameters: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ import torch
 from l2l_core.batches import leaves_in, map_tensors
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Unit
+from l2l_core.step.batch_loss import BatchLoss
 from l2l_core.step.breadth_first import BreadthFirstRuntime
 from l2l_core.step.depth_first import DepthFirstRuntime
 from l2l_core.step.loop import ForwardLoop, TrainLoop
-from l2l_core.step.pass_inputs import BatchLoss, PassSpec, RelayParts
+from l2l_core.step.pass_inputs import PassSpec, RelayParts
 from l2l_core.step.pass_runtime import PassRuntime
 from l2l_core.step.step_checks import PerMicroBatch, StepChecks
 from l2l_core.step.traffic import MeterRecord

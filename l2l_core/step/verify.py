@@ -22,7 +22,7 @@ from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.eps.optimizers import clone_state, differing_settings, differing_state, is_same, settings_of
 from l2l_core.model import accumulate, accumulate_together, deep_copy, is_sparse, preserve_random_state, update_after
-from l2l_core.step.pass_inputs import BatchLoss
+from l2l_core.step.batch_loss import BatchLoss
 from l2l_core.trace import StepResult, Trace
 
 

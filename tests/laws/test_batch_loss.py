@@ -239,7 +239,10 @@ def test_with_views_that_belong_together(stash: Any) -> None:
     with Relay(model, adam, split=Views(2), **options) as relay:
         for step in range(2):
             batch = batch_of(model, 12, step)
-            parts = [{key: value[rows] for key, value in batch.items()} for rows in ([0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11])]
+            parts = [
+                {key: value[rows] for key, value in batch.items()}
+                for rows in ([0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11])
+            ]
             outputs = []
             with torch.random.fork_rng():
                 for k, part in enumerate(parts):

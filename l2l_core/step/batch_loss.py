@@ -1,15 +1,37 @@
-"""Outputs of a micro-batch, detached from its graph, so that one loss can read those of all micro-batches."""
+"""One loss over the outputs of all micro-batches, and their outputs detached from their graphs for it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from l2l_core.batches import map_tensors
 from l2l_core.step.graph import BoundaryGradient
 from l2l_core.step.micro_batch import SuspendedForward
+
+# Copies the batch to the device, and returns the loss of the micro-batches' outputs.
+LoadBatchLoss = Callable[[], Callable[[Sequence[Any]], torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLoss:
+    """One loss over the outputs of all micro-batches.
+
+    Attributes:
+        outputs: returns the outputs of a micro-batch.
+        batch: the rows of all micro-batches, for the loss.
+        compute: ``(outputs of each micro-batch, batch=...) -> scalar``.
+        trains_parameters: whether parameters that the loss reads get their gradient here: on one worker alone.
+    """
+
+    outputs: Callable[[nn.Module, Any], Any]
+    batch: Any
+    compute: Callable[..., torch.Tensor]
+    trains_parameters: bool = True
 
 
 @dataclass(slots=True)
