@@ -67,6 +67,8 @@ class Outcome:
         outcome: one of `GOOD` and `BAD`; "untrainable" means that plain training failed, or gives other bits each time.
         reason: the first line of the error, or how it was made small.
         layers: how many the relay has found.
+        mixes: what the relay says of a loss whose parts do not give the loss of the batch: "refused" or "warned".
+        gap: relative difference between the loss of the whole batch and that of its micro-batches, in core.
     """
 
     name: str
@@ -74,6 +76,8 @@ class Outcome:
     outcome: str
     reason: str = ""
     layers: int = 0
+    mixes: str = ""
+    gap: float = 0.0
 
 
 Make = Callable[[], tuple[nn.Module, Callable[[int], Any], Callable[[Any, Any], torch.Tensor] | None, str]]
@@ -91,6 +95,7 @@ def judge(name: str, task: str, make: Make) -> Outcome:
     try:
         losses, expected = in_core(make)
         outcome = by_relay(name, task, make, losses, expected)
+        outcome.mixes, outcome.gap = mixing(make)
         if outcome.outcome != "equal":  # two plain runs may differ too; then there is nothing to be equal to
             again, other = in_core(make)
             if again != losses or differences(other, expected):
@@ -115,7 +120,7 @@ def by_relay(name: str, task: str, make: Make, losses: list[float], expected: di
     before = state_of(model)
     relay = None
     try:
-        with Relay(model, optimizer_of, "cpu", loss=loss, config=CONFIG) as relay:
+        with Relay(model, optimizer_of, "cpu", loss=loss, config=CONFIG, loss_over="micro-batch") as relay:
             layers = len(relay.stack)
             numpy.random.seed(0)
             got = [relay.step(batch_of(step)).loss for step in range(STEPS)]
@@ -133,6 +138,28 @@ def by_relay(name: str, task: str, make: Make, losses: list[float], expected: di
             name, task, "wrong", f"losses {got} for {losses}; {len(wrong)} tensors, {', '.join(wrong[:3])}", layers
         )
     return Outcome(name, task, "equal", how, layers)
+
+
+def mixing(make: Make) -> tuple[str, float]:
+    """Return what the relay says of the class's loss, and how far micro-batches are from the batch in evaluation mode."""
+    model, batch_of, loss, _ = make()
+    batch, said = batch_of(0), ""
+    model.eval()
+    with torch.no_grad():
+        whole = float(call(model, batch, loss))
+        parts = [float(call(model, part, loss)) for part in cut(batch)]
+    model.train()
+    try:
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            Relay(model, optimizer_of, "cpu", loss=loss, config=CONFIG) as relay,
+        ):
+            warnings.simplefilter("always")
+            relay.evaluate(batch)
+        said = "warned" if any("in two parts" in str(each.message) for each in caught) else ""
+    except (ValueError, TypeError, RuntimeError) as error:
+        said = "refused" if "in two parts" in str(error) else ""
+    return said, abs(whole - sum(parts) / len(parts)) / max(abs(whole), 1e-12)
 
 
 def optimizer_of(params: Any) -> torch.optim.Optimizer:
@@ -412,10 +439,10 @@ def document(outcomes: Sequence[Outcome], versions: str) -> str:
     lines = [
         "# Models",
         "",
-        "`python benchmarks/models.py` makes every class of transformers' auto mappings small by its configuration and trains",
-        f"it for {STEPS} steps, in core by a plain loop and by relay with the stash on the host and the layers that it finds by",
-        "itself. *Equal* means the same bits in losses, parameters and buffers; *refused*, an error before anything was",
-        "trained.",
+        "`python benchmarks/models.py` shrinks every class of transformers' auto mappings through its configuration and trains it",
+        f"for {STEPS} steps: in core with a plain loop, and by relay with the stash on the host, the layers of `find_layers` and",
+        '`loss_over="micro-batch"`, as the plain loop accumulates. *Equal* means the same bits in losses, parameters and buffers.',
+        "*Refused* means an error before anything was trained. A *bad* class differs, fails in another way, or takes too long.",
         "",
         f"Made with {versions}.",
         "",
@@ -431,11 +458,29 @@ def document(outcomes: Sequence[Outcome], versions: str) -> str:
         if some := [outcome for outcome in outcomes if outcome.outcome == kind]:
             lines += ["", f"## {title}", "", "| class | for | reason |", "|---|---|---|"]
             lines += [f"| {o.name} | {o.task} | {escaped(o.reason)} |" for o in some]
+    lines += mixing_table(outcomes)
     lines += ["", "## Equal", ""]
     for task in dict.fromkeys(outcome.task for outcome in outcomes):
         if some := [outcome for outcome in outcomes if outcome.task == task and outcome.outcome == "equal"]:
             lines += [f"**{task}** (layers found): " + ", ".join(f"{o.name} ({o.layers})" for o in some), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def mixing_table(outcomes: Sequence[Outcome]) -> list[str]:
+    """Classes whose loss of a batch is not that of its micro-batches, by the relay's comparison or in core."""
+    some = [o for o in outcomes if o.outcome != "untrainable" and (o.mixes or o.gap > 1e-5)]
+    return [
+        "",
+        "## Losses that mix rows",
+        "",
+        "Without `loss_over`, the relay compares the loss of a few rows with that of their parts. *refused* and *warned* are what it",
+        "says. The figure is measured in core, in evaluation mode: how far the mean loss of the two micro-batches is from the loss of",
+        "the batch.",
+        "",
+        "| class | for | relay | in core |",
+        "|---|---|---|---|",
+        *(f"| {o.name} | {o.task} | {o.mixes or '-'} | {100 * o.gap:.2g} % |" for o in some),
+    ]
 
 
 def escaped(text: str) -> str:
