@@ -113,7 +113,7 @@ class Runner:
     def split(self, batch: Batch) -> tuple[BatchRows, list[Any]]:
         """Split a batch into `config.micro_batches` micro-batches, or one per row if it has fewer rows."""
         rows, count = self.rows_of(batch), self.config.micro_batches
-        fewer = rows.most_parts(count) if self._backend.count == 1 else count  # workers agree on a number
+        fewer = self._most_parts(rows, count)
         if fewer < count and not self._warned_of_fewer:
             self._warned_of_fewer = True
             warnings.warn(
@@ -123,6 +123,10 @@ class Runner:
             )
         return rows, rows.split(fewer)
 
+    def _most_parts(self, rows: BatchRows, count: int) -> int:
+        """Return `count`, or the number of rows if there are fewer; workers must agree on a number."""
+        return rows.most_parts(count) if self._backend.count == 1 else count
+
     def kind_of(self, micro_batches: Sequence[Any], config: RelayConfig) -> PassKind:
         """Return the kind of a pass over these micro-batches."""
         shapes = tuple(shapes_of(each) for each in micro_batches)
@@ -131,14 +135,16 @@ class Runner:
         return PassKind(config, shapes, self._model.training, layers)
 
     def resolve_config(self, config: RelayConfig, batch: Batch) -> RelayConfig:
-        """Replace `keep` in bytes by the number of graphs that fit on every worker."""
+        """Replace `keep` in bytes by the number of graphs that fit, and use no more micro-batches than rows."""
         if not isinstance(config, RelayConfig):
             return config
+        rows = self.rows_of(batch)
         config = config.for_layers(len(self.parts.layers))
+        config = replace(config, micro_batches=self._most_parts(rows, config.micro_batches))
         if not isinstance(config.keep, str):
             return config
         nbytes = parse_bytes(config.keep, "keep")
-        kind = self.kind_of(self.split(batch)[1], config)
+        kind = self.kind_of(rows.split(config.micro_batches), config)
         cached = self.pass_cache.kept_counts.get(kind)
         counts = [
             count for count in self._backend.gather_items([cached], "share counts of kept graphs") if count is not None
@@ -168,7 +174,11 @@ class Runner:
         self._store.masters.check_groups()
         rows, micro_batches = self.split(batch)
         config = replace(config, micro_batches=len(micro_batches))
-        divisors = self.normaliser.divisors(rows, micro_batches)
+        try:
+            divisors = self.normaliser.divisors(rows, micro_batches)
+        except DeviceOutOfMemory as error:
+            self._advise(error, batch, config)
+            raise
         kind = self.kind_of(micro_batches, config)
         replay = self.pass_cache.find_step(kind) if config.meter == "on_change" else None
         losses, ran, trace = self._train(batch, micro_batches, divisors, config, replay)
@@ -210,14 +220,19 @@ class Runner:
             updated = self._backend.agree_on_failure(error, self._roll_back(restore_buffers))
             if isinstance(error, StaleMeterError):
                 self.pass_cache.invalidate()
-            if isinstance(error, DeviceOutOfMemory) and self._backend.count == 1:
-                from l2l_core.forecast import advise
-
-                with self.rehearsing() as rehearsal:
-                    advise(error, rehearsal, batch, config)
+            if isinstance(error, DeviceOutOfMemory):
+                self._advise(error, batch, config)
             if updated:
                 raise self._torn_step(error, updated) from error
             raise
+
+    def _advise(self, error: DeviceOutOfMemory, batch: Batch, config: RelayConfig) -> None:
+        """Add settings that fit to an error, with one worker."""
+        if self._backend.count == 1:
+            from l2l_core.forecast import advise
+
+            with self.rehearsing() as rehearsal:
+                advise(error, rehearsal, batch, config)
 
     def _roll_back(self, restore_buffers: Callable[[], None]) -> list[str]:
         """Undo the step where possible; return the keys of blocks that stay updated."""
