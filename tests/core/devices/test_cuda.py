@@ -106,7 +106,7 @@ def test_a_wait_that_is_forgotten_shows(forgotten: str, monkeypatch: pytest.Monk
     """What proves that the test above can fail."""
     kind = BY_NAME["chain"]
     monkeypatch.setattr(cuda_module._CudaTicket, forgotten, lambda self: None)
-    with both(kind, RelayConfig(micro_batches=2), device=LateDevice()) as pair:
+    with both(kind, RelayConfig(micro_batches=2), device=LateDevice(), loss_over="micro-batch") as pair:
         try:
             steps = [pair.step(kind.make_batch(4, step)) for step in range(2)]
         except (NonFiniteError, RuntimeError):

@@ -151,7 +151,7 @@ def test_random_streams() -> None:
     assert_trains(kind)
     config = RelayConfig(micro_batches=3, seed=5)
     model = kind.make_model()
-    with Relay(model, loss=kind.loss, config=config) as relay:
+    with Relay(model, loss=kind.loss, loss_over=kind.loss_over, config=config) as relay:
         for step in range(2):
             ShellDraws.drawn.clear()
             twin = copy.deepcopy(model)

@@ -85,7 +85,8 @@ def steps_of(folder: Path, depth: int, micro_batches: int, stash: Any = "disk") 
     """The trace of a second step, with one row per micro-batch."""
     kind = stack(depth)
     config = RelayConfig(micro_batches=micro_batches, stash=stash)
-    with relay_on(folder / f"{depth} {micro_batches} {stash}", kind, config=config) as relay:
+    options: dict[str, Any] = {"config": config, "loss_over": "micro-batch"}  # no stash of other passes
+    with relay_on(folder / f"{depth} {micro_batches} {stash}", kind, **options) as relay:
         relay.step(kind.make_batch(micro_batches, 0))
         trace = relay.step(kind.make_batch(micro_batches, 1)).trace
         assert relay.host.by_category().get("stash", 0) == 0
