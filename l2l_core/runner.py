@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
@@ -299,13 +300,15 @@ class Runner:
         )
 
     def _measure_losses(self, batches: Sequence[Any], perturbed: bool) -> list[float]:
-        """Return the losses of a few rows each, in evaluation mode and float32; restores buffers, attributes and random state.
+        """Return the losses of a few rows each, in evaluation mode and float32; all state is as before.
 
-        With `perturbed`, the shell's weights are perturbed on the device only. Nothing is loaded ahead: in float32, weights
-        need twice the memory of bfloat16.
+        With `perturbed`, the shell's weights are perturbed on the device only. One layer is on the device at a time: in
+        float32, weights need twice the memory of bfloat16.
         """
-        config = replace(self.config, micro_batches=len(batches), precision="fp32", ahead=0)
+        one_slot = {"schedule": "breadth_first", "ahead": 0, "resident": 0, "keep": 0}
+        config = replace(self.config, micro_batches=len(batches), precision="fp32", **one_slot)
         restores = [self.parts.snapshot_buffers(), snapshot_attributes(self._model.modules())]
+        restores += [partial(param.requires_grad_, param.requires_grad) for param in self._model.parameters()]
         try:
             # Eager: compiled code would be compiled anew for these shapes.
             with preserve_random_state(), full_precision(self._device.torch_device), force_eager():
