@@ -72,7 +72,9 @@ def relay_of(kind: Kind, config: RelayConfig) -> Iterator[Relay]:
     """Yield a relay for a model of the zoo on an emulated device behind a slow link."""
     model = kind.make_model()
     device = EmulatedDevice(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9)
-    with Relay(model, adamw(model), device, layers=kind.layers, loss=kind.loss, config=config) as relay:
+    with Relay(
+        model, adamw(model), device, layers=kind.layers, loss=kind.loss, loss_over=kind.loss_over, config=config
+    ) as relay:
         yield relay
 
 
@@ -183,7 +185,9 @@ def test_bytes_on_a_device_with_separate_memory(name: str, precision: str) -> No
     config = RelayConfig(micro_batches=2, stash="host", ahead=0, precision=precision)
     kind = BY_NAME[name]
     model, device = kind.make_model(), LateDevice()
-    with Relay(model, adamw(model), device, layers=kind.layers, loss=kind.loss, config=config) as relay:
+    with Relay(
+        model, adamw(model), device, layers=kind.layers, loss=kind.loss, loss_over=kind.loss_over, config=config
+    ) as relay:
         held = relay.host.by_category()
         relay.forecast(kind.make_batch(4))
         assert held == relay.host.by_category() and not device.ledger.by_category()

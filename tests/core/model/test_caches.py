@@ -174,7 +174,14 @@ def test_a_configuration_of_ones_own_is_left_alone() -> None:
     model.config = Config()
     model.head.register_forward_pre_hook(lambda *_: seen.append(model.config.use_cache))
     config = RelayConfig(micro_batches=2)
-    with Relay(model, partial(torch.optim.SGD, lr=0.1), EmulatedDevice(), loss=kind.loss, config=config) as relay:
+    with Relay(
+        model,
+        partial(torch.optim.SGD, lr=0.1),
+        EmulatedDevice(),
+        loss=kind.loss,
+        loss_over=kind.loss_over,
+        config=config,
+    ) as relay:
         relay.step(kind.make_batch(4))
     assert seen and all(seen)
 

@@ -228,8 +228,8 @@ def test_a_step_that_fails_in_forward_frees_its_room(folder: Path) -> None:
 def test_no_shelf_no_room_on_the_disk(folder: Path) -> None:
     kind = BY_NAME["chain"]
     with pytest.raises(ValueError, match="FileShelf"):
-        Relay(kind.make_model(), loss=kind.loss, device=EmulatedDevice(), config=CONFIG)
-    with Relay(kind.make_model(), loss=kind.loss, device=EmulatedDevice()) as relay:
+        Relay(kind.make_model(), loss=kind.loss, loss_over=kind.loss_over, device=EmulatedDevice(), config=CONFIG)
+    with Relay(kind.make_model(), loss=kind.loss, loss_over=kind.loss_over, device=EmulatedDevice()) as relay:
         with pytest.raises(ValueError, match="FileShelf"):
             relay.config = CONFIG
         with pytest.raises(ValueError, match="FileShelf"):
