@@ -134,7 +134,7 @@ class Runner:
     def split(self, batch: Batch) -> tuple[RowsOfBatch, list[Any]]:
         """Split a batch into `config.micro_batches` micro-batches, or one per row if it has fewer rows."""
         rows, count = self.rows_of(batch), self.config.micro_batches
-        fewer = rows.most_parts(count) if self._backend.count == 1 else count  # workers agree on a number
+        fewer = self._most_parts(rows, count)
         if fewer < count and not self._warned_of_fewer:
             self._warned_of_fewer = True
             warnings.warn(
@@ -144,6 +144,10 @@ class Runner:
             )
         return rows, rows.split(fewer)
 
+    def _most_parts(self, rows: RowsOfBatch, count: int) -> int:
+        """Return `count`, or the number of rows if there are fewer; workers must agree on a number."""
+        return rows.most_parts(count) if self._backend.count == 1 else count
+
     def kind_of(self, micro_batches: Sequence[Any], config: RelayConfig) -> PassKind:
         """Return the kind of a pass over these micro-batches."""
         shapes = tuple(shapes_of(each) for each in micro_batches)
@@ -152,14 +156,16 @@ class Runner:
         return PassKind(config, shapes, self._model.training, layers)
 
     def resolve_config(self, config: RelayConfig, batch: Batch) -> RelayConfig:
-        """Replace `keep` in bytes by the number of graphs that fit on every worker."""
+        """Replace `keep` in bytes by the number of graphs that fit, and use no more micro-batches than rows."""
         if not isinstance(config, RelayConfig):
             return config
+        rows = self.rows_of(batch)
         config = config.for_layers(len(self.parts.layers))
+        config = replace(config, micro_batches=self._most_parts(rows, config.micro_batches))
         if not isinstance(config.keep, str):
             return config
         nbytes = parse_bytes(config.keep, "keep")
-        kind = self.kind_of(self.split(batch)[1], config)
+        kind = self.kind_of(rows.split(config.micro_batches), config)
         cached = self.pass_cache.kept_counts.get(kind)
         counts = [
             count for count in self._backend.gather_items([cached], "share counts of kept graphs") if count is not None
@@ -242,7 +248,11 @@ class Runner:
         refuse_gradients(batch)
         rows, micro_batches = self.split(batch)
         config = replace(config, micro_batches=len(micro_batches))
-        divisors = self.normaliser.divisors(rows, micro_batches)
+        try:
+            divisors = self.normaliser.divisors(rows, micro_batches)
+        except DeviceOutOfMemory as error:
+            self._advise(error, batch, config)
+            raise
         kind = self.kind_of(micro_batches, config)
         replay = self.pass_cache.find_step(kind) if config.meter == "on_change" else None
         batch_loss = self.batch_loss(rows, len(micro_batches))
@@ -287,14 +297,19 @@ class Runner:
             updated = self._backend.agree_on_failure(error, self._roll_back(restore_buffers))
             if isinstance(error, StaleMeterError):
                 self.pass_cache.invalidate()
-            if isinstance(error, DeviceOutOfMemory) and self._backend.count == 1:
-                from l2l_core.forecast import advise
-
-                with self.rehearsing(batch) as rehearsal:
-                    advise(error, rehearsal, batch, config)
+            if isinstance(error, DeviceOutOfMemory):
+                self._advise(error, batch, config)
             if updated:
                 raise self._torn_step(error, updated) from error
             raise
+
+    def _advise(self, error: DeviceOutOfMemory, batch: Batch, config: RelayConfig) -> None:
+        """Add settings that fit to an error, with one worker."""
+        if self._backend.count == 1:
+            from l2l_core.forecast import advise
+
+            with self.rehearsing(batch) as rehearsal:
+                advise(error, rehearsal, batch, config)
 
     def _roll_back(self, restore_buffers: Callable[[], None]) -> list[str]:
         """Undo the step where possible; return the keys of blocks that stay updated."""
@@ -370,13 +385,15 @@ class Runner:
         )
 
     def _measure_losses(self, batches: Sequence[Any], perturbed: bool) -> list[float]:
-        """Return the losses of a few rows each, in evaluation mode and float32; restores buffers, attributes and random state.
+        """Return the losses of a few rows each, in evaluation mode and float32; all state is as before.
 
-        With `perturbed`, the shell's weights are perturbed on the device only. Nothing is loaded ahead: in float32, weights
-        need twice the memory of bfloat16.
+        With `perturbed`, the shell's weights are perturbed on the device only. One layer is on the device at a time: in
+        float32, weights need twice the memory of bfloat16.
         """
-        config = replace(self.config, micro_batches=len(batches), precision="fp32", ahead=0)
+        one_slot = {"schedule": "breadth_first", "ahead": 0, "resident": 0, "keep": 0}
+        config = replace(self.config, micro_batches=len(batches), precision="fp32", **one_slot)
         restores = [self.parts.snapshot_buffers(), snapshot_attributes(self._model.modules())]
+        restores += [partial(param.requires_grad_, param.requires_grad) for param in self._model.parameters()]
         try:
             # Eager: compiled code would be compiled anew for these shapes.
             with preserve_random_state(), full_precision(self._device.torch_device), force_eager():

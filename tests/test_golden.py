@@ -16,7 +16,12 @@ def hashes(kind: Kind, rows: int = 7, **settings: object) -> dict[str, object]:
     torch.manual_seed(0)
     model = kind.make_model()
     config = RelayConfig(**({"micro_batches": 3} | settings))  # type: ignore[arg-type]
-    with recording(steps), Relay(model, adamw(model), layers=kind.layers, loss=kind.loss, config=config) as relay:
+    with (
+        recording(steps),
+        Relay(
+            model, adamw(model), layers=kind.layers, loss=kind.loss, loss_over=kind.loss_over, config=config
+        ) as relay,
+    ):
         relay.step(kind.make_batch(rows, 0))
     return summary("held", steps)
 

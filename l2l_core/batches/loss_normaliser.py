@@ -147,6 +147,7 @@ class LossNormaliser:
 
         Raises:
             ValueError: none does, by more than `MOST_GAP`.
+            MemoryError: the device is too small for a few rows.
         """
         if self._loss_over == "micro-batch":
             self._notes.put(names, ' of each micro-batch (loss_over="micro-batch")')
@@ -157,7 +158,7 @@ class LossNormaliser:
                 try:
                     comparison = compare_losses(rows, size, normaliser_candidates(rows), self._measure)
                 except Exception as error:
-                    if self._peers.count > 1:
+                    if self._peers.count > 1 or isinstance(error, MemoryError):  # a step would not fit either
                         raise
                     why_not = f"{type(error).__name__}: {error}"
         if comparison.gap > MOST_GAP:  # beyond noise, too

@@ -54,12 +54,12 @@ class RelayParts:
         return shell_modules(self.model, {unit.module for unit in self.layers})
 
     def snapshot_buffers(self) -> Callable[[], None]:
-        """Copy the values of all buffers; return a function that restores them."""
-        values = [unit.buffers.copy() for unit in self.units]
+        """Copy the values of all buffers; return a function that restores tensors and values."""
+        restores = [unit.buffers.snapshot() for unit in self.units]
 
         def restore() -> None:
-            for unit, old in zip(self.units, values, strict=True):
-                unit.buffers.restore(old)
+            for each in restores:
+                each()
 
         return restore
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from l2l_core.batches import Batch, LossNormaliser, ModelCall, Objective, Split, Weight, rows_rule, shapes_of
+from l2l_core.batches import (
+    Batch,
+    LossNormaliser,
+    LossOver,
+    ModelCall,
+    Objective,
+    RowsOfBatch,
+    Split,
+    Weight,
+    rows_rule,
+    shapes_of,
+)
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, DeviceOutOfMemory, EmulatedDevice
 from l2l_core.eps.blocks import refuse_checkpointing, refuse_scripted
@@ -78,6 +90,7 @@ class Lab:
         device: emulated; plans are made for its memory and its link.
         layers: as in `Relay`; default `find_layers(model)`.
         loss, objective, weight, split: as in `Relay`.
+        loss_over: as in `Relay`, but no "batch": plans run one micro-batch after another.
         micro_batches: number of micro-batches, which follow the same plan one after another.
         seed: seed of the random streams, as in a relay.
 
@@ -101,6 +114,7 @@ class Lab:
         loss: Callable[[Any, Any], torch.Tensor] | None = None,
         objective: Objective | None = None,
         weight: Weight | None = None,
+        loss_over: LossOver | None = None,
         micro_batches: int = 1,
         seed: int = 0,
         split: Split | None = None,
@@ -115,13 +129,21 @@ class Lab:
         self.trace: Trace | None = None
         self.layers = tuple(resolve_layers(model, layers))
         self._model_call = ModelCall(model, loss, objective)
-        self._options: dict[str, Any] = {"loss": loss, "objective": objective, "weight": weight, "split": split}
+        if loss_over == "batch":
+            raise ValueError(
+                'loss_over="batch": a lab runs one micro-batch after another, each with its own loss. Use a Relay, or leave it '
+                "out"
+            )
+        self._options: dict[str, Any] = {
+            "loss": loss, "objective": objective, "weight": weight, "loss_over": loss_over, "split": split
+        }  # fmt: skip
         self._model_call.check(batch)
         self.rows_of = rows_rule(split)
         rows = self.rows_of(batch)
         self._micro_batches = [copy_tensors(each) for each in rows.split(micro_batches)]
-        self._normaliser = LossNormaliser(weight, partial(measure_losses, model, self._model_call.objective))
-        self._divisors = self._normaliser.divisors(rows, self._micro_batches)
+        measure_few = partial(measure_losses, model, self._model_call.objective)
+        self._normaliser = LossNormaliser(weight, measure_few, loss_over=loss_over)
+        self._divisors = self._find_divisors(rows, self._micro_batches)
         self._costs: dict[Any, list[StageCosts]] = {}  # by form of micro-batch
         self._shared: frozenset[str] = frozenset()
         self._measure()
@@ -270,7 +292,16 @@ class Lab:
                 f"the micro-batches of this batch have shapes {given}, and plans are made for {measured}, whose bytes were "
                 "measured: give batches of one shape (a DataLoader with drop_last=True), or make another Lab with this one"
             )
-        return self._make_inputs(micro_batches, self._normaliser.divisors(rows, micro_batches))
+        return self._make_inputs(micro_batches, self._find_divisors(rows, micro_batches))
+
+    def _find_divisors(self, rows: RowsOfBatch, micro_batches: Sequence[Any]) -> list[float]:
+        divisors = self._normaliser.divisors(rows, micro_batches)
+        if math.inf in divisors:
+            raise ValueError(
+                f"micro-batch {divisors.index(math.inf)} has no target, so it has no loss that a plan could train: use fewer "
+                "micro_batches, or leave such rows out"
+            )
+        return divisors
 
     def _make_inputs(self, micro_batches: Sequence[Any], divisors: Sequence[float]) -> PlanInputs:
         seeds = [self.config.micro_batch_seed(self.steps, k) for k in range(len(micro_batches))]

@@ -127,7 +127,9 @@ def test_bf16_is_that_of_the_relay(name: str) -> None:
     kind, states = BY_NAME[name], []
     for config in (config_of(kind, precision="bf16"), RelayConfig(micro_batches=3, precision="bf16")):
         model = kind.make_model()
-        with Relay(model, adamw(model), loss=kind.loss, layers=kind.layers, config=config) as relay:
+        with Relay(
+            model, adamw(model), loss=kind.loss, loss_over=kind.loss_over, layers=kind.layers, config=config
+        ) as relay:
             losses = [relay.step(kind.make_batch(6, step)).loss for step in range(3)]
             states.append((losses, copy_state(relay.model)))
     assert states[0][0] == states[1][0]
@@ -139,7 +141,9 @@ def test_fewer_bits_are_those_of_the_relay(compress: Any) -> None:
     kind, states = BY_NAME["chain"], []
     for config in (config_of(kind, compress=compress), RelayConfig(micro_batches=3, compress=compress)):
         model = kind.make_model()
-        with Relay(model, adamw(model), loss=kind.loss, layers=kind.layers, config=config) as relay:
+        with Relay(
+            model, adamw(model), loss=kind.loss, loss_over=kind.loss_over, layers=kind.layers, config=config
+        ) as relay:
             states.append(([relay.step(kind.make_batch(6, step)).loss for step in range(3)], copy_state(relay.model)))
     assert states[0][0] == states[1][0]
     assert all(torch.equal(states[0][1][key], value) for key, value in states[1][1].items())
@@ -830,7 +834,7 @@ def test_save_and_resume(tmp_path: Path) -> None:
         assert_equal([pair.step(kind.make_batch(7, 0))])
         pair.relay.save(tmp_path)
         model = kind.make_model()
-        with Relay.load(tmp_path, model, adamw(model), loss=kind.loss) as again:
+        with Relay.load(tmp_path, model, adamw(model), loss=kind.loss, loss_over=kind.loss_over) as again:
             assert again.config == pair.relay.config
             assert again.step(kind.make_batch(7, 1)).loss == pair.in_core.step(kind.make_batch(7, 1))
             assert not differences(model, pair.in_core.model)

@@ -139,7 +139,7 @@ def test_factory_is_called_once_with_all_parameters() -> None:
         return torch.optim.AdamW(calls[-1], lr=1e-3)
 
     model = kind.make_model()
-    with Relay(model, factory, loss=kind.loss) as relay:
+    with Relay(model, factory, loss=kind.loss, loss_over=kind.loss_over) as relay:
         assert len(calls) == 1 and all(a is b for a, b in zip(calls[0], model.parameters(), strict=True))
         in_core = InCore(kind, twin := kind.make_model(), factory(twin.parameters()), relay.config)
         batch = kind.make_batch(4, 0)
@@ -223,7 +223,7 @@ def test_scheduler_made_before_the_relay() -> None:
     in_core = InCore(kind, kind.make_model(), None, RelayConfig())  # type: ignore[arg-type]
     in_core.optimizer = adamw(in_core.model)
     other = torch.optim.lr_scheduler.LambdaLR(in_core.optimizer, lambda step: 1.0 / (1 + step))
-    with Relay(model, optimizer, loss=kind.loss) as relay:
+    with Relay(model, optimizer, loss=kind.loss, loss_over=kind.loss_over) as relay:
         for step in range(3):
             assert relay.step(kind.make_batch(4, step)).loss == in_core.step(kind.make_batch(4, step))
             scheduler.step(), other.step()
@@ -339,13 +339,17 @@ def test_step_loss_is_the_mean_over_the_batch(name: str) -> None:
     assert sum(means) / 3 != pytest.approx(expected, rel=1e-6)
 
 
-def test_micro_batch_without_targets_is_refused() -> None:
+def test_a_micro_batch_without_targets_adds_nothing_and_a_batch_without_any_is_refused() -> None:
     kind = BY_NAME["gpt2"]
     batch = kind.make_batch(4, 0)
     batch["labels"][2:] = IGNORED
     with both(kind, RelayConfig(micro_batches=2)) as pair:
+        expected = pair.in_core.step_on([{name: rows[:2] for name, rows in batch.items()}])
+        assert pair.relay.step(batch).loss == expected
+        assert not differences(pair.relay.model, pair.in_core.model)
         before = copy_state(pair.relay.model)
-        with pytest.raises(ValueError, match="micro-batch 1 .*no target"):
+        batch["labels"][:] = IGNORED
+        with pytest.raises(ValueError, match="no target"):
             pair.relay.step(batch)
         assert_state(pair.relay.model, before)
 
@@ -492,7 +496,7 @@ def test_a_wholly_frozen_model_is_refused_as_in_plain_training() -> None:
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match="does not require grad"):
         loss_of(kind, model, batch).backward()
-    with Relay(model, partial(torch.optim.SGD, lr=0.1), loss=kind.loss) as relay:
+    with Relay(model, partial(torch.optim.SGD, lr=0.1), loss=kind.loss, loss_over=kind.loss_over) as relay:
         with pytest.raises(RuntimeError, match="frozen"):
             relay.step(batch)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

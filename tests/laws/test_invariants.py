@@ -162,7 +162,9 @@ def test_last_layer_is_not_run_twice() -> None:
     depth, micro_batches, steps = 4, 3, 2
     model = Chain([CountsCalls() for _ in range(depth)])
     kind = deep(depth)
-    with Relay(model, loss=kind.loss, config=RelayConfig(micro_batches=micro_batches)) as relay:
+    with Relay(
+        model, loss=kind.loss, loss_over=kind.loss_over, config=RelayConfig(micro_batches=micro_batches)
+    ) as relay:
         relay.step(kind.make_batch(6, 0))  # in which every layer that counts proves that it can be recomputed
         for layer in model.layers:
             layer.runs.clear()
@@ -243,7 +245,9 @@ def test_inference_changes_nothing(kind: Kind, stash: str) -> None:
     model = kind.make_model()
     list(model.modules())[-1].eval()  # flags need not be the same everywhere
     batch = kind.make_batch(7, 0)
-    with Relay(model, adamw(model), loss=kind.loss, config=RelayConfig(micro_batches=3, stash=stash)) as relay:
+    with Relay(
+        model, adamw(model), loss=kind.loss, loss_over=kind.loss_over, config=RelayConfig(micro_batches=3, stash=stash)
+    ) as relay:
         relay.step(kind.make_batch(7, 1))
         flags = [module.training for module in model.modules()]
         before, parts = copy_state(model), micro_batches_of(batch, 3)
@@ -288,7 +292,9 @@ def test_inference_before_the_first_step_and_in_training() -> None:
 def test_threads_are_joined() -> None:
     before = set(threading.enumerate())
     kind = BY_NAME["chain"]
-    relay = Relay(kind.make_model(), loss=kind.loss, config=RelayConfig(micro_batches=2, stash="host"))
+    relay = Relay(
+        kind.make_model(), loss=kind.loss, loss_over=kind.loss_over, config=RelayConfig(micro_batches=2, stash="host")
+    )
     relay.step(kind.make_batch(4, 0))
     assert set(threading.enumerate()) > before
     relay.close()
@@ -300,7 +306,10 @@ def test_threads_are_joined() -> None:
 
 def test_threads_are_joined_after_an_error() -> None:
     before, kind = set(threading.enumerate()), BY_NAME["chain"]
-    with pytest.raises(ValueError, match="boom"), Relay(kind.make_model(), loss=kind.loss) as relay:
+    with (
+        pytest.raises(ValueError, match="boom"),
+        Relay(kind.make_model(), loss=kind.loss, loss_over=kind.loss_over) as relay,
+    ):
         relay.step(kind.make_batch(4, 0))
         raise ValueError("boom")
     assert set(threading.enumerate()) == before

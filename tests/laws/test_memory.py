@@ -64,7 +64,8 @@ def test_peaks_are_flat_where_micro_batches_finish_early_or_layers_recur() -> No
         inputs, targets = chain_batch(micro_batches)
         inputs[0, 0] = 10.0
         config = RelayConfig(micro_batches=micro_batches, stash="host")
-        with Relay(make_model(), loss=squared_error, config=config) as relay:
+        # The first row decides for others of its micro-batch.
+        with Relay(make_model(), loss=squared_error, loss_over="micro-batch", config=config) as relay:
             return [relay.step((inputs, targets)).peak_device_bytes for _ in range(3)]
 
     for make_model in (Recurring, lambda: Early(5)):

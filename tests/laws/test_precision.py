@@ -53,7 +53,12 @@ def test_bf16_is_what_its_definition_says_bit_by_bit(name: str, stash: str) -> N
     kind, oracle = BY_NAME[name], Oracle(BY_NAME[name])
     config = RelayConfig(micro_batches=K, precision="bf16", stash=stash)
     with Relay(
-        kind.make_model(), partial(torch.optim.AdamW, lr=1e-3), loss=kind.loss, layers=kind.layers, config=config
+        kind.make_model(),
+        partial(torch.optim.AdamW, lr=1e-3),
+        loss=kind.loss,
+        loss_over=kind.loss_over,
+        layers=kind.layers,
+        config=config,
     ) as relay:
         for step in range(3):
             batch = kind.make_batch(2 * K, step)

@@ -21,14 +21,17 @@ def kind_of(
     make_batch: Callable[..., Any] = sequences,
     loss: Callable[[Any, Any], Tensor] = cross_entropy,
 ) -> Kind:
-    """A kind from a function that builds its model; weights are the same every time."""
+    """A kind from a function that builds its model; weights are the same every time.
+
+    Such tests are about the passes of a step, so there are no others, and their losses may mix rows.
+    """
 
     def make_model() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return build()
 
-    return Kind("by hand", make_model, make_batch, loss)
+    return Kind("by hand", make_model, make_batch, loss, loss_over="micro-batch")
 
 
 def chain_of(layer: Callable[[], nn.Module], shell: type[Chain] = Chain, count: int = 3) -> Kind:
@@ -60,7 +63,7 @@ def assert_unshadowed(model: nn.Module) -> None:
 def assert_refused(kind: Kind, message: str, config: RelayConfig, steps: int = 2) -> None:
     """A step raises an error that says what is meant, and the model is as before."""
     model = kind.make_model()
-    with Relay(model, loss=kind.loss, config=config) as relay:
+    with Relay(model, loss=kind.loss, loss_over=kind.loss_over, config=config) as relay:
         before = copy_state(model)
         with pytest.raises((TypeError, RuntimeError, ValueError), match=message) as caught:
             for seed in range(steps):

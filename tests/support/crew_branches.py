@@ -56,7 +56,9 @@ def branches_beside_alone(rank: int, count: int, case: Case, folder: str | None 
 
     def make_alone() -> Relay:
         model = kind.make_model()
-        return Relay(model, case.optimizer(model), loss=kind.loss, layers=kind.layers, config=whole)
+        return Relay(
+            model, case.optimizer(model), loss=kind.loss, loss_over=kind.loss_over, layers=kind.layers, config=whole
+        )
 
     def batch_of(step: int) -> Any:
         return together([case.rows_of(worker, step) for worker in range(count)])
@@ -130,7 +132,9 @@ def raced_beside_alone(rank: int, count: int) -> dict[str, Any]:
     seen: dict[str, Any] = {"losses": [], "ends": []}
     kind, model = BY_NAME[case.kind], BY_NAME[case.kind].make_model()
     config = replace(case.settings, micro_batches=count * case.micro_batches)
-    alone = Relay(model, case.optimizer(model), loss=kind.loss, layers=kind.layers, config=config)
+    alone = Relay(
+        model, case.optimizer(model), loss=kind.loss, loss_over=kind.loss_over, layers=kind.layers, config=config
+    )
     for relay, batches in ((relay_of(case, rank), mine), (alone, whole)):
         with relay, Session(relay, batches, probe=False) as session:
             session.run(2)

@@ -68,6 +68,7 @@ def relay_of(case: Case, rank: int, **options: Any) -> Relay:
                 param.add_(1.0)
     settings = {
         "loss": kind.loss,
+        "loss_over": kind.loss_over,
         "layers": kind.layers,
         "workers": Workers(reduce=case.reduce),
     } | options
@@ -131,7 +132,9 @@ def train_beside_alone(rank: int, count: int, case: Case) -> dict[str, Any]:
         losses = [relay.step(case.rows_of(rank, step), skip=skip).loss for step, skip in pairs]
         nan = [bool(torch.isnan(param).all()) for param in relay.model.parameters()]
     model, settings = kind.make_model(), replace(case.settings, micro_batches=count * case.micro_batches)
-    with Relay(model, case.optimizer(model), loss=kind.loss, layers=kind.layers, config=settings) as alone:
+    with Relay(
+        model, case.optimizer(model), loss=kind.loss, loss_over=kind.loss_over, layers=kind.layers, config=settings
+    ) as alone:
         batches = [together([case.rows_of(worker, step) for worker in range(count)]) for step in range(case.steps)]
         expected = [alone.step(batch, skip=skip).loss for batch, skip in zip(batches, case.skips, strict=True)]
     return _found(losses, expected, relay, alone, nan)
@@ -203,7 +206,9 @@ def edit_beside_alone(rank: int, count: int, edits: list[Edit | str | None]) -> 
         nan = [bool(torch.isnan(param).all()) for param in relay.model.parameters()]
         keys = [unit.key for unit in relay.stack]
     model, settings = kind.make_model(), replace(case.settings, micro_batches=count * case.micro_batches)
-    with Relay(model, case.optimizer(model), loss=kind.loss, layers=kind.layers, config=settings) as alone:
+    with Relay(
+        model, case.optimizer(model), loss=kind.loss, loss_over=kind.loss_over, layers=kind.layers, config=settings
+    ) as alone:
         expected = []
         for step, what in enumerate(edits):
             edit(alone, what)
@@ -221,7 +226,9 @@ def look_at_batches(rank: int, count: int, name: str) -> dict[str, Any]:
         seen = {"loss": relay.evaluate(mine), "outputs": relay.forward(mine)}
         assert relay.steps == 0
     settings = replace(case.settings, micro_batches=count * case.micro_batches)
-    with Relay(kind.make_model(), loss=kind.loss, layers=kind.layers, config=settings) as alone:
+    with Relay(
+        kind.make_model(), loss=kind.loss, loss_over=kind.loss_over, layers=kind.layers, config=settings
+    ) as alone:
         seen |= {"expected": alone.evaluate(whole), "alone": alone.forward(whole)}
     return {name: value.logits if hasattr(value, "logits") else value for name, value in seen.items()}
 

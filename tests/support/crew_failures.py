@@ -176,7 +176,9 @@ def refused(rank: int, count: int, what: str) -> dict[str, Any]:
         model.layers = nn.ModuleList(list(model.layers)[:-1])
     old = [param.detach().clone() for param in model.parameters()]
     try:
-        relay = Relay(model, loss=kind.loss, workers="auto", config=RelayConfig(micro_batches=2))
+        relay = Relay(
+            model, loss=kind.loss, loss_over=kind.loss_over, workers="auto", config=RelayConfig(micro_batches=2)
+        )
     except (ValueError, WorkerError) as error:
         return told(error) | {"as it was": all(map(torch.equal, old, model.parameters()))}
     with relay:

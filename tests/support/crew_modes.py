@@ -50,7 +50,15 @@ def train_with_own_buffers(rank: int, count: int, case: Case, folder: str) -> di
     seen["buffers differ in"] = [name for name, value in mine.items() if not torch.equal(value, of_each[rank][name])]
     seen["others"] = [name for name, value in mine.items() if not torch.equal(value, of_each[1 - rank][name])]
     again = kind.make_model()
-    with Relay.load(folder, again, case.optimizer(again), loss=kind.loss, layers=kind.layers, workers=workers):
+    with Relay.load(
+        folder,
+        again,
+        case.optimizer(again),
+        loss=kind.loss,
+        loss_over=kind.loss_over,
+        layers=kind.layers,
+        workers=workers,
+    ):
         loaded = buffers_of(again)
     return seen | {"saved": all(torch.equal(value, of_each[0][name]) for name, value in loaded.items())}
 

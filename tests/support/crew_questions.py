@@ -14,7 +14,9 @@ def alone_of(case: Case, count: int) -> Relay:
     """Make a relay that trains alone on the batches of all."""
     kind, model = BY_NAME[case.kind], BY_NAME[case.kind].make_model()
     config = replace(case.settings, micro_batches=count * case.micro_batches)
-    return Relay(model, case.optimizer(model), loss=kind.loss, layers=kind.layers, config=config)
+    return Relay(
+        model, case.optimizer(model), loss=kind.loss, loss_over=kind.loss_over, layers=kind.layers, config=config
+    )
 
 
 def state_here(relay: Relay) -> list[torch.Tensor]:
@@ -106,7 +108,9 @@ def settled(rank: int, count: int) -> dict[str, Any]:
         seen: dict[str, Any] = {"kept": relay.trace.settings["keep"] if relay.trace is not None else None}
     model = kind.make_model()
     auto = {"config": "auto", "workers": Workers(reduce="ordered")}
-    with Relay(model, case.optimizer(model), loss=kind.loss, layers=kind.layers, **auto) as relay:
+    with Relay(
+        model, case.optimizer(model), loss=kind.loss, loss_over=kind.loss_over, layers=kind.layers, **auto
+    ) as relay:
         relay.step(case.rows_of(rank, 0))
         seen |= {"auto": relay.config, "fits itself": relay.fits_itself, "default": RelayConfig()}
     return seen | {"losses": losses}

@@ -74,7 +74,9 @@ def load_alone(rank: int, count: int, folder: str, case: Case, workers: int) -> 
         return None
     kind, model = BY_NAME[case.kind], BY_NAME[case.kind].make_model()
     config = replace(case.settings, micro_batches=workers * case.micro_batches)
-    with Relay.load(folder, model, case.optimizer(model), loss=kind.loss, config=config) as relay:
+    with Relay.load(
+        folder, model, case.optimizer(model), loss=kind.loss, loss_over=kind.loss_over, config=config
+    ) as relay:
         seen: dict[str, Any] = {"state": state_of(relay), "steps": relay.steps}
         batches = [together([case.rows_of(worker, step) for worker in range(workers)]) for step in (1, 2)]
         return seen | {"losses": [relay.step(batch).loss for batch in batches]}

@@ -158,7 +158,9 @@ def run_kind(name: str) -> Any:
         try:
             with (
                 recording(steps),
-                Relay(model, adamw(model), layers=kind.layers, loss=kind.loss, config=config) as relay,
+                Relay(
+                    model, adamw(model), layers=kind.layers, loss=kind.loss, loss_over=kind.loss_over, config=config
+                ) as relay,
             ):
                 for seed in range(3):
                     relay.step(kind.make_batch(7, seed))

@@ -38,6 +38,7 @@ def relay_on(folder: Path, kind: Kind, optimizer: MakeOptimizer = adamw, **optio
     model = options.pop("model", None) or kind.make_model()
     made = optimizer(model) if "made" not in options else options.pop("made")
     settings: dict[str, Any] = {"loss": kind.loss, "layers": kind.layers, "config": CONFIG, "device": EmulatedDevice()}
+    settings["loss_over"] = kind.loss_over
     shelf = FileShelf(folder=folder, **{"memory_bytes": ENOUGH, **of_shelf})
     return Relay(model, made, shelf=shelf, **(settings | options))
 

@@ -6,7 +6,7 @@ shell's for a pass, a layer's for a visit. Tensors that modules keep as plain at
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -47,6 +47,17 @@ class ModuleBuffers:
             a is b if a is None or b is None else equal_values(a.to(_CPU), b)
             for a, b in zip(self.tensors(), values, strict=True)
         )
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that restores tensors and values; it does not write to tensors that are unchanged."""
+        tensors, values = self.tensors(), self.copy()
+
+        def restore() -> None:
+            self._assign(tensors, self._device)
+            if not self.equal(values):
+                self.restore(values)
+
+        return restore
 
     def restore(self, values: Sequence[torch.Tensor | None]) -> None:
         """Write values back, into the same tensors where they fit."""

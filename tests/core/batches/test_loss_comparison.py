@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from l2l_core import EmulatedDevice, Relay, RelayConfig
+from l2l_core import DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig
 
 ROWS, K, RATE = 16, 4, 1e-2
 Batch = dict[str, Tensor]
@@ -265,6 +265,57 @@ def test_losses_that_draw_random_numbers(mixes: bool) -> None:
                 relay.step(batch_of())
         else:
             assert relay.step(batch_of()).objective.startswith("mean over rows")
+
+
+class Changing(Block):
+    """Replaces a buffer and freezes a parameter in its forward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("fixed", torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = x.detach().mean(0)
+        self.up.bias.requires_grad_(False)
+        return super().forward(x) * self.fixed
+
+
+def test_a_comparison_leaves_buffers_and_flags() -> None:
+    """The loss is refused, so no step follows it."""
+    model = model_of()
+    model.layers[1] = Changing(16)
+    before = {name: (buffer, buffer.clone(), buffer._version) for name, buffer in model.named_buffers()}
+    with Relay(model, sgd, EmulatedDevice(), objective=variance, config=RelayConfig(micro_batches=K)) as relay:
+        with pytest.raises(ValueError, match="mixes rows"):
+            relay.step(batch_of())
+        for name, buffer in model.named_buffers():
+            old, value, version = before[name]
+            assert buffer is old and torch.equal(buffer, value) and buffer._version == version, name
+        assert all(param.requires_grad for param in model.parameters())
+
+
+def test_a_device_that_is_too_small_is_reported_as_by_a_step() -> None:
+    """With advice, and without a result that a later step on a larger device would rely on."""
+    device = EmulatedDevice(memory_bytes=1000)
+    with Relay(model_of(), sgd, device, objective=info_nce, config=RelayConfig(micro_batches=K)) as relay:
+        with pytest.raises(DeviceOutOfMemory, match="Remedy") as caught:
+            relay.step(batch_of())
+        assert caught.value.least_bytes is not None
+        device.ledger.limit_bytes = None
+        with pytest.raises(ValueError, match="mixes rows"):
+            relay.step(batch_of())
+
+
+@pytest.mark.parametrize("settings", [{}, {"schedule": "depth_first"}])
+def test_a_comparison_fits_where_a_step_does(settings: Any) -> None:
+    """With twice the bytes per weight of a step in bfloat16."""
+    config = RelayConfig(micro_batches=K, precision="bf16", **settings)
+    options: dict[str, Any] = {"objective": cross_entropy, "config": config}
+    with Relay(model_of(), sgd, EmulatedDevice(), loss_over="micro-batch", **options) as relay:
+        budget = relay.step(batch_of()).peak_device_bytes
+    with Relay(model_of(), sgd, EmulatedDevice(memory_bytes=budget), **options) as relay:
+        assert relay.step(batch_of()).peak_device_bytes == budget
 
 
 def test_a_batch_with_fewer_rows_than_micro_batches_runs_by_rows() -> None:

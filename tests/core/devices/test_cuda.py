@@ -106,7 +106,7 @@ def test_a_wait_that_is_forgotten_shows(forgotten: str, monkeypatch: pytest.Monk
     """What proves that the test above can fail."""
     kind = BY_NAME["chain"]
     monkeypatch.setattr(cuda_module._CudaTicket, forgotten, lambda self: None)
-    with both(kind, RelayConfig(micro_batches=2), device=LateDevice()) as pair:
+    with both(kind, RelayConfig(micro_batches=2), device=LateDevice(), loss_over="micro-batch") as pair:
         try:
             steps = [pair.step(kind.make_batch(4, step)) for step in range(2)]
         except (NonFiniteError, RuntimeError):
@@ -160,7 +160,7 @@ def test_casts_on_the_host_give_the_bits_of_casts_on_the_way(name: str, stash: s
     kind, results, models = BY_NAME[name], [], []
     for device in (EmulatedDevice(), LateDevice()):
         config = RelayConfig(micro_batches=2, precision="bf16", stash=stash)
-        with Relay(kind.make_model(), device=device, loss=kind.loss, config=config) as relay:
+        with Relay(kind.make_model(), device=device, loss=kind.loss, loss_over=kind.loss_over, config=config) as relay:
             results.append([relay.step(kind.make_batch(4, step)) for step in range(3)])
             models.append(copy_state(relay.model))
             weights = relay.host.by_owner("weights")
@@ -175,14 +175,16 @@ def test_weights_changed_between_steps_are_what_the_next_step_loads() -> None:
     """Even past every version counter, by `.data`."""
     kind = BY_NAME["chain"]
     config, batch = RelayConfig(micro_batches=2, precision="bf16"), kind.make_batch(4, 0)
-    with Relay(kind.make_model(), device=LateDevice(), loss=kind.loss, config=config) as relay:
+    with Relay(
+        kind.make_model(), device=LateDevice(), loss=kind.loss, loss_over=kind.loss_over, config=config
+    ) as relay:
         relay.step(batch)
         for param in relay.model.parameters():
             param.data.mul_(0.5)
         loss = relay.evaluate(batch)
         fresh = kind.make_model()
         fresh.load_state_dict(relay.model.state_dict())
-    with Relay(fresh, device=EmulatedDevice(), loss=kind.loss, config=config) as relay:
+    with Relay(fresh, device=EmulatedDevice(), loss=kind.loss, loss_over=kind.loss_over, config=config) as relay:
         assert relay.evaluate(batch) == loss
 
 
@@ -208,7 +210,7 @@ def test_exactly_what_the_ledger_says_is_pinned(precision: str) -> None:
 def test_a_stash_on_the_host_is_pinned_once_and_given_up_when_unused() -> None:
     device, kind = LateDevice(), BY_NAME["chain"]
     config = RelayConfig(micro_batches=2, stash="host")
-    with Relay(kind.make_model(), device=device, loss=kind.loss, config=config) as relay:
+    with Relay(kind.make_model(), device=device, loss=kind.loss, loss_over=kind.loss_over, config=config) as relay:
 
         def pinned_for_stash() -> int:
             booked = relay.host.by_category()  # how many gradients are under way at a time is a matter of speed
@@ -498,7 +500,9 @@ def train_by_relay(
 ) -> tuple[list[float], nn.Module]:
     model = kind.make_model()
     device = device or CudaDevice()
-    with Relay(model, sgd(model), device, layers=kind.layers, loss=kind.loss, config=config) as relay:
+    with Relay(
+        model, sgd(model), device, layers=kind.layers, loss=kind.loss, loss_over=kind.loss_over, config=config
+    ) as relay:
         return [relay.step(kind.make_batch(7, step)).loss for step in range(steps)], model
 
 

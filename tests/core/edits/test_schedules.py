@@ -31,7 +31,7 @@ from l2l_core.edits.schedules import draw_skipped
 
 @pytest.fixture
 def relay() -> Iterator[Relay]:
-    with make_relay(make_gpt()) as made:
+    with make_relay(make_gpt(), loss_over="micro-batch") as made:  # a bad batch fails in the step itself
         yield made
 
 

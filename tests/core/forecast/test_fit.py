@@ -34,7 +34,9 @@ LINK = {"h2d_bytes_per_s": 2e7, "d2h_bytes_per_s": 2e7}
 def relay_of(kind: Kind, config: Any = RelayConfig(), budget: int | None = None, **link: float) -> Iterator[Relay]:  # noqa: B008
     model = kind.make_model()
     device = EmulatedDevice(budget, **link)
-    with Relay(model, adamw(model), device, layers=kind.layers, loss=kind.loss, config=config) as relay:
+    with Relay(
+        model, adamw(model), device, layers=kind.layers, loss=kind.loss, loss_over=kind.loss_over, config=config
+    ) as relay:
         yield relay
 
 

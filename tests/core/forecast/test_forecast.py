@@ -72,7 +72,9 @@ def relay_of(kind: Kind, config: RelayConfig) -> Iterator[Relay]:
     """Yield a relay for a model of the zoo on an emulated device behind a slow link."""
     model = kind.make_model()
     device = EmulatedDevice(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9)
-    with Relay(model, adamw(model), device, layers=kind.layers, loss=kind.loss, config=config) as relay:
+    with Relay(
+        model, adamw(model), device, layers=kind.layers, loss=kind.loss, loss_over=kind.loss_over, config=config
+    ) as relay:
         yield relay
 
 
@@ -183,7 +185,9 @@ def test_bytes_on_a_device_with_separate_memory(name: str, precision: str) -> No
     config = RelayConfig(micro_batches=2, stash="host", ahead=0, precision=precision)
     kind = BY_NAME[name]
     model, device = kind.make_model(), LateDevice()
-    with Relay(model, adamw(model), device, layers=kind.layers, loss=kind.loss, config=config) as relay:
+    with Relay(
+        model, adamw(model), device, layers=kind.layers, loss=kind.loss, loss_over=kind.loss_over, config=config
+    ) as relay:
         held = relay.host.by_category()
         relay.forecast(kind.make_batch(4))
         assert held == relay.host.by_category() and not device.ledger.by_category()
@@ -449,8 +453,6 @@ def test_bad_input_is_named() -> None:
     with chain(3, RelayConfig()) as relay:
         with pytest.raises(TypeError, match="config=4"):
             relay.forecast(chain_batch(1), 4)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="micro_batches=9"):
-            relay.forecast(chain_batch(2), RelayConfig(micro_batches=9))
         with pytest.raises(ValueError, match="host_bytes=0"):
             relay.forecast(chain_batch(1), host_bytes=0)
         with pytest.raises(ValueError, match="figure 'bytes'.*h2d_bytes_per_s"):
@@ -463,6 +465,19 @@ def test_bad_input_is_named() -> None:
             relay.forecast(torch.zeros(2, 8))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="closed"):
         relay.forecast(chain_batch(1))
+
+
+@pytest.mark.parametrize("keep", [0, "1 MB"])
+def test_fewer_rows_than_micro_batches_are_forecast_as_they_run(keep: Any) -> None:
+    """One row each, from a rehearsal and from a step."""
+    config = RelayConfig(micro_batches=9, keep=keep)
+    with chain(3, config) as relay, pytest.warns(UserWarning, match="8 row"):
+        forecasts = [relay.forecast(chain_batch(2))]
+        results = [relay.step(chain_batch(2)) for _ in range(2)]
+        forecasts += [relay.forecast(chain_batch(2)), relay.forecast(chain_batch(2), replace(config, micro_batches=8))]
+        assert {forecast.peak_device_bytes for forecast in forecasts} == {results[1].peak_device_bytes}
+        for trace in (results[1].trace, *(forecast.trace for forecast in forecasts)):
+            assert trace.settings["micro_batches"] == 8 and max(event.k for event in trace.events) == 7
 
 
 # -- extrapolation -----------------------------------------------------------------------------------------------------

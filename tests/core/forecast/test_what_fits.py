@@ -167,9 +167,9 @@ def test_a_failed_search_adds_a_note() -> None:
             raise RuntimeError("the well is dry")
         return squared_error(model(batch[0]), batch)
 
-    with Relay(
-        Chain(3), device=EmulatedDevice(90_000), objective=objective, config=RelayConfig(micro_batches=2)
-    ) as relay:
+    options: dict[str, Any] = {"objective": objective, "loss_over": "micro-batch"}  # calls: those of the step
+    config = RelayConfig(micro_batches=2)
+    with Relay(Chain(3), device=EmulatedDevice(90_000), config=config, **options) as relay:
         with pytest.raises(DeviceOutOfMemory, match="Remedy: ") as caught:
             relay.step(chain_batch(2, rows=64))
     assert caught.value.settings == {} and caught.value.least_bytes is None

@@ -67,7 +67,9 @@ def trained(name: str, looks: bool) -> tuple[Inside | None, float, list[torch.Te
     config = RelayConfig(micro_batches=2, stash="host")
     sgd = partial(torch.optim.SGD, lr=0.05)
     torch.manual_seed(1)
-    with Relay(kind.make_model(), sgd, EmulatedDevice(), kind.layers, kind.loss, config=config) as relay:
+    with Relay(
+        kind.make_model(), sgd, EmulatedDevice(), kind.layers, kind.loss, config=config, loss_over=kind.loss_over
+    ) as relay:
         relay.step(kind.make_batch(4, 0))
         options: dict[str, Any] = {"attention": True, "lens": True, "row": 1, "positions": 4}
         seen = relay.look(kind.make_batch(4, 3), **options) if looks else None

@@ -349,7 +349,9 @@ def make_noisy(stash: Any, depth: int = 3) -> Relay:
     model = nn.Sequential(nn.Linear(4, 8), *(Noisy() for _ in range(depth)), nn.Linear(8, 3))
     config = RelayConfig(micro_batches=2, stash=stash)
     adam = partial(torch.optim.AdamW, lr=1e-2)
-    return Relay(model, adam, EmulatedDevice(), list(model)[1:-1], _cross_entropy, config=config)
+    # No other evaluations than those of a test.
+    options: dict[str, Any] = {"config": config, "loss_over": "micro-batch"}
+    return Relay(model, adam, EmulatedDevice(), list(model)[1:-1], _cross_entropy, **options)
 
 
 def noisy_batch(seed: int, rows: int = 6) -> tuple[torch.Tensor, torch.Tensor]:

@@ -151,7 +151,7 @@ def test_random_streams() -> None:
     assert_trains(kind)
     config = RelayConfig(micro_batches=3, seed=5)
     model = kind.make_model()
-    with Relay(model, loss=kind.loss, config=config) as relay:
+    with Relay(model, loss=kind.loss, loss_over=kind.loss_over, config=config) as relay:
         for step in range(2):
             ShellDraws.drawn.clear()
             twin = copy.deepcopy(model)
@@ -190,5 +190,7 @@ def test_transformer_encoder_takes_its_fast_path(stash: str) -> None:
     model, batch = kind.make_model().eval(), padded(6, 0)
     with torch.no_grad():
         expected = torch.cat([model(*part[:-1]) for part in micro_batches_of(batch, 3)])
-    with Relay(model, loss=kind.loss, config=RelayConfig(micro_batches=3, stash=stash)) as relay:
+    with Relay(
+        model, loss=kind.loss, loss_over=kind.loss_over, config=RelayConfig(micro_batches=3, stash=stash)
+    ) as relay:
         assert torch.equal(relay.forward(batch), expected)

@@ -99,7 +99,9 @@ def small_batch() -> dict[str, torch.Tensor]:
 
 def relay_of(model: nn.Module, **options: Any) -> Relay:
     config = RelayConfig(micro_batches=2, **options)
-    return Relay(model, partial(torch.optim.AdamW, lr=1e-3), EmulatedDevice(), config=config)
+    return Relay(
+        model, partial(torch.optim.AdamW, lr=1e-3), EmulatedDevice(), config=config, loss_over="micro-batch"
+    )  # no evaluation of a few rows, which would fail before a step that shall fail
 
 
 # -- by itself ---------------------------------------------------------------------------------------------------------
@@ -172,7 +174,14 @@ def test_a_configuration_of_ones_own_is_left_alone() -> None:
     model.config = Config()
     model.head.register_forward_pre_hook(lambda *_: seen.append(model.config.use_cache))
     config = RelayConfig(micro_batches=2)
-    with Relay(model, partial(torch.optim.SGD, lr=0.1), EmulatedDevice(), loss=kind.loss, config=config) as relay:
+    with Relay(
+        model,
+        partial(torch.optim.SGD, lr=0.1),
+        EmulatedDevice(),
+        loss=kind.loss,
+        loss_over=kind.loss_over,
+        config=config,
+    ) as relay:
         relay.step(kind.make_batch(4))
     assert seen and all(seen)
 
@@ -258,7 +267,7 @@ def a_kind(way: str) -> Kind:
     def make_batch(rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed)), torch.zeros(rows)
 
-    return Kind(way, make_model, make_batch, loss=lambda out, batch: out)
+    return Kind(way, make_model, make_batch, loss=lambda out, batch: out, loss_over="micro-batch")
 
 
 @pytest.mark.parametrize("way", ["plain", "returns"])
@@ -286,8 +295,9 @@ def test_what_another_run_has_put_there_cannot_be_read(
     kind = a_kind(way)
     model = kind.make_model()
     before = copy_state(model)
+    options: dict[str, Any] = {"loss": kind.loss, "loss_over": kind.loss_over}
     config = RelayConfig(micro_batches=2, stash=stash)
-    with Relay(model, partial(torch.optim.SGD, lr=0.1), EmulatedDevice(), loss=kind.loss, config=config) as relay:
+    with Relay(model, partial(torch.optim.SGD, lr=0.1), EmulatedDevice(), config=config, **options) as relay:
         for _ in range(2):  # not in the metered step alone
             with pytest.raises(error, match=words):
                 relay.step(kind.make_batch(4))

@@ -168,12 +168,14 @@ def test_resume(kind: str, tmp_path: Path) -> None:
 
 def test_saved_config_and_layers_are_the_default(tmp_path: Path) -> None:
     kind = BY_NAME["unlike"]
-    with Relay(kind.make_model(), loss=kind.loss, layers=kind.layers, config=OTHER_CONFIG) as relay:
+    with Relay(
+        kind.make_model(), loss=kind.loss, loss_over=kind.loss_over, layers=kind.layers, config=OTHER_CONFIG
+    ) as relay:
         batch = kind.make_batch()
         relay.step(batch)
         loss = relay.evaluate(batch)
         assert relay.save(str(tmp_path)) == tmp_path
-    with Relay.load(str(tmp_path), kind.make_model(), loss=kind.loss) as again:
+    with Relay.load(str(tmp_path), kind.make_model(), loss=kind.loss, loss_over=kind.loss_over) as again:
         assert (again.config, again.steps, again.evaluate(batch)) == (OTHER_CONFIG, 1, loss)
         assert [(u.key, u.name, u.version) for u in again.stack] == [(u.key, u.name, u.version) for u in relay.stack]
 

@@ -118,7 +118,9 @@ def test_a_model_that_was_refused_is_as_it_was(folder: Path) -> None:
     with pytest.raises(ValueError, match="smallest"):
         relay_on(folder, kind, model=model, memory_bytes=1)
     assert_same(state_of(model), before)
-    with Relay(model, adamw(model), loss=kind.loss, config=CONFIG) as relay:  # an ordinary relay
+    with Relay(
+        model, adamw(model), loss=kind.loss, loss_over=kind.loss_over, config=CONFIG
+    ) as relay:  # an ordinary relay
         assert relay.step(kind.make_batch(ROWS, 0)).loss == in_core(kind).step(kind.make_batch(ROWS, 0))
 
 
@@ -241,7 +243,7 @@ def test_what_cannot_be_had_says_what_can(folder: Path) -> None:
     with pytest.raises(RuntimeError, match="in memory they are NaN"):  # nor when it is closed
         relay.model.state_dict()
     with pytest.raises(ValueError, match="has no values here"):
-        Relay(relay.model, adamw(relay.model), EmulatedDevice(), loss=kind.loss)
+        Relay(relay.model, adamw(relay.model), EmulatedDevice(), loss=kind.loss, loss_over=kind.loss_over)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from l2l_core import DeviceOutOfMemory, Disk, EmulatedDevice, Relay, RelayConfig
 def kept_in_memory(config: RelayConfig) -> int:
     kind = stack(5)
     model = kind.make_model()
-    with Relay(model, adamw(model), EmulatedDevice(), loss=kind.loss, config=config) as relay:
+    with Relay(model, adamw(model), EmulatedDevice(), loss=kind.loss, loss_over=kind.loss_over, config=config) as relay:
         return int(relay.step(kind.make_batch(ROWS, 0)).trace.settings["keep"])
 
 
@@ -151,6 +151,6 @@ def test_forecasts_that_are_not_there(folder: Path) -> None:
         relay.forecast(kind.make_batch(ROWS, 0), disk=DISK)
     kind = stack(3)
     model = kind.make_model()
-    with Relay(model, adamw(model), EmulatedDevice(), loss=kind.loss) as relay:
+    with Relay(model, adamw(model), EmulatedDevice(), loss=kind.loss, loss_over=kind.loss_over) as relay:
         with pytest.raises(ValueError, match="Leave disk out"):
             relay.forecast(kind.make_batch(ROWS, 0), disk=DISK)

@@ -38,6 +38,7 @@ CHAIN = BY_NAME["chain"]
 def in_memory(kind: Kind, optimizer: MakeOptimizer = adamw, **options: Any) -> Relay:
     model = kind.make_model()
     settings: dict[str, Any] = {"loss": kind.loss, "layers": kind.layers, "config": CONFIG, "device": EmulatedDevice()}
+    settings["loss_over"] = kind.loss_over
     return Relay(model, optimizer(model), **(settings | options))
 
 
@@ -47,7 +48,9 @@ def load(save: Path, kind: Kind, optimizer: Any = adamw, shelf: Path | None = No
     nbytes = options.pop("memory_bytes", ENOUGH)
     if shelf is not None:
         options["shelf"] = FileShelf(folder=shelf, memory_bytes=nbytes)
-    return Relay.load(save, model, optimizer(model), loss=kind.loss, device=EmulatedDevice(), **options)
+    return Relay.load(
+        save, model, optimizer(model), loss=kind.loss, loss_over=kind.loss_over, device=EmulatedDevice(), **options
+    )
 
 
 def all_weights(relay: Relay) -> dict[str, torch.Tensor]:

@@ -85,7 +85,8 @@ def steps_of(folder: Path, depth: int, micro_batches: int, stash: Any = "disk") 
     """The trace of a second step, with one row per micro-batch."""
     kind = stack(depth)
     config = RelayConfig(micro_batches=micro_batches, stash=stash)
-    with relay_on(folder / f"{depth} {micro_batches} {stash}", kind, config=config) as relay:
+    options: dict[str, Any] = {"config": config, "loss_over": "micro-batch"}  # no stash of other passes
+    with relay_on(folder / f"{depth} {micro_batches} {stash}", kind, **options) as relay:
         relay.step(kind.make_batch(micro_batches, 0))
         trace = relay.step(kind.make_batch(micro_batches, 1)).trace
         assert relay.host.by_category().get("stash", 0) == 0
@@ -227,8 +228,8 @@ def test_a_step_that_fails_in_forward_frees_its_room(folder: Path) -> None:
 def test_no_shelf_no_room_on_the_disk(folder: Path) -> None:
     kind = BY_NAME["chain"]
     with pytest.raises(ValueError, match="FileShelf"):
-        Relay(kind.make_model(), loss=kind.loss, device=EmulatedDevice(), config=CONFIG)
-    with Relay(kind.make_model(), loss=kind.loss, device=EmulatedDevice()) as relay:
+        Relay(kind.make_model(), loss=kind.loss, loss_over=kind.loss_over, device=EmulatedDevice(), config=CONFIG)
+    with Relay(kind.make_model(), loss=kind.loss, loss_over=kind.loss_over, device=EmulatedDevice()) as relay:
         with pytest.raises(ValueError, match="FileShelf"):
             relay.config = CONFIG
         with pytest.raises(ValueError, match="FileShelf"):

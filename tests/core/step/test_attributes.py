@@ -53,7 +53,7 @@ def test_notes_of_the_shell_are_its_own(model: Any, stash: str) -> None:
         torch.manual_seed(0)
         return model([ResidualMlp() for _ in range(3)])
 
-    kind = Kind("notes", make_model, chain.make_batch, chain.loss)
+    kind = Kind("notes", make_model, chain.make_batch, chain.loss, loss_over="micro-batch")
     assert_equal(run_both(kind, 3, RelayConfig(micro_batches=3, stash=stash), rows=7))
 
 
@@ -107,7 +107,7 @@ def test_what_no_spy_sees_is_the_micro_batchs_own(way: Any, begins: int, monkeyp
         torch.manual_seed(0)
         return NotesPastSpies([ResidualMlp() for _ in range(3)])
 
-    kind = Kind("past spies", make_model, chain.make_batch, chain.loss)
+    kind = Kind("past spies", make_model, chain.make_batch, chain.loss, loss_over="micro-batch")
     assert_equal(run_both(kind, 4, RelayConfig(micro_batches=3), rows=7))
 
 
@@ -139,7 +139,14 @@ def test_what_hooks_note_on_modules_of_torchs_own() -> None:
     def loss(out: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
         return nn.functional.mse_loss(out, batch[1])
 
-    assert_equal(run_both(Kind("hooked", make_model, make_batch, loss), 4, RelayConfig(micro_batches=3), rows=7))
+    assert_equal(
+        run_both(
+            Kind("hooked", make_model, make_batch, loss, loss_over="micro-batch"),
+            4,
+            RelayConfig(micro_batches=3),
+            rows=7,
+        )
+    )
 
 
 class Sealed(type):
@@ -161,7 +168,7 @@ def test_a_class_that_lets_nothing_be_set_is_seen_as_any_other() -> None:
         return NotesOnSealed([ResidualMlp() for _ in range(3)])
 
     before = {cls: dict(vars(cls)) for cls in (nn.Module, nn.Linear, ResidualMlp, *NotesOnSealed.__mro__[:4])}
-    kind = Kind("sealed", make_model, chain.make_batch, chain.loss)
+    kind = Kind("sealed", make_model, chain.make_batch, chain.loss, loss_over="micro-batch")
     assert_equal(run_both(kind, 3, RelayConfig(micro_batches=3), rows=7))
     assert {cls: dict(vars(cls)) for cls in before} == before
 
@@ -205,7 +212,10 @@ def test_passes_in_two_threads_leave_classes_as_they_were() -> None:
         model.may_go_on.set()
         return model
 
-    kind, config = Kind("waits", make_model, chain.make_batch, chain.loss), RelayConfig(micro_batches=3)
+    kind, config = (
+        Kind("waits", make_model, chain.make_batch, chain.loss, loss_over="micro-batch"),
+        RelayConfig(micro_batches=3),
+    )
     before = {cls: dict(vars(cls)) for cls in (torch.nn.Module, torch.nn.Linear, ResidualMlp, *Waits.__mro__[:3])}
     with both(kind, config) as first, both(kind, config) as second, ThreadPoolExecutor(2) as pool:
         # The first steps learn which attributes there are.
@@ -340,7 +350,7 @@ def test_notes_of_layers_are_the_micro_batchs_or_refused(way: str, micro_batches
         torch.manual_seed(0)
         return ReadsNotes([Noting(way) for _ in range(3)])
 
-    kind = Kind("notes", make_model, chain.make_batch, chain.loss)
+    kind = Kind("notes", make_model, chain.make_batch, chain.loss, loss_over="micro-batch")
     config = RelayConfig(micro_batches=micro_batches, stash=stash)
     if (words := NOTES[way]) is None:
         assert_equal(run_both(kind, 3, config, rows=7))

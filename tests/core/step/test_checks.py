@@ -29,7 +29,7 @@ from l2l_core import Relay, RelayConfig
 def test_changed_model_is_noticed(change: Callable[[nn.Module], Any]) -> None:
     kind = chain_of(ResidualMlp)
     model = kind.make_model()
-    with Relay(model, loss=kind.loss) as relay:
+    with Relay(model, loss=kind.loss, loss_over=kind.loss_over) as relay:
         relay.step(kind.make_batch(4, 0))
         change(model)
         for act in (relay.step, relay.evaluate, relay.forward):
@@ -55,7 +55,7 @@ def test_what_comes_into_the_model_by_hand_is_refused(change: Callable[[nn.Modul
     """It would run and never learn, where in core the optimizer would have to be told of it."""
     kind = chain_of(ResidualMlp)
     model = kind.make_model()
-    with Relay(model, loss=kind.loss) as relay:
+    with Relay(model, loss=kind.loss, loss_over=kind.loss_over) as relay:
         relay.step(kind.make_batch(4, 0))
         change(model)
         for act in (relay.step, relay.evaluate, relay.verify):
@@ -82,7 +82,7 @@ def test_a_group_that_is_added_is_refused_and_welcome_in_a_new_relay() -> None:
 
     own = begin(model)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-    with Relay(model, optimizer, loss=kind.loss) as relay:
+    with Relay(model, optimizer, loss=kind.loss, loss_over=kind.loss_over) as relay:
         for batch in batches[:2]:
             relay.step(batch)
         before = copy_state(model)
@@ -90,7 +90,7 @@ def test_a_group_that_is_added_is_refused_and_welcome_in_a_new_relay() -> None:
         with pytest.raises(ValueError, match="2 groups and had 1.*make a new relay with the same optimizer"):
             relay.step(batches[2])
         assert_same(before, model.state_dict())
-    with Relay(model, optimizer, loss=kind.loss) as relay:
+    with Relay(model, optimizer, loss=kind.loss, loss_over=kind.loss_over) as relay:
         for batch in batches[2:]:
             relay.step(batch)
 
@@ -153,7 +153,7 @@ def test_a_gradient_that_comes_when_its_layer_has_been_left(
     before = copy_state(model)
     model.layers[-2].fc1.weight.register_hook(lambda grad: late(model.layers[-1].fc1.bias))
     config = RelayConfig(micro_batches=1, schedule=schedule, update=update)
-    with Relay(model, loss=kind.loss, config=config) as relay:
+    with Relay(model, loss=kind.loss, loss_over=kind.loss_over, config=config) as relay:
         with pytest.raises(
             RuntimeError, match=r"fc1\.bias gets a gradient from code that is not in its layer"
         ) as caught:

@@ -216,6 +216,6 @@ def test_gradients_keep_their_strides(stash: str) -> None:
     kind = kind_of(Images, BY_NAME["inplace"].make_batch)
     assert_trains(kind, stash)
     model = kind.make_model()
-    with Relay(model, loss=kind.loss) as relay:
+    with Relay(model, loss=kind.loss, loss_over=kind.loss_over) as relay:
         relay.step(kind.make_batch(4, 0))
         assert model.layers[0].conv.weight.is_contiguous(memory_format=torch.channels_last)

@@ -63,7 +63,7 @@ def test_forward_that_survives_its_end_is_an_error() -> None:
     """R3: micro-batch 0 fails, the others are thrown out of layer 0 and must not call layer 1."""
     kind = chain_of(ResidualMlp, Swallows)
     model = kind.make_model()
-    with Relay(model, loss=kind.loss, config=RelayConfig(micro_batches=3)) as relay:
+    with Relay(model, loss=kind.loss, loss_over=kind.loss_over, config=RelayConfig(micro_batches=3)) as relay:
         before = copy_state(model)
         with pytest.raises(RuntimeError, match="micro-batch 1 caught GreenletExit"):
             relay.step(kind.make_batch(6, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,7 +118,7 @@ class ShellDraws(Chain):
 
 
 def charged(kind: Kind) -> Kind:
-    return Kind(kind.name, kind.make_model, kind.make_batch, with_charge)
+    return replace(kind, loss=with_charge)
 
 
 class KeepsInput(ResidualMlp):

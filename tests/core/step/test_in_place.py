@@ -204,6 +204,11 @@ def objective(model: nn.Module, part: Any) -> Tensor:
     return model(part[0])
 
 
+sgd = partial(torch.optim.SGD, lr=0.1)
+# Beside plain accumulation: some of the programs mix rows.
+TRAINED: dict[str, Any] = {"objective": objective, "loss_over": "micro-batch"}
+
+
 def batch(step: int) -> tuple[Tensor]:
     return (torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(step)),)
 
@@ -215,7 +220,7 @@ def test_equal_or_refused_for_the_true_reason(run: Callable[[Any, Tensor], Tenso
     plain = torch.optim.SGD(twin.parameters(), lr=0.1)
     config = RelayConfig(micro_batches=2, stash=stash)
     before = [param.detach().clone() for param in model.parameters()]
-    with Relay(model, partial(torch.optim.SGD, lr=0.1), objective=objective, config=config) as relay:
+    with Relay(model, sgd, config=config, **TRAINED) as relay:
         for step in range(2):
             parts = [(half,) for half in batch(step)[0].chunk(2)]
             seeds = [config.micro_batch_seed(step, k) for k in range(2)]
@@ -277,7 +282,7 @@ def test_a_view_that_a_layer_gives_out_is_changed(shown: str, in_order: bool, st
     model, twin = ChangesView(SHOWN[shown], in_order), ChangesView(SHOWN[shown], in_order)
     plain = torch.optim.SGD(twin.parameters(), lr=0.1)
     config = RelayConfig(micro_batches=2, stash=stash)
-    with Relay(model, partial(torch.optim.SGD, lr=0.1), objective=objective, config=config) as relay:
+    with Relay(model, sgd, config=config, **TRAINED) as relay:
         for step in range(3):
             parts = [(half,) for half in batch(step)[0].chunk(2)]
             seeds = [config.micro_batch_seed(step, k) for k in range(2)]
@@ -359,7 +364,7 @@ def test_outputs_that_share_and_operations_that_sum(run: Callable[[Any, Tensor],
     plain = torch.optim.SGD(twin.parameters(), lr=0.1)
     config, layers = RelayConfig(micro_batches=2, stash=stash), ["parts", "both", "turned"]
     before = [param.detach().clone() for param in model.parameters()]
-    with Relay(model, partial(torch.optim.SGD, lr=0.1), objective=objective, config=config, layers=layers) as relay:
+    with Relay(model, sgd, config=config, **TRAINED, layers=layers) as relay:
         for step in range(2):
             parts = [(half,) for half in batch(step)[0].chunk(2)]
             seeds = [config.micro_batch_seed(step, k) for k in range(2)]

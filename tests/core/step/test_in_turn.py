@@ -57,7 +57,9 @@ def test_who_copies_and_updates(way: dict[str, Any], ahead: int) -> None:
     updates: Counter[int] = Counter()
     device, model = Told(), Chain(4)
     config = RelayConfig(micro_batches=2, ahead=ahead, **way)
-    with Relay(model, partial(noting(updates), lr=1e-3), device, loss=squared_error, config=config) as relay:
+    optimizer = partial(noting(updates), lr=1e-3)
+    options: dict[str, Any] = {"loss": squared_error, "loss_over": "micro-batch"}  # no other passes, which copy in turn
+    with Relay(model, optimizer, device, config=config, **options) as relay:
         updates.clear()  # the toys of the constructor
         relay.step(chain_batch(2))
     me = threading.get_ident()

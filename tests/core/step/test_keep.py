@@ -123,7 +123,9 @@ def test_what_is_kept_costs_device_bytes_and_is_booked(stash: Any) -> None:
     peaks = []
     for keep in (0, 3, 6):
         config = RelayConfig(micro_batches=3, stash=stash, resident=4, keep=keep)
-        with Relay(kind.make_model(), loss=kind.loss, device=EmulatedDevice(), config=config) as relay:
+        with Relay(
+            kind.make_model(), loss=kind.loss, loss_over=kind.loss_over, device=EmulatedDevice(), config=config
+        ) as relay:
             results = [relay.step(kind.make_batch(7, seed)) for seed in range(3)]
             assert results[0].peak_device_bytes == results[1].peak_device_bytes == results[2].peak_device_bytes
             assert sum(relay.forecast(kind.make_batch(7, 3)).device_bytes.values()) == results[2].peak_device_bytes
@@ -162,7 +164,9 @@ def test_draws_that_nobody_can_carry_are_refused_where_graphs_are_kept_too(steps
 def test_more_graphs_than_layers_are_as_many_as_there_are() -> None:
     kind = BY_NAME["gpt2"]
     config = RelayConfig(micro_batches=2, resident=9, keep=9)
-    with Relay(kind.make_model(), loss=kind.loss, device=EmulatedDevice(), config=config) as relay:
+    with Relay(
+        kind.make_model(), loss=kind.loss, loss_over=kind.loss_over, device=EmulatedDevice(), config=config
+    ) as relay:
         for seed in range(2):
             trace = relay.step(kind.make_batch(4, seed)).trace
         profile = Profile.of(trace)

@@ -11,7 +11,9 @@ def peak_of(depth: int, micro_batches: int, shell: type[Chain] = ResidualOutside
     """Peak device bytes of the metered first step and of the second; two rows per micro-batch."""
     kind = kind_of(lambda: shell([Mlp() for _ in range(depth)]))
     config = RelayConfig(micro_batches=micro_batches, stash="host")
-    with Relay(kind.make_model(), loss=kind.loss, device=EmulatedDevice(), config=config) as relay:
+    with Relay(
+        kind.make_model(), loss=kind.loss, loss_over=kind.loss_over, device=EmulatedDevice(), config=config
+    ) as relay:
         first, second = (relay.step(kind.make_batch(2 * micro_batches, seed)) for seed in range(2))
     return first.peak_device_bytes, second.peak_device_bytes
 

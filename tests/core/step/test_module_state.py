@@ -130,7 +130,7 @@ def test_inference_sees_its_own_micro_batch(name: str) -> None:
     twin = copy.deepcopy(model)
     with torch.no_grad():
         expected = torch.cat([twin(part[0]) for part in micro_batches_of(batch, 3)])
-    with Relay(model, loss=kind.loss, config=RelayConfig(micro_batches=3)) as relay:
+    with Relay(model, loss=kind.loss, loss_over=kind.loss_over, config=RelayConfig(micro_batches=3)) as relay:
         try:
             assert torch.equal(relay.forward(batch), expected)
         except RuntimeError as error:
@@ -149,7 +149,7 @@ from test_module_state import HANDED_OVER, RelayConfig, Relay
 from oracle import run_both
 kind = HANDED_OVER["attribute"]
 config = RelayConfig(micro_batches=1, stash="host")
-with Relay(kind.make_model(), loss=kind.loss, config=config) as relay:
+with Relay(kind.make_model(), loss=kind.loss, loss_over=kind.loss_over, config=config) as relay:
     relay.evaluate(kind.make_batch(4, 0))
 assert all(step.equal for step in run_both(kind, 3, config))
 """
@@ -231,7 +231,7 @@ def test_buffers_after_an_error() -> None:
     """R16 and invariant 6: statistics come back too."""
     kind = BY_NAME["batch_norm"]
     model = kind.make_model()
-    with Relay(model, loss=kind.loss, config=RelayConfig(micro_batches=2)) as relay:
+    with Relay(model, loss=kind.loss, loss_over=kind.loss_over, config=RelayConfig(micro_batches=2)) as relay:
         relay.step(kind.make_batch(6, 0))
         before = copy_state(model)
         relay.model.head.register_forward_pre_hook(boom)

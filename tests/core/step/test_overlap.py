@@ -275,7 +275,7 @@ def test_categories_add_up_to_the_total_at_every_event(meter: str, monkeypatch: 
 
     monkeypatch.setattr(MemoryMeter, "sample", sample)
     config = RelayConfig(micro_batches=3, stash="host", meter=meter)
-    with Relay(gpt2(3), ADAMW, config=config) as relay:
+    with Relay(gpt2(3), ADAMW, config=config, loss_over="micro-batch") as relay:  # a step has no other passes
         for _ in range(2):
             totals.clear()
             trace = relay.step(padded_batch(3)).trace

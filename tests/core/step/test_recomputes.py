@@ -121,7 +121,9 @@ def test_a_layer_that_computes_something_else_in_its_recompute_is_refused(end: C
     model = kind.make_model()
     DRAWN.seed(3)
     OWN.manual_seed(3)
-    with Relay(model, adamw(model), loss=kind.loss, config=RelayConfig(micro_batches=4)) as relay:
+    with Relay(
+        model, adamw(model), loss=kind.loss, loss_over=kind.loss_over, config=RelayConfig(micro_batches=4)
+    ) as relay:
         for seed in range(2):
             relay.step(kind.make_batch(4, seed))
         own.end = end

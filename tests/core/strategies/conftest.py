@@ -11,6 +11,14 @@ from l2l_core.strategies import Lab
 def lab_of() -> Callable[..., Lab]:
     def make(name: str, rows: int = 7, **settings: Any) -> Lab:
         kind = BY_NAME[name]
-        return Lab(kind.make_model(), kind.make_batch(rows, 0), loss=kind.loss, layers=kind.layers, **settings)
+        settings.setdefault("loss_over", kind.loss_over)
+        return Lab(
+            kind.make_model(),
+            kind.make_batch(rows, 0),
+            loss=kind.loss,
+            loss_over=kind.loss_over,
+            layers=kind.layers,
+            **settings,
+        )
 
     return make

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice
-from l2l_core.strategies import Full, Lab, Plain, Rotor
+from l2l_core.strategies import Full, Lab, Plain, RelayPolicy, Rotor
 
 
 class Double(torch.autograd.Function):
@@ -180,6 +180,36 @@ def test_a_model_that_recomputes_itself_or_is_scripted_is_refused() -> None:
         lab_of_model(model)
     with pytest.warns(DeprecationWarning), pytest.raises(ValueError, match="script"):
         lab(lambda: torch.jit.script(nn.Linear(4, 4)))
+
+
+def test_a_loss_that_mixes_rows_is_refused_unless_accumulation_is_meant() -> None:
+    """The relay among the strategies gets the same words."""
+
+    def variance(outputs: Tensor, batch: Any) -> Tensor:
+        return outputs.var(0).sum()
+
+    options: dict[str, Any] = {"layers": ["0", "1", "2"], "loss": variance, "micro_batches": 2}
+    model, batch = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), (torch.randn(8, 4), torch.zeros(8))
+    with pytest.raises(ValueError, match="together and .* in two parts .*loss_over"):
+        Lab(model, batch, **options)
+    lab = Lab(model, batch, loss_over="micro-batch", **options)
+    assert lab.verify(lab.plan(Full())).equal
+    assert all(row.peak_device_bytes for row in lab.compare([Full(), RelayPolicy()]).rows)
+    mean = sum(float(variance(model(part), None).detach()) for part in batch[0].chunk(2)) / 2
+    assert lab.step(lab.plan(Full())).loss == pytest.approx(mean)
+
+
+def test_a_micro_batch_without_targets_is_refused() -> None:
+    def cross_entropy(outputs: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+    options: dict[str, Any] = {"layers": ["0", "1"], "loss": cross_entropy}
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
+    batch = torch.randn(4, 4), torch.tensor([0, 1, -100, -100])
+    with pytest.raises(ValueError, match="micro-batch 1 has no target.*fewer micro_batches"):
+        Lab(model, batch, micro_batches=2, **options)
+    lab = Lab(model, batch, micro_batches=1, **options)
+    assert lab.verify(lab.plan(Full())).equal
 
 
 def test_plans_by_hand_are_checked() -> None:

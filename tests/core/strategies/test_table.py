@@ -41,7 +41,12 @@ def test_rows_have_the_needs_of_steps(lab_of: Callable[..., Lab]) -> None:
     kind = BY_NAME["gpt2"]
     settings = RelayConfig(micro_batches=2, stash="device", keep=3, resident=1)
     with Relay(
-        kind.make_model(), device=EmulatedDevice(), config=settings, loss=kind.loss, layers=kind.layers
+        kind.make_model(),
+        device=EmulatedDevice(),
+        config=settings,
+        loss=kind.loss,
+        loss_over=kind.loss_over,
+        layers=kind.layers,
     ) as alone:
         batch = kind.make_batch(6, 0)
         alone.step(batch)

@@ -92,7 +92,14 @@ def plans(draw: st.DrawFn, stages: int) -> list[Operation]:
 @cache
 def lab(name: str) -> Lab:
     kind = BY_NAME[name]
-    return Lab(kind.make_model(), kind.make_batch(7, 0), loss=kind.loss, layers=kind.layers, micro_batches=2)
+    return Lab(
+        kind.make_model(),
+        kind.make_batch(7, 0),
+        loss=kind.loss,
+        loss_over=kind.loss_over,
+        layers=kind.layers,
+        micro_batches=2,
+    )
 
 
 def compare(lab: Lab, operations: list[Operation]) -> None:
