@@ -15,6 +15,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from l2l_core.batches import (
     Batch,
@@ -27,12 +28,22 @@ from l2l_core.batches import (
     leaves_in,
     refuse_gradients,
     shapes_of,
+    snapshot_modules,
 )
 from l2l_core.config import RelayConfig, parse_bytes
 from l2l_core.devices import DeviceOutOfMemory
 from l2l_core.eps import LayerStore, TornStep
 from l2l_core.eps.blocks import Unit, check_model, check_step
-from l2l_core.model import KVCaches, force_eager, full_precision, nbytes_of, preserve_random_state, snapshot_attributes
+from l2l_core.model import (
+    KVCaches,
+    Restore,
+    force_eager,
+    full_precision,
+    nbytes_of,
+    preserve_random_state,
+    restore_all,
+    snapshot_attributes,
+)
 from l2l_core.step import (
     BreadthFirstRuntime,
     MeterRecord,
@@ -44,6 +55,8 @@ from l2l_core.step import (
     PassTask,
     RelayParts,
     StaleMeterError,
+    StepExtras,
+    new_state_copied,
     record_failure,
     run_forward,
     run_step,
@@ -159,6 +172,11 @@ class Runner:
         seeds = [config.micro_batch_seed(self.steps, first + k) for k in range(len(micro_batches))]
         return PassSpec(config, PassPlan.of(config, self.pass_cache.layer_order), task, micro_batches, seeds)
 
+    def objective(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
+        """Return the loss of a micro-batch in a pass whose extras are not wanted."""
+        with new_state_copied(self._model_call.loss_modules()):
+            return self._model_call.objective(model, micro_batch)
+
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, config: RelayConfig) -> StepResult:
@@ -177,7 +195,8 @@ class Runner:
         divisors = self.normaliser.divisors(rows, micro_batches)
         kind = self.kind_of(micro_batches, config)
         replay = self.pass_cache.find_step(kind) if config.meter == "on_change" else None
-        losses, ran, trace = self._train(batch, micro_batches, divisors, config, replay)
+        extras = StepExtras(self._model_call.objective_with_extras, self._model_call.loss_modules())
+        losses, ran, trace = self._train(batch, micro_batches, divisors, config, replay, extras)
         loss = float(sum(self._backend.gather_items(losses)))
         self.steps += 1
         self._store.updated.clear()  # else it would keep layers that are dropped next in memory
@@ -192,6 +211,7 @@ class Runner:
             bytes_loaded=sum(event.nbytes for event in events if event.kind == "load"),
             bytes_pushed=sum(event.nbytes for event in events if event.kind == "push"),
             objective=self.normaliser.summary,
+            extras=extras.join(),
         )
 
     def _train(
@@ -201,12 +221,13 @@ class Runner:
         divisors: Sequence[float],
         config: RelayConfig,
         replay: MeterRecord | None,
+        extras: StepExtras,
     ) -> tuple[list[torch.Tensor], PassResult, Trace]:
         # Set before the step runs, for readers that follow it live.
         self.trace = trace = self._backend.sign_trace(self.parts.new_trace(config, self.steps))
         restore_buffers = self.parts.snapshot_buffers()
         self._device.ledger.reset_peak()
-        spec = self._make_spec(config, self._model_call.objective, micro_batches)
+        spec = self._make_spec(config, extras.run, list(enumerate(micro_batches)))
         spec = replace(spec, check=self._backend.make_buffer_check(self.parts.units))
         try:
             return *run_step(self.parts, self._store, spec, divisors, trace, replay), trace
@@ -282,7 +303,7 @@ class Runner:
         restore_buffers = self.parts.snapshot_buffers()
         try:
             with preserve_random_state():
-                losses = self.infer(micro_batches, self._model_call.objective)
+                losses = self.infer(micro_batches, self.objective)
         finally:
             restore_buffers()
         return float(
@@ -296,12 +317,12 @@ class Runner:
         need twice the memory of bfloat16.
         """
         config = replace(self.config, micro_batches=len(batches), precision="fp32", ahead=0)
-        restores = [self.parts.snapshot_buffers(), snapshot_attributes(self._model.modules())]
+        restores = [self.parts.snapshot_buffers(), self.snapshot_attributes()]
         try:
             # Eager: compiled code would be compiled anew for these shapes.
             with preserve_random_state(), full_precision(self._device.torch_device), force_eager():
                 prepare = BreadthFirstRuntime.perturb_shell if perturbed else _change_nothing
-                return [float(loss) for loss in self.infer(batches, self._model_call.objective, config, prepare)]
+                return [float(loss) for loss in self.infer(batches, self.objective, config, prepare)]
         except Exception as error:
             error.add_note(
                 "The relay evaluated the loss of a few rows, to compare it with the loss of the same rows in parts. Nothing was "
@@ -311,6 +332,12 @@ class Runner:
         finally:
             for restore in restores:
                 restore()
+
+    def snapshot_attributes(self) -> Restore:
+        """Capture plain attributes of the model, and metrics that the loss updates; return a function that restores them."""
+        return restore_all(
+            [snapshot_attributes(self._model.modules()), snapshot_modules(self._model_call.loss_modules())]
+        )
 
     # -- a rehearsal ---------------------------------------------------------------------------------------------------
 
@@ -323,7 +350,7 @@ class Runner:
             self.parts,
             self._store,
             self.pass_cache.layer_order,
-            self._model_call.objective,
+            self.objective,
             self._backend.make_rehearsal_source,
             self.pass_cache.set_layer_order,  # spares the first step the search for the order
             reduce,
@@ -332,7 +359,7 @@ class Runner:
     @contextmanager
     def rehearsing(self, cluster: Cluster | None = None) -> Iterator[Rehearsal]:
         """Yield a rehearsal; afterwards restore random state and plain attributes of modules."""
-        restore = snapshot_attributes(self._model.modules())
+        restore = self.snapshot_attributes()
         try:
             with preserve_random_state():
                 yield self.rehearsal(cluster)

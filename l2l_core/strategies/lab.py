@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from l2l_core.batches import Batch, BatchRows, LossNormaliser, ModelCall, Objective, Weight, shapes_of
+from l2l_core.batches import Batch, BatchRows, Loss, LossNormaliser, ModelCall, UserObjective, Weight, shapes_of
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, DeviceOutOfMemory, EmulatedDevice
 from l2l_core.eps.blocks import refuse_checkpointing, refuse_scripted
@@ -97,8 +97,8 @@ class Lab:
         optimizer: Optimizer | None = None,
         device: Device | None = None,
         layers: Iterable[nn.Module | str] | None = None,
-        loss: Callable[[Any, Any], torch.Tensor] | None = None,
-        objective: Objective | None = None,
+        loss: Loss | None = None,
+        objective: UserObjective | None = None,
         weight: Weight | None = None,
         micro_batches: int = 1,
         seed: int = 0,
