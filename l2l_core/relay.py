@@ -26,13 +26,15 @@ from l2l_core import saves
 from l2l_core.batches import (
     Batch,
     Join,
+    Loss,
     LossOver,
     ModelCall,
-    Objective,
     RowsOfBatch,
     Split,
+    UserObjective,
     Weight,
     rows_rule,
+    snapshot_modules,
     structure_of,
 )
 from l2l_core.config import RelayConfig, checked_config
@@ -49,7 +51,6 @@ from l2l_core.model import (
     preserve_random_state,
     refuse_compiled_whole,
     resolve_layers,
-    snapshot_attributes,
     snapshot_except,
 )
 from l2l_core.runner import Runner
@@ -108,8 +109,8 @@ class Relay:
             AdamW with a learning rate of 1e-4.
         device: "auto" (a GPU if PyTorch finds one, else "cpu"), "cpu" (emulated, no limits), "cuda", "cuda:n", or a Device.
         layers: modules or dotted names, or a mapping from keys to them. Default: `find_layers(model)`.
-        loss: ``loss(outputs, batch) -> scalar``. Default: ``outputs.loss``.
-        objective: ``objective(model, micro_batch) -> scalar``, instead of calling the model and `loss`.
+        loss: ``loss(outputs, batch) -> scalar``, or ``(scalar, extras)`` for `StepResult.extras`. Default: ``outputs.loss``.
+        objective: ``objective(model, micro_batch) -> scalar`` or ``(scalar, extras)``, instead of calling the model and `loss`.
         weight: weight of a micro-batch in the mean loss. Default: measured before the first step, see `loss_normaliser.py`: rows,
             targets other than -100, shifted or not, or a sum. A weighted mean (``cross_entropy(weight=...)``) needs it: the
             sum of the weights of the targets.
@@ -138,8 +139,8 @@ class Relay:
         optimizer: OptimizerFactory | Optimizer = _DEFAULT_OPTIMIZER,
         device: str | Device = "auto",
         layers: Iterable[nn.Module | str] | Mapping[str, nn.Module | str] | None = None,
-        loss: Callable[[Any, Any], torch.Tensor] | None = None,
-        objective: Objective | None = None,
+        loss: Loss | None = None,
+        objective: UserObjective | None = None,
         weight: Weight | None = None,
         loss_over: LossOver | None = None,
         split: Split | None = None,
@@ -404,8 +405,9 @@ class Relay:
         """Return the losses of batches, as `evaluate`, without any effect on later steps.
 
         Restores everything that a forward changes in evaluation mode too (buffers, plain attributes of modules, NumPy's
-        random state); measurements of batches and layers are not kept for steps. Hooks on modules, `objective` and `loss`
-        do run, and state that they keep outside of the model is not restored. Workers pass the same number of batches.
+        random state, metrics that are modules); measurements of batches and layers are not kept for steps. Hooks on modules,
+        `objective` and `loss` do run, and other state that they keep outside of the model is not restored. Workers pass the
+        same number of batches.
 
         Args:
             batches: as for `evaluate`.
@@ -494,7 +496,7 @@ class Relay:
                 self._run_observed,
                 partial(self._skipping, force=False),
                 tuple(self._runner.parts.layers),
-                self._model_call.objective,
+                self._runner.objective,
                 self._runner.rows_of,
             )
             inside = run_inspection(
@@ -508,7 +510,7 @@ class Relay:
         Compares loss, weights, buffers and optimizer state. Afterwards weights, buffers, versions, optimizer state,
         settings and counters, random generators, statistics, plain attributes of modules and meter records are as before.
         Step hooks of the optimizer run on neither side, so their effect is not compared. Hooks on modules, `objective` and
-        `loss` run on both sides; state that they keep outside of the model is not restored.
+        `loss` run on both sides; metrics that are modules are restored, other state outside of the model is not.
 
         The in-core side runs in float32 on the same kind of device, which needs room for the whole model. On a GPU, expect
         agreement to float32 rounding, not equal bits. With ``precision="bf16"`` or `compress` the report shows their error.
@@ -1067,8 +1069,12 @@ class Relay:
     def _call_model(self, rows: Any) -> torch.Tensor:
         """Run the model on a few rows, the same on all workers."""
         [rows, *_] = self._backend.gather_items([rows])
-        with self._kv_caches.disabled():
-            return self._model_call.objective(self.model, rows)
+        restore = snapshot_modules(self._model_call.loss_modules())
+        try:
+            with self._kv_caches.disabled():
+                return self._model_call.objective(self.model, rows)
+        finally:
+            restore()
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -1100,7 +1106,7 @@ class Relay:
     def _restored_state(self, *more: Callable[[], None]) -> Iterator[None]:
         """Restore everything but weights that a forward may change in a block; then call `more`."""
         parts, factory = self._runner.parts, self._editor.layer_factory
-        restores = [snapshot_attributes(self.model.modules()), parts.snapshot_buffers(), self._runner.snapshot(), *more]
+        restores = [self._runner.snapshot_attributes(), parts.snapshot_buffers(), self._runner.snapshot(), *more]
         sample_call = factory.run_model
         with preserve_random_state():
             try:

@@ -16,6 +16,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from l2l_core.batches import (
     Batch,
@@ -32,6 +33,7 @@ from l2l_core.batches import (
     map_tensors,
     refuse_gradients,
     shapes_of,
+    snapshot_modules,
 )
 from l2l_core.config import RelayConfig, parse_bytes
 from l2l_core.devices import DeviceOutOfMemory
@@ -40,10 +42,12 @@ from l2l_core.eps.blocks import Unit, check_model, check_step
 from l2l_core.model import (
     KVCaches,
     RandomState,
+    Restore,
     force_eager,
     full_precision,
     nbytes_of,
     preserve_random_state,
+    restore_all,
     snapshot_attributes,
 )
 from l2l_core.step import (
@@ -58,6 +62,8 @@ from l2l_core.step import (
     PassTask,
     RelayParts,
     StaleMeterError,
+    StepExtras,
+    new_state_copied,
     record_failure,
     run_forward,
     run_step,
@@ -180,28 +186,35 @@ class Runner:
         self.pass_cache.kept_counts.put(kind, kept)
         return replace(config, keep=kept)
 
-    def batch_loss(self, rows: RowsOfBatch, micro_batches: int) -> BatchLoss | None:
+    def batch_loss(self, rows: RowsOfBatch, micro_batches: int, extras: StepExtras | None = None) -> BatchLoss | None:
         """Return the loss over the outputs of all micro-batches, of all workers; None if every micro-batch has a loss."""
-        found = self.batch_loss_in_core(rows, micro_batches)
+        found = self.batch_loss_in_core(rows, micro_batches, extras)
         if found is None or self._backend.count == 1:
             return found
         compute = partial(self._gather_outputs, found.compute)
         return replace(found, compute=compute, trains_parameters=self._backend.rank == 0)
 
-    def batch_loss_in_core(self, rows: RowsOfBatch, micro_batches: int) -> BatchLoss | None:
+    def batch_loss_in_core(
+        self, rows: RowsOfBatch, micro_batches: int, extras: StepExtras | None = None
+    ) -> BatchLoss | None:
         """Return the same loss where one process has the micro-batches of all workers."""
         if not self._has_batch_loss:
             return None
         if self._backend.count == 1:
-            return self._make_batch_loss(rows.batch, rows.join)
+            return self._make_batch_loss(rows.batch, rows.join, extras)
         own = rows.batch, rows.sizes(micro_batches)
         batches, sizes = zip(*self._backend.gather_items([own], "gather the batch"), strict=True)
         rows = rows.of(join_batches(batches, [sum(each) for each in sizes]))
         assert isinstance(rows, BatchRows), "another rule is refused where the relay is made"
-        return self._make_batch_loss(rows.batch, partial(rows.join, sizes=[size for each in sizes for size in each]))
+        join = partial(rows.join, sizes=[size for each in sizes for size in each])
+        return self._make_batch_loss(rows.batch, join, extras)
 
-    def _make_batch_loss(self, batch: Batch, join: Callable[[Sequence[Any]], Any]) -> BatchLoss:
-        return BatchLoss(self._model_call.outputs, batch, partial(self._model_call.batch_loss, join))
+    def _make_batch_loss(
+        self, batch: Batch, join: Callable[[Sequence[Any]], Any], extras: StepExtras | None = None
+    ) -> BatchLoss:
+        call = self._model_call
+        compute = call.batch_loss if extras is None else partial(extras.run_once, call.batch_loss_with_extras)
+        return BatchLoss(call.outputs, batch, partial(compute, join))
 
     def _gather_outputs(self, compute: Callable[..., torch.Tensor], outputs: Sequence[Any], batch: Any) -> torch.Tensor:
         """Compute the loss over the outputs of all workers.
@@ -233,6 +246,11 @@ class Runner:
         plan = PassPlan.of(config, self.pass_cache.layer_order, loss_per_micro_batch=batch_loss is None)
         return PassSpec(config, plan, task, micro_batches, seeds, batch_loss=batch_loss)
 
+    def objective(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
+        """Return the loss of a micro-batch in a pass whose extras are not wanted."""
+        with new_state_copied(self._model_call.loss_modules()):
+            return self._model_call.objective(model, micro_batch)
+
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, config: RelayConfig) -> StepResult:
@@ -255,8 +273,9 @@ class Runner:
             raise
         kind = self.kind_of(micro_batches, config)
         replay = self.pass_cache.find_step(kind) if config.meter == "on_change" else None
-        batch_loss = self.batch_loss(rows, len(micro_batches))
-        losses, ran, trace = self._train(batch, micro_batches, divisors, batch_loss, config, replay)
+        extras = StepExtras(self._model_call.objective_with_extras, self._model_call.loss_modules())
+        batch_loss = self.batch_loss(rows, len(micro_batches), extras)
+        losses, ran, trace = self._train(batch, micro_batches, divisors, batch_loss, config, replay, extras)
         loss = float(sum(self._backend.gather_items(losses)))
         self.steps += 1
         self._store.updated.clear()  # else it would keep layers that are dropped next in memory
@@ -271,6 +290,7 @@ class Runner:
             bytes_loaded=sum(event.nbytes for event in events if event.kind == "load"),
             bytes_pushed=sum(event.nbytes for event in events if event.kind == "push"),
             objective=self.normaliser.summary,
+            extras=extras.join(),
         )
 
     def _train(
@@ -281,13 +301,16 @@ class Runner:
         batch_loss: BatchLoss | None,
         config: RelayConfig,
         replay: MeterRecord | None,
+        extras: StepExtras,
     ) -> tuple[list[torch.Tensor], PassResult, Trace]:
         # Set before the step runs, for readers that follow it live.
         self.trace = trace = self._backend.sign_trace(self.parts.new_trace(config, self.steps))
         restore_buffers = self.parts.snapshot_buffers()
         self._device.ledger.reset_peak()
-        task = self._model_call.objective if batch_loss is None else batch_loss.outputs
-        spec = self._make_spec(config, task, micro_batches, batch_loss)
+        if batch_loss is None:
+            spec = self._make_spec(config, extras.run, list(enumerate(micro_batches)))
+        else:
+            spec = self._make_spec(config, batch_loss.outputs, micro_batches, batch_loss)
         spec = replace(spec, check=self._backend.make_buffer_check(self.parts.units))
         try:
             return *run_step(self.parts, self._store, spec, divisors, trace, replay), trace
@@ -377,7 +400,7 @@ class Runner:
                 if batch_loss is not None:
                     [loss] = self.infer(micro_batches, batch_loss.outputs, batch_loss=batch_loss)
                     return float(loss)
-                losses = self.infer(micro_batches, self._model_call.objective)
+                losses = self.infer(micro_batches, self.objective)
         finally:
             restore_buffers()
         return float(
@@ -392,13 +415,13 @@ class Runner:
         """
         one_slot = {"schedule": "breadth_first", "ahead": 0, "resident": 0, "keep": 0}
         config = replace(self.config, micro_batches=len(batches), precision="fp32", **one_slot)
-        restores = [self.parts.snapshot_buffers(), snapshot_attributes(self._model.modules())]
+        restores = [self.parts.snapshot_buffers(), self.snapshot_attributes()]
         restores += [partial(param.requires_grad_, param.requires_grad) for param in self._model.parameters()]
         try:
             # Eager: compiled code would be compiled anew for these shapes.
             with preserve_random_state(), full_precision(self._device.torch_device), force_eager():
                 prepare = BreadthFirstRuntime.perturb_shell if perturbed else _change_nothing
-                return [float(loss) for loss in self.infer(batches, self._model_call.objective, config, prepare)]
+                return [float(loss) for loss in self.infer(batches, self.objective, config, prepare)]
         except Exception as error:
             error.add_note(
                 "The relay evaluated the loss of a few rows, to compare it with the loss of the same rows in parts. Nothing was "
@@ -408,6 +431,12 @@ class Runner:
         finally:
             for restore in restores:
                 restore()
+
+    def snapshot_attributes(self) -> Restore:
+        """Capture plain attributes of the model, and metrics that the loss updates; return a function that restores them."""
+        return restore_all(
+            [snapshot_attributes(self._model.modules()), snapshot_modules(self._model_call.loss_modules())]
+        )
 
     # -- a rehearsal ---------------------------------------------------------------------------------------------------
 
@@ -420,7 +449,7 @@ class Runner:
             self.parts,
             self._store,
             self.pass_cache.layer_order,
-            self._model_call.objective,
+            self.objective,
             self.rows_of,
             self._backend.make_rehearsal_source,
             self.pass_cache.set_layer_order,  # spares the first step the search for the order
@@ -433,7 +462,7 @@ class Runner:
     @contextmanager
     def rehearsing(self, batch: Batch, cluster: Cluster | None = None) -> Iterator[Rehearsal]:
         """Yield a rehearsal; afterwards restore random state and plain attributes of modules."""
-        restore = snapshot_attributes(self._model.modules())
+        restore = self.snapshot_attributes()
         try:
             with preserve_random_state():
                 yield self.rehearsal(batch, cluster)

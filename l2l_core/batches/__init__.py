@@ -20,6 +20,7 @@ from l2l_core.batches.containers import map_tensors as map_tensors
 from l2l_core.batches.containers import refuse_gradients as refuse_gradients
 from l2l_core.batches.containers import shapes_of as shapes_of
 from l2l_core.batches.containers import structure_of as structure_of
+from l2l_core.batches.loss_modules import snapshot_modules as snapshot_modules
 from l2l_core.batches.loss_normaliser import LossNormaliser as LossNormaliser
 from l2l_core.batches.loss_normaliser import LossOver as LossOver
 from l2l_core.batches.loss_normaliser import NoPeers as NoPeers
@@ -27,8 +28,10 @@ from l2l_core.batches.loss_normaliser import Peers as Peers
 from l2l_core.batches.loss_normaliser import Weight as Weight
 from l2l_core.batches.loss_normaliser import weighted_divisors as weighted_divisors
 from l2l_core.batches.lru_cache import LRUCache as LRUCache
+from l2l_core.batches.objective import Loss as Loss
 from l2l_core.batches.objective import ModelCall as ModelCall
 from l2l_core.batches.objective import Objective as Objective
+from l2l_core.batches.objective import UserObjective as UserObjective
 from l2l_core.batches.objective import divide_loss as divide_loss
 from l2l_core.batches.output_join import Join as Join
 from l2l_core.batches.packed_sequences import Sequences as Sequences

@@ -10,9 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from l2l_core.batches.loss_modules import modules_used_by
 from l2l_core.model import no_cache_arguments
 
+LossResult = torch.Tensor | tuple[torch.Tensor, Any]  # a scalar, or (scalar, extras)
+Loss = Callable[[Any, Any], LossResult]
+UserObjective = Callable[[nn.Module, Any], LossResult]
 Objective = Callable[[nn.Module, Any], torch.Tensor]
+JoinFn = Callable[[Sequence[Any]], Any]  # joins the outputs of micro-batches
 
 
 class ModelCall:
@@ -20,19 +25,21 @@ class ModelCall:
 
     A mapping gives keyword arguments; with `loss`, keys that the model's ``forward`` does not take are for the loss only. A
     sequence gives positional arguments; with `loss`, its last element is the target. A dataclass needs an `objective`.
+
+    A loss or an objective returns a scalar, or ``(scalar, extras)`` with any tree of tensors and values for `StepResult.extras`.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        loss: Callable[[Any, Any], torch.Tensor] | None = None,
-        objective: Objective | None = None,
+        loss: Loss | None = None,
+        objective: UserObjective | None = None,
     ) -> None:
         if loss is not None and objective is not None:
             raise ValueError(
                 "loss= and objective= are both given: pass one, objective(model, micro_batch) includes the loss"
             )
-        self._loss, self._objective = loss, objective
+        self._loss, self._objective, self._model = loss, objective, model
         parameters = inspect.signature(model.forward).parameters
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._names = frozenset(parameters)
@@ -45,21 +52,34 @@ class ModelCall:
 
     def objective(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
         """Run the model on one micro-batch; return the scalar loss."""
+        return self.objective_with_extras(model, micro_batch)[0]
+
+    def objective_with_extras(self, model: nn.Module, micro_batch: Any) -> tuple[torch.Tensor, Any]:
+        """Run the model on one micro-batch; return the scalar loss and the extras, None without any."""
         if self._objective is not None:
-            return _check_scalar(self._objective(model, micro_batch), "objective(model, micro_batch)")
+            return split_extras(self._objective(model, micro_batch), "objective(model, micro_batch)")
         outputs = self.outputs(model, micro_batch)
         if self._loss is not None:
-            return _check_scalar(self._loss(outputs, micro_batch), "loss(outputs, batch)")
-        return _check_scalar(_loss_of(outputs), "outputs.loss")
+            return split_extras(self._loss(outputs, micro_batch), "loss(outputs, batch)")
+        return _check_scalar(_loss_of(outputs), "outputs.loss"), None
 
-    def batch_loss(self, join: Callable[[Sequence[Any]], Any], outputs: Sequence[Any], batch: Any) -> torch.Tensor:
-        """Return the loss of a batch, given the outputs of its micro-batches and the function that joins them.
+    def loss_modules(self) -> list[nn.Module]:
+        """Return the modules that the loss or the objective uses beside the model, such as metrics."""
+        in_model = set(self._model.modules())  # edits may have changed it
+        return [each for each in modules_used_by((self._loss, self._objective)) if each not in in_model]
+
+    def batch_loss(self, join: JoinFn, outputs: Sequence[Any], batch: Any) -> torch.Tensor:
+        """Return the loss of a batch, given the outputs of its micro-batches and the function that joins them."""
+        return self.batch_loss_with_extras(join, outputs, batch)[0]
+
+    def batch_loss_with_extras(self, join: JoinFn, outputs: Sequence[Any], batch: Any) -> tuple[torch.Tensor, Any]:
+        """Return the same loss, and the extras, None without any.
 
         Raises:
             ValueError: the loss is not a scalar, or outputs cannot be joined.
         """
         assert self._loss is not None, "checked by `check_batch_loss`"
-        return _check_scalar(self._loss(join(outputs), batch), "loss(outputs, batch)")
+        return split_extras(self._loss(join(outputs), batch), "loss(outputs, batch)")
 
     def check_batch_loss(self) -> None:
         """Raise ValueError if the loss cannot be taken over the outputs of several micro-batches."""
@@ -109,11 +129,18 @@ def _loss_of(outputs: Any) -> Any:
     return loss
 
 
+def split_extras(result: Any, source: str) -> tuple[torch.Tensor, Any]:
+    """Return the scalar and the extras of what a loss returned; raise ValueError if there is no scalar."""
+    loss, extras = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    return _check_scalar(loss, source), extras
+
+
 def _check_scalar(loss: Any, source: str) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(
-            f"{source} returned {got}: the relay needs one scalar tensor per micro-batch, reduce it (mean) first"
+            f"{source} returned {got}: the relay needs one scalar tensor per micro-batch, or (scalar, extras); reduce it (mean) "
+            "first"
         )
     return loss
 

@@ -37,9 +37,11 @@ from l2l_core.model.reference import accumulate_together as accumulate_together
 from l2l_core.model.reference import copy_tensors as copy_tensors
 from l2l_core.model.reference import train_step as train_step
 from l2l_core.model.reference import update_after as update_after
+from l2l_core.model.state_snapshot import Restore as Restore
 from l2l_core.model.state_snapshot import full_precision as full_precision
 from l2l_core.model.state_snapshot import preserve_module_state as preserve_module_state
 from l2l_core.model.state_snapshot import preserve_random_state as preserve_random_state
+from l2l_core.model.state_snapshot import restore_all as restore_all
 from l2l_core.model.state_snapshot import snapshot_attributes as snapshot_attributes
 from l2l_core.model.state_snapshot import snapshot_except as snapshot_except
 from l2l_core.model.state_snapshot import snapshot_value as snapshot_value

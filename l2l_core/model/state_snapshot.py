@@ -35,7 +35,7 @@ def snapshot_value(value: Any, memo: dict[int, Any] | None = None) -> Restore:
     if isinstance(value, torch.Tensor):
         return _snapshot_tensor(value)
     if isinstance(value, tuple):
-        return _restore_all([snapshot_value(item, memo) for item in value])
+        return restore_all([snapshot_value(item, memo) for item in value])
     if not isinstance(value, dict | list | deque | set):
         return _snapshot_generator(value)
     items: list[Any] = list(value.items() if isinstance(value, dict) else value)
@@ -48,7 +48,7 @@ def snapshot_value(value: Any, memo: dict[int, Any] | None = None) -> Restore:
             _fill(value, items)
         else:
             value.update(items) if isinstance(value, set) else value.extend(items)
-        _restore_all(inner)()
+        restore_all(inner)()
 
     return restore
 
@@ -64,7 +64,7 @@ def snapshot_attributes(modules: Iterable[nn.Module]) -> Restore:
     for module in modules:
         back.append(_snapshot_names(vars(module), vars(module).keys() - _MODULE_INTERNALS, memo, _MODULE_INTERNALS))
         back += [_snapshot_hooks(hooks) for name in _HOOKS if (hooks := vars(module).get(name)) is not None]
-    return _restore_all(back)
+    return restore_all(back)
 
 
 def snapshot_except(held: dict[str, Any], excluded: Collection[str]) -> Restore:
@@ -84,7 +84,7 @@ def _snapshot_names(
         for name, value in kept.items():
             if held.get(name, _restore_nothing) is not value:
                 held[name] = value
-        _restore_all(inner)()
+        restore_all(inner)()
 
     return restore
 
@@ -146,7 +146,9 @@ def _snapshot_generator(value: Any) -> Restore:
     return _restore_nothing
 
 
-def _restore_all(many: list[Restore]) -> Restore:
+def restore_all(many: list[Restore]) -> Restore:
+    """Return a function that calls all of `many`, in order."""
+
     def restore() -> None:
         for each in many:
             each()

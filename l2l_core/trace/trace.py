@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -311,6 +311,9 @@ class StepResult:
         peak_device_bytes: highest device bytes during the step.
         bytes_loaded, bytes_pushed: bytes of weights copied to the device, and of gradients copied back.
         objective: how the losses of micro-batches were put together, in words.
+        extras: what the loss returned beside the scalar, on the host, without gradients: tensors of micro-batches are
+            concatenated along dim 0, scalars stacked to shape (K,), other values listed. Of this worker's rows only. None if it
+            returned no extras.
     """
 
     loss: float
@@ -321,3 +324,4 @@ class StepResult:
     bytes_loaded: int
     bytes_pushed: int
     objective: str = ""
+    extras: Any = field(default=None, repr=False, compare=False)

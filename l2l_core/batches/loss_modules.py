@@ -1,0 +1,54 @@
+"""Modules that a loss function uses beside the model, such as metrics, which count every call of the loss."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Iterable, Sequence
+from types import CodeType, FunctionType, ModuleType
+
+import torch
+from torch import nn
+
+from l2l_core.model import Restore, restore_all, snapshot_attributes, snapshot_value
+
+_NOT_SEARCHED = (torch.Tensor, ModuleType, type, CodeType, str, bytes, int, float)
+_MOST_ITEMS, _MOST_OBJECTS = 100, 1000  # a longer container holds data
+
+
+def modules_used_by(function: object) -> list[nn.Module]:
+    """Return the modules that a function refers to, through closures, globals and objects, and the modules in them."""
+    found: dict[nn.Module, None] = {}
+    seen: dict[int, object] = {}
+    upcoming: deque[object] = deque([function])
+    while upcoming and len(seen) < _MOST_OBJECTS:  # the nearest first
+        value = upcoming.popleft()
+        if id(value) in seen or isinstance(value, _NOT_SEARCHED):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            found |= dict.fromkeys(value.modules())
+        else:
+            upcoming.extend(_references(value))
+    return list(found)
+
+
+def _references(value: object) -> Sequence[object]:
+    if not isinstance(value, FunctionType):
+        return gc.get_referents(value)[:_MOST_ITEMS]
+    held = value.__globals__
+    if str(held.get("__name__")).startswith("torch."):
+        return ()  # `torch.nn.functional` has no metrics
+    defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    return [*(value.__closure__ or ()), *defaults, *(held[name] for name in _names_in(value.__code__) if name in held)]
+
+
+def _names_in(code: CodeType) -> list[str]:
+    inner = (_names_in(const) for const in code.co_consts if isinstance(const, CodeType))
+    return [*code.co_names, *(name for names in inner for name in names)]
+
+
+def snapshot_modules(modules: Iterable[nn.Module]) -> Restore:
+    """Snapshot attributes, hooks and buffers of modules; return a function that restores them."""
+    modules = list(modules)
+    return restore_all([snapshot_attributes(modules), *(snapshot_value(module._buffers) for module in modules)])
