@@ -362,3 +362,23 @@ def test_what_cannot_be_joined_is_refused_at_once() -> None:
         with pytest.raises(ValueError, match="leave schedule out"):
             made.config = RelayConfig(schedule="depth_first")
         made.step(batch_of(model, 4, 0))
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_a_loss_of_the_batch_may_return_extras(stash: Any) -> None:
+    torch.manual_seed(0)
+    model = Tower(dropout=0.0)
+
+    def loss(outputs: Tensor, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+        total = shifted(model, outputs, batch)
+        return total, {"outputs": outputs, "loss": total, "rows": len(outputs)}
+
+    options: dict[str, Any] = {"layers": list(model.layers), "config": RelayConfig(micro_batches=4, stash=stash)}
+    with Relay(model, adam, loss=loss, loss_over="batch", **options) as relay:
+        batch = batch_of(model, 8, 0)
+        expected = relay.forward(batch)
+        result = relay.step(batch)
+        assert result.extras["rows"] == 8 and float(result.extras["loss"]) == result.loss
+        assert torch.equal(result.extras["outputs"], expected) and not result.extras["outputs"].requires_grad
+        assert relay.verify(batch).equal
+        assert relay.evaluate(batch) > 0
