@@ -248,7 +248,7 @@ class Runner:
 
     def objective(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
         """Return the loss of a micro-batch in a pass whose extras are not wanted."""
-        with new_state_copied(self._model_call.loss_modules()):
+        with new_state_copied(self._model_call.metrics()):
             return self._model_call.objective(model, micro_batch)
 
     # -- a step --------------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ class Runner:
             raise
         kind = self.kind_of(micro_batches, config)
         replay = self.pass_cache.find_step(kind) if config.meter == "on_change" else None
-        extras = StepExtras(self._model_call.objective_with_extras, self._model_call.loss_modules())
+        extras = StepExtras(self._model_call.objective_with_extras, self._model_call.metrics())
         batch_loss = self.batch_loss(rows, len(micro_batches), extras)
         losses, ran, trace = self._train(batch, micro_batches, divisors, batch_loss, config, replay, extras)
         loss = float(sum(self._backend.gather_items(losses)))

@@ -17,7 +17,7 @@ _MOST_ITEMS, _MOST_OBJECTS = 100, 1000  # a longer container holds data
 
 
 def modules_used_by(function: object) -> list[nn.Module]:
-    """Return the modules that a function refers to, through closures, globals and objects, and the modules in them."""
+    """Return the modules that a function refers to, through closures, globals and objects, without the modules in them."""
     found: dict[nn.Module, None] = {}
     seen: dict[int, object] = {}
     upcoming: deque[object] = deque([function])
@@ -27,10 +27,17 @@ def modules_used_by(function: object) -> list[nn.Module]:
             continue
         seen[id(value)] = value
         if isinstance(value, nn.Module):
-            found |= dict.fromkeys(value.modules())
+            found[value] = None
         else:
             upcoming.extend(_references(value))
     return list(found)
+
+
+def metrics_in(module: nn.Module) -> list[nn.Module]:
+    """Return the modules in `module` that have no parameters, nor have those in them: metrics, not parts of a teacher."""
+    if next(module.parameters(), None) is None:
+        return list(module.modules())
+    return [metric for child in module.children() for metric in metrics_in(child)]
 
 
 def _references(value: object) -> Sequence[object]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from l2l_core.batches.loss_modules import modules_used_by
+from l2l_core.batches.loss_modules import metrics_in, modules_used_by
 from l2l_core.model import no_cache_arguments
 
 LossResult = torch.Tensor | tuple[torch.Tensor, Any]  # a scalar, or (scalar, extras)
@@ -64,9 +64,17 @@ class ModelCall:
         return _check_scalar(_loss_of(outputs), "outputs.loss"), None
 
     def loss_modules(self) -> list[nn.Module]:
-        """Return the modules that the loss or the objective uses beside the model, such as metrics."""
-        in_model = set(self._model.modules())  # edits may have changed it
-        return [each for each in modules_used_by((self._loss, self._objective)) if each not in in_model]
+        """Return the modules that the loss or the objective uses beside the model, such as metrics or a teacher."""
+        return self._outside_model(lambda module: list(module.modules()))
+
+    def metrics(self) -> list[nn.Module]:
+        """Return those of them that have no parameters."""
+        return self._outside_model(metrics_in)
+
+    def _outside_model(self, parts_of: Callable[[nn.Module], list[nn.Module]]) -> list[nn.Module]:
+        found = modules_used_by((self._loss, self._objective))
+        in_model = set(self._model.modules()) if found else set()  # edits may have changed it
+        return [part for module in found if module not in in_model for part in parts_of(module) if part not in in_model]
 
     def batch_loss(self, join: JoinFn, outputs: Sequence[Any], batch: Any) -> torch.Tensor:
         """Return the loss of a batch, given the outputs of its micro-batches and the function that joins them."""

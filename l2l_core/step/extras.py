@@ -23,7 +23,7 @@ class StepExtras:
 
     Args:
         call: returns the loss of a micro-batch and its extras.
-        modules: used by the loss and not by the model, such as metrics; a micro-batch may read what another one left in them.
+        modules: metrics that the loss updates; a micro-batch may read what another one left in them.
     """
 
     def __init__(self, call: CallWithExtras, modules: Sequence[nn.Module]) -> None:
@@ -115,7 +115,7 @@ def new_state_copied(modules: Sequence[nn.Module]) -> Iterator[None]:
 
     Otherwise they would belong to the micro-batch that made them, and others could not read them.
     """
-    # Layers of torch have no such state, and a teacher has hundreds of them.
+    # Modules of torch have no such state.
     modules = [module for module in modules if not type(module).__module__.startswith("torch.nn.")]
     held: list[dict[str, Any]] = []
     for module in modules:
