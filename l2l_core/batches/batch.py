@@ -31,7 +31,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from l2l_core.batches.containers import is_record, map_leaves, open_container, same_leaves, with_items
 from l2l_core.batches.library_batches import count_library_rows, graph_columns, select_library_rows
-from l2l_core.batches.output_join import GetDivisors, OutputJoin, Placing, first_fitting
+from l2l_core.batches.output_join import GetDivisors, OutputJoin, Placing, first_fitting, place_flattened
 from l2l_core.batches.row_count import AmbiguousRowsError, NoRowsError, count_rows, has_rows, is_one_per_row
 from l2l_core.batches.target_counts import ROWS, count_targets
 from l2l_core.model import refuse_hidden_tensors
@@ -197,7 +197,8 @@ class BatchRows:
         sizes = self.sizes(len(outputs)) if sizes is None else sizes
 
         def place(where: str, parts: Sequence[torch.Tensor], dim: int | None) -> Placing | None:
-            return first_fitting([Placing(dim or 0, sizes)], parts)
+            found = first_fitting([Placing(dim or 0, sizes)], parts)
+            return place_flattened(parts, sizes) if found is None and dim is None else found
 
         return self._output_join(outputs, place, divisors)
 

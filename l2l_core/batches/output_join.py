@@ -62,6 +62,16 @@ def first_fitting(placings: Sequence[Placing], parts: Sequence[torch.Tensor]) ->
     return next((each for each in placings if each.fits(parts)), None)
 
 
+def place_flattened(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> Placing | None:
+    """Return the placing of (rows * tokens, ...), the same number of tokens for every row, as of transformers' router logits.
+
+    Tensors that are equal in all micro-batches have no rows.
+    """
+    tokens = parts[0].shape[0] // sizes[0]
+    placing = Placing(0, [tokens * size for size in sizes])
+    return placing if tokens > 1 and placing.fits(parts) and not _are_equal(parts) else None
+
+
 class UnknownKeyError(ValueError):
     """A key for a dim names nothing in a batch or an output."""
 
@@ -134,7 +144,8 @@ class OutputJoin:
             raise ValueError(
                 f'loss_over="batch": {where} of a micro-batch has no rows, as it has the shape {tuple(first.shape)}, so that '
                 "those of micro-batches cannot be joined. Return a value per row, such as x.expand(rows), and reduce it in the "
-                "loss; a parameter is read in the loss directly (model.logit_scale)"
+                "loss; leave it out by join=lambda outputs: ..., which joins the others; read a parameter in the loss directly "
+                "(model.logit_scale)"
             )
         return first
 

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from batch_losses import Tower
 from torch import Tensor, nn
-from transformers import CLIPConfig, CLIPModel
+from transformers import CLIPConfig, CLIPModel, MixtralConfig, MixtralForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from l2l_core import Relay, RelayConfig
 
@@ -116,6 +117,37 @@ def test_preference_pairs() -> None:
         return -F.logsigmoid(chosen - rejected).mean()
 
     compare(model, loss, {"a": torch.randint(40, (16, 5))}, ["a"], layers=list(model.layers))
+
+
+def test_balance_of_a_router() -> None:
+    """The balance over all tokens of the batch; router logits are (rows * tokens, experts), and one output is a scalar."""
+    config = MixtralConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(config)
+
+    def loss(model: nn.Module, outputs: Any, batch: Any) -> Tensor:
+        logits, routers = outputs["logits"], outputs["router_logits"]
+        predicted = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+        return predicted + 0.5 * load_balancing_loss_func(routers, 4, 2)
+
+    class Outputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: Tensor) -> dict[str, Any]:
+            outputs = self.model(input_ids, output_router_logits=True, use_cache=False)
+            return {"logits": outputs.logits, "router_logits": outputs.router_logits}
+
+    compare(Outputs(), loss, {"input_ids": torch.randint(50, (8, 6))}, ["input_ids"])
 
 
 class Sentences(nn.Module):
