@@ -135,8 +135,7 @@ class LossNormaliser:
             found = {name: found[name] for name in found if name in remaining}
         if not found:  # every remaining candidate counts nothing in the whole batch
             raise _no_target_error(next(iter(remaining)))
-        names = [name for name in counts if name in remaining]
-        self.summary = ("sum" if SUM in remaining else f"mean over {' or '.join(names)}") + (self._notes.get(key) or "")
+        self.summary = _describe([name for name in counts if name in remaining]) + (self._notes.get(key) or "")
         if self._warning:  # once, and not if the batch is refused
             warnings.warn(self._warning, stacklevel=2)
             self._warning = ""
@@ -276,6 +275,13 @@ def _sum_counts(counts: Sequence[int] | None, sizes: Sequence[int]) -> list[int]
         return None
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     return [sum(counts[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _describe(names: Sequence[str]) -> str:
+    """Return what a loss is, of which these candidates are right."""
+    if SUM in names:
+        return "sum"
+    return "mean over rows or targets" if len(names) > 1 and ROWS in names else f"mean over {' or '.join(names)}"
 
 
 class _UndecidedError(ValueError):

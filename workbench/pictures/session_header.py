@@ -70,7 +70,8 @@ def header_facts(snapshot: Snapshot) -> list[str]:
     ]
     if snapshot.steps:
         last = snapshot.steps[-1]
-        facts += [f"loss {last.loss:.4g}", f"{format_seconds(_step_seconds(snapshot))} per step"]
+        loss = f"loss {last.loss:.4g}" + (f" ({last.objective})" if last.objective else "")
+        facts += [loss, f"{format_seconds(_step_seconds(snapshot))} per step"]
     return facts
 
 

@@ -71,6 +71,7 @@ def step_row(step: int, result: StepResult, branch: str) -> StepRow:
         bytes_pushed=result.bytes_pushed,
         overlap=summarize_timeline(Columns.of(result.trace)).overlap,
         branch=branch,
+        objective=result.objective,
     )
 
 

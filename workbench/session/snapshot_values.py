@@ -27,6 +27,7 @@ class StepRow:
         bytes_loaded, bytes_pushed: bytes of weights copied to the device, and of gradients copied back.
         overlap: share in [0, 1] of copy time hidden under compute.
         branch: the branch that was trained.
+        objective: how the losses of micro-batches were put together, in words.
     """
 
     step: int
@@ -38,6 +39,7 @@ class StepRow:
     bytes_pushed: int
     overlap: float
     branch: str = MAIN_BRANCH
+    objective: str = ""
 
 
 @dataclass(frozen=True, slots=True)
