@@ -172,7 +172,8 @@ class ModuleAttributes(AttributeTracer):
         elif module in self._unit_of and self._in_layer:
             self._record_layer_set(module, name)
         elif module in self._unit_of:
-            if is_plain(value := vars(module).get(name)):
+            # A submodule that is replaced is in another dict, and the same for all micro-batches.
+            if name in vars(module) and is_plain(value := vars(module)[name]):
                 self._layer_values[(module, name), self._k] = self._own_values[module, name] = value
             self._set_on_layers.setdefault(self._unit_of[module], set()).add((module, name))
 
@@ -190,7 +191,9 @@ class ModuleAttributes(AttributeTracer):
         return temporarily(self, "_checks_recompute", True)
 
     def _record_layer_set(self, module: nn.Module, name: str) -> None:
-        key, value = (module, name), vars(module).get(name)
+        if name not in vars(module):
+            return
+        key, value = (module, name), vars(module)[name]
         self._side_outputs.check_attribute(self._unit_of[module], value)
         if is_plain(value):
             if self._checks_recompute:
