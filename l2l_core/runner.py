@@ -120,8 +120,8 @@ class Runner:
         self._has_batch_loss = loss_over == "batch"
         if self._has_batch_loss:
             model_call.check_batch_loss()
-        self.normaliser = LossNormaliser(weight, self._measure_losses, backend.batch_peers, loss_over)
-        self.probe_normaliser = LossNormaliser(weight, self._measure_losses, backend.batch_peers, loss_over)
+        measures = self._measure_losses, backend.batch_peers, loss_over, self._measure_outputs
+        self.normaliser, self.probe_normaliser = LossNormaliser(weight, *measures), LossNormaliser(weight, *measures)
         self.steps = 0
         self.trace: Trace | None = None
         self._warned_of_fewer = False
@@ -408,7 +408,13 @@ class Runner:
         )
 
     def _measure_losses(self, batches: Sequence[Any], perturbed: bool) -> list[float]:
-        """Return the losses of a few rows each, in evaluation mode and float32; all state is as before.
+        return [float(loss) for loss in self._measure(batches, perturbed, self.objective)]
+
+    def _measure_outputs(self, batches: Sequence[Any], perturbed: bool) -> list[Any]:
+        return self._measure(batches, perturbed, self._model_call.outputs)
+
+    def _measure(self, batches: Sequence[Any], perturbed: bool, task: PassTask) -> list[Any]:
+        """Return the results of a few rows each, in evaluation mode and float32; all state is as before.
 
         With `perturbed`, the shell's weights are perturbed on the device only. One layer is on the device at a time: in
         float32, weights need twice the memory of bfloat16.
@@ -421,11 +427,11 @@ class Runner:
             # Eager: compiled code would be compiled anew for these shapes.
             with preserve_random_state(), full_precision(self._device.torch_device), force_eager():
                 prepare = BreadthFirstRuntime.perturb_shell if perturbed else _change_nothing
-                return [float(loss) for loss in self.infer(batches, self.objective, config, prepare)]
+                return self.infer(batches, task, config, prepare)
         except Exception as error:
             error.add_note(
-                "The relay evaluated the loss of a few rows, to compare it with the loss of the same rows in parts. Nothing was "
-                'trained. With weight=... or loss_over="micro-batch", no evaluation is needed'
+                "The relay ran a few rows, to compare them with the same rows in parts. Nothing was trained. With weight=... or "
+                'loss_over="micro-batch", this is not needed'
             )
             raise
         finally:

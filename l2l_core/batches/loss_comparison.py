@@ -14,10 +14,14 @@ from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
-from l2l_core.batches.batch import RowsOfBatch
-from l2l_core.batches.loss_trials import SplitBatch
-from l2l_core.batches.target_counts import CandidateCounts
+import torch
 
+from l2l_core.batches.batch import RowsOfBatch
+from l2l_core.batches.containers import leaves_in
+from l2l_core.batches.loss_trials import SplitBatch
+from l2l_core.batches.target_counts import CandidateCounts, labels_in
+
+RunFn = Callable[[Sequence[Any], bool], Sequence[Any]]  # (small batches, perturb the weights?) -> outputs
 Measure = Callable[[Sequence[Any], bool], Sequence[float]]  # (small batches, perturb the weights?) -> losses
 
 ROUNDING = 1e-5  # of a loss in float32 that was added up in another order
@@ -62,14 +66,54 @@ def compare_losses(rows: RowsOfBatch, size: int, counts: CandidateCounts, measur
         counts: counts of every row by candidate; None: losses of parts add up.
         measure: returns the losses of small batches, each with random numbers of its own.
     """
-    trial = _split(rows, counts, *_parts(rows.count, size))
-    batches = _batches_of(trial)
+    first = _split(rows, counts, *_parts(rows.count, size))
+    others = [_split(rows, counts, *parts) for parts in _parts_by_label(rows, size)]
     found: list[LossComparison] = []
-    for perturbed in (False, True):
-        *losses, again = measure([*batches, batches[0]], perturbed)
-        random = _is_random(losses[0], again)
-        found.append(_compare_random(trial, measure, perturbed) if random else _compare(trial, losses))
+    for perturbed, trials in ((False, [first]), (True, [first, *others])):
+        *losses, again = measure(
+            [*(batch for trial in trials for batch in _batches_of(trial)), first.together], perturbed
+        )
+        if _is_random(losses[0], again):
+            found.append(_compare_random(first, measure, perturbed))
+        else:
+            found += [_compare(trial, losses[3 * i : 3 * i + 3]) for i, trial in enumerate(trials)]
     return _merge([each for each in found if each.gaps])
+
+
+def compare_outputs(rows: RowsOfBatch, size: int, run: RunFn) -> float | None:
+    """Return how far the outputs of a few rows together are from those of their parts, relative to the outputs.
+
+    Rows that depend on one another in the model, or that were cut in a wrong place, have other outputs in parts. None if the
+    model draws random numbers in evaluation mode, or has no output to compare.
+
+    Args:
+        rows: two rows or more.
+        size: rows of a micro-batch; a comparison takes at most twice as many.
+        run: returns the outputs of small batches.
+    """
+    few = rows.of(rows.first(2 * min(_MOST_ROWS, size)))
+    if few.most_parts(2) < 2:
+        return None
+    (together,), parts = few.split(1), few.split(2)
+    gaps: list[float] = []
+    for perturbed in (False, True):
+        whole, again, *of_parts = run([together, together, *parts], perturbed)
+        if _distance(whole, again) != 0:
+            return None
+        gaps.append(_distance(few.join([whole]), few.join(of_parts)))
+    return max(gaps)
+
+
+def _distance(outputs: Any, others: Any) -> float:
+    """Return the largest relative distance of two outputs' tensors; matrices between rows, as CLIP's, have other shapes."""
+    pairs = zip(leaves_in(outputs), leaves_in(others), strict=True)
+    tensors = [(a, b) for a, b in pairs if isinstance(a, torch.Tensor) and a.is_floating_point() and a.numel()]
+    return max((_relative(a, b) for a, b in tensors if a.shape == b.shape), default=0.0)
+
+
+def _relative(one: torch.Tensor, other: torch.Tensor) -> float:
+    largest = float(one.abs().max())
+    return float((one - other).abs().max()) / largest if largest else float(other.abs().max() > 0)
 
 
 def _parts(count: int, size: int) -> tuple[list[int], list[int]]:
@@ -80,6 +124,28 @@ def _parts(count: int, size: int) -> tuple[list[int], list[int]]:
     rows = [*range(firsts), *range(middle, middle + size - firsts), *range(firsts, 2 * firsts)]
     rows += range(middle + size - firsts, middle + 2 * (size - firsts))
     return rows[:size], rows[size:]
+
+
+def _parts_by_label(rows: RowsOfBatch, size: int) -> list[tuple[list[int], list[int]]]:
+    """Return several parts of a few rows, of different labels if there are any.
+
+    Weights of classes, or a count of some targets, are unlike in one pair of them.
+    """
+    choices: list[list[int]] = []
+    for _, column in rows.columns():
+        first: dict[Any, int] = {}  # row of each label
+        for row, label in enumerate(labels_in(column)):
+            if label is not None:
+                first.setdefault(label, row)
+        choices.append(list(first.values()))
+    chosen = min((each for each in choices if len(each) > 1), key=len, default=[])
+    if size == 1:
+        return [([chosen[0]], [row]) for row in chosen[1:_MOST_ROWS]]
+    filled = [*chosen, *(row for row in range(rows.count) if row not in chosen)][:4]
+    if len(filled) < 4:
+        return []
+    a, b, c, d = filled
+    return [([a, b], [c, d]), ([a, c], [b, d]), ([a, d], [b, c])]
 
 
 def _split(rows: RowsOfBatch, counts: CandidateCounts, first: list[int], second: list[int]) -> SplitBatch:

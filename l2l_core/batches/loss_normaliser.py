@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any, Literal, Protocol
 
 from l2l_core.batches.batch import RowsOfBatch
-from l2l_core.batches.loss_comparison import ROUNDING, LossComparison, Measure, compare_losses
+from l2l_core.batches.loss_comparison import ROUNDING, LossComparison, Measure, RunFn, compare_losses, compare_outputs
 from l2l_core.batches.loss_trials import LossTrial, row_trials, target_trials
 from l2l_core.batches.lru_cache import LRUCache
 from l2l_core.batches.target_counts import ROWS, SUM, CandidateCounts, normaliser_candidates
@@ -28,6 +28,7 @@ Weight = Callable[[Any], float]
 LossOver = Literal["micro-batch", "batch"]
 Divisors = tuple[float, ...]
 
+MOST_ROUNDING = 1e-3  # relative difference of outputs of products of other shapes
 MOST_GAP = 0.01  # relative difference between the loss of a batch and that of its parts; a larger one is refused
 MAX_STRUCTURES = 64  # structures of batches whose candidates are remembered
 _MAX_COUNTS_SHOWN = 8  # in a message
@@ -81,6 +82,7 @@ class LossNormaliser:
         peers: the other workers that share the batch.
         loss_over: "micro-batch" for a mean over micro-batches that need not be the loss of the batch, as in plain accumulation;
             "batch" for one loss over the outputs of all micro-batches.
+        run: returns the model's outputs of small batches, without side effects; for `loss_over="batch"`.
 
     Attributes:
         summary: how the losses of the last batch were put together, in words.
@@ -92,6 +94,7 @@ class LossNormaliser:
         measure: Measure,
         peers: Peers = NoPeers(),  # noqa: B008 - no state
         loss_over: LossOver | None = None,
+        run: RunFn | None = None,
     ) -> None:
         if loss_over not in (None, "micro-batch", "batch"):
             raise ValueError(f'loss_over={loss_over!r}: pass "batch" or "micro-batch", or leave it out')
@@ -100,6 +103,7 @@ class LossNormaliser:
         self._weight, self._measure, self._peers, self._loss_over = weight, measure, peers, loss_over
         self._remaining: LRUCache[frozenset[str]] = LRUCache(MAX_STRUCTURES)
         self._notes: LRUCache[str] = LRUCache(MAX_STRUCTURES)  # of structures: how far parts are from the whole
+        self._run = run
         self._warning = ""
         self.summary = ""
 
@@ -117,6 +121,8 @@ class LossNormaliser:
         number = len(micro_batches) * peers.count
         if self._loss_over == "batch":
             self.summary = 'one loss of the whole batch (loss_over="batch")'
+            if number > 1:
+                self._check_outputs(rows, micro_batches)
             return [float(number)] * len(micro_batches)
         if number == 1:
             self.summary = "loss of the batch, in one micro-batch"
@@ -140,6 +146,41 @@ class LossNormaliser:
             warnings.warn(self._warning, stacklevel=2)
             self._warning = ""
         return peers.select_own(next(iter(found.values())))
+
+    def _check_outputs(self, rows: RowsOfBatch, micro_batches: Sequence[Any]) -> None:
+        """Compare the outputs of a few rows with those of their parts, once per structure.
+
+        Raises:
+            ValueError: they differ by more than `MOST_GAP`.
+        """
+        key = tuple(normaliser_candidates(rows.counted_by(micro_batches)))
+        own_run = self._run
+        if own_run is None or self._remaining.get(key) is not None:
+            return
+
+        def run(batches: Sequence[Any], perturbed: bool) -> Sequence[Any]:
+            try:
+                return own_run(batches, perturbed)
+            except Exception as error:
+                if self._peers.count > 1 or isinstance(error, MemoryError):
+                    raise
+                raise _CannotRunError(f"{type(error).__name__}: {error}") from error
+
+        gap: float | None = None
+        why_not = "the model draws random numbers in evaluation mode"
+        for each in self._peers.gather_rows(rows):
+            if each.count > 1 and gap is None:
+                try:
+                    gap = compare_outputs(each, max(rows.sizes(len(micro_batches))), run)
+                except _CannotRunError as error:
+                    why_not = str(error)
+        if gap is None:
+            warnings.warn(_outputs_not_compared_message(why_not), stacklevel=2)
+        elif gap > MOST_GAP:
+            raise _mixed_outputs_error(gap)
+        elif gap > MOST_ROUNDING:
+            warnings.warn(_outputs_gap_message(gap), stacklevel=2)
+        self._remaining.put(key, frozenset({SUM}))
 
     def _compare(self, names: tuple[str, ...], rows_of_workers: Iterable[RowsOfBatch], size: int) -> frozenset[str]:
         """Return the candidates that reproduce the loss of a few rows of the first worker that has several.
@@ -284,6 +325,10 @@ def _describe(names: Sequence[str]) -> str:
     return "mean over rows or targets" if len(names) > 1 and ROWS in names else f"mean over {' or '.join(names)}"
 
 
+class _CannotRunError(RuntimeError):
+    """The model cannot run a few rows."""
+
+
 class _UndecidedError(ValueError):
     """The rows do not distinguish the candidates; another worker's rows may."""
 
@@ -336,6 +381,27 @@ def _mixed_rows_error(comparison: LossComparison) -> ValueError:
         f"{_figures(comparison)}, so it is neither a mean over rows or targets nor a sum. It mixes rows (others as negatives, "
         "pairs of views), or the batch is cut in a wrong place. Micro-batches would train on another loss than the batch. "
         f"Nothing was trained. {_CUTS}. {_TOGETHER}. {_REMEDIES}"
+    )
+
+
+def _mixed_outputs_error(gap: float) -> ValueError:
+    return ValueError(
+        f"the outputs of a few rows in two parts are not those of the same rows together ({100 * gap:.2g} % apart): the model "
+        f"mixes rows, or the batch is cut in a wrong place. Nothing was trained. {_CUTS}. micro_batches=1 cuts nothing"
+    )
+
+
+def _outputs_gap_message(gap: float) -> str:
+    return (
+        f"the outputs of a few rows in two parts are not quite those of the same rows together ({100 * gap:.2g} % apart), so the "
+        "loss is not quite that of the undivided batch. micro_batches=1 cuts nothing"
+    )
+
+
+def _outputs_not_compared_message(why_not: str) -> str:
+    return (
+        f"the outputs of a few rows were not compared with those of their parts ({why_not}), so a batch that is cut in a wrong "
+        f"place would not be noticed. {_CUTS}"
     )
 
 

@@ -16,6 +16,7 @@ from l2l_core.batches.containers import is_sequence, leaves_in
 from l2l_core.batches.row_count import has_rows
 
 IGNORE_INDEX = -100
+_MOST_LABELS = 4  # of a row; more are a sequence
 _WHOLE, _SHIFTED = "targets in {}", "targets in {} after a shift by one"
 ROWS, SUM = "rows", "nothing: a sum"
 
@@ -52,6 +53,17 @@ def count_targets(name: str, column: Any) -> Iterator[tuple[str, list[int]]]:
             masks = [item != IGNORE_INDEX for item in items]
             yield _WHOLE.format(f"{name}[:][{position}]"), [int(mask.sum()) for mask in masks]
             yield _SHIFTED.format(f"{name}[:][{position}]"), [int(mask[..., 1:].sum()) for mask in masks]
+
+
+def labels_in(column: Any) -> list[tuple[int, ...] | None]:
+    """Return the label of every row, None for one to ignore; empty for a column that is none of a few integers per row."""
+    column = _as_tensor(column)
+    if not has_rows(column) or not is_integer(column):
+        return []
+    by_row = column.reshape(len(column), -1)
+    if by_row.shape[1] > _MOST_LABELS:
+        return []
+    return [None if IGNORE_INDEX in row else tuple(row) for row in by_row.tolist()]
 
 
 def count_tokens(name: str, column: Any, starts: Sequence[int]) -> dict[str, list[int]]:
