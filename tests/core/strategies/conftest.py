@@ -11,7 +11,6 @@ from l2l_core.strategies import Lab
 def lab_of() -> Callable[..., Lab]:
     def make(name: str, rows: int = 7, **settings: Any) -> Lab:
         kind = BY_NAME[name]
-        settings.setdefault("loss_over", kind.loss_over)
         return Lab(
             kind.make_model(),
             kind.make_batch(rows, 0),
