@@ -1072,7 +1072,7 @@ class Relay:
         restore = snapshot_modules(self._model_call.loss_modules())
         try:
             with self._kv_caches.disabled():
-                return self._model_call.objective(self.model, rows)
+                return self._runner.objective(self.model, rows)
         finally:
             restore()
 

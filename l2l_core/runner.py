@@ -247,7 +247,10 @@ class Runner:
         return PassSpec(config, plan, task, micro_batches, seeds, batch_loss=batch_loss)
 
     def objective(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
-        """Return the loss of a micro-batch in a pass whose extras are not wanted."""
+        """Return the loss of a micro-batch in a pass whose extras are not wanted; NaN if only the batch has a loss."""
+        if self._has_batch_loss:
+            self._model_call.outputs(model, micro_batch)
+            return torch.full((), torch.nan)
         with new_state_copied(self._model_call.metrics()):
             return self._model_call.objective(model, micro_batch)
 

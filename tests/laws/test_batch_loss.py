@@ -28,7 +28,7 @@ from batch_losses import (
 )
 from torch import Tensor, nn
 
-from l2l_core import FileShelf, Relay, RelayConfig, TornStep, Views
+from l2l_core import FileShelf, Insert, Relay, RelayConfig, TornStep, Views
 from l2l_core.eps import NonFiniteError
 
 
@@ -260,7 +260,19 @@ def test_with_views_that_belong_together(stash: Any) -> None:
         assert relay.verify(batch).equal
 
 
-def test_probe_forward_and_look() -> None:
+def test_look_and_edits() -> None:
+    """They run the model on a micro-batch alone, of which there is no loss."""
+    relay, twin, _ = make("sup_con", 4)
+    with relay:
+        batch = batch_of(twin, 12, 0)
+        relay.step(batch)
+        assert len(relay.look(batch, micro_batches=[1]).keys) == LAYERS
+        relay.apply(Insert(1, init="identity"))
+        relay.step(batch)
+        assert len(relay.stack) == LAYERS + 1 and relay.verify(batch).equal
+
+
+def test_probe_and_forward() -> None:
     relay, twin, loss = make("two_towers", 4)
     with relay:
         batch = batch_of(twin, 12, 0)
