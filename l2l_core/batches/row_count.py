@@ -99,7 +99,8 @@ def _disagreement(batch: Any, sizes: Sequence[int]) -> ValueError:
         return ValueError(f"the batch is empty: no tensor with at least one row in {_describe(batch)}")
     return NoRowsError(
         f"tensors of the batch disagree on dim 0, the number of rows: {_describe(batch)}. Give tensors without rows a first "
-        "dimension of 1, or use RelayConfig(micro_batches=1), with which nothing is cut"
+        "dimension of 1, or None by key in split= of the relay (with loss_over='batch' the loss gets them whole); or use "
+        "RelayConfig(micro_batches=1), with which nothing is cut"
     )
 
 
