@@ -248,7 +248,8 @@ class TrainLoop:
                 torch.autograd.backward(loss, inputs=[leaf for each in outputs for leaf, _ in each.leaves])
             del loss, edge, batch_loss
         stop()
-        self._flush(-1, -1, None)  # of parameters that the loss reads; the micro-batches' parts of their gradient follow
+        # Of parameters that the loss reads; the micro-batches' parts of their gradient follow.
+        self._flush(-1, -1, None)
         for forward, own in zip(forwards, outputs, strict=True):
             self._backward_last_segment(forward, own)
 

@@ -100,7 +100,8 @@ def test_a_batch_without_rows_in_common_is_one_sample() -> None:
     assert whole is not batch and all(whole[name] is batch[name] for name in batch)
     for cut in (rows.split, rows.sizes):
         with pytest.raises(
-            ValueError, match=r"disagree on dim 0.*dimension of 1, or None by key in split=.*or use RelayConfig\(micro_batches=1\)"
+            ValueError,
+            match=r"disagree on dim 0.*dimension of 1, or None by key in split=.*or use RelayConfig\(micro_batches=1\)",
         ):
             cut(2)
 
