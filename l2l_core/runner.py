@@ -124,6 +124,7 @@ class Runner:
         self.normaliser, self.probe_normaliser = LossNormaliser(weight, *measures), LossNormaliser(weight, *measures)
         self.steps = 0
         self.trace: Trace | None = None
+        self._failed_inference: Trace | None = None  # of a device that was too small
         self._warned_of_fewer = False
         self._rows_rule = rows_rule
         self._model, self._device = parts.model, parts.device
@@ -247,7 +248,7 @@ class Runner:
         return PassSpec(config, plan, task, micro_batches, seeds, batch_loss=batch_loss)
 
     def objective(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
-        """Return the loss of a micro-batch in a pass whose extras are not wanted; NaN if only the batch has a loss."""
+        """Return the loss of a micro-batch, without extras; NaN if only the batch has a loss."""
         if self._has_batch_loss:
             self._model_call.outputs(model, micro_batch)
             return torch.full((), torch.nan)
@@ -271,7 +272,8 @@ class Runner:
         config = replace(config, micro_batches=len(micro_batches))
         try:
             divisors = self.normaliser.divisors(rows, micro_batches)
-        except DeviceOutOfMemory as error:
+        except DeviceOutOfMemory as error:  # a few rows do not fit
+            self.trace = self._failed_inference
             self._advise(error, batch, config)
             raise
         kind = self.kind_of(micro_batches, config)
@@ -388,6 +390,10 @@ class Runner:
                 results, ran = run_forward(self.parts, spec, trace, replay, prepare)
             self.pass_cache.inferences.put((kind, task), ran.metered)
             return results
+        except DeviceOutOfMemory as error:
+            record_failure(trace, error)
+            self._failed_inference = trace
+            raise
         finally:
             for module, training in modes.items():
                 module.training = training

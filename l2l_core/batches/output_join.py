@@ -63,7 +63,7 @@ def first_fitting(placings: Sequence[Placing], parts: Sequence[torch.Tensor]) ->
 
 
 def place_flattened(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> Placing | None:
-    """Return the placing of (rows * tokens, ...), the same number of tokens for every row, as of transformers' router logits.
+    """Return the placing of (rows * tokens, ...), as of transformers' router logits.
 
     Tensors that are equal in all micro-batches have no rows.
     """

@@ -56,7 +56,7 @@ def count_targets(name: str, column: Any) -> Iterator[tuple[str, list[int]]]:
 
 
 def labels_in(column: Any) -> list[tuple[int, ...] | None]:
-    """Return the label of every row, None for one to ignore; empty for a column that is none of a few integers per row."""
+    """Return the label of every row, None for one to ignore; empty if there are no labels."""
     column = _as_tensor(column)
     if not has_rows(column) or not is_integer(column):
         return []

@@ -453,7 +453,7 @@ def test_every_layer_skipped(micro_batches: int) -> None:
             return SometimesEmpty([ResidualMlp() for _ in range(3)])
 
     chain = BY_NAME["chain"]
-    kind = Kind("sometimes_empty", make_model, chain.make_batch, chain.loss)
+    kind = Kind("sometimes_empty", make_model, chain.make_batch, chain.loss, loss_over="micro-batch")
     assert_equal(run_both(kind, 5, RelayConfig(micro_batches=micro_batches)))
 
 

@@ -78,7 +78,7 @@ def test_old_objects_are_left_alone_meanwhile() -> None:
 
     gc.callbacks.append(note)
     try:
-        with make_relay(Model(), loss=loss) as relay:
+        with make_relay(Model(), loss=loss, loss_over="micro-batch") as relay:
             relay.step((torch.ones(4, 4),))
             ran.clear()
             relay.step((torch.ones(4, 4),))
