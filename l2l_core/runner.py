@@ -425,11 +425,11 @@ class Runner:
     def _measure(self, batches: Sequence[Any], perturbed: bool, task: PassTask) -> list[Any]:
         """Return the results of a few rows each, in evaluation mode and float32; all state is as before.
 
-        With `perturbed`, the shell's weights are perturbed on the device only. One layer is on the device at a time: in
-        float32, weights need twice the memory of bfloat16.
+        With `perturbed`, the shell's weights are perturbed on the device only. One layer and one micro-batch are on the device at
+        a time: in float32, weights need twice the memory of bfloat16.
         """
-        one_slot = {"schedule": "breadth_first", "ahead": 0, "resident": 0, "keep": 0}
-        config = replace(self.config, micro_batches=len(batches), precision="fp32", **one_slot)
+        least = {"schedule": "breadth_first", "ahead": 0, "resident": 0, "keep": 0, "stash": "host"}
+        config = replace(self.config, micro_batches=len(batches), precision="fp32", **least)
         restores = [self.parts.snapshot_buffers(), self.snapshot_attributes()]
         restores += [partial(param.requires_grad_, param.requires_grad) for param in self._model.parameters()]
         try:
