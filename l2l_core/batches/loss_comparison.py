@@ -80,7 +80,7 @@ def compare_losses(rows: RowsOfBatch, size: int, counts: CandidateCounts, measur
     return _merge([each for each in found if each.gaps])
 
 
-def compare_outputs(rows: RowsOfBatch, size: int, run: RunFn) -> float | None:
+def compare_outputs(rows: RowsOfBatch, size: int, run: Callable[[RowsOfBatch, bool], Sequence[Any]]) -> float | None:
     """Return how far the outputs of a few rows together are from those of their parts, relative to the outputs.
 
     Rows that depend on one another in the model, or that were cut in a wrong place, have other outputs in parts. None if the
@@ -89,15 +89,14 @@ def compare_outputs(rows: RowsOfBatch, size: int, run: RunFn) -> float | None:
     Args:
         rows: two rows or more.
         size: rows of a micro-batch; a comparison takes at most twice as many.
-        run: returns the outputs of small batches.
+        run: ``(a few rows, perturb the weights?) -> outputs`` of all of them, twice, and of their two parts.
     """
     few = rows.of(rows.first(2 * min(_MOST_ROWS, size)))
     if few.most_parts(2) < 2:
         return None
-    (together,), parts = few.split(1), few.split(2)
     gaps: list[float] = []
     for perturbed in (False, True):
-        whole, again, *of_parts = run([together, together, *parts], perturbed)
+        whole, again, *of_parts = run(few, perturbed)
         if _distance(whole, again) != 0:
             return None
         gaps.append(_distance(few.join([whole]), few.join(of_parts)))

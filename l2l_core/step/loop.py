@@ -39,7 +39,7 @@ from l2l_core.batches import divide_loss, leaves_in
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Unit
 from l2l_core.step.batch_loss import DetachedOutputs, LoadBatchLoss
-from l2l_core.step.graph import run_backward, take_gradients
+from l2l_core.step.graph import run_backward, sequence_number, take_gradients
 from l2l_core.step.micro_batch import LayerCall, StepContext, SuspendedForward, suspend_all
 from l2l_core.step.pass_inputs import PassPlan
 from l2l_core.step.step_checks import PerMicroBatch, StepChecks, refuse_frozen_model
@@ -238,8 +238,9 @@ class TrainLoop:
         batch_loss = load_batch_loss()
         stop = ctx.time_event("loss", "shell", -1)
         with forwards[-1].resume_after_end(len(forwards)), ctx.watch_backward():
+            began = sequence_number()
             loss = batch_loss([each.tree for each in outputs])
-            edge = self._checks.check_batch_loss(loss)
+            edge = self._checks.check_batch_loss(loss, began)
             self._has_gradient = edge is not None
             if self._trains_loss_parameters:
                 self._losses.append(loss.detach().clone())

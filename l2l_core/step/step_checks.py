@@ -86,8 +86,11 @@ class StepChecks:
             raise NonFiniteError(self._explain_nonfinite(loss, forward))
         return get_gradient_edge(loss) if loss.requires_grad else None
 
-    def check_batch_loss(self, loss: torch.Tensor) -> GradientEdge | None:
-        """Return the edge at which backward of the batch's loss starts, or None; refuse one that the relay gets wrong."""
+    def check_batch_loss(self, loss: torch.Tensor, began: int) -> GradientEdge | None:
+        """Return the edge at which backward of the batch's loss starts, or None; refuse one that the relay gets wrong.
+
+        `began` is autograd's sequence number before the loss.
+        """
         if not torch.isfinite(loss):
             raise NonFiniteError(f"the loss of the batch is {loss.item()}. Nothing was updated")
         check_stamps(self._shell.params, self._stamps, "the loss")
@@ -98,6 +101,11 @@ class StepChecks:
         for leaf in graph.leaves:
             if leaf in self._layer_params:
                 raise RuntimeError(layer_parameter_message("the loss of the batch", leaf, self._layer_params[leaf]))
+        if graph.first < began or graph.inputs:
+            raise RuntimeError(
+                "the loss of the batch reads a tensor that a micro-batch's forward left behind (on an attribute?), not only its "
+                "outputs, so its gradient would miss the other micro-batches. Return that tensor from the model's forward"
+            )
         if graph.has_reentrant:
             raise RuntimeError(reentrant_message("the loss of the batch"))
         return edge

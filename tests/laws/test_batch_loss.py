@@ -297,7 +297,7 @@ class Broken(Tower):
 
     def forward(self, a: Tensor) -> Any:
         out = self.encode(a)
-        self.seen = out
+        self.seen = out.detach() if self.fault == "detached attribute" else out
         if self.fault == "scalar":
             return out, out.pow(2).mean()
         if self.fault == "no rows":
@@ -308,7 +308,7 @@ class Broken(Tower):
 def fault_loss(model: Any, outputs: Any, batch: Any) -> Tensor:
     out = outputs[0] if isinstance(outputs, tuple) else outputs
     total = shifted(model, out, batch)
-    if model.fault == "attribute":
+    if model.fault in ("attribute", "detached attribute"):
         total = total + model.seen.pow(2).mean()
     elif model.fault == "weight of a layer":
         total = total + model.layers[0].up.weight.pow(2).sum()
@@ -327,7 +327,8 @@ def fault_loss(model: Any, outputs: Any, batch: Any) -> Tensor:
 FAULTS = {
     "scalar": (ValueError, "no rows.*x.expand"),
     "no rows": (ValueError, "no rows.*x.expand"),
-    "attribute": (RuntimeError, "made for micro-batch"),
+    "attribute": (RuntimeError, "Return that tensor from the model's forward"),
+    "detached attribute": (RuntimeError, "made for micro-batch"),
     "weight of a layer": (RuntimeError, "the loss of the batch reads a parameter of layer layers.0"),
     "not finite": (NonFiniteError, "the loss of the batch is inf"),
     "not a scalar": (ValueError, "one scalar"),
@@ -356,6 +357,33 @@ def test_a_fault_is_refused_and_nothing_is_trained(fault: str, stash: Any) -> No
         model.fault = ""
         relay.step(batch)  # the remedy in every case: the fault is gone
         assert relay.verify(batch).equal
+
+
+@pytest.mark.parametrize("kept", ["output", "hidden"])
+def test_a_graph_that_a_single_micro_batch_left_behind_is_refused(kept: str) -> None:
+    """Nobody guards its tensors, since there is no other micro-batch; the loss would run backward through its graph."""
+
+    class Leaving(Tower):
+        kept: Any = None
+
+        def forward(self, a: Tensor) -> Tensor:
+            x = self.layers[0](self.embed(a))
+            out = self.head(self.norm(self.layers[1](x)).mean(1))
+            self.kept = out if kept == "output" else x
+            return out
+
+    torch.manual_seed(0)
+    model = Leaving()
+
+    def loss(outputs: Tensor, batch: Any) -> Tensor:
+        return outputs.pow(2).mean() + model.kept.pow(2).mean()
+
+    before = copy.deepcopy(model.state_dict())
+    options: dict[str, Any] = {"layers": list(model.layers), "config": RelayConfig(micro_batches=1)}
+    with Relay(model, adam, loss=loss, loss_over="batch", **options) as relay:
+        with pytest.raises(RuntimeError, match="Return that tensor from the model's forward"):
+            relay.step(batch_of(model, 4, 0))
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_what_cannot_be_joined_is_refused_at_once() -> None:

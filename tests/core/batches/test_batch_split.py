@@ -679,3 +679,18 @@ def test_a_look_names_rows_only_where_they_are() -> None:
         with pytest.raises(ValueError, match=r"generate: rows are not along the first dimension.*leave generate out"):
             relay.look(batch, generate=2)
         assert not relay.look(batch).tokens
+
+
+def test_a_function_that_cannot_cut_a_few_rows_is_warned_of_for_a_loss_of_the_batch() -> None:
+    """As for losses of micro-batches: outputs are not compared, and the step trains."""
+
+    def cut(batch: Any, count: int) -> list[Any]:
+        if len(batch["x"]) < 12:
+            raise ValueError("needs twelve rows")
+        return [{"x": part} for part in batch["x"].chunk(count)]
+
+    options: dict[str, Any] = {"loss": lambda outputs, batch: outputs.pow(2).mean(), "loss_over": "batch"}
+    with Relay(fresh(Stack), adamw, split=cut, join=0, config=RelayConfig(micro_batches=3), **options) as relay:
+        with pytest.warns(UserWarning, match="were not compared .*needs twelve rows"):
+            relay.step({"x": noise(12, 8)})
+        assert relay.verify({"x": noise(12, 8)}).equal
