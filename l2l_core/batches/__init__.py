@@ -12,7 +12,6 @@ from l2l_core.batches.batch import num_rows as num_rows
 from l2l_core.batches.batch import split as split
 from l2l_core.batches.batch_split import RowsRule as RowsRule
 from l2l_core.batches.batch_split import Split as Split
-from l2l_core.batches.batch_split import Views as Views
 from l2l_core.batches.batch_split import rows_rule as rows_rule
 from l2l_core.batches.containers import leaves_in as leaves_in
 from l2l_core.batches.containers import map_leaves as map_leaves
@@ -35,3 +34,4 @@ from l2l_core.batches.objective import UserObjective as UserObjective
 from l2l_core.batches.objective import divide_loss as divide_loss
 from l2l_core.batches.output_join import Join as Join
 from l2l_core.batches.packed_sequences import Sequences as Sequences
+from l2l_core.batches.view_rows import Views as Views

@@ -21,8 +21,9 @@ edges of one graph), the batch is one sample and cannot be cut.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,69 +45,65 @@ TensorCut = Callable[
 ]  # (name, value) -> its part for every choice; None: by the rules above
 
 
-class RowsOfBatch(Protocol):
+class RowsOfBatch(ABC):
     """Rows of a batch, by some rule: what a batch is cut into, counted by, and joined along."""
 
     batch: Any
+    count: int  # number of rows
 
-    @property
-    def count(self) -> int:
-        """Number of rows."""
-        ...
-
+    @abstractmethod
     def split(self, micro_batches: int) -> list[Any]:
         """Cut the batch into `micro_batches` parts with `sizes` rows."""
-        ...
 
+    @abstractmethod
     def most_parts(self, micro_batches: int) -> int:
         """Return `micro_batches`, or the number of rows if there are fewer."""
-        ...
 
+    @abstractmethod
     def sizes(self, micro_batches: int) -> list[int]:
         """Return the rows of every micro-batch."""
-        ...
 
+    @abstractmethod
     def first(self, count: int) -> Any:
         """Return the batch with its first `count` rows, or the whole batch if it has fewer or cannot be cut."""
-        ...
 
+    @abstractmethod
     def select(self, choices: Sequence[RowChoice], change: PartChange | None = None) -> list[Any]:
         """Return one batch for each choice of rows; `change` replaces parts cut from tensors, rows first."""
-        ...
 
+    @abstractmethod
     def columns(self) -> Iterator[tuple[str, Any]]:
         """Yield the name and value, rows first, of tensors, arrays and lists with one entry per row."""
-        ...
 
+    @abstractmethod
     def item_counts(self) -> dict[str, list[int]]:
         """Return the counts of every row of all that a loss may be a mean over: rows, and targets."""
-        ...
 
     def counted_by(self, micro_batches: Sequence[Any]) -> RowsOfBatch:
-        """Return the rows whose counts weigh these micro-batches."""
-        ...
+        """Return the rows whose counts weigh these micro-batches: by default these."""
+        return self
 
     def compared_by(self, micro_batches: Sequence[Any]) -> RowsOfBatch:
-        """Return the rows of which a few are compared with their parts."""
-        ...
+        """Return the rows of which a few are compared with their parts: by default these."""
+        return self
 
+    @abstractmethod
     def of(self, batch: Batch) -> RowsOfBatch:
         """Return the rows of another batch by the same rule."""
-        ...
 
+    @abstractmethod
     def leading(self, size: int) -> int | None:
         """Return the length of dim 0 of a micro-batch of `size` rows; None if dim 0 does not hold them."""
-        ...
 
+    @abstractmethod
     def join(self, outputs: Sequence[Any], divisors: GetDivisors | None = None) -> Any:
         """Put the outputs of all micro-batches together, in the order of the batch, with differentiable operations.
 
         Scalars become their mean, divided by `divisors`, which is called for these alone; without it they are refused.
         """
-        ...
 
 
-class BatchRows:
+class BatchRows(RowsOfBatch):
     """The rows of a batch along dim 0.
 
     Args:
@@ -173,14 +170,6 @@ class BatchRows:
         for name, column in self.columns():
             found |= count_targets(name, column)
         return found
-
-    def counted_by(self, micro_batches: Sequence[Any]) -> RowsOfBatch:
-        """Return these rows."""
-        return self
-
-    def compared_by(self, micro_batches: Sequence[Any]) -> RowsOfBatch:
-        """Return these rows."""
-        return self
 
     def of(self, batch: Batch) -> RowsOfBatch:
         """Return the rows of another batch."""

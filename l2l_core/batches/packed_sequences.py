@@ -72,7 +72,7 @@ class Sequences:
         object.__setattr__(self, "longest", None if longest is None else tuple(longest))
 
 
-class SequenceRows:
+class SequenceRows(RowsOfBatch):
     """The sequences of a packed batch as its rows.
 
     Raises:
@@ -179,14 +179,6 @@ class SequenceRows:
             if has_rows(value) and (dim := self._token_dim(value)) is not None and not self._is_named(name):
                 found |= count_tokens(name, value[0] if dim else value, self._starts)
         return found
-
-    def counted_by(self, micro_batches: Sequence[Any]) -> RowsOfBatch:
-        """Return these rows."""
-        return self
-
-    def compared_by(self, micro_batches: Sequence[Any]) -> RowsOfBatch:
-        """Return these rows."""
-        return self
 
     def of(self, batch: Batch) -> RowsOfBatch:
         """Return the sequences of another batch."""

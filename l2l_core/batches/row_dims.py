@@ -16,7 +16,7 @@ from l2l_core.batches.output_join import GetDivisors, OutputJoin, Placing, Unkno
 from l2l_core.batches.row_count import has_rows
 
 
-class DimRows:
+class DimRows(RowsOfBatch):
     """The rows of a batch along given dims of its tensors.
 
     Args:
@@ -77,14 +77,6 @@ class DimRows:
     def item_counts(self) -> dict[str, list[int]]:
         """Return the count of every row by candidate."""
         return self._rows.item_counts()
-
-    def counted_by(self, micro_batches: Sequence[Any]) -> RowsOfBatch:
-        """Return these rows."""
-        return self
-
-    def compared_by(self, micro_batches: Sequence[Any]) -> RowsOfBatch:
-        """Return these rows."""
-        return self
 
     def of(self, batch: Batch) -> RowsOfBatch:
         """Return the rows of another batch along the same dims."""
