@@ -20,9 +20,22 @@ from typing import Any, Literal, Protocol
 
 from l2l_core.batches.batch import RowsOfBatch
 from l2l_core.batches.loss_comparison import ROUNDING, LossComparison, Measure, RunFn, compare_losses, compare_outputs
+from l2l_core.batches.loss_refusals import (
+    UndecidedError,
+    counts_table,
+    gap_message,
+    mixed_outputs_error,
+    mixed_rows_error,
+    no_target_error,
+    not_compared_message,
+    outputs_gap_message,
+    outputs_not_compared_message,
+    undecided_error,
+    unknown_error,
+)
 from l2l_core.batches.loss_trials import LossTrial, row_trials, target_trials
 from l2l_core.batches.lru_cache import LRUCache
-from l2l_core.batches.target_counts import ROWS, SUM, CandidateCounts, normaliser_candidates
+from l2l_core.batches.target_counts import ROWS, SUM, CandidateCounts, normaliser_candidates, sum_counts
 
 Weight = Callable[[Any], float]
 LossOver = Literal["micro-batch", "batch"]
@@ -31,11 +44,6 @@ Divisors = tuple[float, ...]
 MOST_ROUNDING = 1e-3  # relative difference of outputs of products of other shapes
 MOST_GAP = 0.01  # relative difference between the loss of a batch and that of its parts; a larger one is refused
 MAX_STRUCTURES = 64  # structures of batches whose candidates are remembered
-_MAX_COUNTS_SHOWN = 8  # in a message
-_REMEDY = (
-    "Pass weight=lambda micro_batch: ... to the relay, the weight of a micro-batch's loss (the number of items in its mean), "
-    'or loss_over="micro-batch" for the mean over micro-batches'
-)
 
 
 class Peers(Protocol):
@@ -133,14 +141,14 @@ class LossNormaliser:
         if self._remaining.get(key) is None:
             self._remaining.put(key, self._compare(key, peers.gather_rows(compared), max(sizes)))
         remaining = self._remaining.get(key) or frozenset(counts)
-        sums = peers.gather_counts({name: _sum_counts(each, sizes) for name, each in counts.items()})
+        sums = peers.gather_counts({name: sum_counts(each, sizes) for name, each in counts.items()})
         found = _divisors_by_candidate({name: sums[name] for name in counts if name in remaining}, number)
         if _disagree(found, found):
             remaining = self._identify(found, peers.gather_rows(compared), len(micro_batches))
             self._remaining.put(key, remaining)
             found = {name: found[name] for name in found if name in remaining}
         if not found:  # every remaining candidate counts nothing in the whole batch
-            raise _no_target_error(next(iter(remaining)))
+            raise no_target_error(next(iter(remaining)))
         self.summary = _describe([name for name in counts if name in remaining]) + (self._notes.get(key) or "")
         if self._warning:  # once, and not if the batch is refused
             warnings.warn(self._warning, stacklevel=2)
@@ -176,11 +184,11 @@ class LossNormaliser:
                 except _CannotRunError as error:
                     why_not = str(error)
         if gap is None:
-            warnings.warn(_outputs_not_compared_message(why_not), stacklevel=2)
+            warnings.warn(outputs_not_compared_message(why_not), stacklevel=2)
         elif gap > MOST_GAP:
-            raise _mixed_outputs_error(gap)
+            raise mixed_outputs_error(gap)
         elif gap > MOST_ROUNDING:
-            warnings.warn(_outputs_gap_message(gap), stacklevel=2)
+            warnings.warn(outputs_gap_message(gap), stacklevel=2)
         self._remaining.put(key, frozenset({SUM}))
 
     def _compare(self, names: tuple[str, ...], rows_of_workers: Iterable[RowsOfBatch], size: int) -> frozenset[str]:
@@ -203,15 +211,15 @@ class LossNormaliser:
                         raise
                     why_not = f"{type(error).__name__}: {error}"
         if comparison.gap > MOST_GAP:  # beyond noise, too
-            raise _mixed_rows_error(comparison)
+            raise mixed_rows_error(comparison)
         if not comparison.gaps:
             self._notes.put(names, ", not compared with the loss of a few rows")
-            self._warning = _not_compared_message(why_not)
+            self._warning = not_compared_message(why_not)
             return frozenset(names) - {SUM}
         if comparison.gap > 0:
             note = f", {comparison.gap:.2g} of it away from the loss of the whole batch"
             self._notes.put(names, note)
-            self._warning = _gap_message(comparison)
+            self._warning = gap_message(comparison)
             # Too far from all candidates to tell means apart: where they differ for a batch, other trials decide.
             return frozenset(names) - {SUM} if SUM not in comparison.fitting() else frozenset({SUM})
         return comparison.fitting()
@@ -229,7 +237,7 @@ class LossNormaliser:
             counts = normaliser_candidates(rows)
             try:
                 return self._narrow({n: counts[n] for n in found}, found, rows, rows.sizes(min(parts, rows.count)))
-            except _UndecidedError as error:
+            except UndecidedError as error:
                 undecided = undecided or error
         assert undecided is not None
         raise undecided
@@ -253,7 +261,7 @@ class LossNormaliser:
                 return frozenset(counts)
         counts = self._matching(all_trials, True, counts, sizes)  # a head that is all zero gives all rows one loss
         if _disagree(counts, found):
-            raise _undecided_error(_table(counts, sizes))
+            raise undecided_error(counts_table(counts, sizes))
         return frozenset(counts)
 
     def _matching(
@@ -269,7 +277,7 @@ class LossNormaliser:
             name: max((trial.error(name, own, ROUNDING) for trial, own in finite), default=0.0) for name in counts
         }
         if min(errors.values()) > ROUNDING:
-            raise _unknown_error(_table(counts, sizes), min(errors.values()))
+            raise unknown_error(counts_table(counts, sizes), min(errors.values()))
         return {name: counts[name] for name, error in errors.items() if error <= ROUNDING}
 
 
@@ -290,7 +298,7 @@ def weighted_divisors(micro_batches: Sequence[Any], weight: Weight, peers: Peers
         if not 0 <= count < math.inf:
             raise ValueError(f"weight= returned {count:g} for micro-batch {k}: return 0, or a positive number")
     if not any(counts):
-        raise _no_target_error("weight=")
+        raise no_target_error("weight=")
     return list(_divisors(counts))
 
 
@@ -311,14 +319,6 @@ def _divisors_by_candidate(sums: Mapping[str, list[int] | None], number: int) ->
     }
 
 
-def _sum_counts(counts: Sequence[int] | None, sizes: Sequence[int]) -> list[int] | None:
-    """Sum the counts of rows over micro-batches of these sizes; None if losses add up."""
-    if counts is None:
-        return None
-    starts = [sum(sizes[:k]) for k in range(len(sizes))]
-    return [sum(counts[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
-
-
 def _describe(names: Sequence[str]) -> str:
     """Return what a loss is, of which these candidates are right."""
     if SUM in names:
@@ -328,108 +328,3 @@ def _describe(names: Sequence[str]) -> str:
 
 class _CannotRunError(RuntimeError):
     """The model cannot run a few rows."""
-
-
-class _UndecidedError(ValueError):
-    """The rows do not distinguish the candidates; another worker's rows may."""
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
-
-
-def _table(counts: CandidateCounts, sizes: Sequence[int]) -> str:
-    """Format the counts of micro-batches for rows and for candidates with unequal counts."""
-    added = {name: _sum_counts(each, sizes) for name, each in counts.items()}
-    shown = {name: each for name, each in added.items() if name == ROWS or each is None or len({*each}) > 1}
-    return "; ".join(f"{name}: {'-' if each is None else _listed(each)}" for name, each in shown.items())
-
-
-def _listed(counts: Sequence[int]) -> str:
-    shown = ", ".join(map(str, counts[:_MAX_COUNTS_SHOWN]))
-    return f"[{shown}{', ...' if len(counts) > _MAX_COUNTS_SHOWN else ''}]"
-
-
-def _no_target_error(source: str) -> ValueError:
-    return ValueError(
-        f"the batch counts nothing ({source}): it has no target (all labels -100?), so its mean loss is not defined. Leave such "
-        "batches out, or pass weight="
-    )
-
-
-_CUTS = (
-    "split= of the relay cuts elsewhere: split=1 or split={'x': 1, 'lengths': 0} along these dims, split=Views(2) for two "
-    "blocks of rows that belong together (views, pairs), split=Sequences(...) for packed tokens"
-)
-_TOGETHER = (
-    'loss_over="batch" with loss=lambda outputs, batch: ... takes one loss over the outputs of all micro-batches, as '
-    "micro_batches=1 does, which cuts nothing"
-)
-_REMEDIES = (
-    'loss_over="micro-batch" trains on the mean over micro-batches, as plain accumulation does. A weighted mean needs '
-    "weight=lambda micro_batch: ..., the sum of its weights"
-)
-
-
-def _figures(comparison: LossComparison) -> str:
-    return (
-        f"the loss of a few rows is {comparison.together:.4g} together and {comparison.in_parts:.4g} in two parts "
-        f"({100 * comparison.gap:.2g} % apart)"
-    )
-
-
-def _mixed_rows_error(comparison: LossComparison) -> ValueError:
-    return ValueError(
-        f"{_figures(comparison)}, so it is neither a mean over rows or targets nor a sum. It mixes rows (others as negatives, "
-        "pairs of views), or the batch is cut in a wrong place. Micro-batches would train on another loss than the batch. "
-        f"Nothing was trained. {_CUTS}. {_TOGETHER}. {_REMEDIES}"
-    )
-
-
-def _mixed_outputs_error(gap: float) -> ValueError:
-    return ValueError(
-        f"the outputs of a few rows in two parts are not those of the same rows together ({100 * gap:.2g} % apart): the model "
-        f"mixes rows, or the batch is cut in a wrong place. Nothing was trained. {_CUTS}. micro_batches=1 cuts nothing"
-    )
-
-
-def _outputs_gap_message(gap: float) -> str:
-    return (
-        f"the outputs of a few rows in two parts are not quite those of the same rows together ({100 * gap:.2g} % apart), so the "
-        "loss is not quite that of the undivided batch. micro_batches=1 cuts nothing"
-    )
-
-
-def _outputs_not_compared_message(why_not: str) -> str:
-    return (
-        f"the outputs of a few rows were not compared with those of their parts ({why_not}), so a batch that is cut in a wrong "
-        f"place would not be noticed. {_CUTS}"
-    )
-
-
-def _gap_message(comparison: LossComparison) -> str:
-    return (
-        f"{_figures(comparison)}: micro-batches train on a slightly different loss than the batch, for example because of a "
-        f"router's balance or weights of classes. {_REMEDIES}"
-    )
-
-
-def _not_compared_message(why_not: str) -> str:
-    return (
-        f"the loss of a few rows was not compared with that of their parts ({why_not}), so micro-batches may train on another "
-        f"loss than the batch. {_REMEDIES}"
-    )
-
-
-def _unknown_error(table: str, error: float) -> ValueError:
-    return ValueError(
-        f"the items over which the loss is a mean cannot be determined, and micro-batches have unequal counts of them ({table}): "
-        f"the loss of a few rows together is not the mean of their losses under any of these (off by {error:.2g} or "
-        f"more). A sum of several means has no such mean. {_REMEDY}"
-    )
-
-
-def _undecided_error(table: str) -> _UndecidedError:
-    return _UndecidedError(
-        f"the items over which the loss is a mean cannot be determined, and micro-batches have unequal counts of them ({table}): "
-        f"rows with different counts have the same loss, or do not exist. {_REMEDY}"
-    )

@@ -93,6 +93,14 @@ def fold_counts(counts: Mapping[str, Sequence[int]], blocks: int) -> dict[str, l
     return {name: torch.tensor(each).reshape(blocks, -1).sum(0).tolist() for name, each in counts.items()}
 
 
+def sum_counts(counts: Sequence[int] | None, sizes: Sequence[int]) -> list[int] | None:
+    """Sum the counts of rows over micro-batches of these sizes; None if losses add up."""
+    if counts is None:
+        return None
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    return [sum(counts[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+
+
 def _sums(mask: Any) -> list[int]:
     return mask.reshape(len(mask), -1).sum(1).tolist()
 
