@@ -11,6 +11,7 @@ Launchers of MPI programs set rank and count under other names, which PyTorch do
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import secrets
 import time
@@ -46,6 +47,9 @@ def init_process_group(launcher: str, rank: int, count: int, timeout_s: float) -
             "with the address of process 0 if there are several machines; or make the process group yourself; or train alone "
             "with workers=None"
         )
+    # Default arguments in it are the default process group at the time of the import. Imported later (by torch._dynamo, say), it
+    # would keep the group's threads running after `destroy_process_group`.
+    importlib.import_module("torch.distributed.nn.functional")
     store, rank, count = next(iter(dist.rendezvous("env://", rank=rank, world_size=count)))
     dist.init_process_group("gloo", store=round_store(store, rank, count, timeout_s), rank=rank, world_size=count)
 
