@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 from statistics import fmean, stdev
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from l2l_core.batches.batch import RowsOfBatch
 from l2l_core.batches.containers import leaves_in
 from l2l_core.batches.loss_trials import SplitBatch
-from l2l_core.batches.target_counts import CandidateCounts, labels_in
+from l2l_core.batches.target_counts import SUM, CandidateCounts, labels_in
 
 RunFn = Callable[[Sequence[Any], bool], Sequence[Any]]  # (small batches, perturb the weights?) -> outputs
 Measure = Callable[[Sequence[Any], bool], Sequence[float]]  # (small batches, perturb the weights?) -> losses
@@ -38,18 +39,25 @@ class LossComparison:
         gaps: relative error of every candidate; 0 if it is rounding. Empty if no trial had finite losses.
         noise: relative uncertainty of `gaps`, for a loss that draws random numbers.
         together: the loss of the rows together, where the best candidate's error is largest.
-        in_parts: the best candidate's loss of the same rows.
+        of_parts: every candidate's loss of the same rows.
+        shows_sum: False if a part's loss is 0: losses then add up too if the mean gives that part's rows no weight.
     """
 
     gaps: dict[str, float]
     noise: float = 0.0
     together: float = math.nan
-    in_parts: float = math.nan
+    of_parts: dict[str, float] = field(default_factory=dict)
+    shows_sum: bool = True
 
     @property
     def gap(self) -> float:
         """Relative error of the best candidate."""
         return min(self.gaps.values(), default=0.0)
+
+    @property
+    def in_parts(self) -> float:
+        """The best candidate's loss of the rows in two parts."""
+        return self.of_parts[min(self.gaps, key=self.gaps.__getitem__)]
 
     def fitting(self) -> frozenset[str]:
         """Return the candidates that are as good as the best one, within rounding or noise."""
@@ -138,9 +146,9 @@ def _parts_by_label(rows: RowsOfBatch, size: int) -> list[tuple[list[int], list[
                 first.setdefault(label, row)
         choices.append(list(first.values()))
     chosen = min((each for each in choices if len(each) > 1), key=len, default=[])
-    if size == 1:
-        return [([chosen[0]], [row]) for row in chosen[1:_MOST_ROWS]]
     filled = [*chosen, *(row for row in range(rows.count) if row not in chosen)][:4]
+    if size == 1:
+        return [([one], [other]) for one, other in combinations(filled, 2)] if chosen else []
     if len(filled) < 4:
         return []
     a, b, c, d = filled
@@ -173,8 +181,9 @@ def _compare(trial: SplitBatch, losses: Sequence[float], noise: float = 0.0) -> 
     exact = max(ROUNDING * max(1.0, largest), noise)
     gaps = {name: 0.0 if abs(each) <= exact else abs(each) / largest for name, each in excess.items()}
     gaps = {name: math.inf if math.isnan(gap) else gap for name, gap in gaps.items()}
-    best = min(gaps, key=gaps.__getitem__)
-    return LossComparison(gaps, noise / largest if largest else 0.0, losses[0], losses[0] - excess[best])
+    of_parts = {name: losses[0] - each for name, each in excess.items()}
+    shows_sum = min(map(abs, losses[1:])) > exact
+    return LossComparison(gaps, noise / largest if largest else 0.0, losses[0], of_parts, shows_sum)
 
 
 def _compare_random(trial: SplitBatch, measure: Measure, perturbed: bool) -> LossComparison:
@@ -190,6 +199,8 @@ def _merge(found: Sequence[LossComparison]) -> LossComparison:
     if not found:
         return LossComparison({})
     gaps = {name: max(each.gaps[name] for each in found) for name in found[0].gaps}
+    if SUM in gaps and not any(each.shows_sum for each in found):
+        gaps[SUM] = math.inf
     best = min(gaps, key=gaps.__getitem__)
     shown = max(found, key=lambda each: each.gaps[best])
     return replace(shown, gaps=gaps, noise=max(each.noise for each in found))

@@ -210,6 +210,39 @@ def test_means_and_sums_have_the_loss_of_the_batch(objective: Objective, micro_b
     assert_close(trained, whole)
 
 
+def masked(model: nn.Module, batch: Batch) -> Tensor:
+    """A sum in which most rows add nothing."""
+    return (F.cross_entropy(model(batch["x"]), batch["y"], reduction="none") * (batch["y"] > 2)).sum()
+
+
+def masked_mean(model: nn.Module, batch: Batch) -> Tensor:
+    return masked(model, batch) / (batch["y"] > 2).sum().clamp(min=1)
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("labels", [[3, 0, 3, 1], [0, 1, 2, 3], [0, 3, 1, 1], [1, 0, 3, 3, 2, 0, 1, 4]])
+@pytest.mark.parametrize("parts", [2, "rows"])
+def test_rows_without_a_loss_do_not_make_a_mean_a_sum(labels: list[int], parts: int | str) -> None:
+    """The loss of such a row and another one is the sum of their losses, and their weighted mean too."""
+    batch = {"x": noise(len(labels), 8), "y": torch.tensor(labels)}
+    config, twin = RelayConfig(micro_batches=len(labels) if parts == "rows" else 2), model_of()
+    with (
+        Relay(model_of(), sgd, objective=masked_mean, config=config) as relay,
+        pytest.raises(ValueError, match=r"neither a mean.*weight=lambda micro_batch"),
+    ):
+        relay.step(batch)
+    remedy = {"weight": lambda part: float((part["y"] > 2).sum())}
+    with Relay(model_of(), sgd, objective=masked_mean, config=config, **remedy) as relay:
+        assert relay.step(batch).loss == pytest.approx(masked_mean(twin, batch).item(), rel=1e-5)
+
+
+def test_a_sum_in_which_most_rows_add_nothing() -> None:
+    whole, losses = train_plain(masked, 1)
+    trained, found = train(masked, micro_batches=ROWS)
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert_close(trained, whole)
+
+
 def test_a_small_difference_is_a_warning_with_its_figures() -> None:
     def nearly(model: nn.Module, batch: Batch) -> Tensor:
         return cross_entropy(model, batch) + 0.05 * dice(model, batch)
