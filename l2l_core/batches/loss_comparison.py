@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, product
 from statistics import fmean, stdev
 from typing import Any
 
@@ -148,7 +148,8 @@ def _parts_by_label(rows: RowsOfBatch, size: int) -> list[tuple[list[int], list[
     chosen = min((each for each in choices if len(each) > 1), key=len, default=[])
     filled = [*chosen, *(row for row in range(rows.count) if row not in chosen)][:4]
     if size == 1:
-        return [([one], [other]) for one, other in combinations(filled, 2)] if chosen else []
+        pairs = combinations(filled, 2) if chosen else product(filled[:1], filled[1:])
+        return [([one], [other]) for one, other in pairs]
     if len(filled) < 4:
         return []
     a, b, c, d = filled
