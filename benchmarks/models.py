@@ -68,7 +68,7 @@ class Outcome:
         reason: the first line of the error, or how it was made small.
         layers: how many the relay has found.
         mixes: what the relay says of a loss whose parts do not give the loss of the batch: "refused" or "warned".
-        gap: relative difference between the loss of the whole batch and that of its micro-batches, in core.
+        gap: relative difference between the loss of the whole batch and the mean, or sum, of its micro-batches', in core.
     """
 
     name: str
@@ -159,7 +159,7 @@ def mixing(make: Make) -> tuple[str, float]:
         said = "warned" if any("in two parts" in str(each.message) for each in caught) else ""
     except (ValueError, TypeError, RuntimeError) as error:
         said = "refused" if "in two parts" in str(error) else ""
-    return said, abs(whole - sum(parts) / len(parts)) / max(abs(whole), 1e-12)
+    return said, min(abs(whole - sum(parts) / n) for n in (1, len(parts))) / max(abs(whole), 1e-12)
 
 
 def optimizer_of(params: Any) -> torch.optim.Optimizer:
@@ -454,7 +454,7 @@ def document(outcomes: Sequence[Outcome], versions: str) -> str:
     for kind, title in (
         *((kind, kind.capitalize()) for kind in BAD),
         ("refused", "Refused"),
-        ("untrainable", "Not trainable in core when shrunk, or never the same twice"),
+        ("untrainable", "Not trainable in core when shrunk, or not deterministic"),
     ):
         if some := [outcome for outcome in outcomes if outcome.outcome == kind]:
             lines += ["", f"## {title}", "", "| class | for | reason |", "|---|---|---|"]
@@ -475,11 +475,14 @@ def mixing_table(outcomes: Sequence[Outcome]) -> list[str]:
         "## Losses that mix rows",
         "",
         "Without `loss_over`, the relay compares the loss of a few rows with that of their parts. *refused* and *warned* are",
-        "what it says. The figure is measured in core, in evaluation mode: how far the mean loss of the two micro-batches is",
-        "from the loss of the batch.",
+        "what it says. The figure is measured in core, in evaluation mode: how far the mean loss of the two micro-batches, or",
+        "their sum, is from the loss of the batch.",
         "",
-        "| class | for | relay | in core |",
-        "|---|---|---|---|",
+        *(
+            ["| class | for | relay | in core |", "|---|---|---|---|"]
+            if some
+            else ["None of the classes above, as shrunk here."]
+        ),
         *(f"| {o.name} | {o.task} | {o.mixes or '-'} | {100 * o.gap:.2g} % |" for o in some),
     ]
 

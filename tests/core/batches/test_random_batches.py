@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from l2l_core import Relay, RelayConfig, Views
+from l2l_core import NonFiniteError, Relay, RelayConfig, Views
 
 WIDTH, CLASSES, STEPS = 6, 4, 2
 sgd = partial(torch.optim.SGD, lr=0.05)
@@ -157,7 +157,7 @@ def test_no_random_batch_is_silently_different(count: int) -> None:
             warnings.simplefilter("always")
             try:
                 model, losses = program.train()
-            except (ValueError, RuntimeError) as error:
+            except (ValueError, RuntimeError, NonFiniteError) as error:
                 # A micro-batch with an odd number of rows has no two halves, one of a single row has one, and its spread is nan.
                 words = ("in two parts", "cannot be determined", "counts nothing", "size of tensor", "to unpack", "is nan")
                 if of_batch and "may both hold the rows" in str(error):  # as many times as rows: join= is asked for
