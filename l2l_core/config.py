@@ -92,7 +92,8 @@ class RelayConfig:
             step (``"always"``).
         rollback: keep an undo log of eager updates (12 bytes per parameter), so that an exception restores the state before the
             step.
-        seed: seed of all random streams, see `micro_batch_seed`.
+        seed: seed of all random streams, see `micro_batch_seed`. None: that of PyTorch when the relay is made
+            (``torch.initial_seed()``, worker 0's), so that ``torch.manual_seed`` before it decides; `Relay.config` has it.
 
     Raises:
         ValueError: a value out of range, or ``eager`` together with ``max_grad_norm``.
@@ -110,12 +111,14 @@ class RelayConfig:
     compress: Compress | WireFormat | None = None
     meter: MeterMode = "on_change"
     rollback: bool = False
-    seed: int = 0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         _check_int("micro_batches", self.micro_batches, least=1)
-        for name in ("ahead", "resident", "seed"):
+        for name in ("ahead", "resident"):
             _check_int(name, getattr(self, name), least=0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, least=0)
         if isinstance(self.keep, str):
             parse_bytes(self.keep, "keep", "layers, as 4, or of ")
         else:
@@ -161,7 +164,14 @@ class RelayConfig:
         """Return the seed of the random stream of micro-batch `k` in step `step` (both from 0).
 
         A plain loop that calls ``torch.manual_seed`` with it before each micro-batch draws the same numbers.
+
+        Raises:
+            ValueError: `seed` is None.
         """
+        if self.seed is None:
+            raise ValueError(
+                "seed=None: a relay takes torch.initial_seed() when it is made; ask relay.config, or pass seed="
+            )
         return zlib.crc32(f"{self.seed}/{step}/{k}".encode())  # `hash` of a string differs between processes
 
 

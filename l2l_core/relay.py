@@ -164,6 +164,8 @@ class Relay:
         self._backend = (
             make_backend(workers, model) if shelf is None else make_disk_backend(shelf, workers, model, config)
         )
+        if settings.seed is None:
+            settings = replace(settings, seed=self._backend.initial_seed())
         self._check_config(settings, ())
         if loss_over == "batch" and split is not None:
             self._backend.refuse(
@@ -192,7 +194,7 @@ class Relay:
         self._runner = Runner(
             parts, self._store, self._model_call, weight, loss_over, self._backend, self._kv_caches, settings, rule
         )
-        self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, settings.seed)
+        self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, self._seed)
         self._history = History(self._editor)
         self._branches = Branches(self._editor, self.host, self.device.host_empty)
         self._process, self._busy = ForkGuard(), threading.Lock()
@@ -251,6 +253,8 @@ class Relay:
     @config.setter
     def config(self, config: RelayConfig) -> None:
         config = checked_config(config, has_disk=self.shelf is not None)
+        if config.seed is None:
+            config = replace(config, seed=self._seed())
         self._check_config(config, self._branches.others)
         self._runner.config, self._auto_fit = config, False
 
@@ -263,6 +267,35 @@ class Relay:
     def steps(self) -> int:
         """Number of completed steps."""
         return self._runner.steps
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number of completed steps and the seed, from which the random numbers of the next step follow.
+
+        With those of model, optimizer and scheduler it rewinds a relay to the bit, as after a search for a learning rate.
+        """
+        return {"steps": self.steps, "seed": self._seed()}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue after as many steps, with the seed, of a `state_dict`; several workers call it together.
+
+        Raises:
+            ValueError: another number of steps than an integer of at least 0, another seed, or other keys.
+        """
+        if not isinstance(state, Mapping) or state.keys() != {"steps", "seed"}:
+            raise ValueError(
+                f"state={state!r}: give what relay.state_dict() returned, a mapping with 'steps' and 'seed'"
+            )
+        for name, value in state.items():
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r}: must be an integer of at least 0")
+        with self._exclusive():
+            self._runner.config = replace(self.config, seed=state["seed"])
+            self._runner.steps = state["steps"]
+
+    def _seed(self) -> int:
+        seed = self.config.seed
+        assert seed is not None, "taken from PyTorch when the relay was made"
+        return seed
 
     @property
     def workers(self) -> int:
@@ -825,7 +858,8 @@ class Relay:
             register_restore(model, optimizer, back)
             with backend.synchronized("load a save", dict):
                 saved = saves.load_save(Path(folder), backend)
-                options.setdefault("config", saved.config)
+                config = options.setdefault("config", saved.config)
+                seed = config.seed if isinstance(config, RelayConfig) else None
                 edited, parts = saved.edited, saved.past()
                 resumption = Resumption(saved, edited, parts, modules)
                 options.setdefault("layers", resumption.prepare(model, optimizer, back))
@@ -863,6 +897,8 @@ class Relay:
             back.pop_all()
         relay._history.free_unreachable()  # layers of the model that the save lacks
         relay._runner.steps = saved.steps
+        if seed is None:
+            relay._runner.config = replace(relay.config, seed=saved.config.seed)
         return relay
 
     @contextmanager

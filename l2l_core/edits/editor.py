@@ -35,7 +35,7 @@ class Editor:
         store: LayerStore,
         host: Ledger,
         empty: EmptyFn,
-        seed: int,
+        seed: Callable[[], int],
     ) -> None:
         self.store, self._host = store, host
         self.registry = LayerRegistry(model, shell, layers)

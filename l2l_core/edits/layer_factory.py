@@ -30,7 +30,12 @@ class LayerFactory:
     """Factory of the new layers of one relay."""
 
     def __init__(
-        self, registry: LayerRegistry, store: LayerStore, detached: DetachedLayers, empty: EmptyFn, seed: int
+        self,
+        registry: LayerRegistry,
+        store: LayerStore,
+        detached: DetachedLayers,
+        empty: EmptyFn,
+        seed: Callable[[], int],
     ) -> None:
         self._registry, self._store, self._detached = registry, store, detached
         self._empty, self._seed, self._bf16 = empty, seed, rounds_weights(store.optimizer)
@@ -65,7 +70,7 @@ class LayerFactory:
         """Initialise a module as in a new model, from seed and number of keys; raise ValueError if it stays constant."""
         with preserve_random_state():
             # Not `hash`, which differs between processes.
-            RandomState.from_seed(zlib.crc32(f"{self._seed}/layer/{self._registry.key_count}".encode())).restore()
+            RandomState.from_seed(zlib.crc32(f"{self._seed()}/layer/{self._registry.key_count}".encode())).restore()
             before = {name: param.detach().clone() for name, param in module.named_parameters()}
             init = getattr(self._registry.model, "_init_weights", None)  # of transformers' models
             for inner in module.modules():

@@ -199,7 +199,7 @@ class LayerDrop(Schedule):
         return {key: _checked(rate(i / last, *args), f" for {key} in step {step}") for i, key in enumerate(keys)}
 
 
-def draw_skipped(seed: int, step: int, rates: Mapping[str, float]) -> list[str]:
+def draw_skipped(seed: int | None, step: int, rates: Mapping[str, float]) -> list[str]:
     """Draw the keys of the layers that are skipped in `step`, given the probability of each; never all of them."""
     margins = {key: _uniform(f"{seed}/{step}/{key}/skip") - rate for key, rate in rates.items()}
     skipped = [key for key, margin in margins.items() if margin < 0]

@@ -65,6 +65,10 @@ class WorkerBackend:
         """Make the reducer of gradients; with `has_batch_loss`, a loss of the whole batch adds a part to them."""
         return Reducer()
 
+    def initial_seed(self) -> int:
+        """Return PyTorch's seed, of worker 0."""
+        return torch.initial_seed()
+
     def adopt_blocks(
         self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: FactsFn
     ) -> int:
@@ -151,6 +155,9 @@ class DistributedBackend(WorkerBackend):
     def make_reducer(self, has_batch_loss: bool) -> Reducer:
         wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.wire]
         return DistributedReducer(self._group, self.settings.reduce == "ordered", wire, has_batch_loss)
+
+    def initial_seed(self) -> int:
+        return self._group.initial_seed
 
     def adopt_blocks(
         self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: FactsFn

@@ -42,9 +42,10 @@ class WorkerGroup:
         self._monitor, self._made_group = HealthMonitor(self.rank, self.count, timeout_s, store, network), made_group
         self._channels = self.control, self.gathers, self.reduces = [self._channel(ranks) for _ in range(3)]
         # A new name: the store may hold the report of a worker lost in an earlier round
-        offers = self.control.all_gather_object((secrets.token_hex(8), self._monitor.holds_store()), "agree on a name")
-        self._monitor.name = offers[0][0]
-        self._monitor.holder = next((rank for rank, (_, holds) in enumerate(offers) if holds), None)
+        offer = (secrets.token_hex(8), self._monitor.holds_store(), torch.initial_seed())
+        offers = self.control.all_gather_object(offer, "agree on a name")
+        self._monitor.name, _, self.initial_seed = offers[0]
+        self._monitor.holder = next((rank for rank, (_, holds, _) in enumerate(offers) if holds), None)
         self.thread, self._failure_thread = serial_executor("gather"), serial_executor("end")
         self.elementwise, self._closed = True, False
         self._announcements: list[Future[None]] = []  # reports of a failure, in progress

@@ -38,7 +38,7 @@ def make(name: str, count: int, **settings: Any) -> tuple[Relay, nn.Module, Loss
     torch.manual_seed(0)
     model = build()
     twin = copy.deepcopy(model)
-    config = RelayConfig(micro_batches=count, **settings)
+    config = RelayConfig(seed=0, micro_batches=count, **settings)
     layers = [f"layers.{i}" for i in range(LAYERS)]
     relay = Relay(model, adam, layers=layers, loss=partial(loss, model), loss_over="batch", config=config)
     return relay, twin, loss
@@ -107,7 +107,7 @@ def test_weights_and_stash_in_files(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = build()
     twin = copy.deepcopy(model)
-    optimizer, config = adam(twin.parameters()), RelayConfig(micro_batches=4, stash="disk")
+    optimizer, config = adam(twin.parameters()), RelayConfig(seed=0, micro_batches=4, stash="disk")
     shelf = FileShelf(folder=tmp_path, memory_bytes="1 MB")
     with Relay(
         model,
@@ -177,7 +177,7 @@ def test_a_step_equals_the_undivided_batch_to_rounding(name: str) -> None:
     whole = loss(twin, twin(**inputs_of(batch)), batch)
     whole.backward()
     optimizer.step()
-    config = RelayConfig(micro_batches=8, stash="host")
+    config = RelayConfig(seed=0, micro_batches=8, stash="host")
     sgd = partial(torch.optim.SGD, lr=1.0)
     with Relay(
         model, sgd, layers=list(model.layers), loss=partial(loss, model), loss_over="batch", config=config
@@ -234,7 +234,7 @@ def test_with_views_that_belong_together(stash: Any) -> None:
     torch.manual_seed(0)
     model = Tower()
     twin = copy.deepcopy(model)
-    optimizer, config = adam(twin.parameters()), RelayConfig(micro_batches=2, stash=stash)
+    optimizer, config = adam(twin.parameters()), RelayConfig(seed=0, micro_batches=2, stash=stash)
     options: dict[str, Any] = {"layers": list(model.layers), "loss": nt_xent, "loss_over": "batch", "config": config}
     with Relay(model, adam, split=Views(2), **options) as relay:
         for step in range(2):
@@ -345,7 +345,7 @@ def test_a_fault_is_refused_and_nothing_is_trained(fault: str, stash: Any) -> No
     model = Broken(fault)
     before = copy.deepcopy(model.state_dict())
     kind, message = FAULTS[fault]
-    config = RelayConfig(micro_batches=4, stash=stash)
+    config = RelayConfig(seed=0, micro_batches=4, stash=stash)
     loss = partial(fault_loss, model)
     with Relay(model, adam, layers=list(model.layers), loss=loss, loss_over="batch", config=config) as relay:
         batch = batch_of(model, 8, 0)
@@ -379,7 +379,7 @@ def test_a_graph_that_a_single_micro_batch_left_behind_is_refused(kept: str) -> 
         return outputs.pow(2).mean() + model.kept.pow(2).mean()
 
     before = copy.deepcopy(model.state_dict())
-    options: dict[str, Any] = {"layers": list(model.layers), "config": RelayConfig(micro_batches=1)}
+    options: dict[str, Any] = {"layers": list(model.layers), "config": RelayConfig(seed=0, micro_batches=1)}
     with Relay(model, adam, loss=loss, loss_over="batch", **options) as relay:
         with pytest.raises(RuntimeError, match="Return that tensor from the model's forward"):
             relay.step(batch_of(model, 4, 0))
@@ -391,7 +391,7 @@ def test_what_cannot_be_joined_is_refused_at_once() -> None:
     relay = partial(Relay, model, adam, layers=list(model.layers), loss_over="batch")
     loss = partial(shifted, model)
     with pytest.raises(ValueError, match="leave schedule out"):
-        relay(loss=loss, config=RelayConfig(schedule="depth_first"))
+        relay(loss=loss, config=RelayConfig(seed=0, schedule="depth_first"))
     with pytest.raises(ValueError, match="pass loss=lambda outputs, batch"):
         relay()
     with pytest.raises(ValueError, match="pass loss=lambda outputs, batch"):
@@ -400,7 +400,7 @@ def test_what_cannot_be_joined_is_refused_at_once() -> None:
         relay(loss=loss, weight=len)
     with relay(loss=loss) as made:
         with pytest.raises(ValueError, match="leave schedule out"):
-            made.config = RelayConfig(schedule="depth_first")
+            made.config = RelayConfig(seed=0, schedule="depth_first")
         made.step(batch_of(model, 4, 0))
 
 
@@ -413,7 +413,10 @@ def test_a_loss_of_the_batch_may_return_extras(stash: Any) -> None:
         total = shifted(model, outputs, batch)
         return total, {"outputs": outputs, "loss": total, "rows": len(outputs)}
 
-    options: dict[str, Any] = {"layers": list(model.layers), "config": RelayConfig(micro_batches=4, stash=stash)}
+    options: dict[str, Any] = {
+        "layers": list(model.layers),
+        "config": RelayConfig(seed=0, micro_batches=4, stash=stash),
+    }
     with Relay(model, adam, loss=loss, loss_over="batch", **options) as relay:
         batch = batch_of(model, 8, 0)
         expected = relay.forward(batch)

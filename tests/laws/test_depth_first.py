@@ -51,7 +51,7 @@ def config_for(layers: int, **settings: Any) -> RelayConfig:
     """Settings with which so many layers stay."""
     ahead = settings.setdefault("ahead", 1)
     settings = {"micro_batches": 3, "keep": layers, "resident": max(0, layers - ahead - 1)} | settings
-    return RelayConfig(schedule="depth_first", **settings)
+    return RelayConfig(seed=0, schedule="depth_first", **settings)
 
 
 def config_of(kind: Kind, **settings: Any) -> RelayConfig:
@@ -106,7 +106,7 @@ def test_schedules_take_turns(name: str) -> None:
     kind = BY_NAME[name]
     with both(kind, config_of(kind)) as pair:
         for step, breadth_first in enumerate([False, True, False, True, True, False]):
-            config = RelayConfig(micro_batches=3) if breadth_first else config_of(kind)
+            config = RelayConfig(seed=0, micro_batches=3) if breadth_first else config_of(kind)
             pair.relay.config = pair.in_core.config = config
             assert_equal([pair.step(kind.make_batch(7, step))])
 
@@ -125,7 +125,7 @@ def test_verify_agrees(kind: Kind) -> None:
 def test_bf16_is_that_of_the_relay(name: str) -> None:
     """Which test_precision.py holds against its definition."""
     kind, states = BY_NAME[name], []
-    for config in (config_of(kind, precision="bf16"), RelayConfig(micro_batches=3, precision="bf16")):
+    for config in (config_of(kind, precision="bf16"), RelayConfig(seed=0, micro_batches=3, precision="bf16")):
         model = kind.make_model()
         with Relay(
             model, adamw(model), loss=kind.loss, loss_over=kind.loss_over, layers=kind.layers, config=config
@@ -139,7 +139,7 @@ def test_bf16_is_that_of_the_relay(name: str) -> None:
 @pytest.mark.parametrize("compress", ["bf16", "int8"])
 def test_fewer_bits_are_those_of_the_relay(compress: Any) -> None:
     kind, states = BY_NAME["chain"], []
-    for config in (config_of(kind, compress=compress), RelayConfig(micro_batches=3, compress=compress)):
+    for config in (config_of(kind, compress=compress), RelayConfig(seed=0, micro_batches=3, compress=compress)):
         model = kind.make_model()
         with Relay(
             model, adamw(model), loss=kind.loss, loss_over=kind.loss_over, layers=kind.layers, config=config
@@ -781,7 +781,7 @@ def test_edits() -> None:
     """Against a relay breadth first with the same edits; a longer stack is refused until the settings follow."""
     kind = BY_NAME["gpt2"]
     relays = []
-    for config in (config_of(kind), RelayConfig(micro_batches=3)):
+    for config in (config_of(kind), RelayConfig(seed=0, micro_batches=3)):
         model = kind.make_model()
         relays.append(Relay(model, adamw(model), EmulatedDevice(), config=config))
     ours, theirs = relays
@@ -807,7 +807,7 @@ def test_edits() -> None:
 def test_layers_that_sit_out() -> None:
     kind = BY_NAME["gpt2"]
     losses = []
-    for config in (config_of(kind), RelayConfig(micro_batches=3)):
+    for config in (config_of(kind), RelayConfig(seed=0, micro_batches=3)):
         model = kind.make_model()
         with Relay(model, adamw(model), config=config) as relay:
             skips = [[], [1], [0, 3], []]
@@ -1069,7 +1069,7 @@ def test_settings_that_cannot_be(settings: dict[str, Any]) -> None:
 
 def test_a_schedule_that_there_is_not() -> None:
     with pytest.raises(ValueError, match="schedule='sideways': must be one of 'breadth_first', 'depth_first'"):
-        RelayConfig(schedule="sideways")  # type: ignore[arg-type]
+        RelayConfig(seed=0, schedule="sideways")  # type: ignore[arg-type]
 
 
 def test_weights_in_files(tmp_path: Path) -> None:

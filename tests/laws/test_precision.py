@@ -14,7 +14,7 @@ from l2l_core import Relay, RelayConfig
 from l2l_core.batches.batch import split
 
 K = 3
-CONFIG = RelayConfig(micro_batches=K, precision="bf16")
+CONFIG = RelayConfig(seed=0, micro_batches=K, precision="bf16")
 
 
 class Oracle:
@@ -51,7 +51,7 @@ class Oracle:
 @pytest.mark.parametrize("name", ["chain", "residual_outside", "gpt2_untied", "bert_classifier", "vit"])
 def test_bf16_is_what_its_definition_says_bit_by_bit(name: str, stash: str) -> None:
     kind, oracle = BY_NAME[name], Oracle(BY_NAME[name])
-    config = RelayConfig(micro_batches=K, precision="bf16", stash=stash)
+    config = RelayConfig(seed=0, micro_batches=K, precision="bf16", stash=stash)
     with Relay(
         kind.make_model(),
         partial(torch.optim.AdamW, lr=1e-3),
@@ -71,7 +71,7 @@ def test_bf16_is_what_its_definition_says_bit_by_bit(name: str, stash: str) -> N
 def test_bf16_halves_what_is_loaded_and_the_slots() -> None:
     kind, results = BY_NAME["gpt2"], {}
     for precision in ("fp32", "bf16"):
-        with Relay(kind.make_model(), config=RelayConfig(micro_batches=2, precision=precision)) as relay:
+        with Relay(kind.make_model(), config=RelayConfig(seed=0, micro_batches=2, precision=precision)) as relay:
             results[precision] = relay.step(kind.make_batch(4, 0))
     full, half = results["fp32"], results["bf16"]
     assert half.bytes_loaded * 2 == full.bytes_loaded
@@ -84,7 +84,9 @@ def test_bf16_learns_like_fp32() -> None:
     kind, losses = BY_NAME["gpt2"], {}
     for precision in ("fp32", "bf16"):
         optimizer = partial(torch.optim.AdamW, lr=3e-3)
-        with Relay(kind.make_model(), optimizer, config=RelayConfig(micro_batches=2, precision=precision)) as relay:
+        with Relay(
+            kind.make_model(), optimizer, config=RelayConfig(seed=0, micro_batches=2, precision=precision)
+        ) as relay:
             losses[precision] = [relay.step(kind.make_batch(8, 0)).loss for _ in range(40)]
             assert relay.evaluate(kind.make_batch(8, 0)) < losses[precision][0]
     assert losses["fp32"][-1] < 0.8 * losses["fp32"][0]

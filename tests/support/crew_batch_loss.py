@@ -16,7 +16,7 @@ def train_together(rank: int, count: int, name: str, reduce: Any, settings: dict
     torch.manual_seed(0)
     model = build()
     twin = copy.deepcopy(model)
-    optimizer, config = adam(twin.parameters()), RelayConfig(micro_batches=2, **settings)
+    optimizer, config = adam(twin.parameters()), RelayConfig(seed=0, micro_batches=2, **settings)
     seen: dict[str, Any] = {"losses": [], "expected": [], "verified": True}
     options: dict[str, Any] = {"loss": partial(loss, model), "loss_over": "batch", "workers": Workers(reduce=reduce)}
     with Relay(model, adam, layers=list(model.layers), config=config, **options) as relay:

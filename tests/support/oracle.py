@@ -6,7 +6,7 @@ The in-core side is plain torch: `l2l_core.model.reference.train_step`, with the
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -54,6 +54,11 @@ def targets_in(model: nn.Module, micro_batch: Any) -> int:
     return int(((labels[:, 1:] if is_causal else labels) != -100).sum())
 
 
+def seeded(config: RelayConfig) -> RelayConfig:
+    """The settings with the seed that a relay made now would take from PyTorch."""
+    return replace(config, seed=torch.initial_seed()) if config.seed is None else config
+
+
 @dataclass
 class InCore:
     """The in-core side of a comparison, one step at a time."""
@@ -65,6 +70,9 @@ class InCore:
     steps: int = 0
     weight: Callable[[Any], float] | None = None
     objective: Callable[[nn.Module, Any], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self.config = seeded(self.config)
 
     def step(self, batch: Batch) -> float:
         """Train on one batch; return the mean loss."""

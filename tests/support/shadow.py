@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from oracle import seeded
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -71,7 +72,7 @@ class Shadow:
             name: [member for member in container if isinstance(member, kind)] for name, container in containers.items()
         }
         self.world = World(model, containers, layers)
-        self.make, self.loss, self.config = make, loss, config
+        self.make, self.loss, self.config = make, loss, seeded(config)
         self.branch, self.others = "main", dict[str, World]()
 
     # -- looking -------------------------------------------------------------------------------------------------------

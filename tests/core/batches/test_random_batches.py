@@ -159,7 +159,14 @@ def test_no_random_batch_is_silently_different(count: int) -> None:
                 model, losses = program.train()
             except (ValueError, RuntimeError, NonFiniteError) as error:
                 # A micro-batch with an odd number of rows has no two halves, one of a single row has one, and its spread is nan.
-                words = ("in two parts", "cannot be determined", "counts nothing", "size of tensor", "to unpack", "is nan")
+                words = (
+                    "in two parts",
+                    "cannot be determined",
+                    "counts nothing",
+                    "size of tensor",
+                    "to unpack",
+                    "is nan",
+                )
                 if of_batch and "may both hold the rows" in str(error):  # as many times as rows: join= is asked for
                     outcomes["refused"] += 1
                     continue

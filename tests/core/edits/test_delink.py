@@ -90,7 +90,7 @@ def loss_of(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 def make_relay(model: Deep, stash: Stash = "host", **settings: Any) -> Relay:
-    config = RelayConfig(micro_batches=K, stash=stash, **settings)
+    config = RelayConfig(seed=0, micro_batches=K, stash=stash, **settings)
     return Relay(model, adamw(model), EmulatedDevice(), layers=layers_of(model), loss=loss_of, config=config)
 
 
@@ -294,7 +294,7 @@ def test_a_shared_transformer_becomes_an_ordinary_one(family: str, tmp_path: Pat
     stack = model.transformer.h if family == "gpt2" else model.model.layers
     for i in range(1, len(stack)):
         stack[i] = stack[0]
-    config = RelayConfig(micro_batches=2)
+    config = RelayConfig(seed=0, micro_batches=2)
     factory = partial(torch.optim.AdamW, lr=0.01)
     with Relay(model, factory, EmulatedDevice(), layers=[stack[0]], config=config) as relay:
         relay.step(make_batch(0))

@@ -184,22 +184,22 @@ def test_training_is_that_of_the_formulas(compress: Compress, stash: str) -> Non
 )
 @pytest.mark.parametrize("compress", ["int4", Compress("int8", feedback=False)], ids=str)
 def test_and_so_it_is_in_every_way_of_running(more: dict[str, Any], compress: Any) -> None:
-    assert_as_oracle(RelayConfig(**({"micro_batches": 2, "compress": compress} | more)))
+    assert_as_oracle(RelayConfig(**({"seed": 0, "micro_batches": 2, "compress": compress} | more)))
 
 
 @pytest.mark.parametrize("compress", ["int8", Compress("int4", feedback=False)], ids=str)
 def test_copies_that_come_as_late_as_they_may_change_no_bit(compress: Any) -> None:
-    assert_as_oracle(RelayConfig(micro_batches=3, compress=compress, stash="host"), LateDevice())
+    assert_as_oracle(RelayConfig(seed=0, micro_batches=3, compress=compress, stash="host"), LateDevice())
 
 
 @pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
 def test_chunks_change_nothing(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_codec, "PACK_CHUNK", 2 * GROUP)  # the largest parameter has 900 elements
-    assert_as_oracle(RelayConfig(micro_batches=2, compress=form))
+    assert_as_oracle(RelayConfig(seed=0, micro_batches=2, compress=form))
 
 
 def test_gradients_that_are_kept_apart_go_as_they_are() -> None:
-    config = RelayConfig(micro_batches=2, compress="int4")
+    config = RelayConfig(seed=0, micro_batches=2, compress="int4")
     model = make_gpt(3)  # its head is its embedding
     shell = frozenset(n for n, _ in model.named_parameters() if not n.startswith("transformer.h."))
     oracle = Oracle(make_gpt(3), config, shell)
@@ -226,7 +226,7 @@ def packed_bytes(form: str, numel: int) -> int:
 
 @pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
 def test_the_lane_the_meter_and_the_forecast_count_the_bytes_that_go(form: str) -> None:
-    device, config = EmulatedDevice(), RelayConfig(micro_batches=2, compress=form)
+    device, config = EmulatedDevice(), RelayConfig(seed=0, micro_batches=2, compress=form)
     with relay_of(make_model(), config, device) as relay:
         expected = sum(packed_bytes(form, p.numel()) for p in relay.model.parameters() if p.requires_grad)
         trained = sum(p.numel() for p in relay.model.parameters() if p.requires_grad)
@@ -246,7 +246,7 @@ def test_the_lane_the_meter_and_the_forecast_count_the_bytes_that_go(form: str) 
 @pytest.mark.parametrize("update", ["eager", "deferred"])
 @pytest.mark.parametrize("compress", ["int4", Compress("bf16", feedback=False)], ids=str)
 def test_a_forecast_without_a_model_has_the_same_bytes(compress: Any, update: Any) -> None:
-    config = RelayConfig(micro_batches=2, compress=compress, update=update)
+    config = RelayConfig(seed=0, micro_batches=2, compress=compress, update=update)
     with Relay(make_gpt(4), partial(torch.optim.AdamW, lr=1e-2), EmulatedDevice(), config=config) as relay:
         real = relay.forecast(make_batch())
         machine = Machine(1e9, 1e8, 1e9, 1e9)
@@ -261,7 +261,7 @@ def pushed(trace: Trace) -> int:
 
 
 def test_a_recorded_step_is_replayed_to_the_byte() -> None:
-    config = RelayConfig(micro_batches=2, compress="int8", stash="host")
+    config = RelayConfig(seed=0, micro_batches=2, compress="int8", stash="host")
     with relay_of(make_model(), config) as relay:
         for step in range(2):
             trace = relay.step(batch_of(step)).trace
@@ -269,21 +269,21 @@ def test_a_recorded_step_is_replayed_to_the_byte() -> None:
         assert pushed(replayed) == pushed(trace)
         assert replayed.peak_bytes("device") == trace.peak_bytes("device")
         with pytest.raises(ValueError, match=r"compress=Compress\(format='int8'.* pushes other bytes"):
-            simulate(Profile.of(trace), RelayConfig(micro_batches=2, stash="host"))
+            simulate(Profile.of(trace), RelayConfig(seed=0, micro_batches=2, stash="host"))
 
 
 def test_without_feedback_nothing_stays_on_the_device() -> None:
     device = EmulatedDevice()
-    with relay_of(make_model(), RelayConfig(compress=Compress("int8", feedback=False)), device) as relay:
+    with relay_of(make_model(), RelayConfig(seed=0, compress=Compress("int8", feedback=False)), device) as relay:
         relay.step(batch_of(0))
         assert device.ledger.by_category() == {}
 
 
 def test_residuals_count_in_the_budget() -> None:
-    with relay_of(make_model(), RelayConfig(compress="int8")) as relay:
+    with relay_of(make_model(), RelayConfig(seed=0, compress="int8")) as relay:
         for step in range(2):
             need = relay.step(batch_of(step)).peak_device_bytes
-    with relay_of(make_model(), RelayConfig(compress="int8"), EmulatedDevice(need - 1)) as relay:
+    with relay_of(make_model(), RelayConfig(seed=0, compress="int8"), EmulatedDevice(need - 1)) as relay:
         relay.step(batch_of(0))
         before = [p.clone() for p in relay.model.parameters()]
         with pytest.raises(DeviceOutOfMemory):
@@ -298,7 +298,7 @@ def test_residuals_count_in_the_budget() -> None:
 @pytest.mark.parametrize("compress", FORMS, ids=str)
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), "bits"], ids=str)
 def test_what_is_not_finite_is_refused_as_without_compression(compress: Compress, value: Any, update: Any) -> None:
-    config = RelayConfig(micro_batches=2, compress=compress, update=update)
+    config = RelayConfig(seed=0, micro_batches=2, compress=compress, update=update)
     bad = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32) if value == "bits" else torch.tensor(value)
 
     def spoil(grad: Tensor) -> Tensor:
@@ -321,7 +321,7 @@ def test_what_is_not_finite_is_refused_as_without_compression(compress: Compress
 @pytest.mark.all_cases
 @pytest.mark.parametrize("more", [{"rollback": True}, {"update": "deferred"}], ids=str)
 def test_a_step_that_is_taken_back_takes_residuals_back(more: dict[str, Any]) -> None:
-    config = RelayConfig(micro_batches=2, compress="int4", **more)
+    config = RelayConfig(seed=0, micro_batches=2, compress="int4", **more)
     with relay_of(make_model(), config) as relay, relay_of(make_model(), config) as twin:
         for each in (relay, twin):
             each.step(batch_of(0))
@@ -339,7 +339,7 @@ def test_a_step_that_is_taken_back_takes_residuals_back(more: dict[str, Any]) ->
 
 
 def test_verify_leaves_residuals_alone() -> None:
-    config = RelayConfig(micro_batches=2, compress="int4")
+    config = RelayConfig(seed=0, micro_batches=2, compress="int4")
     with relay_of(make_model(), config) as relay, relay_of(make_model(), config) as twin:
         for step in range(3):
             assert not relay.verify(batch_of(9)).equal  # it shows what compression costs
@@ -360,7 +360,7 @@ def same(one: dict[int, Tensor], other: dict[int, Tensor]) -> bool:
 
 
 def test_residuals_follow_their_layer() -> None:
-    with relay_of(make_model(), RelayConfig(micro_batches=2, compress="int4")) as relay:
+    with relay_of(make_model(), RelayConfig(seed=0, micro_batches=2, compress="int4")) as relay:
         relay.step(batch_of(0))
         before = residuals_of(relay)
         relay.apply(Move(0, 2))
@@ -374,7 +374,7 @@ def test_residuals_follow_their_layer() -> None:
 
 
 def test_what_is_frozen_keeps_what_it_owes() -> None:
-    with relay_of(make_model(), RelayConfig(micro_batches=2, compress="int4")) as relay:
+    with relay_of(make_model(), RelayConfig(seed=0, micro_batches=2, compress="int4")) as relay:
         relay.step(batch_of(0))
         before = residuals_of(relay)
         relay.apply(Freeze(2))
@@ -386,7 +386,7 @@ def test_what_is_frozen_keeps_what_it_owes() -> None:
 
 
 def test_a_loaded_relay_goes_on_to_the_bit(tmp_path: Any) -> None:
-    config = RelayConfig(micro_batches=2, compress=Compress("int4"))
+    config = RelayConfig(seed=0, micro_batches=2, compress=Compress("int4"))
     with relay_of(make_model(), config) as relay:
         relay.step(batch_of(0))
         relay.apply(Drop(1))
@@ -413,7 +413,7 @@ class Wide(nn.Module):
 
 
 def test_a_parked_layer_that_nobody_can_build_keeps_no_save_from_loading(tmp_path: Any) -> None:
-    with relay_of(make_model(), RelayConfig(micro_batches=2, compress="int4")) as relay:
+    with relay_of(make_model(), RelayConfig(seed=0, micro_batches=2, compress="int4")) as relay:
         relay.apply(Replace(1, Wide()), force=True)
         relay.step(batch_of(0))
         relay.apply(Drop(1), force=True)
@@ -426,9 +426,9 @@ def test_a_parked_layer_that_nobody_can_build_keeps_no_save_from_loading(tmp_pat
 
 def test_other_settings_let_residuals_go() -> None:
     device = EmulatedDevice()
-    with relay_of(make_model(), RelayConfig(compress="int8"), device) as relay:
+    with relay_of(make_model(), RelayConfig(seed=0, compress="int8"), device) as relay:
         relay.step(batch_of(0))
-        relay.config = RelayConfig()
+        relay.config = RelayConfig(seed=0)
         relay.step(batch_of(1))
         assert device.ledger.by_category() == {}
 
@@ -438,23 +438,23 @@ def test_other_settings_let_residuals_go() -> None:
 
 def test_what_is_no_format_is_refused() -> None:
     with pytest.raises(ValueError, match="compress='int2': must be one of 'bf16', 'int8', 'int4'"):
-        RelayConfig(compress="int2")  # type: ignore[arg-type]
+        RelayConfig(seed=0, compress="int2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="feedback=1: must be True or False"):
         Compress("int8", feedback=1)  # type: ignore[arg-type]
 
 
 def test_feedback_and_branches_refuse_each_other() -> None:
-    with relay_of(make_model(), RelayConfig(compress="int8")) as relay:
+    with relay_of(make_model(), RelayConfig(seed=0, compress="int8")) as relay:
         with pytest.raises(ValueError, match=r"branches \(other\).*feedback=False"):
             relay.fork("other")
-        relay.config = RelayConfig(compress=Compress("int8", feedback=False))
+        relay.config = RelayConfig(seed=0, compress=Compress("int8", feedback=False))
         relay.fork("other")
         with pytest.raises(ValueError, match=r"branches \(main\)"):
-            relay.config = RelayConfig(compress="int8")
+            relay.config = RelayConfig(seed=0, compress="int8")
 
 
 def test_a_fleet_is_refused() -> None:
-    with relay_of(make_model(), RelayConfig(compress="int8", micro_batches=2)) as relay:
+    with relay_of(make_model(), RelayConfig(seed=0, compress="int8", micro_batches=2)) as relay:
         with pytest.raises(ValueError, match="compress='int8' is not there for several workers"):
             relay.forecast(batch_of(0), workers=2)
 
@@ -462,12 +462,16 @@ def test_a_fleet_is_refused() -> None:
 def test_weights_in_files_are_refused(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="compress='int8' is not possible for a relay with weights in files"):
         relay_of(
-            make_model(), RelayConfig(compress="int8"), shelf=FileShelf(folder=tmp_path / "shelf", memory_bytes=10**6)
+            make_model(),
+            RelayConfig(seed=0, compress="int8"),
+            shelf=FileShelf(folder=tmp_path / "shelf", memory_bytes=10**6),
         )
     with (
-        relay_of(make_model(), RelayConfig(), shelf=FileShelf(folder=tmp_path / "other", memory_bytes=10**6)) as relay,
+        relay_of(
+            make_model(), RelayConfig(seed=0), shelf=FileShelf(folder=tmp_path / "other", memory_bytes=10**6)
+        ) as relay,
         pytest.raises(ValueError, match="compress='int8' is not possible for a relay with weights in files"),
     ):
         relay.forecast(
-            batch_of(0), RelayConfig(compress="int8"), disk=Disk(read_bytes_per_s=1e9, write_bytes_per_s=1e9)
+            batch_of(0), RelayConfig(seed=0, compress="int8"), disk=Disk(read_bytes_per_s=1e9, write_bytes_per_s=1e9)
         )

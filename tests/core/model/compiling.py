@@ -172,13 +172,13 @@ def assert_equal(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_equal_to_the_same_model_in_core(way: Callable[..., None], backend: str) -> None:
-    assert_equal(partial(made, way, backend), RelayConfig(micro_batches=3, stash="host"))
+    assert_equal(partial(made, way, backend), RelayConfig(seed=0, micro_batches=3, stash="host"))
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("micro_batches, stash, meter", [rarely(1, "device", "on_change"), (3, "device", "always")])
 def test_with_other_settings(way: Callable[..., None], micro_batches: int, stash: Any, meter: Any) -> None:
-    assert_equal(partial(made, way), RelayConfig(micro_batches=micro_batches, stash=stash, meter=meter))
+    assert_equal(partial(made, way), RelayConfig(seed=0, micro_batches=micro_batches, stash=stash, meter=meter))
 
 
 @pytest.mark.parametrize("backend", ["eager", rarely("aot_eager"), BACKENDS[-1]])
@@ -191,14 +191,14 @@ def test_tied_weights_uneven_micro_batches_and_any_shape(stash: Any, backend: st
         model.head.out.weight = model.embed.weight
         return model
 
-    config = RelayConfig(micro_batches=3, stash=stash)
+    config = RelayConfig(seed=0, micro_batches=3, stash=stash)
     assert_equal(partial(made, everywhere, backend, tied, dynamic=True), config, rows=7)
 
 
 def test_layers_are_compiled_once() -> None:
     """As many graphs as in core: weights that move cause no compiling."""
     losses = []
-    with Relay(made(around), adamw, objective=objective, config=RelayConfig(micro_batches=3)) as relay:
+    with Relay(made(around), adamw, objective=objective, config=RelayConfig(seed=0, micro_batches=3)) as relay:
         torch._dynamo.utils.counters.clear()
         losses = [relay.step(batch(step)).loss for step in range(3)]
     assert len(losses) == 3
@@ -271,7 +271,7 @@ PARTS: dict[str, tuple[Callable[[], Any], Callable[..., None], Any]] = {
 @pytest.mark.parametrize("case", PARTS)
 def test_what_compiled_parts_do_besides(case: str, stash: Any) -> None:
     make, way, loss = PARTS[case]
-    assert_equal(partial(made, way, "aot_eager", make), RelayConfig(micro_batches=3, stash=stash), loss)
+    assert_equal(partial(made, way, "aot_eager", make), RelayConfig(seed=0, micro_batches=3, stash=stash), loss)
 
 
 class Broken(Block):
@@ -284,7 +284,7 @@ class Broken(Block):
 @pytest.mark.parametrize("way", [in_place, around])
 def test_graph_breaks(way: Callable[..., None]) -> None:
     make = partial(made, way, "aot_eager", partial(Model, Broken), fullgraph=False)
-    assert_equal(make, RelayConfig(micro_batches=3, stash="host"))
+    assert_equal(make, RelayConfig(seed=0, micro_batches=3, stash="host"))
 
 
 def test_a_compiled_function_in_a_layer() -> None:
@@ -294,12 +294,12 @@ def test_a_compiled_function_in_a_layer() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(twice(x))
 
-    assert_equal(partial(Model, Calling), RelayConfig(micro_batches=3, stash="host"))
+    assert_equal(partial(Model, Calling), RelayConfig(seed=0, micro_batches=3, stash="host"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_inference(backend: str) -> None:
-    model, config = made(everywhere, backend), RelayConfig(micro_batches=3, stash="host")
+    model, config = made(everywhere, backend), RelayConfig(seed=0, micro_batches=3, stash="host")
     with Relay(model, adamw, objective=objective, config=config) as relay:
         found, loss = relay.forward(batch()), relay.evaluate(batch())
     torch._dynamo.reset()
@@ -316,7 +316,7 @@ def test_inference(backend: str) -> None:
 @pytest.mark.parametrize("way", [in_place, rarely(around), rarely(by_forward), in_layers])
 def test_edits_and_saves(way: Callable[..., None], tmp_path: Path) -> None:
     """Copies are compiled as the originals are; `verify` is the proof, on a copy of its own that shares no weights."""
-    config = RelayConfig(micro_batches=2)
+    config = RelayConfig(seed=0, micro_batches=2)
     model = made(way)
     before = state_of(model)
     with Relay(model, adamw, objective=objective, config=config) as relay:
@@ -344,7 +344,7 @@ def test_edits_and_saves(way: Callable[..., None], tmp_path: Path) -> None:
 def test_verify_compiles_its_side_alike() -> None:
     """Not the layer as it is written, and not the layer's own code, which would train its own weights."""
     model = made(by_forward)
-    with Relay(model, adamw, objective=objective, config=RelayConfig(micro_batches=2)) as relay:
+    with Relay(model, adamw, objective=objective, config=RelayConfig(seed=0, micro_batches=2)) as relay:
         relay.step(batch())
         torch._dynamo.utils.counters.clear()
         torch._dynamo.reset()
@@ -406,7 +406,7 @@ def test_a_layer_inside_of_its_compiled_wrapper_is_refused() -> None:
 
 def test_compiling_the_model_later_is_refused() -> None:
     model = Model()
-    with Relay(model, adamw, objective=objective, config=RelayConfig(micro_batches=2)) as relay:
+    with Relay(model, adamw, objective=objective, config=RelayConfig(seed=0, micro_batches=2)) as relay:
         relay.step(batch())
         before = state_of(model)
         model.compile(backend="eager")
@@ -417,7 +417,7 @@ def test_compiling_the_model_later_is_refused() -> None:
 
 def test_layers_that_are_compiled_later_relay_too() -> None:
     model, twin, backend = Model(), Model(), {"backend": "aot_eager", "fullgraph": True}
-    config = RelayConfig(micro_batches=2)
+    config = RelayConfig(seed=0, micro_batches=2)
     losses, _ = in_core(twin, config, objective, 6, 3, lambda step: in_place(twin, backend) if step == 1 else None)
     with Relay(model, adamw, objective=objective, config=config) as relay:
         found = [relay.step(batch(0)).loss]
@@ -431,7 +431,7 @@ def test_layers_that_are_compiled_later_relay_too() -> None:
 def test_a_compiled_function_outside_of_layers_is_refused(backend: str, stash: Any) -> None:
     twice = torch.compile(lambda x: x * 2, backend=backend)
     model = Model()
-    config = RelayConfig(micro_batches=2, stash=stash)
+    config = RelayConfig(seed=0, micro_batches=2, stash=stash)
     with Relay(model, adamw, objective=lambda *given: twice(objective(*given)), config=config) as relay:
         before = state_of(model)
         with pytest.raises(RuntimeError, match="calls a compiled function.*outside of its layers.*forward of a module"):
@@ -445,7 +445,10 @@ def test_hooks_in_what_is_compiled_of_a_layer(inside: bool) -> None:
     model, seen = made(around), []
     layer = model.layers[0]
     (layer.gate if inside else layer).register_forward_hook(lambda *_: seen.append(1))
-    options: dict[str, Any] = {"loss_over": "micro-batch", "config": RelayConfig(micro_batches=2)}  # no other forwards
+    options: dict[str, Any] = {
+        "loss_over": "micro-batch",
+        "config": RelayConfig(seed=0, micro_batches=2),
+    }  # no other forwards
     with Relay(model, adamw, objective=objective, **options) as relay:
         if inside:
             with pytest.raises(ValueError, match=r"a Gate in the compiled part of layer layers\.0 has a forward hook"):

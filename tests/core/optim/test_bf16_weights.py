@@ -50,7 +50,7 @@ def squared_error(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 def relay_of(net: nn.Module, make: Any = AllInBf16, **settings: Any) -> Relay:
-    config = RelayConfig(micro_batches=K, **settings)
+    config = RelayConfig(seed=0, micro_batches=K, **settings)
     return Relay(net, partial(make, lr=1e-2), EmulatedDevice(), loss=squared_error, config=config)
 
 
@@ -205,7 +205,7 @@ def test_edits_branches_and_saves_keep_masters_of_two_bytes(tmp_path: Path) -> N
 def test_layers_that_share_weights_in_bfloat16_are_delinked() -> None:
     net = model()
     net[2] = net[3] = net[1]
-    config = RelayConfig(micro_batches=K)
+    config = RelayConfig(seed=0, micro_batches=K)
     with Relay(net, partial(AllInBf16, lr=1e-2), EmulatedDevice(), [net[1]], squared_error, config=config) as relay:
         relay.step(batch(0))
         relay.apply(Delink(optimizer=1 / 3))

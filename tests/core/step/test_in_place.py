@@ -218,7 +218,7 @@ def batch(step: int) -> tuple[Tensor]:
 def test_equal_or_refused_for_the_true_reason(run: Callable[[Any, Tensor], Tensor], stash: Any) -> None:
     model, twin = Program(run), Program(run)
     plain = torch.optim.SGD(twin.parameters(), lr=0.1)
-    config = RelayConfig(micro_batches=2, stash=stash)
+    config = RelayConfig(seed=0, micro_batches=2, stash=stash)
     before = [param.detach().clone() for param in model.parameters()]
     with Relay(model, sgd, config=config, **TRAINED) as relay:
         for step in range(2):
@@ -281,7 +281,7 @@ def test_a_view_that_a_layer_gives_out_is_changed(shown: str, in_order: bool, st
     """Autograd then brings the gradient into the strides of the view's base."""
     model, twin = ChangesView(SHOWN[shown], in_order), ChangesView(SHOWN[shown], in_order)
     plain = torch.optim.SGD(twin.parameters(), lr=0.1)
-    config = RelayConfig(micro_batches=2, stash=stash)
+    config = RelayConfig(seed=0, micro_batches=2, stash=stash)
     with Relay(model, sgd, config=config, **TRAINED) as relay:
         for step in range(3):
             parts = [(half,) for half in batch(step)[0].chunk(2)]
@@ -362,7 +362,7 @@ class ChangesOutputs(nn.Module):
 def test_outputs_that_share_and_operations_that_sum(run: Callable[[Any, Tensor], Tensor], stash: Any) -> None:
     model, twin = ChangesOutputs(run), ChangesOutputs(run)
     plain = torch.optim.SGD(twin.parameters(), lr=0.1)
-    config, layers = RelayConfig(micro_batches=2, stash=stash), ["parts", "both", "turned"]
+    config, layers = RelayConfig(seed=0, micro_batches=2, stash=stash), ["parts", "both", "turned"]
     before = [param.detach().clone() for param in model.parameters()]
     with Relay(model, sgd, config=config, **TRAINED, layers=layers) as relay:
         for step in range(2):
