@@ -187,7 +187,9 @@ class Relay:
         # in core, since the order of its sums depends on the number.
         cores = 1 if self.device.in_host_memory else max(1, torch.get_num_threads() * 3 // 4)
         thread = serial_executor("eps", cores if findings.elementwise else torch.get_num_threads())
-        masters = Masters(parts.units, made, model.parameters, self.host, findings)
+        masters = Masters(
+            parts.units, made, model.parameters, self.host, findings, shares_params=self._backend.shares_params
+        )
         gradients = GradientBuffers(self.host, self.device.host_empty)
         self._store = LayerStore(masters, gradients, Residuals(self.device), thread)
         self._store.reducer = self._backend.make_reducer(loss_over == "batch")

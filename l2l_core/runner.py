@@ -341,9 +341,9 @@ class Runner:
 
     def _roll_back(self, restore_buffers: Callable[[], None]) -> list[str]:
         """Undo the step where possible; return the keys of blocks that stay updated."""
-        for param in self._model.parameters():
-            param.grad = None  # a parameter unfrozen during the step has no hook that takes its gradient
         self._store.rollback()  # removes the blocks that it restores from `updated`
+        for param in self._model.parameters():  # now that no update uses them
+            param.grad = None  # a parameter unfrozen during the step has no hook that takes its gradient
         updated = [block.key for block in self._store.updated]
         if not updated:
             restore_buffers()

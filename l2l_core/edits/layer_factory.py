@@ -19,7 +19,7 @@ from l2l_core.edits.detached_layers import DetachedLayer, DetachedLayers
 from l2l_core.edits.layer_registry import LayerRegistry
 from l2l_core.edits.optimizer_state import InheritFn, ParameterSnapshot, ParamState, reshape_state, states_of
 from l2l_core.eps import LayerStore, OptimizerEntry
-from l2l_core.eps.blocks import EmptyFn, Unit, build_layer, make_masters, refuse_scripted
+from l2l_core.eps.blocks import EmptyFn, Unit, build_layer, refuse_scripted
 from l2l_core.eps.optimizers import rounds_weights
 from l2l_core.model import RandomState, Stack, deep_copy, preserve_random_state
 from l2l_core.surgery import check_fit, describe_layer, replace_layers
@@ -107,7 +107,7 @@ class LayerFactory:
                 (_most_common_group(param, infos), {}) if twin is None else infos[twin]
                 for twin, param in zip(twins, block.params, strict=True)
             ]
-            masters, groups = make_masters(block), [group for group, _ in inherited]
+            masters, groups = self._store.masters.make_params(block), [group for group, _ in inherited]
             states = zip(masters, [inherit(state) for _, state in inherited], strict=True)
             entries[block] = OptimizerEntry(masters, groups, {m: state for m, state in states if state is not None})
         self._detached.add(DetachedLayer(unit, entries))
@@ -120,7 +120,9 @@ class LayerFactory:
         unit = build_layer(key, key, module, self._empty, shared, self._bf16)
         self._registry.add(unit)
         own = [block for block in unit.blocks if not block.shared]
-        entries = {block: OptimizerEntry(make_masters(block), [-1] * len(block.params), {}) for block in own}
+        entries = {
+            block: OptimizerEntry(self._store.masters.make_params(block), [-1] * len(block.params), {}) for block in own
+        }
         self._detached.add(DetachedLayer(unit, entries))
         return unit
 

@@ -1,7 +1,8 @@
 """Masters: the optimizer's parameters over the host buffers, their groups and their state.
 
-A model's parameter and the optimizer's are two objects over one memory: the model's parameter points to the device while its
-layer computes, and meanwhile the optimizer must be able to update the weights.
+In memory and with one worker, the optimizer has the model's own parameters. They point to the device while their layer computes;
+before its update they are pointed to the master, for the rest of the step. With a shelf or several workers the optimizer has
+others, since a master may then be a part of a block, or be there while the model's parameters have no values.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -46,7 +48,7 @@ class Masters:
     Invariant: the optimizer's groups hold the parameters over the masters of `blocks`, each at most once; the host's ledger has
     the bytes of masters and of the optimizer's state.
 
-    The constructor gives `optimizer`, which is over the model's parameters, the masters in their place. `order` returns the
+    `optimizer` is over the model's parameters; without `shares_params` it gets others in their place. `order` returns the
     model's parameters in the model's order.
 
     Attributes:
@@ -65,14 +67,17 @@ class Masters:
         order: Callable[[], Iterable[nn.Parameter]],
         host: Ledger,
         findings: Findings = Findings(),  # noqa: B008 - frozen
+        shares_params: bool = False,
     ) -> None:
         self.units, self.optimizer, self.findings = list(units), optimizer, findings
+        self._shares_params = shares_params
         self._model_order, self._host = order, host
         self.blocks = list(dict.fromkeys(block for unit in units for block in unit.blocks))
         self.owner = {block: unit for unit in units for block in unit.blocks if not block.shared}
-        masters = {p: master for b in self.blocks for p, master in zip(b.params, make_masters(b), strict=True)}
+        masters = {p: master for b in self.blocks for p, master in zip(b.params, self.make_params(b), strict=True)}
         self.model_params = {master: param for param, master in masters.items()}
-        replace_params(optimizer, masters)
+        if not shares_params:
+            replace_params(optimizer, masters)
         # After the line above: a part is restricted by the parameters in the optimizer's groups
         self.params = {block: [masters[param] for param in block.params] for block in self.blocks}
         self._parts = {block: restrict_optimizer(optimizer, own) for block, own in self.params.items()}
@@ -81,6 +86,18 @@ class Masters:
         for block in self.blocks:
             host.book("weights", block.key, block.nbytes)
         self.book_state()
+
+    def make_params(self, block: Block) -> list[nn.Parameter]:
+        """Return the optimizer's parameters of a new block: the model's own, or others over its master."""
+        return list(block.params) if self._shares_params else make_masters(block)
+
+    def return_params(self, block: Block) -> None:
+        """Point a block's parameters to the master until the step ends; call it before an update is submitted.
+
+        Nothing computes with the block any more in this step.
+        """
+        if self._shares_params:
+            block.return_params()
 
     # -- of a block ----------------------------------------------------------------------------------------------------
 
@@ -234,7 +251,11 @@ class Masters:
 
     def restore_model_params(self) -> None:
         """Give the optimizer the model's parameters again, and release the masters' bytes."""
-        replace_params(self.optimizer, self.model_params)
+        if not self._shares_params:
+            replace_params(self.optimizer, self.model_params)
+        for param in self.model_params.values():
+            if param.dtype != torch.float32:
+                param.grad_dtype = param.dtype  # updates have set it
         for block in self.blocks:
             self._host.release("weights", block.key, block.nbytes)
 

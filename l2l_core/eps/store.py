@@ -23,12 +23,12 @@ from torch.optim import Optimizer
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Copy, InlineExecutor, Ticket
 from l2l_core.eps.block_storage import BlockStorage, EditStorage
-from l2l_core.eps.blocks import Block, BlockGradient, Unit
+from l2l_core.eps.blocks import Block, BlockGradient, Unit, check_no_stray_grads
 from l2l_core.eps.gradient_buffers import GradientBuffers, Reducer, check_finite, joint_norm
 from l2l_core.eps.gradient_codec import GradientCodec, Residuals, make_codec
 from l2l_core.eps.masters import Masters
 from l2l_core.eps.optimizers import user_hooks
-from l2l_core.eps.updater import EPSClock, Updater
+from l2l_core.eps.updater import EPSClock, Updater, clear_grads
 from l2l_core.model import ThreadState
 from l2l_core.schedule_rules import MAX_PENDING_GRADIENTS
 from l2l_core.trace import Trace
@@ -97,6 +97,7 @@ class LayerStore:
             packed = self._codec.pack(block, gradient)
             pushed = send([(on_host.flat[: packed.numel()], packed)])
             if self._config.update == "eager":
+                self.masters.return_params(block)
                 self.updater.prefetch(block)
             self._submit(lambda: self._receive(unit, block, on_host, pushed))
         else:
@@ -123,6 +124,7 @@ class LayerStore:
         Waits if the EPS falls behind, since the buffers of parts are not bounded otherwise.
         """
         if self._config.update == "eager":
+            self.masters.return_params(block)
             self.updater.prefetch(block)
             self._submit(lambda: self._reduce_parts(block) or self._update(block))  # None, so both run
             self._unfinished.append(self._jobs[-1])
@@ -136,6 +138,8 @@ class LayerStore:
             NonFiniteError, or the optimizer's error.
         """
         self.wait()  # the thread may still add parts
+        for block in self.masters.blocks:
+            self.masters.return_params(block)
         for block in self.reducer.blocks_to_reduce(self.masters, list(self.gradients.parts)):
             self._submit(partial(self._reduce_parts, block))
         self.wait()
@@ -151,9 +155,16 @@ class LayerStore:
             self.updater.prefetch(block)
             self._submit(partial(self._update, block))
         self.wait()
+        for block in self.masters.blocks:  # set after its update
+            check_no_stray_grads(block, block.trained.indices)
         self.reducer.finish()  # before the step is final: another worker's update may have failed
         self.updater.finish(complete)
         self._codec.finish(self.masters.blocks)
+        self._release_params()
+
+    def _release_params(self) -> None:
+        for block in self.masters.blocks:
+            block.returned = False
 
     def wait(self) -> None:
         """Wait for all submitted work; raise the first error (work after it is skipped)."""
@@ -172,10 +183,13 @@ class LayerStore:
         self._failed = True  # queued jobs do nothing; the running one must end before the undo
         for job in self._jobs:
             job.exception()
+        self._release_params()
+        for block in self.masters.blocks:
+            self.masters.return_params(block)  # an optimizer that failed may have set their data
         self.updater.undo()
         self._codec.undo(self.updated)
-        for master in self.masters.model_params:
-            master.grad = None  # clipping may have set it; the next norm must not include it
+        clear_grads(self.masters.model_params)  # clipping may have set them; the next norm must not include them
+        self._release_params()
         self.gradients.clear()
         self._reset()
 

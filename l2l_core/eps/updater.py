@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from l2l_core._torch import foreach_norm
-from l2l_core.eps.blocks import SHELL, Block, BlockGradient, TrainedParameters
+from l2l_core.eps.blocks import SHELL, Block, BlockGradient, TrainedParameters, check_no_stray_grads
 from l2l_core.eps.masters import Masters, warmup_factor
 from l2l_core.eps.optimizers import (
     SettingChanges,
@@ -134,11 +134,13 @@ class Updater:
                 self._keep(block)
             # Without the state, which is in the undo log and may be larger than the weights
             self._restore_settings = snapshot_except(vars(self._optimizer), {"state"})
-            call_before(self._optimizer, self._masters.params, gradients)
+            call_before(self._optimizer, self._masters.blocks, gradients)
 
     def update(self, block: Block, gradient: BlockGradient) -> Mapping[str, float]:
         """Update a block and return statistics. Calls `Masters.before_write` before it writes."""
         self._keep(block, gradient)
+        if not self._is_deferred:
+            check_no_stray_grads(block, block.trained.indices)
         set_grads(self._masters.params_of(block), gradient)
         before = _sample_weights(block, gradient.trained).clone()
         try:
@@ -146,8 +148,7 @@ class Updater:
             part = self._masters.part_of(block)
             merge_changes(self._setting_changes, update_part(part, self._optimizer, warmup_factor(block)))
         finally:
-            for param in self._masters.params_of(block):
-                param.grad = None  # a view of a buffer that will be reused
+            clear_grads(self._masters.params_of(block))  # views of a buffer that will be reused
         change = _sample_weights(block, gradient.trained) - before
         moved, size = (norm.item() for norm in foreach_norm([change, before]))
         block.version += 1
@@ -160,7 +161,7 @@ class Updater:
         apply_changes(self._optimizer, self._setting_changes)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # set for LR schedulers
         if self._is_deferred and user_hooks(self._optimizer):
-            call_after(self._optimizer, self._masters.params, gradients)
+            call_after(self._optimizer, self._masters.blocks, gradients)
         else:
             call_torchs(self._optimizer)
         self._undo_log.clear()
@@ -251,10 +252,20 @@ def check_can_step(masters: Masters, optimizer: Optimizer) -> None:
 
 
 def set_grads(params: list[nn.Parameter], gradient: BlockGradient) -> None:
-    """Set `grad` of a block's parameters to views of its gradient, or None."""
+    """Set `grad` of a block's parameters to views of its gradient, which is float32, or None."""
     views = gradient.views()
     for index, param in enumerate(params):
+        if param.dtype != torch.float32:
+            param.grad_dtype = torch.float32
         param.grad = views.get(index)
+
+
+def clear_grads(params: Iterable[nn.Parameter]) -> None:
+    """Set `grad` to None, and allow gradients of any dtype again: a slot of a bfloat16 parameter may be float32."""
+    for param in params:
+        param.grad = None
+        if param.dtype != torch.float32:
+            param.grad_dtype = None
 
 
 def _sample_weights(block: Block, trained: TrainedParameters) -> torch.Tensor:

@@ -93,8 +93,10 @@ def force_eager() -> AbstractContextManager[Any]:
 
 
 def deep_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """Copy a module deeply and compile the copy alike; `copy.deepcopy` drops compiled code or shares it."""
+    """Copy a module deeply, with attributes of parameters and compiled code, which `copy.deepcopy` drops or shares."""
     twin = copy.deepcopy(module, memo)
+    for param, own in zip(module.parameters(), twin.parameters(), strict=True):
+        vars(own).update(vars(param))  # attributes, which `deepcopy` drops
     copies = dict(twin.named_modules())
     for name, own in module.named_modules():
         for entry in [] if is_compile_wrapper(own) else _COMPILED_ATTRIBUTES:

@@ -73,6 +73,7 @@ class DiskBackend(WorkerBackend):
         budget: division of that memory.
     """
 
+    shares_params = False
     budget: MemoryBudget
 
     def __init__(self, shelf: FileShelf, model: nn.Module, ahead: int, from_save: bool) -> None:

@@ -42,6 +42,7 @@ class WorkerBackend:
     """Interface between a relay and its workers; the defaults are those of a single process with weights in memory."""
 
     rank, count = 0, 1
+    shares_params = True  # the optimizer may have the model's own parameters
     batch_peers: Peers = AloneWithBatches()  # exchange of the counts by which micro-batches are weighed
     settings = Workers()
     lost: WorkerError | None = None  # the error of a lost worker
@@ -136,6 +137,8 @@ class WorkerBackend:
 
 class DistributedBackend(WorkerBackend):
     """Backend of several workers with their shards in memory."""
+
+    shares_params = False
 
     def __init__(self, group: WorkerGroup, settings: Workers) -> None:
         self._group, self.settings = group, settings

@@ -92,7 +92,8 @@ def test_config_may_change_between_steps() -> None:
         for step, settings in enumerate(
             [{}, {"micro_batches": 3}, {"stash": "host"}, {"ahead": 0}, {"update": "deferred", "micro_batches": 2}]
         ):
-            pair.relay.config = pair.in_core.config = RelayConfig(**settings)
+            pair.relay.config = RelayConfig(**settings)
+            pair.in_core.config = pair.relay.config  # with the seed
             assert_equal([pair.step(kind.make_batch(7, step))])
 
 

@@ -15,6 +15,7 @@ from l2l_core.eps.blocks.layout import is_absent as is_absent
 from l2l_core.eps.blocks.model_checks import Stamp as Stamp
 from l2l_core.eps.blocks.model_checks import check_keys as check_keys
 from l2l_core.eps.blocks.model_checks import check_model as check_model
+from l2l_core.eps.blocks.model_checks import check_no_stray_grads as check_no_stray_grads
 from l2l_core.eps.blocks.model_checks import check_stamps as check_stamps
 from l2l_core.eps.blocks.model_checks import check_step as check_step
 from l2l_core.eps.blocks.model_checks import gradient_hook_message as gradient_hook_message
@@ -22,6 +23,7 @@ from l2l_core.eps.blocks.model_checks import refuse_cached as refuse_cached
 from l2l_core.eps.blocks.model_checks import refuse_checkpointing as refuse_checkpointing
 from l2l_core.eps.blocks.model_checks import refuse_scripted as refuse_scripted
 from l2l_core.eps.blocks.model_checks import stamps_of as stamps_of
+from l2l_core.eps.blocks.model_checks import stray_grad_message as stray_grad_message
 from l2l_core.eps.blocks.model_checks import weights_changed_message as weights_changed_message
 from l2l_core.eps.blocks.module_buffers import BufferKey as BufferKey
 from l2l_core.eps.blocks.module_buffers import ModuleBuffers as ModuleBuffers

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from l2l_core._torch import caches_parametrizations, data_ptr
-from l2l_core.eps.blocks.units import SHELL, Unit
+from l2l_core.eps.blocks.units import SHELL, Block, Unit
 from l2l_core.model import module_name, refuse_compiled_hooks, refuse_compiled_whole
 
 _FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]*")
@@ -51,6 +51,21 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
                     raise RuntimeError(
                         f"parameter {name} has a gradient from outside: call model.zero_grad() before a step"
                     )
+
+
+def check_no_stray_grads(block: Block, indices: Iterable[int]) -> None:
+    """Raise RuntimeError if one of a block's parameters has a gradient that no unit's backward has made."""
+    for i in indices:
+        if block.params[i].grad is not None:
+            raise RuntimeError(stray_grad_message(block.names[i]))
+
+
+def stray_grad_message(name: str) -> str:
+    """Return the error for a gradient that reaches a parameter from outside of its layer."""
+    return (
+        f"parameter {name} gets a gradient from code that is not in its layer (a closure, an attribute, another layer): it would "
+        "be lost. Pass it as an argument of the layer that uses it"
+    )
 
 
 def check_structure(model: nn.Module, units: Sequence[Unit]) -> None:

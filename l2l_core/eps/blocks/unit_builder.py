@@ -69,11 +69,10 @@ def build_layer(
 
 
 def make_masters(block: Block) -> list[nn.Parameter]:
-    """Return the optimizer's parameters, which are views of a block's master; their gradients are float32."""
+    """Return parameters for the optimizer that are views of a block's master, with the attributes of the model's."""
     masters = [nn.Parameter(view, p.requires_grad) for p, view in zip(block.params, block.views, strict=True)]
-    for master in masters:
-        if master.dtype != torch.float32:
-            master.grad_dtype = torch.float32
+    for master, param in zip(masters, block.params, strict=True):
+        vars(master).update(vars(param))  # such as a learning rate that the optimizer reads from it
     return masters
 
 

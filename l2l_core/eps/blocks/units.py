@@ -45,6 +45,7 @@ class Block:
     cast: torch.Tensor | None = None  # the master in the dtype of loads; see `WeightSource`
     local_layout: Layout | None = None  # layout of `master` if it is a part of the block
     offloaded: bool = False  # not in memory except during its update
+    returned: bool = False  # until the step ends, parameters point to the master, and only its update sets their data
     residuals: dict[int, torch.Tensor] = field(default_factory=dict)  # by parameter, on the device; see `Residuals`
     _trained: TrainedParameters | None = None  # cache
 
@@ -95,6 +96,12 @@ class Block:
         """Make a buffer with a part of the block, laid out by `local_layout`, the master; None: the whole block."""
         self.local_layout = local_layout
         return self.set_master(master, optimizer_params)
+
+    def return_params(self) -> None:
+        """Point the parameters to the master, whatever visits do, until `returned` is reset."""
+        if not self.returned:
+            _set_data(self.params, self.host_views)
+            self.returned = True
 
     def offload(self, optimizer_params: Sequence[nn.Parameter] = ()) -> None:
         """Drop the weights, which are stored elsewhere; parameters become placeholders."""
@@ -202,8 +209,12 @@ class Unit:
         self.name = name
 
     def set_data(self, views: Sequence[torch.Tensor]) -> None:
-        """Set the parameters' data (device slots or masters); their identity stays."""
-        _set_data(self.params, views)
+        """Set the parameters' data (device slots or masters), except in returned blocks; their identity stays."""
+        rest = iter(views)
+        for block in self.blocks:
+            own = [next(rest) for _ in block.params]
+            if not block.returned:
+                _set_data(block.params, own)
 
 
 def _set_data(params: Sequence[nn.Parameter], views: Sequence[torch.Tensor]) -> None:

@@ -151,6 +151,8 @@ class Trial:
         groups, counterparts = [], {}
         for group, likes in self._groups:
             params = [nn.Parameter(change(like.detach()).clone()) for like in likes]
+            for param, like in zip(params, likes, strict=True):
+                vars(param).update(vars(like))
             # All of the user's parameters have a counterpart, so the copy refers to none of them
             counterparts |= dict.fromkeys(group["params"], params[0] if params else None) | dict(
                 zip(likes, params, strict=True)
@@ -302,7 +304,10 @@ def _likes(params: Sequence[nn.Parameter], state: Any, noise: torch.Generator) -
         else:
             side = math.ceil(_LARGE ** (1 / dims) - 1e-9)
             shapes = [(side,) * dims, (16 * (side // 16 | 1), *(side + 1,) * (dims - 1))]
-        likes += stateful[:2] or [nn.Parameter(0.1 * torch.randn(shape, generator=noise)) for shape in shapes]
+        new = [nn.Parameter(0.1 * torch.randn(shape, generator=noise)) for shape in shapes]
+        for like, param in zip(new, (alike[0], alike[-1]), strict=True):
+            vars(like).update(vars(param))  # attributes that the optimizer may read
+        likes += stateful[:2] or new
     return likes
 
 

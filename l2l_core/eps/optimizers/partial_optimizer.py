@@ -33,7 +33,6 @@ from l2l_core.eps.optimizers.optimizer_settings import (
 )
 
 Hook = Callable[..., Any]
-Masters = Mapping[Block, Sequence[nn.Parameter]]
 
 _hooks_lock = threading.RLock()  # global hooks are shared by all threads
 # Not copied. The last two may be a scheduler's wrappers around the methods.
@@ -153,31 +152,31 @@ def check_hooks(optimizer: Optimizer, blocks: Sequence[Block], deferred: bool) -
         )
 
 
-def call_before(optimizer: Optimizer, masters: Masters, gradients: dict[Block, BlockGradient]) -> None:
+def call_before(optimizer: Optimizer, blocks: Sequence[Block], gradients: dict[Block, BlockGradient]) -> None:
     """Call the hooks before a step, and store the gradients that they leave in `gradients`.
 
     Raises:
-        ValueError: a hook sets a gradient that the step does not have, sets two for one parameter, or returns arguments.
+        ValueError: a hook sets a gradient that the step does not have, or returns arguments.
     """
-    with _in_place(masters, gradients):
+    with _grads_set(blocks, gradients):
         for hook in _hooks(optimizer)[0]:
             result = hook(optimizer, (optimizer,), {})
             if result is not None and not (isinstance(result, tuple) and result == ((optimizer,), {})):
                 raise ValueError(
                     f"a step hook returns {result!r} for step(), which a relay calls without arguments: return None"
                 )
-        for block, params in masters.items():
+        for block in blocks:
             gradient = gradients.get(block)
             places, given = (gradient.all_views, gradient.views()) if gradient is not None else ({}, {})
-            rows = enumerate(zip(block.names, block.params, params, strict=True))
+            rows = enumerate(zip(block.names, block.params, strict=True))
             has_grad = [_collect_grad(*row, given.get(i), places.get(i)) for i, row in rows]
             if gradient is not None:
                 gradients[block] = replace(gradient, covers=tuple(has_grad[i] for i in gradient.trained.indices))
 
 
-def call_after(optimizer: Optimizer, masters: Masters, gradients: Mapping[Block, BlockGradient]) -> None:
+def call_after(optimizer: Optimizer, blocks: Sequence[Block], gradients: Mapping[Block, BlockGradient]) -> None:
     """Call the hooks after a step, with its gradients."""
-    with _in_place(masters, gradients):
+    with _grads_set(blocks, gradients):
         for hook in _hooks(optimizer)[1]:
             hook(optimizer, (optimizer,), {})
 
@@ -224,33 +223,23 @@ def _is_torchs(hook: Hook) -> bool:
 
 
 @contextmanager
-def _in_place(masters: Masters, gradients: Mapping[Block, BlockGradient]) -> Iterator[None]:
-    """Set data and `grad` of the model's and the optimizer's parameters as in plain training."""
-    saved = [(param, param.data) for block in masters for param in block.params]
+def _grads_set(blocks: Sequence[Block], gradients: Mapping[Block, BlockGradient]) -> Iterator[None]:
+    """Set `grad` of the parameters, which point to their masters, as in plain training."""
     try:
-        for block, params in masters.items():
+        for block in blocks:
             grads = gradients[block].views() if block in gradients else {}
-            for i, (param, master, view) in enumerate(zip(block.params, params, block.views, strict=True)):
-                param.data = view  # before `grad`, whose dtype must be that of the data
-                param.grad = master.grad = grads.get(i)
+            for i, param in enumerate(block.params):
+                param.grad = grads.get(i)
         yield
     finally:
-        for param in (param for block, params in masters.items() for param in (*block.params, *params)):
-            param.grad = None  # a view of a buffer that will be reused
-        for param, data in saved:
-            param.data = data
+        for block in blocks:
+            for param in block.params:
+                param.grad = None  # a view of a buffer that will be reused
 
 
-def _collect_grad(
-    name: str, param: nn.Parameter, master: nn.Parameter, given: Tensor | None, place: Tensor | None
-) -> bool:
+def _collect_grad(name: str, param: nn.Parameter, given: Tensor | None, place: Tensor | None) -> bool:
     """Copy a gradient that a hook has replaced to its place; return whether the parameter has a gradient."""
-    new = {id(each.grad): each.grad for each in (master, param) if each.grad is not given}
-    if len(new) > 1:
-        raise ValueError(
-            f"a step hook gives {name} one gradient through the optimizer and another one through the model: set it in one place"
-        )
-    grad = next(iter(new.values()), given)
+    grad = param.grad
     if grad is None:
         return False
     if place is None:
@@ -258,6 +247,6 @@ def _collect_grad(
             f"a step hook gives {name} a gradient, and its layer has none in this step (it is frozen or unused): change only "
             "existing gradients"
         )
-    if new:
+    if grad is not given:
         place.copy_(grad)
     return True

@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from l2l_core._torch import engine_will_run
-from l2l_core.eps.blocks import Block, Unit
+from l2l_core.eps.blocks import Block, Unit, check_no_stray_grads, stray_grad_message
 
 
 class GradientHooks:
@@ -77,7 +77,7 @@ class GradientHooks:
             return
         param.grad = None
         if param not in self._routes:
-            raise RuntimeError(self._foreign_message(param))
+            raise RuntimeError(stray_grad_message(self._names[param]))
         if grad.layout is not torch.strided:
             raise ValueError(
                 f"parameter {self._names[param]} has a {grad.layout} gradient; use Embedding(sparse=False)"
@@ -110,15 +110,9 @@ class GradientHooks:
 
     def check_no_stray_grads(self) -> None:
         """Raise RuntimeError if user code has set `grad` of a parameter after the backward of its layer."""
-        for param in self._trained_params():
-            if param.grad is not None and param not in self._routes:
-                raise RuntimeError(self._foreign_message(param))
-
-    def _foreign_message(self, param: torch.Tensor) -> str:
-        return (
-            f"parameter {self._names[param]} gets a gradient from code that is not in its layer (a closure, an attribute, "
-            "another layer): it would be lost. Pass it as an argument of the layer that uses it"
-        )
+        for block, trained in self.trained.items():
+            if not block.returned:  # else its update sets `grad`, and checks it
+                check_no_stray_grads(block, [i for i in trained.indices if block.params[i] not in self._routes])
 
     def close(self) -> None:
         """Remove all routes and hooks."""

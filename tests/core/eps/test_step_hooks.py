@@ -200,16 +200,24 @@ def test_a_gradient_out_of_nothing_is_refused() -> None:
         assert equal(relay.model, before)
 
 
-def test_two_gradients_for_one_weight_are_refused() -> None:
+def test_the_model_and_the_optimizer_have_the_same_parameters() -> None:
+    """A hook may set a gradient through either."""
     with relay_of(DEFERRED) as relay:
+        assert relay.optimizer.param_groups[0]["params"] == [*relay.model.parameters()]
+        given = [torch.full_like(param, 0.5) for param in relay.model.parameters()]
 
         def gives(optimizer: Optimizer, *_: Any) -> None:
-            for param in (*relay.model.parameters(), *optimizer.param_groups[0]["params"]):
-                param.grad = torch.ones_like(param)
+            for param, grad in zip(relay.model.parameters(), given, strict=True):
+                param.grad = grad
 
         relay.optimizer.register_step_pre_hook(gives)
-        with pytest.raises(ValueError, match="another one through the model"):
-            relay.step(batch(0))
+        before = copy.deepcopy(relay.model)
+        relay.step(batch(0))
+        plain = make(before.parameters())
+        for param, grad in zip(before.parameters(), given, strict=True):
+            param.grad = grad
+        plain.step()
+        assert equal(relay.model, weights(before))
 
 
 def test_arguments_for_step_are_refused() -> None:
