@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 StashLocation = Literal["device", "host", "disk"]
 MEMORY_STASHES: tuple[StashLocation, ...] = ("device", "host")  # for any relay, and for searches
-UpdateMode = Literal["eager", "deferred"]
+UpdateMode = Literal["eager", "deferred", "whole"]
 Precision = Literal["fp32", "bf16"]
 MeterMode = Literal["on_change", "always"]
 WireFormat = Literal["bf16", "int8", "int4"]
@@ -81,10 +81,12 @@ class RelayConfig:
             device, with the graph of one micro-batch and the gradients of all layers (4 bytes per trained parameter); `resident`
             and `keep` have no effect. It is the fastest. For one worker, with weights in memory and ``stash="device"``.
         update: ``"eager"`` updates each layer as soon as its gradient arrives; ``"deferred"`` waits for all gradients, as step
-            hooks of the optimizer require.
+            hooks of the optimizer require. ``"whole"`` then calls the optimizer's ``step()`` once, as a plain loop does: for an
+            optimizer that couples layers (a norm over all gradients, Prodigy, D-Adaptation, LAMB), or whose ``step`` was
+            replaced; for one worker, with weights in memory.
         precision: ``"fp32"``, or ``"bf16"`` for bfloat16 weights on the device and compute under autocast. Masters,
             gradient sums and the optimizer stay float32.
-        max_grad_norm: clip the global gradient norm to this; needs ``update="deferred"``.
+        max_grad_norm: clip the global gradient norm to this; needs ``update="deferred"`` or ``"whole"``.
         compress: send gradients to the host in fewer bits: ``"bf16"``, ``"int8"``, ``"int4"`` (all with feedback), or a
             `Compress`. None for float32. After a change to settings without feedback, kept rounding errors are added to the next
             gradient. Not with several workers or weights in files; feedback not with branches.

@@ -43,7 +43,15 @@ from l2l_core.edits import Branch, Branches, Edit, Editor, History, JournalEntry
 from l2l_core.edits import BranchState as BranchState
 from l2l_core.eps import GradientBuffers, LayerStore, Masters, Residuals
 from l2l_core.eps.blocks import Unit, build_units, check_keys, check_model, refuse_checkpointing, refuse_scripted
-from l2l_core.eps.optimizers import OptimizerFactory, make_optimizer, rounds_weights, settings_of, without_step_hooks
+from l2l_core.eps.optimizers import (
+    Findings,
+    OptimizerFactory,
+    make_optimizer,
+    replaced_step,
+    rounds_weights,
+    settings_of,
+    without_step_hooks,
+)
 from l2l_core.model import (
     KVCaches,
     LayerRef,
@@ -177,6 +185,7 @@ class Relay:
         self.host = Ledger("host", "Host memory")
         # Before parameters move into masters: a refused optimizer leaves the model unchanged.
         made, findings = make_optimizer(optimizer, model)
+        _check_update(settings, findings)
         modules = dict(zip(keys or self._backend.layer_keys([*found]), found.values(), strict=True))
         init_master = self._backend.master_init(self.device.host_empty)
         shell, units = build_units(model, modules, init_master, rounds_weights(made))
@@ -258,6 +267,7 @@ class Relay:
         if config.seed is None:
             config = replace(config, seed=self._seed())
         self._check_config(config, self._branches.others)
+        _check_update(config, self._store.masters.findings)
         self._runner.config, self._auto_fit = config, False
 
     @property
@@ -562,7 +572,8 @@ class Relay:
                 Default: the free host memory with a shelf, else no limit.
 
         Raises:
-            ValueError: the in-core side needs more than `host_bytes`. Nothing was run.
+            ValueError: the in-core side needs more than `host_bytes`, or the optimizer's step was replaced on the object.
+                Nothing was run.
         """
         with (
             self._together("verify", batch),
@@ -572,6 +583,11 @@ class Relay:
             self._kv_caches.disabled(),  # in the copy, too
         ):
             check_model(self.model, self._runner.parts.units)  # the in-core side runs first
+            if name := replaced_step(self.optimizer):
+                raise ValueError(
+                    f"optimizer.step was replaced by {name}, which cannot be called for the in-core side: put it into a class, "
+                    "or remove it (del optimizer.step)"
+                )
             if host_bytes is not None or self.shelf is not None:
                 check_in_core_fits(self._store.masters, free_bytes(None) if host_bytes is None else host_bytes)
             config, gather = self._runner.resolve_config(self.config, batch), self._backend.gather_items
@@ -975,6 +991,8 @@ class Relay:
                 )
             instead = "it keeps all weights in this process's memory: leave schedule out of RelayConfig"
             self._backend.refuse("schedule='depth_first'", instead)
+        if config.update == "whole":
+            self._backend.refuse("update='whole'", "the optimizer's step needs all weights: use update='deferred'")
         if config.wire is None:
             return
         instead = "leave compress out of RelayConfig; workers send fewer bits to one another by Workers(wire='bf16')"
@@ -1177,3 +1195,9 @@ class Relay:
 def _reusable(values: Any) -> Any:
     """Return an iterable that can be read more than once."""
     return tuple(values) if isinstance(values, Iterator) else values
+
+
+def _check_update(config: RelayConfig, findings: Findings) -> None:
+    """Refuse updates of one block at a time by an optimizer that couples blocks."""
+    if findings.couples and config.update != "whole":
+        raise ValueError(findings.couples)

@@ -34,7 +34,7 @@ def packed_numel(format: str | None, numel: int) -> int:
 
 def residual_backups(update: str, rollback: bool) -> int | None:
     """Return how many blocks, the largest ones, keep their old residuals during a step; None for all."""
-    return None if rollback or update == "deferred" else MAX_PENDING_GRADIENTS
+    return None if rollback or update != "eager" else MAX_PENDING_GRADIENTS
 
 
 def weight_slots(ahead: int, resident: int = 0) -> int:

@@ -53,7 +53,7 @@ class VisitWork:
     def __init__(self, lanes: Mapping[str, Sequence[Event]], settings: Mapping[str, Any]) -> None:
         visits = group_by_visit(lanes["compute"])
         self.backward_start, self.last_backward_start = turn_of(visits), find_last_backward_start(visits)
-        self.is_deferred = settings.get("update") == "deferred"
+        self.is_deferred = settings.get("update", "eager") != "eager"
         self._visit_starts = [visit[0].start_s for visit in visits[1:]]
         self._starts_by_layer: dict[str, list[float]] = defaultdict(list)
         for visit in visits[1:]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, Ledger
 from l2l_core.eps.blocks import Block, BlockGradient
 from l2l_core.eps.gradient_buffers import GradientBuffers, Reducer
@@ -46,8 +47,8 @@ class DryRunUpdater(Updater):
         self._by_layout: dict[Any, _ScratchWeights] = {}
         self._states: dict[Block, Sequence[Mapping[str, Any]]] = {}  # of blocks updated in any step so far
 
-    def begin(self, undoable: bool, deferred: bool, clock: EPSClock) -> None:
-        self._is_undoable, self.updated = undoable, []
+    def begin(self, config: RelayConfig, clock: EPSClock) -> None:
+        self._is_undoable, self.updated = config.rollback or config.update != "eager", []
         check_can_step(self._masters, self._optimizer)
 
     def gradients_complete(self, gradients: BlockGradients) -> None:
@@ -65,6 +66,9 @@ class DryRunUpdater(Updater):
         self._states[block] = [scratch.states.get(i, state) for i, state in enumerate(earlier)]
         return {}
 
+    def update_whole(self, gradients: BlockGradients) -> Mapping[Block, Mapping[str, float]]:
+        return {block: self.update(block, gradient) for block, gradient in gradients.items()}
+
     def finish(self, gradients: BlockGradients) -> None:
         pass
 
@@ -81,8 +85,8 @@ class DryRunUpdater(Updater):
         if form not in self._by_layout:
             masters = self._masters.params_of(block)
             with self._storage.lease(block):
-                states = [self._optimizer.state.get(masters[i]) for i in gradient.trained.indices]
-                self._by_layout[form] = _ScratchWeights(gradient, form[2], self._optimizer, states)
+                known = [masters[i] for i in gradient.trained.indices]
+                self._by_layout[form] = _ScratchWeights(gradient, form[2], self._optimizer, known)
         return self._by_layout[form]
 
 
@@ -131,7 +135,7 @@ class _ScratchWeights:
         gradient: BlockGradient,
         groups: tuple[int, ...],
         optimizer: Optimizer,
-        states: Sequence[Mapping[str, Any] | None],
+        known: Sequence[nn.Parameter],
     ) -> None:
         layout = gradient.trained.layout
         self.flat = torch.full((layout.numel,), 0.01)
@@ -141,7 +145,11 @@ class _ScratchWeights:
             {**group, "params": [p for p, i in zip(params, groups, strict=True) if i == number]}
             for number, group in enumerate(optimizer.param_groups)
         ]
-        own_state = {param: clone_state(state) for param, state in zip(params, states, strict=True) if state}
+        own_state: dict[nn.Parameter, dict[str, Any]] = {}
+        for param, its in zip(params, known, strict=True):
+            vars(param).update(vars(its))  # attributes that the optimizer may read
+            if optimizer.state.get(its):
+                own_state[param] = clone_state(optimizer.state[its])
         self._part = clone_shallow(optimizer, own_groups, defaultdict(dict, own_state))
         self.step(replace(gradient, flat=torch.full((layout.numel,), 0.01)))  # the first step creates the state
 

@@ -20,6 +20,7 @@ from l2l_core.devices import Ledger
 from l2l_core.eps.blocks import Block, Unit, make_masters, shared_key
 from l2l_core.eps.optimizers import (
     Findings,
+    StepGuard,
     clone_deep,
     replace_params,
     restrict_optimizer,
@@ -82,6 +83,7 @@ class Masters:
         self.params = {block: [masters[param] for param in block.params] for block in self.blocks}
         self._parts = {block: restrict_optimizer(optimizer, own) for block, own in self.params.items()}
         self.before_write: Callable[[Block], None] = lambda block: None
+        self.step_guard = StepGuard(optimizer, self._before_user_step)
         self.state_bytes = 0
         for block in self.blocks:
             host.book("weights", block.key, block.nbytes)
@@ -251,6 +253,7 @@ class Masters:
 
     def restore_model_params(self) -> None:
         """Give the optimizer the model's parameters again, and release the masters' bytes."""
+        self.step_guard.remove()
         if not self._shares_params:
             replace_params(self.optimizer, self.model_params)
         for param in self.model_params.values():
@@ -258,6 +261,10 @@ class Masters:
                 param.grad_dtype = param.dtype  # updates have set it
         for block in self.blocks:
             self._host.release("weights", block.key, block.nbytes)
+
+    def _before_user_step(self) -> None:
+        for block in self.blocks:
+            self.before_write(block)
 
     def book_state(self) -> None:
         """Recount the bytes of the optimizer's state."""

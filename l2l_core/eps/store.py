@@ -73,8 +73,7 @@ class LayerStore:
         self._codec = make_codec(config, trace.step, self.residuals)
         self._codec.begin(self.masters.blocks)
         self.reducer.begin(self.masters, config, self._clock)
-        is_deferred = config.update == "deferred"
-        self.updater.begin(undoable=config.rollback or is_deferred, deferred=is_deferred, clock=self._clock)
+        self.updater.begin(config, self._clock)
 
     def _reset(self) -> None:
         for unit in self.masters.units:
@@ -151,9 +150,12 @@ class LayerStore:
         complete = dict(
             self.gradients.complete
         )  # for hooks: updates remove entries, but buffers stay until the next step
-        for block in complete:
-            self.updater.prefetch(block)
-            self._submit(partial(self._update, block))
+        if self._config.update == "whole":
+            self._submit(partial(self._update_whole, complete))
+        else:
+            for block in complete:
+                self.updater.prefetch(block)
+                self._submit(partial(self._update, block))
         self.wait()
         for block in self.masters.blocks:  # set after its update
             check_no_stray_grads(block, block.trained.indices)
@@ -276,6 +278,17 @@ class LayerStore:
         self._codec.block_updated(block)
         self.gradients.release(piece.flat)
         self._record_event("update", block, piece)
+
+    def _update_whole(self, gradients: dict[Block, BlockGradient]) -> None:
+        self._clock.start()
+        for block, stats in self.updater.update_whole(gradients).items():  # the first event has the time of all
+            self._record_stats(block, **stats)
+            self._codec.block_updated(block)
+            self._record_event("update", block, gradients[block])
+            self._clock.start()
+        for piece in gradients.values():
+            self.gradients.release(piece.flat)
+        self.gradients.complete.clear()
 
     def _record_stats(self, block: Block, **stats: float) -> None:
         if block in self.masters.owner:

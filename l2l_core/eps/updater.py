@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from l2l_core._torch import foreach_norm
+from l2l_core.config import RelayConfig
 from l2l_core.eps.blocks import SHELL, Block, BlockGradient, TrainedParameters, check_no_stray_grads
 from l2l_core.eps.masters import Masters, warmup_factor
 from l2l_core.eps.optimizers import (
@@ -22,6 +23,7 @@ from l2l_core.eps.optimizers import (
     call_before,
     call_torchs,
     check_hooks,
+    check_own_step,
     clone_state,
     merge_changes,
     restrict_optimizer,
@@ -82,7 +84,7 @@ class TornStep(RuntimeError):
 class Updater:
     """Updates blocks from complete gradients, with the user's optimizer over the masters; the base of other updaters.
 
-    One step lasts from `begin` to `finish` or `undo`.
+    One step lasts from `begin` to `finish` or `undo`. Without `can_undo` there is no undo log.
 
     Attributes:
         updated: blocks that may have new weights in this step.
@@ -91,8 +93,8 @@ class Updater:
     settings as they were.
     """
 
-    def __init__(self, masters: Masters) -> None:
-        self._masters, self._optimizer = masters, masters.optimizer
+    def __init__(self, masters: Masters, can_undo: bool = True) -> None:
+        self._masters, self._optimizer, self._can_undo = masters, masters.optimizer, can_undo
         self._reset()
 
     def _reset(self) -> None:
@@ -102,19 +104,23 @@ class Updater:
         self._setting_changes: SettingChanges = {}  # made by parts of the optimizer in this step
         self._restore_settings: Callable[[], object] = lambda: None  # as before hooks
         self._is_undoable = self._is_deferred = False
+        self._has_called_hooks = False  # those of a step of the whole optimizer
 
-    def begin(self, undoable: bool, deferred: bool, clock: EPSClock) -> None:
+    def begin(self, config: RelayConfig, clock: EPSClock) -> None:
         """Begin a step. `clock` times the thread of updates, and is paused while that waits.
 
         Raises:
             ValueError: the step would fail, as far as this can be checked in advance.
         """
         self._reset()
-        self._is_undoable, self._is_deferred = undoable, deferred
+        self._is_deferred = config.update != "eager"
+        self._is_undoable = self._can_undo and (config.rollback or self._is_deferred)
         if self._optimizer.state:
             check_newcomers(self._masters, self._has_state)
         check_can_step(self._masters, self._optimizer)
-        check_hooks(self._optimizer, self._masters.blocks, deferred)
+        check_hooks(self._optimizer, self._masters.blocks, self._is_deferred)
+        if config.update != "whole":
+            check_own_step(self._optimizer)
 
     def _has_state(self, block: Block) -> bool:
         groups = self._masters.part_of(block).param_groups
@@ -141,18 +147,52 @@ class Updater:
         self._keep(block, gradient)
         if not self._is_deferred:
             check_no_stray_grads(block, block.trained.indices)
-        set_grads(self._masters.params_of(block), gradient)
-        before = _sample_weights(block, gradient.trained).clone()
-        try:
-            self.updated.append(block)  # from here on the block may have new weights
+        with self._changes({block: gradient}) as stats:
             part = self._masters.part_of(block)
             merge_changes(self._setting_changes, update_part(part, self._optimizer, warmup_factor(block)))
+        return stats[block]
+
+    def update_whole(self, gradients: BlockGradients) -> Mapping[Block, Mapping[str, float]]:
+        """Update all blocks by one step of the optimizer itself, with its hooks; return their statistics.
+
+        Raises:
+            ValueError: a block warms up, which needs another learning rate.
+        """
+        if warm := [block.key for block in gradients if warmup_factor(block) < 1]:
+            raise ValueError(
+                f"layer {warm[0]} warms up, and update='whole' takes one step with one learning rate: insert it with warmup=0, "
+                "or use update='deferred'. Nothing has been trained"
+            )
+        for block in self._masters.blocks:  # the step may change any weight
+            self._keep(block)
+        self._restore_settings = snapshot_except(vars(self._optimizer), {"state"})
+        self._has_called_hooks, self._masters.step_guard.is_active = True, False
+        try:
+            with self._changes(gradients) as stats:
+                self._optimizer.step()
         finally:
-            clear_grads(self._masters.params_of(block))  # views of a buffer that will be reused
-        change = _sample_weights(block, gradient.trained) - before
-        moved, size = (norm.item() for norm in foreach_norm([change, before]))
-        block.version += 1
-        return {"update_ratio": moved / size if size else math.inf if moved else 0.0}
+            self._masters.step_guard.is_active = True
+        return stats
+
+    @contextmanager
+    def _changes(self, gradients: BlockGradients) -> Iterator[dict[Block, Mapping[str, float]]]:
+        """Set gradients for the length of a block of code that updates weights, and count versions; yield statistics."""
+        stats: dict[Block, Mapping[str, float]] = {}
+        before: dict[Block, torch.Tensor] = {}
+        try:
+            for block, gradient in gradients.items():
+                set_grads(self._masters.params_of(block), gradient)
+                before[block] = _sample_weights(block, gradient.trained).clone()
+                self.updated.append(block)  # from here on the block may have new weights
+            yield stats
+        finally:
+            for block in gradients:
+                clear_grads(self._masters.params_of(block))  # views of buffers that will be reused
+        for block, gradient in gradients.items():
+            change = _sample_weights(block, gradient.trained) - before[block]
+            moved, size = (norm.item() for norm in foreach_norm([change, before[block]]))
+            block.version += 1
+            stats[block] = {"update_ratio": moved / size if size else math.inf if moved else 0.0}
 
     def finish(self, gradients: BlockGradients) -> None:
         """End the step after its last update; `gradients` are those of deferred updates."""
@@ -160,7 +200,9 @@ class Updater:
             self._undo_log.append(snapshot_except(vars(self._optimizer), {"state"}))
         apply_changes(self._optimizer, self._setting_changes)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # set for LR schedulers
-        if self._is_deferred and user_hooks(self._optimizer):
+        if self._has_called_hooks:
+            pass
+        elif self._is_deferred and user_hooks(self._optimizer):
             call_after(self._optimizer, self._masters.blocks, gradients)
         else:
             call_torchs(self._optimizer)

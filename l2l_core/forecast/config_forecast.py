@@ -159,7 +159,7 @@ def _need(step: ConfiguredStep, place: str) -> int:
     if place == "device":
         return costs.peak_bytes(place)
     layer, shell = step.gradient_bytes
-    pending = step.model.depth if step.config.update == "deferred" else min(MAX_PENDING_GRADIENTS, step.model.depth)
+    pending = step.model.depth if step.config.update != "eager" else min(MAX_PENDING_GRADIENTS, step.model.depth)
     shell_parts = step.config.micro_batches + 1 if step.splits_shell_gradient else 1
     return costs.peak_bytes(place) + sum(costs.host_bytes.values()) + pending * layer + shell_parts * shell
 

@@ -173,7 +173,7 @@ def _make_profile(step: ConfiguredStep, micro_batches: int) -> Profile:
         profile = _split_shell_gradient(profile, slot_numel(model.shell), model.head_params)
         layers[SHELL] = layers[SHELL]._replace(push_bytes=0)
     # Updates that wait for all gradients
-    late = list(layers) if config.update == "deferred" else [SHELL] if step.splits_shell_gradient else []
+    late = list(layers) if config.update != "eager" else [SHELL] if step.splits_shell_gradient else []
     updates = [EPSJob("update", key, -1, layers[key].update_s, layers[key].block_bytes) for key in late]
     closing = tuple(job for job in updates if job.nbytes)
     if config.stash == "disk":

@@ -98,7 +98,7 @@ def simulate_costs(
     trace = simulate_step(profile, config, figures, Cluster(count=1), shelf=backend).trace
     # The EPS keeps its buffers in a pool: those of earlier steps exist, needed or not.
     gradients = max(gradient_buffer_bytes(profile, trace), costs.pooled_bytes)
-    kept = {key: layer.push_bytes for key, layer in costs.profile.layers.items()} if config.update == "deferred" else {}
+    kept = {key: layer.push_bytes for key, layer in costs.profile.layers.items()} if config.update != "eager" else {}
     layer_bytes = {key: nbytes + kept.get(key, 0) for key, nbytes in costs.layer_host_bytes.items()}
     fixed = {**costs.host_bytes, "gradients": gradients}
     if costs.shelf is None or backend is None:
@@ -121,7 +121,7 @@ def _simulate_worker(
     buffers = weight_itemsize(config.precision) * sum(numel * count for numel, count in gathered.items())
     gradients = worker_gradient_buffer_bytes(profile, trace, shards)
     fixed = {**costs.host_bytes, **held, "weights": held["weights"] + buffers, "gradients": gradients}
-    deferred = config.update == "deferred"
+    deferred = config.update != "eager"
     layer_bytes = {
         key: nbytes + deferred * sum(4 * shard.gradient_numels[rank] for shard in shards[key])
         for key, nbytes in inventory.worker_layer_bytes(shards, rank).items()

@@ -53,7 +53,7 @@ class FastestSearch:
         """
         space, fits = self._space(), self.limits.fits
         found = minimise(lambda config: price(self._complete(config)), space, fits, self.cost, _CHANCE, until_s)
-        if found.steps or "update" not in self.free or self.requested.update == "eager":
+        if found.steps or "update" not in self.free or self.requested.update != "deferred":
             return found
         return replace(self, requested=replace(self.requested, update="eager")).fastest(price, until_s)
 

@@ -75,7 +75,7 @@ def _extra_slot_bytes(profile: Profile, layers: int) -> Callable[[int], int]:
     if wire is not None and gradient:
         # On the device gradients are whole; with feedback there is a residual, and its value before the step.
         gradient = max(cost.block_bytes for cost in costs if cost.push_bytes)
-        whole = settings.get("update") == "deferred" or settings.get("rollback", False)
+        whole = settings.get("update", "eager") != "eager" or settings.get("rollback", False)
         gradient *= 1 + wire.feedback * (1 + whole)
     slots = weight_slots(settings["ahead"], settings["resident"])
     return lambda depth: weights * max(0, depth - slots) + gradient * (depth - layers)

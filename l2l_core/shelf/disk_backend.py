@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, Ledger, StashStore
-from l2l_core.eps import LayerStore, Masters, WeightSource
+from l2l_core.eps import LayerStore, Masters, Updater, WeightSource
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.shelf.direct_io import BufferPool, round_to_pages
 from l2l_core.shelf.disk_stash import DiskStashStore
@@ -126,7 +126,9 @@ class DiskBackend(WorkerBackend):
         self._manifest = ShelfManifest(self.folder, units, masters, self._records)
         self._load_records(masters)
         manifest, budget = self._manifest, self.budget
-        store.updater = DiskUpdater(store.updater, manifest, budget, host)
+        store.updater = DiskUpdater(
+            Updater(store.masters, can_undo=False), manifest, budget, host
+        )  # the old copy serves for undo
         store.storage = DiskBlockStorage(manifest, budget, host, partial(self._weights_moved, masters.optimizer))
         store.edit_storage = DiskEditStorage(manifest, budget, device, host, self._guard_state_dict)
         return self._manifest.steps

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from l2l_core.config import RelayConfig
 from l2l_core.devices import Ledger, Ticket
 from l2l_core.eps import BlockGradients, EPSClock, Updater, WeightSource, check_newcomers
 from l2l_core.eps.blocks import Block, BlockGradient, Unit
@@ -131,13 +132,13 @@ class DiskUpdater(Updater):
         self._versions: dict[Block, int] = {}  # of the updated blocks, before the step
         self._clock, self._steps_before = EPSClock(Trace()), 0
 
-    def begin(self, undoable: bool, deferred: bool, clock: EPSClock) -> None:
+    def begin(self, config: RelayConfig, clock: EPSClock) -> None:
         self._clock, self._steps_before, self.updated, self._versions = clock, self._manifest.steps, [], {}
         self._records.trace = clock.trace
         self._manifest.begin()
         if self._manifest.steps:
             check_newcomers(self._masters, self._has_state)
-        self._inner.begin(undoable=False, deferred=deferred, clock=clock)  # the old copy serves for undo
+        self._inner.begin(config, clock)
 
     def _has_state(self, block: Block) -> bool:
         return any(state is not None for state in self._records.committed[block].layout.state)

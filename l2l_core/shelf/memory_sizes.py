@@ -45,6 +45,8 @@ class StateSizeTrial:
 
     def _try(self, index: int, shape: tuple[int, ...]) -> float:
         param, optimizer = nn.Parameter(torch.ones(shape)), self._optimizer
+        for known in optimizer.param_groups[index]["params"][:1]:
+            vars(param).update(vars(known))  # attributes that the optimizer may read
         groups = [{**group, "params": [param] if i == index else []} for i, group in enumerate(optimizer.param_groups)]
         clone = clone_shallow(optimizer, groups, defaultdict(dict))
         for name, value in vars(clone).items():

@@ -95,7 +95,7 @@ class ProfileBuilder:
 
     def _follows_push(self, event: Event) -> bool:
         """Return True for EPS work on one pushed gradient that does not wait for others."""
-        kinds = ("reduce",) if self._settings.get("update") == "deferred" else ("reduce", "update")
+        kinds = ("reduce",) if self._settings.get("update", "eager") != "eager" else ("reduce", "update")
         return event.kind in kinds and event.k < 0 and event.layer in self._pushed_bytes
 
     def _layers(self) -> dict[str, LayerCost]:

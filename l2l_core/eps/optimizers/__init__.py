@@ -22,13 +22,16 @@ from l2l_core.eps.optimizers.optimizer_settings import settings_of as settings_o
 from l2l_core.eps.optimizers.optimizer_settings import settings_to_save as settings_to_save
 from l2l_core.eps.optimizers.optimizer_settings import state_bytes as state_bytes
 from l2l_core.eps.optimizers.optimizer_settings import tensors_of as tensors_of
+from l2l_core.eps.optimizers.partial_optimizer import StepGuard as StepGuard
 from l2l_core.eps.optimizers.partial_optimizer import call_after as call_after
 from l2l_core.eps.optimizers.partial_optimizer import call_before as call_before
 from l2l_core.eps.optimizers.partial_optimizer import call_torchs as call_torchs
 from l2l_core.eps.optimizers.partial_optimizer import check_hooks as check_hooks
+from l2l_core.eps.optimizers.partial_optimizer import check_own_step as check_own_step
 from l2l_core.eps.optimizers.partial_optimizer import clone_deep as clone_deep
 from l2l_core.eps.optimizers.partial_optimizer import clone_shallow as clone_shallow
 from l2l_core.eps.optimizers.partial_optimizer import replace_params as replace_params
+from l2l_core.eps.optimizers.partial_optimizer import replaced_step as replaced_step
 from l2l_core.eps.optimizers.partial_optimizer import restrict_optimizer as restrict_optimizer
 from l2l_core.eps.optimizers.partial_optimizer import step_part as step_part
 from l2l_core.eps.optimizers.partial_optimizer import update_part as update_part

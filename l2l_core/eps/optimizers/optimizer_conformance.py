@@ -57,26 +57,31 @@ class Findings:
             cores that share an operation.
         newcomers: why it cannot take a parameter whose first gradient is in a later step; empty if it can.
         follows_rate: it computes settings from the learning rate, so a layer that warms up would need other settings.
+        couples: why it cannot update block by block, so that only ``update="whole"`` is possible; empty if it can.
     """
 
     elementwise: bool = True
     newcomers: str = ""
     follows_rate: bool = False
+    couples: str = ""
 
 
 def try_blockwise(optimizer: Optimizer) -> Findings:
     """Try copies of an optimizer on small weights; the original is unchanged.
 
     Raises:
-        ValueError: it couples parameters, has state outside of them, draws random numbers or fails to step; or its state cannot
-            be copied or saved.
+        ValueError: it has state outside of its parameters, draws random numbers or fails to step; or its state cannot be copied
+            or saved.
     """
     trial, pauses, newcomers = Trial(optimizer), _PAUSES, ""
     with preserve_random_state():
         try:
-            whole = trial.compare(pauses)
-        except _StepError:  # it cannot freeze a layer in plain training either
-            whole = trial.compare(pauses := ())
+            try:
+                whole = trial.compare(pauses)
+            except _StepError:  # it cannot freeze a layer in plain training either
+                whole = trial.compare(pauses := ())
+        except _CouplesError as error:
+            return Findings(elementwise=False, follows_rate=True, couples=str(error))
         try:
             trial.compare(_JOINS)
         except ValueError as error:
@@ -113,17 +118,17 @@ class Trial:
                 f"{self._name} cannot be tried: ten steps of a copy with other weights changed nothing. It probably keeps "
                 "references to its parameters outside of its groups; use an optimizer that reads them from its groups"
             )
-        if names := _differences(whole, self._train_in_parts(self.copy(with_state), pauses)):
-            raise ValueError(
-                f"{self._name} couples parameters of different layers or keeps state outside of them: updating one layer at a "
-                f"time gives another {', '.join(names[:4])} than one step over all. Use an optimizer that treats each parameter "
-                "by itself, such as torch.optim.AdamW"
-            )
         if names := _differences(whole, resumed):
             raise ValueError(
                 f"{self._name} keeps something outside of its settings and its parameters' state that a save would not hold: "
                 f"a resume gives another {', '.join(names[:4])}. Keep it in the state of each parameter, or as a number in "
                 "param_groups"
+            )
+        if names := _differences(whole, self._train_in_parts(self.copy(with_state), pauses)):
+            raise _CouplesError(
+                f"{self._name} couples parameters of different layers: updating one layer at a time gives another "
+                f"{', '.join(names[:4])} than one step over all. RelayConfig(update='whole') takes one step over all, once all "
+                "gradients are there; or use an optimizer that treats each parameter by itself, such as torch.optim.AdamW"
             )
         return whole
 
@@ -202,7 +207,10 @@ class Trial:
                 try:
                     merge_changes(changes, update_part(part, whole))
                 except Exception as error:
-                    raise ValueError(f"{self._name} cannot run block by block: {error}") from error
+                    raise _CouplesError(
+                        f"{self._name} cannot run block by block: {error}. RelayConfig(update='whole') takes one step over all "
+                        "parameters, once all gradients are there"
+                    ) from error
             apply_changes(whole, changes)
         return whole
 
@@ -250,6 +258,10 @@ class Trial:
 
 class _StepError(ValueError):
     """A plain step raised."""
+
+
+class _CouplesError(ValueError):
+    """Steps over all parameters work, those over one block after another do not."""
 
 
 def _params(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -152,6 +152,54 @@ def check_hooks(optimizer: Optimizer, blocks: Sequence[Block], deferred: bool) -
         )
 
 
+def check_own_step(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose `step` was replaced on the object: parts use the method of the class.
+
+    Raises:
+        ValueError: it was wrapped, compiled or replaced, by others than a learning rate scheduler.
+    """
+    if name := replaced_step(optimizer):
+        raise ValueError(
+            f"optimizer.step of this {type(optimizer).__name__} was replaced by {name}, which updates of one layer at a time do "
+            "not call. RelayConfig(update='whole') calls it once per step, when all gradients are there; to clip gradients, "
+            "RelayConfig(update='deferred', max_grad_norm=...) is enough. Nothing has been trained"
+        )
+
+
+def replaced_step(optimizer: Optimizer) -> str:
+    """Return the name of what replaces `step` on the object; empty if nothing does, or only a learning rate scheduler."""
+    step = vars(optimizer).get("step")
+    if hasattr(step, "_wrapped_by_lr_sched"):
+        step = getattr(step, "__wrapped__", None)
+    return "" if step is None or step is type(optimizer).step else getattr(step, "__qualname__", repr(step))
+
+
+class StepGuard:
+    """Hook on the optimizer of a relay, for steps by the user: they need gradients, and branches may share the weights.
+
+    Args:
+        before_write: called before a step that changes weights.
+
+    Attributes:
+        is_active: False while the relay itself takes a step of the whole optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer, before_write: Callable[[], None]) -> None:
+        self._before_write, self.is_active = before_write, True
+        self.remove = optimizer.register_step_pre_hook(self).remove
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.is_active:
+            return
+        if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() where no parameter has a gradient would train nothing: relay.step(batch) has "
+                "updated every layer already. Leave optimizer.step() out of the loop, and zero_grad(); to clip gradients, "
+                "RelayConfig(update='deferred', max_grad_norm=...)"
+            )
+        self._before_write()
+
+
 def call_before(optimizer: Optimizer, blocks: Sequence[Block], gradients: dict[Block, BlockGradient]) -> None:
     """Call the hooks before a step, and store the gradients that they leave in `gradients`.
 
@@ -213,7 +261,8 @@ def step_part(part: Optimizer) -> None:
 
 def _hooks(optimizer: Optimizer) -> tuple[list[Hook], list[Hook]]:
     """Return the hooks before a step and those after it, in PyTorch's order."""
-    before = [*hooks_of_all_optimizers()[0].values(), *optimizer._optimizer_step_pre_hooks.values()]
+    own = (hook for hook in optimizer._optimizer_step_pre_hooks.values() if not isinstance(hook, StepGuard))
+    before = [*hooks_of_all_optimizers()[0].values(), *own]
     after = [*optimizer._optimizer_step_post_hooks.values(), *hooks_of_all_optimizers()[1].values()]
     return before, after
 
