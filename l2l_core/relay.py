@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cache, partial, wraps
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -42,7 +42,15 @@ from l2l_core.devices import Device, ForkGuard, Ledger, free_bytes, resolve_devi
 from l2l_core.edits import Branch, Branches, Edit, Editor, History, JournalEntry
 from l2l_core.edits import BranchState as BranchState
 from l2l_core.eps import GradientBuffers, LayerStore, Masters, Residuals
-from l2l_core.eps.blocks import Unit, build_units, check_keys, check_model, refuse_checkpointing, refuse_scripted
+from l2l_core.eps.blocks import (
+    Unit,
+    build_units,
+    check_keys,
+    check_model,
+    refuse_checkpointing,
+    refuse_scripted,
+    refuse_wrapped,
+)
 from l2l_core.eps.optimizers import (
     Findings,
     OptimizerFactory,
@@ -115,7 +123,8 @@ class Relay:
             `in_bf16` does with ``weights=True``.
         optimizer: factory, called once with all parameters, or a torch Optimizer whose groups and state are adopted. Default:
             AdamW with a learning rate of 1e-4.
-        device: "auto" (a GPU if PyTorch finds one, else "cpu"), "cpu" (emulated, no limits), "cuda", "cuda:n", or a Device.
+        device: "auto" (a GPU if PyTorch finds one, else "cpu"), "cpu" (emulated, no limits), "cuda", "cuda:n", a
+            `torch.device` with such a name, or a Device.
         layers: modules or dotted names, or a mapping from keys to them. Default: `find_layers(model)`.
         loss: ``loss(outputs, batch) -> scalar``, or ``(scalar, extras)`` for `StepResult.extras`. Default: ``outputs.loss``.
         objective: ``objective(model, micro_batch) -> scalar`` or ``(scalar, extras)``, instead of calling the model and `loss`.
@@ -145,7 +154,7 @@ class Relay:
         self,
         model: nn.Module,
         optimizer: OptimizerFactory | Optimizer = _DEFAULT_OPTIMIZER,
-        device: str | Device = "auto",
+        device: str | torch.device | Device = "auto",
         layers: Iterable[nn.Module | str] | Mapping[str, nn.Module | str] | None = None,
         loss: Loss | None = None,
         objective: UserObjective | None = None,
@@ -159,6 +168,7 @@ class Relay:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}: the relay takes a torch.nn.Module")
+        refuse_wrapped(model)
         refuse_checkpointing(model)
         refuse_scripted(model)
         keys, layers = (check_keys(layers), layers.values()) if isinstance(layers, Mapping) else (None, layers)
@@ -279,6 +289,12 @@ class Relay:
     def steps(self) -> int:
         """Number of completed steps."""
         return self._runner.steps
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a relay has threads and cannot be copied or pickled: save it with relay.save(folder) and make another one with "
+            "Relay.load, or copy its model, relay.model, and the state_dict of its optimizer"
+        )
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of completed steps and the seed, from which the random numbers of the next step follow.

@@ -17,6 +17,7 @@ LossResult = torch.Tensor | tuple[torch.Tensor, Any]  # a scalar, or (scalar, ex
 Loss = Callable[[Any, Any], LossResult]
 UserObjective = Callable[[nn.Module, Any], LossResult]
 Objective = Callable[[nn.Module, Any], torch.Tensor]
+_Criterion = nn.modules.loss._Loss  # the base class of torch.nn's losses
 JoinFn = Callable[[Sequence[Any]], Any]  # joins the outputs of micro-batches
 
 
@@ -39,7 +40,8 @@ class ModelCall:
             raise ValueError(
                 "loss= and objective= are both given: pass one, objective(model, micro_batch) includes the loss"
             )
-        self._loss, self._objective, self._model = loss, objective, model
+        self._criterion = loss if isinstance(loss, _Criterion) else None
+        self._loss, self._objective, self._model = self._apply_criterion if self._criterion else loss, objective, model
         parameters = inspect.signature(model.forward).parameters
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._names = frozenset(parameters)
@@ -62,6 +64,17 @@ class ModelCall:
         if self._loss is not None:
             return split_extras(self._loss(outputs, micro_batch), "loss(outputs, batch)")
         return _check_scalar(_loss_of(outputs), "outputs.loss"), None
+
+    def _apply_criterion(self, outputs: Any, batch: Any) -> torch.Tensor:
+        """Apply a loss of `torch.nn`, which takes outputs and targets."""
+        criterion, name = self._criterion, type(self._criterion).__name__
+        assert criterion is not None
+        if isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(outputs, torch.Tensor):
+            return criterion(outputs, batch[1])
+        raise ValueError(
+            f"loss={name}() takes outputs and targets; where they are is known for one tensor of outputs and a pair (inputs, "
+            "targets) as a batch. Say it, as in loss=lambda outputs, batch: criterion(outputs.logits, batch['labels'])"
+        )
 
     def loss_modules(self) -> list[nn.Module]:
         """Return the modules that the loss or the objective uses beside the model, such as metrics or a teacher."""

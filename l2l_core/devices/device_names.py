@@ -9,7 +9,7 @@ from l2l_core.devices.device import Device
 from l2l_core.devices.emulated import EmulatedDevice
 
 
-def resolve_device(device: str | Device) -> Device:
+def resolve_device(device: str | torch.device | Device) -> Device:
     """Return the device called "auto" (a GPU if available), "cpu" (emulated, without limits), or "cuda[:n]".
 
     Raises:
@@ -18,6 +18,8 @@ def resolve_device(device: str | Device) -> Device:
     """
     if isinstance(device, Device):
         return device
+    if isinstance(device, torch.device):
+        device = str(device)
     if not isinstance(device, str):
         raise TypeError(f"device={device!r}: give 'auto', 'cpu', 'cuda', 'cuda:n' or a Device")
     if device == "auto":

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from l2l_core.config import parse_bytes
 from l2l_core.devices.device import Copy, Device, RecordFn, Ticket
 from l2l_core.devices.executors import InlineExecutor, NoTorchModes, serial_executor, sleep_until
 from l2l_core.devices.ledger import Ledger
@@ -39,7 +40,7 @@ class EmulatedDevice(Device):
     """CPU memory with a budget, used as a device behind a link.
 
     Args:
-        memory_bytes: budget of the device; None for no limit.
+        memory_bytes: budget of the device, as a number or as text: ``"4 MB"``; None for no limit.
         h2d_bytes_per_s: bandwidth to the device; None for the speed of a memory copy.
         d2h_bytes_per_s: bandwidth from the device, independent of the other direction.
         latency_s: fixed cost of every copy, in seconds.
@@ -52,11 +53,12 @@ class EmulatedDevice(Device):
 
     def __init__(
         self,
-        memory_bytes: int | None = None,
+        memory_bytes: int | str | None = None,
         h2d_bytes_per_s: float | None = None,
         d2h_bytes_per_s: float | None = None,
         latency_s: float = 0.0,
     ) -> None:
+        memory_bytes = parse_bytes(memory_bytes, "memory_bytes") if isinstance(memory_bytes, str) else memory_bytes
         figures = {"memory_bytes": memory_bytes, "h2d_bytes_per_s": h2d_bytes_per_s, "d2h_bytes_per_s": d2h_bytes_per_s}
         for name, value in figures.items():
             if value is not None and not value > 0:

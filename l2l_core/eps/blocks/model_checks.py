@@ -176,6 +176,21 @@ def refuse_cached(model: nn.Module) -> None:
         )
 
 
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise ValueError if PyTorch's data-parallel wrappers hold the model, or a part of it."""
+    for name, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if found := kinds & {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}:
+            instead = "give the module inside (model.module)" if found & _WITH_MODULE else "do not shard it"
+            raise ValueError(
+                f"the model{f' ({name})' if name else ''} is in {min(found)}, which synchronises gradients in backward, and a "
+                f"relay runs it layer by layer: {instead}. Several processes train one model by Relay(..., workers='auto')"
+            )
+
+
+_WITH_MODULE = {"DistributedDataParallel", "DataParallel"}
+
+
 def refuse_checkpointing(model: nn.Module) -> None:
     """Raise ValueError if the model uses gradient checkpointing."""
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):

@@ -101,6 +101,21 @@ def _parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 def _check_parameters(names: Mapping[nn.Parameter, str], bf16: bool) -> None:
     for param, name in names.items():
+        if param.is_meta:
+            raise ValueError(
+                f"parameter {name} is on meta, without values: load the weights (model.to_empty(device='cpu') and "
+                "load_state_dict, or from_pretrained without device_map), or train from files with shelf=FileShelf(weights=...)"
+            )
+        if param.is_complex():
+            raise ValueError(
+                f"parameter {name} is {param.dtype}, and the masters are real: keep it as pairs, nn.Parameter("
+                "torch.view_as_real(weight)), and use torch.view_as_complex(self.weight) in forward"
+            )
+        if not param.is_floating_point():
+            raise ValueError(
+                f"parameter {name} is {param.dtype}, and the masters are float32: integers are not trained, so make it a buffer "
+                "(register_buffer); quantised layers need their own float32 weights"
+            )
         if param.device.type != "cpu" or param.layout is not torch.strided:
             raise ValueError(
                 f"parameter {name} is on {param.device} ({param.layout}): the masters live in host memory as dense tensors. "

@@ -37,6 +37,12 @@ def make_optimizer(optimizer: OptimizerFactory | Optimizer, model: nn.Module) ->
     """
     made: Any = optimizer
     if not isinstance(optimizer, Optimizer):
+        if isinstance(optimizer, list | tuple):
+            kinds = ", ".join(type(each).__name__ for each in optimizer)
+            raise TypeError(
+                f"optimizer=[{kinds}]: give one optimizer over all parameters, whose step() may treat its groups by different "
+                "rules"
+            )
         if not callable(optimizer):
             raise TypeError(
                 f"optimizer={optimizer!r}: give a torch Optimizer or a factory such as partial(torch.optim.AdamW, lr=1e-4)"

@@ -146,6 +146,8 @@ class Trial:
         """Return whether another learning rate leads to settings other than those of `whole`."""
         if not all("lr" in group for group in whole.param_groups):
             return False
+        if any(group["lr"] is None for group in whole.param_groups):
+            return True
         other = self.copy()
         scale_lr(other, 0.5)
         self._train(other, range(_STEPS), pauses)

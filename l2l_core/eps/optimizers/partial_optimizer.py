@@ -108,7 +108,8 @@ def scale_lr(part: Optimizer, factor: float) -> None:
     """Multiply the learning rate of every group, until settings are copied again."""
     if factor != 1.0:
         for group in part.param_groups:
-            group["lr"] = group["lr"] * factor
+            if group["lr"] is not None:  # None: computed by the step (Adafactor with relative_step)
+                group["lr"] = group["lr"] * factor
 
 
 def update_part(part: Optimizer, whole: Optimizer, lr_factor: float = 1.0) -> SettingChanges:

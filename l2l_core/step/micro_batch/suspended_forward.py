@@ -207,8 +207,11 @@ def suspending_forward(unit: Unit, layer_forward: Callable[..., Any]) -> Callabl
         current = greenlet.getcurrent()
         if isinstance(current, _Coroutine):
             return current.forward.call_layer(unit, layer_forward, args, kwargs)
-        cause = f"layer {unit.name} was called outside of the relay's forward. Is gradient checkpointing on?"
-        raise RuntimeError(_checkpoint_message(cause))
+        raise RuntimeError(
+            f"layer {unit.name} was called outside of the relay's forward: by gradient checkpointing (the relay recomputes "
+            "layers itself: call model.gradient_checkpointing_disable(), or remove torch.utils.checkpoint), or by code that "
+            "calls the model during a step, in another thread or in a hook: let it wait for the end of the step"
+        )
 
     return forward
 

@@ -15,6 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from l2l_core import Duplicate, FileShelf, Relay, RelayConfig, in_bf16
+from l2l_core.eps.blocks import Unit
 from l2l_core.optim import bf16_optimizers
 
 K = 2
@@ -171,10 +172,18 @@ def test_an_optimizer_that_sets_data_while_layers_run(monkeypatch: pytest.Monkey
         time.sleep(0.004)
         return original
 
+    set_data = Unit.set_data
+
+    def late(unit: Unit, views: Any) -> None:
+        time.sleep(0.002)
+        set_data(unit, views)
+
     make = partial(in_bf16(AdamW, weights=True), lr=1e-2)
     trained = []
     for slow in (False, True):
-        monkeypatch.setattr(bf16_optimizers, "_widen", slowly if slow else widen)
+        if slow:
+            monkeypatch.setattr(bf16_optimizers, "_widen", slowly)
+            monkeypatch.setattr(Unit, "set_data", late)
         model = model_of(6).bfloat16()
         config = RelayConfig(micro_batches=K, seed=0)
         layers = [str(index) for index in range(6)]
