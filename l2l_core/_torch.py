@@ -22,6 +22,7 @@ from torch._functorch.utils import enable_single_level_autograd_function as enab
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.loss import _Loss
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode_stack
@@ -107,8 +108,8 @@ storage_of_weak_ptr: Callable[[int], torch.UntypedStorage] = torch.UntypedStorag
 foreach_norm: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = torch._foreach_norm
 
 # Modules. `NormBase` is the base of batch and instance norm: without it, running statistics that differ between workers are not
-# refused.
-NormBase = _NormBase
+# refused. `LossModule` is the base of torch.nn's losses: without it, one that is given as `loss` fails with PyTorch's words.
+NormBase, LossModule = _NormBase, _Loss
 
 
 def caches_parametrizations() -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
+
+from l2l_core.trace import parse_bytes
 
 StashLocation = Literal["device", "host", "disk"]
 MEMORY_STASHES: tuple[StashLocation, ...] = ("device", "host")  # for any relay, and for searches
@@ -15,11 +16,6 @@ Precision = Literal["fp32", "bf16"]
 MeterMode = Literal["on_change", "always"]
 WireFormat = Literal["bf16", "int8", "int4"]
 Schedule = Literal["breadth_first", "depth_first"]
-
-_DECIMAL_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_BINARY_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_UNITS = _DECIMAL_UNITS | _BINARY_UNITS
-_BYTES = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})")
 
 
 @dataclass(frozen=True)
@@ -162,6 +158,10 @@ class RelayConfig:
             return self
         return replace(self, keep=layers, resident=max(0, layers - self.ahead - 1))
 
+    def with_seed(self, seed: int) -> RelayConfig:
+        """Return the settings with this seed if they have none."""
+        return replace(self, seed=seed) if self.seed is None else self
+
     def micro_batch_seed(self, step: int, k: int) -> int:
         """Return the seed of the random stream of micro-batch `k` in step `step` (both from 0).
 
@@ -175,25 +175,6 @@ class RelayConfig:
                 "seed=None: a relay takes torch.initial_seed() when it is made; ask relay.config, or pass seed="
             )
         return zlib.crc32(f"{self.seed}/{step}/{k}".encode())  # `hash` of a string differs between processes
-
-
-def parse_bytes(text: str, name: str, alternative: str = "") -> int:
-    """Convert a number of bytes with a unit, as "500 MB" or "1.5 GiB", to an integer.
-
-    Args:
-        text: the value of a setting.
-        name: name of the setting, for the error.
-        alternative: other numbers that the setting accepts, for the error.
-
-    Raises:
-        ValueError: not a number of bytes with a unit.
-    """
-    found = _BYTES.fullmatch(text.strip())
-    if found is None:
-        raise ValueError(
-            f"{name}={text!r}: must be a number of {alternative}bytes with a unit ({', '.join(_UNITS)}), as '500 MB'"
-        )
-    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def checked_config(config: object, has_disk: bool) -> RelayConfig:

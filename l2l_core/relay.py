@@ -182,8 +182,7 @@ class Relay:
         self._backend = (
             make_backend(workers, model) if shelf is None else make_disk_backend(shelf, workers, model, config)
         )
-        if settings.seed is None:
-            settings = replace(settings, seed=self._backend.initial_seed())
+        settings = settings.with_seed(self._backend.initial_seed())
         self._check_config(settings, ())
         if loss_over == "batch" and split is not None:
             self._backend.refuse(
@@ -274,8 +273,7 @@ class Relay:
     @config.setter
     def config(self, config: RelayConfig) -> None:
         config = checked_config(config, has_disk=self.shelf is not None)
-        if config.seed is None:
-            config = replace(config, seed=self._seed())
+        config = config.with_seed(self._seed())
         self._check_config(config, self._branches.others)
         _check_update(config, self._store.masters.findings)
         self._runner.config, self._auto_fit = config, False

@@ -35,7 +35,7 @@ from l2l_core.batches import (
     shapes_of,
     snapshot_modules,
 )
-from l2l_core.config import RelayConfig, parse_bytes
+from l2l_core.config import RelayConfig
 from l2l_core.devices import DeviceOutOfMemory
 from l2l_core.eps import LayerStore, TornStep
 from l2l_core.eps.blocks import Unit, check_model, check_step
@@ -68,7 +68,7 @@ from l2l_core.step import (
     run_forward,
     run_step,
 )
-from l2l_core.trace import StepResult, Trace
+from l2l_core.trace import StepResult, Trace, parse_bytes
 from l2l_core.workers import WorkerBackend
 
 if TYPE_CHECKING:  # the methods that plan import these rooms when they are called

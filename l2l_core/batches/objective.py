@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from l2l_core._torch import LossModule
 from l2l_core.batches.loss_modules import metrics_in, modules_used_by
 from l2l_core.model import no_cache_arguments
 
@@ -17,7 +18,6 @@ LossResult = torch.Tensor | tuple[torch.Tensor, Any]  # a scalar, or (scalar, ex
 Loss = Callable[[Any, Any], LossResult]
 UserObjective = Callable[[nn.Module, Any], LossResult]
 Objective = Callable[[nn.Module, Any], torch.Tensor]
-_Criterion = nn.modules.loss._Loss  # the base class of torch.nn's losses
 JoinFn = Callable[[Sequence[Any]], Any]  # joins the outputs of micro-batches
 
 
@@ -40,7 +40,7 @@ class ModelCall:
             raise ValueError(
                 "loss= and objective= are both given: pass one, objective(model, micro_batch) includes the loss"
             )
-        self._criterion = loss if isinstance(loss, _Criterion) else None
+        self._criterion = loss if isinstance(loss, LossModule) else None
         self._loss, self._objective, self._model = self._apply_criterion if self._criterion else loss, objective, model
         parameters = inspect.signature(model.forward).parameters
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

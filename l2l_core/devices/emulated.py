@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from l2l_core.config import parse_bytes
 from l2l_core.devices.device import Copy, Device, RecordFn, Ticket
 from l2l_core.devices.executors import InlineExecutor, NoTorchModes, serial_executor, sleep_until
 from l2l_core.devices.ledger import Ledger
-from l2l_core.trace import format_bytes
+from l2l_core.trace import format_bytes, parse_bytes
 
 _INLINE = InlineExecutor(NoTorchModes)
 

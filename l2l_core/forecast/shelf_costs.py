@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from l2l_core.config import RelayConfig, parse_bytes
+from l2l_core.config import RelayConfig
 from l2l_core.eps.blocks import Block
 from l2l_core.forecast.model_shapes import ModelShapes, slot_numel
 from l2l_core.forecast.optimizer_state_size import OptimizerStateSize
 from l2l_core.shelf import BlockSize, Disk, DiskBackend, MemorySizes, StateSizeTrial, round_to_pages
 from l2l_core.simulator import SHELL, BlockFileSize, VirtualDiskBackend
-from l2l_core.trace import Trace, format_bytes
+from l2l_core.trace import Trace, format_bytes, parse_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

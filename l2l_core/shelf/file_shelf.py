@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 
-from l2l_core.config import parse_bytes
 from l2l_core.shelf.direct_io import PAGE, DirectFiles, page_aligned, round_to_pages
 from l2l_core.shelf.shelf_manifest import has_step
-from l2l_core.trace import format_bytes
+from l2l_core.trace import format_bytes, parse_bytes
 
 Initialiser = Callable[[str, torch.Tensor], None]
 

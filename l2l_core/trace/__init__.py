@@ -19,6 +19,7 @@ from l2l_core.trace.events import group_by_visit as group_by_visit
 from l2l_core.trace.events import turn_of as turn_of
 from l2l_core.trace.formatting import format_bytes as format_bytes
 from l2l_core.trace.formatting import format_seconds as format_seconds
+from l2l_core.trace.formatting import parse_bytes as parse_bytes
 from l2l_core.trace.intervals import Interval as Interval
 from l2l_core.trace.intervals import intersect as intersect
 from l2l_core.trace.intervals import merge as merge

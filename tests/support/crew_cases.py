@@ -52,7 +52,7 @@ class Case:
 
     @property
     def settings(self) -> RelayConfig:
-        return RelayConfig(micro_batches=self.micro_batches, **self.config)
+        return RelayConfig(seed=0, micro_batches=self.micro_batches, **self.config)
 
     def rows_of(self, rank: int, step: int) -> Batch:
         return BY_NAME[self.kind].make_batch(self.rows[rank], 10 * step + rank)

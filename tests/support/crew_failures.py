@@ -32,7 +32,7 @@ def disagree(rank: int, count: int, how: str) -> dict[str, Any]:
             if how == "hook" and odd:
                 hook = relay.optimizer.register_step_post_hook(lambda *_: None)
             if how == "settings" and odd:
-                relay.config = RelayConfig(micro_batches=2, ahead=2)
+                relay.config = RelayConfig(seed=0, micro_batches=2, ahead=2)
             if how == "seed" and odd:
                 relay.config = RelayConfig(micro_batches=2, seed=1)
             if how == "rate" and odd:
@@ -177,7 +177,7 @@ def refused(rank: int, count: int, what: str) -> dict[str, Any]:
     old = [param.detach().clone() for param in model.parameters()]
     try:
         relay = Relay(
-            model, loss=kind.loss, loss_over=kind.loss_over, workers="auto", config=RelayConfig(micro_batches=2)
+            model, loss=kind.loss, loss_over=kind.loss_over, workers="auto", config=RelayConfig(seed=0, micro_batches=2)
         )
     except (ValueError, WorkerError) as error:
         return told(error) | {"as it was": all(map(torch.equal, old, model.parameters()))}

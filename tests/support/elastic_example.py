@@ -25,7 +25,7 @@ rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # torchrun
 options = {
     "layers": ["1", "2", "3", "4"],
     "loss": lambda y, batch: (y - batch[1]).square().mean(),
-    "config": RelayConfig(micro_batches=MICRO_BATCHES // count),
+    "config": RelayConfig(seed=0, micro_batches=MICRO_BATCHES // count),
     "workers": Workers(reduce="ordered", timeout_s=60),
 }
 save = FOLDER / "save"

@@ -17,7 +17,7 @@ from zoo import BY_NAME, Chain, Kind, ResidualMlp, loss_of
 from l2l_core import EmulatedDevice, FileShelf, Relay, RelayConfig, empty_weights, in_bf16
 
 ROWS, ENOUGH = 7, "8 MB"
-CONFIG = RelayConfig(micro_batches=3)
+CONFIG = RelayConfig(seed=0, micro_batches=3)
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "fused": partial(torch.optim.AdamW, fused=True, lr=1e-2),

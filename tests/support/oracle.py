@@ -6,7 +6,7 @@ The in-core side is plain torch: `l2l_core.model.reference.train_step`, with the
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,7 @@ def targets_in(model: nn.Module, micro_batch: Any) -> int:
 
 def seeded(config: RelayConfig) -> RelayConfig:
     """The settings with the seed that a relay made now would take from PyTorch."""
-    return replace(config, seed=torch.initial_seed()) if config.seed is None else config
+    return config.with_seed(torch.initial_seed())
 
 
 @dataclass

@@ -30,7 +30,7 @@ def loss(outputs: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> tor
 def relay_of(workers: Workers | None = Workers(timeout_s=60.0)) -> Relay:  # noqa: B008 - a value
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(*(Layer() for _ in range(4))), nn.Linear(8, 1))
-    config = RelayConfig(micro_batches=2)
+    config = RelayConfig(seed=0, micro_batches=2)
     return Relay(
         model, partial(torch.optim.SGD, lr=0.01), EmulatedDevice(), model[1], loss, config=config, workers=workers
     )

@@ -40,7 +40,7 @@ class PlainTrainer:
         self.model = copy.deepcopy(model).to(device)
         self.optimizer = make_optimizer(self.model)
         self._schedule = make_schedule(self.optimizer)
-        self._config, self._device, self._step_count = config, device, 0
+        self._config, self._device, self._step_count = config.with_seed(torch.initial_seed()), device, 0
 
     def step(self, batch: Batch) -> float:
         """Train on one batch, accumulating gradients over micro-batches, and return the loss."""

@@ -101,7 +101,13 @@ def restrict_optimizer(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> 
     """Return a part of `optimizer` for some of its parameters, with shared state and copied settings."""
     wanted = set(params)  # keep empty groups: parts and the whole are matched by group
     groups = [{**g, "params": [p for p in g["params"] if p in wanted]} for g in optimizer.param_groups]
-    return clone_shallow(optimizer, groups, optimizer.state)
+    part = clone_shallow(optimizer, groups, optimizer.state)
+    manager: Any = vars(part).get("mng")
+    if hasattr(manager, "index2config"):
+        # bitsandbytes keeps overrides by place in a group, where parts have other parameters. Each finds its own by identity
+        manager = part.__dict__["mng"] = copy.copy(manager)
+        manager.index2config = {}
+    return part
 
 
 def scale_lr(part: Optimizer, factor: float) -> None:
@@ -176,7 +182,7 @@ def replaced_step(optimizer: Optimizer) -> str:
 
 
 class StepGuard:
-    """Hook on the optimizer of a relay, for steps by the user: they need gradients, and branches may share the weights.
+    """Hook on a relay's optimizer that lets the user take steps only if there are gradients.
 
     Args:
         before_write: called before a step that changes weights.

@@ -538,7 +538,7 @@ class HoldsOnToItsParameters(SGD):
         (KeepsPackedTensors, r"kept is a Packed, which cannot be saved.*verify, undo, branches and saves would fail"),
         (KeepsObjects, "kept is a object, which cannot be saved"),
         (KeepsAnObjectInTheGroup, "device is a object, which cannot be saved"),
-        (KeepsMomentumOnItself, "keeps state outside of them"),
+        (KeepsMomentumOnItself, "keeps something outside of its settings"),
         (KeepsAStateOfItsOwn, "a state of 'step', which is no parameter"),
         (HoldsOnToItsParameters, "changed nothing"),
     ],

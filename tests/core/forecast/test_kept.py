@@ -12,7 +12,7 @@ from patience import rarely
 from zoo import BY_NAME, Kind
 
 from l2l_core import Drop, EmulatedDevice, Relay, RelayConfig
-from l2l_core.config import parse_bytes
+from l2l_core.trace import parse_bytes
 
 KIND = BY_NAME["gpt2"]
 DEPTH = len(KIND.make_model().transformer.h)

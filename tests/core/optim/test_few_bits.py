@@ -203,3 +203,31 @@ def test_bytes_in_common_count_once_and_quantised_tensors_by_what_they_hold() ->
     states = [{"codes": one, "table": table}, {"codes": two, "table": table, "step": 3}]
     assert state_bytes(*states) == 4 * (256 + 10 + 20)
     assert state_bytes({"m": TwoTensor(torch.zeros(6), torch.zeros(6))}) == 2 * 4 * 6
+
+
+@missing
+@pytest.mark.parametrize("update", ["eager", "whole"])
+def test_overrides_reach_the_parameter_that_they_name(update: Any) -> None:
+    """bitsandbytes finds it by identity, and keeps its place in the group."""
+    from bitsandbytes.optim import GlobalOptimManager
+
+    model, theirs = Model(), Model()
+    theirs.load_state_dict(model.state_dict())
+    manager = GlobalOptimManager.get_instance()
+    for each in (model, theirs):
+        manager.register_module_override(each.layers[-1].linear, "weight", {"optim_bits": 32})
+    try:
+        plain = eight_bit(theirs.parameters())
+        with Relay(model, eight_bit, "cpu", loss=squared_error, config=RelayConfig(update=update)) as relay:
+            for number in range(2):
+                relay.step(batch(number))
+                squared_error(theirs(batch(number)[0]), batch(number)).backward()
+                plain.step()
+                plain.zero_grad()
+            kinds = [relay.optimizer.state[param]["state1"].dtype for param in model.parameters()]
+            assert kinds == [plain.state[param]["state1"].dtype for param in theirs.parameters()]
+            assert torch.uint8 in kinds
+        assert_same(model.state_dict(), theirs.state_dict())
+    finally:
+        for known in (manager.module_weight_config_triple, manager.pid2config, manager.index2config):
+            known.clear()

@@ -76,7 +76,7 @@ def counting(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("update", ["eager", "deferred"])
 def test_an_error_at_any_write_leaves_the_old_step(update: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the next step is made as if nothing had been."""
-    config = RelayConfig(micro_batches=2, update=update)
+    config = RelayConfig(seed=0, micro_batches=2, update=update)
     with relay_on(folder, KIND, counting, config=config) as relay:
         plain = in_core(KIND, counting, config)
         train(relay, plain, 1)

@@ -169,8 +169,8 @@ class Descent(Updater):
         super().__init__(masters)
         self._lr, self._log, self._logged = lr, list[tuple[Block, torch.Tensor]](), False
 
-    def begin(self, undoable: bool, deferred: bool, clock: EPSClock) -> None:
-        self.updated, self._log, self._logged = [], [], undoable
+    def begin(self, config: RelayConfig, clock: EPSClock) -> None:
+        self.updated, self._log, self._logged = [], [], config.rollback or config.update != "eager"
 
     def gradients_complete(self, gradients: dict[Block, BlockGradient]) -> None:
         pass

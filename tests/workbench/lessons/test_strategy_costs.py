@@ -34,7 +34,7 @@ def counted(recomputes: bool) -> int:
     if recomputes:
         model.activation_checkpointing_enable()
     factories = partial(make_optimizer, settings=SMALL), partial(make_schedule, settings=SMALL)
-    plain = PlainTrainer(model, *factories, RelayConfig(micro_batches=SMALL.micro_batches), torch.device("cpu"))
+    plain = PlainTrainer(model, *factories, RelayConfig(seed=0, micro_batches=SMALL.micro_batches), torch.device("cpu"))
     return plain.measure_peak_bytes(draw_batch(load_corpus().train, SMALL, torch.Generator().manual_seed(0)))
 
 

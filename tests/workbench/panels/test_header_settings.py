@@ -26,7 +26,7 @@ def test_slider_changes_a_setting_once(header: HeaderPanel) -> None:
     find(header, "stash on").value = "host"
     session.wait(HANG_S)
     shown(header)
-    assert session.relay.config == RelayConfig(micro_batches=3, ahead=2, stash="host")
+    assert session.relay.config == RelayConfig(seed=0, micro_batches=3, ahead=2, stash="host")
     assert [change.what for change in session.snapshot().changes] == [
         "micro_batches 2 → 3, ahead 1 → 2, stash device → host"
     ]
@@ -102,7 +102,10 @@ def test_the_link_is_set_in_both_directions(header: HeaderPanel) -> None:
 
 def test_sliders_start_at_the_settings() -> None:
     device = EmulatedDevice(h2d_bytes_per_s=7e6)
-    with make_relay(RelayConfig(micro_batches=5, ahead=6), device) as relay, Session(relay, make_batches()) as session:
+    with (
+        make_relay(RelayConfig(seed=0, micro_batches=5, ahead=6), device) as relay,
+        Session(relay, make_batches()) as session,
+    ):
         header = HeaderPanel(session)
         values = [find(header, words).value for words in ("micro-batches", "layers ahead", "emulated link")]
         shown(header)

@@ -40,7 +40,7 @@ def test_slider_changes_the_answer_and_no_setting(what_if: WhatIfPanel) -> None:
     assert "layers 4 → 96; stash on device → host" in output and "what if, simulated" in output
     assert "step 2, measured" in output and "By formula: layers repeated or left out." in output
     now = what_if.session.snapshot()
-    assert now.step == 2 and not now.queued and now.config == RelayConfig(micro_batches=2)
+    assert now.step == 2 and not now.queued and now.config == RelayConfig(seed=0, micro_batches=2)
 
 
 def test_closed_what_if_forecasts_without_sliders(session: Session) -> None:
@@ -97,7 +97,7 @@ def test_apply_sets_the_settings_and_explains_the_rest(what_if: WhatIfPanel) -> 
     assert "precision fp32 → bf16" in output
     find(what_if, "Apply").click()
     session.wait(HANG_S)
-    assert session.relay.config == RelayConfig(micro_batches=3, ahead=2, stash="host", precision="bf16")
+    assert session.relay.config == RelayConfig(seed=0, micro_batches=3, ahead=2, stash="host", precision="bf16")
     assert session.relay.device.figures()["h2d_bytes_per_s"] == 5e8
     assert session.relay.device.figures()["d2h_bytes_per_s"] is None
     output = html_of(what_if)
@@ -139,7 +139,10 @@ def test_resident_weights_and_kept_graphs(what_if: WhatIfPanel) -> None:
 
 
 def test_settings_beyond_the_number_of_layers_are_shown() -> None:
-    with make_relay(RelayConfig(micro_batches=2, resident=1, keep=9)) as relay, Session(relay, make_batches()) as made:
+    with (
+        make_relay(RelayConfig(seed=0, micro_batches=2, resident=1, keep=9)) as relay,
+        Session(relay, make_batches()) as made,
+    ):
         panel = WhatIfPanel(made)
         find(panel, "▸ What if").value = True
         train(made, 2)
@@ -149,10 +152,10 @@ def test_settings_beyond_the_number_of_layers_are_shown() -> None:
 
 
 def test_step_that_does_not_fit_has_a_suggestion(threads_end: None) -> None:
-    with make_relay(RelayConfig(micro_batches=6, ahead=0, stash="host")) as relay:
+    with make_relay(RelayConfig(seed=0, micro_batches=6, ahead=0, stash="host")) as relay:
         needed = relay.step(make_batches()[0]).peak_device_bytes
     device = EmulatedDevice(memory_bytes=int(1.2 * needed))
-    with make_relay(RelayConfig(micro_batches=6, ahead=0, stash="host"), device) as relay:
+    with make_relay(RelayConfig(seed=0, micro_batches=6, ahead=0, stash="host"), device) as relay:
         with Session(relay, make_batches(), probe=False) as session:
             panel = WhatIfPanel(session)
             train(session, 1)
@@ -277,9 +280,8 @@ def test_fit_without_result_changes_nothing(relay: Relay) -> None:
         panel = WhatIfPanel(session)
         find(panel, "Fit").click()
         wait_until(lambda: "No settings were found" in html_of(panel))
-        assert "Remedy: give the device that much" in html_of(panel) and session.relay.config == RelayConfig(
-            micro_batches=2
-        )
+        assert "Remedy: give the device that much" in html_of(panel)
+        assert session.relay.config == RelayConfig(seed=0, micro_batches=2)
     with Session(relay, iter(())) as session:
         panel = WhatIfPanel(session)
         find(panel, "Fit").click()

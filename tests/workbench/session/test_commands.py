@@ -192,13 +192,13 @@ def test_equal_settings_are_no_change(relay: Relay) -> None:
 
 def test_setting_made_by_a_function_is_shown(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
-        session.edit(lambda relay: setattr(relay, "config", RelayConfig(micro_batches=6)), what="by hand").result(
-            HANG_S
-        )
+        session.edit(
+            lambda relay: setattr(relay, "config", RelayConfig(seed=0, micro_batches=6)), what="by hand"
+        ).result(HANG_S)
         assert session.snapshot().config.micro_batches == 6
         session.reconfigure(ahead=2)
         session.wait(HANG_S)
-    assert relay.config == RelayConfig(micro_batches=6, ahead=2)
+    assert relay.config == RelayConfig(seed=0, micro_batches=6, ahead=2)
 
 
 def test_cancelled_call_is_not_made(relay: Relay) -> None:
@@ -225,7 +225,7 @@ def test_queued_setting_and_function_do_not_undo_each_other(relay: Relay) -> Non
         session.reconfigure(micro_batches=3)
         first.gate.set()
         now = session.wait(HANG_S)
-    assert now.config == relay.config == RelayConfig(micro_batches=3, stash="host")
+    assert now.config == relay.config == RelayConfig(seed=0, micro_batches=3, stash="host")
 
 
 def test_setting_that_became_invalid_is_refused(relay: Relay) -> None:
@@ -234,20 +234,21 @@ def test_setting_that_became_invalid_is_refused(relay: Relay) -> None:
         session.reconfigure(update="deferred")
         session.wait(HANG_S)
         session.edit(
-            lambda relay: go_on.wait(HANG_S) and setattr(relay, "config", RelayConfig(update="eager")), what="by hand"
+            lambda relay: go_on.wait(HANG_S) and setattr(relay, "config", RelayConfig(seed=0, update="eager")),
+            what="by hand",
         )
         session.reconfigure(max_grad_norm=1.0)
         go_on.set()
         now = session.wait(HANG_S)
         assert now.failure is not None and "max_grad_norm=1.0 with update='eager'" in now.failure.message
-        assert now.config == relay.config == RelayConfig(update="eager")
+        assert now.config == relay.config == RelayConfig(seed=0, update="eager")
         session.step()
         assert session.wait(HANG_S).state == "idle"
 
 
 def test_settings_of_a_failing_function_are_shown(relay: Relay) -> None:
     def change(relay: Relay) -> None:
-        relay.config = RelayConfig(micro_batches=6)
+        relay.config = RelayConfig(seed=0, micro_batches=6)
         raise RuntimeError("half way")
 
     with Session(relay, make_batches()) as session:

@@ -479,7 +479,10 @@ def test_other_relay_is_refused_and_other_seed_warns() -> None:
     with make_relay() as relay, Session(relay, BATCHES, probe=False) as session:
         train(session, 2)
         script = session.script()
-    with make_relay(RelayConfig(micro_batches=3)) as relay, pytest.raises(ValueError, match="return such a relay from"):
+    with (
+        make_relay(RelayConfig(seed=0, micro_batches=3)) as relay,
+        pytest.raises(ValueError, match="return such a relay from"),
+    ):
         again(script, relay)
     with make_relay() as relay:
         halve(relay)
@@ -496,7 +499,7 @@ def test_script_begins_at_the_takeover() -> None:
                 train(second, 1)
                 script = second.script()
         ends = state_of(relay)
-    assert "begun = 2, 'main', 1, RelayConfig(micro_batches=2), [" in script and "train(1, loss=" in script
+    assert "begun = 2, 'main', 1, RelayConfig(micro_batches=2, seed=0), [" in script and "train(1, loss=" in script
     with make_relay() as relay:
         with Session(relay, BATCHES, probe=False) as session:
             train(session, 2)
@@ -517,6 +520,6 @@ def test_found_settings_are_in_the_script() -> None:
         train(session, 1)
         script, losses, states = session.script(), [row.loss for row in session.snapshot().steps], state_of(relay)
     assert first.keep == 4 and "keep=4" in script and "auto" not in script and ".fit(" not in script
-    found = again(script, noisy_relay(RelayConfig()))
+    found = again(script, noisy_relay(RelayConfig(seed=0)))
     assert found[0] == losses
     assert_equal(found[1], states)

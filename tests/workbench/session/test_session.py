@@ -230,7 +230,7 @@ def test_takeover_shows_the_last_settings_of_the_earlier_session(relay: Relay) -
     def change(relay: Relay) -> None:
         begun.set()
         assert go_on.wait(HANG_S)
-        relay.config = RelayConfig(micro_batches=6)
+        relay.config = RelayConfig(seed=0, micro_batches=6)
 
     old = Session(relay, make_batches())
     old.edit(change)
@@ -239,7 +239,7 @@ def test_takeover_shows_the_last_settings_of_the_earlier_session(relay: Relay) -
         new.reconfigure(ahead=2)
         go_on.set()
         now = new.wait(HANG_S)
-        assert now.config == relay.config == RelayConfig(micro_batches=6, ahead=2)
+        assert now.config == relay.config == RelayConfig(seed=0, micro_batches=6, ahead=2)
     old.close()
 
 
