@@ -108,8 +108,16 @@ storage_of_weak_ptr: Callable[[int], torch.UntypedStorage] = torch.UntypedStorag
 foreach_norm: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = torch._foreach_norm
 
 # Modules. `NormBase` is the base of batch and instance norm: without it, running statistics that differ between workers are not
-# refused. `LossModule` is the base of torch.nn's losses: without it, one that is given as `loss` fails with PyTorch's words.
-NormBase, LossModule = _NormBase, _Loss
+# refused.
+NormBase = _NormBase
+
+
+def is_torch_loss(value: object) -> bool:
+    """Return whether `value` is a loss of torch.nn, called with outputs and targets.
+
+    A subclass with a forward of its own is not: it may take the batch.
+    """
+    return isinstance(value, _Loss) and type(value).forward.__module__ == _Loss.__module__
 
 
 def caches_parametrizations() -> bool:

@@ -92,6 +92,7 @@ class RelayConfig:
             step.
         seed: seed of all random streams, see `micro_batch_seed`. None: that of PyTorch when the relay is made
             (``torch.initial_seed()``, worker 0's), so that ``torch.manual_seed`` before it decides; `Relay.config` has it.
+            Saves keep it, the files of a shelf do not.
 
     Raises:
         ValueError: a value out of range, or ``eager`` together with ``max_grad_norm``.

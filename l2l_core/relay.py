@@ -305,8 +305,14 @@ class Relay:
         """Continue after as many steps, with the seed, of a `state_dict`; several workers call it together.
 
         Raises:
-            ValueError: another number of steps than an integer of at least 0, another seed, or other keys.
+            ValueError: another number of steps than an integer of at least 0, another seed, or other keys; or weights are in
+                files, which hold the number of steps.
         """
+        if self.shelf is not None:
+            raise ValueError(
+                "load_state_dict of a relay with a shelf: its files hold the number of steps, which goes back with the weights: "
+                "copy the folder between steps and resume from the copy, with RelayConfig(seed=...) as before"
+            )
         if not isinstance(state, Mapping) or state.keys() != {"steps", "seed"}:
             raise ValueError(
                 f"state={state!r}: give what relay.state_dict() returned, a mapping with 'steps' and 'seed'"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from l2l_core._torch import LossModule
+from l2l_core._torch import is_torch_loss
 from l2l_core.batches.loss_modules import metrics_in, modules_used_by
 from l2l_core.model import no_cache_arguments
 
@@ -40,7 +40,7 @@ class ModelCall:
             raise ValueError(
                 "loss= and objective= are both given: pass one, objective(model, micro_batch) includes the loss"
             )
-        self._criterion = loss if isinstance(loss, LossModule) else None
+        self._criterion = loss if is_torch_loss(loss) else None
         self._loss, self._objective, self._model = self._apply_criterion if self._criterion else loss, objective, model
         parameters = inspect.signature(model.forward).parameters
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -67,8 +67,8 @@ class ModelCall:
 
     def _apply_criterion(self, outputs: Any, batch: Any) -> torch.Tensor:
         """Apply a loss of `torch.nn`, which takes outputs and targets."""
-        criterion, name = self._criterion, type(self._criterion).__name__
-        assert criterion is not None
+        criterion: Any = self._criterion
+        name = type(criterion).__name__
         if isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(outputs, torch.Tensor):
             return criterion(outputs, batch[1])
         raise ValueError(

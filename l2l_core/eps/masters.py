@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -256,9 +255,6 @@ class Masters:
         self.step_guard.remove()
         if not self._shares_params:
             replace_params(self.optimizer, self.model_params)
-        for param in self.model_params.values():
-            if param.dtype != torch.float32:
-                param.grad_dtype = param.dtype  # updates have set it
         for block in self.blocks:
             self._host.release("weights", block.key, block.nbytes)
 

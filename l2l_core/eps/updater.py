@@ -174,6 +174,13 @@ class Updater:
             self._masters.step_guard.is_active = True
         return stats
 
+    def _keep_in_master(self, block: Block) -> None:
+        """Copy weights into the master that the optimizer has made anew, as ``p.data = p.data - step`` does."""
+        for param, view in zip(self._masters.params_of(block), block.views, strict=True):
+            if param.data_ptr() != view.data_ptr():
+                view.copy_(param.detach())
+                param.data = view
+
     @contextmanager
     def _changes(self, gradients: BlockGradients) -> Iterator[dict[Block, Mapping[str, float]]]:
         """Set gradients for the length of a block of code that updates weights, and count versions; yield statistics."""
@@ -185,6 +192,8 @@ class Updater:
                 before[block] = _sample_weights(block, gradient.trained).clone()
                 self.updated.append(block)  # from here on the block may have new weights
             yield stats
+            for block in gradients:
+                self._keep_in_master(block)
         finally:
             for block in gradients:
                 clear_grads(self._masters.params_of(block))  # views of buffers that will be reused

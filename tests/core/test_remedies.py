@@ -49,9 +49,13 @@ def test_a_loss_of_torch() -> None:
         def forward(self, x: Tensor) -> dict[str, Tensor]:
             return {"logits": self.layers(x)}
 
+    class OfBatches(nn.CrossEntropyLoss):
+        def forward(self, outputs: Tensor, batch: Any) -> Tensor:  # type: ignore[override]
+            return super().forward(outputs, batch[1])
+
     criterion = nn.CrossEntropyLoss()
     expected = step_of(model_of())
-    assert step_of(model_of(), loss=criterion) == expected
+    assert step_of(model_of(), loss=criterion) == step_of(model_of(), loss=OfBatches()) == expected
     layers = [f"layers.{name}" for name in LAYERS]
     with pytest.raises(ValueError, match=r"loss=CrossEntropyLoss\(\).*loss=lambda outputs, batch: criterion"):
         step_of(WithName(), loss=criterion, layers=layers)

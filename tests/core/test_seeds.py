@@ -9,7 +9,7 @@ import torch
 from oracle import seeded
 from torch import Tensor, nn
 
-from l2l_core import Relay, RelayConfig
+from l2l_core import FileShelf, Relay, RelayConfig
 
 adam = partial(torch.optim.Adam, lr=1e-2)
 CONFIG = RelayConfig(micro_batches=2)
@@ -116,6 +116,13 @@ def test_a_search_for_a_learning_rate_leaves_no_trace() -> None:
         relay.optimizer.load_state_dict(before[1])
         relay.load_state_dict(before[2])
         assert [relay.step((batch_of(step),)).loss for step in range(3)] == expected
+
+
+def test_files_hold_the_number_of_steps(tmp_path: Path) -> None:
+    shelf = FileShelf(folder=tmp_path / "shelf", memory_bytes=10**6)
+    with Relay(model_of(), adam, layers=[str(i) for i in range(4)], loss=square, shelf=shelf) as relay:
+        with pytest.raises(ValueError, match="its files hold the number of steps"):
+            relay.load_state_dict({"steps": 0, "seed": 0})
 
 
 @pytest.mark.all_cases

@@ -178,6 +178,7 @@ def replaced_step(optimizer: Optimizer) -> str:
     step = vars(optimizer).get("step")
     if hasattr(step, "_wrapped_by_lr_sched"):
         step = getattr(step, "__wrapped__", None)
+    step = getattr(step, "__func__", step) if getattr(step, "__self__", optimizer) is optimizer else step  # put back
     return "" if step is None or step is type(optimizer).step else getattr(step, "__qualname__", repr(step))
 
 
@@ -198,7 +199,8 @@ class StepGuard:
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self.is_active:
             return
-        if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
+        has_closure = bool(args[1:]) or "closure" in kwargs  # which makes the gradients
+        if not has_closure and all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() where no parameter has a gradient would train nothing: relay.step(batch) has "
                 "updated every layer already. Leave optimizer.step() out of the loop, and zero_grad(); to clip gradients, "

@@ -190,9 +190,28 @@ def test_an_optimizer_that_sets_data_while_layers_run(monkeypatch: pytest.Monkey
         with Relay(model, make, layers=layers, loss=lambda y, _: y.float().pow(2).mean(), config=config) as relay:
             for step in range(3):
                 relay.step(batch_of(step))
-        assert all(param.grad_dtype == torch.bfloat16 for param in model.parameters())
+        model(batch_of(0)[0].bfloat16()).float().pow(2).mean().backward()  # closed: an ordinary model and optimizer
+        relay.optimizer.step()
+        relay.optimizer.zero_grad()
         trained.append([param.detach().clone() for param in model.parameters()])
     assert all(map(torch.equal, *trained))
+
+
+class Rebinds(SGD):
+    """Gives parameters other tensors instead of changing them in place."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data = param.data - group["lr"] * param.grad
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("settings", WAYS, ids=str)
+def test_an_optimizer_that_makes_new_tensors(settings: dict[str, Any]) -> None:
+    compare(lambda model: Rebinds(model.parameters(), lr=0.1), **settings)
 
 
 # -- one step of the whole optimizer -----------------------------------------------------------------------------------
@@ -276,6 +295,9 @@ def test_a_step_that_was_replaced_is_called_or_refused(update: str) -> None:
     model = model_of()
     with relay_of(model, AdamW(model.parameters(), lr=0.1), update=update) as relay:
         relay.step(batch_of(0))
+        relay.optimizer.step = relay.optimizer.step  # type: ignore[method-assign]  # replaced, and put back
+        relay.step(batch_of(0))
+        del relay.optimizer.step
         LambdaLR(relay.optimizer, lambda epoch: 1.0)
         relay.step(batch_of(1))  # a scheduler only counts
         clip_before(relay.optimizer, model)
@@ -296,6 +318,18 @@ def test_a_step_by_the_user_trains_or_says_why_not() -> None:
         plain_step(theirs, plain, 0)
         with pytest.raises(RuntimeError, match=r"step\(\) where no parameter has a gradient.*relay\.step\(batch\)"):
             relay.optimizer.step()
+
+        def closure() -> Tensor:
+            relay.optimizer.zero_grad()
+            value = loss(ours(batch_of(3)[0]), batch_of(3))
+            value.backward()
+            return value
+
+        relay.optimizer.step(closure)
+        relay.optimizer.zero_grad()
+        loss(theirs(batch_of(3)[0]), batch_of(3)).backward()
+        plain.step()
+        plain.zero_grad()
         relay.fork("other")
         plain_step(ours, relay.optimizer, 1)  # in core, as the unchanged loop of a framework
         plain_step(theirs, plain, 1)
