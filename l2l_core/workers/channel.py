@@ -186,8 +186,10 @@ class Channel:
     def close(self) -> None:
         """Destroy the process group and end its threads; a closed channel cannot be used again."""
         dist.destroy_process_group(self._group)
-        # Its threads end with the last reference. One that still runs when the interpreter exits may abort the process.
-        del self._group
+        # Its threads end with the last reference. One that still runs when the interpreter exits may abort the process. Those
+        # that wait for a lost worker would be waited for.
+        if self.monitor.lost is None:
+            del self._group
 
     def _exchange_headers(
         self, digest: bytes, note: bytes, what: str, timeout_s: float | None
