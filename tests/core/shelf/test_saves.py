@@ -168,10 +168,10 @@ def test_a_model_is_never_whole_in_memory(depth: int, folder: Path) -> None:
         relay.step(kind.make_batch(ROWS, 0))
         expected = weights_of(relay)
         relay.host.reset_peak()
+        # Not in the pool: buffers of the step's gradients, as many as the EPS was behind, kept for the next step
+        gradients = relay.host.by_category()["gradients"]
         relay.save(folder / "save")
-        assert (
-            relay.host.peak <= 1.01 * nbytes
-        )  # on a crowded machine it was 0.8 % higher at times; the cause is not known
+        assert relay.host.peak - gradients <= nbytes
     with load(folder / "save", kind, shelf=folder / "b", model=empty(kind), memory_bytes=nbytes) as relay:
         assert relay.host.peak <= nbytes
         assert_same(weights_of(relay), expected)
