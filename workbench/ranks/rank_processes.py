@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
@@ -112,13 +111,16 @@ class RankProcesses:
         for one in self:
             with suppress(OSError):  # it has ended already
                 one.pipe.send_bytes(b"")
-        until_s = time.monotonic() + timeout_s
-        for one in self:
-            one.process.join(max(0.0, until_s - time.monotonic()))
-        for one in self:
-            if one.process.is_alive():
-                one.process.kill()
-            one.process.join()
+        with self.changed:
+            if not self.changed.wait_for(self._have_ended, timeout_s):
+                for one in self:
+                    if not one.ended:
+                        one.process.kill()
+            self.changed.wait_for(self._have_ended)
+
+    def _have_ended(self) -> bool:
+        # By what the reading thread has seen. A process that two threads join may seem alive to one of them after its end.
+        return all(one.ended for one in self)
 
     def _read_messages(self) -> None:
         while pipes := {one.pipe: one for one in self if not one.ended}:

@@ -12,7 +12,8 @@ from torch import nn
 
 from l2l_core import Relay
 
-EXAMPLE = Path(__file__).parents[2] / "support" / "torchrun_example.py"
+SUPPORT = Path(__file__).parents[2] / "support"
+EXAMPLE = SUPPORT / "torchrun_example.py"
 
 
 HERE = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -36,15 +37,14 @@ def test_two_processes_train_and_end() -> None:
     check(ended.stdout, ended.stderr)
 
 
-@pytest.mark.slow
-def test_two_processes_of_mpirun_train_and_end() -> None:
-    """What Open MPI and `accelerate launch --mpirun_hostfile` tell a process, without them."""
+def start_two(program: Path) -> list[subprocess.Popen[str]]:
+    """With what Open MPI and `accelerate launch --mpirun_hostfile` tell a process, without them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    started = [
+    return [
         subprocess.Popen(
-            [sys.executable, str(EXAMPLE)],
+            [sys.executable, str(program)],
             env=os.environ | HERE | meet | {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -52,6 +52,22 @@ def test_two_processes_of_mpirun_train_and_end() -> None:
         )
         for rank in range(2)
     ]
+
+
+def test_a_relay_closes_while_a_lost_worker_keeps_its_connections() -> None:
+    first, stopped = start_two(SUPPORT / "stopped_worker_example.py")
+    try:
+        said, err = first.communicate(timeout=100)
+    finally:
+        for each in (first, stopped):
+            each.kill()
+            each.communicate()
+    assert first.returncode == 0 and "closed after" in said, err[-3000:]
+
+
+@pytest.mark.slow
+def test_two_processes_of_mpirun_train_and_end() -> None:
+    started = start_two(EXAMPLE)
     said, err = map("".join, zip(*(each.communicate(timeout=100) for each in started), strict=True))
     assert [each.returncode for each in started] == [0, 0], err[-3000:]
     check(said, err)
