@@ -113,15 +113,15 @@ class RelayConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _check_int("micro_batches", self.micro_batches, least=1)
+        check_int("micro_batches", self.micro_batches, least=1)
         for name in ("ahead", "resident"):
-            _check_int(name, getattr(self, name), least=0)
+            check_int(name, getattr(self, name), least=0)
         if self.seed is not None:
-            _check_int("seed", self.seed, least=0)
+            check_int("seed", self.seed, least=0)
         if isinstance(self.keep, str):
             parse_bytes(self.keep, "keep", "layers, as 4, or of ")
         else:
-            _check_int("keep", self.keep, least=0)
+            check_int("keep", self.keep, least=0)
         _check_choice("stash", self.stash, StashLocation)
         _check_choice("schedule", self.schedule, Schedule)
         _check_choice("update", self.update, UpdateMode)
@@ -197,7 +197,8 @@ def checked_config(config: object, has_disk: bool) -> RelayConfig:
     return config
 
 
-def _check_int(name: str, value: object, least: int) -> None:
+def check_int(name: str, value: object, least: int) -> None:
+    """Raise ValueError unless a setting is an integer of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:  # bool is a subclass of int
         raise ValueError(f"{name}={value!r}: must be an integer of at least {least}")
 

@@ -37,7 +37,7 @@ from l2l_core.batches import (
     snapshot_modules,
     structure_of,
 )
-from l2l_core.config import RelayConfig, checked_config
+from l2l_core.config import RelayConfig, check_int, checked_config
 from l2l_core.devices import Device, ForkGuard, Ledger, free_bytes, resolve_device, serial_executor
 from l2l_core.edits import Branch, Branches, Edit, Editor, History, JournalEntry
 from l2l_core.edits import BranchState as BranchState
@@ -318,8 +318,7 @@ class Relay:
                 f"state={state!r}: give what relay.state_dict() returned, a mapping with 'steps' and 'seed'"
             )
         for name, value in state.items():
-            if not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name}={value!r}: must be an integer of at least 0")
+            check_int(name, value, least=0)
         with self._exclusive():
             self._runner.config = replace(self.config, seed=state["seed"])
             self._runner.steps = state["steps"]

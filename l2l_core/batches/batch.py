@@ -33,7 +33,7 @@ from torch.nn.utils.rnn import PackedSequence
 from l2l_core.batches.containers import is_record, map_leaves, open_container, same_leaves, with_items
 from l2l_core.batches.library_batches import count_library_rows, graph_columns, select_library_rows
 from l2l_core.batches.output_join import GetDivisors, OutputJoin, Placing, first_fitting, place_flattened
-from l2l_core.batches.row_count import AmbiguousRowsError, NoRowsError, count_rows, has_rows, is_one_per_row
+from l2l_core.batches.row_count import NoRowsError, count_rows, has_rows, is_one_per_row
 from l2l_core.batches.target_counts import ROWS, count_targets
 from l2l_core.model import refuse_hidden_tensors
 
@@ -63,9 +63,12 @@ class RowsOfBatch(ABC):
     def sizes(self, micro_batches: int) -> list[int]:
         """Return the rows of every micro-batch."""
 
-    @abstractmethod
     def first(self, count: int) -> Any:
         """Return the batch with its first `count` rows, or the whole batch if it has fewer or cannot be cut."""
+        try:
+            return self.batch if count >= self.count else self.select([slice(0, count)])[0]
+        except (ValueError, TypeError):
+            return self.batch
 
     @abstractmethod
     def select(self, choices: Sequence[RowChoice], change: PartChange | None = None) -> list[Any]:
@@ -143,13 +146,6 @@ class BatchRows(RowsOfBatch):
     def sizes(self, micro_batches: int) -> list[int]:
         """Return the rows of every micro-batch: equal except a smaller last one, or else as equal as possible."""
         return [stop - start for start, stop in self._bounds(micro_batches)]
-
-    def first(self, count: int) -> Any:
-        """Return the batch with its first `count` rows, or the whole batch if it has fewer or cannot be cut."""
-        try:
-            return self.batch if count >= self.count else self.select([slice(0, count)])[0]
-        except (AmbiguousRowsError, TypeError):
-            return self.batch
 
     def select(self, choices: Sequence[RowChoice], change: PartChange | None = None) -> list[Any]:
         """Return one batch for each choice of rows; raise as `split` does.

@@ -119,13 +119,6 @@ class SequenceRows(RowsOfBatch):
         """Return the sequences of every micro-batch."""
         return [stop - start for start, stop in self._bounds(micro_batches)]
 
-    def first(self, count: int) -> Any:
-        """Return the batch with its first `count` sequences."""
-        try:
-            return self.batch if count >= self.count else self.select([slice(0, count)])[0]
-        except (ValueError, TypeError):  # of a batch that cannot be cut
-            return self.batch
-
     def select(self, choices: Sequence[RowChoice], change: PartChange | None = None) -> list[Any]:
         """Return one batch for each choice of sequences."""
         rows = [list(range(self.count)[each]) if isinstance(each, slice) else list(each) for each in choices]

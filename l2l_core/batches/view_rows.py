@@ -67,13 +67,6 @@ class ViewRows(RowsOfBatch):
         """Return the rows of every micro-batch, in each block."""
         return self._of_view.sizes(micro_batches)
 
-    def first(self, count: int) -> Any:
-        """Return the batch with the first `count` rows of every block."""
-        try:
-            return self.batch if count >= self.count else self.select([slice(0, count)])[0]
-        except (ValueError, TypeError):  # of a batch that cannot be cut
-            return self.batch
-
     def select(self, choices: Sequence[RowChoice], change: PartChange | None = None) -> list[Any]:
         """Return one batch for each choice of rows; `change` gets (rows, blocks, ...)."""
 

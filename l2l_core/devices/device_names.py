@@ -19,7 +19,7 @@ def resolve_device(device: str | torch.device | Device) -> Device:
     if isinstance(device, Device):
         return device
     if isinstance(device, torch.device):
-        device = str(device)
+        device = "cpu" if device.type == "cpu" else str(device)
     if not isinstance(device, str):
         raise TypeError(f"device={device!r}: give 'auto', 'cpu', 'cuda', 'cuda:n' or a Device")
     if device == "auto":

@@ -121,6 +121,11 @@ class Updater:
         check_hooks(self._optimizer, self._masters.blocks, self._is_deferred)
         if config.update != "whole":
             check_own_step(self._optimizer)
+        elif warm := [block.key for block in self._masters.blocks if warmup_factor(block) < 1]:
+            raise ValueError(
+                f"layer {warm[0]} warms up, and update='whole' takes one step with one learning rate: insert it with warmup=0, "
+                "or use update='deferred'. Nothing has been trained"
+            )
 
     def _has_state(self, block: Block) -> bool:
         groups = self._masters.part_of(block).param_groups
@@ -153,16 +158,7 @@ class Updater:
         return stats[block]
 
     def update_whole(self, gradients: BlockGradients) -> Mapping[Block, Mapping[str, float]]:
-        """Update all blocks by one step of the optimizer itself, with its hooks; return their statistics.
-
-        Raises:
-            ValueError: a block warms up, which needs another learning rate.
-        """
-        if warm := [block.key for block in gradients if warmup_factor(block) < 1]:
-            raise ValueError(
-                f"layer {warm[0]} warms up, and update='whole' takes one step with one learning rate: insert it with warmup=0, "
-                "or use update='deferred'. Nothing has been trained"
-            )
+        """Update all blocks by one step of the optimizer itself, with its hooks; return their statistics."""
         for block in self._masters.blocks:  # the step may change any weight
             self._keep(block)
         self._restore_settings = snapshot_except(vars(self._optimizer), {"state"})
@@ -209,12 +205,11 @@ class Updater:
             self._undo_log.append(snapshot_except(vars(self._optimizer), {"state"}))
         apply_changes(self._optimizer, self._setting_changes)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # set for LR schedulers
-        if self._has_called_hooks:
-            pass
-        elif self._is_deferred and user_hooks(self._optimizer):
-            call_after(self._optimizer, self._masters.blocks, gradients)
-        else:
-            call_torchs(self._optimizer)
+        if not self._has_called_hooks:
+            if self._is_deferred and user_hooks(self._optimizer):
+                call_after(self._optimizer, self._masters.blocks, gradients)
+            else:
+                call_torchs(self._optimizer)
         self._undo_log.clear()
         self._kept.clear()
         self._masters.book_state()

@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 import socket
+import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -65,6 +66,7 @@ def test_a_loss_of_torch() -> None:
 
 def test_devices_and_sizes_by_name() -> None:
     assert step_of(model_of(), device=torch.device("cpu")) == step_of(model_of())
+    assert step_of(model_of(), device=torch.device("cpu", 0)) == step_of(model_of())
     assert EmulatedDevice(memory_bytes="4 MB").memory_bytes == 4_000_000
     with pytest.raises(ValueError, match="memory_bytes='4 parsecs'"):
         EmulatedDevice(memory_bytes="4 parsecs")
@@ -81,11 +83,26 @@ def test_an_optimizer_without_a_learning_rate() -> None:
     assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
 
 
+class ByRule(torch.optim.Optimizer):
+    """Updates each group by a rule of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(0.1 * (param.grad.sign() if group["by_sign"] else param.grad))
+
+
 def test_several_optimizers() -> None:
     model = model_of()
     both = [sgd(model[0].parameters()), torch.optim.AdamW(model[1:].parameters())]
     with pytest.raises(TypeError, match=r"^optimizer=\[SGD, AdamW\]: give one optimizer over all parameters"):
         step_of(model, both)
+    before = copy.deepcopy(model.state_dict())
+    groups = [{"params": [*model[0].parameters()], "by_sign": True}, {"params": [*model[1:].parameters()]}]
+    step_of(model, ByRule(groups, {"by_sign": False}))
+    assert not any(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_a_relay_is_saved_and_not_copied() -> None:
@@ -94,6 +111,29 @@ def test_a_relay_is_saved_and_not_copied() -> None:
             with pytest.raises(TypeError, match=r"relay\.save\(folder\).*Relay\.load"):
                 way(relay)
         assert copy.deepcopy(relay.model)(pair()[0]).shape == (8, 8)
+
+
+def test_a_model_that_another_thread_calls_during_a_step() -> None:
+    model, said = model_of(), list[BaseException]()
+
+    def call() -> None:
+        try:
+            model(pair()[0])
+        except RuntimeError as error:
+            said.append(error)
+
+    def loss(outputs: Tensor, batch: Any) -> Tensor:
+        reader = threading.Thread(target=call)
+        reader.start()
+        reader.join()
+        return F.cross_entropy(outputs, batch[1])
+
+    with Relay(model, sgd, layers=LAYERS, loss=loss, config=RelayConfig(micro_batches=1)) as relay:
+        relay.step(pair())
+        assert said and "in another thread or in a hook: let it wait for the end of the step" in str(said[0])
+        said.clear()
+        call()
+        assert not said
 
 
 class Complex(nn.Module):
@@ -112,8 +152,11 @@ def test_weights_of_other_kinds() -> None:
     with pytest.raises(ValueError, match=r"0\.weight is torch\.complex64.*view_as_real.*view_as_complex"):
         step_of(nn.Sequential(*(Complex(as_pairs=False) for _ in range(3))))
     step_of(nn.Sequential(*(Complex(as_pairs=True) for _ in range(3))))
+    values, empty = model_of().state_dict(), model_of().to("meta")
     with pytest.raises(ValueError, match=r"0\.0\.weight is on meta, without values.*to_empty"):
-        step_of(model_of().to("meta"))
+        step_of(empty)
+    empty.to_empty(device="cpu").load_state_dict(values)
+    assert step_of(empty) == step_of(model_of())
     model = model_of()
     model[1].codes = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
     with pytest.raises(ValueError, match=r"1\.codes is torch\.int8.*register_buffer"):

@@ -154,7 +154,7 @@ def run_kind(name: str) -> Any:
         steps: list[Hashes] = []
         torch.manual_seed(0)
         model = kind.make_model()
-        config = RelayConfig(micro_batches=3, **chosen)
+        config = RelayConfig(**({"micro_batches": 3, "seed": 0} | chosen))
         try:
             with (
                 recording(steps),

@@ -269,6 +269,19 @@ def test_a_step_of_the_whole_optimizer_is_undone_when_it_fails() -> None:
         assert all(param.grad is None for param in model.parameters())
 
 
+def test_a_layer_that_warms_up_needs_a_rate_of_its_own() -> None:
+    with relay_of(model_of(), partial(AdamW, lr=0.1), update="whole") as relay:
+        relay.step(batch_of(0))
+        relay.apply(Duplicate(0, warmup=3))
+        before = copy.deepcopy(relay.model.state_dict())
+        with pytest.raises(ValueError, match=r"warms up.*warmup=0, or use update='deferred'.*Nothing"):
+            relay.step(batch_of(1))
+        assert str(before) == str(relay.model.state_dict())
+        relay.undo()
+        relay.apply(Duplicate(0, warmup=0))
+        relay.step(batch_of(1))
+
+
 def test_whole_steps_need_the_weights_in_memory(tmp_path: Any) -> None:
     shelf = FileShelf(folder=tmp_path / "shelf", memory_bytes=10**6)
     with pytest.raises(ValueError, match="update='whole' is not possible"):

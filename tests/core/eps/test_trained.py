@@ -336,7 +336,7 @@ def test_an_optimizer_that_writes_what_has_no_gradient_steps_as_a_whole(kind: An
 
 
 def test_an_optimizer_that_needs_all_gradients_is_taken() -> None:
-    make_optimizer(partial(NeedsGradients, lr=0.1), BY_NAME["chain"].make_model())
+    assert not make_optimizer(partial(NeedsGradients, lr=0.1), BY_NAME["chain"].make_model())[1].couples
 
 
 def storage_bytes() -> int:
