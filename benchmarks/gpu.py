@@ -1,11 +1,13 @@
 """Relay on a GPU against in-core training with activation recompute: peak bytes, step time, what binds.
 
     python benchmarks/gpu.py                                   both models, meant for at most eight minutes
-    python benchmarks/gpu.py --models decoder --layers 26 --width 3072      a larger decoder
+    python benchmarks/gpu.py --models decoder --rows 64 --micro-batches 16  a batch that hides the updates of the EPS
+    python benchmarks/gpu.py --models decoder --layers 32 --width 4096 --relay-only     7 G parameters, 100 GB on the host
     python benchmarks/gpu.py --layers 2 --width 64 --rows 4 --length 32 --vocabulary 128 --rounds 1      a smoke run
 
 bert: BERT-Large's shape (24 layers 1024 wide), 32 x 512 tokens, masked language modelling. decoder: Llama's shape (24
-layers 2048 wide, 1.3 G parameters), 16 x 1024 tokens. Random weights; AdamW, fused; bfloat16. The relay keeps float32
+layers 2048 wide, 1.3 G parameters), 16 x 1024 tokens. Random weights, in large tensors a million numbers again and again;
+AdamW, fused; bfloat16. The relay keeps float32
 masters and the optimizer on the host; in core they are on the GPU, under autocast, with `gradient_checkpointing_enable`.
 Sides run in turn in one process.
 
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 from _common import alternate, hardware, medians, ratio, report
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from l2l_core import Relay, RelayConfig, StepResult
@@ -36,9 +39,32 @@ SHAPES = {
 }
 
 
+class QuickDraw(TorchFunctionMode):
+    """Fills a large tensor with copies of 2**20 normal numbers of deviation 0.02: one core draws a billion in ten seconds."""
+
+    draws = (torch.Tensor.normal_, torch.Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensor = args[0] if args else (kwargs or {}).get("tensor")
+        if func not in self.draws or tensor.numel() <= (drawn := 2**20):
+            return func(*args, **(kwargs or {}))
+        flat = tensor.detach().view(-1)
+        flat[:drawn].normal_(std=0.02)
+        while drawn < len(flat):
+            more = min(drawn, len(flat) - drawn)
+            flat[drawn : drawn + more] = flat[:more]
+            drawn += more
+        return tensor
+
+
 def make_model(name: str, shape: dict[str, int]) -> nn.Module:
     """The model with random weights, in float32 on the CPU."""
     torch.manual_seed(0)
+    with QuickDraw():
+        return _make_model(name, shape)
+
+
+def _make_model(name: str, shape: dict[str, int]) -> nn.Module:
     width, length = shape["width"], shape["length"]
     sizes = {
         "vocab_size": shape["vocabulary"],
@@ -138,19 +164,21 @@ def measure(name: str, shape: dict[str, int], args: argparse.Namespace) -> dict[
         parameters = sum(p.numel() for p in model.parameters())
         print(f"{name}: {parameters / 1e9:.3g} G parameters, {shape}, on {relay.device.name}", flush=True)
         steps = {"relay": Peaks(lambda: relay.step(batch), owns=False)}
-        try:
-            plain = InCore(make_model(name, shape), relay.device.torch_device, batch, args.micro_batches)
-            steps["in core"] = Peaks(plain.step, owns=True)
-            steps["in core"]()
-        except torch.OutOfMemoryError:
-            print("in core: does not fit")
-            plain = None
-            steps.pop("in core", None)
-            gc.collect()
-            torch.cuda.empty_cache()
-        seconds = alternate(
-            steps, args.rounds, warmup=2
-        )  # the first relay step counts activations, operation by operation
+        steps["relay"]()
+        first_loss: dict[str, Any] = {"relay": getattr(steps["relay"].last, "loss", None)}
+        if not args.relay_only:
+            try:
+                plain = InCore(make_model(name, shape), relay.device.torch_device, batch, args.micro_batches)
+                steps["in core"] = Peaks(plain.step, owns=True)
+                steps["in core"]()
+                first_loss["in core"] = steps["in core"].last
+            except torch.OutOfMemoryError:
+                print("in core: does not fit")
+                plain = None
+                steps.pop("in core", None)
+                gc.collect()
+                torch.cuda.empty_cache()
+        seconds = alternate(steps, args.rounds)  # after the first relay step, which counts activations, and one more
         result = steps["relay"].last
         assert isinstance(result, StepResult)
         trace = describe(result)
@@ -159,10 +187,11 @@ def measure(name: str, shape: dict[str, int], args: argparse.Namespace) -> dict[
         "shape": shape,
         "parameters": parameters,
         "median_s": medians(seconds),
-        "ratio": ratio(seconds, "relay", "in core") if "in core" in seconds else "in core does not fit",
+        "ratio": ratio(seconds, "relay", "in core") if "in core" in seconds else "in core did not run",
         "tflop_per_s": {side: flops / s / 1e12 for side, s in medians(seconds).items()},
         "peak_bytes": {side: step.peak_bytes for side, step in steps.items()},
-        "loss": {side: getattr(step.last, "loss", step.last) for side, step in steps.items()},
+        "first_loss": first_loss,
+        "last_loss": {side: getattr(step.last, "loss", step.last) for side, step in steps.items()},
         "relay": trace,
     }
 
@@ -176,6 +205,7 @@ def main() -> int:
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--stash", default="host", choices=["device", "host"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--relay-only", action="store_true", help="leave training in core out, where it cannot fit")
     parser.add_argument(
         "--device", default="cuda", help="'cpu' emulates: it tries the program out and measures nothing"
     )

@@ -234,7 +234,7 @@ MAY_IMPORT = {
         "eps": "eps.optimizers eps.blocks devices model rounding trace config schedule_rules",
         "step.graph": "eps.blocks model",
         "step.traffic": "step.graph eps eps.blocks devices model trace schedule_rules",
-        "step.micro_batch": "step.traffic step.graph eps.blocks model",
+        "step.micro_batch": "step.traffic step.graph eps.blocks devices model",
         "step": "step.micro_batch step.traffic step.graph eps eps.optimizers eps.blocks devices batches "
         "model trace config schedule_rules",
         "edits": "eps eps.optimizers eps.blocks surgery.identity surgery devices batches model trace config",

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from l2l_core.devices import NoTorchModes
+
 Checksum = complex | torch.Tensor  # sum of the elements; on a GPU also the sum of their absolute values: (2,)
 
 
@@ -28,8 +30,7 @@ class RecomputeCheck:
             raise RuntimeError(difference_message(layer))
         for old, new in zip(before, checksums_of(outputs), strict=True):
             if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
-                finite = torch.isfinite(old[0]) & torch.isfinite(new[0])
-                self._pending.append((layer, finite & ((old[0] - new[0]).abs() > 1e-5 * new[1])))
+                self._pending.append((layer, _differ_on_gpu(old, new)))
             elif not (old == new or (old != old and new != new)):  # NaN is reported elsewhere
                 raise RuntimeError(difference_message(layer, f"; their sum was {old:.9g} and is {new:.9g}"))
 
@@ -53,7 +54,15 @@ def _checksum(tensor: torch.Tensor) -> Checksum:
 
 
 def _checksum_on_gpu(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.stack([torch.sum(tensor, dtype=torch.float64), torch.sum(tensor.abs(), dtype=torch.float64)])
+    with NoTorchModes():  # under the stash mode, these numbers would be offloaded with the stash
+        parts = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        return torch.stack([torch.sum(parts, dtype=torch.float64), torch.sum(parts.abs(), dtype=torch.float64)])
+
+
+def _differ_on_gpu(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    with NoTorchModes():
+        finite = torch.isfinite(old[0]) & torch.isfinite(new[0])
+        return finite & ((old[0] - new[0]).abs() > 1e-5 * new[1])
 
 
 def difference_message(layer: str, details: str = "") -> str:

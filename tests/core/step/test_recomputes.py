@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from by_hand import assert_trains, chain_of, stashes
 from oracle import adamw
 from torch import Tensor, nn
-from zoo import WIDTH, Chain
+from zoo import WIDTH, Chain, Kind
 
 from l2l_core import Relay, RelayConfig
 from l2l_core.step.micro_batch import recompute_check
@@ -149,3 +149,17 @@ class Conjugate(Block):
 @stashes
 def test_complex_outputs_are_compared(stash: str) -> None:
     assert_trains(chain_of(Conjugate, shell=Complex), stash)
+
+
+class Adding(Block):
+    def end(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+@stashes
+@pytest.mark.parametrize("kind", [chain_of(Adding), chain_of(Conjugate, shell=Complex)], ids=["real", "complex"])
+def test_sums_that_wait_for_the_end_of_the_step_stay_on_the_device(
+    kind: Kind, stash: str, compared: RecomputeCheck
+) -> None:
+    """As on a GPU, where a stash on the host took them along and freed them."""
+    assert_trains(kind, stash)
