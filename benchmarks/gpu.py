@@ -40,7 +40,10 @@ SHAPES = {
 
 
 class QuickDraw(TorchFunctionMode):
-    """Fills a large tensor with copies of 2**20 normal numbers of deviation 0.02: one core draws a billion in ten seconds."""
+    """Fills large tensors with copies of 2**20 normal numbers of deviation 0.02.
+
+    One core would take ten seconds for a billion.
+    """
 
     draws = (torch.Tensor.normal_, torch.Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ from l2l_core.eps.blocks import Block, BlockGradient, Unit
 from l2l_core.eps.masters import Masters
 from l2l_core.eps.updater import EPSClock, set_grads
 from l2l_core.schedule_rules import MAX_PENDING_GRADIENTS
+
+_LARGE, _PIECES = 2**20, 64  # elements from which a norm is computed in pieces, and how many
 
 
 class NonFiniteError(FloatingPointError):
@@ -45,9 +47,20 @@ def check_finite(unit: Unit, block: Block, gradient: BlockGradient) -> float:
 
 def joint_norm(parts: Sequence[torch.Tensor]) -> float:
     """Return the norm of several tensors together; 0 for none."""
+    if sum(part.numel() for part in parts) >= _LARGE:
+        pieces = [norm for part in parts for norm in _norms_of_pieces(part)]
+        return torch.linalg.vector_norm(torch.cat(pieces)).item()
     if len(parts) == 1:
         return torch.linalg.vector_norm(parts[0]).item()
     return torch.linalg.vector_norm(torch.stack(foreach_norm(list(parts)))).item() if parts else 0.0
+
+
+def _norms_of_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield norms of pieces of a tensor, computed on several cores; PyTorch computes a whole tensor's on one."""
+    flat = tensor.reshape(-1)
+    in_rows = len(flat) - len(flat) % _PIECES
+    yield torch.linalg.vector_norm(flat[:in_rows].view(_PIECES, -1), dim=1)
+    yield torch.linalg.vector_norm(flat[in_rows:], keepdim=True)
 
 
 class GradientBuffers:

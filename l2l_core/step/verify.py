@@ -90,7 +90,7 @@ class InCoreStep:
         twin = _copy_model(model)
         self._store = store
         self._weights = dict(zip(model.parameters(), twin.parameters(), strict=True))
-        self._buffers = _pair_buffers(model, twin)
+        modules = list(zip(model.named_modules(), twin.modules(), strict=True))
         states: dict[nn.Parameter, dict[str, Any]] = {}
         for block in store.masters.blocks:  # weights and state may be in files
             with store.storage.lease(block):
@@ -117,6 +117,7 @@ class InCoreStep:
                 losses = update_after(add_gradients, twin, optimizer, max_grad_norm)
         self._loss = float(sum(losses))
         twin.cpu()  # frees device memory for the relay
+        self._buffers = _pair_buffers(modules)
         self._expected = {
             param: pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), dict(optimizer.state.get(own, {})))
             for param, own in self._weights.items()
@@ -211,9 +212,11 @@ def _differing(pairs: Iterable[TensorPair]) -> dict[str, float]:
     return {name: _difference(ours, theirs) for name, ours, theirs in pairs if not is_same(ours, theirs)}
 
 
-def _pair_buffers(model: nn.Module, other: nn.Module) -> dict[int, TensorPair]:
-    """Return the model's buffers by identity, each with the same buffer of its copy."""
-    modules = zip(model.named_modules(), other.modules(), strict=True)
+def _pair_buffers(modules: Iterable[tuple[tuple[str, nn.Module], nn.Module]]) -> dict[int, TensorPair]:
+    """Return the buffers of modules by identity, each with the same buffer of the module's copy.
+
+    Called after the copy was moved to a GPU and back, which replaces its buffers.
+    """
     return {
         id(buffer): (f"{prefix}.{name}" if prefix else name, buffer, own._buffers.get(name))
         for (prefix, module), own in modules

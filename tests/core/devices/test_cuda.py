@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import random
 import signal
 import subprocess
@@ -563,15 +564,55 @@ def test_bf16_learns_like_fp32_on_the_gpu(kind: Kind, stash: str) -> None:
     assert losses == pytest.approx(expected, rel=3e-2)
 
 
+EXACT = [
+    "chain",
+    "gpt2",
+    "bert",
+    "llama",
+    "t5",
+    "vit",
+    "resnet",
+    "batch_norm",
+    "qwen3_moe",
+    "tied_layers",
+    "unet",
+    "albert",
+]
+
+
+def exact_kinds() -> list[str]:
+    """Kinds that train to the same bits as in core, with PyTorch's deterministic algorithms."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    equal = []
+    for kind in (BY_NAME[name] for name in EXACT):
+        config = RelayConfig(micro_batches=3, stash="host", seed=0)
+        (losses, model), (expected, reference) = train_by_relay(kind, config), train_in_core(kind, config)
+        states = zip(model.state_dict().values(), reference.state_dict().values(), strict=True)
+        if losses == expected and all(torch.equal(ours, theirs) for ours, theirs in states):
+            equal.append(kind.name)
+    return equal
+
+
 @pytest.mark.cuda
-def test_verify_runs_in_core_on_the_gpu() -> None:
-    kind = BY_NAME["gpt2"]
+def test_bits_are_equal_on_the_gpu_with_deterministic_algorithms() -> None:
+    """With SGD, whose update rounds alike on both; in a process of its own, since cuBLAS reads its setting once."""
+    ended = run_apart("print(*test_cuda.exact_kinds())", CUBLAS_WORKSPACE_CONFIG=":4096:8")
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert ended.stdout.split() == EXACT
+
+
+@pytest.mark.cuda
+@kinds(["gpt2", "batch_norm", "resnet"])
+def test_verify_runs_in_core_on_the_gpu(kind: Kind) -> None:
     model = kind.make_model()
-    with Relay(model, sgd(model), "cuda", config=RelayConfig(micro_batches=2)) as relay:
+    config = RelayConfig(micro_batches=2)
+    with Relay(
+        model, sgd(model), "cuda", layers=kind.layers, loss=kind.loss, loss_over=kind.loss_over, config=config
+    ) as relay:
         report = relay.verify(kind.make_batch(4, 0))
         assert report.loss == pytest.approx(report.reference_loss, rel=1e-5) and report.max_abs_diff < 1e-5, str(report)
-        logits = relay.forward(kind.make_batch(4, 0)).logits
-        assert not logits.is_cuda and logits.isfinite().all()
+        outputs = pytree.tree_leaves(dict(relay.forward(kind.make_batch(4, 0))) if kind.name == "gpt2" else [])
+        assert all(not output.is_cuda and output.isfinite().all() for output in outputs)
     gc.collect()
     assert torch.cuda.memory_allocated() < 256e6, "nothing stays but the libraries' workspaces"
 
@@ -660,17 +701,21 @@ def shows_a_missing_wait(device: type[CudaDevice]) -> bool:
     return False
 
 
+def run_apart(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run code that uses this file as `test_cuda`, in a new process."""
+    here = Path(__file__)
+    folders = [str(here.parent), str(here.parents[2] / "support"), str(here.parents[3])]
+    program = f"import sys; sys.path[:0] = {folders}\nimport test_cuda\n{code}"
+    arguments = [sys.executable, "-c", program]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=HANG_S, env={**os.environ, **variables})
+
+
 @pytest.mark.cuda
 @pytest.mark.all_cases
 @pytest.mark.parametrize("device", ["UnwaitedDevice", "HastyDevice"])
 def test_a_wait_that_is_missing_shows_on_the_gpu(device: str) -> None:
     """What proves that the test above can fail; in a process of its own, since nonsense may end it."""
-    files = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "support"), str(Path(__file__).parents[3])]
-    program = (
-        f"import sys; sys.path[:0] = {files}\n"
-        f"import test_cuda; sys.exit(3 if test_cuda.shows_a_missing_wait(test_cuda.{device}) else 0)"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S)
+    ended = run_apart(f"sys.exit(3 if test_cuda.shows_a_missing_wait(test_cuda.{device}) else 0)")
     assert ended.returncode in (3, -signal.SIGABRT, -signal.SIGSEGV), (ended.returncode, ended.stderr[-2000:])
 
 

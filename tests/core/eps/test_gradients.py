@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import pickle
 import threading
 import weakref
@@ -18,7 +19,7 @@ from torch import nn
 from l2l_core.devices import Ledger
 from l2l_core.eps import NonFiniteError
 from l2l_core.eps.blocks import Block, BlockGradient, build_layer
-from l2l_core.eps.gradient_buffers import GradientBuffers, check_finite
+from l2l_core.eps.gradient_buffers import GradientBuffers, check_finite, joint_norm
 from l2l_core.schedule_rules import MAX_PENDING_GRADIENTS
 
 VALUES = [1e8, -1e8, 1.0]  # by micro-batch: 1.0 in ascending order, 0.0 if the last one is added to another first
@@ -140,3 +141,20 @@ def test_who_brings_a_gradient_waits_for_room_until_one_is_used_or_the_step_has_
 def test_deferred_updates_have_no_bound(gradients: GradientBuffers) -> None:
     gradients.begin(bounded=False)
     assert len({id(b) for b in [gradients.acquire(16, bounded=True) for _ in range(2 * MAX_PENDING_GRADIENTS)]}) == 6
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(3,)], [(2, 3), ()], [(2**20,)], [(1025, 1025), (7,), ()]], ids=["one", "two", "pieces", "a rest"]
+)
+def test_a_norm_is_that_of_all_elements(shapes: list[tuple[int, ...]]) -> None:
+    """Large ones are computed in pieces."""
+    parts = [torch.randn(shape) for shape in shapes]
+    parts[0] = parts[0].t() if parts[0].dim() == 2 else parts[0]  # not contiguous
+    together = torch.cat([part.double().flatten() for part in parts])
+    assert joint_norm(parts) == pytest.approx(float(together.norm()), rel=1e-6)
+    parts[-1].fill_(torch.nan)
+    assert math.isnan(joint_norm(parts))
+
+
+def test_no_tensors_have_no_norm() -> None:
+    assert joint_norm([]) == 0.0
