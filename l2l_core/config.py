@@ -93,6 +93,11 @@ class RelayConfig:
         seed: seed of all random streams, see `micro_batch_seed`. None: that of PyTorch when the relay is made
             (``torch.initial_seed()``, worker 0's), so that ``torch.manual_seed`` before it decides; `Relay.config` has it.
             Saves keep it, the files of a shelf do not.
+        verify: which steps are compared with the same step in core before they train, as `Relay.verify` does: ``"first"``, the
+            first with these settings, layers and types of batch; ``"never"``; or n, every n-th. It takes a step in core and one
+            by relay more, and for that time the memory of training in core. A step that would differ is refused.
+            `StepResult.verified` has the result, or why it was left out: on a GPU, with `precision="bf16"`, `compress`, several
+            workers, weights in files or step hooks, or without the memory.
 
     Raises:
         ValueError: a value out of range, or ``eager`` together with ``max_grad_norm``.
@@ -111,6 +116,7 @@ class RelayConfig:
     meter: MeterMode = "on_change"
     rollback: bool = False
     seed: int | None = None
+    verify: Literal["first", "never"] | int = "first"
 
     def __post_init__(self) -> None:
         check_int("micro_batches", self.micro_batches, least=1)
@@ -118,6 +124,10 @@ class RelayConfig:
             check_int(name, getattr(self, name), least=0)
         if self.seed is not None:
             check_int("seed", self.seed, least=0)
+        if self.verify not in ("first", "never") and (isinstance(self.verify, str) or self.verify is None):
+            raise ValueError(f"verify={self.verify!r}: must be 'first', 'never', or n for every n-th step")
+        if not isinstance(self.verify, str):
+            check_int("verify", self.verify, least=1)
         if isinstance(self.keep, str):
             parse_bytes(self.keep, "keep", "layers, as 4, or of ")
         else:

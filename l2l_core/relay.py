@@ -9,7 +9,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial, wraps
@@ -41,7 +41,7 @@ from l2l_core.config import RelayConfig, check_int, checked_config
 from l2l_core.devices import Device, ForkGuard, Ledger, free_bytes, resolve_device, serial_executor
 from l2l_core.edits import Branch, Branches, Edit, Editor, History, JournalEntry
 from l2l_core.edits import BranchState as BranchState
-from l2l_core.eps import GradientBuffers, LayerStore, Masters, Residuals
+from l2l_core.eps import GradientBuffers, LayerStore, Masters, Residuals, TornStep
 from l2l_core.eps.blocks import (
     Unit,
     build_units,
@@ -53,11 +53,13 @@ from l2l_core.eps.blocks import (
 )
 from l2l_core.eps.optimizers import (
     Findings,
+    ListEntry,
     OptimizerFactory,
     make_optimizer,
     replaced_step,
     rounds_weights,
     settings_of,
+    user_hooks,
     without_step_hooks,
 )
 from l2l_core.model import (
@@ -80,6 +82,7 @@ from l2l_core.shelf import (
     refuse_edited_save,
 )
 from l2l_core.step import BreadthFirstRuntime, InCoreStep, PassTask, RelayParts, VerifyReport, defer_interrupts
+from l2l_core.step_check import InCoreError, StepCheck, UnequalStepError, in_core_errors, kind_of_check
 from l2l_core.trace import StepResult, Trace
 from l2l_core.workers import Network, Workers, make_backend
 
@@ -89,6 +92,9 @@ if TYPE_CHECKING:  # the methods that plan, analyse or inspect import these room
     from l2l_core.inside import Inside, LayerObserver
     from l2l_core.simulator import Cluster
 
+_COMPARISON_BYTES = (
+    28  # per parameter: a copy of weights, gradients and AdamW's state, and another of weights and state
+)
 _FIT_SECONDS = 30.0  # time limit of a search for settings, once it has found some
 _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
@@ -121,8 +127,9 @@ class Relay:
         model: module with dense float32 parameters on the CPU. Between steps its parameters are views of the masters, so
             ``state_dict`` and evaluation work as usual. Parameters may be bfloat16 if the optimizer rounds them as
             `in_bf16` does with ``weights=True``.
-        optimizer: factory, called once with all parameters, or a torch Optimizer whose groups and state are adopted. Default:
-            AdamW with a learning rate of 1e-4.
+        optimizer: factory, called once with all parameters; a torch Optimizer, whose groups and state are adopted; or a list of
+            optimizers and of pairs (parameters or filter, factory), see `optimizer_list.py`. Default: AdamW with a learning
+            rate of 1e-4.
         device: "auto" (a GPU if PyTorch finds one, else "cpu"), "cpu" (emulated, no limits), "cuda", "cuda:n", a
             `torch.device` with such a name, or a Device.
         layers: modules or dotted names, or a mapping from keys to them. Default: `find_layers(model)`.
@@ -153,7 +160,7 @@ class Relay:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: OptimizerFactory | Optimizer = _DEFAULT_OPTIMIZER,
+        optimizer: OptimizerFactory | Optimizer | Sequence[ListEntry] = _DEFAULT_OPTIMIZER,
         device: str | torch.device | Device = "auto",
         layers: Iterable[nn.Module | str] | Mapping[str, nn.Module | str] | None = None,
         loss: Loss | None = None,
@@ -217,6 +224,7 @@ class Relay:
         self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, self._seed)
         self._history = History(self._editor)
         self._branches = Branches(self._editor, self.host, self.device.host_empty)
+        self._step_check = StepCheck(self._compare)
         self._process, self._busy = ForkGuard(), threading.Lock()
         self._closed = False
         try:
@@ -448,8 +456,10 @@ class Relay:
                     why = "hooks would see shards of parameters; do it between steps, in `with relay.gathered()`"
                     self._backend.refuse("a hook around the optimizer's step", why)
                 config = self._runner.resolve_config(self.config, batch)
-                with self._skipping(skip, force):
-                    return self._step(batch, config)
+                if skip:
+                    with self._skipping(skip, force):
+                        return self._step(batch, config)
+                return self._checked_step(batch, config)
 
     def forward(self, batch: Batch) -> Any:
         """Run the model in evaluation mode and return its outputs, joined over micro-batches. Nothing changes."""
@@ -594,41 +604,18 @@ class Relay:
             ValueError: the in-core side needs more than `host_bytes`, or the optimizer's step was replaced on the object.
                 Nothing was run.
         """
-        with (
-            self._together("verify", batch),
-            self.device.current(),
-            self._preserved(),
-            torch.enable_grad(),
-            self._kv_caches.disabled(),  # in the copy, too
-        ):
-            check_model(self.model, self._runner.parts.units)  # the in-core side runs first
+        with self._together("verify", batch), torch.enable_grad():
+            if host_bytes is not None or self.shelf is not None:
+                check_in_core_fits(self._store.masters, free_bytes(None) if host_bytes is None else host_bytes)
             if name := replaced_step(self.optimizer):
                 raise ValueError(
                     f"optimizer.step was replaced by {name}, which cannot be called for the in-core side: put it into a class, "
                     "or remove it (del optimizer.step)"
                 )
-            if host_bytes is not None or self.shelf is not None:
-                check_in_core_fits(self._store.masters, free_bytes(None) if host_bytes is None else host_bytes)
-            config, gather = self._runner.resolve_config(self.config, batch), self._backend.gather_items
-            rows, own = self._runner.split(batch)
-            micro_batches = gather(own, "verify")
-            divisors = gather(self._runner.normaliser.divisors(rows, own), "verify")
-            with self._backend.storage_unsharded():
-                in_core = InCoreStep(
-                    model=self.model,
-                    store=self._store,
-                    micro_batches=micro_batches,
-                    objective=self._model_call.objective,
-                    batch_loss=self._runner.batch_loss_in_core(rows, len(own)),
-                    divisors=divisors,
-                    seeds=[self.config.micro_batch_seed(self.steps, k) for k in range(len(micro_batches))],
-                    max_grad_norm=self.config.max_grad_norm,
-                    torch_device=self.device.torch_device,
-                )
-            result = self._step(batch, config)
-            with self._backend.storage_unsharded():
-                same_buffers = self._backend.settings.buffers == "same"
-                return in_core.compare(result, self._runner.parts.units, with_buffers=same_buffers)
+            try:
+                return self._compare(batch, self.config, in_place=False)
+            except InCoreError as error:
+                raise error.error from None
 
     def expect(self, batch: Batch) -> AbstractContextManager[object]:
         """Set an example of the next batch, so that edits that run layers (``init="identity"``) need no step before them.
@@ -864,7 +851,7 @@ class Relay:
         cls,
         folder: str | Path,
         model: nn.Module,
-        optimizer: OptimizerFactory | Optimizer = _DEFAULT_OPTIMIZER,
+        optimizer: OptimizerFactory | Optimizer | Sequence[ListEntry] = _DEFAULT_OPTIMIZER,
         modules: Mapping[str, nn.Module] = MappingProxyType({}),
         **options: Any,
     ) -> Relay:
@@ -962,6 +949,78 @@ class Relay:
         self._editor.layer_factory.run_model = first_call
         self._history.loss = result.loss
         return result
+
+    def _checked_step(self, batch: Batch, config: RelayConfig) -> StepResult:
+        """Train on a batch, after a comparison with training in core if one is due."""
+        verified = ""
+        try:
+            kind = partial(self._kind_of_check, batch, config)
+            if config.verify != "never" and self._step_check.is_due(config, kind, self.steps):
+                verified = self._reason_not_to_compare(config) or self._step_check.run(batch, config, kind())
+            result = self._step(batch, config)
+        except (RuntimeError, TypeError, ValueError) as error:
+            if not self._reason_not_to_compare(config) and not isinstance(
+                error, (TornStep, UnequalStepError, MemoryError)
+            ):
+                for remedy in filter(None, [self._step_check.find_remedy(batch, config)]):
+                    error.add_note(remedy)
+            raise
+        return replace(result, verified=verified)
+
+    def _kind_of_check(self, batch: Batch, config: RelayConfig) -> Hashable:
+        layers = tuple((unit.key, unit.trained) for unit in self._runner.parts.units), self.model.training
+        return kind_of_check(self._runner.split(batch)[1], config, layers)
+
+    def _reason_not_to_compare(self, config: RelayConfig) -> str:
+        """Return why a step is not compared with training in core; empty if it can be."""
+        if self.workers > 1 or self.shelf is not None:
+            return f"not compared with training in core: {'several workers' if self.workers > 1 else 'weights are in files'}"
+        reasons = {
+            "a GPU adds in another order": not self.device.in_host_memory,
+            f"precision={config.precision!r} and compress={config.compress!r} round": config.precision != "fp32"
+            or config.compress is not None,
+            "the optimizer has step hooks": bool(user_hooks(self.optimizer)),
+            "a layer warms up": any(block.warmup for block in self._store.masters.blocks),
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), "")
+        needed = _COMPARISON_BYTES * sum(block.master.numel() for block in self._store.masters.blocks)
+        if not reason and needed > (free := free_bytes(None)):
+            reason = f"it takes {needed:,} bytes of host memory, and {free:,} are free"
+        return reason and f"not compared with training in core: {reason}"
+
+    def _compare(self, batch: Batch, config: RelayConfig, in_place: bool = True) -> VerifyReport:
+        """Train a batch in core, in place or on copies, and by relay; undo both, and return the differences."""
+        with self.device.current(), self._kv_caches.disabled():  # in the copy, too
+            with self._preserved():
+                in_core = self._train_in_core(batch, self._runner.resolve_config(config, batch), in_place)
+            with self._preserved():
+                try:
+                    result = self._step(batch, self._runner.resolve_config(config, batch))
+                except TornStep as error:  # what it trained is undone
+                    raise error.__cause__ or error from None
+                with self._backend.storage_unsharded():
+                    same_buffers = self._backend.settings.buffers == "same"
+                    return in_core.compare(result, self._runner.parts.units, with_buffers=same_buffers)
+
+    def _train_in_core(self, batch: Batch, config: RelayConfig, in_place: bool) -> InCoreStep:
+        self._runner.check_can_step(batch)  # before gradients are added to those of the user
+        gather = self._backend.gather_items
+        rows, own = self._runner.split(batch)
+        micro_batches = gather(own, "verify")
+        divisors = gather(self._runner.normaliser.divisors(rows, own), "verify")
+        with self._backend.storage_unsharded(), in_core_errors():
+            return InCoreStep(
+                model=self.model,
+                store=self._store,
+                micro_batches=micro_batches,
+                objective=self._model_call.objective,
+                batch_loss=self._runner.batch_loss_in_core(rows, len(own)),
+                divisors=divisors,
+                seeds=[config.micro_batch_seed(self.steps, k) for k in range(len(micro_batches))],
+                max_grad_norm=config.max_grad_norm,
+                torch_device=self.device.torch_device,
+                in_place=in_place,
+            )
 
     def _fit(
         self, batch: Batch, device_bytes: int | None, host_bytes: int | None, fixed: Iterable[str], most_s: float

@@ -159,7 +159,7 @@ class Runner:
         """Return the kind of a pass over these micro-batches."""
         shapes = tuple(shapes_of(each) for each in micro_batches)
         layers = frozenset((unit.key, unit.trained) for unit in self.parts.units)
-        config = replace(config, seed=0)  # the memory and time of a pass do not depend on it
+        config = replace(config, seed=0, verify="never")  # the memory and time of a pass do not depend on them
         return PassKind(config, shapes, self._model.training, layers)
 
     def resolve_config(self, config: RelayConfig, batch: Batch) -> RelayConfig:
@@ -264,10 +264,7 @@ class Runner:
             raise RuntimeError(
                 "step inside torch.inference_mode(), where PyTorch trains nothing: call it outside of the block"
             )
-        check_model(self._model, self.parts.units)
-        check_step(self._model, self.parts.shell_modules(), self.parts.units)
-        self._store.masters.check_groups()
-        refuse_gradients(batch)
+        self.check_can_step(batch)
         rows, micro_batches = self.split(batch)
         config = replace(config, micro_batches=len(micro_batches))
         try:
@@ -297,6 +294,13 @@ class Runner:
             objective=self.normaliser.summary,
             extras=extras.join(),
         )
+
+    def check_can_step(self, batch: Batch) -> None:
+        """Refuse to train on a batch if the model, the optimizer's groups or the batch would make a step fail."""
+        check_model(self._model, self.parts.units)
+        check_step(self._model, self.parts.shell_modules(), self.parts.units)
+        self._store.masters.check_groups()
+        refuse_gradients(batch)
 
     def _train(
         self,

@@ -19,6 +19,7 @@ from l2l_core.devices import Ledger
 from l2l_core.eps.blocks import Block, Unit, make_masters, shared_key
 from l2l_core.eps.optimizers import (
     Findings,
+    OptimizerList,
     StepGuard,
     clone_deep,
     replace_params,
@@ -199,6 +200,8 @@ class Masters:
         Raises:
             ValueError: groups, or parameters in them, were added, removed or moved.
         """
+        if isinstance(self.optimizer, OptimizerList):
+            self.optimizer.link()
         groups, parts = self.optimizer.param_groups, [part.param_groups for part in self._parts.values()]
         before = [{param for group in alike for param in group["params"]} for alike in zip(*parts, strict=True)]
         changes = [

@@ -72,7 +72,11 @@ class VerifyReport:
 
 
 class InCoreStep:
-    """A step in core on a copy of the relay's model, and its result; see `update_after`."""
+    """A step in core on a copy of the relay's model, and its result; see `update_after`.
+
+    With `in_place`, the model and the optimizer themselves are trained, so that what depends on the identity of parameters or
+    modules is as in a plain loop. They must be in host memory, and the caller undoes the step.
+    """
 
     def __init__(
         self,
@@ -86,23 +90,12 @@ class InCoreStep:
         seeds: Sequence[int],
         max_grad_norm: float | None,
         torch_device: torch.device,
+        in_place: bool = False,
     ) -> None:
-        twin = _copy_model(model)
         self._store = store
+        twin, optimizer = (model, store.optimizer) if in_place else self._make_copies(model, torch_device)
         self._weights = dict(zip(model.parameters(), twin.parameters(), strict=True))
-        modules = list(zip(model.named_modules(), twin.modules(), strict=True))
-        states: dict[nn.Parameter, dict[str, Any]] = {}
-        for block in store.masters.blocks:  # weights and state may be in files
-            with store.storage.lease(block):
-                for param, master, view in zip(block.params, store.masters.params_of(block), block.views, strict=True):
-                    # Masters may be bfloat16; the step computes in float32.
-                    self._weights[param].data = view.detach().to(torch.float32, copy=True)
-                    if master in store.optimizer.state:
-                        states[master] = clone_state(store.optimizer.state[master])
-        optimizer = store.masters.copy_optimizer(twin, model, states)
-        if torch_device.type != "cpu":
-            twin.to(torch_device)
-            optimizer.load_state_dict(optimizer.state_dict())  # moves the state to the parameters' device
+        buffers = _named_buffers(model, twin)
         with preserve_random_state():  # of NumPy too: both steps begin with the same state
             copied = partial(map_tensors, change=lambda tensor: tensor.detach().to(torch_device, copy=True))
             if batch_loss is None:
@@ -113,16 +106,48 @@ class InCoreStep:
                 add_gradients = partial(
                     accumulate_together, twin, micro_batches, outputs, together, seeds, copied, after
                 )
-            with self._sharing_values():
+            with self._sharing_values(), _restored_params(twin):
                 losses = update_after(add_gradients, twin, optimizer, max_grad_norm)
         self._loss = float(sum(losses))
         twin.cpu()  # frees device memory for the relay
-        self._buffers = _pair_buffers(modules)
+        self._buffers = {id(own): (name, own, module._buffers.get(key)) for name, own, module, key in buffers}
         self._expected = {
             param: pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), dict(optimizer.state.get(own, {})))
             for param, own in self._weights.items()
         }
         self._settings = settings_of(optimizer)
+        if in_place:
+            self._keep_results()
+
+    def _make_copies(self, model: nn.Module, torch_device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Copy the model and its optimizer to a device, with weights and state of the relay's."""
+        twin, store = _copy_model(model), self._store
+        weights = dict(zip(model.parameters(), twin.parameters(), strict=True))
+        states: dict[nn.Parameter, dict[str, Any]] = {}
+        for block in store.masters.blocks:  # weights and state may be in files
+            with store.storage.lease(block):
+                for param, master, view in zip(block.params, store.masters.params_of(block), block.views, strict=True):
+                    # Masters may be bfloat16; the step computes in float32.
+                    weights[param].data = view.detach().to(torch.float32, copy=True)
+                    if master in store.optimizer.state:
+                        states[master] = clone_state(store.optimizer.state[master])
+        optimizer = store.masters.copy_optimizer(twin, model, states)
+        if torch_device.type != "cpu":
+            twin.to(torch_device)
+            optimizer.load_state_dict(optimizer.state_dict())  # moves the state to the parameters' device
+        return twin, optimizer
+
+    def _keep_results(self) -> None:
+        """Copy what the step has changed in the model and its optimizer, before it is undone."""
+        self._weights = {param: param.detach().clone() for param in self._weights}
+        self._expected = {param: clone_state(state) for param, state in self._expected.items()}
+        self._buffers = {
+            key: (name, own, None if trained is None else trained.clone())
+            for key, (name, own, trained) in self._buffers.items()
+        }
+        for block in self._store.masters.blocks:  # an optimizer may have made new tensors
+            for param, view in zip(block.params, block.views, strict=True):
+                param.data = view
 
     @contextmanager
     def _sharing_values(self) -> Iterator[None]:
@@ -130,16 +155,18 @@ class InCoreStep:
         values = [param.data for param in self._weights]
         try:
             for param, own in self._weights.items():
-                param.data = own.data
+                if own is not param:
+                    param.data = own.data
             yield
         finally:
-            for param, data in zip(self._weights, values, strict=True):
-                param.data = data
+            for (param, own), data in zip(self._weights.items(), values, strict=True):
+                if own is not param:
+                    param.data = data
 
     def _move_gradients(self) -> None:
         """Move the gradients that such a loss has given to the relay's parameters to those of the copy."""
         for param, own in self._weights.items():
-            if param.grad is not None:
+            if own is not param and param.grad is not None:
                 own.grad, param.grad = param.grad.to(own.device), None
 
     def compare(self, result: StepResult, units: Sequence[Unit], with_buffers: bool) -> VerifyReport:
@@ -212,17 +239,29 @@ def _differing(pairs: Iterable[TensorPair]) -> dict[str, float]:
     return {name: _difference(ours, theirs) for name, ours, theirs in pairs if not is_same(ours, theirs)}
 
 
-def _pair_buffers(modules: Iterable[tuple[tuple[str, nn.Module], nn.Module]]) -> dict[int, TensorPair]:
-    """Return the buffers of modules by identity, each with the same buffer of the module's copy.
+@contextmanager
+def _restored_params(model: nn.Module) -> Iterator[None]:
+    """Restore `requires_grad` of a model's parameters after a block, and remove the gradients that a failure leaves."""
+    flags = [(param, param.requires_grad) for param in model.parameters()]
+    try:
+        yield
+    finally:
+        for param, flag in flags:
+            param.grad = None
+            param.requires_grad_(flag)
 
-    Called after the copy was moved to a GPU and back, which replaces its buffers.
+
+def _named_buffers(model: nn.Module, other: nn.Module) -> list[tuple[str, torch.Tensor, nn.Module, str]]:
+    """Return the name and tensor of each buffer of the model, with the same module of its copy and the buffer's name there.
+
+    Training may replace a buffer, and so does moving a module to a GPU and back.
     """
-    return {
-        id(buffer): (f"{prefix}.{name}" if prefix else name, buffer, own._buffers.get(name))
-        for (prefix, module), own in modules
+    return [
+        (f"{prefix}.{name}" if prefix else name, buffer, own, name)
+        for (prefix, module), own in zip(model.named_modules(), other.modules(), strict=True)
         for name, buffer in module._buffers.items()
         if buffer is not None
-    }
+    ]
 
 
 def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:

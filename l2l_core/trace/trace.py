@@ -314,6 +314,7 @@ class StepResult:
         extras: what the loss returned beside the scalar, on the host, without gradients: tensors of micro-batches are
             concatenated along dim 0, scalars stacked to shape (K,), other values listed. Of this worker's rows only. None if it
             returned no extras.
+        verified: result of the comparison with the same step in core, or why there was none; empty if none was due.
     """
 
     loss: float
@@ -325,3 +326,4 @@ class StepResult:
     bytes_pushed: int
     objective: str = ""
     extras: Any = field(default=None, repr=False, compare=False)
+    verified: str = ""

@@ -177,7 +177,7 @@ def test_every_layer_is_loaded_once_and_pushed_once() -> None:
 
 def test_a_layer_is_pushed_while_backward_goes_on_below_it() -> None:
     kind = BY_NAME["chain"]
-    with both(kind, config_of(kind, ahead=1)) as pair:
+    with both(kind, config_of(kind, ahead=1, verify="never")) as pair:
         relay = pair.relay
         begun: list[tuple[str, int]] = []
         below = relay.stack[0].module
@@ -1045,7 +1045,7 @@ def test_a_model_may_catch_what_a_layer_raises() -> None:
         model.layers[1].traps["there"] = fails_at(4, Fault)
         return model
 
-    assert_plain(make)
+    assert_plain(make, verify="never")  # the trap counts its calls
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------------

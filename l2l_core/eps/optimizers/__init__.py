@@ -9,6 +9,8 @@ from l2l_core.eps.optimizers.factory import rounds_weights as rounds_weights
 from l2l_core.eps.optimizers.group_order import GroupOrder as GroupOrder
 from l2l_core.eps.optimizers.group_order import ParameterIndex as ParameterIndex
 from l2l_core.eps.optimizers.optimizer_conformance import Findings as Findings
+from l2l_core.eps.optimizers.optimizer_list import ListEntry as ListEntry
+from l2l_core.eps.optimizers.optimizer_list import OptimizerList as OptimizerList
 from l2l_core.eps.optimizers.optimizer_settings import OptimizerSettings as OptimizerSettings
 from l2l_core.eps.optimizers.optimizer_settings import SettingChanges as SettingChanges
 from l2l_core.eps.optimizers.optimizer_settings import apply_changes as apply_changes

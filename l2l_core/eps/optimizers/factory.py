@@ -7,14 +7,15 @@ state can be saved. Torch's own optimizers are in a table; any other is tried (`
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from l2l_core.eps.optimizers.optimizer_conformance import Findings, try_blockwise
+from l2l_core.eps.optimizers.optimizer_conformance import Findings, changed_attributes, try_blockwise
+from l2l_core.eps.optimizers.optimizer_list import ListEntry, OptimizerList, make_optimizer_list
 
 logger = logging.getLogger("l2l_core")
 
@@ -25,8 +26,10 @@ _OF_TORCH: dict[str, Findings] = {name: Findings() for name in _ELEMENTWISE}
 _OF_TORCH |= {name: Findings(elementwise=False) for name in ("Adafactor", "Muon")}
 
 
-def make_optimizer(optimizer: OptimizerFactory | Optimizer, model: nn.Module) -> tuple[Optimizer, Findings]:
-    """Adopt an optimizer over the model's parameters, or call a factory once with all of them.
+def make_optimizer(
+    optimizer: OptimizerFactory | Optimizer | Sequence[ListEntry], model: nn.Module
+) -> tuple[Optimizer, Findings]:
+    """Adopt an optimizer over the model's parameters, call a factory once with all of them, or make one of a list.
 
     Returns:
         The optimizer, and the findings about it.
@@ -38,11 +41,9 @@ def make_optimizer(optimizer: OptimizerFactory | Optimizer, model: nn.Module) ->
     made: Any = optimizer
     if not isinstance(optimizer, Optimizer):
         if isinstance(optimizer, list | tuple):
-            kinds = ", ".join(type(each).__name__ for each in optimizer)
-            raise TypeError(
-                f"optimizer=[{kinds}]: give one optimizer over all parameters, whose step() may treat its groups by different "
-                "rules"
-            )
+            made = make_optimizer_list(optimizer, model)
+            _check_parameters(made, model)
+            return made, _findings_of_list(made)
         if not callable(optimizer):
             raise TypeError(
                 f"optimizer={optimizer!r}: give a torch Optimizer or a factory such as partial(torch.optim.AdamW, lr=1e-4)"
@@ -51,6 +52,36 @@ def make_optimizer(optimizer: OptimizerFactory | Optimizer, model: nn.Module) ->
         if not isinstance(made, Optimizer):
             raise TypeError(f"the optimizer factory returned a {type(made).__name__}, not a torch Optimizer")
     _check_kind(made)
+    _check_parameters(made, model)
+    findings = known_findings(made) or try_blockwise(made)
+    if isinstance(made, torch.optim.AdamW | torch.optim.Adam) and made.defaults.get("fused") is None:
+        logger.info(
+            "%s runs unfused, as torch does by default on the CPU; fused=True is many times faster", type(made).__name__
+        )
+    return made, findings
+
+
+def _findings_of_list(optimizers: OptimizerList) -> Findings:
+    """Return what holds for all optimizers of a list together."""
+    found: list[Findings] = []
+    for optimizer in optimizers.optimizers:
+        _check_kind(optimizer)
+        if (known := known_findings(optimizer)) is None and (names := changed_attributes(optimizer)):
+            raise ValueError(
+                f"{type(optimizer).__name__} changes its attribute {names[0]!r} in a step, and in a list of optimizers a relay "
+                "keeps only settings of groups and the state of parameters: keep it there, or give that optimizer by itself"
+            )
+        found.append(known or try_blockwise(optimizer))
+    return Findings(
+        elementwise=all(each.elementwise for each in found),
+        newcomers=next((each.newcomers for each in found if each.newcomers), ""),
+        follows_rate=any(each.follows_rate for each in found),
+        couples=next((each.couples for each in found if each.couples), ""),
+    )
+
+
+def _check_parameters(made: Optimizer, model: nn.Module) -> None:
+    """Raise ValueError if the optimizer holds parameters of another model."""
     own = set(model.parameters())  # by identity, as tensors hash
     foreign = [p for group in made.param_groups for p in group["params"] if p not in own]
     if foreign:
@@ -58,12 +89,6 @@ def make_optimizer(optimizer: OptimizerFactory | Optimizer, model: nn.Module) ->
             f"the optimizer holds {len(foreign)} parameter(s) that are not the model's (first of shape "
             f"{tuple(foreign[0].shape)}): build it from this model's parameters()"
         )
-    findings = known_findings(made) or try_blockwise(made)
-    if isinstance(made, torch.optim.AdamW | torch.optim.Adam) and made.defaults.get("fused") is None:
-        logger.info(
-            "%s runs unfused, as torch does by default on the CPU; fused=True is many times faster", type(made).__name__
-        )
-    return made, findings
 
 
 def known_findings(optimizer: Optimizer) -> Findings | None:

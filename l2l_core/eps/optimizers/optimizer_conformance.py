@@ -89,6 +89,17 @@ def try_blockwise(optimizer: Optimizer) -> Findings:
         return Findings(trial.is_elementwise(pauses), newcomers, trial.follows_rate(whole, pauses))
 
 
+def changed_attributes(optimizer: Optimizer) -> list[str]:
+    """Return the names of attributes of the optimizer itself that a step on small weights changes."""
+    with preserve_random_state():
+        copy = Trial(optimizer).copy()
+        before = settings_of(copy)[:1]
+        for param in (param for group in copy.param_groups for param in group["params"]):
+            param.grad = torch.ones_like(param)
+        step_part(copy)
+        return differing_settings(before, settings_of(copy)[:1])
+
+
 class Trial:
     """Copies of an optimizer that train small weights, which belong to two blocks in turn."""
 

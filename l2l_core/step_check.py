@@ -1,0 +1,140 @@
+"""Comparison of a step with the same step in core before it trains, and settings that train what is refused.
+
+A step that would train other weights than plain training is refused while the model is unchanged. No check of the model's code
+finds all such cases: a layer may read a number that the forward left in a global dictionary, and an optimizer may couple layers
+for some gradients only.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from l2l_core._torch import pytree
+from l2l_core.config import RelayConfig
+from l2l_core.step import VerifyReport
+
+Compare = Callable[[Any, RelayConfig], VerifyReport]  # a batch, settings
+
+
+class UnequalStepError(RuntimeError):
+    """A step would train other weights than the same step in core. Nothing was trained.
+
+    Attributes:
+        report: the comparison.
+    """
+
+    def __init__(self, message: str, report: VerifyReport) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class InCoreError(Exception):
+    """Training in core failed, so that nothing can be compared.
+
+    Attributes:
+        error: what it raised.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextmanager
+def in_core_errors() -> Iterator[None]:
+    """Raise InCoreError for any exception in the block."""
+    try:
+        yield
+    except Exception as error:
+        raise InCoreError(error) from error
+
+
+@dataclass
+class StepCheck:
+    """Decides which steps are compared with training in core, and compares them.
+
+    Attributes:
+        compare: trains a batch both ways, undoes it, and returns the report.
+    """
+
+    compare: Compare
+    _compared: set[Hashable] = field(default_factory=set)
+
+    def is_due(self, config: RelayConfig, kind: Callable[[], Hashable], steps: int) -> bool:
+        """Return whether the next step, after `steps` others, is to be compared."""
+        if isinstance(config.verify, int):
+            return steps % config.verify == 0
+        return config.verify == "first" and kind() not in self._compared
+
+    def run(self, batch: Any, config: RelayConfig, kind: Hashable) -> str:
+        """Compare a step; return the result in words.
+
+        Raises:
+            UnequalStepError: it would differ from training in core.
+            Exception: the relay cannot train the batch.
+        """
+        began_s = time.perf_counter()
+        try:
+            report = self._compare(batch, config)
+        except InCoreError as error:  # the relay's step will tell where it fails
+            return f"not compared with training in core, which failed: {type(error.error).__name__}: {error}"
+        if not report.equal:
+            remedy = self.find_remedy(batch, config) or (
+                "If the loss or the model counts its calls or keeps other state outside of modules, which a comparison changes, "
+                "RelayConfig(verify='never') trains without one"
+            )
+            raise UnequalStepError(f"{_different(report)}. Nothing has been trained. {remedy}", report)
+        self._compared.add(kind)
+        return f"equal to the step in core, to the bit; compared in {time.perf_counter() - began_s:.2g} s"
+
+    def _compare(self, batch: Any, config: RelayConfig) -> VerifyReport:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the step warns
+            return self.compare(batch, config)
+
+    def find_remedy(self, batch: Any, config: RelayConfig) -> str:
+        """Return settings with which the step equals training in core, in words; empty if none are found."""
+        for changes in _alternatives(config):
+            try:
+                report = self._compare(batch, replace(config, **changes))
+            except InCoreError:
+                return ""
+            except Exception:  # of any kind: these settings do not help
+                continue
+            if report.equal:
+                settings = ", ".join(f"{name}={value!r}" for name, value in changes.items())
+                return f"RelayConfig({settings}) trains it with the bits of training in core: a trial step was equal"
+        return ""
+
+
+def kind_of_check(micro_batches: list[Any], config: RelayConfig, layers: Hashable) -> Hashable:
+    """Return the kind of a step that is compared once: settings, layers, and types of the batch without its sizes."""
+    leaves, tree = pytree.tree_flatten(micro_batches[:1])
+    types = tuple((str(leaf.dtype), leaf.dim()) if hasattr(leaf, "dim") else type(leaf).__name__ for leaf in leaves)
+    return replace(config, seed=0, micro_batches=1, verify="never"), layers, str(tree), types
+
+
+def _different(report: VerifyReport) -> str:
+    names = [name for row in report.rows for name in row.different]
+    parts = (
+        [f"{len(names)} weights and buffers (by up to {report.max_abs_diff:.3g}), {names[0]} first"] if names else []
+    )
+    parts += [f"the optimizer's {', '.join(report.optimizer[:3])}"] if report.optimizer else []
+    if report.loss != report.reference_loss:
+        parts.append(f"the loss ({report.loss:.9g} for {report.reference_loss:.9g})")
+    return f"this step would differ from the same step in core in {'; '.join(parts)}"
+
+
+def _alternatives(config: RelayConfig) -> Iterator[dict[str, Any]]:
+    whole = {"update": "whole"} if config.update != "whole" else {}
+    in_core = {"schedule": "depth_first", "stash": "device", "keep": 0} if config.schedule != "depth_first" else {}
+    yield from ([whole] if whole else [])
+    if in_core:
+        shown = {name: value for name, value in in_core.items() if name == "schedule" or getattr(config, name) != value}
+        yield shown
+        yield from ([shown | whole] if whole else [])

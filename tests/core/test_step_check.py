@@ -1,0 +1,227 @@
+"""Steps are compared with training in core before they train; the words name settings that work, and those do."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from l2l_core import EmulatedDevice, FileShelf, Relay, RelayConfig, StepResult
+from l2l_core.step_check import UnequalStepError
+
+GLOBAL: dict[str, Tensor | float] = {}
+LOCAL = threading.local()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(8, 8)
+        self.scale: Callable[[], Any] = lambda: 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.f(x)) * self.scale()
+
+
+class Model(nn.Module):
+    """A chain whose forward leaves a number somewhere, where its layers read it."""
+
+    def __init__(
+        self, leave: Callable[[float], Any] = lambda value: None, read: Callable[[], Any] = lambda: 1.0
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(8, 3)
+        self.leave = leave
+        for layer in self.layers:
+            layer.scale = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.leave(float(x.detach().mean()))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+BATCH = (torch.arange(48.0).view(6, 8).sin(), torch.arange(6) % 3)
+
+
+def relay_over(model: nn.Module, optimizer: Any = None, device: Any = "cpu", **settings: Any) -> Relay:
+    made = optimizer or torch.optim.AdamW(model.parameters())
+    config = RelayConfig(**{"micro_batches": 2, **settings})
+    return Relay(model, made, device, loss=nn.CrossEntropyLoss(), config=config)
+
+
+def trained_plainly(model: nn.Module) -> list[Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x, y in zip(*(part.chunk(2) for part in BATCH), strict=True):
+        (F.cross_entropy(model(x), y) / 2).backward()
+    optimizer.step()
+    return [param.detach() for param in model.parameters()]
+
+
+UNSEEN = {
+    "a global dictionary": (lambda v: GLOBAL.update(v=v), lambda: GLOBAL["v"]),
+    "a thread's local": (lambda v: setattr(LOCAL, "v", v), lambda: LOCAL.v),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the loss of a few rows")
+@pytest.mark.all_cases
+@pytest.mark.parametrize(("leave", "read"), UNSEEN.values(), ids=UNSEEN)
+def test_what_no_check_sees_is_refused_and_the_remedy_works(leave: Any, read: Any) -> None:
+    torch.manual_seed(0)
+    expected = trained_plainly(Model(leave, read))
+    torch.manual_seed(0)
+    model = Model(leave, read)
+    before = [param.detach().clone() for param in model.parameters()]
+    with relay_over(model) as relay:
+        with pytest.raises(
+            UnequalStepError, match=r"Nothing has been trained. RelayConfig\(schedule='depth_first'\)"
+        ) as info:
+            relay.step(BATCH)
+        assert not info.value.report.equal and relay.steps == 0
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert not relay.optimizer.state
+        relay.config = RelayConfig(micro_batches=2, schedule="depth_first")
+        assert relay.step(BATCH).verified.startswith("equal to the step in core")
+    assert all(torch.equal(a, b) for a, b in zip(expected, model.parameters(), strict=True))
+
+
+class ClipsSpikes(torch.optim.SGD):
+    """Clips the joint norm above a threshold that small weights do not reach."""
+
+    def step(self, closure: Any = None) -> Any:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([grad.norm() for grad in grads]).norm() if grads else torch.zeros(())
+        for grad in grads:
+            grad.mul_(1e3 / norm.clamp(min=1e3))
+        return super().step(closure)
+
+
+def test_an_optimizer_that_couples_for_these_gradients_is_refused_and_the_remedy_works() -> None:
+    model = Model()
+    optimizer, config = ClipsSpikes(model.parameters(), lr=0.1), RelayConfig(micro_batches=2)
+    with Relay(
+        model, optimizer, "cpu", loss=lambda out, batch: 1e6 * F.cross_entropy(out, batch[1]), config=config
+    ) as relay:
+        with pytest.raises(UnequalStepError, match=r"RelayConfig\(update='whole'\) trains it"):
+            relay.step(BATCH)
+        relay.config = RelayConfig(micro_batches=2, update="whole")
+        assert relay.step(BATCH).verified.startswith("equal")
+
+
+@pytest.mark.filterwarnings("ignore:the loss of a few rows")
+def test_a_refused_layer_trains_as_the_note_says() -> None:
+    """A gradient penalty needs second derivatives through layers."""
+
+    def objective(model: nn.Module, batch: Any) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        out = model(x)
+        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return F.cross_entropy(out, batch[1]) + grad.square().sum(1).mean()
+
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Relay(model, optimizer, "cpu", objective=objective, config=RelayConfig(micro_batches=2)) as relay:
+        with pytest.raises(RuntimeError) as info:
+            relay.step(BATCH)
+        assert any("RelayConfig(schedule='depth_first') trains it" in note for note in info.value.__notes__)
+        relay.config = RelayConfig(micro_batches=2, schedule="depth_first")
+        assert relay.step(BATCH).verified.startswith("equal")
+
+
+def test_layers_with_a_generator_train_nothing() -> None:
+    """Without the comparison, the last layers would hold new weights."""
+    generator = torch.Generator()
+    model = Model(read=lambda: torch.rand(1, generator=generator))
+    before = [param.detach().clone() for param in model.parameters()]
+    with relay_over(model) as relay, pytest.raises(RuntimeError, match="gave other outputs when it was recomputed"):
+        relay.step(BATCH)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def results_of(relay: Relay, count: int) -> list[StepResult]:
+    return [relay.step(BATCH) for _ in range(count)]
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize(
+    ("verify", "due"), [("first", [0]), ("never", []), (1, [0, 1, 2, 3]), (3, [0, 3])], ids=["first", "never", "1", "3"]
+)
+def test_when_a_step_is_compared(verify: Any, due: list[int]) -> None:
+    with relay_over(Model(), verify=verify) as relay:
+        verified = [result.verified for result in results_of(relay, 4)]
+    assert [step for step, words in enumerate(verified) if words] == due
+    assert all(words.startswith("equal to the step in core, to the bit; compared in ") for words in verified if words)
+
+
+def test_another_shape_is_no_other_kind_and_other_layers_are() -> None:
+    with relay_over(Model()) as relay:
+        x, y = BATCH
+        assert relay.step(BATCH).verified and not relay.step((x[:4], y[:4])).verified
+        relay.model.layers[0].requires_grad_(False)
+        assert relay.step(BATCH).verified and not relay.step(BATCH).verified
+        relay.config = RelayConfig(micro_batches=2, stash="host")
+        assert relay.step(BATCH).verified
+
+
+def test_a_comparison_leaves_nothing_behind() -> None:
+    """The same steps without one give the same weights, state and random numbers."""
+    ends = []
+    for verify in ("first", "never"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(3)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        config = RelayConfig(micro_batches=2, seed=0, verify=verify)  # type: ignore[arg-type]
+        with Relay(model, optimizer, "cpu", loss=lambda out, batch: out.square().mean(), config=config) as relay:
+            losses = [relay.step((BATCH[0],)).loss for _ in range(3)]
+            state = [value for each in relay.optimizer.state.values() for value in each.values()]
+            ends.append((losses, [*model.parameters(), *state, torch.get_rng_state()]))
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1], strict=True))
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"precision": "bf16"}, "precision='bf16' and compress=None round"),
+        ({"compress": "int8"}, "compress='int8'"),
+    ],
+    ids=str,
+)
+def test_why_a_step_is_not_compared(settings: dict[str, Any], reason: str) -> None:
+    with relay_over(Model(), **settings) as relay:
+        verified = relay.step(BATCH).verified
+    assert verified.startswith("not compared with training in core: ") and reason in verified
+
+
+def test_weights_in_files_are_not_compared(tmp_path: Any) -> None:
+    model = Model()
+    shelf = FileShelf(folder=tmp_path, memory_bytes=10_000_000)
+    with Relay(model, torch.optim.AdamW, "cpu", loss=nn.CrossEntropyLoss(), shelf=shelf) as relay:
+        assert relay.step(BATCH).verified == "not compared with training in core: weights are in files"
+
+
+def test_without_the_memory_a_step_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("l2l_core.relay.free_bytes", lambda device: 1000)
+    with relay_over(Model(), device=EmulatedDevice()) as relay:
+        assert "bytes of host memory, and 1,000 are free" in relay.step(BATCH).verified
+
+
+@pytest.mark.filterwarnings("ignore:the loss of a few rows")
+def test_an_error_of_the_users_code_is_the_relays_own() -> None:
+    """It names the place, and it was raised in a step, not in a comparison."""
+    with relay_over(Model()) as relay, pytest.raises(IndexError, match="out of bounds") as info:
+        relay.step((BATCH[0], BATCH[1] + 7))
+    assert any("The relay was at" in note for note in info.value.__notes__)
+
+
+@pytest.mark.parametrize("verify", ["always", 0, -1, True, None, 1.5])
+def test_what_verify_may_be(verify: Any) -> None:
+    with pytest.raises(ValueError, match=r"verify=.*must be"):
+        RelayConfig(verify=verify)
