@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from l2l_core.eps.optimizers.optimizer_conformance import Findings, try_blockwise
+from l2l_core.eps.optimizers.wrapped_optimizer import unwrap_optimizer
 
 logger = logging.getLogger("l2l_core")
 
@@ -28,6 +29,8 @@ _OF_TORCH |= {name: Findings(elementwise=False) for name in ("Adafactor", "Muon"
 def make_optimizer(optimizer: OptimizerFactory | Optimizer, model: nn.Module) -> tuple[Optimizer, Findings]:
     """Adopt an optimizer over the model's parameters, or call a factory once with all of them.
 
+    Wrappers of training frameworks are left out if they only forward, see `wrapped_optimizer.py`.
+
     Returns:
         The optimizer, and the findings about it.
 
@@ -35,8 +38,8 @@ def make_optimizer(optimizer: OptimizerFactory | Optimizer, model: nn.Module) ->
         TypeError: neither an Optimizer nor a factory that returns one.
         ValueError: the optimizer has parameters of another model, or cannot work block by block.
     """
-    made: Any = optimizer
-    if not isinstance(optimizer, Optimizer):
+    made: Any = unwrap_optimizer(optimizer)
+    if not isinstance(made, Optimizer):
         if isinstance(optimizer, list | tuple):
             kinds = ", ".join(type(each).__name__ for each in optimizer)
             raise TypeError(
@@ -47,7 +50,7 @@ def make_optimizer(optimizer: OptimizerFactory | Optimizer, model: nn.Module) ->
             raise TypeError(
                 f"optimizer={optimizer!r}: give a torch Optimizer or a factory such as partial(torch.optim.AdamW, lr=1e-4)"
             )
-        made = optimizer(model.parameters())
+        made = unwrap_optimizer(optimizer(model.parameters()))
         if not isinstance(made, Optimizer):
             raise TypeError(f"the optimizer factory returned a {type(made).__name__}, not a torch Optimizer")
     _check_kind(made)
