@@ -156,7 +156,9 @@ def test_lab_starts_at_the_first_notebook_if_there_is_one(tmp_path: Path) -> Non
 ALLOWED_IN_CORE = {"psutil", "l2l_core", "torch", "greenlet", "safetensors", "numpy"} | sys.stdlib_module_names
 
 # Modules of `integrations`, and the libraries that each of them imports
-FRAMEWORKS = {"l2l_core.integrations.lightning": {"lightning", "torchmetrics"}}
+FRAMEWORKS = {
+    f"l2l_core.integrations.{name}": {"lightning", "torchmetrics"} for name in ("lightning", "lightning_module")
+}
 
 
 def module_name(path: Path) -> str:

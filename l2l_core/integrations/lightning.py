@@ -9,7 +9,7 @@ schedulers and checkpoints stay Lightning's own.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -21,20 +21,23 @@ from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from l2l_core.batches import map_tensors
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device
+from l2l_core.integrations.lightning_module import (
+    MANUAL_OPTIONS,
+    check_module,
+    metrics_hidden,
+    on_device,
+    reads_gradients,
+)
 from l2l_core.relay import Relay
 from l2l_core.step import host_copy, new_state_copied
 
-# Options of a relay for manual optimization; otherwise `training_step` computes the loss, and Lightning makes the batches.
-_MANUAL_OPTIONS = ("loss", "objective", "weight", "loss_over", "split", "join")
-_OPTIONS = ("layers", *_MANUAL_OPTIONS)
+_OPTIONS = ("layers", *MANUAL_OPTIONS)
 _CHECKPOINT_KEY = "relay_state"
 _micro_batch: ContextVar[int | None] = ContextVar("number of the micro-batch whose training step runs", default=None)
 
@@ -48,7 +51,7 @@ class RelayStrategy(SingleDeviceStrategy):
 
     - ``training_step`` of all batches of an optimizer step runs with the last of them. ``on_train_batch_end`` gets no outputs
       for the others, and values of `log` arrive with the last.
-    - Each micro-batch draws random numbers from a stream of its own (`RelayConfig.micro_batch_seed`).
+    - Each micro-batch draws random numbers from its own stream (`RelayConfig.micro_batch_seed`).
     - Gradients exist within a relay step only. ``on_before_optimizer_step`` and clipping get them, with deferred updates;
       ``backward``, ``on_before_backward`` and ``on_after_backward`` are refused.
 
@@ -86,6 +89,7 @@ class RelayStrategy(SingleDeviceStrategy):
         self._config, self._relay_device, self._options = config, device, options
         self._relay: Relay | None = None
         self._relay_state: dict[str, int] | None = None  # of a checkpoint
+        self._groups: list[list[int]] = []  # of the optimizer, when the relay was made
         self._window: list[tuple[Any, ...]] = []  # arguments of the training steps before the next optimizer step
         self._output: Any = None  # of the last training step
         self._logged: list[list[tuple[Any, Any]]] = []  # arguments of `log` by micro-batch
@@ -141,25 +145,29 @@ class RelayStrategy(SingleDeviceStrategy):
     def on_train_start(self) -> None:
         """Make the relay, when callbacks and checkpoints have changed module and optimizer."""
         super().on_train_start()
-        self._close()
-        module = self._module()
-        _check_module(module, self.optimizers, self._config, self._options)
-        options, config = self._options, self._config
-        if module.automatic_optimization:
-            options = {**options, "objective": self._objective, "split": _split, "loss_over": "sum"}
-            if config.update == "eager" and _reads_gradients(module.trainer):
-                config = replace(config, update="deferred")
-        with _metrics_hidden(module):
-            self._relay = Relay(module, self.optimizers[0], device=self._relay_device, config=config, **options)
-        state = self._relay_state or {**self._relay.state_dict(), "steps": module.trainer.global_step}
-        self._relay.load_state_dict(state)
+        self._make_relay(self._module())
         self._relay_state, self._window = None, []
         # Lightning's loop warns of the steps without a loss before the last of an optimizer step
         warnings.filterwarnings("ignore", message=".*training_step` returned `None`")
 
+    def _make_relay(self, module: LightningModule) -> None:
+        self._close()
+        check_module(module, self.optimizers, self._config, self._options)
+        options, config = self._options, self._config
+        if module.automatic_optimization:
+            options = {**options, "objective": self._objective, "split": _split, "loss_over": "sum"}
+            if config.update == "eager" and reads_gradients(module.trainer):
+                config = replace(config, update="deferred")
+        with metrics_hidden(module):
+            self._relay = Relay(module, self.optimizers[0], device=self._relay_device, config=config, **options)
+        state = self._relay_state or {**self._relay.state_dict(), "steps": module.trainer.global_step}
+        self._relay.load_state_dict(state)
+        self._groups = _groups_of(self.optimizers[0])
+
     def teardown(self) -> None:
         """Close the relay; the module is an ordinary one again."""
         self._close()
+        self._relay_state = None
         super().teardown()
 
     def _close(self) -> None:
@@ -177,9 +185,16 @@ class RelayStrategy(SingleDeviceStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Keep a batch until the optimizer step; then train on all of them and return the last one's output."""
         module = self._module()
-        if not module.automatic_optimization:
-            return super().training_step(*args, **kwargs)
         trainer = module.trainer
+        if not module.automatic_optimization:
+            before = self.relay.steps - trainer.global_step
+            output = super().training_step(*args, **kwargs)
+            if self.relay.steps - trainer.global_step != before:
+                raise RuntimeError(
+                    "training_step made a relay step that trainer.global_step does not count, so max_steps and checkpoints would "
+                    "not see it: call self.optimizers().step(closure=lambda: self.trainer.strategy.relay.step(batch))"
+                )
+            return output
         loop = trainer.fit_loop.epoch_loop
         if loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self._window = []  # as Lightning clears gradients here
@@ -223,11 +238,15 @@ class RelayStrategy(SingleDeviceStrategy):
 
     def _train(self, module: LightningModule, window: Sequence[tuple[Any, ...]]) -> None:
         """Train on the batches of one optimizer step, then pass on the values that they logged."""
+        if self._groups != _groups_of(self.optimizers[0]):  # changed by a callback that unfreezes layers
+            self._relay_state = self.relay.state_dict()
+            self._make_relay(module)
+            self._relay_state = None
         relay, trainer = self.relay, module.trainer
         if relay.config.micro_batches != len(window):
             relay.config = replace(relay.config, micro_batches=len(window))
         self._logged = [[] for _ in window]
-        with _metrics_hidden(module) as self._metrics, self._log_recorded(module), self._gradients_shown(module):
+        with metrics_hidden(module) as self._metrics, self._in_step(module), self._gradients_shown(module):
             relay.step([(k, *args) for k, args in enumerate(window)])
         results = trainer._results
         for args, calls in zip(window, self._logged, strict=True):
@@ -245,7 +264,7 @@ class RelayStrategy(SingleDeviceStrategy):
                 output = module.training_step(*args)
         finally:
             _micro_batch.reset(token)
-        loss = output.get("loss") if isinstance(output, dict) else output
+        loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
             raise ValueError(
                 f"training_step returned {output!r}: a relay step needs the loss of every batch, as a tensor or under the key "
@@ -256,8 +275,8 @@ class RelayStrategy(SingleDeviceStrategy):
         return loss / module.trainer.accumulate_grad_batches
 
     @contextmanager
-    def _log_recorded(self, module: LightningModule) -> Iterator[None]:
-        """Keep what training steps log until the step has ended, as micro-batches take turns."""
+    def _in_step(self, module: LightningModule) -> Iterator[None]:
+        """Keep what training steps log until the step has ended, as micro-batches take turns; set ``module.device``."""
         log = module.log
 
         def record(*args: Any, **kwargs: Any) -> None:
@@ -269,19 +288,21 @@ class RelayStrategy(SingleDeviceStrategy):
 
         module.__dict__["log"] = record
         try:
-            yield
+            with on_device(module, self.relay.device.torch_device):
+                yield
         finally:
             del module.__dict__["log"]
 
     @contextmanager
     def _gradients_shown(self, module: LightningModule) -> Iterator[None]:
         """Run Lightning's hooks before the optimizer step, with clipping, when all gradients are there."""
-        if not _reads_gradients(module.trainer):
+        if not reads_gradients(module.trainer):
             yield
             return
 
         def run_hooks(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            self.precision_plugin._after_closure(module, optimizer)
+            with on_device(module, self.root_device):  # where masters and their gradients are
+                self.precision_plugin._after_closure(module, optimizer)
 
         handle = self.optimizers[0].register_step_pre_hook(run_hooks)
         try:
@@ -304,36 +325,6 @@ class RelayStrategy(SingleDeviceStrategy):
         return checkpoint
 
 
-@contextmanager
-def _metrics_hidden(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """Make metrics in a module plain attributes for the length of a block; yield their modules.
-
-    They are no part of the model that a relay trains, and their hashes follow their state, so a relay could not find them.
-    """
-    holders = [(each, dict(each._modules)) for each in module.modules() if not isinstance(each, Metric)]
-    hidden = [
-        (each, name, child) for each, children in holders for name, child in children.items() if _is_metric(child)
-    ]
-    try:
-        for each, name, child in hidden:
-            del each._modules[name]
-            each.__dict__[name] = child
-        yield [part for _, _, child in hidden if child is not None for part in child.modules()]
-    finally:
-        for each, name, _ in hidden:
-            del each.__dict__[name]
-        for each, children in holders:  # in the order of before
-            each._modules.clear()
-            each._modules.update(children)
-
-
-def _is_metric(module: nn.Module | None) -> bool:
-    """Return whether a module is a metric, or holds metrics and no parameters."""
-    if module is None or isinstance(module, Metric):
-        return module is not None
-    return next(module.parameters(), None) is None and any(isinstance(each, Metric) for each in module.modules())
-
-
 def _split(window: Sequence[Any], count: int) -> list[Any]:
     """Return the batches of an optimizer step, each as one micro-batch."""
     return list(window)
@@ -343,44 +334,6 @@ def _is_bf16(plugin: Precision) -> bool:
     return str(plugin.precision).startswith(("bf16", "16"))
 
 
-def _reads_gradients(trainer: Trainer) -> bool:
-    """Return whether clipping or a hook needs all gradients before the update."""
-    module = trainer.lightning_module
-    return (
-        bool(trainer.gradient_clip_val)
-        or is_overridden("configure_gradient_clipping", module)
-        or any(is_overridden("on_before_optimizer_step", each) for each in (module, *trainer.callbacks))  # type: ignore[attr-defined]
-    )
-
-
-def _check_module(
-    module: LightningModule, optimizers: Sequence[Optimizer], config: RelayConfig, options: dict[str, Any]
-) -> None:
-    """Raise ValueError for a module that a relay does not train as Lightning does."""
-    if len(optimizers) != 1 or not isinstance(optimizers[0], Optimizer) or not optimizers[0].param_groups:
-        kinds = ", ".join(type(each).__name__ for each in optimizers)
-        raise ValueError(
-            f"configure_optimizers returned [{kinds}]: a relay has one optimizer. Return one torch Optimizer over all "
-            "parameters, with parameter groups for different settings"
-        )
-    if not module.automatic_optimization:
-        return
-    trainer = module.trainer
-    for name in ("backward", "on_before_backward", "on_after_backward"):
-        for each in (module, *(trainer.callbacks if name != "backward" else ())):  # type: ignore[attr-defined]
-            if is_overridden(name, each):
-                raise ValueError(
-                    f"{type(each).__name__}.{name} is overridden, and a relay runs backward layer by layer. Read or change "
-                    "gradients in on_before_optimizer_step, which gets all of them"
-                )
-    if given := [name for name in _MANUAL_OPTIONS if name in options]:
-        raise ValueError(
-            f"RelayStrategy({given[0]}=...) with automatic optimization, where training_step returns the loss of each batch: "
-            "leave it out, or set automatic_optimization = False in the module"
-        )
-    if config.micro_batches != 1:
-        raise ValueError(
-            f"RelayConfig(micro_batches={config.micro_batches}) with automatic optimization: each batch of the loader is one "
-            f"micro-batch. Leave it out, and give Trainer(accumulate_grad_batches={config.micro_batches}) with smaller batches "
-            "in the loader"
-        )
+def _groups_of(optimizer: Optimizer) -> list[list[int]]:
+    """Return the identities of the parameters in each group."""
+    return [[id(param) for param in group["params"]] for group in optimizer.param_groups]

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 L = pytest.importorskip("lightning")
 torchmetrics = pytest.importorskip("torchmetrics")
 
-from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 
-from l2l_core import RelayConfig  # noqa: E402
+from l2l_core import EmulatedDevice, Relay, RelayConfig  # noqa: E402
 from l2l_core.integrations.lightning import RelayStrategy  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
@@ -28,6 +28,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:You defined a .validation_step. but have no",
     "ignore:Experiment logs directory",
     "ignore:.*the hooks will not be called on every batch",
+    "ignore:.*dataloader_iter",
     "ignore:.*LeafSpec.* is deprecated:FutureWarning",
 )
 HOST = RelayConfig(stash="host")
@@ -183,8 +184,12 @@ def test_three_epochs_with_a_resume_in_the_middle(tmp_path: Path, accumulate: in
     resumed, *_ = both(
         tmp_path / "rest", callbacks=keep, ckpt_path=lambda f: tmp_path / "parts" / f.name / name, **options
     )
+    other = tmp_path / "parts" / "core" / name  # a checkpoint that was saved in core
+    strategy = RelayStrategy(HOST, device="cpu")
+    crossed, *_ = fit(tmp_path / "crossed", strategy, callbacks=keep(), ckpt_path=other, **options)
     for key in ("weights", "optimizer", "schedulers", "steps"):
         assert_same(resumed[key], whole[key])
+        assert_same(crossed[key], whole[key])
 
 
 # Options of the trainer ----------------------------------------------------------------------------------------------
@@ -273,6 +278,112 @@ def test_gpt2(tmp_path: Path) -> None:
     assert_same(*sides)
 
 
+class Finetuning(BaseFinetuning):
+    """Adds two layers as a group to the optimizer in the second epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.layers[:2])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.layers[:2], optimizer, lr=1e-3)
+
+
+def test_layers_that_a_callback_unfreezes(tmp_path: Path) -> None:
+    class Trained(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([param for param in self.parameters() if param.requires_grad], lr=0.1, momentum=0.9)
+
+    state, *_ = both(tmp_path, make=Trained, callbacks=lambda: [Finetuning()])
+    assert len(state["optimizer"]["param_groups"]) == 2
+
+
+class Collections(Net):
+    """Metrics in containers, values from before the layers, and state of the module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = [
+            torchmetrics.Accuracy(task="multiclass", num_classes=3),
+            torchmetrics.Recall("multiclass", num_classes=3),
+        ]
+        self.collection = torchmetrics.MetricCollection(both, prefix="of/")
+        self.by_name = nn.ModuleDict({"mean": torchmetrics.MeanMetric(), "all": torchmetrics.CatMetric()})
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        x, y = batch
+        self.log("input", x.mean())
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        self.collection(logits, y)
+        self.log_dict(self.collection, on_step=True, on_epoch=True)
+        self.by_name["mean"](loss)
+        self.by_name["all"].update(loss)
+        self.log("mean", self.by_name["mean"], on_step=True, on_epoch=True)
+        self.log("most", loss, reduce_fx="max", on_step=False, on_epoch=True, batch_size=1)
+        self.log("lr", self.optimizers().param_groups[0]["lr"])
+        self.losses.append(loss.detach())
+        return {"loss": loss, "logits": logits.detach()}
+
+    def on_train_epoch_end(self) -> None:
+        self.log("all", self.by_name["all"].compute().sum() + torch.stack(self.losses).sum())
+        self.by_name["all"].reset()
+        self.losses.clear()
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_metrics_in_containers_and_state_of_the_module(tmp_path: Path, accumulate: int) -> None:
+    both(tmp_path, make=Collections, max_epochs=2, accumulate_grad_batches=accumulate)
+
+
+class Dropping(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(3))
+
+
+class Seeds(Callback):
+    """Draws the relay's random numbers in core."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        torch.manual_seed(RelayConfig(seed=7).micro_batch_seed(trainer.global_step, batch_idx % 2))
+
+
+def test_random_numbers_are_those_of_the_micro_batches_also_after_a_resume(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"make": Dropping, "accumulate_grad_batches": 2, "max_epochs": 2}
+    core, *_ = fit(tmp_path / "core", None, callbacks=[Seeds()], **options)
+    seeded = RelayStrategy(RelayConfig(seed=7), device="cpu")
+    keep = ModelCheckpoint(filename="{epoch}", save_top_k=-1)
+    relay, *_ = fit(tmp_path / "relay", seeded, callbacks=[keep], **options)
+    assert_same(relay, core)
+    other = RelayStrategy(RelayConfig(seed=8), device="cpu")  # the checkpoint holds the seed
+    first = Path(keep.best_model_path).with_name("epoch=0.ckpt")
+    resumed, *_ = fit(tmp_path / "rest", other, ckpt_path=first, **options)
+    assert_same(resumed["weights"], core["weights"])
+
+
+@pytest.mark.parametrize("config", [RelayConfig(schedule="depth_first"), RelayConfig(update="whole"), HOST], ids=str)
+def test_settings_and_a_small_device(tmp_path: Path, config: RelayConfig) -> None:
+    core, *_ = fit(tmp_path / "core", None, max_epochs=1, gradient_clip_val=0.1, accumulate_grad_batches=2)
+    strategy = RelayStrategy(config, device=EmulatedDevice(memory_bytes=2_000_000))
+    relay, *_ = fit(tmp_path / "relay", strategy, max_epochs=1, gradient_clip_val=0.1, accumulate_grad_batches=2)
+    assert_same(relay, core)
+
+
+@pytest.mark.cuda
+def test_on_a_gpu(tmp_path: Path) -> None:
+    class Devices(Net):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+            assert torch.zeros(1, device=self.device).device == batch[0].device == self.head.weight.device
+            return super().training_step(batch, batch_idx)
+
+    core, *_ = fit(tmp_path / "core", None, max_epochs=1)
+    relay, *_ = fit(tmp_path / "relay", RelayStrategy(HOST, device="cuda"), Devices, max_epochs=1)
+    assert core["steps"] == relay["steps"]
+    torch.testing.assert_close(relay["weights"], core["weights"], rtol=1e-3, atol=1e-4)
+
+
 def test_validate_test_and_predict_after_a_fit(tmp_path: Path) -> None:
     sides = []
     for name, strategy in (("core", None), ("relay", RelayStrategy(HOST, device="cpu"))):
@@ -342,6 +453,11 @@ class NoClosure(Net):
         optimizer.step()
 
 
+class Iterating(Net):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return None
+
+
 class Without(Net):
     def configure_optimizers(self) -> None:
         return None
@@ -352,6 +468,7 @@ REFUSED: list[tuple[Callable[[], Net], dict[str, Any], dict[str, Any], str]] = [
     (Two, {}, {}, r"returned \[SGD, SGD\]: a relay has one optimizer"),
     (Without, {}, {}, "a relay has one optimizer"),
     (Skipping, {}, {}, "training_step returned None"),
+    (Iterating, {}, {}, r"training_step\(self, batch, batch_idx\)"),
     (NoClosure, {}, {}, "without a relay step would train nothing"),
     (Net, {"devices": 2}, {}, "devices=2.*Give devices=1"),
     (Net, {}, {"loss": nn.MSELoss()}, r"RelayStrategy\(loss=...\) with automatic"),
@@ -403,6 +520,48 @@ def test_manual_optimization_counts_steps(tmp_path: Path) -> None:
         sides.append(state_of(net, run))
     assert_same(*sides)
     assert sides[1]["steps"][0] == 10
+
+
+def test_a_relay_in_the_module_counts_steps_without_the_strategy(tmp_path: Path) -> None:
+    class Own(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization, self.relays = False, list[Relay]()
+
+        def on_fit_start(self) -> None:
+            optimizer = self.optimizers()  # a LightningOptimizer
+            self.relays.append(Relay(self.layers, optimizer, device="cpu", objective=self.objective, config=HOST))
+
+        def objective(self, layers: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            x = batch[0]
+            for layer in self.layers:
+                x = x + layer(x)
+            return x.square().mean()
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+            self.optimizers().step(closure=lambda: self.relays[0].step(batch))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.layers.parameters())
+
+        def on_fit_end(self) -> None:
+            self.relays.pop().close()
+
+    torch.manual_seed(0)
+    net, run = Own(), trainer(tmp_path, None, max_steps=10, max_epochs=-1)
+    before = net.layers[0][0].weight.detach().clone()
+    run.fit(net, loaders()[0])
+    assert run.global_step == 10 and not torch.equal(net.layers[0][0].weight, before)
+    assert {int(state["step"]) for state in run.optimizers[0].state.values()} == {10}
+
+
+def test_an_uncounted_relay_step_is_refused(tmp_path: Path) -> None:
+    class Uncounted(Manual):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+            self.trainer.strategy.relay.step(batch)
+
+    with pytest.raises(RuntimeError, match="global_step does not count"):
+        fit(tmp_path, RelayStrategy(device="cpu", loss=nn.CrossEntropyLoss()), lambda: Uncounted(by_relay=True))
 
 
 def test_manual_backward_under_the_strategy_is_refused(tmp_path: Path) -> None:
