@@ -59,6 +59,7 @@ from l2l_core.eps.optimizers import (
     replaced_step,
     rounds_weights,
     settings_of,
+    unwrap_optimizer,
     user_hooks,
     without_step_hooks,
 )
@@ -127,9 +128,9 @@ class Relay:
         model: module with dense float32 parameters on the CPU. Between steps its parameters are views of the masters, so
             ``state_dict`` and evaluation work as usual. Parameters may be bfloat16 if the optimizer rounds them as
             `in_bf16` does with ``weights=True``.
-        optimizer: factory, called once with all parameters; a torch Optimizer, whose groups and state are adopted; or a list of
-            optimizers and of pairs (parameters or filter, factory), see `optimizer_list.py`. Default: AdamW with a learning
-            rate of 1e-4.
+        optimizer: factory, called once with all parameters; a torch Optimizer, whose groups and state are adopted, also inside a
+            wrapper by accelerate, Lightning or Fabric; or a list of optimizers and of pairs (parameters or filter, factory),
+            see `optimizer_list.py`. Default: AdamW with a learning rate of 1e-4.
         device: "auto" (a GPU if PyTorch finds one, else "cpu"), "cpu" (emulated, no limits), "cuda", "cuda:n", a
             `torch.device` with such a name, or a Device.
         layers: modules or dotted names, or a mapping from keys to them. Default: `find_layers(model)`.
@@ -140,7 +141,8 @@ class Relay:
             sum of the weights of the targets.
         loss_over: for a loss that mixes rows. "batch": `loss` gets the outputs of all micro-batches, joined, and the whole batch;
             the device holds those outputs. "micro-batch": trains on the mean over micro-batches, as plain accumulation does.
-            Default: such a loss is refused.
+            "sum": the losses of micro-batches add up as they are; `loss` or `objective` has divided them. Default: such a loss
+            is refused.
         split: how a batch is cut, if its rows are not along dim 0: their dim, or dims by key, as ``{"x": 1, "mask": None}``;
             ``Views(n)`` for n blocks of rows that belong together; ``Sequences(...)`` for packed tokens; or a function
             ``(batch, k) -> micro_batches``, called several times per step. See `batch_split.py`.
@@ -875,7 +877,7 @@ class Relay:
             ValueError: the folder is damaged, incomplete, of another model (names the file), or not the same for all workers.
             WorkerError: loading failed on another worker.
         """
-        shelf, workers = options.pop("shelf", None), options.get("workers")
+        shelf, workers, optimizer = options.pop("shelf", None), options.get("workers"), unwrap_optimizer(optimizer)
         with ExitStack() as back:  # a failure restores the caller's model and optimizer
             options["workers"] = backend = make_backend(workers, model)
             back.callback(backend.close)

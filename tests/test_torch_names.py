@@ -16,6 +16,8 @@ FOREIGN = {  # private attributes of others
     "_bit_generator", "_rand",  # numpy.random
     "_view_count",  # ipywidgets
     "_heterogeneity_spec", "_init_weights",  # transformers
+    "_accelerator_connector", "_after_closure", "_device", "_devices_flag", "_num_nodes_flag",  # Lightning
+    "_results", "_should_accumulate",  # Lightning
     "_relay_guard", "_relay_state",  # ours, on objects of others
 }  # fmt: skip
 

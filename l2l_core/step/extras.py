@@ -51,7 +51,7 @@ class StepExtras:
                 f"they cannot be joined: {structure[1]} and {self._structure[1]}. Return the same tree of values for each, with "
                 "tensors padded to one shape, or figures computed from them"
             )
-        self._leaves[k] = [_host_copy(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._leaves[k] = [host_copy(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return loss
 
     def run_once(self, call: Callable[..., tuple[torch.Tensor, Any]], *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -60,7 +60,7 @@ class StepExtras:
         leaves, spec = pytree.tree_flatten(extras, is_leaf=_is_list_of_values)
         for leaf in leaves:
             _shape_without_rows(leaf)
-        kept = [_host_copy(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        kept = [host_copy(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._of_batch = pytree.tree_unflatten(kept, spec)
         return loss
 
@@ -95,7 +95,8 @@ def _join(column: Sequence[Any]) -> Any:
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 
-def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor that a micro-batch made into host memory that belongs to no micro-batch."""
     return _copy(tensor, torch.device("cpu"))
 
 

@@ -177,8 +177,9 @@ def refuse_cached(model: nn.Module) -> None:
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise ValueError if PyTorch's data-parallel wrappers hold the model, or a part of it."""
+    """Raise ValueError if wrappers by PyTorch, Fabric or accelerate hold the model, or a part of it."""
     for name, module in model.named_modules():
+        _refuse_prepared(name, module)
         kinds = {kind.__name__ for kind in type(module).__mro__}
         if found := kinds & {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}:
             instead = "give the module inside (model.module)" if found & _WITH_MODULE else "do not shard it"
@@ -186,6 +187,21 @@ def refuse_wrapped(model: nn.Module) -> None:
                 f"the model{f' ({name})' if name else ''} is in {min(found)}, which synchronises gradients in backward, and a "
                 f"relay runs it layer by layer: {instead}. Several processes train one model by Relay(..., workers='auto')"
             )
+
+
+def _refuse_prepared(name: str, module: nn.Module) -> None:
+    """Raise ValueError for a model that Fabric or accelerate runs with its precision."""
+    where, instead = f"the model{f' ({name})' if name else ''}", "with RelayConfig(precision='bf16') for bfloat16"
+    if any(kind.__name__ == "_FabricModule" for kind in type(module).__mro__):
+        raise ValueError(
+            f"{where} is a _FabricModule of fabric.setup, which casts inputs and outputs around the whole forward: give the "
+            f"module inside (model.module), {instead}"
+        )
+    if "_original_forward" in vars(module):
+        raise ValueError(
+            f"{where} was prepared by accelerate with mixed precision, which runs the whole forward under autocast: give "
+            f"accelerator.unwrap_model(model, keep_fp32_wrapper=False), or do not prepare it, {instead}"
+        )
 
 
 _WITH_MODULE = {"DistributedDataParallel", "DataParallel"}

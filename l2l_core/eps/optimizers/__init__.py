@@ -39,3 +39,4 @@ from l2l_core.eps.optimizers.partial_optimizer import step_part as step_part
 from l2l_core.eps.optimizers.partial_optimizer import update_part as update_part
 from l2l_core.eps.optimizers.partial_optimizer import user_hooks as user_hooks
 from l2l_core.eps.optimizers.partial_optimizer import without_step_hooks as without_step_hooks
+from l2l_core.eps.optimizers.wrapped_optimizer import unwrap_optimizer as unwrap_optimizer

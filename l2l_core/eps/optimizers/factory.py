@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from l2l_core.eps.optimizers.optimizer_conformance import Findings, changed_attributes, try_blockwise
 from l2l_core.eps.optimizers.optimizer_list import ListEntry, OptimizerList, make_optimizer_list
+from l2l_core.eps.optimizers.wrapped_optimizer import unwrap_optimizer
 
 logger = logging.getLogger("l2l_core")
 
@@ -31,6 +32,8 @@ def make_optimizer(
 ) -> tuple[Optimizer, Findings]:
     """Adopt an optimizer over the model's parameters, call a factory once with all of them, or make one of a list.
 
+    Wrappers of training frameworks are left out if they only forward, see `wrapped_optimizer.py`.
+
     Returns:
         The optimizer, and the findings about it.
 
@@ -38,8 +41,8 @@ def make_optimizer(
         TypeError: neither an Optimizer nor a factory that returns one.
         ValueError: the optimizer has parameters of another model, or cannot work block by block.
     """
-    made: Any = optimizer
-    if not isinstance(optimizer, Optimizer):
+    made: Any = unwrap_optimizer(optimizer)
+    if not isinstance(made, Optimizer):
         if isinstance(optimizer, list | tuple):
             made = make_optimizer_list(optimizer, model)
             _check_parameters(made, model)
@@ -48,7 +51,7 @@ def make_optimizer(
             raise TypeError(
                 f"optimizer={optimizer!r}: give a torch Optimizer or a factory such as partial(torch.optim.AdamW, lr=1e-4)"
             )
-        made = optimizer(model.parameters())
+        made = unwrap_optimizer(optimizer(model.parameters()))
         if not isinstance(made, Optimizer):
             raise TypeError(f"the optimizer factory returned a {type(made).__name__}, not a torch Optimizer")
     _check_kind(made)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from l2l_core.eps.optimizers.partial_optimizer import clone_shallow, step_part
+from l2l_core.eps.optimizers.wrapped_optimizer import unwrap_optimizer
 
 Filter = Callable[[str, nn.Parameter], bool]
 ListEntry = Optimizer | tuple[Filter | Iterable[nn.Parameter], Callable[[list[nn.Parameter]], Optimizer] | Optimizer]
@@ -154,20 +155,20 @@ def make_optimizer_list(entries: Sequence[ListEntry], model: nn.Module) -> Optim
 
 
 def _make_entry(place: int, entry: Any, model: nn.Module, taken: set[nn.Parameter]) -> Optimizer:
-    if isinstance(entry, Optimizer):
+    if isinstance(entry := unwrap_optimizer(entry), Optimizer):
         return entry
     if not (isinstance(entry, tuple) and len(entry) == 2):
         raise TypeError(
             f"optimizer[{place}]={entry!r}: give an optimizer, or a pair (parameters or filter(name, parameter), factory)"
         )
     which, factory = entry
-    if isinstance(factory, Optimizer):
+    if isinstance(factory := unwrap_optimizer(factory), Optimizer):
         return factory
     free = ((name, param) for name, param in model.named_parameters() if param not in taken)
     params = [param for name, param in free if which(name, param)] if callable(which) else list(which)
     if not params:
         raise ValueError(f"optimizer[{place}] would have no parameters: its filter accepts none that are left")
-    made = factory(params)
+    made = unwrap_optimizer(factory(params))
     if not isinstance(made, Optimizer):
         raise TypeError(f"optimizer[{place}]: the factory returned a {type(made).__name__}, not a torch Optimizer")
     return made
