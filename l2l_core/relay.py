@@ -133,7 +133,8 @@ class Relay:
             sum of the weights of the targets.
         loss_over: for a loss that mixes rows. "batch": `loss` gets the outputs of all micro-batches, joined, and the whole batch;
             the device holds those outputs. "micro-batch": trains on the mean over micro-batches, as plain accumulation does.
-            Default: such a loss is refused.
+            Default: such a loss is refused. "sum": adds the losses of micro-batches as they are, without a comparison, for an
+            objective that has divided them.
         split: how a batch is cut, if its rows are not along dim 0: their dim, or dims by key, as ``{"x": 1, "mask": None}``;
             ``Views(n)`` for n blocks of rows that belong together; ``Sequences(...)`` for packed tokens; or a function
             ``(batch, k) -> micro_batches``, called several times per step. See `batch_split.py`.
@@ -359,6 +360,11 @@ class Relay:
                 raise ValueError("no step was made yet, so there is no trace: make one with `relay.step(batch)`")
             return Traces(self._backend.gather_items([self.trace]))
 
+    @property
+    def is_closed(self) -> bool:
+        """True after `close`."""
+        return self._closed
+
     def __enter__(self) -> Relay:
         return self
 
@@ -451,11 +457,17 @@ class Relay:
                 with self._skipping(skip, force):
                     return self._step(batch, config)
 
-    def forward(self, batch: Batch) -> Any:
-        """Run the model in evaluation mode and return its outputs, joined over micro-batches. Nothing changes."""
+    def forward(self, batch: Batch, function: PassTask | None = None) -> Any:
+        """Run the model in evaluation mode and return its outputs, joined over micro-batches. Nothing changes.
+
+        Args:
+            batch: as for `step`.
+            function: ``function(model, micro_batch)`` to run instead of the model alone; its results are joined. Default: the
+                model is called from the micro-batch.
+        """
         with self._together("run forward", batch):
             rows, micro_batches = self._runner.split(batch)
-            outputs = self._runner.infer(micro_batches, self._model_call.outputs)
+            outputs = self._runner.infer(micro_batches, self._model_call.outputs if function is None else function)
             # Divisors may need evaluations of the loss: at most once, and only if an output is a scalar.
             return rows.join(outputs, cache(partial(self._runner.normaliser.divisors, rows, micro_batches)))
 

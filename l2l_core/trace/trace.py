@@ -314,6 +314,8 @@ class StepResult:
         extras: what the loss returned beside the scalar, on the host, without gradients: tensors of micro-batches are
             concatenated along dim 0, scalars stacked to shape (K,), other values listed. Of this worker's rows only. None if it
             returned no extras.
+        grad_norm: norm of all gradients together, before they are clipped. With `max_grad_norm` it is that of
+            `torch.nn.utils.clip_grad_norm_` to the bit, otherwise to rounding. None with several workers and no clipping.
     """
 
     loss: float
@@ -325,3 +327,4 @@ class StepResult:
     bytes_pushed: int
     objective: str = ""
     extras: Any = field(default=None, repr=False, compare=False)
+    grad_norm: float | None = None

@@ -122,6 +122,9 @@ def test_even_micro_batches_are_divided_by_exactly_k() -> None:
         "ten targets each, eight after the shift"
     )
     assert LossNormaliser(None, never, loss_over="micro-batch").divisors(rows, rows.split(3)) == [3.0, 3.0, 3.0]
+    assert LossNormaliser(None, never, loss_over="sum").divisors(rows, rows.split(3)) == [1.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match='weight= with loss_over="sum"'):
+        LossNormaliser(lambda part: 1.0, never, loss_over="sum")
     rows = BatchRows(uneven((8, 2)))
     assert LossNormaliser(None, never).divisors(rows, rows.split(1)) == [1.0]
 
