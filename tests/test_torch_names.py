@@ -16,6 +16,7 @@ FOREIGN = {  # private attributes of others
     "_bit_generator", "_rand",  # numpy.random
     "_view_count",  # ipywidgets
     "_heterogeneity_spec", "_init_weights",  # transformers
+    "_models",  # accelerate
     "_relay_guard", "_relay_state",  # ours, on objects of others
 }  # fmt: skip
 
