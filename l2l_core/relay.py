@@ -369,6 +369,11 @@ class Relay:
                 raise ValueError("no step was made yet, so there is no trace: make one with `relay.step(batch)`")
             return Traces(self._backend.gather_items([self.trace]))
 
+    @property
+    def is_closed(self) -> bool:
+        """True after `close`."""
+        return self._closed
+
     def __enter__(self) -> Relay:
         return self
 
@@ -463,11 +468,17 @@ class Relay:
                         return self._step(batch, config)
                 return self._checked_step(batch, config)
 
-    def forward(self, batch: Batch) -> Any:
-        """Run the model in evaluation mode and return its outputs, joined over micro-batches. Nothing changes."""
+    def forward(self, batch: Batch, function: PassTask | None = None) -> Any:
+        """Run the model in evaluation mode and return its outputs, joined over micro-batches. Nothing changes.
+
+        Args:
+            batch: as for `step`.
+            function: ``function(model, micro_batch)`` to run instead of the model alone; its results are joined. Default: the
+                model is called from the micro-batch.
+        """
         with self._together("run forward", batch):
             rows, micro_batches = self._runner.split(batch)
-            outputs = self._runner.infer(micro_batches, self._model_call.outputs)
+            outputs = self._runner.infer(micro_batches, self._model_call.outputs if function is None else function)
             # Divisors may need evaluations of the loss: at most once, and only if an output is a scalar.
             return rows.join(outputs, cache(partial(self._runner.normaliser.divisors, rows, micro_batches)))
 

@@ -293,6 +293,7 @@ class Runner:
             bytes_pushed=sum(event.nbytes for event in events if event.kind == "push"),
             objective=self.normaliser.summary,
             extras=extras.join(),
+            grad_norm=self._grad_norm(config),
         )
 
     def check_can_step(self, batch: Batch) -> None:
@@ -301,6 +302,11 @@ class Runner:
         check_step(self._model, self.parts.shell_modules(), self.parts.units)
         self._store.masters.check_groups()
         refuse_gradients(batch)
+
+    def _grad_norm(self, config: RelayConfig) -> float | None:
+        """Return the norm of the last step's gradients; None if a worker knows only the norms of its part."""
+        is_whole = self._backend.count == 1 or config.max_grad_norm is not None
+        return self._store.grad_norm if is_whole else None
 
     def _train(
         self,

@@ -157,7 +157,9 @@ ALLOWED_IN_CORE = {"psutil", "l2l_core", "torch", "greenlet", "safetensors", "nu
 
 # Modules of `integrations`, and the libraries that each of them imports
 FRAMEWORKS = {
-    f"l2l_core.integrations.{name}": {"lightning", "torchmetrics"} for name in ("lightning", "lightning_module")
+    **{f"l2l_core.integrations.{name}": {"lightning", "torchmetrics"} for name in ("lightning", "lightning_module")},
+    "l2l_core.integrations.trainer_arguments": {"transformers"},
+    "l2l_core.integrations.transformers_trainer": {"accelerate", "transformers"},
 }
 
 
@@ -251,9 +253,10 @@ MAY_IMPORT = {
         "trace config schedule_rules",
         "inside": "step.micro_batch eps.blocks batches model",
         "runner": "workers step eps eps.blocks devices batches model trace config",
-        "relay": "runner shelf workers saves edits step eps eps.optimizers eps.blocks devices batches model "
+        "step_check": "step config",
+        "relay": "step_check runner shelf workers saves edits step eps eps.optimizers eps.blocks devices batches model "
         "trace config",
-        "integrations": "relay step devices batches config",
+        "integrations": "relay step devices batches trace config",
         "strategies": "relay simulator step step.traffic step.graph eps eps.optimizers eps.blocks devices "
         "batches model trace schedule_rules config",
     },

@@ -18,6 +18,7 @@ FOREIGN = {  # private attributes of others
     "_heterogeneity_spec", "_init_weights",  # transformers
     "_accelerator_connector", "_after_closure", "_device", "_devices_flag", "_num_nodes_flag",  # Lightning
     "_results", "_should_accumulate",  # Lightning
+    "_models",  # accelerate
     "_relay_guard", "_relay_state",  # ours, on objects of others
 }  # fmt: skip
 

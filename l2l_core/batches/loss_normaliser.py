@@ -89,7 +89,7 @@ class LossNormaliser:
         measure: returns the model's losses of small batches, without side effects.
         peers: the other workers that share the batch.
         loss_over: "micro-batch" for a mean over micro-batches that need not be the loss of the batch, as in plain accumulation;
-            "batch" for one loss over the outputs of all micro-batches; "sum" for losses that add up undivided.
+            "batch" for one loss over the outputs of all micro-batches; "sum" for losses that add up as they are.
         run: returns the model's outputs of small batches, without side effects; for `loss_over="batch"`.
 
     Attributes:
@@ -104,12 +104,12 @@ class LossNormaliser:
         loss_over: LossOver | None = None,
         run: RunFn | None = None,
     ) -> None:
-        if loss_over not in (None, *get_args(LossOver)):
+        if loss_over is not None and loss_over not in get_args(LossOver):
             raise ValueError(f'loss_over={loss_over!r}: pass "batch", "micro-batch" or "sum", or leave it out')
-        if loss_over == "sum" and weight is not None:
-            raise ValueError('weight= with loss_over="sum": losses that add up are not weighed; leave one out')
         if loss_over == "batch" and weight is not None:
             raise ValueError('weight= with loss_over="batch": micro-batches have no losses to weigh; leave one out')
+        if loss_over == "sum" and weight is not None:
+            raise ValueError('weight= with loss_over="sum": losses are added as they are; leave one out')
         self._weight, self._measure, self._peers, self._loss_over = weight, measure, peers, loss_over
         self._remaining: LRUCache[frozenset[str]] = LRUCache(MAX_STRUCTURES)
         self._notes: LRUCache[str] = LRUCache(MAX_STRUCTURES)  # of structures: how far parts are from the whole
@@ -129,7 +129,7 @@ class LossNormaliser:
             self.summary = "mean over micro-batches, weighted by weight="
             return peers.select_own(weighted_divisors(micro_batches, self._weight, peers))
         if self._loss_over == "sum":
-            self.summary = 'sum of the losses of micro-batches (loss_over="sum")'
+            self.summary = 'sum over micro-batches (loss_over="sum")'
             return [1.0] * len(micro_batches)
         number = len(micro_batches) * peers.count
         if self._loss_over == "batch":

@@ -178,11 +178,14 @@ class Reducer:
         """
         return gradients.sum_parts(parts)
 
-    def clip(self, masters: Masters, complete: Mapping[Block, BlockGradient], max_norm: float) -> None:
-        """Scale all gradients by their joint norm, as `torch.nn.utils.clip_grad_norm_` does in the model's order."""
+    def clip(self, masters: Masters, complete: Mapping[Block, BlockGradient], max_norm: float) -> float:
+        """Scale all gradients by their joint norm, as `torch.nn.utils.clip_grad_norm_` does in the model's order; return it."""
         for block, piece in complete.items():
             set_grads(masters.params_of(block), piece)
-        nn.utils.clip_grad_norm_(masters.params_in_model_order(), max_norm)  # in place, in the buffers of updates
+        total = nn.utils.clip_grad_norm_(
+            masters.params_in_model_order(), max_norm
+        )  # in place, in the buffers of updates
+        return total.item()
 
     def abort(self, error: BaseException) -> None:
         """Abort the step after an error of the EPS; called on its thread."""

@@ -10,6 +10,7 @@ nothing is to overlap. It is independent of devices and of the order of layers.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -44,6 +45,9 @@ class LayerStore:
     Invariant: a block is updated at most once per step, after all of its gradient has arrived; `Block.version` counts the
     updates. During a step, only work submitted here writes masters, one job after another.
     Updater, reducer and storages may be replaced before the first step. `thread` runs jobs in order.
+
+    Attributes:
+        grad_norm: norm of all gradients of the last step, before clipping; of this worker's own ones without clipping.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class LayerStore:
         self._jobs: list[Future[None]] = []
         self._unfinished: deque[Future[None]] = deque()  # updates of blocks with all parts
         self._config, self._clock, self._failed = RelayConfig(), EPSClock(Trace()), False
+        self._norms: dict[Block, float] = {}  # of the gradients of this step
+        self.grad_norm = 0.0
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -81,6 +87,7 @@ class LayerStore:
         self.gradients.begin(bounded=self._config.update == "eager")
         self._received_parts.clear()
         self._unfinished.clear()
+        self._norms.clear()
         self._jobs, self._failed = [], False
 
     def push_gradient(
@@ -145,6 +152,8 @@ class LayerStore:
         if self._config.max_grad_norm is not None:  # after the sums, since the norm is of all gradients
             self._submit(self._clip)
         self.wait()
+        if self._config.max_grad_norm is None:
+            self.grad_norm = math.hypot(*self._norms.values())
         if self._config.update == "deferred":
             self.updater.gradients_complete(self.gradients.complete)
         complete = dict(
@@ -162,6 +171,7 @@ class LayerStore:
         self.reducer.finish()  # before the step is final: another worker's update may have failed
         self.updater.finish(complete)
         self._codec.finish(self.masters.blocks)
+        self._norms.clear()  # else it would keep blocks that are dropped next in memory
         self._release_params()
 
     def _release_params(self) -> None:
@@ -237,7 +247,7 @@ class LayerStore:
         pushed.join()
         self._clock.start()
         self._codec.unpack(gradient)
-        self._record_stats(block, grad_norm=check_finite(unit, block, gradient))
+        self._record_norm(block, check_finite(unit, block, gradient))
         self._reduce(block, {0: gradient})
         if self._config.update == "eager":
             self._update(block)
@@ -253,7 +263,7 @@ class LayerStore:
         self._clock.start()
         total = self._reduce(block, self.gradients.parts.pop(block, {}))
         if total is not None:
-            self._record_stats(block, grad_norm=joint_norm(total.tensors()))
+            self._record_norm(block, joint_norm(total.tensors()))
 
     def _reduce(self, block: Block, parts: dict[int, BlockGradient]) -> BlockGradient | None:
         total = self.reducer.reduce(block, parts, self.gradients)
@@ -265,7 +275,7 @@ class LayerStore:
     def _clip(self) -> None:
         self._clock.start()
         assert self._config.max_grad_norm is not None
-        self.reducer.clip(self.masters, self.gradients.complete, self._config.max_grad_norm)
+        self.grad_norm = self.reducer.clip(self.masters, self.gradients.complete, self._config.max_grad_norm)
         self._clock.stop("clip", nbytes=sum(piece.flat.nbytes for piece in self.gradients.complete.values()))
 
     def _update(self, block: Block) -> None:
@@ -289,6 +299,10 @@ class LayerStore:
         for piece in gradients.values():
             self.gradients.release(piece.flat)
         self.gradients.complete.clear()
+
+    def _record_norm(self, block: Block, norm: float) -> None:
+        self._norms[block] = norm
+        self._record_stats(block, grad_norm=norm)
 
     def _record_stats(self, block: Block, **stats: float) -> None:
         if block in self.masters.owner:

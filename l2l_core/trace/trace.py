@@ -315,6 +315,8 @@ class StepResult:
             concatenated along dim 0, scalars stacked to shape (K,), other values listed. Of this worker's rows only. None if it
             returned no extras.
         verified: result of the comparison with the same step in core, or why there was none; empty if none was due.
+        grad_norm: norm of all gradients together, before they are clipped. With `max_grad_norm` it is that of
+            `torch.nn.utils.clip_grad_norm_` to the bit, otherwise to rounding. None with several workers and no clipping.
     """
 
     loss: float
@@ -327,3 +329,4 @@ class StepResult:
     objective: str = ""
     extras: Any = field(default=None, repr=False, compare=False)
     verified: str = ""
+    grad_norm: float | None = None

@@ -109,8 +109,8 @@ class DistributedReducer(Reducer):
         received.copy_(wire_received)
         received[rank * numel : (rank + 1) * numel] = sent[edges[rank] : edges[rank + 1]]  # own range: not rounded
 
-    def clip(self, masters: Masters, complete: Mapping[Block, BlockGradient], max_norm: float) -> None:
-        """Clip gradients by their total norm, computed from whole gradients that are gathered block by block.
+    def clip(self, masters: Masters, complete: Mapping[Block, BlockGradient], max_norm: float) -> float:
+        """Clip gradients by their total norm and return it, computed from whole gradients that are gathered block by block.
 
         A norm of the norms of shards would round differently from the norm that one worker computes.
         """
@@ -128,9 +128,11 @@ class DistributedReducer(Reducer):
             norms |= {masters.params_of(block)[i]: torch.linalg.vector_norm(view) for i, view in views.items()}
             set_grads(masters.params_of(block), piece)
         order = [norms[param] for param in masters.params_in_model_order() if param in norms]
-        if order:
-            total = torch.linalg.vector_norm(torch.stack(order))
-            nn.utils.clip_grads_with_norm_(masters.params_in_model_order(), max_norm, total)
+        if not order:
+            return 0.0
+        total = torch.linalg.vector_norm(torch.stack(order))
+        nn.utils.clip_grads_with_norm_(masters.params_in_model_order(), max_norm, total)
+        return total.item()
 
     def abort(self, error: BaseException) -> None:
         self._group.stop_reducing(error)

@@ -185,6 +185,20 @@ def test_what_clipping_does_before_the_hook_it_sees() -> None:
     assert norms == [pytest.approx(1e-3, rel=1e-3)]
 
 
+@pytest.mark.parametrize("max_norm", [None, 1e-3])
+@pytest.mark.parametrize("update", ["eager", "deferred", "whole"])
+def test_a_step_returns_the_norm_of_all_gradients(update: Any, max_norm: float | None) -> None:
+    if update == "eager" and max_norm is not None:
+        return
+    model = Net()
+    for part in batch(0)[0].chunk(2):
+        (mean_square(model(part)) / 2).backward()
+    expected = float(nn.utils.clip_grad_norm_(model.parameters(), max_norm or torch.inf))
+    with relay_of(RelayConfig(micro_batches=2, update=update, max_grad_norm=max_norm)) as relay:
+        found = relay.step(batch(0)).grad_norm
+    assert found == (expected if max_norm else pytest.approx(expected, rel=1e-6))
+
+
 def test_a_gradient_out_of_nothing_is_refused() -> None:
     with relay_of(DEFERRED) as relay:
         relay.apply(Freeze(1))

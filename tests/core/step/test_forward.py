@@ -271,3 +271,23 @@ def test_forward_gives_no_single_part_silently() -> None:
     ):
         relay.config = RelayConfig(micro_batches=2)
         relay.forward(kind.make_batch(4, 0))
+
+
+def test_a_function_runs_in_place_of_the_model() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    batch = (torch.randn(6, 4), torch.randn(6, 4))
+
+    def distance(model: nn.Module, part: Any) -> dict[str, Tensor]:
+        return {"distance": (model(part[0]) - part[1]).square().sum(-1), "rows": part[0]}
+
+    with Relay(
+        model, device="cpu", objective=lambda m, part: m(part[0]).sum(), config=RelayConfig(micro_batches=3)
+    ) as relay:
+        result = relay.forward(batch, distance)
+        assert not relay.is_closed
+    assert relay.is_closed
+    with torch.no_grad():
+        expected = torch.cat(
+            [distance(model, part)["distance"] for part in zip(*(t.chunk(3) for t in batch), strict=True)]
+        )
+    assert torch.equal(result["distance"], expected) and torch.equal(result["rows"], batch[0])
