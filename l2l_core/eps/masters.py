@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -251,13 +252,15 @@ class Masters:
         return clone_deep(self.optimizer, groups, state, {**copies, **counterpart, model: model_copy})
 
     def restore_model_params(self) -> None:
-        """Give the optimizer the model's parameters again, and release the masters' bytes."""
+        """Give the optimizer the model's parameters again, move weights out of the masters, and release the masters' bytes."""
         self.step_guard.remove()
         self.before_write = _change_nothing
         if not self._shares_params:
             replace_params(self.optimizer, self.model_params)
         for block in self.blocks:
             self._host.release("weights", block.key, block.nbytes)
+            with torch.inference_mode(False):
+                block.leave_master(() if self._shares_params else self.params[block])
 
     def _before_user_step(self) -> None:
         for block in self.blocks:
