@@ -121,7 +121,8 @@ class Relay:
 
     Args:
         model: module with dense float32 parameters on the CPU. Between steps its parameters are views of the masters, so
-            ``state_dict`` and evaluation work as usual. Parameters may be bfloat16 if the optimizer rounds them as
+            ``state_dict`` and evaluation work as usual; to save a part, clone it or copy.deepcopy its module. An open relay over
+            some of the parameters is closed, with a warning. Parameters may be bfloat16 if the optimizer rounds them as
             `in_bf16` does with ``weights=True``.
         optimizer: factory, called once with all parameters, or a torch Optimizer whose groups and state are adopted. Default:
             AdamW with a learning rate of 1e-4.
@@ -380,8 +381,8 @@ class Relay:
         self._backend.leave()
         self._shut_down()
 
-    def __del__(self) -> None:
-        if self._closed or self.workers > 1 or sys.is_finalizing() or not self._process.is_current:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # modules may be gone by then
+        if is_finalizing() or self._closed or self.workers > 1 or not self._process.is_current:
             return
         # Another relay may be in the middle of a step on the caller's device, whose threads end with it
         self._shut_down(with_device=self._owns_device)

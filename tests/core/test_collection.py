@@ -182,13 +182,16 @@ def test_a_thread_that_is_shut_down_by_its_own_work_does_not_wait_for_itself() -
         thread.submit(print)
 
 
-def test_an_open_relay_at_the_end_of_the_interpreter_is_silent() -> None:
+def test_open_relays_at_the_end_of_the_interpreter_are_silent() -> None:
     code = (
         "import torch\nfrom torch import nn\nfrom l2l_core import Relay\n"
-        "model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))\n"
-        "relay = Relay(model, device='cpu', loss=lambda outputs, batch: outputs.pow(2).mean())\n"
-        "relay.step((torch.ones(2, 4),))\n"
-        "relay.itself = relay\n"
+        "def make():\n"
+        "    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))\n"
+        "    relay = Relay(model, device='cpu', loss=lambda outputs, batch: outputs.pow(2).mean())\n"
+        "    relay.step((torch.ones(2, 4),))\n"
+        "    return relay\n"
+        "relay, other = make(), make()\n"
+        "other.itself = other\n"  # a cycle
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert not done.stderr
