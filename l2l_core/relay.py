@@ -6,6 +6,7 @@ Every public method holds one lock and delegates to the rooms; `runner.py` runs 
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import time
 import warnings
@@ -16,6 +17,7 @@ from functools import cache, partial, wraps
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -34,7 +36,6 @@ from l2l_core.batches import (
     UserObjective,
     Weight,
     rows_rule,
-    snapshot_modules,
     structure_of,
 )
 from l2l_core.config import RelayConfig, check_int, checked_config
@@ -83,7 +84,7 @@ from l2l_core.shelf import (
     refuse_edited_save,
 )
 from l2l_core.step import BreadthFirstRuntime, InCoreStep, PassTask, RelayParts, VerifyReport, defer_interrupts
-from l2l_core.step_check import InCoreError, StepCheck, UnequalStepError, in_core_errors, kind_of_check
+from l2l_core.step_check import InCoreError, StepCheck, UnequalStepError, find_remedy, in_core_errors, kind_of_check
 from l2l_core.trace import StepResult, Trace
 from l2l_core.workers import Network, Workers, make_backend
 
@@ -93,10 +94,11 @@ if TYPE_CHECKING:  # the methods that plan, analyse or inspect import these room
     from l2l_core.inside import Inside, LayerObserver
     from l2l_core.simulator import Cluster
 
-_COMPARISON_BYTES = (
-    28  # per parameter: a copy of weights, gradients and AdamW's state, and another of weights and state
+_COMPARISON = (
+    7  # times the weights' bytes: copies of weights, gradients and AdamW's state, and again of weights and state
 )
 _FIT_SECONDS = 30.0  # time limit of a search for settings, once it has found some
+_OPEN: WeakSet[Relay] = WeakSet()  # relays of this process that are not closed
 _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
 
@@ -126,7 +128,8 @@ class Relay:
 
     Args:
         model: module with dense float32 parameters on the CPU. Between steps its parameters are views of the masters, so
-            ``state_dict`` and evaluation work as usual. Parameters may be bfloat16 if the optimizer rounds them as
+            ``state_dict`` and evaluation work as usual; to save a part, clone it or copy.deepcopy its module. An open relay over
+            some of the parameters is closed, with a warning. Parameters may be bfloat16 if the optimizer rounds them as
             `in_bf16` does with ``weights=True``.
         optimizer: factory, called once with all parameters; a torch Optimizer, whose groups and state are adopted, also inside a
             wrapper by accelerate, Lightning or Fabric; or a list of optimizers and of pairs (parameters or filter, factory),
@@ -159,6 +162,9 @@ class Relay:
         ValueError, TypeError: the model, the optimizer or a setting is not supported; the message has a remedy.
     """
 
+    _closed = True  # until it is made
+    _why_closed = ""
+
     def __init__(
         self,
         model: nn.Module,
@@ -184,6 +190,7 @@ class Relay:
         rule = rows_rule(split, join)
         found = resolve_layers(model, layers)
         refuse_compiled_whole(model, found)
+        _close_owners(model)
         self.model = model
         self._auto_fit, self._loss_over = config == "auto", loss_over
         settings = RelayConfig() if config == "auto" else checked_config(config, has_disk=shelf is not None)
@@ -199,7 +206,7 @@ class Relay:
             )
         if any(param.dtype == torch.bfloat16 for param in model.parameters()):
             self._backend.refuse("a model in bfloat16", "call model.float()")
-        self.device = resolve_device(device)
+        self.device, self._owns_device = resolve_device(device), not isinstance(device, Device)
         self.host = Ledger("host", "Host memory")
         # Before parameters move into masters: a refused optimizer leaves the model unchanged.
         made, findings = make_optimizer(optimizer, model)
@@ -223,12 +230,11 @@ class Relay:
         self._runner = Runner(
             parts, self._store, self._model_call, weight, loss_over, self._backend, self._kv_caches, settings, rule
         )
-        self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, self._seed)
+        self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, self._runner.seed)
         self._history = History(self._editor)
         self._branches = Branches(self._editor, self.host, self.device.host_empty)
-        self._step_check = StepCheck(self._compare)
+        self._step_check = StepCheck()
         self._process, self._busy = ForkGuard(), threading.Lock()
-        self._closed = False
         try:
             self._runner.steps = self._backend.adopt_blocks(
                 parts.units, self._store, self.host, self.device, self._shared_facts
@@ -237,6 +243,8 @@ class Relay:
         except BaseException:
             self._shut_down()
             raise
+        self._closed = False
+        _OPEN.add(self)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -283,7 +291,7 @@ class Relay:
     @config.setter
     def config(self, config: RelayConfig) -> None:
         config = checked_config(config, has_disk=self.shelf is not None)
-        config = config.with_seed(self._seed())
+        config = config.with_seed(self._runner.seed())
         self._check_config(config, self._branches.others)
         _check_update(config, self._store.masters.findings)
         self._runner.config, self._auto_fit = config, False
@@ -309,7 +317,7 @@ class Relay:
 
         With those of model, optimizer and scheduler it rewinds a relay to the bit, as after a search for a learning rate.
         """
-        return {"steps": self.steps, "seed": self._seed()}
+        return {"steps": self.steps, "seed": self._runner.seed()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue after as many steps, with the seed, of a `state_dict`; several workers call it together.
@@ -332,11 +340,6 @@ class Relay:
         with self._exclusive():
             self._runner.config = replace(self.config, seed=state["seed"])
             self._runner.steps = state["steps"]
-
-    def _seed(self) -> int:
-        seed = self.config.seed
-        assert seed is not None, "taken from PyTorch when the relay was made"
-        return seed
 
     @property
     def workers(self) -> int:
@@ -383,6 +386,8 @@ class Relay:
     def close(self) -> None:
         """Stop all threads and make model and optimizer ordinary again. A second call does nothing.
 
+        Each parameter then has separate memory. With one worker, a relay is also closed when its last reference is gone.
+
         Layers kept on disk for undo are deleted. Workers close together and then hold all weights; if a worker is lost or
         does not close within half a minute, the others keep only their shards. In a forked process this does nothing.
         """
@@ -391,12 +396,20 @@ class Relay:
         self._backend.leave()
         self._shut_down()
 
-    def _shut_down(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # modules may be gone by then
+        if is_finalizing() or self._closed or self.workers > 1 or not self._process.is_current:
+            return
+        # Another relay may be in the middle of a step on the caller's device, whose threads end with it
+        self._shut_down(with_device=self._owns_device)
+
+    def _shut_down(self, with_device: bool = True) -> None:
         self._closed = True
-        self._runner.parts.weight_source.close()
+        _OPEN.discard(self)
+        self._runner.close()
         self._store.close()
-        self._editor.detached.close()
-        self.device.close()  # after the EPS, whose work may wait for copies
+        self._editor.close()
+        if with_device:
+            self.device.close()  # after the EPS, whose work may wait for copies
         self._backend.close()
 
     @property
@@ -969,13 +982,15 @@ class Relay:
         try:
             kind = partial(self._kind_of_check, batch, config)
             if config.verify != "never" and self._step_check.is_due(config, kind, self.steps):
-                verified = self._reason_not_to_compare(config) or self._step_check.run(batch, config, kind())
+                verified = self._reason_not_to_compare(config) or self._step_check.run(
+                    self._compare, batch, config, kind()
+                )
             result = self._step(batch, config)
         except (RuntimeError, TypeError, ValueError) as error:
             if not self._reason_not_to_compare(config) and not isinstance(
                 error, (TornStep, UnequalStepError, MemoryError)
             ):
-                for remedy in filter(None, [self._step_check.find_remedy(batch, config)]):
+                for remedy in filter(None, [find_remedy(self._compare, batch, config)]):
                     error.add_note(remedy)
             raise
         return replace(result, verified=verified)
@@ -996,7 +1011,7 @@ class Relay:
             "a layer warms up": any(block.warmup for block in self._store.masters.blocks),
         }
         reason = next((reason for reason, holds in reasons.items() if holds), "")
-        needed = _COMPARISON_BYTES * sum(block.master.numel() for block in self._store.masters.blocks)
+        needed = _COMPARISON * sum(block.nbytes for block in self._store.masters.blocks)
         if not reason and needed > (free := free_bytes(None)):
             reason = f"it takes {needed:,} bytes of host memory, and {free:,} are free"
         return reason and f"not compared with training in core: {reason}"
@@ -1211,22 +1226,12 @@ class Relay:
     def _sample_call(self, rows: RowsOfBatch) -> Callable[[], Any]:
         """Return a function that runs the model on a few rows, for edits that must run layers."""
         few = min(2, rows.sizes(rows.most_parts(self.config.micro_batches))[0])
-        return partial(self._call_model, rows.first(few))
-
-    def _call_model(self, rows: Any) -> torch.Tensor:
-        """Run the model on a few rows, the same on all workers."""
-        [rows, *_] = self._backend.gather_items([rows])
-        restore = snapshot_modules(self._model_call.loss_modules())
-        try:
-            with self._kv_caches.disabled():
-                return self._runner.objective(self.model, rows)
-        finally:
-            restore()
+        return partial(self._runner.run_sample, rows.first(few))  # not a method of the relay: it would never be freed
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         if self._closed:
-            raise RuntimeError("this relay is closed: make a new Relay over the model")
+            raise RuntimeError(f"this relay is closed{self._why_closed}: make a new Relay over the model")
         self._process.check("this relay")
         if not self._busy.acquire(blocking=False):  # waiting would hang if a hook or the loss calls the relay
             raise RuntimeError(
@@ -1280,6 +1285,36 @@ class Relay:
             history_parts(self._editor, self._history, self._branches),
             snapshot_parts(self._branches),
             {block.key: block for unit in self._editor.units_with_values for block in unit.blocks},
+        )
+
+
+def _close_owners(model: nn.Module) -> None:
+    """Close the open relays of this process that own parameters of `model`, with a warning.
+
+    Raises:
+        ValueError: one of them is in the middle of a step.
+    """
+    names = {param: name for name, param in model.named_parameters()}
+    for relay in [relay for relay in _OPEN if relay._process.is_current]:
+        own = relay._store.masters.model_params.values()
+        if not (shared := [names[param] for param in own if param in names]):
+            continue
+        first = f"a relay of {len(relay.stack)} layers on {relay.device.name}, after {relay.steps} steps,"
+        whose = "this model" if len(shared) == len(names) == len(own) else f"{shared[0]}, a parameter of this model"
+        if not relay._busy.acquire(blocking=False):
+            raise ValueError(
+                f"{first} owns {whose} and is in the middle of a step: wait for it, or train a copy (copy.deepcopy)"
+            )
+        try:
+            relay.close()
+        finally:
+            relay._busy.release()
+        relay._why_closed = ", because another relay was made over its model"
+        warnings.warn(
+            f"{first} owned {whose} and was closed, since a parameter belongs to one relay. Its weights stay as trained; pass "
+            "its optimizer, relay.optimizer, to keep the state. Close a relay before another one is made over its model; to "
+            "train both, give one of them a copy of what they share (copy.deepcopy)",
+            stacklevel=3,
         )
 
 

@@ -130,6 +130,19 @@ class Runner:
         self._model, self._device = parts.model, parts.device
         self._store, self._model_call, self._backend, self._kv_caches = store, model_call, backend, kv_caches
 
+    def close(self) -> None:
+        """Release threads and files, and references by which the runner would keep itself alive."""
+        self.parts.weight_source.close()
+        self.pass_cache.inferences.clear()  # tasks may be this object's methods
+        self.normaliser.close()
+        self.probe_normaliser.close()
+
+    def seed(self) -> int:
+        """Return the seed of all random numbers."""
+        seed = self.config.seed
+        assert seed is not None, "taken from PyTorch when the relay was made"
+        return seed
+
     # -- parts of a pass -----------------------------------------------------------------------------------------------
 
     def rows_of(self, batch: Batch) -> RowsOfBatch:
@@ -528,6 +541,16 @@ class Runner:
                     found = [fit_step(rehearsal, batch, config, *args)]
             [fit] = backend.gather_items(found, "send the settings found")
         return fit
+
+    def run_sample(self, rows: Any) -> torch.Tensor:
+        """Run the model on a few rows, the same on all workers; no relay around it."""
+        [rows, *_] = self._backend.gather_items([rows])
+        restore = snapshot_modules(self._model_call.loss_modules())
+        try:
+            with self._kv_caches.disabled():
+                return self.objective(self._model, rows)
+        finally:
+            restore()
 
     # -- between passes ------------------------------------------------------------------------------------------------
 

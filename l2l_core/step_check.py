@@ -11,14 +11,14 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from l2l_core._torch import pytree
 from l2l_core.config import RelayConfig
 from l2l_core.step import VerifyReport
 
-Compare = Callable[[Any, RelayConfig], VerifyReport]  # a batch, settings
+Compare = Callable[[Any, RelayConfig], VerifyReport]  # trains a batch both ways, undoes it, and returns the report
 
 
 class UnequalStepError(RuntimeError):
@@ -54,16 +54,11 @@ def in_core_errors() -> Iterator[None]:
         raise InCoreError(error) from error
 
 
-@dataclass
 class StepCheck:
-    """Decides which steps are compared with training in core, and compares them.
+    """Decides which steps are compared with training in core, and compares them."""
 
-    Attributes:
-        compare: trains a batch both ways, undoes it, and returns the report.
-    """
-
-    compare: Compare
-    _compared: set[Hashable] = field(default_factory=set)
+    def __init__(self) -> None:
+        self._compared: set[Hashable] = set()
 
     def is_due(self, config: RelayConfig, kind: Callable[[], Hashable], steps: int) -> bool:
         """Return whether the next step, after `steps` others, is to be compared."""
@@ -71,7 +66,7 @@ class StepCheck:
             return steps % config.verify == 0
         return config.verify == "first" and kind() not in self._compared
 
-    def run(self, batch: Any, config: RelayConfig, kind: Hashable) -> str:
+    def run(self, compare: Compare, batch: Any, config: RelayConfig, kind: Hashable) -> str:
         """Compare a step; return the result in words.
 
         Raises:
@@ -80,11 +75,11 @@ class StepCheck:
         """
         began_s = time.perf_counter()
         try:
-            report = self._compare(batch, config)
+            report = _compare_quietly(compare, batch, config)
         except InCoreError as error:  # the relay's step will tell where it fails
             return f"not compared with training in core, which failed: {type(error.error).__name__}: {error}"
         if not report.equal:
-            remedy = self.find_remedy(batch, config) or (
+            remedy = find_remedy(compare, batch, config) or (
                 "If the loss or the model counts its calls or keeps other state outside of modules, which a comparison changes, "
                 "RelayConfig(verify='never') trains without one"
             )
@@ -92,24 +87,26 @@ class StepCheck:
         self._compared.add(kind)
         return f"equal to the step in core, to the bit; compared in {time.perf_counter() - began_s:.2g} s"
 
-    def _compare(self, batch: Any, config: RelayConfig) -> VerifyReport:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the step warns
-            return self.compare(batch, config)
 
-    def find_remedy(self, batch: Any, config: RelayConfig) -> str:
-        """Return settings with which the step equals training in core, in words; empty if none are found."""
-        for changes in _alternatives(config):
-            try:
-                report = self._compare(batch, replace(config, **changes))
-            except InCoreError:
-                return ""
-            except Exception:  # of any kind: these settings do not help
-                continue
-            if report.equal:
-                settings = ", ".join(f"{name}={value!r}" for name, value in changes.items())
-                return f"RelayConfig({settings}) trains it with the bits of training in core: a trial step was equal"
-        return ""
+def find_remedy(compare: Compare, batch: Any, config: RelayConfig) -> str:
+    """Return settings with which the step equals training in core, in words; empty if none are found."""
+    for changes in _alternatives(config):
+        try:
+            report = _compare_quietly(compare, batch, replace(config, **changes))
+        except InCoreError:
+            return ""
+        except Exception:  # of any kind: these settings do not help
+            continue
+        if report.equal:
+            settings = ", ".join(f"{name}={value!r}" for name, value in changes.items())
+            return f"RelayConfig({settings}) trains it with the bits of training in core: a trial step was equal"
+    return ""
+
+
+def _compare_quietly(compare: Compare, batch: Any, config: RelayConfig) -> VerifyReport:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the step warns
+        return compare(batch, config)
 
 
 def kind_of_check(micro_batches: list[Any], config: RelayConfig, layers: Hashable) -> Hashable:

@@ -16,7 +16,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, NoReturn, Protocol, get_args
 
 from l2l_core.batches.batch import RowsOfBatch
 from l2l_core.batches.loss_comparison import ROUNDING, LossComparison, Measure, RunFn, compare_losses, compare_outputs
@@ -116,6 +116,10 @@ class LossNormaliser:
         self._run = run
         self._warning = ""
         self.summary = ""
+
+    def close(self) -> None:
+        """Drop the functions that run the model, since they may refer to the owner of this object; `summary` stays."""
+        self._measure, self._run = _measure_closed, None
 
     def divisors(self, rows: RowsOfBatch, micro_batches: Sequence[Any]) -> list[float]:
         """Return the divisor of every micro-batch's loss.
@@ -288,6 +292,10 @@ class LossNormaliser:
 
 def _disagree(names: Iterable[str], found: Mapping[str, Divisors]) -> bool:
     return len({found[name] for name in names}) > 1
+
+
+def _measure_closed(batches: Sequence[Any], perturbed: bool) -> NoReturn:
+    raise RuntimeError("this LossNormaliser is closed: make a new one")
 
 
 def weighted_divisors(micro_batches: Sequence[Any], weight: Weight, peers: Peers = NoPeers()) -> list[float]:  # noqa: B008 - no state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -93,6 +94,10 @@ class _SerialExecutor(ThreadPoolExecutor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         self._fork_guard.check(f"the device's or the relay's thread {self._name!r}")
         return super().submit(fn, *args, **kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        # The garbage collector may run a destructor in any thread, also in this one, which cannot wait for itself
+        super().shutdown(wait and threading.current_thread() not in self._threads, cancel_futures=cancel_futures)
 
 
 def serial_executor(name: str, cores: int = 1) -> ThreadPoolExecutor:

@@ -47,6 +47,11 @@ class Editor:
         for unit in layers:
             describe_layer(unit.module)  # fills the cache, so that the first edit is fast
 
+    def close(self) -> None:
+        """Delete files of detached layers, and drop the reference to the branches."""
+        self.detached.close()
+        self.units_in_branches = set
+
     # -- what is in memory ---------------------------------------------------------------------------------------------
 
     @contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -82,7 +83,7 @@ class Masters:
         # After the line above: a part is restricted by the parameters in the optimizer's groups
         self.params = {block: [masters[param] for param in block.params] for block in self.blocks}
         self._parts = {block: restrict_optimizer(optimizer, own) for block, own in self.params.items()}
-        self.before_write: Callable[[Block], None] = lambda block: None
+        self.before_write: Callable[[Block], None] = _change_nothing
         self.step_guard = StepGuard(optimizer, self._before_user_step)
         self.state_bytes = 0
         for block in self.blocks:
@@ -254,12 +255,15 @@ class Masters:
         return clone_deep(self.optimizer, groups, state, {**copies, **counterpart, model: model_copy})
 
     def restore_model_params(self) -> None:
-        """Give the optimizer the model's parameters again, and release the masters' bytes."""
+        """Give the optimizer the model's parameters again, move weights out of the masters, and release the masters' bytes."""
         self.step_guard.remove()
+        self.before_write = _change_nothing
         if not self._shares_params:
             replace_params(self.optimizer, self.model_params)
         for block in self.blocks:
             self._host.release("weights", block.key, block.nbytes)
+            with torch.inference_mode(False):
+                block.leave_master(() if self._shares_params else self.params[block])
 
     def _before_user_step(self) -> None:
         for block in self.blocks:
@@ -272,6 +276,10 @@ class Masters:
             self._host.book("optimizer", "state", self.state_bytes - before)
         elif self.state_bytes < before:
             self._host.release("optimizer", "state", before - self.state_bytes)
+
+
+def _change_nothing(block: Block) -> None:
+    pass
 
 
 def warmup_factor(block: Block) -> float:

@@ -110,7 +110,7 @@ def minimise(
             far are searched, too.
         until_s: a time of `time.monotonic`; later, nothing more is tried once something was found.
     """
-    search = _Search(price, space, fits or (lambda step: cost(step) <= search.least), cost, chance, until_s)
+    search = _Search(price, space, fits, cost, chance, until_s)
     ended = set[int]()
     for tier in space.tiers:
         ended |= {count for choice in tier for count in search.try_counts(choice, ended)}
@@ -123,7 +123,7 @@ class _Search:
 
     price: Price
     space: Space
-    fits: Callable[[Priced], bool]
+    fits: Callable[[Priced], bool] | None  # as in `minimise`
     cost: Callable[[Priced], float]
     chance: float
     until_s: float
@@ -148,7 +148,7 @@ class _Search:
                 failed = count if made > count else failed
                 continue
             made = max(made, count)
-            if not self.fits(smallest):
+            if not self._fits(smallest):
                 failed = count
                 continue
             self._try_between(start, low, high)
@@ -159,10 +159,10 @@ class _Search:
     def _try_between(self, start: RelayConfig, low: tuple[int, ...], high: tuple[int, ...]) -> None:
         """Find the cheapest steps with growing settings between the choices `low` and `high`."""
         smallest = self._priced(start, low)
-        if smallest is None or not self.fits(smallest):
+        if smallest is None or not self._fits(smallest):
             return
         largest = self._priced(start, high)
-        if largest is not None and self.fits(largest):
+        if largest is not None and self._fits(largest):
             self.found[largest] = None
             self.least = min(self.least, self.cost(largest))
         elif self._promises(largest):
@@ -170,6 +170,9 @@ class _Search:
             middle = (low[axis] + high[axis] + 1) // 2  # above `low`, since the two steps differ
             self._try_between(start, (*low[:axis], middle, *low[axis + 1 :]), high)
             self._try_between(start, low, (*high[:axis], middle - 1, *high[axis + 1 :]))
+
+    def _fits(self, step: Priced) -> bool:
+        return self.cost(step) <= self.least if self.fits is None else self.fits(step)
 
     def _promises(self, largest: Priced | None) -> bool:
         return largest is None or self.cost(largest) < self.chance * self.least

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from functools import cache
 from typing import Any
 
 from l2l_core.batches import Batch
@@ -43,8 +42,8 @@ class StepCostModel:
         self._rehearsal, self._batch, self._figures, self._max_bytes = rehearsal, batch, figures, max_bytes
         self._cluster = cluster
         self.visits = len(rehearsal.parts.layers)  # of a forward, once a step was priced
-        self._costs = cache(lambda config: self.rehearse(config, _TIMED_PASSES))
-        self._max_kept = cache(self._count_kept)
+        self._rehearsed: dict[RelayConfig, ForecastCosts | None] = {}
+        self._kept: dict[RelayConfig, int] = {}
         self.known: dict[RelayConfig, Priced | None] = {}
         self.errors: list[Exception] = []
 
@@ -80,10 +79,11 @@ class StepCostModel:
 
     def price_of(self, costs: ForecastCosts, config: RelayConfig) -> Priced:
         """Price a step with known costs."""
+        figures, cluster = self._figures, self._cluster  # without `self`, which keeps the result: no reference cycle
 
         def run() -> Run:
-            trace = simulate_costs(costs, config, self._figures, self._cluster).trace
-            return Run(trace.span_s + costs.overhead_s + self._cluster.overhead_s, trace.peak_bytes("host"))
+            trace = simulate_costs(costs, config, figures, cluster).trace
+            return Run(trace.span_s + costs.overhead_s + cluster.overhead_s, trace.peak_bytes("host"))
 
         return Priced(config, costs.peak_bytes("device"), run)
 
@@ -98,8 +98,21 @@ class StepCostModel:
             micro_batches = self._rehearsal.split(self._batch, config.micro_batches)
             return costs_of_rehearsal(self._rehearsal, micro_batches, config, max_passes)
         except Exception as error:
-            self.errors.append(error)
+            assert error.__traceback__ is not None
+            self.errors.append(
+                error.with_traceback(error.__traceback__.tb_next)
+            )  # without this frame: no reference cycle
             return None
+
+    def _costs(self, config: RelayConfig) -> ForecastCosts | None:
+        if config not in self._rehearsed:
+            self._rehearsed[config] = self.rehearse(config, _TIMED_PASSES)
+        return self._rehearsed[config]
+
+    def _max_kept(self, kind: RelayConfig) -> int:
+        if kind not in self._kept:
+            self._kept[kind] = self._count_kept(kind)
+        return self._kept[kind]
 
     def _price_depth_first(self, config: RelayConfig, costs: ForecastCosts) -> Priced | None:
         """Price a depth-first step by rehearsing it, unless the memory certainly does not suffice."""

@@ -123,7 +123,7 @@ class DepthFirstRuntime(PassRuntime):
             if not remaining:
                 slots.hooks.check_requires_grad()
                 slots.hooks.begin_backward()
-                self._on_layer_done = partial(self._push_completed, store, gradients, self._pushable_calls())
+                self._on_layer_done = partial(_push_completed, store, gradients, self._pushable_calls())
             has_gradient |= loss.requires_grad
             self._backward(loss)
             losses.append(loss.detach().clone())
@@ -281,17 +281,6 @@ class DepthFirstRuntime(PassRuntime):
         alone = [call for unit, call in first.items() if not any(block.shared for block in unit.blocks)]
         return sorted(alone, key=lambda call: call.index)
 
-    def _push_completed(
-        self, store: LayerStore, gradients: dict[Unit, Gradient], pushable: list[_Call], index: int
-    ) -> None:
-        """Push the complete gradients of layers whose first call is after the call with this index."""
-        while pushable and pushable[-1].index > index:
-            store.raise_failure()  # if an update failed, the rest of backward is useless
-            unit = pushable.pop().unit
-            if gradients[unit].is_complete:  # code before the layer may use its parameters too
-                with NoTorchModes():  # allocations on the host are not device activations
-                    gradients.pop(unit).push()
-
     # -- reports -------------------------------------------------------------------------------------------------------
 
     def _begin_event(self, kind: str, layer: str, visit: int = -1) -> None:
@@ -319,6 +308,16 @@ class DepthFirstRuntime(PassRuntime):
                 hook.remove()
         producers.append("the loss, or the code after the last layer")
         return nonfinite_message(self._k, loss, producers[0])
+
+
+def _push_completed(store: LayerStore, gradients: dict[Unit, Gradient], pushable: list[_Call], index: int) -> None:
+    """Push the complete gradients of layers whose first call is after the call with this index."""
+    while pushable and pushable[-1].index > index:
+        store.raise_failure()  # if an update failed, the rest of backward is useless
+        unit = pushable.pop().unit
+        if gradients[unit].is_complete:  # code before the layer may use its parameters too
+            with NoTorchModes():  # allocations on the host are not device activations
+                gradients.pop(unit).push()
 
 
 def _is_finite(leaf: Any) -> bool:

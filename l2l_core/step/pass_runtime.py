@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from l2l_core.batches import map_tensors
-from l2l_core.devices import Copy
+from l2l_core.devices import Copy, Device
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.model import RandomState, ThreadState, dense_parts, is_sparse
@@ -145,7 +145,7 @@ class PassRuntime(ABC):
             shell,
             parts.weight_source,
             self._dtype,
-            self._load_buffers,
+            partial(_load_buffers, parts.device, self._tracker, self._collect_garbage),
             self.spec.plan.resident,
         )
         later(self.prefetch.close)
@@ -182,13 +182,6 @@ class PassRuntime(ABC):
         self._stack.callback(shell.set_data, [home for block in shell.blocks for home in block.host_views])
         shell.set_data(views)
         return dict(zip(shell.params, views, strict=True))
-
-    @contextmanager
-    def _load_buffers(self, unit: Unit) -> Iterator[None]:
-        """Load a layer's buffers for a visit; they are part of no stash."""
-        with unit.buffers.on_device(self.parts.device, "buffers") as copies, self._tracker.exempting(copies):
-            yield
-        self._collect_garbage()
 
     def make_gradients(
         self, store: LayerStore, is_per_micro_batch: Callable[[Block], bool]
@@ -240,6 +233,16 @@ class PassRuntime(ABC):
     def _register_input(self, tensor: torch.Tensor, k: int) -> torch.Tensor:
         """Return `tensor`, an input of micro-batch `k`, registered with the guard if the pass has one."""
         return tensor
+
+
+@contextmanager
+def _load_buffers(
+    device: Device, tracker: StorageTracker, collect_garbage: Callable[[], object], unit: Unit
+) -> Iterator[None]:
+    """Load a layer's buffers for a visit; they are part of no stash."""
+    with unit.buffers.on_device(device, "buffers") as copies, tracker.exempting(copies):
+        yield
+    collect_garbage()
 
 
 @contextmanager

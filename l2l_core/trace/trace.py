@@ -59,8 +59,8 @@ class Trace:
         self.settings = dict(settings or {})
         self.failed = failed
         self.worker = worker
-        self.began_s = time.perf_counter()  # lanes subtract it from their own clock readings
-        self.clock = clock or (lambda: time.perf_counter() - self.began_s)
+        self.began_s = began_s = time.perf_counter()  # lanes subtract it from their own clock readings
+        self.clock = clock or (lambda: time.perf_counter() - began_s)  # without `self`: no reference cycle
         self._events: list[Event] = []
         self._samples: list[MemorySample] = []
         self._last_sample: dict[str, Mapping[str, int]] = {}

@@ -79,14 +79,12 @@ def make_masters(block: Block) -> list[nn.Parameter]:
 def shell_modules(model: nn.Module, layers: Set[nn.Module]) -> list[nn.Module]:
     """Return the modules that the model reaches without passing through a layer; a layer may contain some of them too."""
     found: dict[nn.Module, None] = {}
-
-    def visit(module: nn.Module) -> None:
+    waiting = [model]  # a recursive local function would be a reference cycle that holds the model
+    while waiting:
+        module = waiting.pop()
         if module not in found and module not in layers:
             found[module] = None
-            for child in module.children():
-                visit(child)
-
-    visit(model)
+            waiting += reversed(list(module.children()))
     return list(found)
 
 

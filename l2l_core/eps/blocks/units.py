@@ -125,6 +125,19 @@ class Block:
         self.master, self.views = _NO_MASTER, self.host_views
         _set_data(optimizer_params, self.views)
 
+    def leave_master(self, optimizer_params: Sequence[nn.Parameter]) -> None:
+        """Give each parameter memory of its own, of exactly its size, and drop the master, when the relay is closed.
+
+        Does nothing without the whole block in memory: parameters stay placeholders.
+        """
+        if self.local_layout is None and not self.offloaded:
+            values = [
+                view.clone() for view in self.views
+            ]  # keeps the strides; ordinary memory, where the master is pinned
+            self.master, self.views, self.cast = _NO_MASTER, [], None
+            _set_data(self.params, values)
+            _set_data(optimizer_params, values if optimizer_params else ())
+
     def drop_weights(self, optimizer_params: Sequence[nn.Parameter]) -> None:
         """Drop the weights, which are on disk, until `set_master` restores them."""
         self.master, self.views, self.cast = torch.empty(0), [], None

@@ -182,6 +182,10 @@ def replaced_step(optimizer: Optimizer) -> str:
     return "" if step is None or step is type(optimizer).step else getattr(step, "__qualname__", repr(step))
 
 
+def _do_nothing() -> None:
+    pass
+
+
 class StepGuard:
     """Hook on a relay's optimizer that lets the user take steps only if there are gradients.
 
@@ -194,7 +198,12 @@ class StepGuard:
 
     def __init__(self, optimizer: Optimizer, before_write: Callable[[], None]) -> None:
         self._before_write, self.is_active = before_write, True
-        self.remove = optimizer.register_step_pre_hook(self).remove
+        self._handle = optimizer.register_step_pre_hook(self)
+
+    def remove(self) -> None:
+        """Remove the hook, and drop the reference to `before_write`."""
+        self._handle.remove()
+        self._before_write = _do_nothing
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self.is_active:

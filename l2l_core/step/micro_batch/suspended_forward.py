@@ -90,7 +90,11 @@ class SuspendedForward:
 
     def cancel(self) -> None:
         """Unwind a forward that has not finished; raise RuntimeError if the model's code catches the exit."""
-        if not self._greenlet or self._greenlet.dead:
+        if self._greenlet.dead:
+            return
+        if not self._greenlet:  # never started
+            coroutine: Any = self._greenlet
+            del coroutine.run, coroutine.forward  # reference cycles that would hold the model
             return
         engine = ThreadState.take()
         try:
@@ -116,6 +120,7 @@ class SuspendedForward:
             self.done = True
         finally:
             self._thread_state = ThreadState.take()
+            del self._greenlet.forward  # a reference cycle that would hold the model
 
     def call_layer(
         self, unit: Unit, layer_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

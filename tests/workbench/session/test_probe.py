@@ -388,19 +388,20 @@ def test_probe_takes_no_batch_from_the_source(relay: Relay) -> None:
 def test_numpy_arrays_are_copied() -> None:
     array = numpy.ones((4, 4), dtype=numpy.float32)
     with make_relay() as relay:
+        model = relay.model
 
-        def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-            return model(torch.as_tensor(batch["x"])).square().mean()
+    def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        return model(torch.as_tensor(batch["x"])).square().mean()
 
-        with Relay(relay.model, device=EmulatedDevice(), layers=[f"{i}" for i in range(1, 5)], objective=loss) as again:
-            with Session(again, [{"x": array}]) as session:
-                train(session, 1)
-                array[:] = 0
-                session.edit(Drop(0)).result(HANG_S)
-                (found,) = judged(session.wait(HANG_S))
-                before = found.before.losses[0]
-        with torch.no_grad():
-            assert before != float(relay.model(torch.zeros(4, 4)).square().mean())
+    with Relay(model, device=EmulatedDevice(), layers=[f"{i}" for i in range(1, 5)], objective=loss) as again:
+        with Session(again, [{"x": array}]) as session:
+            train(session, 1)
+            array[:] = 0
+            session.edit(Drop(0)).result(HANG_S)
+            (found,) = judged(session.wait(HANG_S))
+            before = found.before.losses[0]
+    with torch.no_grad():
+        assert before != float(model(torch.zeros(4, 4)).square().mean())
 
 
 @pytest.mark.parametrize(
