@@ -987,9 +987,8 @@ class Relay:
                 )
             result = self._step(batch, config)
         except (RuntimeError, TypeError, ValueError) as error:
-            if not self._reason_not_to_compare(config) and not isinstance(
-                error, (TornStep, UnequalStepError, MemoryError)
-            ):
+            has_remedy = isinstance(error, TornStep | UnequalStepError)
+            if config.verify != "never" and not has_remedy and not self._reason_not_to_compare(config):
                 for remedy in filter(None, [find_remedy(self._compare, batch, config)]):
                     error.add_note(remedy)
             raise
@@ -1008,6 +1007,7 @@ class Relay:
             f"precision={config.precision!r} and compress={config.compress!r} round": config.precision != "fp32"
             or config.compress is not None,
             "the optimizer has step hooks": bool(user_hooks(self.optimizer)),
+            "weights are bfloat16": any(param.dtype != torch.float32 for param in self.model.parameters()),
             "a layer warms up": any(block.warmup for block in self._store.masters.blocks),
         }
         reason = next((reason for reason, holds in reasons.items() if holds), "")

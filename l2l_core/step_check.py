@@ -16,6 +16,7 @@ from typing import Any
 
 from l2l_core._torch import pytree
 from l2l_core.config import RelayConfig
+from l2l_core.devices import DeviceOutOfMemory
 from l2l_core.step import VerifyReport
 
 Compare = Callable[[Any, RelayConfig], VerifyReport]  # trains a batch both ways, undoes it, and returns the report
@@ -75,9 +76,11 @@ class StepCheck:
         """
         began_s = time.perf_counter()
         try:
-            report = _compare_quietly(compare, batch, config)
+            report = compare(batch, config)
         except InCoreError as error:  # the relay's step will tell where it fails
             return f"not compared with training in core, which failed: {type(error.error).__name__}: {error}"
+        except DeviceOutOfMemory:  # the step's own error has advice
+            return "not compared with training in core: it does not fit the device"
         if not report.equal:
             remedy = find_remedy(compare, batch, config) or (
                 "If the loss or the model counts its calls or keeps other state outside of modules, which a comparison changes, "
@@ -92,7 +95,9 @@ def find_remedy(compare: Compare, batch: Any, config: RelayConfig) -> str:
     """Return settings with which the step equals training in core, in words; empty if none are found."""
     for changes in _alternatives(config):
         try:
-            report = _compare_quietly(compare, batch, replace(config, **changes))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                report = compare(batch, replace(config, **changes))
         except InCoreError:
             return ""
         except Exception:  # of any kind: these settings do not help
@@ -101,12 +106,6 @@ def find_remedy(compare: Compare, batch: Any, config: RelayConfig) -> str:
             settings = ", ".join(f"{name}={value!r}" for name, value in changes.items())
             return f"RelayConfig({settings}) trains it with the bits of training in core: a trial step was equal"
     return ""
-
-
-def _compare_quietly(compare: Compare, batch: Any, config: RelayConfig) -> VerifyReport:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the step warns
-        return compare(batch, config)
 
 
 def kind_of_check(micro_batches: list[Any], config: RelayConfig, layers: Hashable) -> Hashable:

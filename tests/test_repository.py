@@ -253,7 +253,7 @@ MAY_IMPORT = {
         "trace config schedule_rules",
         "inside": "step.micro_batch eps.blocks batches model",
         "runner": "workers step eps eps.blocks devices batches model trace config",
-        "step_check": "step config",
+        "step_check": "step devices config",
         "relay": "step_check runner shelf workers saves edits step eps eps.optimizers eps.blocks devices batches model "
         "trace config",
         "integrations": "relay step devices batches trace config",

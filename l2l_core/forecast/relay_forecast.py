@@ -32,7 +32,11 @@ def last_recording(trace: Trace | None, number: int, kind: PassKind | None, curr
         return None
     if (kind.training, kind.layers) != (current_kind.training, current_kind.layers):
         return None
-    if any(trace.settings.get(name) != value for name, value in asdict(kind.config).items() if name != "seed"):
+    if any(
+        trace.settings.get(name) != value
+        for name, value in asdict(kind.config).items()
+        if name not in ("seed", "verify")
+    ):
         return None
     return trace, list(kind.shapes)
 

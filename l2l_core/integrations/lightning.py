@@ -59,8 +59,8 @@ class RelayStrategy(SingleDeviceStrategy):
     ``self.optimizers().step(closure=lambda: self.trainer.strategy.relay.step(batch))``, which counts ``trainer.global_step``.
 
     Args:
-        config: settings of a step, without `micro_batches` and `verify`. Clipping and ``on_before_optimizer_step`` make eager updates
-            deferred.
+        config: settings of a step, without `micro_batches` and `verify`. Clipping and ``on_before_optimizer_step`` make eager
+            updates deferred.
         device: as for `Relay`. Batches stay on the CPU; the relay loads them.
         checkpoint_io: as for other strategies.
         options: `layers` of `Relay`; for manual optimization also `loss`, `objective`, `weight`, `loss_over`, `split`, `join`.

@@ -241,13 +241,16 @@ def _differing(pairs: Iterable[TensorPair]) -> dict[str, float]:
 
 @contextmanager
 def _restored_params(model: nn.Module) -> Iterator[None]:
-    """Restore `requires_grad` of a model's parameters after a block, and remove the gradients that a failure leaves."""
+    """Restore autograd's marks on a model's parameters after a block, and remove gradients."""
     flags = [(param, param.requires_grad) for param in model.parameters()]
     try:
         yield
     finally:
+        torch.clear_autocast_cache()  # of casts with a graph
         for param, flag in flags:
             param.grad = None
+            if not param.is_leaf:  # the model has changed it in place from another one
+                param.detach_()
             param.requires_grad_(flag)
 
 

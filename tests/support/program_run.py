@@ -168,6 +168,7 @@ def _config(program: Program) -> RelayConfig:
         update=chosen.update,  # type: ignore[arg-type]
         meter=chosen.meter,  # type: ignore[arg-type]
         seed=chosen.seed,
+        verify="never" if "seen(" in program.source() else "first",  # calls are counted
     )
 
 

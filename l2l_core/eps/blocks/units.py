@@ -188,7 +188,8 @@ class Unit:
     @property
     def nbytes(self) -> int:
         """Bytes of the unit's weights, padding included; float32 is assumed for offloaded blocks."""
-        return sum(4 * block.layout.numel if block.offloaded else block.nbytes for block in self.blocks)
+        sizes = (block.params[0].element_size() if block.params and not block.offloaded else 4 for block in self.blocks)
+        return sum(block.nbytes or size * block.layout.numel for block, size in zip(self.blocks, sizes, strict=True))
 
     @property
     def frozen(self) -> bool:

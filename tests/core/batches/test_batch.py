@@ -291,7 +291,7 @@ def test_every_type_trains_as_in_core(make: Any, read: Any, micro_batches: int) 
 
     optimizer = sgd(twin.parameters())
     bounds = [(0, 3), (3, 5)] if micro_batches == 2 else [(0, 5)]
-    config = RelayConfig(micro_batches=micro_batches)
+    config = RelayConfig(micro_batches=micro_batches, verify="never")  # the objective notes its calls
     with Relay(model, sgd, layers=["layers.0", "layers.1"], objective=objective, config=config) as relay:
         for step in range(2):
             x, y = two_tensors(step)

@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -528,7 +529,8 @@ def test_a_look_is_in_full_precision_whatever_is_set(low_precisions: list[str]) 
             seen.append((torch.is_autocast_enabled("cpu"), [kind.fp32_precision for kind in PRECISIONS]))
             return super().forward(**inputs)
 
-    with Relay(Told(gpt()), sgd, config=THREE) as relay, torch.autocast("cpu", torch.bfloat16):
+    config = replace(THREE, verify="never")
+    with Relay(Told(gpt()), sgd, config=config) as relay, torch.autocast("cpu", torch.bfloat16):
         relay.step(uneven())
     looks, step = seen[:-3], seen[-3:]
     assert looks and all(not autocast and precisions == ["ieee"] * 3 for autocast, precisions in looks)

@@ -132,7 +132,8 @@ def test_a_torn_step_has_advice_too() -> None:
     model = Chain(5)
     model.layers[1] = Shrinking(32)
     device = EmulatedDevice()
-    with Relay(model, device=device, loss=squared_error, config=RelayConfig(micro_batches=1, ahead=0)) as relay:
+    config = RelayConfig(micro_batches=1, ahead=0, verify="never")
+    with Relay(model, device=device, loss=squared_error, config=config) as relay:
         with pytest.raises(
             TornStep, match=r"(?s)Remedy: No settings help.*smallest budget.*after the update of"
         ) as caught:
@@ -168,7 +169,7 @@ def test_a_failed_search_adds_a_note() -> None:
         return squared_error(model(batch[0]), batch)
 
     options: dict[str, Any] = {"objective": objective, "loss_over": "micro-batch"}  # calls: those of the step
-    config = RelayConfig(micro_batches=2)
+    config = RelayConfig(micro_batches=2, verify="never")
     with Relay(Chain(3), device=EmulatedDevice(90_000), config=config, **options) as relay:
         with pytest.raises(DeviceOutOfMemory, match="Remedy: ") as caught:
             relay.step(chain_batch(2, rows=64))

@@ -447,7 +447,7 @@ def test_hooks_in_what_is_compiled_of_a_layer(inside: bool) -> None:
     (layer.gate if inside else layer).register_forward_hook(lambda *_: seen.append(1))
     options: dict[str, Any] = {
         "loss_over": "micro-batch",
-        "config": RelayConfig(seed=0, micro_batches=2),
+        "config": RelayConfig(seed=0, micro_batches=2, verify="never"),
     }  # no other forwards
     with Relay(model, adamw, objective=objective, **options) as relay:
         if inside:
@@ -467,7 +467,11 @@ def test_two_threads_with_compiled_parts_do_not_train_at_once() -> None:
         assert go_on.wait(HANG_S)
         return objective(model, part)
 
-    with Relay(Model(), adamw, objective=slow) as plain, Relay(made(in_place), adamw, objective=objective) as compiled:
+    config = RelayConfig(verify="never")  # training in core waits, too
+    with (
+        Relay(Model(), adamw, objective=slow, config=config) as plain,
+        Relay(made(in_place), adamw, objective=objective) as compiled,
+    ):
         thread = threading.Thread(target=plain.step, args=(batch(),))
         thread.start()
         try:

@@ -149,7 +149,7 @@ def test_random_streams() -> None:
     """R17: `torch.manual_seed(config.micro_batch_seed(step, k))` before each micro-batch gives the same numbers."""
     kind = chain_of(Draws, ShellDraws)
     assert_trains(kind)
-    config = RelayConfig(micro_batches=3, seed=5)
+    config = RelayConfig(micro_batches=3, seed=5, verify="never")
     model = kind.make_model()
     with Relay(model, loss=kind.loss, loss_over=kind.loss_over, config=config) as relay:
         for step in range(2):

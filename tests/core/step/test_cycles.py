@@ -11,6 +11,10 @@ import torch
 from small import make_relay
 from torch import nn
 
+from l2l_core import RelayConfig
+
+CONFIG = RelayConfig(micro_batches=2, verify="never")  # no other forwards than those of steps
+
 
 class Tangled(nn.Module):
     """Leaves a tensor behind that only a cycle of references holds."""
@@ -53,7 +57,7 @@ def collector() -> Iterator[None]:
 
 def step(loss: object = None) -> None:
     with make_relay(  # whose first step has no other forwards
-        Model(), loss=loss or (lambda out, _: (out**2).mean()), loss_over="micro-batch"
+        Model(), loss=loss or (lambda out, _: (out**2).mean()), loss_over="micro-batch", config=CONFIG
     ) as relay:
         for _ in range(2):
             relay.step((torch.ones(4, 4),))
@@ -78,7 +82,7 @@ def test_old_objects_are_left_alone_meanwhile() -> None:
 
     gc.callbacks.append(note)
     try:
-        with make_relay(Model(), loss=loss, loss_over="micro-batch") as relay:
+        with make_relay(Model(), loss=loss, loss_over="micro-batch", config=CONFIG) as relay:
             relay.step((torch.ones(4, 4),))
             ran.clear()
             relay.step((torch.ones(4, 4),))
