@@ -124,7 +124,7 @@ class RelayConfig:
             check_int(name, getattr(self, name), least=0)
         if self.seed is not None:
             check_int("seed", self.seed, least=0)
-        if self.verify not in ("first", "never") and (isinstance(self.verify, str) or self.verify is None):
+        if isinstance(self.verify, str) and self.verify not in ("first", "never"):
             raise ValueError(f"verify={self.verify!r}: must be 'first', 'never', or n for every n-th step")
         if not isinstance(self.verify, str):
             check_int("verify", self.verify, least=1)

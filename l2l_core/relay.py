@@ -996,7 +996,7 @@ class Relay:
 
     def _kind_of_check(self, batch: Batch, config: RelayConfig) -> Hashable:
         layers = tuple((unit.key, unit.trained) for unit in self._runner.parts.units), self.model.training
-        return kind_of_check(self._runner.split(batch)[1], config, layers)
+        return kind_of_check(batch, config, layers)
 
     def _reason_not_to_compare(self, config: RelayConfig) -> str:
         """Return why a step is not compared with training in core; empty if it can be."""

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from l2l_core._torch import pytree
 from l2l_core.config import RelayConfig
 from l2l_core.devices import DeviceOutOfMemory
@@ -108,11 +110,11 @@ def find_remedy(compare: Compare, batch: Any, config: RelayConfig) -> str:
     return ""
 
 
-def kind_of_check(micro_batches: list[Any], config: RelayConfig, layers: Hashable) -> Hashable:
+def kind_of_check(batch: Any, config: RelayConfig, layers: Hashable) -> Hashable:
     """Return the kind of a step that is compared once: settings, layers, and types of the batch without its sizes."""
-    leaves, tree = pytree.tree_flatten(micro_batches[:1])
-    types = tuple((str(leaf.dtype), leaf.dim()) if hasattr(leaf, "dim") else type(leaf).__name__ for leaf in leaves)
-    return replace(config, seed=0, micro_batches=1, verify="never"), layers, str(tree), types
+    leaves, tree = pytree.tree_flatten(batch)
+    types = tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
+    return replace(config, seed=0, micro_batches=1, verify="never"), layers, tree, types
 
 
 def _different(report: VerifyReport) -> str:

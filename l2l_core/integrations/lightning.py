@@ -6,6 +6,8 @@ and `Relay.step` then runs their training steps together, each batch as one micr
 schedulers and checkpoints stay Lightning's own.
 """
 
+# pyright: reportMissingImports=false
+# Lightning is optional
 from __future__ import annotations
 
 import warnings

@@ -1,5 +1,7 @@
 """A LightningModule in a relay: refusals before training, and the state of the module during a relay step."""
 
+# pyright: reportMissingImports=false
+# Lightning is optional
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -67,7 +69,7 @@ def reads_gradients(trainer: Trainer) -> bool:
     return (
         bool(trainer.gradient_clip_val)
         or is_overridden("configure_gradient_clipping", module)
-        or any(is_overridden("on_before_optimizer_step", each) for each in (module, *trainer.callbacks))  # type: ignore[attr-defined]
+        or any(is_overridden("on_before_optimizer_step", each) for each in (module, *trainer.callbacks))
     )
 
 
@@ -85,7 +87,7 @@ def check_module(
         return
     trainer = module.trainer
     for name in ("backward", "on_before_backward", "on_after_backward"):
-        for each in (module, *(trainer.callbacks if name != "backward" else ())):  # type: ignore[attr-defined]
+        for each in (module, *(trainer.callbacks if name != "backward" else ())):
             if is_overridden(name, each):
                 raise ValueError(
                     f"{type(each).__name__}.{name} is overridden, and a relay runs backward layer by layer. Read or change "

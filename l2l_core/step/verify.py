@@ -255,7 +255,7 @@ def _restored_params(model: nn.Module) -> Iterator[None]:
 
 
 def _named_buffers(model: nn.Module, other: nn.Module) -> list[tuple[str, torch.Tensor, nn.Module, str]]:
-    """Return the name and tensor of each buffer of the model, with the same module of its copy and the buffer's name there.
+    """Return name and tensor of each buffer, with the module of the copy that has it, and its name there.
 
     Training may replace a buffer, and so does moving a module to a GPU and back.
     """

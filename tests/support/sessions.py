@@ -78,7 +78,7 @@ def make_relay(config: RelayConfig | None = None, device: Device | None = None) 
         list(model)[1:5],
         mse,
         loss_over="micro-batch",  # layers wait and fail in steps alone, not in an evaluation of a few rows before the first
-        config=config or RelayConfig(seed=0, micro_batches=2),
+        config=config or RelayConfig(seed=0, micro_batches=2, verify="never"),  # for the same reason
     )
 
 

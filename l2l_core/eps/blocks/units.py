@@ -55,6 +55,12 @@ class Block:
         return self.master.nbytes
 
     @property
+    def left_bytes(self) -> int:
+        """Bytes of the master that the weights have left at the end of the relay; else 0."""
+        has_weights = not self.master.nbytes and any(param.numel() for param in self.params)
+        return self.layout.numel * self.params[0].element_size() if has_weights else 0
+
+    @property
     def master_layout(self) -> Layout:
         """Layout of `master`: that of the whole block, or of the part held here."""
         return self.layout if self.local_layout is None else self.local_layout
@@ -126,7 +132,7 @@ class Block:
         _set_data(optimizer_params, self.views)
 
     def leave_master(self, optimizer_params: Sequence[nn.Parameter]) -> None:
-        """Give each parameter memory of its own, of exactly its size, and drop the master, when the relay is closed.
+        """Move each parameter to separate memory of its size, and drop the master, when the relay is closed.
 
         Does nothing without the whole block in memory: parameters stay placeholders.
         """
@@ -188,8 +194,9 @@ class Unit:
     @property
     def nbytes(self) -> int:
         """Bytes of the unit's weights, padding included; float32 is assumed for offloaded blocks."""
-        sizes = (block.params[0].element_size() if block.params and not block.offloaded else 4 for block in self.blocks)
-        return sum(block.nbytes or size * block.layout.numel for block, size in zip(self.blocks, sizes, strict=True))
+        return sum(
+            4 * block.layout.numel if block.offloaded else block.nbytes or block.left_bytes for block in self.blocks
+        )
 
     @property
     def frozen(self) -> bool:

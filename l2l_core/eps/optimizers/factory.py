@@ -30,7 +30,7 @@ _OF_TORCH |= {name: Findings(elementwise=False) for name in ("Adafactor", "Muon"
 def make_optimizer(
     optimizer: OptimizerFactory | Optimizer | Sequence[ListEntry], model: nn.Module
 ) -> tuple[Optimizer, Findings]:
-    """Adopt an optimizer over the model's parameters, call a factory once with all of them, or make one of a list.
+    """Adopt an optimizer over the model's parameters, or make one with a factory or from a list.
 
     Wrappers of training frameworks are left out if they only forward, see `wrapped_optimizer.py`.
 

@@ -61,7 +61,7 @@ class OptimizerList(Optimizer):
         return loss
 
     def link(self) -> None:
-        """Give each optimizer its groups of the list and a view of its state; take over what it has loaded meanwhile.
+        """Give each optimizer its groups and a view of its state; keep the values that it has loaded.
 
         Raises:
             ValueError: groups were added to one of them.
@@ -76,7 +76,7 @@ class OptimizerList(Optimizer):
                     "(add_param_group?): close the relay, change the groups, and make a new relay with the same optimizers"
                 )
             optimizer.param_groups = groups
-            optimizer.state = _StateOf(self, index)  # type: ignore[assignment]
+            vars(optimizer)["state"] = _StateOf(self, index)
 
     def _take_over(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
         """Take settings and state that `load_state_dict` has put into new objects of one optimizer."""
@@ -98,7 +98,7 @@ class OptimizerList(Optimizer):
     @_opt_called.setter
     def _opt_called(self, value: bool) -> None:  # read by learning rate schedulers, which belong to one of them
         for optimizer in self.optimizers:
-            optimizer._opt_called = value  # type: ignore[attr-defined]
+            vars(optimizer)["_opt_called"] = value
 
 
 class _StateOf(MutableMapping[Any, Any]):
@@ -130,7 +130,7 @@ class _StateOf(MutableMapping[Any, Any]):
 
 
 def make_optimizer_list(entries: Sequence[ListEntry], model: nn.Module) -> OptimizerList:
-    """Make one optimizer of a list of optimizers, or of pairs of parameters (or a filter of them) and a factory.
+    """Make one optimizer of optimizers, or of pairs of parameters (or a filter) and a factory.
 
     A parameter belongs to the first filter that accepts it.
 

@@ -40,7 +40,7 @@ def test_slider_changes_the_answer_and_no_setting(what_if: WhatIfPanel) -> None:
     assert "layers 4 → 96; stash on device → host" in output and "what if, simulated" in output
     assert "step 2, measured" in output and "By formula: layers repeated or left out." in output
     now = what_if.session.snapshot()
-    assert now.step == 2 and not now.queued and now.config == RelayConfig(seed=0, micro_batches=2)
+    assert now.step == 2 and not now.queued and now.config == RelayConfig(seed=0, micro_batches=2, verify="never")
 
 
 def test_closed_what_if_forecasts_without_sliders(session: Session) -> None:
@@ -97,7 +97,8 @@ def test_apply_sets_the_settings_and_explains_the_rest(what_if: WhatIfPanel) -> 
     assert "precision fp32 → bf16" in output
     find(what_if, "Apply").click()
     session.wait(HANG_S)
-    assert session.relay.config == RelayConfig(seed=0, micro_batches=3, ahead=2, stash="host", precision="bf16")
+    expected = RelayConfig(seed=0, micro_batches=3, ahead=2, stash="host", precision="bf16", verify="never")
+    assert session.relay.config == expected
     assert session.relay.device.figures()["h2d_bytes_per_s"] == 5e8
     assert session.relay.device.figures()["d2h_bytes_per_s"] is None
     output = html_of(what_if)
@@ -281,7 +282,7 @@ def test_fit_without_result_changes_nothing(relay: Relay) -> None:
         find(panel, "Fit").click()
         wait_until(lambda: "No settings were found" in html_of(panel))
         assert "Remedy: give the device that much" in html_of(panel)
-        assert session.relay.config == RelayConfig(seed=0, micro_batches=2)
+        assert session.relay.config == RelayConfig(seed=0, micro_batches=2, verify="never")
     with Session(relay, iter(())) as session:
         panel = WhatIfPanel(session)
         find(panel, "Fit").click()
