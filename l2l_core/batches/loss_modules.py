@@ -1,11 +1,15 @@
-"""Modules that a loss function uses beside the model, such as metrics, which count every call of the loss."""
+"""Modules and values that a loss function uses beside the model, such as metrics and counters of its calls."""
 
 from __future__ import annotations
 
 import gc
+import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
-from types import CodeType, FunctionType, ModuleType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +18,14 @@ from l2l_core.model import Restore, restore_all, snapshot_attributes, snapshot_v
 
 _NOT_SEARCHED = (torch.Tensor, ModuleType, type, CodeType, str, bytes, int, float)
 _MOST_ITEMS, _MOST_OBJECTS = 100, 1000  # a longer container holds data
+_PACKAGES = sys.stdlib_module_names | {
+    "torch",
+    "l2l_core",
+    "workbench",
+    "transformers",
+    "numpy",
+}  # without counters of a loss
+_MOST_ELEMENTS = 2**20  # of a tensor whose values are kept
 
 
 def modules_used_by(function: object) -> list[nn.Module]:
@@ -31,6 +43,59 @@ def modules_used_by(function: object) -> list[nn.Module]:
         else:
             upcoming.extend(_references(value))
     return list(found)
+
+
+def snapshot_values(function: object) -> Restore:
+    """Snapshot numbers, tensors and short containers that a function keeps; return a function that restores them.
+
+    In variables of its closure, in globals, and in attributes of the function or of the object that it belongs to: counters of
+    calls, running means, lists of losses.
+    """
+    restores: list[Restore] = []
+    seen: dict[int, object] = {}
+    upcoming: deque[object] = deque([function])
+    while upcoming and len(seen) < _MOST_OBJECTS:
+        value = upcoming.popleft()
+        if id(value) in seen or isinstance(value, (*_NOT_SEARCHED, nn.Module)):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, partial):
+            upcoming.extend([value.func, *value.args, *value.keywords.values()])
+        elif isinstance(value, MethodType):
+            upcoming.extend([value.__func__, value.__self__])
+        for write, held in _slots(value):
+            if _is_plain(held):
+                restores += [partial(write, held), snapshot_value(held)]
+            else:
+                upcoming.append(held)
+    return restore_all(restores)
+
+
+def _slots(value: object) -> Iterator[tuple[Callable[[Any], object], Any]]:
+    """Yield the values that a function or an object keeps, each with the function that writes it."""
+    if isinstance(value, FunctionType):
+        held = value.__globals__
+        if str(held.get("__name__")).startswith("torch."):
+            return
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # the variable has no value yet
+                yield partial(setattr, cell, "cell_contents"), cell.cell_contents
+        for name in _names_in(value.__code__):
+            if name in held:
+                yield partial(held.__setitem__, name), held[name]
+    package = type(value).__module__.partition(".")[0]
+    is_users = package not in _PACKAGES or isinstance(value, FunctionType | SimpleNamespace)
+    attributes = getattr(value, "__dict__", None)
+    if is_users and isinstance(attributes, dict):
+        for name, each in list(attributes.items()):
+            yield partial(attributes.__setitem__, name), each
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() <= _MOST_ELEMENTS
+    is_container = isinstance(value, list | dict | deque | set) and len(value) <= _MOST_ITEMS
+    return is_container or isinstance(value, bool | int | float | str | None)
 
 
 def metrics_in(module: nn.Module) -> list[nn.Module]:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from l2l_core._torch import is_torch_loss
-from l2l_core.batches.loss_modules import metrics_in, modules_used_by
-from l2l_core.model import no_cache_arguments
+from l2l_core.batches.loss_modules import metrics_in, modules_used_by, snapshot_values
+from l2l_core.model import Restore, no_cache_arguments, restore_all
 
 LossResult = torch.Tensor | tuple[torch.Tensor, Any]  # a scalar, or (scalar, extras)
 Loss = Callable[[Any, Any], LossResult]
@@ -79,6 +79,12 @@ class ModelCall:
     def loss_modules(self) -> list[nn.Module]:
         """Return the modules that the loss or the objective uses beside the model, such as metrics or a teacher."""
         return self._outside_model(lambda module: list(module.modules()))
+
+    def snapshot_values(self) -> Restore:
+        """Snapshot the values that the loss or the objective keeps outside of modules; return a function that restores them."""
+        return restore_all(
+            [snapshot_values(function) for function in (self._loss, self._objective) if function is not None]
+        )
 
     def metrics(self) -> list[nn.Module]:
         """Return those of them that have no parameters."""

@@ -148,6 +148,60 @@ def results_of(relay: Relay, count: int) -> list[StepResult]:
     return [relay.step(BATCH) for _ in range(count)]
 
 
+class Annealed:
+    """A loss whose weight grows with each call."""
+
+    def __init__(self) -> None:
+        self.calls, self.seen = 0, []
+
+    def __call__(self, out: Tensor, batch: Any) -> Tensor:
+        self.calls += 1
+        self.seen.append(float(out.detach().mean()))
+        return (1 + 0.1 * self.calls) * F.cross_entropy(out, batch[1])
+
+
+def annealed_in_a_closure() -> tuple[Callable[[Tensor, Any], Tensor], Callable[[], Any]]:
+    calls, center, seen = 0, torch.zeros(3), []
+
+    def loss(out: Tensor, batch: Any) -> Tensor:
+        nonlocal calls, center
+        calls += 1
+        center = 0.9 * center + 0.1 * out.detach().mean(0)
+        seen.append(calls)
+        return (1 + 0.1 * calls) * F.cross_entropy(out, batch[1]) + (out - center).square().mean()
+
+    return loss, lambda: (calls, center.tolist(), seen)
+
+
+def annealed_as_an_object() -> tuple[Callable[[Tensor, Any], Tensor], Callable[[], Any]]:
+    loss = Annealed()
+    return loss, lambda: (loss.calls, loss.seen)
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("make", [annealed_in_a_closure, annealed_as_an_object])
+def test_a_loss_that_counts_its_calls_counts_those_of_steps(make: Any) -> None:
+    """Its counter, running mean and list are as in plain training, and so are the weights."""
+    ends = []
+    for verify in (None, "first"):
+        torch.manual_seed(0)
+        model, (loss, state) = Model(), make()
+        optimizer = torch.optim.AdamW(model.parameters())
+        if verify is None:
+            for _ in range(2):
+                for x, y in zip(*(part.chunk(2) for part in BATCH), strict=True):
+                    (loss(model(x), (x, y)) / 2).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        else:
+            config = RelayConfig(micro_batches=2)
+            with Relay(model, optimizer, "cpu", loss=loss, config=config, loss_over="micro-batch") as relay:
+                assert [relay.step(BATCH).verified[:5] for _ in range(2)] == ["equal", ""]
+        ends.append((state(), [param.detach() for param in model.parameters()]))
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1], strict=True))
+
+
 @pytest.mark.all_cases
 @pytest.mark.parametrize(
     ("verify", "due"), [("first", [0]), ("never", []), (1, [0, 1, 2, 3]), (3, [0, 3])], ids=["first", "never", "1", "3"]
