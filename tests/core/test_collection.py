@@ -39,8 +39,19 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
+_EARLIER: set[threading.Thread] = set()  # of devices that tests before this one have left to the collector
+
+
+@pytest.fixture(autouse=True)
+def earlier_threads() -> Iterator[None]:
+    _EARLIER.update(threading.enumerate())
+    yield
+    _EARLIER.clear()
+
+
 def relay_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("relay-")]
+    """Names of the threads of relays that this test has made."""
+    return [each.name for each in threading.enumerate() if each.name.startswith("relay-") and each not in _EARLIER]
 
 
 def open_relay(**options: Any) -> Relay:
