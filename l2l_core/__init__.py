@@ -39,6 +39,7 @@ from l2l_core.relay import Relay as Relay
 from l2l_core.shelf import Disk as Disk
 from l2l_core.shelf import FileShelf as FileShelf
 from l2l_core.shelf import empty_weights as empty_weights
+from l2l_core.step_check import UnequalStepError as UnequalStepError
 from l2l_core.trace import Event as Event
 from l2l_core.trace import StepResult as StepResult
 from l2l_core.trace import Trace as Trace

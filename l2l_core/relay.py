@@ -982,9 +982,8 @@ class Relay:
         try:
             kind = partial(self._kind_of_check, batch, config)
             if config.verify != "never" and self._step_check.is_due(config, kind, self.steps):
-                verified = self._reason_not_to_compare(config) or self._step_check.run(
-                    self._compare, batch, config, kind()
-                )
+                reason = self._reason_not_to_compare(config)
+                verified = self._step_check.run(self._compare, batch, config, kind(), reason)
             result = self._step(batch, config)
         except (RuntimeError, TypeError, ValueError) as error:
             has_remedy = isinstance(error, TornStep | UnequalStepError)
@@ -1004,8 +1003,8 @@ class Relay:
             return f"not compared with training in core: {'several workers' if self.workers > 1 else 'weights are in files'}"
         reasons = {
             "a GPU adds in another order": not self.device.in_host_memory,
-            f"precision={config.precision!r} and compress={config.compress!r} round": config.precision != "fp32"
-            or config.compress is not None,
+            f"precision={config.precision!r} rounds": config.precision != "fp32",
+            "compressed gradients are rounded": config.compress is not None,
             "the optimizer has step hooks": bool(user_hooks(self.optimizer)),
             "weights are bfloat16": any(param.dtype != torch.float32 for param in self.model.parameters()),
             "a layer warms up": any(block.warmup for block in self._store.masters.blocks),

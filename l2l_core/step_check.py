@@ -69,17 +69,23 @@ class StepCheck:
             return steps % config.verify == 0
         return config.verify == "first" and kind() not in self._compared
 
-    def run(self, compare: Compare, batch: Any, config: RelayConfig, kind: Hashable) -> str:
-        """Compare a step; return the result in words.
+    def run(self, compare: Compare, batch: Any, config: RelayConfig, kind: Hashable, reason: str) -> str:
+        """Compare a step, unless there is a reason against it; return the result, or the reason, in words.
+
+        A kind that cannot be compared is not tried again.
 
         Raises:
             UnequalStepError: it would differ from training in core.
             Exception: the relay cannot train the batch.
         """
+        if reason:
+            self._compared.add(kind)
+            return reason
         began_s = time.perf_counter()
         try:
             report = compare(batch, config)
-        except InCoreError as error:  # the relay's step will tell where it fails
+        except InCoreError as error:  # a failure of the step itself names the place
+            self._compared.add(kind)
             return f"not compared with training in core, which failed: {type(error.error).__name__}: {error}"
         except DeviceOutOfMemory:  # the step's own error has advice
             return "not compared with training in core: it does not fit the device"

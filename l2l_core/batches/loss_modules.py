@@ -7,7 +7,9 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import partial
+from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,13 +20,20 @@ from l2l_core.model import Restore, restore_all, snapshot_attributes, snapshot_v
 
 _NOT_SEARCHED = (torch.Tensor, ModuleType, type, CodeType, str, bytes, int, float)
 _MOST_ITEMS, _MOST_OBJECTS = 100, 1000  # a longer container holds data
-_PACKAGES = sys.stdlib_module_names | {
-    "torch",
-    "l2l_core",
-    "workbench",
-    "transformers",
-    "numpy",
-}  # without counters of a loss
+# Their objects keep no counters of a loss
+_PACKAGES = sys.stdlib_module_names | {"torch", "l2l_core", "workbench", "transformers", "numpy"}
+_NEVER_CHANGED = (
+    nn.Module,
+    ModuleType,
+    type,
+    CodeType,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+)  # modules: elsewhere
 _MOST_ELEMENTS = 2**20  # of a tensor whose values are kept
 
 
@@ -46,33 +55,40 @@ def modules_used_by(function: object) -> list[nn.Module]:
 
 
 def snapshot_values(function: object) -> Restore:
-    """Snapshot numbers, tensors and short containers that a function keeps; return a function that restores them.
+    """Snapshot numbers, tensors and containers that a function keeps; return a function that restores them.
 
     In variables of its closure, in globals, and in attributes of the function or of the object that it belongs to: counters of
-    calls, running means, lists of losses.
+    calls, running means, lists of losses. Containers are copied without what is in them, and large tensors, which are data, not
+    at all.
     """
     restores: list[Restore] = []
     seen: dict[int, object] = {}
     upcoming: deque[object] = deque([function])
     while upcoming and len(seen) < _MOST_OBJECTS:
         value = upcoming.popleft()
-        if id(value) in seen or isinstance(value, (*_NOT_SEARCHED, nn.Module)):
+        if id(value) in seen or isinstance(value, _NEVER_CHANGED):
             continue
         seen[id(value)] = value
-        if isinstance(value, partial):
+        if isinstance(value, torch.Tensor):
+            restores += [snapshot_value(value)] if value.numel() <= _MOST_ELEMENTS else []
+        elif isinstance(value, list | deque | set | dict) and type(value).__module__ in ("builtins", "collections"):
+            restores.append(partial(_refill, value, copy(value)))
+            upcoming.extend(islice(value.values() if isinstance(value, dict) else value, _MOST_ITEMS))
+        elif isinstance(value, tuple):
+            upcoming.extend(value[:_MOST_ITEMS])
+        elif isinstance(value, partial):
             upcoming.extend([value.func, *value.args, *value.keywords.values()])
         elif isinstance(value, MethodType):
             upcoming.extend([value.__func__, value.__self__])
-        for write, held in _slots(value):
-            if _is_plain(held):
-                restores += [partial(write, held), snapshot_value(held)]
-            else:
+        else:
+            for write, held in _slots(value):
+                restores.append(partial(write, held))
                 upcoming.append(held)
     return restore_all(restores)
 
 
 def _slots(value: object) -> Iterator[tuple[Callable[[Any], object], Any]]:
-    """Yield the values that a function or an object keeps, each with the function that writes it."""
+    """Yield the values that a function or a user's object keeps, each with the function that writes it."""
     if isinstance(value, FunctionType):
         held = value.__globals__
         if str(held.get("__name__")).startswith("torch."):
@@ -83,19 +99,15 @@ def _slots(value: object) -> Iterator[tuple[Callable[[Any], object], Any]]:
         for name in _names_in(value.__code__):
             if name in held:
                 yield partial(held.__setitem__, name), held[name]
-    package = type(value).__module__.partition(".")[0]
-    is_users = package not in _PACKAGES or isinstance(value, FunctionType | SimpleNamespace)
+    is_users = type(value).__module__.partition(".")[0] not in _PACKAGES
     attributes = getattr(value, "__dict__", None)
-    if is_users and isinstance(attributes, dict):
-        for name, each in list(attributes.items()):
-            yield partial(attributes.__setitem__, name), each
+    if isinstance(attributes, dict) and (is_users or isinstance(value, FunctionType | SimpleNamespace)):
+        yield from ((partial(attributes.__setitem__, name), each) for name, each in list(attributes.items()))
 
 
-def _is_plain(value: object) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() <= _MOST_ELEMENTS
-    is_container = isinstance(value, list | dict | deque | set) and len(value) <= _MOST_ITEMS
-    return is_container or isinstance(value, bool | int | float | str | None)
+def _refill(container: Any, items: Any) -> None:
+    container.clear()
+    container.extend(items) if isinstance(container, list | deque) else container.update(items)
 
 
 def metrics_in(module: nn.Module) -> list[nn.Module]:

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from l2l_core import EmulatedDevice, FileShelf, Relay, RelayConfig, StepResult
-from l2l_core.step_check import UnequalStepError
+from l2l_core import EmulatedDevice, FileShelf, Relay, RelayConfig, StepResult, UnequalStepError
 
 GLOBAL: dict[str, Tensor | float] = {}
 LOCAL = threading.local()
@@ -173,13 +172,31 @@ def annealed_in_a_closure() -> tuple[Callable[[Tensor, Any], Tensor], Callable[[
     return loss, lambda: (calls, center.tolist(), seen)
 
 
+def annealed_in_containers() -> tuple[Callable[[Tensor, Any], Tensor], Callable[[], Any]]:
+    """Also within each other, and beside the data."""
+    kept: dict[str, Any] = {
+        "at": {"calls": 0},
+        "seen": [[0.0]],
+        "data": [torch.zeros(2**21)] * 200,
+        "center": torch.zeros(3),
+    }
+
+    def loss(out: Tensor, batch: Any) -> Tensor:
+        kept["at"]["calls"] += 1
+        kept["seen"].append([float(out.detach().mean())])
+        kept["center"].mul_(0.9).add_(0.1 * out.detach().mean(0))
+        return (1 + 0.1 * kept["at"]["calls"]) * F.cross_entropy(out, batch[1]) + (out - kept["center"]).square().mean()
+
+    return loss, lambda: (kept["at"], kept["seen"], kept["center"].tolist())
+
+
 def annealed_as_an_object() -> tuple[Callable[[Tensor, Any], Tensor], Callable[[], Any]]:
     loss = Annealed()
     return loss, lambda: (loss.calls, loss.seen)
 
 
 @pytest.mark.all_cases
-@pytest.mark.parametrize("make", [annealed_in_a_closure, annealed_as_an_object])
+@pytest.mark.parametrize("make", [annealed_in_a_closure, annealed_in_containers, annealed_as_an_object])
 def test_a_loss_that_counts_its_calls_counts_those_of_steps(make: Any) -> None:
     """Its counter, running mean and list are as in plain training, and so are the weights."""
     ends = []
@@ -243,8 +260,8 @@ def test_a_comparison_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"precision": "bf16"}, "precision='bf16' and compress=None round"),
-        ({"compress": "int8"}, "compress='int8'"),
+        ({"precision": "bf16"}, "precision='bf16' rounds"),
+        ({"compress": "int8"}, "compressed gradients are rounded"),
     ],
     ids=str,
 )
@@ -252,6 +269,24 @@ def test_why_a_step_is_not_compared(settings: dict[str, Any], reason: str) -> No
     with relay_over(Model(), **settings) as relay:
         verified = relay.step(BATCH).verified
     assert verified.startswith("not compared with training in core: ") and reason in verified
+
+
+def test_what_cannot_be_compared_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a reason, and with a failure in core alone; the relay trains on."""
+    with relay_over(Model(), precision="bf16") as relay:
+        assert [bool(result.verified) for result in results_of(relay, 3)] == [True, False, False]
+    tried: list[int] = []
+
+    def fails(**_: Any) -> None:
+        tried.append(1)
+        raise OSError("no room")
+
+    monkeypatch.setattr("l2l_core.relay.InCoreStep", fails)
+    with relay_over(Model()) as relay:
+        verified = [result.verified for result in results_of(relay, 3)]
+    assert (
+        verified == ["not compared with training in core, which failed: OSError: no room", "", ""] and len(tried) == 1
+    )
 
 
 def test_weights_in_files_are_not_compared(tmp_path: Any) -> None:
