@@ -43,9 +43,10 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
             for param, home, name in zip(block.params, block.host_views, block.names, strict=True):
                 if param.data_ptr() != home.data_ptr() or param.dtype != home.dtype:
                     raise RuntimeError(
-                        f"parameter {name} ({param.dtype} on {param.device}) is no longer the EPS's master: the model was "
-                        "moved or cast (model.to, .half, .cuda) while a relay owns it, or got other values (.data = ...). "
-                        "Close the relay first, and leave moving to it: Relay(..., device=...)"
+                        f"parameter {name} ({param.dtype} of {tuple(param.shape)} on {param.device}) is no longer the EPS's "
+                        "master: while a relay owns it, the model was moved or cast (model.to, .half, .cuda), resized "
+                        "(resize_token_embeddings), or got other values (.data = ...). Close the relay, which leaves those, and "
+                        "make a new one over the model as it is; leave moving to it: Relay(..., device=...)"
                     )
                 if param.grad is not None:
                     raise RuntimeError(

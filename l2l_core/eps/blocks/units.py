@@ -134,12 +134,14 @@ class Block:
     def leave_master(self, optimizer_params: Sequence[nn.Parameter]) -> None:
         """Move each parameter to separate memory of its size, and drop the master, when the relay is closed.
 
-        Does nothing without the whole block in memory: parameters stay placeholders.
+        A parameter that the user has given other data (``param.data = ...``, ``model.half()``) keeps it. Does nothing without
+        the whole block in memory: parameters stay placeholders.
         """
         if self.local_layout is None and not self.offloaded:
-            values = [
-                view.clone() for view in self.views
-            ]  # keeps the strides; ordinary memory, where the master is pinned
+            values = [  # clones keep the strides; ordinary memory, where the master is pinned
+                view.clone() if param.data_ptr() == view.data_ptr() else param.data
+                for param, view in zip(self.params, self.views, strict=True)
+            ]
             self.master, self.views, self.cast = _NO_MASTER, [], None
             _set_data(self.params, values)
             _set_data(optimizer_params, values if optimizer_params else ())
