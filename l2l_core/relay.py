@@ -128,9 +128,8 @@ class Relay:
 
     Args:
         model: module with dense float32 parameters on the CPU. Between steps its parameters are views of the masters, so
-            ``state_dict`` and evaluation work as usual; to save a part, clone it or copy.deepcopy its module. An open relay over
-            some of the parameters is closed, with a warning. Parameters may be bfloat16 if the optimizer rounds them as
-            `in_bf16` does with ``weights=True``.
+            ``state_dict``, evaluation and files of parts work as usual. An open relay over some of the parameters is closed, with
+            a warning. Parameters may be bfloat16 if the optimizer rounds them as `in_bf16` does with ``weights=True``.
         optimizer: factory, called once with all parameters; a torch Optimizer, whose groups and state are adopted, also inside a
             wrapper by accelerate, Lightning or Fabric; or a list of optimizers and of pairs (parameters or filter, factory),
             see `optimizer_list.py`. Default: AdamW with a learning rate of 1e-4.
@@ -1025,6 +1024,8 @@ class Relay:
                     result = self._step(batch, self._runner.resolve_config(config, batch))
                 except TornStep as error:  # what it trained is undone
                     raise error.__cause__ or error from None
+                finally:
+                    in_core.outside.restore()
                 with self._backend.storage_unsharded():
                     same_buffers = self._backend.settings.buffers == "same"
                     return in_core.compare(result, self._runner.parts.units, with_buffers=same_buffers)

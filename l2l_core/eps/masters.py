@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from l2l_core.eps.optimizers import (
     OptimizerList,
     StepGuard,
     clone_deep,
+    refuse_other_params,
     replace_params,
     restrict_optimizer,
     state_bytes,
@@ -80,6 +82,9 @@ class Masters:
         self.model_params = {master: param for param, master in masters.items()}
         if not shares_params:
             replace_params(optimizer, masters)
+            guard = partial(refuse_other_params, self.model_params)
+            guard(optimizer)
+            self._load_hook = optimizer.register_load_state_dict_post_hook(guard)
         # After the line above: a part is restricted by the parameters in the optimizer's groups
         self.params = {block: [masters[param] for param in block.params] for block in self.blocks}
         self._parts = {block: restrict_optimizer(optimizer, own) for block, own in self.params.items()}
@@ -260,6 +265,8 @@ class Masters:
         self.before_write = _change_nothing
         if not self._shares_params:
             replace_params(self.optimizer, self.model_params)
+            self._load_hook.remove()
+            self.optimizer.state = defaultdict(dict, self.optimizer.state)
         for block in self.blocks:
             self._host.release("weights", block.key, block.nbytes)
             with torch.inference_mode(False):

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -162,7 +164,11 @@ def register_restore(model: nn.Module, optimizer: object, rollback: ExitStack) -
     for param in model.parameters():
         rollback.callback(param.requires_grad_, param.requires_grad)
     if isinstance(optimizer, Optimizer):
-        rollback.callback(optimizer.state.update, dict(optimizer.state))
-        rollback.callback(optimizer.state.clear)  # callbacks run in reverse: clear, then update
+        rollback.callback(_set_state, optimizer, dict(optimizer.state))
         for group in optimizer.param_groups:
             rollback.callback(group.update, {name: group[name] for name in ("params", "param_names") if name in group})
+
+
+def _set_state(optimizer: Optimizer, state: dict[torch.Tensor, Any]) -> None:
+    optimizer.state.clear()
+    optimizer.state.update(state)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from l2l_core._torch import pytree
+from l2l_core._torch import AccumulateGrad, pytree
 from l2l_core.batches import map_tensors
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Block, Unit
@@ -76,6 +76,9 @@ class InCoreStep:
 
     With `in_place`, the model and the optimizer themselves are trained, so that what depends on the identity of parameters or
     modules is as in a plain loop. They must be in host memory, and the caller undoes the step.
+
+    Attributes:
+        outside: gradients of leaves outside of the model, as before this step.
     """
 
     def __init__(
@@ -96,18 +99,23 @@ class InCoreStep:
         twin, optimizer = (model, store.optimizer) if in_place else self._make_copies(model, torch_device)
         self._weights = dict(zip(model.parameters(), twin.parameters(), strict=True))
         buffers = _named_buffers(model, twin)
+        self.outside = OutsideGradients((*model.parameters(), *twin.parameters()))
+        objective = self._keeping_outside(objective)
         with preserve_random_state():  # of NumPy too: both steps begin with the same state
             copied = partial(map_tensors, change=lambda tensor: tensor.detach().to(torch_device, copy=True))
             if batch_loss is None:
                 add_gradients = partial(accumulate, twin, micro_batches, objective, divisors, seeds, copied)
             else:
-                together = partial(batch_loss.compute, batch=copied(batch_loss.batch))
-                outputs, after = batch_loss.outputs, self._move_gradients
+                together = self._keeping_outside(partial(batch_loss.compute, batch=copied(batch_loss.batch)))
+                outputs, after = self._keeping_outside(batch_loss.outputs), self._move_gradients
                 add_gradients = partial(
                     accumulate_together, twin, micro_batches, outputs, together, seeds, copied, after
                 )
             with self._sharing_values(), _restored_params(twin):
-                losses = update_after(add_gradients, twin, optimizer, max_grad_norm)
+                try:
+                    losses = update_after(add_gradients, twin, optimizer, max_grad_norm)
+                finally:
+                    self.outside.restore()
         self._loss = float(sum(losses))
         twin.cpu()  # frees device memory for the relay
         self._buffers = {id(own): (name, own, module._buffers.get(key)) for name, own, module, key in buffers}
@@ -118,6 +126,16 @@ class InCoreStep:
         self._settings = settings_of(optimizer)
         if in_place:
             self._keep_results()
+
+    def _keeping_outside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Keep the gradients of leaves outside of the model when `function` has returned."""
+
+        def keeping(*args: Any, **kwargs: Any) -> Any:
+            outputs = function(*args, **kwargs)
+            self.outside.keep(outputs)
+            return outputs
+
+        return keeping
 
     def _make_copies(self, model: nn.Module, torch_device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Copy the model and its optimizer to a device, with weights and state of the relay's."""
@@ -201,6 +219,47 @@ class InCoreStep:
                 for param, master in zip(block.params, store.masters.params_of(block), strict=True):
                     names += differing_state(self._expected[param], store.optimizer.state.get(master, {}))
         return weights, list(dict.fromkeys(f"state {name!r}" for name in names))
+
+
+class OutsideGradients:
+    """Gradients that leaves outside of the model, such as a head in the loss, had before a step.
+
+    Args:
+        params: the parameters of the model, which are left alone.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self._params = set(params)
+        self._before: dict[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+
+    def keep(self, outputs: Any) -> None:
+        """Keep the gradients of the leaves behind `outputs`, a pytree; call it before backward."""
+        for leaf in _leaves_of(outputs):
+            if leaf not in self._params and leaf not in self._before:
+                grad = leaf.grad
+                self._before[leaf] = grad, None if grad is None else grad.detach().clone()
+
+    def restore(self) -> None:
+        """Give the leaves the same gradients, with the same values."""
+        for leaf, (grad, values) in self._before.items():
+            if grad is not None and values is not None:
+                grad.detach().copy_(values)  # backward adds in place
+            leaf.grad = grad
+
+
+def _leaves_of(outputs: Any) -> Iterable[torch.Tensor]:
+    tensors = [each for each in pytree.tree_leaves(outputs) if isinstance(each, torch.Tensor)]
+    upcoming = [tensor.grad_fn for tensor in tensors]
+    seen = set(upcoming)
+    while upcoming:
+        node = upcoming.pop()
+        if node is None:
+            continue
+        if type(node) is AccumulateGrad:
+            yield node.variable  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
+        parents = {parent for parent, _ in node.next_functions} - seen
+        seen |= parents
+        upcoming += parents
 
 
 def _copy_model(model: nn.Module) -> nn.Module:

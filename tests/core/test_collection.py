@@ -304,9 +304,9 @@ def saved_sizes(model: nn.Module, folder: Path) -> dict[str, int]:
     return {name: file_size(write, folder) for name, write in writes.items()}
 
 
-@pytest.mark.parametrize("end", ["close", "drop"])
+@pytest.mark.parametrize("end", ["close", "drop", None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parameters_have_separate_memory_afterwards(end: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_parameters_have_separate_storages(end: str, dtype: torch.dtype, tmp_path: Path) -> None:
     from l2l_core.optim import in_bf16
 
     model = make_gpt().to(dtype)
@@ -316,7 +316,8 @@ def test_parameters_have_separate_memory_afterwards(end: str, dtype: torch.dtype
     relay.step(make_batch())
     if end == "close":
         relay.close()
-    del relay
+    if end == "drop":
+        del relay
     assert model.lm_head.weight is model.transformer.wte.weight
     for name, param in model.named_parameters():
         assert param.untyped_storage().nbytes() == param.nbytes, name
@@ -343,7 +344,7 @@ def test_close_in_inference_mode_leaves_parameters_that_train() -> None:
 
 
 def test_files_of_a_model_in_training(tmp_path: Path) -> None:
-    """Whole models take the bytes of plain ones; parts do if they are cloned, as the README has it."""
+    """They take the bytes of plain ones."""
     plain = make_gpt()
     relay = make_relay(copy.deepcopy(plain))
     whole, expected = (
@@ -356,5 +357,3 @@ def test_files_of_a_model_in_training(tmp_path: Path) -> None:
     assert names == sorted(path.name for path in (tmp_path / "relay").iterdir())
     files = [[(tmp_path / kind / name).read_bytes() for name in names] for kind in ("plain", "relay")]
     assert files[0] == files[1]
-    part = {name: value.clone() for name, value in relay.model.transformer.ln_f.state_dict().items()}
-    assert file_size(lambda path: torch.save(part, path), tmp_path) <= saved_sizes(plain, tmp_path)["norm"]

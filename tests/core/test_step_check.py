@@ -1,5 +1,6 @@
 """Steps are compared with training in core before they train; the words name settings that work, and those do."""
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -254,6 +255,34 @@ def test_a_comparison_leaves_nothing_behind() -> None:
             ends.append((losses, [*model.parameters(), *state, torch.get_rng_state()]))
     assert ends[0][0] == ends[1][0]
     assert all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1], strict=True))
+
+
+@pytest.mark.parametrize("loss_over", [None, "batch"])
+def test_weights_in_a_loss_get_the_gradient_of_one_step(loss_over: Any) -> None:
+    """A head in the loss, with an optimizer that the user calls, over gradients that were there before."""
+    torch.manual_seed(0)
+    model, head = Model(), nn.Linear(3, 3)
+    twin, other = copy.deepcopy((model, head))
+    for each in (head, other):
+        each.bias.grad = torch.ones(3)
+
+    def loss(outputs: Tensor, batch: Any, of: nn.Module = head) -> Tensor:
+        return F.cross_entropy(of(outputs), batch[1])
+
+    parts = [*zip(*(part.chunk(2) for part in BATCH), strict=True)]
+    if loss_over is None:
+        for x, y in parts:
+            (loss(twin(x), (x, y), other) / 2).backward()
+    else:
+        loss(torch.cat([twin(x) for x, _ in parts]), BATCH, other).backward()
+    config = RelayConfig(micro_batches=2)
+    with Relay(model, torch.optim.AdamW, "cpu", loss=loss, loss_over=loss_over, config=config) as relay:
+        kept = head.bias.grad
+        assert relay.verify(BATCH).equal and head.weight.grad is None
+        assert head.bias.grad is kept and torch.equal(kept, torch.ones(3))
+        assert relay.step(BATCH).verified.startswith("equal")
+    for mine, plain in zip(head.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad, plain.grad)
 
 
 @pytest.mark.all_cases

@@ -87,6 +87,21 @@ class Layout:
         """Return every piece as a view of `flat`: (numel,)."""
         return [piece.view(flat) for piece in self.pieces]
 
+    def separate_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return every piece as a tensor in the memory of `flat`, on the host, with a separate storage.
+
+        `torch.save` writes whole storages, and `safetensors` refuses tensors that share one.
+        """
+        numbers = (
+            flat.detach().view(torch.int16) if flat.dtype == torch.bfloat16 else flat.detach()
+        )  # NumPy has no bfloat16
+        values = numbers.numpy()
+        ranges = (values[piece.offset : piece.offset + math.prod(piece.size)] for piece in self.pieces)
+        return [
+            torch.from_numpy(each).view(flat.dtype).as_strided(piece.size, piece.stride)
+            for each, piece in zip(ranges, self.pieces, strict=True)
+        ]
+
 
 def _slice_piece(piece: Piece, start: int, stop: int) -> Piece:
     end = piece.offset + math.prod(piece.size)

@@ -91,7 +91,7 @@ class Block:
         Returns:
             The previous master.
         """
-        before, self.master, self.views = self.master, master, self.master_layout.views(master)
+        before, self.master, self.views = self.master, master, self.master_layout.separate_views(master)
         _set_data(self.params, self.host_views)
         _set_data(optimizer_params, self.views)
         return before

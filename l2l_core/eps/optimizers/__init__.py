@@ -32,6 +32,7 @@ from l2l_core.eps.optimizers.partial_optimizer import check_hooks as check_hooks
 from l2l_core.eps.optimizers.partial_optimizer import check_own_step as check_own_step
 from l2l_core.eps.optimizers.partial_optimizer import clone_deep as clone_deep
 from l2l_core.eps.optimizers.partial_optimizer import clone_shallow as clone_shallow
+from l2l_core.eps.optimizers.partial_optimizer import refuse_other_params as refuse_other_params
 from l2l_core.eps.optimizers.partial_optimizer import replace_params as replace_params
 from l2l_core.eps.optimizers.partial_optimizer import replaced_step as replaced_step
 from l2l_core.eps.optimizers.partial_optimizer import restrict_optimizer as restrict_optimizer

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MethodType
@@ -95,6 +95,35 @@ def replace_params(optimizer: Optimizer, new: Mapping[nn.Parameter, nn.Parameter
     for old, param in new.items():
         if old in optimizer.state:
             optimizer.state[param] = optimizer.state.pop(old)
+
+
+def refuse_other_params(held: Container[nn.Parameter], optimizer: Optimizer) -> None:
+    """Make the optimizer's state refuse to make entries for parameters that are not in `held`, which may change later."""
+    optimizer.state = _StateOfMasters(held, optimizer.state)
+
+
+class _StateOfMasters(defaultdict[Any, Any]):
+    """State of an optimizer over masters.
+
+    A plain one would make an empty entry for ``optimizer.state[p]`` of a model's parameter, and fail in ``state_dict()``.
+    """
+
+    def __init__(self, held: Container[nn.Parameter], state: Mapping[Any, Any]) -> None:
+        super().__init__(dict, state)
+        self._held = held
+
+    def __missing__(self, key: Any) -> Any:
+        if isinstance(key, nn.Parameter) and key not in self._held:
+            raise RuntimeError(
+                f"optimizer.state has no entry for a parameter of shape {tuple(key.shape)}: with a shelf or several workers the "
+                "optimizer has masters in place of the model's parameters. With workers, read "
+                "`with relay.gathered(): relay.optimizer.state_dict()['state']`, whose keys are the places of the parameters in "
+                "the groups; with a shelf, the state is in its files, and relay.save(folder) copies it"
+            )
+        return super().__missing__(key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict, dict(self))
 
 
 def restrict_optimizer(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> Optimizer:
@@ -208,12 +237,13 @@ class StepGuard:
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self.is_active:
             return
-        has_closure = bool(args[1:]) or "closure" in kwargs  # which makes the gradients
+        has_closure = any(given is not None for given in (*args[1:], *kwargs.values()))  # it makes the gradients
         if not has_closure and all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() where no parameter has a gradient would train nothing: relay.step(batch) has "
                 "updated every layer already. Leave optimizer.step() out of the loop, and zero_grad(); to clip gradients, "
-                "RelayConfig(update='deferred', max_grad_norm=...)"
+                "RelayConfig(update='deferred', max_grad_norm=...). Where a framework calls it, use the RelayTrainer or "
+                "RelayStrategy of l2l_core.integrations"
             )
         self._before_write()
 

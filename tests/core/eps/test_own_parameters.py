@@ -329,8 +329,9 @@ def test_a_step_by_the_user_trains_or_says_why_not() -> None:
     with relay_of(ours, partial(AdamW, lr=0.1)) as relay:
         relay.step(batch_of(0))
         plain_step(theirs, plain, 0)
-        with pytest.raises(RuntimeError, match=r"step\(\) where no parameter has a gradient.*relay\.step\(batch\)"):
-            relay.optimizer.step()
+        for given in ((), (None,)):  # accelerate passes a closure of None
+            with pytest.raises(RuntimeError, match=r"no parameter has a gradient.*relay\.step\(batch\).*RelayTrainer"):
+                relay.optimizer.step(*given)
 
         def closure() -> Tensor:
             relay.optimizer.zero_grad()
@@ -353,3 +354,19 @@ def test_a_step_by_the_user_trains_or_says_why_not() -> None:
         relay.switch("main" if relay.branch == "other" else "other")
         assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
     relay.optimizer.step()  # closed: an ordinary optimizer again
+
+
+def test_on_a_shelf_state_of_the_models_parameters_is_refused(tmp_path: Any) -> None:
+    """The optimizer has masters there; an entry that a look makes would be in the way of `state_dict`."""
+    model = model_of()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    layers, shelf = [str(index) for index in range(4)], FileShelf(folder=tmp_path / "shelf", memory_bytes=10**6)
+    with Relay(model, optimizer, layers=layers, loss=loss, shelf=shelf) as relay:
+        relay.step(batch_of(0))
+        param = model[1].linear.weight
+        for state in (optimizer.state, relay.optimizer.state):
+            with pytest.raises(RuntimeError, match=r"shape \(8, 8\).*shelf or several workers"):
+                state[param]
+        relay.step(batch_of(1))
+        assert relay.verify(batch_of(2)).equal
+    assert not optimizer.state[nn.Parameter(torch.zeros(1))]  # an ordinary optimizer again
