@@ -1017,9 +1017,9 @@ class Relay:
     def _compare(self, batch: Batch, config: RelayConfig, in_place: bool = True) -> VerifyReport:
         """Train a batch in core, in place or on copies, and by relay; undo both, and return the differences."""
         with self.device.current(), self._kv_caches.disabled():  # in the copy, too
-            with self._preserved(), self._loss_preserved():
+            with self._preserved():
                 in_core = self._train_in_core(batch, self._runner.resolve_config(config, batch), in_place)
-            with self._preserved(), self._loss_preserved():
+            with self._preserved():
                 try:
                     result = self._step(batch, self._runner.resolve_config(config, batch))
                 except TornStep as error:  # what it trained is undone
@@ -1029,15 +1029,6 @@ class Relay:
                 with self._backend.storage_unsharded():
                     same_buffers = self._backend.settings.buffers == "same"
                     return in_core.compare(result, self._runner.parts.units, with_buffers=same_buffers)
-
-    @contextmanager
-    def _loss_preserved(self) -> Iterator[None]:
-        """Restore the values that the loss keeps, such as a counter of its calls, after a block."""
-        restore = self._model_call.snapshot_values()
-        try:
-            yield
-        finally:
-            restore()
 
     def _train_in_core(self, batch: Batch, config: RelayConfig, in_place: bool) -> InCoreStep:
         self._runner.check_can_step(batch)  # before gradients are added to those of the user

@@ -49,11 +49,13 @@ from l2l_core.model import (
     preserve_random_state,
     restore_all,
     snapshot_attributes,
+    snapshot_user_state,
 )
 from l2l_core.step import (
     BatchLoss,
     BreadthFirstRuntime,
     MeterRecord,
+    OutsideGradients,
     PassCache,
     PassKind,
     PassPlan,
@@ -407,7 +409,8 @@ class Runner:
         spec = self._make_spec(config, task, micro_batches, batch_loss)
         trace = self._backend.sign_trace(self.parts.new_trace(config, self.steps))
         try:
-            self._model.eval()
+            for module in modes:  # not model.eval(), which a model may override: to merge adapters, for one
+                module.training = False
             with torch.no_grad(), self._kv_caches.disabled():
                 replay = self.pass_cache.inferences.get((kind, task))
                 results, ran = run_forward(self.parts, spec, trace, replay, prepare)
@@ -471,41 +474,50 @@ class Runner:
                 restore()
 
     def snapshot_attributes(self) -> Restore:
-        """Capture plain attributes of the model, and metrics that the loss updates; return a function that restores them."""
-        return restore_all(
-            [snapshot_attributes(self._model.modules()), snapshot_modules(self._model_call.loss_modules())]
+        """Capture plain attributes of the model, and what loss, hooks and optimizer keep; return what restores them."""
+        modules, roots = (
+            list(self._model.modules()),
+            [*self._model_call.functions, *self._store.masters.user_objects],
         )
+        restore_metrics = snapshot_modules(self._model_call.loss_modules())
+        return restore_all([snapshot_attributes(modules), snapshot_user_state(roots, modules), restore_metrics])
 
     # -- a rehearsal ---------------------------------------------------------------------------------------------------
 
-    def rehearsal(self, batch: Batch, cluster: Cluster | None = None) -> Rehearsal:
+    def rehearsal(
+        self, batch: Batch, cluster: Cluster | None = None, outside: OutsideGradients | None = None
+    ) -> Rehearsal:
         """Make a rehearsal, whose passes train nothing and run on the model's own weights, for one worker of a cluster."""
         from l2l_core.forecast import Rehearsal
 
         reduce = "ordered" if (self.cluster() if cluster is None else cluster).per_micro_batch else "sum"
+        outside = OutsideGradients(self._model.parameters()) if outside is None else outside
+        batch_loss = None
+        if self._has_batch_loss:  # of this worker alone
+            batch_loss = self._make_batch_loss(batch, self.rows_of(batch).join)
+            batch_loss = replace(batch_loss, compute=outside.keeping(batch_loss.compute))
         return Rehearsal(
             self.parts,
             self._store,
             self.pass_cache.layer_order,
-            self.objective,
+            outside.keeping(self.objective),
             self.rows_of,
             self._backend.make_rehearsal_source,
             self.pass_cache.set_layer_order,  # spares the first step the search for the order
             reduce,
-            self._make_batch_loss(batch, self.rows_of(batch).join)
-            if self._has_batch_loss
-            else None,  # of this worker alone
+            batch_loss,
         )
 
     @contextmanager
     def rehearsing(self, batch: Batch, cluster: Cluster | None = None) -> Iterator[Rehearsal]:
-        """Yield a rehearsal; afterwards restore random state and plain attributes of modules."""
-        restore = self.snapshot_attributes()
+        """Yield a rehearsal; afterwards restore random state, plain attributes of modules, and gradients outside of the model."""
+        restore, outside = self.snapshot_attributes(), OutsideGradients(self._model.parameters())
         try:
             with preserve_random_state():
-                yield self.rehearsal(batch, cluster)
+                yield self.rehearsal(batch, cluster, outside)
         finally:
             restore()
+            outside.restore()
 
     def cluster(self, **other: Any) -> Cluster:
         """Return the workers for a forecast; arguments in `other` that are not None override this relay's own."""

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from l2l_core._torch import is_torch_loss
-from l2l_core.batches.loss_modules import metrics_in, modules_used_by, snapshot_values
-from l2l_core.model import Restore, no_cache_arguments, restore_all
+from l2l_core.batches.loss_modules import metrics_in, modules_used_by
+from l2l_core.model import no_cache_arguments
 
 LossResult = torch.Tensor | tuple[torch.Tensor, Any]  # a scalar, or (scalar, extras)
 Loss = Callable[[Any, Any], LossResult]
 UserObjective = Callable[[nn.Module, Any], LossResult]
 Objective = Callable[[nn.Module, Any], torch.Tensor]
+_TARGETS = ("target", "targets", "label", "labels", "y", "y_true")
 JoinFn = Callable[[Sequence[Any]], Any]  # joins the outputs of micro-batches
 
 
@@ -40,7 +41,7 @@ class ModelCall:
             raise ValueError(
                 "loss= and objective= are both given: pass one, objective(model, micro_batch) includes the loss"
             )
-        self._criterion = loss if is_torch_loss(loss) else None
+        self._criterion = loss if takes_targets(loss) else None
         self._loss, self._objective, self._model = self._apply_criterion if self._criterion else loss, objective, model
         parameters = inspect.signature(model.forward).parameters
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -66,25 +67,24 @@ class ModelCall:
         return _check_scalar(_loss_of(outputs), "outputs.loss"), None
 
     def _apply_criterion(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """Apply a loss of `torch.nn`, which takes outputs and targets."""
+        """Apply a loss that takes outputs and targets, as those of `torch.nn` do."""
         criterion: Any = self._criterion
-        name = type(criterion).__name__
+        name = f"{type(criterion).__name__}()" if isinstance(criterion, nn.Module) else criterion.__name__
         if isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(outputs, torch.Tensor):
             return criterion(outputs, batch[1])
         raise ValueError(
-            f"loss={name}() takes outputs and targets; where they are is known for one tensor of outputs and a pair (inputs, "
-            "targets) as a batch. Say it, as in loss=lambda outputs, batch: criterion(outputs.logits, batch['labels'])"
+            f"loss={name} takes outputs and targets; where they are is known for one tensor of outputs and a pair (inputs, "
+            "targets) as a batch. Otherwise pass loss=lambda outputs, batch: criterion(outputs.logits, batch['labels'])"
         )
 
     def loss_modules(self) -> list[nn.Module]:
         """Return the modules that the loss or the objective uses beside the model, such as metrics or a teacher."""
         return self._outside_model(lambda module: list(module.modules()))
 
-    def snapshot_values(self) -> Restore:
-        """Snapshot the values that the loss or the objective keeps outside of modules; return a function that restores them."""
-        return restore_all(
-            [snapshot_values(function) for function in (self._loss, self._objective) if function is not None]
-        )
+    @property
+    def functions(self) -> list[object]:
+        """The functions of the user: the loss and the objective, if given."""
+        return [function for function in (self._loss, self._objective) if function is not None]
 
     def metrics(self) -> list[nn.Module]:
         """Return those of them that have no parameters."""
@@ -135,6 +135,21 @@ class ModelCall:
         if self._loss is None or self._takes_any:
             return micro_batch
         return {name: value for name, value in micro_batch.items() if name in self._names}
+
+
+def takes_targets(loss: object) -> bool:
+    """Return whether a loss takes outputs and targets, not the batch.
+
+    Losses of `torch.nn` do, and modules and functions of `torch.nn.functional` that have an argument of such a name.
+    """
+    if is_torch_loss(loss):
+        return True
+    is_module = isinstance(loss, nn.Module)
+    if not is_module and getattr(loss, "__module__", "") != "torch.nn.functional":
+        return False
+    function: Any = loss.forward if is_module else loss
+    names = list(inspect.signature(function).parameters)
+    return len(names) > 1 and names[1] in _TARGETS
 
 
 def _check_arguments(batch: Any) -> None:

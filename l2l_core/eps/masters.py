@@ -28,6 +28,7 @@ from l2l_core.eps.optimizers import (
     replace_params,
     restrict_optimizer,
     state_bytes,
+    user_objects_of,
 )
 from l2l_core.model import snapshot_value
 
@@ -225,6 +226,11 @@ class Masters:
                 "Unfreeze)"
             )
 
+    @property
+    def user_objects(self) -> list[object]:
+        """The optimizer's class and attributes, for a snapshot of the state that they keep."""
+        return user_objects_of(self.optimizer)
+
     # -- the whole optimizer -------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Callable[[], None]:
@@ -267,6 +273,8 @@ class Masters:
             replace_params(self.optimizer, self.model_params)
             self._load_hook.remove()
             self.optimizer.state = defaultdict(dict, self.optimizer.state)
+        if isinstance(self.optimizer, OptimizerList):
+            self.optimizer.unlink()
         for block in self.blocks:
             self._host.release("weights", block.key, block.nbytes)
             with torch.inference_mode(False):

@@ -22,8 +22,8 @@ from l2l_core.model.thread_state import RandomState
 Restore = Callable[[], object]
 
 _EXACT, _UNSET = "ieee", "none"
-_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}  # parameters and buffers are restored elsewhere
-_HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hook" in name and isinstance(value, dict))
+INTERNALS = frozenset(vars(nn.Module())) - {"training"}  # parameters and buffers are restored elsewhere
+HOOK_DICTS = tuple(name for name, value in vars(nn.Module()).items() if "hook" in name and isinstance(value, dict))
 
 
 def snapshot_value(value: Any, memo: dict[int, Any] | None = None) -> Restore:
@@ -62,8 +62,8 @@ def snapshot_attributes(modules: Iterable[nn.Module]) -> Restore:
     memo: dict[int, Any] = {}
     back = []
     for module in modules:
-        back.append(_snapshot_names(vars(module), vars(module).keys() - _MODULE_INTERNALS, memo, _MODULE_INTERNALS))
-        back += [_snapshot_hooks(hooks) for name in _HOOKS if (hooks := vars(module).get(name)) is not None]
+        back.append(_snapshot_names(vars(module), vars(module).keys() - INTERNALS, memo, INTERNALS))
+        back += [_snapshot_hooks(hooks) for name in HOOK_DICTS if (hooks := vars(module).get(name)) is not None]
     return restore_all(back)
 
 

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from l2l_core._torch import AccumulateGrad, pytree
+from l2l_core._torch import pytree
 from l2l_core.batches import map_tensors
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.eps.optimizers import clone_state, differing_settings, differing_state, is_same, settings_of
 from l2l_core.model import accumulate, accumulate_together, deep_copy, is_sparse, preserve_random_state, update_after
 from l2l_core.step.batch_loss import BatchLoss
+from l2l_core.step.outside_gradients import OutsideGradients
 from l2l_core.trace import StepResult, Trace
 
 
@@ -100,14 +101,14 @@ class InCoreStep:
         self._weights = dict(zip(model.parameters(), twin.parameters(), strict=True))
         buffers = _named_buffers(model, twin)
         self.outside = OutsideGradients((*model.parameters(), *twin.parameters()))
-        objective = self._keeping_outside(objective)
+        objective = self.outside.keeping(objective)
         with preserve_random_state():  # of NumPy too: both steps begin with the same state
             copied = partial(map_tensors, change=lambda tensor: tensor.detach().to(torch_device, copy=True))
             if batch_loss is None:
                 add_gradients = partial(accumulate, twin, micro_batches, objective, divisors, seeds, copied)
             else:
-                together = self._keeping_outside(partial(batch_loss.compute, batch=copied(batch_loss.batch)))
-                outputs, after = self._keeping_outside(batch_loss.outputs), self._move_gradients
+                together = self.outside.keeping(partial(batch_loss.compute, batch=copied(batch_loss.batch)))
+                outputs, after = self.outside.keeping(batch_loss.outputs), self._move_gradients
                 add_gradients = partial(
                     accumulate_together, twin, micro_batches, outputs, together, seeds, copied, after
                 )
@@ -126,16 +127,6 @@ class InCoreStep:
         self._settings = settings_of(optimizer)
         if in_place:
             self._keep_results()
-
-    def _keeping_outside(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Keep the gradients of leaves outside of the model when `function` has returned."""
-
-        def keeping(*args: Any, **kwargs: Any) -> Any:
-            outputs = function(*args, **kwargs)
-            self.outside.keep(outputs)
-            return outputs
-
-        return keeping
 
     def _make_copies(self, model: nn.Module, torch_device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Copy the model and its optimizer to a device, with weights and state of the relay's."""
@@ -221,47 +212,6 @@ class InCoreStep:
         return weights, list(dict.fromkeys(f"state {name!r}" for name in names))
 
 
-class OutsideGradients:
-    """Gradients that leaves outside of the model, such as a head in the loss, had before a step.
-
-    Args:
-        params: the parameters of the model, which are left alone.
-    """
-
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
-        self._params = set(params)
-        self._before: dict[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
-
-    def keep(self, outputs: Any) -> None:
-        """Keep the gradients of the leaves behind `outputs`, a pytree; call it before backward."""
-        for leaf in _leaves_of(outputs):
-            if leaf not in self._params and leaf not in self._before:
-                grad = leaf.grad
-                self._before[leaf] = grad, None if grad is None else grad.detach().clone()
-
-    def restore(self) -> None:
-        """Give the leaves the same gradients, with the same values."""
-        for leaf, (grad, values) in self._before.items():
-            if grad is not None and values is not None:
-                grad.detach().copy_(values)  # backward adds in place
-            leaf.grad = grad
-
-
-def _leaves_of(outputs: Any) -> Iterable[torch.Tensor]:
-    tensors = [each for each in pytree.tree_leaves(outputs) if isinstance(each, torch.Tensor)]
-    upcoming = [tensor.grad_fn for tensor in tensors]
-    seen = set(upcoming)
-    while upcoming:
-        node = upcoming.pop()
-        if node is None:
-            continue
-        if type(node) is AccumulateGrad:
-            yield node.variable  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
-        parents = {parent for parent, _ in node.next_functions} - seen
-        seen |= parents
-        upcoming += parents
-
-
 def _copy_model(model: nn.Module) -> nn.Module:
     """Copy the model deeply; tensors with a graph, left on modules by a forward, are copied without it."""
     # `deepcopy` refuses tensors with a graph.
@@ -295,7 +245,17 @@ def _row(
 
 def _differing(pairs: Iterable[TensorPair]) -> dict[str, float]:
     """Return the largest difference of each pair that differs, by name."""
-    return {name: _difference(ours, theirs) for name, ours, theirs in pairs if not is_same(ours, theirs)}
+    alike = ((name, *_of_one_class(ours, theirs)) for name, ours, theirs in pairs)
+    return {name: _difference(ours, theirs) for name, ours, theirs in alike if not is_same(ours, theirs)}
+
+
+def _of_one_class(
+    one: torch.Tensor | None, other: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return two tensors as ordinary ones if they differ in class, which a copy may have lost."""
+    if one is None or other is None or type(one) is type(other):
+        return one, other
+    return one.detach().as_subclass(torch.Tensor), other.detach().as_subclass(torch.Tensor)
 
 
 @contextmanager

@@ -343,3 +343,28 @@ def test_an_error_of_the_users_code_is_the_relays_own() -> None:
 def test_what_verify_may_be(verify: Any) -> None:
     with pytest.raises(ValueError, match=r"verify=.*must be"):
         RelayConfig(verify=verify)
+
+
+class SoftLoss(nn.Module):
+    """A loss of the user's, whose forward is like those of torch.nn."""
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return -(F.one_hot(target, 3) * logits.log_softmax(-1)).sum(-1).mean()
+
+
+@pytest.mark.filterwarnings("ignore:the loss of a few rows")
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(), F.cross_entropy, SoftLoss()], ids=["torch.nn", "function", "own"]
+)
+def test_a_loss_of_outputs_and_targets_gets_the_targets_of_a_pair(loss: Any) -> None:
+    model, twin = Model(), Model()
+    twin.load_state_dict(model.state_dict())
+    optimizer = torch.optim.AdamW(twin.parameters())
+    for x, y in zip(*(part.chunk(2) for part in BATCH), strict=True):
+        (loss(twin(x), y) / 2).backward()
+    optimizer.step()
+    with Relay(model, torch.optim.AdamW, "cpu", loss=loss, config=RelayConfig(micro_batches=2)) as relay:
+        relay.step(BATCH)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+        with pytest.raises(ValueError, match=r"takes outputs and targets.*loss=lambda outputs, batch"):
+            relay.step({"x": BATCH[0], "target": BATCH[1]})

@@ -24,6 +24,7 @@ from l2l_core.eps.optimizers.optimizer_settings import settings_of as settings_o
 from l2l_core.eps.optimizers.optimizer_settings import settings_to_save as settings_to_save
 from l2l_core.eps.optimizers.optimizer_settings import state_bytes as state_bytes
 from l2l_core.eps.optimizers.optimizer_settings import tensors_of as tensors_of
+from l2l_core.eps.optimizers.optimizer_settings import user_objects_of as user_objects_of
 from l2l_core.eps.optimizers.partial_optimizer import StepGuard as StepGuard
 from l2l_core.eps.optimizers.partial_optimizer import call_after as call_after
 from l2l_core.eps.optimizers.partial_optimizer import call_before as call_before

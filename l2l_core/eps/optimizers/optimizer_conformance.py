@@ -31,9 +31,10 @@ from l2l_core.eps.optimizers.optimizer_settings import (
     merge_changes,
     settings_of,
     settings_to_save,
+    user_objects_of,
 )
 from l2l_core.eps.optimizers.partial_optimizer import clone_deep, restrict_optimizer, scale_lr, step_part, update_part
-from l2l_core.model import Tensors, decode, encode, preserve_random_state, tensor_copier
+from l2l_core.model import Tensors, decode, encode, preserve_random_state, preserved_user_state, tensor_copier
 
 _STEPS, _RESUMES = 10, 4
 _PAUSES, _JOINS = (6, 7), (0, 1)  # steps without a gradient of the second block: frozen, or added later
@@ -74,7 +75,7 @@ def try_blockwise(optimizer: Optimizer) -> Findings:
             or saved.
     """
     trial, pauses, newcomers = Trial(optimizer), _PAUSES, ""
-    with preserve_random_state():
+    with preserve_random_state(), preserved_user_state(*user_objects_of(optimizer)):
         try:
             try:
                 whole = trial.compare(pauses)
@@ -91,7 +92,7 @@ def try_blockwise(optimizer: Optimizer) -> Findings:
 
 def changed_attributes(optimizer: Optimizer) -> list[str]:
     """Return the names of attributes of the optimizer itself that a step on small weights changes."""
-    with preserve_random_state():
+    with preserve_random_state(), preserved_user_state(*user_objects_of(optimizer)):
         copy = Trial(optimizer).copy()
         before = settings_of(copy)[:1]
         for param in (param for group in copy.param_groups for param in group["params"]):

@@ -9,6 +9,7 @@ list, so learning rate schedulers over it work as in a plain loop.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ class OptimizerList(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for index, optimizer in enumerate(self.optimizers):
-            groups = [group for group in self.param_groups if group[_MEMBER] == index]
+            groups = self._groups_of(index)
             if any(group["params"] for group in groups):  # a part may have none of its parameters
                 part = clone_shallow(optimizer, [], self.state)
                 part.param_groups = groups  # the same objects: a step may change settings
@@ -67,7 +68,7 @@ class OptimizerList(Optimizer):
             ValueError: groups were added to one of them.
         """
         for index, optimizer in enumerate(self.optimizers):
-            groups = [group for group in self.param_groups if group[_MEMBER] == index]
+            groups = self._groups_of(index)
             if not (isinstance(optimizer.state, _StateOf) and optimizer.state.whole is self):
                 self._take_over(optimizer, groups)
             elif len(optimizer.param_groups) != len(groups):
@@ -77,6 +78,18 @@ class OptimizerList(Optimizer):
                 )
             optimizer.param_groups = groups
             vars(optimizer)["state"] = _StateOf(self, index)
+
+    def unlink(self) -> None:
+        """Make the optimizers ordinary again, when the relay is closed."""
+        for index, optimizer in enumerate(self.optimizers):
+            optimizer.param_groups = self._groups_of(index)
+            vars(optimizer)["state"] = defaultdict(dict, dict(optimizer.state))
+        for group in self.param_groups:
+            group.pop(_MEMBER, None)
+
+    def _groups_of(self, index: int) -> list[dict[str, Any]]:
+        members = [group for group in self.param_groups if group.get(_MEMBER) == index]
+        return members or self.optimizers[index].param_groups  # after `unlink`
 
     def _take_over(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
         """Take settings and state that `load_state_dict` has put into new objects of one optimizer."""

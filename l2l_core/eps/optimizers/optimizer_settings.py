@@ -35,6 +35,14 @@ _TORCH_FLAGS = ("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_gr
 _NOT_SETTINGS = frozenset({"params", "param_names", "param_groups", "state", "defaults", *_TORCH_FLAGS})
 
 
+def user_objects_of(optimizer: Optimizer) -> list[object]:
+    """Return an optimizer's class and its attributes except groups and state, for `snapshot_user_state`."""
+    attributes = {
+        name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state", "defaults")
+    }
+    return [type(optimizer), *attributes.values()]
+
+
 def settings_of(optimizer: Optimizer) -> OptimizerSettings:
     """Copy the plain values; other values are replaced by a marker."""
     return [

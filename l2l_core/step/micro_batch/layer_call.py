@@ -40,7 +40,7 @@ from l2l_core.step.micro_batch.graph_segmenter import GraphSegmenter
 from l2l_core.step.micro_batch.module_attributes import AttributeKey
 from l2l_core.step.micro_batch.module_hooks import Locator, alive_outputs
 from l2l_core.step.micro_batch.recompute_check import Checksum, checksums_of, difference_message
-from l2l_core.step.micro_batch.state_diff import StateDiff, preserved_attributes
+from l2l_core.step.micro_batch.state_diff import LayerState, StateDiff, preserved_attributes
 from l2l_core.step.micro_batch.step_context import StepContext
 from l2l_core.step.traffic import SlotStay
 
@@ -59,6 +59,7 @@ class LayerCall:
         stay: stay of the layer whose weights the kept graph has saved.
         buffers: the unit's buffers as the forward read them.
         versions: version counters of `tensors` at the first run.
+        state: the layer's plain attributes as the first run found them, if it changed them.
         has_side_effects: whether the run changed other state than buffers, so that the recompute may differ.
         output_checksums: checksums of the first run's outputs, for comparison with the recompute.
     """
@@ -79,6 +80,7 @@ class LayerCall:
     buffers: list[torch.Tensor | None] | None = None
     versions: list[int] = field(default_factory=list)
     side_attributes: dict[AttributeKey, torch.Tensor] = field(default_factory=dict)
+    state: LayerState | None = None
     has_side_effects: bool = False
     output_checksums: list[Checksum] = field(default_factory=list)
 
@@ -131,6 +133,9 @@ class LayerCall:
         if ctx.stash.metering or self.policy.outlives_turn:
             diffs = ctx.state_diffs
             find_changes = (diffs.full_diff if ctx.stash.metering else diffs.quick_diff)(self.unit.module)
+        record = ctx.meter.record
+        if ctx.stash.metering or self.unit.key in record.stateful_layers:
+            self.state = LayerState(self.unit.module)
         ctx.user_hooks.wrap_layer(self.unit.module)
         stop = ctx.time_event("forward", self.unit.key, self.k, self.visit)
         with ctx.side_outputs.watch(self.unit) as submodule_outputs:
@@ -155,6 +160,10 @@ class LayerCall:
             self.has_side_effects, changed = find_changes()
             for key in changed:
                 ctx.attributes.record_change(key)
+            if ctx.stash.metering and LayerState.includes(changed):
+                record.stateful_layers.add(self.unit.key)
+        if self.unit.key not in record.stateful_layers:
+            self.state = None
         self.output_checksums = checksums_of(result.differentiable)
         # A graph that outlives the turn is never verified by a recompute, so side effects require one at once.
         if self.policy.keeps_graph and not (self.policy.outlives_turn and self.has_side_effects):
@@ -191,6 +200,7 @@ class LayerCall:
                 ThreadState.cleared(),
                 ctx.current_turn.activate(self.k, "shell"),
                 self._forward_buffers(ctx),
+                self._forward_state(),
                 preserve_random_state(),
                 preserved_attributes(self.unit.module),
                 ctx.attributes.checking_recompute(),
@@ -287,7 +297,7 @@ class LayerCall:
             self.kept_graph = None  # the memory of the weights that it has saved is reused
         ctx.stash.fetch(self.needed_tensors, self.k, self.unit.key)
         stop = ctx.time_event("backward", self.unit.key, self.k, self.visit)
-        with ctx.current_turn.activate(self.k, "shell"), self._forward_buffers(ctx):
+        with ctx.current_turn.activate(self.k, "shell"), self._forward_buffers(ctx), self._forward_state():
             graph = self.kept_graph or self._recompute(ctx)
             # All gradients are roots of one run. Autograd adds a root to the gradients of the run, those of the youngest reader
             # first, as in plain training; the sum of the gradients of two runs would be rounded otherwise.
@@ -358,6 +368,17 @@ class LayerCall:
         yield
         self.unit.buffers.restore(now)
 
+    @contextmanager
+    def _forward_state(self) -> Iterator[None]:
+        """Restore the plain attributes that the first run found in the block, for a recompute."""
+        if self.state is None or self.kept_graph is not None:
+            yield
+            return
+        now = LayerState(self.unit.module)
+        self.state.restore()
+        yield
+        now.restore()
+
     def backward_segment(self, ctx: StepContext, partial_sums: PartialSums) -> None:
         """Back-propagate through the shell code before the call."""
         segment = self.segment
@@ -372,7 +393,7 @@ class LayerCall:
 
     def release(self) -> None:
         """Release the stash."""
-        self.arguments, self.segment, self.buffers = NO_ARGUMENTS, Segment(), None
+        self.arguments, self.segment, self.buffers, self.state = NO_ARGUMENTS, Segment(), None, None
         self.context = self.thread_state = self.kept_graph = None
 
 

@@ -7,7 +7,7 @@ import ctypes
 import pickle
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any, NamedTuple
@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from l2l_core.devices import NoTorchModes
+from l2l_core.model import snapshot_user_state
+from l2l_core.step.graph import unguarded
 from l2l_core.step.micro_batch.module_attributes import MODULE_INTERNALS, AttributeKey, attributes_of, is_plain
 
 StateDiff = Callable[[], tuple[bool, list[AttributeKey]]]
@@ -63,6 +66,29 @@ class StateDiffs:
         return compare
 
 
+class LayerState:
+    """Plain attributes of a layer's modules as a run finds them, with the values in containers, tensors and objects.
+
+    A layer may count its calls, or keep a running mean in an attribute. Its recompute must find the values that its first run
+    found, and leave those of after it.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        with unguarded(), NoTorchModes():  # no mode must track the copies
+            self._restore = snapshot_user_state((), layer.modules(), for_recompute=True)
+
+    def restore(self) -> None:
+        """Give the attributes their values of then."""
+        with unguarded(), NoTorchModes():
+            self._restore()
+
+    @staticmethod
+    def includes(keys: Iterable[AttributeKey]) -> bool:
+        """Whether one of these attributes belongs to such a state: tensors with a graph do not."""
+        values = (vars(module).get(name) for module, name in keys)
+        return any(not (isinstance(value, torch.Tensor) and value.requires_grad) for value in values)
+
+
 class _StateFingerprint:
     """Values in a layer's modules by identity, and the extents of those that can change in place."""
 
@@ -83,6 +109,36 @@ class _StateFingerprint:
 
     def extents(self) -> list[int]:
         return [_extent(value) for value in self._changing]
+
+
+class NumpyDrawOrder:
+    """Checks that micro-batches draw from NumPy's global generator one after another, as in plain training.
+
+    PyTorch's and Python's generators have a stream per micro-batch; NumPy's has one, and micro-batches take turns.
+    """
+
+    def __init__(self) -> None:
+        self._diff, self._trains = _NumpyRandomDiff(), torch.is_grad_enabled()
+        self._has_drawn: Callable[[], bool] = lambda: False
+        self._last = -1  # the last micro-batch that has drawn
+
+    def begin_turn(self) -> None:
+        """Begin a turn of a micro-batch."""
+        if self._trains:
+            self._has_drawn = self._diff.watch()
+
+    def end_turn(self, k: int) -> None:
+        """End it; raise RuntimeError if micro-batch `k` has drawn after a later one."""
+        if not self._has_drawn():
+            return
+        if k < self._last:
+            raise RuntimeError(
+                f"the model draws from NumPy's random generator for micro-batch {k} after it has drawn for micro-batch "
+                f"{self._last}, since micro-batches take turns at each layer; in plain training one draws after another. Draw "
+                "from torch or Python's random, which have a stream per micro-batch, or use "
+                "RelayConfig(schedule='depth_first')"
+            )
+        self._last = k
 
 
 class _NumpyRandomDiff:

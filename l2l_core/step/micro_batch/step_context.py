@@ -17,7 +17,7 @@ from l2l_core.step.micro_batch.influence import Influence
 from l2l_core.step.micro_batch.module_attributes import ModuleAttributes
 from l2l_core.step.micro_batch.module_hooks import SideOutputs, UserHooks
 from l2l_core.step.micro_batch.recompute_check import RecomputeCheck
-from l2l_core.step.micro_batch.state_diff import StateDiffs
+from l2l_core.step.micro_batch.state_diff import NumpyDrawOrder, StateDiffs
 from l2l_core.step.traffic import ComputeClock, CurrentTurn, MemoryMeter, Stash, StashMode, time_event
 
 CallObserver = Callable[[Any, Callable[..., Any]], Callable[..., Any]]  # (call, layer's forward) -> forward to run
@@ -54,6 +54,7 @@ class StepContext:
     observers: list[CallObserver] = field(default_factory=list)
     recompute_check: RecomputeCheck = field(default_factory=RecomputeCheck)
     state_diffs: StateDiffs = field(default_factory=StateDiffs)
+    numpy_draws: NumpyDrawOrder = field(default_factory=NumpyDrawOrder)
     reentrant_layers: set[Unit] = field(default_factory=set)
     buffer_values: dict[Unit, list[torch.Tensor | None]] = field(default_factory=dict)
 

@@ -65,6 +65,7 @@ class SuspendedForward:
         """Run the waiting layer and the shell code after it, up to the next layer call or the end."""
         ctx = self._ctx
         ctx.buffer_order.begin_turn()
+        ctx.numpy_draws.begin_turn()
         ThreadState.clear()
         try:
             with ctx.current_turn.activate(self.k, SHELL), ctx.attributes.turn(self.k, self._attribute_values):
@@ -74,6 +75,7 @@ class SuspendedForward:
             # runtime restores the caller's.
             ctx.outer_state.restore_except_random()
         ctx.buffer_order.end_turn(self.k)
+        ctx.numpy_draws.end_turn(self.k)
 
     @contextmanager
     def resume_after_end(self, k: int) -> Iterator[None]:

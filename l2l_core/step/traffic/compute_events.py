@@ -86,6 +86,7 @@ class MeterRecord:
     events: list[tuple[str, int, int]] = field(default_factory=list)
     peak_by_label: dict[str, int] = field(default_factory=dict)  # for events in another order
     side_output_layers: set[str] = field(default_factory=set)  # keys
+    stateful_layers: set[str] = field(default_factory=set)  # keys of those whose runs change their plain attributes
     early_read_layers: set[str] = field(default_factory=set)  # keys of those read before their first call, depth first
 
     def merge(self, other: MeterRecord) -> MeterRecord:
@@ -95,6 +96,7 @@ class MeterRecord:
             self.events,
             {label: max(r.peak_by_label.get(label, 0) for r in (self, other)) for label in labels},
             self.side_output_layers | other.side_output_layers,
+            self.stateful_layers | other.stateful_layers,
             self.early_read_layers | other.early_read_layers,
         )
 

@@ -46,14 +46,18 @@ def train_plainly(steps: int) -> tuple[nn.Module, list[Optimizer]]:
     optimizers = make_optimizers(model)
     schedulers = make_schedulers(optimizers)
     for _ in range(steps):
-        for part in IDS.chunk(2):
-            (model(input_ids=part, labels=part).loss / 2).backward()
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
+        train_in_core(model, optimizers)
         for scheduler in schedulers:
             scheduler.step()
     return model, optimizers
+
+
+def train_in_core(model: nn.Module, optimizers: list[Optimizer]) -> None:
+    for part in IDS.chunk(2):
+        (model(input_ids=part, labels=part).loss / 2).backward()
+    for each in optimizers:
+        each.step()
+        each.zero_grad()
 
 
 def state_of(optimizers: list[Optimizer]) -> list[Any]:
@@ -157,3 +161,20 @@ def test_groups_added_to_one_of_them_are_refused() -> None:
         optimizers[1].add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
         with pytest.raises(ValueError, match="AdamW has 2 groups and had 1"):
             relay.step(BATCH)
+
+
+def test_after_close_the_optimizers_are_ordinary_again() -> None:
+    plain, model = make_model(), make_model()
+    theirs, ours = make_optimizers(plain), make_optimizers(model)
+    for _ in range(3):
+        train_in_core(plain, theirs)
+    with Relay(model, ours, "cpu", config=RelayConfig(micro_batches=2)) as relay:
+        relay.step(BATCH)
+    assert [[set(group) for group in each.param_groups] for each in ours] == [
+        [set(group) for group in each.param_groups] for each in theirs
+    ]
+    train_in_core(model, ours)
+    with Relay(model, ours, "cpu", config=RelayConfig(micro_batches=2)) as relay:
+        relay.step(BATCH)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(state_of(theirs), state_of(ours), strict=True))

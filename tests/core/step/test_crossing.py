@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -417,12 +418,24 @@ def test_other_ways_in_later_steps() -> None:
     check_refused(make, "uses the buffer", [regular, regular, irregular])
 
 
-def test_counter_is_refused_before_eager_updates() -> None:
+def test_a_layer_that_counts_its_calls() -> None:
+    """Its recompute finds the count of its first run, and does not count."""
+
     class Counts(Mlp):
         count = 0
 
         def forward(self, x: Tensor) -> Tensor:
             self.count += 1
             return super().forward(x) * (1 + 0.01 * self.count)
+
+    check(lambda: Model(chain, [Counts() for _ in range(3)]), 2)
+
+
+def test_what_no_recompute_finds_again_is_refused_before_eager_updates() -> None:
+    calls = count()
+
+    class Counts(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1 + 0.01 * next(calls))
 
     check_refused(lambda: Model(chain, [Counts() for _ in range(3)]), "recomputed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -107,12 +108,10 @@ class Slow(nn.Module):
     def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.up = nn.Linear(width, width)
-        self.calls = [0]
-        self.meanwhile: Callable[[int], None] = lambda call: None
+        self.meanwhile: Callable[[], None] = lambda: None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls[0] += 1
-        self.meanwhile(self.calls[0])
+        self.meanwhile()
         return torch.tanh(self.up(x))
 
 
@@ -134,10 +133,12 @@ def trace_of(until_updated: str = "", **settings: Any) -> Trace:
     config = RelayConfig(**({"micro_batches": 3} | settings))
     # Without a comparison of losses, whose calls of layers would count.
     with Relay(model, ADAMW, loss=squared_error, loss_over="micro-batch", config=config, device=device) as relay:
+        calls = Counter[int]()  # here, since a recompute leaves attributes of the layer as they are
 
-        def meanwhile(layer: int, call: int) -> None:
+        def meanwhile(layer: int) -> None:
             device.drain()
-            if until_updated and layer == 1 and call % (2 * config.micro_batches) == 0:
+            calls[layer] += 1
+            if until_updated and layer == 1 and calls[layer] % (2 * config.micro_batches) == 0:
                 wait_until(lambda: until_updated in {block.key for block in relay.store.updated})
 
         for number, layer in enumerate(model.layers):

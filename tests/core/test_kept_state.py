@@ -1,0 +1,295 @@
+"""What users' code keeps (counters, logs, running means) is as after plain training, whatever else a relay runs.
+
+A relay also compares losses of a few rows, compares its first step with training in core, forecasts, tries optimizers, and
+recomputes layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from l2l_core import Relay, RelayConfig
+
+STEPS, ROWS = 4, 4
+RISES = 5  # calls after which what is kept begins to act
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Model(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(block() for _ in range(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def batch_of(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, 8, generator=generator), torch.randint(3, (ROWS,), generator=generator)
+
+
+def cross_entropy(outputs: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(outputs, batch[1])
+
+
+class Case:
+    """A model, an optimizer, a loss, and what they keep."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.model = Model() if model is None else model
+        self.make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: SGD(
+            model.parameters(), lr=0.1
+        )
+        self.loss: Callable[[Tensor, Any], Tensor] = cross_entropy
+        self.kept: Callable[[], Any] = lambda: None
+
+
+def hooked(add: Callable[[nn.Module, Callable[[Tensor], Tensor]], Any]) -> Callable[[], Case]:
+    """A hook that counts its calls in a closure, logs them, and changes what it gets from some call on."""
+
+    def make() -> Case:
+        case, calls, log = Case(), 0, deque(maxlen=100)
+
+        def hook(value: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            log.append(float(value.detach().sum()))
+            return value * 0.5 if calls > RISES else value
+
+        add(case.model, hook)
+        case.kept = lambda: (calls, list(log))
+        return case
+
+    return make
+
+
+def of_parameter(model: Any, hook: Any) -> None:
+    model.head.weight.register_hook(hook)
+
+
+def of_forward(model: Any, hook: Any) -> None:
+    model.head.register_forward_hook(lambda module, args, out: hook(out))
+
+
+def of_backward(model: Any, hook: Any) -> None:
+    model.head.register_full_backward_hook(lambda module, grads, outs: tuple(map(hook, grads)))
+
+
+class CountingBlock(Block):
+    """Halves its output after some calls, counted by `count`."""
+
+    def __init__(self, count: Callable[[Any, Tensor], float]) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        calls = self.count(self, x)
+        return super().forward(x) * (0.5 if calls > RISES else 1.0)
+
+
+def number(layer: Any, x: Tensor) -> float:
+    layer.calls = getattr(layer, "calls", 0) + 1
+    return layer.calls
+
+
+def entry(layer: Any, x: Tensor) -> float:
+    vars(layer).setdefault("load", Counter())["calls"] += 1
+    return layer.load["calls"]
+
+
+def item(layer: Any, x: Tensor) -> float:
+    vars(layer).setdefault("seen", []).append(len(x))
+    return len(layer.seen)
+
+
+def tensor(layer: Any, x: Tensor) -> float:
+    if not hasattr(layer, "usage"):
+        layer.usage = torch.zeros(())
+    layer.usage += 1
+    return layer.usage.item()
+
+
+def namespace(layer: Any, x: Tensor) -> float:
+    if not hasattr(layer, "state"):
+        layer.state = SimpleNamespace(calls=0)
+    layer.state.calls += 1
+    return layer.state.calls
+
+
+def layered(count: Callable[[Any, Tensor], float]) -> Callable[[], Case]:
+    def make() -> Case:
+        case = Case(Model(lambda: CountingBlock(count)))
+        hidden = {"linear", "count", "training"}
+        case.kept = lambda: [
+            {name: str(value) for name, value in vars(layer).items() if name[0] != "_" and name not in hidden}
+            for layer in case.model.layers
+        ]
+        return case
+
+    return make
+
+
+def loss_object() -> Case:
+    class Annealed:
+        calls = 0
+
+        def __call__(self, outputs: Tensor, batch: Any) -> Tensor:
+            self.calls += 1
+            return cross_entropy(outputs, batch) * (0.5 if self.calls > RISES else 1.0)
+
+    case = Case()
+    case.loss = loss = Annealed()
+    case.kept = lambda: loss.calls
+    return case
+
+
+def optimizer_class() -> Case:
+    class Warm(SGD):
+        calls = 0
+
+        def step(self, closure: Any = None) -> Any:
+            Warm.calls += 1
+            for group in self.param_groups:
+                group["lr"] = 0.1 * min(1.0, Warm.calls / 4)
+            return super().step(closure)
+
+    case = Case()
+    case.make_optimizer = lambda model: Warm(model.parameters(), lr=0.1)
+    case.kept = lambda: Warm.calls
+    return case
+
+
+def generator_of_a_hook() -> Case:
+    case, drawn = Case(), torch.Generator().manual_seed(0)
+    case.model.head.weight.register_hook(lambda grad: grad + 0.01 * torch.randn(grad.shape, generator=drawn))
+    case.kept = lambda: drawn.get_state().tolist()
+    return case
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "parameter hook": hooked(of_parameter),
+    "forward hook": hooked(of_forward),
+    "backward hook": hooked(of_backward),
+    **{f"layer's {count.__name__}": layered(count) for count in (number, entry, item, tensor, namespace)},
+    "loss object": loss_object,
+    "optimizer class": optimizer_class,
+    "generator of a hook": generator_of_a_hook,
+}
+
+
+def in_core(case: Case) -> list[Any]:
+    optimizer = case.make_optimizer(case.model)
+    for step in range(STEPS):
+        for x, y in zip(*(part.chunk(2) for part in batch_of(step)), strict=True):
+            (case.loss(case.model(x), (x, y)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [case.kept(), *case.model.parameters()]
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("settings", [{}, {"verify": "never", "stash": "host"}, {"keep": 1, "ahead": 0}], ids=str)
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+def test_it_is_as_after_plain_training(make: Callable[[], Case], settings: dict[str, Any]) -> None:
+    kept, *weights = in_core(make())
+    case = make()
+    config = RelayConfig(micro_batches=2, update="whole" if make is optimizer_class else "eager", **settings)
+    optimizer = case.make_optimizer(case.model)
+    with Relay(case.model, optimizer, "cpu", loss=case.loss, config=config) as relay:
+        relay.forecast(batch_of(0))
+        for step in range(STEPS):
+            relay.step(batch_of(step))
+    assert case.kept() == kept
+    assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), weights, strict=True))
+
+
+class Merging(Block):
+    """Merges its adapter into the weight in evaluation mode, as loralib's layers do in `train`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.weight.requires_grad_(False)
+        self.adapter, self.is_merged = nn.Parameter(torch.randn(8, 8) / 10), False
+
+    def train(self, mode: bool = True) -> Merging:
+        super().train(mode)
+        if self.is_merged == mode:
+            with torch.no_grad():
+                self.linear.weight.add_(self.adapter, alpha=-1 if mode else 1)
+            self.is_merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        adapter = 0 if self.is_merged else F.linear(x, self.adapter)
+        return x + torch.tanh(self.linear(x) + adapter)
+
+
+@pytest.mark.parametrize("verify", ["first", "never"])
+def test_modules_that_merge_weights_in_evaluation_mode_are_left_as_they_are(verify: Any) -> None:
+    case, plain = Case(Model(Merging)), Case(Model(Merging))
+    _, *weights = in_core(plain)
+    with Relay(case.model, SGD, "cpu", loss=case.loss, config=RelayConfig(micro_batches=2, verify=verify)) as relay:
+        for group in relay.optimizer.param_groups:
+            group["lr"] = 0.1
+        for step in range(STEPS):
+            relay.step(batch_of(step))
+            relay.evaluate(batch_of(step))
+    assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), weights, strict=True))
+
+
+class NumpyDrop(Model):
+    """Drops layers by NumPy's generator, from the second step on."""
+
+    rate = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if not self.training or numpy.random.rand() >= self.rate:
+                x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("verify", ["first", "never"])
+def test_micro_batches_that_draw_from_numpy_in_turns_are_refused_and_the_remedy_works(verify: Any) -> None:
+    numpy.random.seed(0)
+    plain = Case(NumpyDrop())
+    plain.model.rate = 0.4
+    _, *weights = in_core(plain)
+
+    numpy.random.seed(0)
+    model = NumpyDrop()
+    model.rate = 0.4
+    before = [param.clone() for param in model.parameters()]
+    config = RelayConfig(micro_batches=2, verify=verify)
+    with Relay(model, lambda params: SGD(params, lr=0.1), "cpu", loss=cross_entropy, config=config) as relay:
+        with pytest.raises(RuntimeError, match=r"NumPy's random generator.*schedule='depth_first'"):
+            relay.step(batch_of(0))
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+        relay.config = RelayConfig(micro_batches=2, schedule="depth_first", seed=relay.config.seed)
+        numpy.random.seed(0)
+        for step in range(STEPS):
+            relay.step(batch_of(step))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
