@@ -77,7 +77,8 @@ def _fork(key: Hashable, task: Callable[[], Answer], limit_s: float) -> Child:
     if pid == 0:
         os.setsid()  # so that a time limit ends its own children, too
         os.close(reading)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        for descriptor in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         try:
             answer: Answer = {"answer": task()}
         except BaseException as error:
