@@ -123,7 +123,8 @@ for name in ("MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss
     trainer_case("sentence-transformers", f"SentenceTransformerTrainer, {name}")(partial(trains_sentences, loss=name))
 
 
-def trains_cross_encoder(side: Side, is_aligned: bool) -> Any:
+@trainer_case("sentence-transformers", "CrossEncoderTrainer, BinaryCrossEntropyLoss, weights copied from the mapped file")
+def trains_cross_encoder(side: Side) -> Any:
     from datasets import Dataset
     from sentence_transformers import CrossEncoder, CrossEncoderTrainer, CrossEncoderTrainingArguments
     from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
@@ -131,18 +132,11 @@ def trains_cross_encoder(side: Side, is_aligned: bool) -> Any:
     bert(num_labels=1).save_pretrained(side.folder / "bert")
     tokenizer().save_pretrained(side.folder / "bert")
     model = CrossEncoder(str(side.folder / "bert"), device="cpu")
-    if is_aligned:  # kernels round by the alignment of weights, and a file of safetensors has any
-        for param in model.parameters():
-            param.data = param.data.clone()
+    for param in model.parameters():  # kernels round by the alignment of weights, and those of a file may have any
+        param.data = param.data.clone()
     data = Dataset.from_list([{"a": f"w{n + 4} w9", "b": f"w{n + 20} w8 w7", "label": n % 2 / 1} for n in range(12)])
     args = CrossEncoderTrainingArguments(**settings(side))
     return train(side, CrossEncoderTrainer, model, args=args, train_dataset=data, loss=BinaryCrossEntropyLoss(model))
-
-
-for what, is_aligned in (("weights as mapped from a file", False), ("weights cloned", True)):
-    trainer_case("sentence-transformers", f"CrossEncoderTrainer, BinaryCrossEntropyLoss, {what}")(
-        partial(trains_cross_encoder, is_aligned=is_aligned)
-    )
 
 
 @trainer_case("sentence-transformers", "MatryoshkaLoss in a loop of the user, as the relay's objective")
