@@ -18,13 +18,10 @@ import inspect
 import json
 import os
 import random
-import select
-import signal
 import sys
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +34,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 import _shrink  # noqa: E402
+from _children import Failure, first_line, run  # noqa: E402
 from _common import show  # noqa: E402
 
 from l2l_core import Relay, RelayConfig, TornStep  # noqa: E402
@@ -217,10 +215,6 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
 
 
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:400]
-
-
 # -- the sets --------------------------------------------------------------------------------------------------------
 
 
@@ -358,62 +352,18 @@ def classify(outputs: Any, batch: Any) -> torch.Tensor:
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Child:
-    """A process that judges one class, and the pipe on which it answers."""
-
-    name: str
-    task: str
-    pid: int
-    pipe: int
-    until_s: float
+def judged(name: str, task: str, make: Make) -> dict[str, Any]:
+    return asdict(judge(name, task, make))
 
 
-def run(candidates: Iterator[tuple[str, str, Make]], jobs: int, limit_s: float) -> Iterator[Outcome]:
+def outcomes_of(candidates: Iterable[tuple[str, str, Make]], jobs: int, limit_s: float) -> Iterator[Outcome]:
     """Test each class in a separate process."""
-    children: dict[int, Child] = {}
-    waiting = iter(candidates)
-    while True:
-        while len(children) < jobs and (following := next(waiting, None)) is not None:
-            child = fork(*following, limit_s)
-            children[child.pipe] = child
-        if not children:
-            return
-        ready, _, _ = select.select(list(children), [], [], 0.2)
-        for pipe in ready:
-            yield collect(children.pop(pipe))
-        for child in [c for c in children.values() if time.monotonic() > c.until_s]:
-            os.kill(child.pid, signal.SIGKILL)
-            collect(children.pop(child.pipe))
-            yield Outcome(child.name, child.task, "timed out", f"after {limit_s:g} s")
-
-
-def fork(name: str, task: str, make: Make, limit_s: float) -> Child:
-    """A fork has everything imported already; nothing has computed in the parent, so it has no threads."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reading)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        try:
-            outcome = judge(name, task, make)
-        except BaseException as error:
-            outcome = Outcome(name, task, "failed", f"{type(error).__name__}: {first_line(error)}")
-        os.write(writing, json.dumps(asdict(outcome)).encode()[:60_000])
-        os._exit(0)
-    os.close(writing)
-    return Child(name, task, pid, reading, time.monotonic() + limit_s)
-
-
-def collect(child: Child) -> Outcome:
-    answer = b""
-    while more := os.read(child.pipe, 65_536):
-        answer += more
-    os.close(child.pipe)
-    _, status = os.waitpid(child.pid, 0)
-    if not answer:
-        return Outcome(child.name, child.task, "crashed", f"wait status {status}")
-    return Outcome(**json.loads(answer))
+    tasks = (((name, task), partial(judged, name, task, make)) for name, task, make in candidates)
+    for (name, task), answer in run(tasks, jobs, limit_s):
+        if isinstance(answer, Failure):
+            yield Outcome(name, task, answer.kind, answer.reason)
+        else:
+            yield Outcome(**answer)
 
 
 # -- words -----------------------------------------------------------------------------------------------------------
@@ -517,7 +467,7 @@ def main() -> None:
         if missing := set(args.only) - {name for name, *_ in candidates}:
             parser.error(f"no such class: {', '.join(sorted(missing))}")
     outcomes = []
-    for outcome in run(iter(candidates[: args.limit]), args.jobs, args.seconds):
+    for outcome in outcomes_of(candidates[: args.limit], args.jobs, args.seconds):
         outcomes.append(outcome)
         print(
             f"{outcome.outcome:12} {outcome.task:22} {outcome.name:50} {outcome.layers:3} {outcome.reason[:160]}",
