@@ -55,6 +55,7 @@ from l2l_core.model.tensor_storage import storage_of as storage_of
 from l2l_core.model.thread_state import RandomState as RandomState
 from l2l_core.model.thread_state import ThreadState as ThreadState
 from l2l_core.model.thread_state import function_modes_without as function_modes_without
+from l2l_core.model.user_state import is_state as is_state
 from l2l_core.model.user_state import names_in as names_in
 from l2l_core.model.user_state import preserved_user_state as preserved_user_state
 from l2l_core.model.user_state import snapshot_user_state as snapshot_user_state

@@ -26,6 +26,7 @@ from l2l_core.model.state_snapshot import HOOK_DICTS, INTERNALS, Restore, restor
 _MOST_ITEMS, _MOST_OBJECTS = 100, 5_000  # a longer container holds data
 _NEAR, _FAR = 3, 100  # references between a root and a value that is included
 _MOST_ELEMENTS = 2**24  # of all tensors whose values are kept, the nearest first: larger ones are data
+_MOST_STATISTICS = 2**12  # elements of a tensor in which a layer counts
 # Their functions and objects keep no state of a loss, a hook or a layer
 _PACKAGES = sys.stdlib_module_names - {"__main__"} | {"torch", "l2l_core", "workbench", "transformers", "numpy"}
 _NEVER_CHANGED = (ModuleType, CodeType, str, bytes, int, float, complex, type(None))
@@ -112,7 +113,7 @@ def _values_of_modules(modules: Iterable[nn.Module], restores: list[Restore], fo
     """Snapshot which values the plain attributes of modules have; yield those values, hooks and classes."""
     for module in modules:
         attributes = vars(module)
-        kept = {name: value for name, value in attributes.items() if _is_state(name, value)}
+        kept = {name: value for name, value in attributes.items() if is_state(name, value, for_recompute)}
         restores.append(partial(_restore_attributes, module, kept, for_recompute))
         yield from kept.values()
         yield type(module)
@@ -124,7 +125,9 @@ def _values_of_modules(modules: Iterable[nn.Module], restores: list[Restore], fo
 
 def _restore_attributes(module: nn.Module, kept: dict[str, object], for_recompute: bool) -> None:
     attributes = vars(module)
-    for name in [name for name, value in attributes.items() if name not in kept and _is_state(name, value)]:
+    for name in [
+        name for name, value in attributes.items() if name not in kept and is_state(name, value, for_recompute)
+    ]:
         if not for_recompute or hasattr(type(module), name):
             del attributes[name]
     for name, value in kept.items():
@@ -132,9 +135,14 @@ def _restore_attributes(module: nn.Module, kept: dict[str, object], for_recomput
             attributes[name] = value
 
 
-def _is_state(name: str, value: object) -> bool:
-    """Return whether an attribute of a module may be a state: no internals, and no tensor with a graph."""
-    return name not in INTERNALS and not (isinstance(value, torch.Tensor) and value.requires_grad)
+def is_state(name: str, value: object, for_recompute: bool = False) -> bool:
+    """Return whether an attribute of a module may be a state.
+
+    Internals are not, nor are tensors with a graph, nor, of a layer that is recomputed, tensors as large as activations.
+    """
+    if isinstance(value, torch.Tensor):
+        return not value.requires_grad and not (for_recompute and value.numel() > _MOST_STATISTICS)
+    return name not in INTERNALS
 
 
 def _snapshot_tensor(tensor: torch.Tensor) -> Restore:

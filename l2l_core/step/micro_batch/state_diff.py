@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from l2l_core.devices import NoTorchModes
-from l2l_core.model import snapshot_user_state
+from l2l_core.model import is_state, snapshot_user_state
 from l2l_core.step.graph import unguarded
 from l2l_core.step.micro_batch.module_attributes import MODULE_INTERNALS, AttributeKey, attributes_of, is_plain
 
@@ -84,9 +84,8 @@ class LayerState:
 
     @staticmethod
     def includes(keys: Iterable[AttributeKey]) -> bool:
-        """Whether one of these attributes belongs to such a state: tensors with a graph do not."""
-        values = (vars(module).get(name) for module, name in keys)
-        return any(not (isinstance(value, torch.Tensor) and value.requires_grad) for value in values)
+        """Whether one of these attributes belongs to such a state."""
+        return any(is_state(name, vars(module).get(name), for_recompute=True) for module, name in keys)
 
 
 class _StateFingerprint:
