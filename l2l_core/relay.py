@@ -208,7 +208,7 @@ class Relay:
         self.device, self._owns_device = resolve_device(device), not isinstance(device, Device)
         self.host = Ledger("host", "Host memory")
         # Before parameters move into masters: a refused optimizer leaves the model unchanged.
-        made, findings = make_optimizer(optimizer, model)
+        made, findings = make_optimizer(optimizer, model, self._model_call.loss_modules)
         _check_update(settings, findings)
         modules = dict(zip(keys or self._backend.layer_keys([*found]), found.values(), strict=True))
         init_master = self._backend.master_init(self.device.host_empty)

@@ -15,6 +15,10 @@ from l2l_core.model import module_name, refuse_compiled_hooks, refuse_compiled_w
 
 _FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]*")
 _RESERVED_KEYS = re.compile(r"shell|relay|history|(parked|values|branch)-.*")  # other files of a save
+_SAME_OPTIMIZER = (
+    "the same optimizer can be used again, with the new parameters in its groups and without those that the model no longer "
+    "has"
+)
 
 Stamp = tuple[int, int]  # of a parameter: changes when it is written to or gets other data
 
@@ -37,7 +41,8 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
             if module._parameters.get(name) is not param:
                 raise RuntimeError(
                     f"parameter {name!r} in {unit.name} was replaced behind the relay's back (a new module? "
-                    "load_state_dict(assign=True)?). Close the relay and make a new one over the changed model"
+                    f"load_state_dict(assign=True)?). Close the relay and make a new one over the changed model; "
+                    f"{_SAME_OPTIMIZER}"
                 )
         for block in unit.blocks:
             for param, home, name in zip(block.params, block.host_views, block.names, strict=True):
@@ -89,8 +94,7 @@ def check_structure(model: nn.Module, units: Sequence[Unit]) -> None:
                 where = f"{module_name(model, module)}.{name}".lstrip(".")
                 raise RuntimeError(
                     f"parameter {where} was added to the model behind the relay's back (a head? an adapter?), so it would not be "
-                    "trained. Close the relay, change the model, and make a new relay over it; the same optimizer can be used "
-                    "again, with the new parameters in its groups"
+                    f"trained. Close the relay, change the model, and make a new relay over it; {_SAME_OPTIMIZER}"
                 )
 
 

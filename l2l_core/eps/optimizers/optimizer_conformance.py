@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +105,9 @@ class Trial:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._name = optimizer, type(optimizer).__name__
-        self._check_keys(optimizer)
+        self._check_keys(
+            key for key in optimizer.state if not isinstance(key, Tensor)
+        )  # state of old parameters may remain
         noise = torch.Generator().manual_seed(0)
         groups = _two_of_each_kind(optimizer.param_groups)
         self._groups = [(group, _likes(group["params"], optimizer.state, noise)) for group in groups]
@@ -234,7 +236,7 @@ class Trial:
 
     def _resumed(self, optimizer: Optimizer) -> Optimizer:
         """Return a new copy with everything that a save of a trained one would hold."""
-        self._check_keys(optimizer)
+        self._check_keys(optimizer.state.keys() - set(_params(optimizer)))
         tensors: Tensors = {}
         params, (attributes, groups) = _params(optimizer), settings_to_save(optimizer)
         with self._copying():
@@ -251,11 +253,12 @@ class Trial:
         load_settings(new, decode(settings, take))
         return new
 
-    def _check_keys(self, optimizer: Optimizer) -> None:
-        if strange := optimizer.state.keys() - set(_params(optimizer)):
+    def _check_keys(self, strange: Iterable[object]) -> None:
+        for key in strange:
+            what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
             raise ValueError(
-                f"{self._name} keeps a state of {strange.pop()!r}, which is no parameter: it would count once per layer and be "
-                "missing in saves. Use an optimizer that keeps its state by parameter and its counts in param_groups"
+                f"{self._name} keeps a state of {what}, which is no parameter of its groups: it would count once per layer and "
+                "be missing in saves. Use an optimizer that keeps its state by parameter and its counts in param_groups"
             )
 
     @contextmanager

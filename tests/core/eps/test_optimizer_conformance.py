@@ -531,7 +531,7 @@ class HoldsOnToItsParameters(SGD):
         (EstimatesADistance, r"setting 'd' for one layer.*treats each parameter by itself"),
         (CouplesLate, "couples parameters of different layers"),
         (CouplesAtFirst, "couples parameters of different layers"),
-        (Wrapper, r"keeps in .inside, a AdamW"),
+        (Wrapper, r"a wrapper around a AdamW in \.inside"),
         (TwoGradients, "two gradients per step"),
         (WantsAClosure, "one forward and backward"),
         (DrawsNumbers, "draws random numbers"),
@@ -539,7 +539,7 @@ class HoldsOnToItsParameters(SGD):
         (KeepsObjects, "kept is a object, which cannot be saved"),
         (KeepsAnObjectInTheGroup, "device is a object, which cannot be saved"),
         (KeepsMomentumOnItself, "keeps something outside of its settings"),
-        (KeepsAStateOfItsOwn, "a state of 'step', which is no parameter"),
+        (KeepsAStateOfItsOwn, "a state of 'step', which is no parameter of its groups"),
         (HoldsOnToItsParameters, "changed nothing"),
     ],
 )
