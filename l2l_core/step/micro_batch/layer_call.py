@@ -273,7 +273,7 @@ class LayerCall:
                     f"cannot be cut ({error}). Keep a copy: x.clone()"
                 ) from error
             if locator[0] == "attribute":
-                self.side_attributes[self.unit.module.get_submodule(locator[1]), locator[2]] = tensor
+                self.side_attributes[AttributeKey(self.unit.module.get_submodule(locator[1]), locator[2])] = tensor
             ctx.stash.track(tensor, self.k, "activations", "", fresh=True)
 
     # -- backward ------------------------------------------------------------------------------------------------------

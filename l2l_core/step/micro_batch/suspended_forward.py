@@ -180,8 +180,8 @@ class SuspendedForward:
         self._ctx.run_counts[call.unit] += 1
         self._attribute_values.update(call.side_attributes)
         # A recompute may leave another value on an attribute, without a graph.
-        for module, name in self._attribute_values:
-            self._attribute_values[module, name] = attribute_dict(module, name).get(name)
+        for key in self._attribute_values:
+            self._attribute_values[key] = attribute_dict(key.module, key.name).get(key.name)
         if shell_state.has_autocast:
             torch.clear_autocast_cache()  # it would keep casts of evicted weights
         if call.needs_backward:

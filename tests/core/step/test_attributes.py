@@ -361,3 +361,68 @@ def test_notes_of_layers_are_the_micro_batchs_or_refused(way: str, micro_batches
             with pytest.raises(RuntimeError, match=words):
                 pair.relay.step(kind.make_batch(7, 0))
             assert_state(pair.relay.model, before)
+
+
+class Tally(nn.Module):
+    """A metric as in torchmetrics: its hash reads its state, and `==` compares no identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.sums = 0, [0.0]
+        self.register_buffer("total", torch.zeros(1))
+
+    def __hash__(self) -> int:
+        return hash((id(self), self.rows, *self.sums))
+
+    def __eq__(self, other: object) -> Any:
+        return torch.eq(self.total, self.rows)
+
+    def forward(self, h: Tensor) -> None:
+        self.rows += len(h)
+        self.sums[0] += float(h.detach().sum())
+        self.total += h.detach().sum()
+
+
+class Tallied(Chain):
+    """The shell calls a metric after the layers."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__(layers)
+        self.tally = Tally()
+
+    def walk(self, h: Tensor) -> Tensor:
+        h = super().walk(h)
+        self.tally(h)
+        return h
+
+
+class TalliedMlp(ResidualMlp):
+    """A layer whose hash reads its attributes."""
+
+    rows = 0
+
+    def __hash__(self) -> int:
+        return hash((id(self), self.rows))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows = len(x)
+        return super().forward(x)
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("layer", [ResidualMlp, TalliedMlp])
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_a_hash_that_reads_attributes_is_not_called(layer: Any, stash: str) -> None:
+    chain = BY_NAME["chain"]
+
+    def make_model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return Tallied([layer() for _ in range(3)])
+
+    kind = Kind("tallied", make_model, chain.make_batch, chain.loss, loss_over="micro-batch")
+    config = RelayConfig(micro_batches=3, stash=stash)
+    assert_equal(run_both(kind, 3, config, rows=6))
+    with both(kind, config) as pair:
+        model = pair.relay.model
+        pair.relay.step(kind.make_batch(6, 0))
+        assert model.tally.rows == 6
