@@ -50,6 +50,7 @@ from l2l_core.eps.blocks import (
     check_model,
     refuse_checkpointing,
     refuse_scripted,
+    refuse_uninitialized,
     refuse_wrapped,
 )
 from l2l_core.eps.optimizers import (
@@ -185,6 +186,7 @@ class Relay:
         refuse_wrapped(model)
         refuse_checkpointing(model)
         refuse_scripted(model)
+        refuse_uninitialized(model)
         keys, layers = (check_keys(layers), layers.values()) if isinstance(layers, Mapping) else (None, layers)
         rule = rows_rule(split, join)
         found = resolve_layers(model, layers)

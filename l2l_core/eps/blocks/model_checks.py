@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.nn.utils import parametrize
 
 from l2l_core._torch import caches_parametrizations, data_ptr
@@ -168,6 +169,16 @@ def refuse_scripted(model: nn.Module) -> None:
             raise ValueError(
                 f"{which} is {how}: the relay stops at layers and exchanges their weights, which TorchScript does not allow. "
                 "Give it the original module, and script or trace that after training; for speed use torch.compile on layers"
+            )
+
+
+def refuse_uninitialized(model: nn.Module) -> None:
+    """Raise ValueError if a lazy module has not run yet, so that parameters or buffers have no shape."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise ValueError(
+                f"{name} is not initialized, as it belongs to a lazy module that has not run yet: run one forward on a batch "
+                "first (with torch.no_grad(): model(x)), then make the optimizer and the relay"
             )
 
 
