@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -237,17 +237,40 @@ def stamps_of(params: Iterable[torch.Tensor]) -> list[Stamp]:
     return [(param._version, data_ptr(param)) for param in params]
 
 
-def check_stamps(params: Sequence[torch.Tensor], stamps: Sequence[Stamp], who: str) -> None:
-    """Raise RuntimeError if `who` changed a weight in its forward; weights on the device are copies."""
-    now = stamps_of(params)
+def check_stamps(unit: Unit, stamps: Sequence[Stamp], who: str) -> None:
+    """Raise RuntimeError if `who` changed a weight of a unit in its forward; weights on the device are copies."""
+    now = stamps_of(unit.params)
     if now != stamps:
-        changed = next(p for p, a, b in zip(params, stamps, now, strict=True) if a != b)
-        raise RuntimeError(weights_changed_message(who, changed))
+        changed = next(p for p, a, b in zip(unit.params, stamps, now, strict=True) if a != b)
+        raise RuntimeError(weights_changed_message(who, changed, [unit]))
 
 
-def weights_changed_message(who: str, weight: torch.Tensor) -> str:
-    """Return the message for a weight that changed during a step."""
+def weights_changed_message(who: str, weight: torch.Tensor, units: Iterable[Unit]) -> str:
+    """Return the message for a weight of one of the units, or a view of it, that changed during a step."""
+    found = [each for unit in units for each in _named_owners(unit) if _is_whole(each[2], weight)]
+    name, module = found[0][:2] if found else ("one", None)
+    begin = f"{who} changes a weight, {name} of shape {tuple(weight.shape)}, in its forward: "
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        path = name.rpartition(".")[0]
+        return (
+            f"{begin}{type(module).__name__}(max_norm={module.max_norm}) rescales rows before it reads them, and what is on the "
+            f"device is a copy. Set {path}.max_norm = None, and rescale them before each step, as its forward would: "
+            f"torch.embedding_renorm_({path}.weight.detach(), tokens, {module.max_norm}, {module.norm_type}) with all tokens of "
+            "the batch"
+        )
     return (
-        f"{who} changes a weight of shape {tuple(weight.shape)} in its forward: what is on the device is a copy, and the change "
-        "would be lost. Change weights between steps, under torch.no_grad(), or keep what changes in a buffer"
+        f"{begin}what is on the device is a copy, and the change would be lost. Change weights between steps, under "
+        "torch.no_grad(), or keep what changes in a buffer"
     )
+
+
+def _named_owners(unit: Unit) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Yield the parameters of a unit with their names and the modules that hold them."""
+    names = {param: name for block in unit.blocks for param, name in zip(block.params, block.names, strict=True)}
+    for module, _, param in unit.owners:
+        if param in names:
+            yield names[param], module, param
+
+
+def _is_whole(param: nn.Parameter, tensor: torch.Tensor) -> bool:
+    return param is tensor or (param.shape == tensor.shape and param.data_ptr() == tensor.data_ptr())

@@ -139,7 +139,7 @@ class LayerCall:
         result.check_caches()
         outputs = self._detach_outputs(ctx, result, segmenter)
         stop()
-        check_stamps(self.unit.params, stamps, f"layer {self.unit.name}")
+        check_stamps(self.unit, stamps, f"layer {self.unit.name}")
         self.check_arguments_unchanged("the layer itself changed it in place")
         subgraph = self._check_graph(graph.output_edges, began)
         starts = [(edge.node._sequence_nr(), edge.output_nr) for edge in graph.output_edges]  # without their nodes
