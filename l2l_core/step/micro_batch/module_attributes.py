@@ -73,6 +73,7 @@ class ModuleAttributes(AttributeTracer):
         self._in_layer = False
         self._last_reader: dict[AttributeKey, int] = {}  # the last micro-batch that has read a value of another one
         self._last_writer: dict[AttributeKey, int] = {}
+        self._kept_without_graph: dict[AttributeKey, torch.Tensor] = {}  # by layers, in this turn of an inference
         self._set_on_layers: dict[Unit, set[AttributeKey]] = {}  # by the shell
 
     def __enter__(self) -> ModuleAttributes:
@@ -213,6 +214,8 @@ class ModuleAttributes(AttributeTracer):
             self.record_change(key)
             self._layer_values[key, self._k] = value
             return
+        if isinstance(value, torch.Tensor) and not self._guard.is_active:
+            self._kept_without_graph[key] = value
         refs = self._kept_tensors.get(key, [])
         before = [tensor for ref in refs if (tensor := ref()) is not None and tensor is not value]
         were_shared = [self._guard.mark_replaced(tensor, self._k) for tensor in before]
@@ -220,6 +223,14 @@ class ModuleAttributes(AttributeTracer):
             self._refuse(key)
         self._kept_tensors[key] = [weakref.ref(t) for t in (*before, value) if isinstance(t, torch.Tensor)]
         self._guard.register(value, self._k)
+
+    def take_kept_tensors(self) -> dict[AttributeKey, torch.Tensor]:
+        """Return the tensors that layers have kept in this turn of an inference, which are the micro-batch's own.
+
+        In training those with a graph are side outputs, and the others guarded.
+        """
+        kept, self._kept_without_graph = self._kept_without_graph, {}
+        return kept
 
     def _refuse(self, key: AttributeKey) -> None:
         module, name = key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
@@ -15,7 +16,7 @@ from patience import HANG_S
 from torch import Tensor, nn
 from zoo import BY_NAME, WIDTH, Chain, Kind, ResidualMlp
 
-from l2l_core import RelayConfig
+from l2l_core import EmulatedDevice, Relay, RelayConfig
 from l2l_core.step.micro_batch.attribute_tracer import AttributeTracer
 
 
@@ -426,3 +427,35 @@ def test_a_hash_that_reads_attributes_is_not_called(layer: Any, stash: str) -> N
         model = pair.relay.model
         pair.relay.step(kind.make_batch(6, 0))
         assert model.tally.rows == 6
+
+
+class KeepsAux(ResidualMlp):
+    """Keeps an auxiliary loss, as layers with experts do, and the activations that it is computed from."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = super().forward(x)
+        self.aux = self.kept.square().mean((1, 2))
+        return self.kept
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_an_objective_reads_what_layers_keep(micro_batches: int, stash: str) -> None:
+    """Also in evaluation and where the losses of a few rows are compared: there is no warning that they were not."""
+
+    def objective(model: nn.Module, batch: Any) -> Tensor:
+        output = model(batch["x"])
+        return output.square().mean() + 0.1 * sum(layer.aux.mean() + layer.kept.mean() for layer in model.layers)
+
+    torch.manual_seed(0)
+    model = Chain([KeepsAux() for _ in range(3)])
+    batch = {"x": BY_NAME["chain"].make_batch(6, 0)[0]}
+    config = RelayConfig(micro_batches=micro_batches, stash=stash)
+    with Relay(model, objective=objective, device=EmulatedDevice(memory_bytes=50_000_000), config=config) as relay:
+        expected = copy.deepcopy(model).eval()
+        with torch.no_grad():
+            losses = [float(objective(expected, {"x": part})) for part in batch["x"].chunk(micro_batches)]
+        assert relay.evaluate(batch) == pytest.approx(sum(losses) / micro_batches)
+        assert "equal to the step in core" in str(relay.step(batch).verified)
+        assert relay.evaluate(batch) == relay.evaluate(batch)
