@@ -23,6 +23,7 @@ from functools import partial, wraps
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer  # pyright: ignore[reportMissingImports] - optional
@@ -127,15 +128,13 @@ class RelayTrainer(Trainer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make a relay also over the optimizer of a `create_optimizer` that does not call the one below."""
         super().__init_subclass__(**kwargs)
-        if not hasattr(cls.create_optimizer, "_makes_relay"):
-            cls.create_optimizer = _with_relay(cls.create_optimizer)  # type: ignore[method-assign]
+        if cls.create_optimizer not in (RelayTrainer.create_optimizer, *_with_relays):
+            type.__setattr__(cls, "create_optimizer", _with_relay(cls.create_optimizer))
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
         """Make the trainer's optimizer, and a relay over it."""
         super().create_optimizer(*args, **kwargs)
         return self._relayed_optimizer()
-
-    create_optimizer._makes_relay = True  # type: ignore[attr-defined]
 
     def _relayed_optimizer(self) -> Optimizer:
         """Return the optimizer for the trainer, after making a relay over it if none is open."""
@@ -355,6 +354,9 @@ class RelayTrainer(Trainer):
         self.relay.load_state_dict(json.loads(path.read_text(encoding="utf-8")) if path.is_file() else present)
 
 
+_with_relays: WeakSet[Callable[..., Any]] = WeakSet()  # what `_with_relay` has returned
+
+
 def _with_relay(create_optimizer: Callable[..., Any]) -> Callable[..., Any]:
     """Return a `create_optimizer` that makes a relay over the optimizer that the given one has made."""
 
@@ -363,7 +365,7 @@ def _with_relay(create_optimizer: Callable[..., Any]) -> Callable[..., Any]:
         create_optimizer(self, *args, **kwargs)
         return self._relayed_optimizer()
 
-    create._makes_relay = True  # type: ignore[attr-defined]
+    _with_relays.add(create)
     return create
 
 

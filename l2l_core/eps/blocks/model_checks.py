@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from l2l_core._torch import caches_parametrizations, data_ptr
@@ -175,7 +175,7 @@ def refuse_scripted(model: nn.Module) -> None:
 def refuse_uninitialized(model: nn.Module) -> None:
     """Raise ValueError if a lazy module has not run yet, so that parameters or buffers have no shape."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise ValueError(
                 f"{name} is not initialized, as it belongs to a lazy module that has not run yet: run one forward on a batch "
                 "first (with torch.no_grad(): model(x)), then make the optimizer and the relay"
@@ -246,7 +246,7 @@ def check_stamps(unit: Unit, stamps: Sequence[Stamp], who: str) -> None:
 
 
 def weights_changed_message(who: str, weight: torch.Tensor, units: Iterable[Unit]) -> str:
-    """Return the message for a weight of one of the units, or a view of it, that changed during a step."""
+    """Return the message for a weight of `units` that changed in a forward, or whose view did."""
     found = [each for unit in units for each in _named_owners(unit) if _is_whole(each[2], weight)]
     name, module = found[0][:2] if found else ("one", None)
     begin = f"{who} changes a weight, {name} of shape {tuple(weight.shape)}, in its forward: "
