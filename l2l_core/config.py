@@ -176,7 +176,8 @@ class RelayConfig:
     def micro_batch_seed(self, step: int, k: int) -> int:
         """Return the seed of the random stream of micro-batch `k` in step `step` (both from 0).
 
-        A plain loop that calls ``torch.manual_seed`` with it before each micro-batch draws the same numbers.
+        A plain loop that calls ``torch.manual_seed`` and Python's ``random.seed`` with it before each micro-batch draws the same
+        numbers.
 
         Raises:
             ValueError: `seed` is None.

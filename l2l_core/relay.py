@@ -50,6 +50,7 @@ from l2l_core.eps.blocks import (
     check_model,
     refuse_checkpointing,
     refuse_scripted,
+    refuse_uninitialized,
     refuse_wrapped,
 )
 from l2l_core.eps.optimizers import (
@@ -185,6 +186,7 @@ class Relay:
         refuse_wrapped(model)
         refuse_checkpointing(model)
         refuse_scripted(model)
+        refuse_uninitialized(model)
         keys, layers = (check_keys(layers), layers.values()) if isinstance(layers, Mapping) else (None, layers)
         rule = rows_rule(split, join)
         found = resolve_layers(model, layers)
@@ -208,7 +210,7 @@ class Relay:
         self.device, self._owns_device = resolve_device(device), not isinstance(device, Device)
         self.host = Ledger("host", "Host memory")
         # Before parameters move into masters: a refused optimizer leaves the model unchanged.
-        made, findings = make_optimizer(optimizer, model)
+        made, findings = make_optimizer(optimizer, model, self._model_call.loss_modules)
         _check_update(settings, findings)
         modules = dict(zip(keys or self._backend.layer_keys([*found]), found.values(), strict=True))
         init_master = self._backend.master_init(self.device.host_empty)

@@ -301,6 +301,11 @@ class RowSelection:
                 f"tensors of the batch disagree on dim 0, the number of rows: {where} has {tuple(value.shape)}, others "
                 f"{self._rows} rows"
             )
+        if getattr(value, "is_nested", False):
+            raise TypeError(
+                f"{where} is a nested tensor, which cannot be cut along rows: use RelayConfig(micro_batches=1), with which "
+                "nothing is cut, or pass split=lambda batch, k: ..., a function that returns k micro-batches"
+            )
         return [self._changed(value[choice], where, k) for k, choice in enumerate(self._choices)]
 
     def _select_library_batch(self, value: Any, count: int, where: str) -> list[Any]:

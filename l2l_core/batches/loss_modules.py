@@ -18,7 +18,21 @@ _MOST_ITEMS, _MOST_OBJECTS = 100, 1000  # a longer container holds data
 
 def modules_used_by(function: object) -> list[nn.Module]:
     """Return the modules that a function refers to, through closures, globals and objects, without the modules in them."""
-    found: dict[nn.Module, None] = {}
+    return [value for value in _objects_used_by(function) if isinstance(value, nn.Module)]
+
+
+def refuse_gradient_scalers(function: object) -> None:
+    """Raise ValueError if a function refers to a `torch.amp.GradScaler` that is enabled."""
+    for value in _objects_used_by(function):
+        if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
+            raise ValueError(
+                "the loss or objective refers to a GradScaler that is enabled: a relay step updates at once, so it would train "
+                "with scaled gradients, and scaler.step(optimizer) would find none. Leave the scaler out, with its step() and "
+                "update(): float32 and RelayConfig(precision='bf16') need no loss scaling"
+            )
+
+
+def _objects_used_by(function: object) -> list[object]:
     seen: dict[int, object] = {}
     upcoming: deque[object] = deque([function])
     while upcoming and len(seen) < _MOST_OBJECTS:  # the nearest first
@@ -26,11 +40,9 @@ def modules_used_by(function: object) -> list[nn.Module]:
         if id(value) in seen or isinstance(value, _NOT_SEARCHED):
             continue
         seen[id(value)] = value
-        if isinstance(value, nn.Module):
-            found[value] = None
-        else:
+        if not isinstance(value, nn.Module):
             upcoming.extend(_references(value))
-    return list(found)
+    return list(seen.values())
 
 
 def metrics_in(module: nn.Module) -> list[nn.Module]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from l2l_core._torch import is_torch_loss
-from l2l_core.batches.loss_modules import metrics_in, modules_used_by
+from l2l_core.batches.loss_modules import metrics_in, modules_used_by, refuse_gradient_scalers
 from l2l_core.model import no_cache_arguments
 
 LossResult = torch.Tensor | tuple[torch.Tensor, Any]  # a scalar, or (scalar, extras)
@@ -41,6 +41,7 @@ class ModelCall:
             raise ValueError(
                 "loss= and objective= are both given: pass one, objective(model, micro_batch) includes the loss"
             )
+        refuse_gradient_scalers((loss, objective))
         self._criterion = loss if takes_targets(loss) else None
         self._loss, self._objective, self._model = self._apply_criterion if self._criterion else loss, objective, model
         parameters = inspect.signature(model.forward).parameters

@@ -70,6 +70,11 @@ def _collect_rows(value: Any, outside: list[int], lists: list[Any], is_root: boo
         for part in opened.parts:
             _collect_rows(part, outside, lists)
     elif has_rows(value):
+        if isinstance(value, torch.Tensor) and value.is_nested and value.layout is torch.strided:
+            raise TypeError(
+                "the batch has a nested tensor with layout=torch.strided, whose shape and parts PyTorch does not tell: make it "
+                "with layout=torch.jagged"
+            )
         outside.append(len(value))
 
 

@@ -15,19 +15,21 @@ without a relay.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer  # pyright: ignore[reportMissingImports] - optional
 from torch import nn
 from torch.optim import Optimizer
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, DeviceOutOfMemory
@@ -79,7 +81,8 @@ class RelayTrainer(Trainer):
     there, so results differ in rounding. Micro-batches draw random numbers from `RelayConfig.micro_batch_seed`, with the
     trainer's seed. Caches of keys and values are off; a plain trainer leaves that of an encoder-decoder on.
 
-    A callback's `on_pre_optimizer_step` runs after the update. A gradient that is not finite raises `NonFiniteError`.
+    A callback's `on_pre_optimizer_step` runs after the update and without gradients, with a warning. A gradient that is not
+    finite raises `NonFiniteError`. A subclass may override `create_optimizer` as with the plain trainer.
     The relay exists from the first step or evaluation on, also after `train`; ``trainer.relay.close()`` ends it.
 
     Args:
@@ -107,6 +110,7 @@ class RelayTrainer(Trainer):
         self._waiting: list[dict[str, Any]] = []  # micro-batches of the accumulation that is under way
         self._result: StepResult | None = None
         self._loss: torch.Tensor | None = None  # taken from `accelerator.backward`
+        self._has_warned = False  # of callbacks before the update
         super().__init__(*args, **kwargs)
         refuse_arguments(self)
         relay_config_of(self._given_config, self.args)
@@ -116,20 +120,33 @@ class RelayTrainer(Trainer):
     @property
     def relay(self) -> Relay:
         """The relay, made at the first use, and again after it was closed."""
-        self.create_optimizer()
+        if not self._is_relayed():
+            self.create_optimizer()
         assert self._relay is not None
         return self._relay
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Make a relay also over the optimizer of a `create_optimizer` that does not call the one below."""
+        super().__init_subclass__(**kwargs)
+        if cls.create_optimizer not in (RelayTrainer.create_optimizer, *_with_relays):
+            type.__setattr__(cls, "create_optimizer", _with_relay(cls.create_optimizer))
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
         """Make the trainer's optimizer, and a relay over it."""
         super().create_optimizer(*args, **kwargs)
-        relay = self._relay
-        if relay is None or relay.is_closed or relay.model is not self.model or not self._is_relayed():
+        return self._relayed_optimizer()
+
+    def _relayed_optimizer(self) -> Optimizer:
+        """Return the optimizer for the trainer, after making a relay over it if none is open."""
+        if not self._is_relayed():
             self._replace_relay()
         return self.optimizer
 
     def _is_relayed(self) -> bool:
-        return isinstance(self.optimizer, RelayedOptimizer) and self.optimizer.relay is self._relay
+        relay = self._relay
+        if relay is None or relay.is_closed or relay.model is not self.model:
+            return False
+        return isinstance(self.optimizer, RelayedOptimizer) and self.optimizer.relay is relay
 
     def _replace_relay(self) -> None:
         before, optimizer = self._relay, _without_accelerate(self.optimizer)
@@ -202,6 +219,7 @@ class RelayTrainer(Trainer):
         """Train as the trainer does, with its present arguments."""
         self._waiting.clear()  # of an earlier call, as the trainer clears gradients
         refuse_arguments(self)
+        self._warn_of_callbacks()
         if self._is_provisional and self._relay is not None:
             self._relay.close()
             self.optimizer, self._is_provisional = None, False
@@ -217,6 +235,8 @@ class RelayTrainer(Trainer):
     ) -> torch.Tensor:
         """Keep a micro-batch; with the last one of an accumulation, make a step of the relay and return its loss."""
         model.train()
+        if isinstance(self.optimizer, RelayedOptimizer):
+            self.optimizer.train()  # schedule-free ones; before the step, in which weights do not change
         self._waiting.append(
             {"inputs": inputs, "num_items": num_items_in_batch, "batches": self.current_gradient_accumulation_steps}
         )
@@ -230,7 +250,12 @@ class RelayTrainer(Trainer):
 
     def _step(self, micro_batches: list[dict[str, Any]]) -> torch.Tensor:
         """Train on the micro-batches of an accumulation; return their losses, as the trainer divides them, (K,)."""
-        assert isinstance(self.optimizer, RelayedOptimizer), "made by create_optimizer"
+        if not isinstance(self.optimizer, RelayedOptimizer):
+            raise RuntimeError(
+                f"{type(self).__name__} trains with a {type(self.optimizer).__name__} that was put into trainer.optimizer after "
+                "create_optimizer, so no relay is over it: make it in create_optimizer, or give it to the trainer as "
+                "optimizers=(optimizer, scheduler)"
+            )
         relay = self.optimizer.relay
         relay.config = replace(relay.config, micro_batches=len(micro_batches))
         self._loss = None  # of a step that was interrupted
@@ -244,6 +269,22 @@ class RelayTrainer(Trainer):
             raise
         self.optimizer.is_updated = True
         return self._result.extras.to(self.args.device)
+
+    def _warn_of_callbacks(self) -> None:
+        """Warn once of callbacks that would find gradients in a plain trainer."""
+        before = TrainerCallback.on_pre_optimizer_step
+        names = [
+            type(c).__name__ for c in self.callback_handler.callbacks if type(c).on_pre_optimizer_step is not before
+        ]
+        if names and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{names[0]}.on_pre_optimizer_step runs after the relay's update, so it finds new weights and no gradients, and "
+                "changes none. To clip, use TrainingArguments(max_grad_norm=...); the norm is logged as grad_norm. To read or "
+                "change gradients, use trainer.relay.optimizer.register_step_pre_hook(hook) with "
+                "relay_config=RelayConfig(update='deferred'). A callback that needs neither may stay, or use on_optimizer_step",
+                stacklevel=3,
+            )
 
     def _objective(self, model: nn.Module, micro_batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss of a micro-batch that the trainer's own step passes to `backward`, and its value."""
@@ -311,6 +352,21 @@ class RelayTrainer(Trainer):
         path = Path(checkpoint) / RELAY_STATE_NAME
         present = self.relay.state_dict() | {"steps": self.state.global_step}
         self.relay.load_state_dict(json.loads(path.read_text(encoding="utf-8")) if path.is_file() else present)
+
+
+_with_relays: WeakSet[Callable[..., Any]] = WeakSet()  # what `_with_relay` has returned
+
+
+def _with_relay(create_optimizer: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `create_optimizer` that makes a relay over the optimizer that the given one has made."""
+
+    @wraps(create_optimizer)
+    def create(self: RelayTrainer, *args: Any, **kwargs: Any) -> Optimizer:
+        create_optimizer(self, *args, **kwargs)
+        return self._relayed_optimizer()
+
+    _with_relays.add(create)
+    return create
 
 
 def _without_accelerate(optimizer: Any) -> Optimizer:

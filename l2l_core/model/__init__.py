@@ -27,6 +27,7 @@ from l2l_core.model.layer_stacks import LayerResolver as LayerResolver
 from l2l_core.model.layer_stacks import Stack as Stack
 from l2l_core.model.layer_stacks import find_stacks as find_stacks
 from l2l_core.model.layers import find_layers as find_layers
+from l2l_core.model.module_key import ModuleKey as ModuleKey
 from l2l_core.model.plain_data import TensorReader as TensorReader
 from l2l_core.model.plain_data import Tensors as Tensors
 from l2l_core.model.plain_data import decode as decode

@@ -1,8 +1,9 @@
-"""Storages, bytes and equality of tensors of any layout; a sparse tensor consists of dense indices and values."""
+"""Storages, bytes and equality of tensors of any layout; sparse and nested tensors consist of dense parts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -23,7 +24,10 @@ def is_sparse(tensor: torch.Tensor) -> bool:
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the dense parts of a tensor: the tensor itself, or indices and values."""
+    """Return the dense parts of a tensor: the tensor itself, or indices and values, or offsets and values."""
+    if tensor.layout is torch.jagged:
+        nested: Any = tensor.detach()
+        return nested.offsets(), nested.values()
     if not is_sparse(tensor):
         return (tensor,)
     with DisableTorchFunctionSubclass():  # guarded tensors are read without their check

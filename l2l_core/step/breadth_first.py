@@ -64,7 +64,7 @@ class BreadthFirstRuntime(PassRuntime):
         parts, later = self.parts, self._stack.callback
         self._buffer_order = BufferOrder(parts.shell.buffers, [u.buffers for u in parts.layers], self._attributes)
         later(self._buffer_order.close)
-        self._stash_mode = StashMode(self.stash, self._buffer_order)
+        self._stash_mode = StashMode(self.stash, self._buffer_order, parts.units)
         self._guard = TensorGuard(self._stash_mode.check_guarded_read, self.stash.restore_tensor)
         later(self.stash.clear)
         later(self._guard.close)

@@ -42,9 +42,9 @@ from l2l_core.step.traffic import NO_MICRO_BATCH, Gradient, Stash, StashMode, ti
 class _EarlyReadMode(StashMode):
     """Stash mode that also records which layers' weights are read before the layer is called."""
 
-    def __init__(self, stash: Stash) -> None:
+    def __init__(self, stash: Stash, units: Sequence[Unit]) -> None:
         # Without buffer order: forwards run one after another, as in plain training.
-        super().__init__(stash, BufferOrder(ModuleBuffers([]), [], []))
+        super().__init__(stash, BufferOrder(ModuleBuffers([]), [], []), units)
         self.uncalled: dict[int, Unit] = {}  # layers, by the storages of their weights
         self.early_read_layers: set[str] = set()  # keys of those whose weights were read
 
@@ -97,7 +97,7 @@ class DepthFirstRuntime(PassRuntime):
         self._stack.enter_context(patch_layers(self.parts.layers, lambda *layer: partial(self._call_layer, *layer)))
 
     def _set_up_guards(self) -> None:
-        self._stash_mode = _EarlyReadMode(self.stash)
+        self._stash_mode = _EarlyReadMode(self.stash, self.parts.units)
         self._stack.callback(self.stash.clear)
 
     def train(self, store: LayerStore, divisors: Sequence[float]) -> list[torch.Tensor]:
@@ -153,7 +153,7 @@ class DepthFirstRuntime(PassRuntime):
         self.layer_order = self.layer_order or [call.unit for call in self._calls]
         for unit in (self.parts.shell, *self._loaded):
             owner = "the model's own code" if unit is self.parts.shell else f"layer {unit.name}"
-            check_stamps(unit.params, [self._stamps[param] for param in unit.params], owner)
+            check_stamps(unit, [self._stamps[param] for param in unit.params], owner)
         return result
 
     @contextmanager

@@ -50,8 +50,12 @@ class StepChecks:
         self._per_micro_batch, self._extra_check = per_micro_batch, extra_check
         self._stamps = stamps_of(parts.shell.params)
         own = set(parts.shell.params)
-        self._layer_params: dict[torch.Tensor, str] = {
-            param: unit.name for unit in parts.layers for param in unit.params if param not in own
+        self._layer_params: dict[torch.Tensor, tuple[str, str]] = {  # names of the layer and of the parameter
+            param: (unit.name, name)
+            for unit in parts.layers
+            for block in unit.blocks
+            for param, name in zip(block.params, block.names, strict=True)
+            if param not in own
         }
 
     def check_visit(self, unit: Unit, is_revisit: bool) -> None:
@@ -69,7 +73,7 @@ class StepChecks:
         self._extra_check()
         for call in forward.calls:
             call.check_arguments_unchanged()
-        check_stamps(self._shell.params, self._stamps, "the model's own code")
+        check_stamps(self._shell, self._stamps, "the model's own code")
         forward.segmenter.check(tail, self._layer_params)
         segments = forward.segmenter.segments
         uses = Counter(leaf for segment in segments for leaf in segment.uses)
@@ -93,14 +97,14 @@ class StepChecks:
         """
         if not torch.isfinite(loss):
             raise NonFiniteError(f"the loss of the batch is {loss.item()}. Nothing was updated")
-        check_stamps(self._shell.params, self._stamps, "the loss")
+        check_stamps(self._shell, self._stamps, "the loss")
         if not loss.requires_grad:
             return None
         edge = get_gradient_edge(loss)
         graph = walk_graph([edge])
         for leaf in graph.leaves:
             if leaf in self._layer_params:
-                raise RuntimeError(layer_parameter_message("the loss of the batch", leaf, self._layer_params[leaf]))
+                raise RuntimeError(layer_parameter_message("the loss of the batch", *self._layer_params[leaf]))
         if graph.first < began or graph.inputs:
             raise RuntimeError(
                 "the loss of the batch reads a tensor that a micro-batch's forward left behind (on an attribute?), not only its "

@@ -40,6 +40,19 @@ def step_of(model: nn.Module, optimizer: Any = sgd, **options: Any) -> float:
         return relay.step(pair()).loss
 
 
+def test_lazy_modules_run_once_before() -> None:
+    def lazy() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Tanh()) for _ in range(3)))
+
+    model = lazy()
+    with pytest.raises(ValueError, match=r"0\.0\.weight is not initialized.*model\(x\)\), then make the optimizer"):
+        Relay(model, sgd, layers=LAYERS)
+    with torch.no_grad():
+        model(pair()[0])
+    step_of(model, sgd(model.parameters()))
+
+
 @pytest.mark.filterwarnings("ignore:the loss of a few rows was not compared")  # then the step raises
 def test_a_loss_of_torch() -> None:
     class WithName(nn.Module):

@@ -333,7 +333,7 @@ FAULTS = {
     "not finite": (NonFiniteError, "the loss of the batch is inf"),
     "not a scalar": (ValueError, "one scalar"),
     "frozen": (RuntimeError, "is the whole model frozen"),
-    "changes a weight": (RuntimeError, "the loss changes a weight of shape"),
+    "changes a weight": (RuntimeError, "the loss changes a weight, norm.weight of shape"),
 }
 
 

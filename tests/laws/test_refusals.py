@@ -59,11 +59,13 @@ def assert_as_before(model: nn.Module, before: list[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
 
-def assert_equal_to_plain(make: Callable[[], nn.Module], objective: Any = objective, optimizer: Any = sgd) -> None:
+def assert_equal_to_plain(
+    make: Callable[[], nn.Module], objective: Any = objective, optimizer: Any = sgd, **options: Any
+) -> None:
     """Two steps of the relay give the bits of plain training."""
     model, twin = make(), make()
     plain = optimizer(twin.parameters())
-    with relay_over(model, objective, optimizer=optimizer) as relay:
+    with relay_over(model, objective, optimizer=optimizer, **options) as relay:
         for step in range(2):
             parts = [(half,) for half in batch(step)[0].chunk(2)]
             seeds = [CONFIG.micro_batch_seed(step, k) for k in range(2)]
@@ -215,10 +217,84 @@ def test_a_penalty_on_weights_of_layers_is_refused(make: Callable[[], nn.Module]
     with relay_over(model, loss) as relay:
         before = copied(model)
         with pytest.raises(
-            RuntimeError, match=r"reads a parameter of layer layers\.\d .*weight_decay.*on an attribute of the layer"
+            RuntimeError,
+            match=r"a parameter of layer layers\.\d, layers\.\d\.\S+, .*depth_first.*weight_decay.*on an attribute of the layer",
         ):
             relay.step(batch())
         assert_as_before(model, before)
+
+
+class CallsAPart(Chain):
+    """The model's own code calls a part of its first layer, as DiT calls the embedding of its first block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.layers[0].inner(x)
+
+
+@pytest.mark.parametrize("remedy", ["depth_first", "layers"])
+def test_a_part_of_a_layer_is_called_outside_of_it_with_either_remedy(remedy: str) -> None:
+    with relay_over(CallsAPart()) as relay:
+        with pytest.raises(
+            RuntimeError, match=r"layers\.0\.inner\.\w+, outside.*depth_first.*of all layers but layers\.0"
+        ):
+            relay.step(batch())
+    by_schedule = {"config": RelayConfig(seed=0, micro_batches=2, schedule="depth_first")}
+    assert_equal_to_plain(
+        CallsAPart, **(by_schedule if remedy == "depth_first" else {"layers": ["layers.1", "layers.2"]})
+    )
+
+
+class EmbedBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8, max_norm=0.5)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + self.embed(tokens))
+
+
+class Embeds(nn.Module):
+    """Tokens in the shell, or in each layer, with rows of a limited norm."""
+
+    def __init__(self, in_layers: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(EmbedBlock() if in_layers else Block() for _ in range(3))
+        self.embed = nn.Embedding(20, 8, max_norm=None if in_layers else 0.5)
+
+    def embeddings(self) -> list[nn.Embedding]:
+        return [part for part in self.modules() if isinstance(part, nn.Embedding) and part.max_norm]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, tokens) if isinstance(layer, EmbedBlock) else layer(x)
+        return x
+
+
+@pytest.mark.parametrize("in_layers", [False, True])
+@pytest.mark.parametrize("schedule", ["layer_first", "depth_first"])
+@pytest.mark.filterwarnings("ignore:the loss of a few rows was not compared")  # then the step raises
+def test_an_embedding_with_a_limited_norm_is_rescaled_before_the_step(in_layers: bool, schedule: Any) -> None:
+    tokens = torch.randint(20, (4, 5), generator=torch.Generator().manual_seed(0))
+    config = RelayConfig(seed=0, micro_batches=2, **({} if schedule == "layer_first" else {"schedule": schedule}))
+    model, twin = Embeds(in_layers), Embeds(in_layers)
+    name = "layers.0.embed" if in_layers else "embed"
+    with relay_over(model, config=config) as relay:
+        words = rf"a weight, {name}\.weight of shape.*Embedding\(max_norm=0\.5\).*{name}\.max_norm = None.*embedding_renorm_"
+        with pytest.raises(RuntimeError, match=words.replace("layers.0", r"layers\.0")):
+            relay.step((tokens,))
+        embeddings = model.embeddings()
+        for embedding in embeddings:
+            embedding.max_norm = None
+        plain = sgd(twin.parameters())
+        for step in range(3):
+            for embedding in embeddings:
+                torch.embedding_renorm_(embedding.weight.detach(), tokens, 0.5, 2.0)
+            relay.step((tokens,))
+            parts, seeds = [(half,) for half in tokens.chunk(2)], [config.micro_batch_seed(step, k) for k in range(2)]
+            train_step(twin, plain, parts, objective, [2, 2], seeds)
+            assert_as_before(model, copied(twin))
 
 
 class KeepingPenalty(Block):

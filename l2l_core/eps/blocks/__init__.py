@@ -22,6 +22,7 @@ from l2l_core.eps.blocks.model_checks import gradient_hook_message as gradient_h
 from l2l_core.eps.blocks.model_checks import refuse_cached as refuse_cached
 from l2l_core.eps.blocks.model_checks import refuse_checkpointing as refuse_checkpointing
 from l2l_core.eps.blocks.model_checks import refuse_scripted as refuse_scripted
+from l2l_core.eps.blocks.model_checks import refuse_uninitialized as refuse_uninitialized
 from l2l_core.eps.blocks.model_checks import refuse_wrapped as refuse_wrapped
 from l2l_core.eps.blocks.model_checks import stamps_of as stamps_of
 from l2l_core.eps.blocks.model_checks import stray_grad_message as stray_grad_message

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from l2l_core._torch import caches_parametrizations, data_ptr
@@ -15,6 +16,10 @@ from l2l_core.model import module_name, refuse_compiled_hooks, refuse_compiled_w
 
 _FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]*")
 _RESERVED_KEYS = re.compile(r"shell|relay|history|(parked|values|branch)-.*")  # other files of a save
+_SAME_OPTIMIZER = (
+    "the same optimizer can be used again, with the new parameters in its groups and without those that the model no longer "
+    "has"
+)
 
 Stamp = tuple[int, int]  # of a parameter: changes when it is written to or gets other data
 
@@ -37,7 +42,8 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
             if module._parameters.get(name) is not param:
                 raise RuntimeError(
                     f"parameter {name!r} in {unit.name} was replaced behind the relay's back (a new module? "
-                    "load_state_dict(assign=True)?). Close the relay and make a new one over the changed model"
+                    f"load_state_dict(assign=True)?). Close the relay and make a new one over the changed model; "
+                    f"{_SAME_OPTIMIZER}"
                 )
         for block in unit.blocks:
             for param, home, name in zip(block.params, block.host_views, block.names, strict=True):
@@ -89,8 +95,7 @@ def check_structure(model: nn.Module, units: Sequence[Unit]) -> None:
                 where = f"{module_name(model, module)}.{name}".lstrip(".")
                 raise RuntimeError(
                     f"parameter {where} was added to the model behind the relay's back (a head? an adapter?), so it would not be "
-                    "trained. Close the relay, change the model, and make a new relay over it; the same optimizer can be used "
-                    "again, with the new parameters in its groups"
+                    f"trained. Close the relay, change the model, and make a new relay over it; {_SAME_OPTIMIZER}"
                 )
 
 
@@ -167,6 +172,16 @@ def refuse_scripted(model: nn.Module) -> None:
             )
 
 
+def refuse_uninitialized(model: nn.Module) -> None:
+    """Raise ValueError if a lazy module has not run yet, so that parameters or buffers have no shape."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name} is not initialized, as it belongs to a lazy module that has not run yet: run one forward on a batch "
+                "first (with torch.no_grad(): model(x)), then make the optimizer and the relay"
+            )
+
+
 def refuse_cached(model: nn.Module) -> None:
     """Raise ValueError inside ``parametrize.cached()`` if the model has parametrized weights."""
     if caches_parametrizations() and any(isinstance(m, parametrize.ParametrizationList) for m in model.modules()):
@@ -222,17 +237,40 @@ def stamps_of(params: Iterable[torch.Tensor]) -> list[Stamp]:
     return [(param._version, data_ptr(param)) for param in params]
 
 
-def check_stamps(params: Sequence[torch.Tensor], stamps: Sequence[Stamp], who: str) -> None:
-    """Raise RuntimeError if `who` changed a weight in its forward; weights on the device are copies."""
-    now = stamps_of(params)
+def check_stamps(unit: Unit, stamps: Sequence[Stamp], who: str) -> None:
+    """Raise RuntimeError if `who` changed a weight of a unit in its forward; weights on the device are copies."""
+    now = stamps_of(unit.params)
     if now != stamps:
-        changed = next(p for p, a, b in zip(params, stamps, now, strict=True) if a != b)
-        raise RuntimeError(weights_changed_message(who, changed))
+        changed = next(p for p, a, b in zip(unit.params, stamps, now, strict=True) if a != b)
+        raise RuntimeError(weights_changed_message(who, changed, [unit]))
 
 
-def weights_changed_message(who: str, weight: torch.Tensor) -> str:
-    """Return the message for a weight that changed during a step."""
+def weights_changed_message(who: str, weight: torch.Tensor, units: Iterable[Unit]) -> str:
+    """Return the message for a weight of `units` that changed in a forward, or whose view did."""
+    found = [each for unit in units for each in _named_owners(unit) if _is_whole(each[2], weight)]
+    name, module = found[0][:2] if found else ("one", None)
+    begin = f"{who} changes a weight, {name} of shape {tuple(weight.shape)}, in its forward: "
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        path = name.rpartition(".")[0]
+        return (
+            f"{begin}{type(module).__name__}(max_norm={module.max_norm}) rescales rows before it reads them, and what is on the "
+            f"device is a copy. Set {path}.max_norm = None, and rescale them before each step, as its forward would: "
+            f"torch.embedding_renorm_({path}.weight.detach(), tokens, {module.max_norm}, {module.norm_type}) with all tokens of "
+            "the batch"
+        )
     return (
-        f"{who} changes a weight of shape {tuple(weight.shape)} in its forward: what is on the device is a copy, and the change "
-        "would be lost. Change weights between steps, under torch.no_grad(), or keep what changes in a buffer"
+        f"{begin}what is on the device is a copy, and the change would be lost. Change weights between steps, under "
+        "torch.no_grad(), or keep what changes in a buffer"
     )
+
+
+def _named_owners(unit: Unit) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Yield the parameters of a unit with their names and the modules that hold them."""
+    names = {param: name for block in unit.blocks for param, name in zip(block.params, block.names, strict=True)}
+    for module, _, param in unit.owners:
+        if param in names:
+            yield names[param], module, param
+
+
+def _is_whole(param: nn.Parameter, tensor: torch.Tensor) -> bool:
+    return param is tensor or (param.shape == tensor.shape and param.data_ptr() == tensor.data_ptr())

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from l2l_core.devices import Device
-from l2l_core.model import equal_values, is_sparse, nbytes_of
+from l2l_core.model import ModuleKey, equal_values, is_sparse, nbytes_of
 
-BufferKey = tuple[nn.Module, str]
+BufferKey = ModuleKey
 
 _CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ class ModuleBuffers:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.keys: list[BufferKey] = [(module, name) for module in modules for name in module._buffers]
+        self.keys: list[BufferKey] = [BufferKey(m, name) for m in modules for name in m._buffers]
         self._device = _CPU  # of the tensors now
 
     def __bool__(self) -> bool:

@@ -28,11 +28,14 @@ _OF_TORCH |= {name: Findings(elementwise=False) for name in ("Adafactor", "Muon"
 
 
 def make_optimizer(
-    optimizer: OptimizerFactory | Optimizer | Sequence[ListEntry], model: nn.Module
+    optimizer: OptimizerFactory | Optimizer | Sequence[ListEntry],
+    model: nn.Module,
+    loss_modules: Callable[[], Iterable[nn.Module]] = list,
 ) -> tuple[Optimizer, Findings]:
     """Adopt an optimizer over the model's parameters, or make one with a factory or from a list.
 
-    Wrappers of training frameworks are left out if they only forward, see `wrapped_optimizer.py`.
+    Wrappers of training frameworks are left out if they only forward, see `wrapped_optimizer.py`. `loss_modules` finds the
+    modules that the loss uses beside the model, for a message.
 
     Returns:
         The optimizer, and the findings about it.
@@ -45,7 +48,7 @@ def make_optimizer(
     if not isinstance(made, Optimizer):
         if isinstance(optimizer, list | tuple):
             made = make_optimizer_list(optimizer, model)
-            _check_parameters(made, model)
+            _check_parameters(made, model, loss_modules)
             return made, _findings_of_list(made)
         if not callable(optimizer):
             raise TypeError(
@@ -55,7 +58,7 @@ def make_optimizer(
         if not isinstance(made, Optimizer):
             raise TypeError(f"the optimizer factory returned a {type(made).__name__}, not a torch Optimizer")
     _check_kind(made)
-    _check_parameters(made, model)
+    _check_parameters(made, model, loss_modules)
     findings = known_findings(made) or try_blockwise(made)
     if isinstance(made, torch.optim.AdamW | torch.optim.Adam) and made.defaults.get("fused") is None:
         logger.info(
@@ -83,15 +86,45 @@ def _findings_of_list(optimizers: OptimizerList) -> Findings:
     )
 
 
-def _check_parameters(made: Optimizer, model: nn.Module) -> None:
-    """Raise ValueError if the optimizer holds parameters of another model."""
+def _check_parameters(made: Optimizer, model: nn.Module, loss_modules: Callable[[], Iterable[nn.Module]]) -> None:
+    """Raise ValueError if the optimizer holds parameters that are not the model's."""
     own = set(model.parameters())  # by identity, as tensors hash
-    foreign = [p for group in made.param_groups for p in group["params"] if p not in own]
-    if foreign:
-        raise ValueError(
-            f"the optimizer holds {len(foreign)} parameter(s) that are not the model's (first of shape "
-            f"{tuple(foreign[0].shape)}): build it from this model's parameters()"
+    held = [param for group in made.param_groups for param in group["params"]]
+    foreign = [param for param in held if param not in own]
+    if not foreign:
+        return
+    begin = (
+        f"the optimizer holds {len(foreign)} parameter(s) that are not the model's (first of shape "
+        f"{tuple(foreign[0].shape)}): "
+    )
+    of_loss = [module for module in loss_modules() if any(param is foreign[0] for param in module.parameters())]
+    if of_loss:
+        name, in_sequence = type(of_loss[0]).__name__, isinstance(model, nn.Sequential)
+        part = (
+            "a part of a model that holds both" if in_sequence else "a part of the model (model.criterion = criterion)"
         )
+        raise ValueError(
+            f"{begin}they belong to {name} in the loss. Make it {part}, and the optimizer after that; or leave them out of this "
+            "optimizer and give them another one, which is not passed to the relay: call its step() and zero_grad() after "
+            "relay.step(batch)"
+        )
+    if len(foreign) == len(held):
+        raise ValueError(
+            f"{begin}none of its parameters is. Build a new optimizer over this model's parameters(); if their number and order "
+            "are those of before (load_state_dict(assign=True)), new.load_state_dict(optimizer.state_dict()) keeps the state"
+        )
+    raise ValueError(
+        f"{begin}they were parts of the model before (a replaced head, tied weights, weight_norm), or are of another one. "
+        f"Take them out; the others keep their state:\n{_WITHOUT_OTHERS}"
+    )
+
+
+_WITHOUT_OTHERS = """\
+own = set(model.parameters())
+for group in optimizer.param_groups:
+    for param in set(group["params"]) - own:
+        optimizer.state.pop(param, None)
+    group["params"] = [param for param in group["params"] if param in own]"""
 
 
 def known_findings(optimizer: Optimizer) -> Findings | None:
@@ -103,7 +136,9 @@ def known_findings(optimizer: Optimizer) -> Findings | None:
     changed = [name for name, value in vars(optimizer).items() if callable(value) and name not in ("step", "zero_grad")]
     # Fused SGD with momentum raises for a parameter whose first gradient is in a later step
     unusual = ("capturable", "differentiable", *(("fused",) if kind is torch.optim.SGD else ()))
-    strange = optimizer.state.keys() - {param for group in groups for param in group["params"]}
+    strange = [
+        key for key in optimizer.state if not isinstance(key, torch.Tensor)
+    ]  # state of old parameters may remain
     if changed or strange or any(group.get(option) for group in groups for option in unusual):
         return None
     return _OF_TORCH.get(kind.__name__)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -74,20 +74,30 @@ def try_blockwise(optimizer: Optimizer) -> Findings:
         ValueError: it has state outside of its parameters, draws random numbers or fails to step; or its state cannot be copied
             or saved.
     """
-    trial, pauses, newcomers = Trial(optimizer), _PAUSES, ""
+    trial = Trial(optimizer)
     with preserve_random_state(), preserved_user_state(*user_objects_of(optimizer)):
         try:
-            try:
-                whole = trial.compare(pauses)
-            except _StepError:  # it cannot freeze a layer in plain training either
-                whole = trial.compare(pauses := ())
+            return _findings_of(trial)
+        except _StepError as error:
+            raise ValueError(str(error)) from error.__cause__
         except _CouplesError as error:
             return Findings(elementwise=False, follows_rate=True, couples=str(error))
+
+
+def _findings_of(trial: Trial) -> Findings:
+    pauses, newcomers = _PAUSES, ""
+    try:
+        try:
+            whole = trial.compare(pauses)
+        except _StepError:  # it cannot freeze a layer in plain training either
+            whole = trial.compare(pauses := ())
         try:
             trial.compare(_JOINS)
         except ValueError as error:
             newcomers = str(error.__cause__ or error)
         return Findings(trial.is_elementwise(pauses), newcomers, trial.follows_rate(whole, pauses))
+    except _NothingChangedError:
+        trial.compare_with_small_gradients()
 
 
 def changed_attributes(optimizer: Optimizer) -> list[str]:
@@ -106,7 +116,9 @@ class Trial:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._name = optimizer, type(optimizer).__name__
-        self._check_keys(optimizer)
+        self._check_keys(
+            key for key in optimizer.state if not isinstance(key, Tensor)
+        )  # state of old parameters may remain
         noise = torch.Generator().manual_seed(0)
         groups = _two_of_each_kind(optimizer.param_groups)
         self._groups = [(group, _likes(group["params"], optimizer.state, noise)) for group in groups]
@@ -126,9 +138,10 @@ class Trial:
         resumed = self._train(self._resumed(whole), range(_RESUMES, _STEPS), pauses)
         self._train(whole, range(_RESUMES, _STEPS), pauses)
         if not _differences(whole, self.copy(with_state)):
-            raise ValueError(
-                f"{self._name} cannot be tried: ten steps of a copy with other weights changed nothing. It probably keeps "
-                "references to its parameters outside of its groups; use an optimizer that reads them from its groups"
+            raise _NothingChangedError(
+                f"{self._name} cannot be tried: ten steps of a copy with other weights changed nothing. It keeps references to "
+                "its parameters outside of its groups, or it skips steps, whether gradients are large or small. Read parameters "
+                "from param_groups at every step, and skip batches in the training loop"
             )
         if names := _differences(whole, resumed):
             raise ValueError(
@@ -143,6 +156,21 @@ class Trial:
                 "gradients are there; or use an optimizer that treats each parameter by itself, such as torch.optim.AdamW"
             )
         return whole
+
+    def compare_with_small_gradients(self) -> NoReturn:
+        """Compare once more for an optimizer that has skipped every step.
+
+        Raises:
+            _CouplesError: it steps with small gradients, so it skips steps by their size.
+            ValueError: it changes nothing with them either, or weights, state or settings differ.
+        """
+        self._slopes = [_WEAK * slope / slope.norm() for slope in self._slopes]
+        self._noises = [_WEAK * noise / noise.norm() for noise in self._noises]
+        self.compare(())
+        raise _CouplesError(
+            f"{self._name} skips steps when gradients are large, and with updates of one layer at a time it would decide for "
+            "each layer by itself. RelayConfig(update='whole') takes one step over all, once all gradients are there"
+        )
 
     def is_elementwise(self, pauses: Sequence[int]) -> bool:
         """Return whether permuted elements get the same updates, from the state's first value on."""
@@ -200,8 +228,7 @@ class Trial:
             try:
                 step_part(optimizer)
             except Exception as error:
-                why = f"{self._name} cannot run block by block: its step() raised {error!r}{_hint(error)}"
-                raise _StepError(why) from error
+                raise _StepError(f"{self._name} cannot be used: {_why_it_fails(error)}") from error
             if not torch.equal(before, torch.get_rng_state()):
                 raise ValueError(
                     f"{self._name} draws random numbers in its step: updates of one layer at a time, in another order, draw "
@@ -235,7 +262,7 @@ class Trial:
 
     def _resumed(self, optimizer: Optimizer) -> Optimizer:
         """Return a new copy with everything that a save of a trained one would hold."""
-        self._check_keys(optimizer)
+        self._check_keys(optimizer.state.keys() - set(_params(optimizer)))
         tensors: Tensors = {}
         params, (attributes, groups) = _params(optimizer), settings_to_save(optimizer)
         with self._copying():
@@ -252,11 +279,12 @@ class Trial:
         load_settings(new, decode(settings, take))
         return new
 
-    def _check_keys(self, optimizer: Optimizer) -> None:
-        if strange := optimizer.state.keys() - set(_params(optimizer)):
+    def _check_keys(self, strange: Iterable[object]) -> None:
+        for key in strange:
+            what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
             raise ValueError(
-                f"{self._name} keeps a state of {strange.pop()!r}, which is no parameter: it would count once per layer and be "
-                "missing in saves. Use an optimizer that keeps its state by parameter and its counts in param_groups"
+                f"{self._name} keeps a state of {what}, which is no parameter of its groups: it would count once per layer and "
+                "be missing in saves. Use an optimizer that keeps its state by parameter and its counts in param_groups"
             )
 
     @contextmanager
@@ -272,6 +300,10 @@ class Trial:
 
 class _StepError(ValueError):
     """A plain step raised."""
+
+
+class _NothingChangedError(ValueError):
+    """Steps changed neither weights nor state."""
 
 
 class _CouplesError(ValueError):
@@ -337,10 +369,20 @@ def _likes(params: Sequence[nn.Parameter], state: Any, noise: torch.Generator) -
     return likes
 
 
-def _hint(error: Exception) -> str:
-    words = str(error).lower()
-    if "closure" in words:
-        return ". It needs a closure that runs the model again, and a relay step has one forward and backward"
+def _why_it_fails(error: Exception) -> str:
+    """Return cause and remedy of an error in a step of a copy over small weights."""
+    words, what = str(error).lower(), f"a step of a copy over other weights raised {error!r}. "
+    if "closure" in words or "'nonetype' object is not callable" in words:
+        return (
+            f"{what}It needs a closure that runs the model again, and a relay step has one forward and backward. Use an "
+            "optimizer whose step() works without one, such as torch.optim.AdamW"
+        )
     if "grad" in words and ("graph" in words or "require" in words):
-        return ". It needs gradients of gradients, and a relay keeps no graph"
-    return ""
+        return (
+            f"{what}It needs gradients of gradients, and a relay keeps no graph. Use an optimizer that needs none, such as "
+            "torch.optim.AdamW"
+        )
+    return (
+        f"{what}It probably keeps tensors outside of its groups and its state (lists beside param_groups?), which no copy and no "
+        "save would hold, with any update=. Keep them in self.state[param], as torch's own optimizers do"
+    )

@@ -116,9 +116,10 @@ class BufferOrder:
 
     def close(self) -> None:
         """Copy the final values into the model's original tensors at the end of the pass."""
-        for (module, name), original in self._originals.items():
+        for key, original in self._originals.items():
+            module, name = key
             last = module._buffers[name]
-            if last is self._tensors[module, name] and last is not None and last.shape == original.shape:
+            if last is self._tensors[key] and last is not None and last.shape == original.shape:
                 with torch.no_grad():
                     original.copy_(last)
                 module._buffers[name] = original

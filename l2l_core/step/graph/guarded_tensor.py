@@ -66,16 +66,19 @@ class TensorGuard:
     Args:
         check: called before a guarded tensor that a micro-batch made is used; raises if the use is not allowed.
         restore: called before an unguarded tensor is read by code that no mode observes.
+
+    Attributes:
+        is_active: False in inference.
     """
 
     def __init__(self, check: Callable[[torch.Tensor, int], None], restore: Callable[[torch.Tensor], None]) -> None:
-        self._check, self._restore, self._active = check, restore, torch.is_grad_enabled()
+        self._check, self._restore, self.is_active = check, restore, torch.is_grad_enabled()
         self._unguarded: list[weakref.ref[torch.Tensor]] = []  # of the current micro-batch
         self._guarded: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def register(self, tree: Any, k: int) -> Any:
         """Record that micro-batch `k` made these tensors, and return them."""
-        if not self._active:
+        if not self.is_active:
             return tree
         for tensor in tree if isinstance(tree, tuple | list) else (tree,):
             if type(tensor) is torch.Tensor:

@@ -9,7 +9,7 @@ has saved.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
@@ -36,10 +36,9 @@ class CompiledRegionGuard:
 
     def __init__(self, model: nn.Module, layers: Iterable[Unit], ctx: StepContext) -> None:
         self._ctx = ctx
-        self._regions = {region: list(region.modules()) for region in compiled_modules(model)}
-        in_layers = {module for unit in layers for module in unit.module.modules()}
-        self._shell_buffers = {r: ModuleBuffers(ms) for r, ms in self._regions.items() if r not in in_layers}
-        self._patches: dict[nn.Module, InstancePatch] = {}  # of entry points
+        self._regions = compiled_modules(model)
+        self._in_layers = {id(module) for unit in layers for module in unit.module.modules()}
+        self._patches: dict[int, InstancePatch] = {}  # of entry points, by id of a region
         self._undo = ExitStack()
 
     def __enter__(self) -> CompiledRegionGuard:
@@ -49,8 +48,10 @@ class CompiledRegionGuard:
         self._undo.enter_context(_plain_calls(self._regions))
         for region in self._regions:
             entry = call_attribute(region)
-            run = partial(self._call_region, region, getattr(region, entry))
-            self._patches[region] = patch = InstancePatch(region, entry, run)
+            modules = list(region.modules())
+            buffers = None if id(region) in self._in_layers else ModuleBuffers(modules)
+            run = partial(self._call_region, modules, buffers, getattr(region, entry))
+            self._patches[id(region)] = patch = InstancePatch(region, entry, run)
             self._undo.callback(patch.undo)
             patch.apply()
         return self
@@ -60,11 +61,25 @@ class CompiledRegionGuard:
 
     # -- one call of a region ------------------------------------------------------------------------------------------
 
-    def _call_region(self, region: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return run_as_operation(partial(self._run_region, region, original), args, kwargs)
+    def _call_region(
+        self,
+        modules: Sequence[nn.Module],
+        buffers: ModuleBuffers | None,
+        original: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return run_as_operation(partial(self._run_region, modules, buffers, original), args, kwargs)
 
-    def _run_region(self, region: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        modules, buffers, ctx = self._regions[region], self._shell_buffers.get(region), self._ctx
+    def _run_region(
+        self,
+        modules: Sequence[nn.Module],
+        buffers: ModuleBuffers | None,
+        original: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        ctx = self._ctx
         # No mode observes reads in compiled code, so all that it may read is fetched and unguarded before.
         ctx.guard.check_reads(pytree.tree_leaves((args, kwargs)))
         # Tensors of other micro-batches are skipped: the region may be about to replace them.
@@ -81,7 +96,7 @@ class CompiledRegionGuard:
 
     @contextmanager
     def _disable_hooks(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        inner = [self._patches[m] for m in modules if m in self._patches and self._patches[m].is_applied]
+        inner = [patch for m in modules if (patch := self._patches.get(id(m))) is not None and patch.is_applied]
         for patch in inner:
             patch.undo()
         try:
@@ -117,7 +132,7 @@ class CompiledRegionGuard:
 
 
 @contextmanager
-def _plain_calls(regions: Mapping[nn.Module, Any]) -> Iterator[None]:
+def _plain_calls(regions: Sequence[nn.Module]) -> Iterator[None]:
     """Call `torch.compile` wrappers among these like any other module.
 
     Their own `__call__` warns about global hooks, and sets a global flag during the call, which a suspended forward must not.
@@ -126,10 +141,11 @@ def _plain_calls(regions: Mapping[nn.Module, Any]) -> Iterator[None]:
         yield
         return
     cls: Any = optimized_module()
+    ids = {id(region) for region in regions}
     before = cls.__call__
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return (nn.Module.__call__ if self in regions else before)(self, *args, **kwargs)
+        return (nn.Module.__call__ if id(self) in ids else before)(self, *args, **kwargs)
 
     with temporarily(cls, "__call__", call):
         yield

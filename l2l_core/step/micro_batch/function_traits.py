@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from l2l_core.model import dense_parts
+
 HOOKS = frozenset((torch.Tensor.register_hook, torch.Tensor.retain_grad))
 _ON_OBJECT = HOOKS | frozenset(
     getattr(torch.Tensor, name)
@@ -62,6 +64,7 @@ class StorageExtent(NamedTuple):
 
     @staticmethod
     def of(tensor: torch.Tensor) -> StorageExtent:
+        tensor = dense_parts(tensor)[-1] if tensor.layout is torch.jagged else tensor
         base = tensor._base
         steps = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
         strides = [stride for _, stride in steps]

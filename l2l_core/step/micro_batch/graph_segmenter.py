@@ -129,10 +129,10 @@ class GraphSegmenter(TorchFunctionMode):
     def _add_segment_input(self, tensor: torch.Tensor, boundary: BoundaryGradient) -> None:
         self.segments[-1].inputs.append((get_gradient_edge(tensor), boundary))
 
-    def check(self, loss_edge: GradientEdge | None, layer_params: Mapping[torch.Tensor, str]) -> None:
+    def check(self, loss_edge: GradientEdge | None, layer_params: Mapping[torch.Tensor, tuple[str, str]]) -> None:
         """Walk the graph of every segment after the forward, and count how often it reads each parameter.
 
-        `layer_params` are parameters that only layers use, each with the layer's name.
+        `layer_params` are parameters that only layers use, each with the names of the layer and of itself.
 
         Raises:
             RuntimeError: a segment reads the inside of a layer, or reads an earlier segment unobserved by the function mode.
@@ -148,7 +148,7 @@ class GraphSegmenter(TorchFunctionMode):
             for leaf in segment.uses:
                 if leaf in layer_params:
                     reader = f"micro-batch {self._k}: the loss, or the model's own code,"
-                    raise RuntimeError(layer_parameter_message(reader, leaf, layer_params[leaf]))
+                    raise RuntimeError(layer_parameter_message(reader, *layer_params[leaf]))
             if graph.first < begin or graph.last >= end:
                 strays = {node for node in graph.nodes if not begin <= node._sequence_nr() < end}
                 readers = [n for n in graph.nodes - strays if any(parent in strays for parent, _ in n.next_functions)]
@@ -353,12 +353,13 @@ def _view_message(tensor: torch.Tensor) -> str:
     )
 
 
-def layer_parameter_message(reader: str, param: torch.Tensor, layer: str) -> str:
+def layer_parameter_message(reader: str, layer: str, name: str) -> str:
     """Return the message for code outside of a layer that reads the layer's parameter."""
     return (
-        f"{reader} reads a parameter of layer {layer} (shape {tuple(param.shape)}) outside of the layer, as a penalty over "
-        "model.parameters() does; it is not on the device then, and the gradient would miss the relay. Use the optimizer's "
-        "weight_decay, or compute the penalty in the layer's forward, or in a forward hook on a module in it that returns the "
+        f"{reader} reads a parameter of layer {layer}, {name}, outside of the layer: it is not on the device then, and the "
+        "gradient would miss the relay. Where such code calls a part of a layer, use RelayConfig(schedule='depth_first'), or "
+        f"layers=[...] with the names of all layers but {layer}. In place of a penalty over model.parameters(), use the "
+        "optimizer's weight_decay, or compute it in the layer's forward, or in a forward hook on a module in it that returns the "
         "output, and keep it on an attribute of the layer (self.penalty = ...), where the loss may read it. AdaLoRA (peft) also "
         "reads gradients between steps: train a LoraConfig instead"
     )

@@ -144,7 +144,7 @@ class LayerCall:
         result.check_caches()
         outputs = self._detach_outputs(ctx, result, segmenter)
         stop()
-        check_stamps(self.unit.params, stamps, f"layer {self.unit.name}")
+        check_stamps(self.unit, stamps, f"layer {self.unit.name}")
         self.check_arguments_unchanged("the layer itself changed it in place")
         subgraph = self._check_graph(graph.output_edges, began)
         starts = [(edge.node._sequence_nr(), edge.output_nr) for edge in graph.output_edges]  # without their nodes
@@ -283,7 +283,7 @@ class LayerCall:
                     f"cannot be cut ({error}). Keep a copy: x.clone()"
                 ) from error
             if locator[0] == "attribute":
-                self.side_attributes[self.unit.module.get_submodule(locator[1]), locator[2]] = tensor
+                self.side_attributes[AttributeKey(self.unit.module.get_submodule(locator[1]), locator[2])] = tensor
             ctx.stash.track(tensor, self.k, "activations", "", fresh=True)
 
     # -- backward ------------------------------------------------------------------------------------------------------

@@ -22,16 +22,18 @@ import torch
 from torch import nn
 
 from l2l_core.eps.blocks import Unit
+from l2l_core.model import ModuleKey
 from l2l_core.step.graph import TensorGuard
 from l2l_core.step.micro_batch.attribute_tracer import AttributeTracer
 from l2l_core.step.micro_batch.module_hooks import SideOutputs, temporarily
 
-AttributeKey = tuple[nn.Module, str]
+AttributeKey = ModuleKey
 
 _MISSING = object()
 # Plain attributes that layers of a class set on themselves.
 _LAYER_ATTRIBUTES: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
-_UNTRACED_WRITES: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules written to past the descriptors
+# Modules written to past the descriptors, by id: a module's own hash may read its attributes, and change with them.
+_UNTRACED_WRITES: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
 
 
@@ -58,28 +60,32 @@ class ModuleAttributes(AttributeTracer):
         self._unstable: set[AttributeKey] = set()  # plain attributes that a recompute sets to another value
         self._layer_values: dict[tuple[AttributeKey, int], Any] = {}  # plain attributes of layers, by micro-batch
         self._kept_tensors: dict[AttributeKey, list[weakref.ref[torch.Tensor]]] = {}  # that layers keep on attributes
-        self._shell = dict.fromkeys(shell)
+        self._shell = {id(module): module for module in shell}
         torch_layers = [unit.module for unit in layers if _is_torch_class(unit.module)]
-        self._dicts = [(m, entries) for m in (*self._shell, *torch_layers) for entries in (vars(m), m._modules)]
-        self._compared_dicts = [(m, entries) for m, entries in self._dicts if metering or m in _UNTRACED_WRITES]
-        self._unit_of = {module: unit for unit in layers for module in unit.module.modules()}
+        self._dicts = [
+            (m, entries) for m in (*self._shell.values(), *torch_layers) for entries in (vars(m), m._modules)
+        ]
+        self._compared_dicts = [(m, entries) for m, entries in self._dicts if metering or id(m) in _UNTRACED_WRITES]
+        self._layer_modules = {id(module): module for unit in layers for module in unit.module.modules()}
+        self._unit_of = {id(module): unit for unit in layers for module in unit.module.modules()}
         self._k = -1  # micro-batch of the current turn
         self._own_values: dict[AttributeKey, Any] = {}  # set by it so far
         self._in_layer = False
         self._last_reader: dict[AttributeKey, int] = {}  # the last micro-batch that has read a value of another one
         self._last_writer: dict[AttributeKey, int] = {}
+        self._kept_without_graph: dict[AttributeKey, torch.Tensor] = {}  # by layers, in this turn of an inference
         self._set_on_layers: dict[Unit, set[AttributeKey]] = {}  # by the shell
 
     def __enter__(self) -> ModuleAttributes:
         with ExitStack() as undo:
             undo.callback(self.end)
             self.begin()
-            own = [module for module in self._shell if not _is_torch_class(module)]
+            own = [module for module in self._shell.values() if not _is_torch_class(module)]
             names = {(type(m), name) for m, name in attributes_of(own)}
-            names |= {(type(m), name) for m in self._unit_of for name in self._plain_names(m)}
+            names |= {(type(m), name) for m in self._layer_modules.values() for name in self._plain_names(m)}
             for cls, name in names:
                 self.trace(cls, name)
-            self.trace_all_sets({type(m) for m in (*own, *self._unit_of)})
+            self.trace_all_sets({type(m) for m in (*own, *self._layer_modules.values())})
             undo.pop_all()
         return self
 
@@ -87,7 +93,7 @@ class ModuleAttributes(AttributeTracer):
         self.end()
 
     def owns(self, module: nn.Module) -> bool:
-        return module in self._shell or module in self._unit_of
+        return id(module) in self._shell or id(module) in self._unit_of
 
     def _plain_names(self, module: nn.Module) -> Iterable[str]:
         """Return names of plain attributes of a layer's module, which the shell may read before the layer has run."""
@@ -108,7 +114,7 @@ class ModuleAttributes(AttributeTracer):
         try:
             yield
             for module, name in dict.fromkeys((*self._added(sizes), *self._changed(before))):
-                _UNTRACED_WRITES.add(module)
+                _UNTRACED_WRITES[id(module)] = module
                 self.on_set(module, name)
         finally:
             self._k, self._own_values = -1, {}
@@ -117,14 +123,14 @@ class ModuleAttributes(AttributeTracer):
         """Yield entries added in this turn, in dicts that have grown."""
         for (module, entries), size in zip(self._dicts, sizes, strict=True):
             if len(entries) > size:
-                yield from ((module, name) for name in [*entries][size:] if name not in MODULE_INTERNALS)
+                yield from (AttributeKey(module, name) for name in [*entries][size:] if name not in MODULE_INTERNALS)
 
     def _changed(self, dicts_before: Sequence[dict[str, Any]]) -> Iterator[AttributeKey]:
         """Yield entries that are new, or other objects than at the begin of the turn, in the compared dicts."""
         for (module, entries), before in zip(self._compared_dicts, dicts_before, strict=True):
             if len(before) != len(entries) or not all(map(is_, before.values(), entries.values())):
                 names = [name for name, value in entries.items() if before.get(name, _MISSING) is not value]
-                yield from ((module, name) for name in names if name not in MODULE_INTERNALS)
+                yield from (AttributeKey(module, name) for name in names if name not in MODULE_INTERNALS)
 
     def in_layer(self) -> AbstractContextManager[None]:
         """Run a layer in the block."""
@@ -135,7 +141,7 @@ class ModuleAttributes(AttributeTracer):
         """Run compiled code of `modules` in the block, untraced: every attribute counts as read, and changed ones as set."""
         before = attributes_of(modules)
         for module, name in before:
-            if module in self._shell:
+            if id(module) in self._shell:
                 self.on_read(module, name)
         with self.pause({cls for module in modules for cls in type(module).__mro__}):
             yield
@@ -145,8 +151,10 @@ class ModuleAttributes(AttributeTracer):
 
     def on_read(self, module: nn.Module, name: str) -> Any:
         """Return the attribute's value for the current micro-batch; refuse it if a later one has already set it."""
-        key, value = (module, name), vars(module)[name]
-        if self._k < 0 or key in self._own_values or (self._in_layer and module in self._unit_of):
+        value = vars(module)[name]
+        if self._k < 0 or (self._in_layer and id(module) in self._unit_of):
+            return value
+        if (key := AttributeKey(module, name)) in self._own_values:
             return value
         if key in self._unstable:
             raise RuntimeError(
@@ -165,17 +173,18 @@ class ModuleAttributes(AttributeTracer):
         """Record that an attribute was set; refuse it if a later micro-batch has already read the old value."""
         if self._k < 0:
             return
-        if module in self._shell:
-            self.record_change((module, name))
+        key = AttributeKey(module, name)
+        if id(module) in self._shell:
+            self.record_change(key)
             if name in (entries := attribute_dict(module, name)):
-                self._own_values[module, name] = entries[name]
-        elif module in self._unit_of and self._in_layer:
-            self._record_layer_set(module, name)
-        elif module in self._unit_of:
+                self._own_values[key] = entries[name]
+        elif (unit := self._unit_of.get(id(module))) is not None and self._in_layer:
+            self._record_layer_set(unit, key)
+        elif unit is not None:
             # A submodule that is replaced is in another dict, and the same for all micro-batches.
             if name in vars(module) and is_plain(value := vars(module)[name]):
-                self._layer_values[(module, name), self._k] = self._own_values[module, name] = value
-            self._set_on_layers.setdefault(self._unit_of[module], set()).add((module, name))
+                self._layer_values[key, self._k] = self._own_values[key] = value
+            self._set_on_layers.setdefault(unit, set()).add(key)
 
     def record_change(self, key: AttributeKey) -> None:
         """Record that the current micro-batch, or a layer for it, has set an attribute or changed it in place."""
@@ -190,11 +199,12 @@ class ModuleAttributes(AttributeTracer):
         """Run a layer for the second time in the block, to find attributes that it then sets to other values."""
         return temporarily(self, "_checks_recompute", True)
 
-    def _record_layer_set(self, module: nn.Module, name: str) -> None:
+    def _record_layer_set(self, unit: Unit, key: AttributeKey) -> None:
+        module, name = key
         if name not in vars(module):
             return
-        key, value = (module, name), vars(module)[name]
-        self._side_outputs.check_attribute(self._unit_of[module], value)
+        value = vars(module)[name]
+        self._side_outputs.check_attribute(unit, value)
         if is_plain(value):
             if self._checks_recompute:
                 if self._layer_values.get((key, self._k), value) != value:
@@ -204,6 +214,8 @@ class ModuleAttributes(AttributeTracer):
             self.record_change(key)
             self._layer_values[key, self._k] = value
             return
+        if isinstance(value, torch.Tensor) and not self._guard.is_active:
+            self._kept_without_graph[key] = value
         refs = self._kept_tensors.get(key, [])
         before = [tensor for ref in refs if (tensor := ref()) is not None and tensor is not value]
         were_shared = [self._guard.mark_replaced(tensor, self._k) for tensor in before]
@@ -211,6 +223,14 @@ class ModuleAttributes(AttributeTracer):
             self._refuse(key)
         self._kept_tensors[key] = [weakref.ref(t) for t in (*before, value) if isinstance(t, torch.Tensor)]
         self._guard.register(value, self._k)
+
+    def take_kept_tensors(self) -> dict[AttributeKey, torch.Tensor]:
+        """Return the tensors that layers have kept in this turn of an inference, which are the micro-batch's own.
+
+        In training those with a graph are side outputs, and the others guarded.
+        """
+        kept, self._kept_without_graph = self._kept_without_graph, {}
+        return kept
 
     def _refuse(self, key: AttributeKey) -> None:
         module, name = key
@@ -222,12 +242,14 @@ class ModuleAttributes(AttributeTracer):
 
     def values_set_on(self, unit: Unit) -> dict[AttributeKey, Any]:
         """Return the current values of attributes that the shell has set on a layer's modules in this pass."""
-        return {(m, name): vars(m).get(name) for m, name in self._set_on_layers.get(unit, ())}
+        return {key: vars(key.module).get(key.name) for key in self._set_on_layers.get(unit, ())}
 
 
 def attributes_of(modules: Iterable[nn.Module]) -> dict[AttributeKey, Any]:
     """Return the attributes of modules, except those that every module has."""
-    return {(m, name): value for m in modules for name, value in vars(m).items() if name not in MODULE_INTERNALS}
+    return {
+        AttributeKey(m, name): value for m in modules for name, value in vars(m).items() if name not in MODULE_INTERNALS
+    }
 
 
 def attribute_dict(module: nn.Module, name: str) -> dict[str, Any]:

@@ -190,7 +190,7 @@ class UserHooks:
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._layers = list(layers)
         self._originals: dict[tuple[int, int], tuple[dict[int, Any], Any]] = {}  # id, key -> hooks of a module, hook
-        self._modules: dict[nn.Module, list[nn.Module]] = {}
+        self._modules: dict[int, list[nn.Module]] = {}  # by id of a layer
         self._silent = False
 
     def __enter__(self) -> UserHooks:
@@ -205,10 +205,10 @@ class UserHooks:
 
     def wrap_layer(self, layer: nn.Module) -> None:
         """Wrap the hooks on a layer's submodules that are not wrapped yet, except in compiled regions."""
-        if layer not in self._modules:
-            compiled = {module for region in compiled_modules(layer) for module in modules_in_graph(region)}
-            self._modules[layer] = [m for m in layer.modules() if m is not layer and m not in compiled]
-        for module in self._modules[layer]:
+        if id(layer) not in self._modules:
+            compiled = {id(module) for region in compiled_modules(layer) for module in modules_in_graph(region)}
+            self._modules[id(layer)] = [m for m in layer.modules() if m is not layer and id(m) not in compiled]
+        for module in self._modules[id(layer)]:
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key in [key for key in hooks if (id(hooks), key) not in self._originals]:
                     self._originals[id(hooks), key] = hooks, hooks[key]

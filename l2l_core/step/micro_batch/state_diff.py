@@ -31,7 +31,7 @@ class StateDiffs:
     """
 
     def __init__(self) -> None:
-        self._fingerprints: dict[nn.Module, _StateFingerprint] = {}
+        self._fingerprints: dict[int, _StateFingerprint] = {}
         self._numpy = _NumpyRandomDiff()
 
     def full_diff(self, layer: nn.Module) -> StateDiff:
@@ -52,15 +52,15 @@ class StateDiffs:
 
     def quick_diff(self, layer: nn.Module) -> StateDiff:
         """Compare by identity with the attributes before the last run, since most runs change nothing; list none."""
-        fingerprint = self._fingerprints.get(layer)
+        fingerprint = self._fingerprints.get(id(layer))
         if fingerprint is None or not fingerprint.is_same():
-            fingerprint = self._fingerprints[layer] = _StateFingerprint(layer)
+            fingerprint = self._fingerprints[id(layer)] = _StateFingerprint(layer)
         extents, drawn = fingerprint.extents(), self._numpy.watch()
 
         def compare() -> tuple[bool, list[AttributeKey]]:
             differs = not fingerprint.is_same() or fingerprint.extents() != extents or drawn()
             if differs:
-                del self._fingerprints[layer]  # it keeps the old values alive
+                del self._fingerprints[id(layer)]  # it keeps the old values alive
             return differs, []
 
         return compare

@@ -14,7 +14,7 @@ from l2l_core.eps.blocks import Unit
 from l2l_core.model import ThreadState
 from l2l_core.step.graph import BufferOrder, TensorGuard
 from l2l_core.step.micro_batch.influence import Influence
-from l2l_core.step.micro_batch.module_attributes import ModuleAttributes
+from l2l_core.step.micro_batch.module_attributes import AttributeKey, ModuleAttributes
 from l2l_core.step.micro_batch.module_hooks import SideOutputs, UserHooks
 from l2l_core.step.micro_batch.recompute_check import RecomputeCheck
 from l2l_core.step.micro_batch.state_diff import NumpyDrawOrder, StateDiffs
@@ -70,15 +70,18 @@ class StepContext:
         runs, before = self.run_counts[unit], self.attributes.values_set_on(unit)
         if self.stash.metering:
             found = [
-                ((module, name), value) for module in unit.module.modules() for name, value in vars(module).items()
+                (AttributeKey(module, name), value)
+                for module in unit.module.modules()
+                for name, value in vars(module).items()
             ]
             before = {key: value for key, value in found if isinstance(value, int | float | str)} | before
 
         def check() -> None:
             if self.run_counts[unit] != runs:
                 return
-            for module, name in before | self.attributes.values_set_on(unit):
-                value, now = before.get((module, name)), vars(module).get(name)
+            for key in before | self.attributes.values_set_on(unit):
+                module, name = key
+                value, now = before.get(key), vars(module).get(name)
                 if now is not value and not (isinstance(value, int | float | str) and now == value):
                     raise RuntimeError(
                         f"attribute {name!r} of layer {unit.name} is set for every micro-batch, but micro-batches take turns at "

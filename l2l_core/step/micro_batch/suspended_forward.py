@@ -181,9 +181,12 @@ class SuspendedForward:
             shell_state.restore_except_random()  # shell code continues the layer's random stream
         self._ctx.run_counts[call.unit] += 1
         self._attribute_values.update(call.side_attributes)
+        for key, tensor in self._ctx.attributes.take_kept_tensors().items():
+            self._attribute_values[key] = tensor
+            self._ctx.stash.track(tensor, self.k, "activations", "", fresh=True)
         # A recompute may leave another value on an attribute, without a graph.
-        for module, name in self._attribute_values:
-            self._attribute_values[module, name] = attribute_dict(module, name).get(name)
+        for key in self._attribute_values:
+            self._attribute_values[key] = attribute_dict(key.module, key.name).get(key.name)
         if shell_state.has_autocast:
             torch.clear_autocast_cache()  # it would keep casts of evicted weights
         if call.needs_backward:

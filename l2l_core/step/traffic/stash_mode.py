@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from l2l_core._torch import TorchDispatchMode
-from l2l_core.eps.blocks import weights_changed_message
+from l2l_core.eps.blocks import Unit, weights_changed_message
 from l2l_core.model import dense_parts, storage_key
 from l2l_core.step.graph import BufferOrder, written_by
 from l2l_core.step.traffic.current_turn import NO_MICRO_BATCH
@@ -32,10 +32,15 @@ _originals: dict[str, Any] = {}  # methods that torch.Tensor itself defines; it 
 
 
 class StashMode(TorchDispatchMode):
-    """Before each operation, fetches the tensors that it reads; after it, tracks the tensors that it makes."""
+    """Before each operation, fetches the tensors that it reads; after it, tracks the tensors that it makes.
 
-    def __init__(self, stash: Stash, buffer_order: BufferOrder) -> None:
+    Args:
+        units: of the model, to name a weight that changes.
+    """
+
+    def __init__(self, stash: Stash, buffer_order: BufferOrder, units: Sequence[Unit]) -> None:
         super().__init__()
+        self._units = units
         self.stash, self.current_turn, self._buffer_order = stash, stash.current_turn, buffer_order
         self._tracker = stash.tracker
 
@@ -69,7 +74,7 @@ class StashMode(TorchDispatchMode):
         if turn.in_forward and turn.in_shell and self._buffer_order:
             self._buffer_order.record_operation(turn.k, func, reads, args)
         if stash.metering and turn.in_forward and (changed := written_by(func, args) & tracker.weight_keys):
-            raise RuntimeError(weights_changed_message(turn.reader, reads[changed.pop()]))
+            raise RuntimeError(weights_changed_message(turn.reader, reads[changed.pop()], self._units))
         tracked_keys = [key for key in reads if key in tracker.storages]
         if not tracked_keys:
             return

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from l2l_core import Relay
 from l2l_core.batches.batch import BatchRows
 from l2l_core.batches.objective import ModelCall
 
@@ -62,3 +63,28 @@ def test_divisors_are_asked_only_for_scalars() -> None:
         raise AssertionError
 
     assert BatchRows((torch.zeros(3),)).join([torch.zeros(2), torch.ones(1)], never).tolist() == [0, 0, 1]
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("where", ["in a closure", "in an object", "two calls away"])
+def test_a_loss_that_scales_is_refused_before_anything_is_trained(where: str) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+
+    def scaled(outputs: Any, batch: Any) -> torch.Tensor:
+        return scaler.scale(outputs.mean())
+
+    class Loss:
+        def __init__(self) -> None:
+            self.scaler = scaler
+
+        def __call__(self, outputs: Any, batch: Any) -> torch.Tensor:
+            return self.scaler.scale(outputs.mean())
+
+    loss = {"in a closure": scaled, "in an object": Loss(), "two calls away": lambda o, b: scaled(o, b)}[where]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"GradScaler that is enabled.*Leave the scaler out.*precision='bf16'"):
+        Relay(model, loss=loss)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    if where == "in a closure":  # as after the remedy
+        with Relay(model, loss=scaled) as relay:
+            relay.step((torch.ones(2, 2),))

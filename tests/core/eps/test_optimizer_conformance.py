@@ -525,13 +525,62 @@ class HoldsOnToItsParameters(SGD):
         self.update()
 
 
+class KeepsMomentaInLists(SGD):
+    """Its lists are as long as its groups, and their tensors have the shapes of the parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.momenta = [[torch.zeros_like(p) for p in group["params"]] for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, momenta in zip(self.param_groups, self.momenta, strict=True):
+            for p, momentum in zip(group["params"], momenta, strict=False):
+                self.move(p, momentum)
+
+    def move(self, p: Any, momentum: Tensor) -> None:
+        if p.grad is not None:
+            momentum.mul_(0.9).add_(p.grad)
+            p.sub_(momentum, alpha=0.1)
+
+
+class KeepsMomentaInTheState(KeepsMomentaInLists):
+    """The same after the remedy of the message."""
+
+    def __init__(self, params: Any) -> None:
+        SGD.__init__(self, params, lr=0.1)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.move(p, self.state[p].setdefault("momentum", torch.zeros_like(p)))
+
+
+class SkipsLargeGradients(SGD):
+    """Skips a step whose gradients have a norm of more than 1 over all layers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if torch.stack([p.grad.norm() for p in params]).norm() <= 1:
+            for p in params:
+                p -= 0.1 * p.grad
+
+
+class SkipsAll(SGD):
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
 @pytest.mark.parametrize(
     "kind, reason",
     [
+        (KeepsMomentaInLists, r"keeps tensors outside of its groups.*with any update=.*self\.state\[param\]"),
+        (SkipsAll, "or it skips steps, whether gradients are large or small"),
         (EstimatesADistance, r"setting 'd' for one layer.*treats each parameter by itself"),
         (CouplesLate, "couples parameters of different layers"),
         (CouplesAtFirst, "couples parameters of different layers"),
-        (Wrapper, r"keeps in .inside, a AdamW"),
+        (Wrapper, r"a wrapper around a AdamW in \.inside"),
         (TwoGradients, "two gradients per step"),
         (WantsAClosure, "one forward and backward"),
         (DrawsNumbers, "draws random numbers"),
@@ -539,7 +588,7 @@ class HoldsOnToItsParameters(SGD):
         (KeepsObjects, "kept is a object, which cannot be saved"),
         (KeepsAnObjectInTheGroup, "device is a object, which cannot be saved"),
         (KeepsMomentumOnItself, "keeps something outside of its settings"),
-        (KeepsAStateOfItsOwn, "a state of 'step', which is no parameter"),
+        (KeepsAStateOfItsOwn, "a state of 'step', which is no parameter of its groups"),
         (HoldsOnToItsParameters, "changed nothing"),
     ],
 )
@@ -675,3 +724,17 @@ def test_every_optimizer_of_torch_is_equal_or_refused(tmp_path: Path) -> None:
     outcomes = {row["optimizer"]: row["outcome"] for row in rows}
     assert outcomes.keys() >= EQUAL and {outcomes[name] for name in EQUAL | {"Adafactor"}} == {"equal"}, outcomes
     assert outcomes["LBFGS"] == outcomes["SparseAdam"] == "refused"
+
+
+@pytest.mark.parametrize("update", ["eager", "whole"])
+def test_a_refusal_of_an_optimizer_is_a_plain_error(update: Any) -> None:
+    with pytest.raises(ValueError, match="KeepsMomentaInLists cannot be used") as raised:
+        relay_of(KeepsMomentaInLists, Net(), config=RelayConfig(update=update))
+    assert type(raised.value) is ValueError
+    relay_of(KeepsMomentaInTheState, Net(), config=RelayConfig(update=update)).close()
+
+
+def test_an_optimizer_that_skips_steps_takes_whole_ones() -> None:
+    with pytest.raises(ValueError, match=r"skips steps when gradients are large.*update='whole'"):
+        relay_of(SkipsLargeGradients, Net())
+    relay_of(SkipsLargeGradients, Net(), config=RelayConfig(update="whole")).close()

@@ -206,3 +206,142 @@ def test_counts_in_groups_are_saved(tmp_path: Path) -> None:
                 one.step(batch(2))
             for a, b in zip(relay.model.parameters(), again.model.parameters(), strict=True):
                 assert torch.equal(a, b)
+
+
+class Prototypes(nn.Module):
+    """A loss with parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.0, 2))
+
+    def forward(self, outputs: Any, batch: Any) -> torch.Tensor:
+        return squared_error(outputs * self.weight, batch)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def train_plainly(net: nn.Module, optimizers: Any, loss: Any = squared_error, steps: Any = range(3)) -> None:
+    for step in steps:
+        for part in zip(*(rows.chunk(2) for rows in batch(step)), strict=True):
+            (loss(net(part[0]), part) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["in the model", "another optimizer"])
+def test_the_remedies_for_parameters_of_a_loss_train_as_in_core(how: str) -> None:
+    net, criterion = Net(), Prototypes()
+    with pytest.raises(ValueError, match=r"belong to Prototypes in the loss.*model\.criterion = criterion.*zero_grad"):
+        Relay(net, adamw([*net.parameters(), *criterion.parameters()]), loss=criterion)
+    with pytest.raises(ValueError, match="belong to Prototypes in the loss"):
+        Relay(net, [adamw(net.parameters()), adamw(criterion.parameters())], loss=lambda o, b: criterion(o, b))
+    expected, its_criterion = Net(), Prototypes()
+    if how == "in the model":
+        net.criterion, expected.criterion = criterion, its_criterion
+    others = [] if how == "in the model" else [adamw(criterion.parameters())]
+    optimizer, config = adamw(net.parameters()), RelayConfig(micro_batches=2)
+    with Relay(net, optimizer, loss=criterion, layers=["layers.0", "layers.1"], config=config) as relay:
+        for step in range(3):
+            relay.step(batch(step))
+            for other in others:
+                other.step()
+                other.zero_grad()
+    its_others = [adamw(its_criterion.parameters())] if others else []
+    train_plainly(expected, [adamw(expected.parameters()), *its_others], its_criterion)
+    assert not torch.equal(criterion.weight, Prototypes().weight)
+    assert all(map(torch.equal, [*net.parameters(), criterion.weight], [*expected.parameters(), its_criterion.weight]))
+
+
+def replace_head(net: Any, optimizer: torch.optim.Optimizer) -> None:
+    torch.manual_seed(1)
+    net[2] = nn.Linear(4, 2)
+    optimizer.add_param_group({"params": net[2].parameters()})
+
+
+def replace_in_the_group(net: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Leaves the state of the old head where it is."""
+    torch.manual_seed(1)
+    net[2] = nn.Linear(4, 2)
+    optimizer.param_groups[0]["params"][-2:] = net[2].parameters()
+
+
+def tie(net: Any, optimizer: torch.optim.Optimizer) -> None:
+    net[2].bias = nn.Parameter(torch.zeros(2))
+    optimizer.add_param_group({"params": [net[2].bias]})
+
+
+def normalise(net: Any, optimizer: torch.optim.Optimizer) -> None:
+    torch.nn.utils.parametrizations.weight_norm(net[1])
+    optimizer.add_param_group({"params": net[1].parametrizations.parameters()})
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("change", [replace_head, replace_in_the_group, tie, normalise])
+def test_an_optimizer_is_used_again_without_parameters_that_the_model_had(change: Any) -> None:
+    net, expected, config = model(), model(), RelayConfig(micro_batches=2)
+    optimizer, its = adamw(net.parameters()), adamw(expected.parameters())
+    with Relay(net, optimizer, loss=squared_error, layers=["0", "1"], config=config) as relay:
+        relay.step(batch(0))
+        change(net, optimizer)
+        with pytest.raises(RuntimeError, match="without those that the model no longer has"):
+            relay.step(batch(1))
+    if change is not replace_in_the_group:
+        with pytest.raises(ValueError, match="parts of the model before") as raised:
+            Relay(net, optimizer, loss=squared_error, layers=["0", "1"], config=config)
+        exec(str(raised.value).partition("\n")[2], {"model": net, "optimizer": optimizer})
+    with Relay(net, optimizer, loss=squared_error, layers=["0", "1"], config=config) as relay:
+        relay.step(batch(1))
+        relay.step(batch(2))
+    train_plainly(expected, [its], steps=[0])
+    change(expected, its)
+    train_plainly(expected, [its], steps=[1, 2])
+    assert all(map(torch.equal, net.parameters(), expected.parameters()))
+    step = optimizer.state[net[0].weight]["step"]
+    assert step == its.state[expected[0].weight]["step"] == 3  # type: ignore[index]
+
+
+def test_state_is_moved_to_an_optimizer_over_new_parameters() -> None:
+    net, expected, config = model(), model(), RelayConfig(micro_batches=2)
+    optimizer, its = adamw(net.parameters()), adamw(expected.parameters())
+    train_plainly(net, [optimizer], steps=[0])
+    train_plainly(expected, [its], steps=[0])
+    values = {name: value.clone() for name, value in net.state_dict().items()}
+    net.load_state_dict(values, assign=True)
+    with pytest.raises(
+        ValueError, match=r"none of its parameters is\..*new\.load_state_dict\(optimizer\.state_dict\(\)\)"
+    ):
+        Relay(net, optimizer, loss=squared_error, config=config)
+    new = adamw(net.parameters())
+    new.load_state_dict(optimizer.state_dict())
+    with Relay(net, new, loss=squared_error, config=config) as relay:
+        relay.step(batch(1))
+    train_plainly(expected, [its], steps=[1])
+    assert all(map(torch.equal, net.parameters(), expected.parameters()))
+
+
+def test_state_of_a_tensor_in_no_group_is_left_alone(tmp_path: Path) -> None:
+    """As in plain training. A save is without it."""
+    net, old = model(), nn.Parameter(torch.ones(3))
+    optimizer = adamw(net.parameters())
+    optimizer.state[old] = kept = {"step": torch.tensor(1.0)}
+    with Relay(net, optimizer, loss=squared_error, config=RelayConfig(micro_batches=2)) as relay:
+        relay.step(batch(0))
+        assert relay.verify(batch(0)).equal
+        relay.save(tmp_path / "save")
+    assert optimizer.state[old] is kept
+    other = model()
+    with Relay.load(tmp_path / "save", other, adamw(other.parameters()), loss=squared_error) as loaded:
+        loaded.step(batch(1))

@@ -211,6 +211,82 @@ def test_callbacks_early_stopping_and_the_best_model(tmp_path: Path) -> None:
     both[0].relay.close()
 
 
+def own_optimizer(kind: type[Trainer]) -> type[Trainer]:
+    class Own(kind):  # type: ignore[misc, valid-type]
+        def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+            if self.optimizer is None:
+                self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+            return self.optimizer
+
+    return Own
+
+
+def own_optimizer_beside(kind: type[Trainer]) -> type[Trainer]:
+    """The method is that of a class that knows of no relay."""
+    return type("Both", (own_optimizer(Trainer), kind), {}) if kind is RelayTrainer else own_optimizer(kind)
+
+
+@pytest.mark.parametrize("of", [own_optimizer, own_optimizer_beside])
+def test_a_subclass_may_make_the_optimizer(tmp_path: Path, of: Any) -> None:
+    both = []
+    for kind in (RelayTrainer, Trainer):
+        both.append(make(of(kind), tmp_path / kind.__name__, num_train_epochs=1, max_grad_norm=0.0))
+        both[-1].train()
+    assert_equal(*both)
+    assert isinstance(both[0].relay.optimizer, torch.optim.SGD)
+    both[0].relay.close()
+
+
+def test_an_optimizer_put_into_the_trainer_is_refused(tmp_path: Path) -> None:
+    class PutsItIn(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+
+    trainer = make(RelayTrainer, tmp_path, callbacks=[PutsItIn()])
+    with pytest.raises(RuntimeError, match=r"SGD that was put into trainer\.optimizer after create_optimizer"):
+        trainer.train()
+    trainer.relay.close()
+
+
+def test_a_schedule_free_optimizer_changes_its_mode_as_in_the_plain_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("schedulefree", reason="schedulefree is not installed")
+    settings: dict[str, Any] = {
+        "optim": "schedule_free_adamw",
+        "lr_scheduler_type": "constant",
+        "eval_strategy": "epoch",
+    }
+    relayed, _ = beside(tmp_path, **settings)
+    relayed.relay.close()
+
+
+class Scales(TrainerCallback):
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        self.scale(model.parameters())
+
+    def scale(self, params: Any) -> None:
+        for param in params:
+            if param.grad is not None:
+                param.grad.mul_(0.1)
+
+
+def test_a_callback_on_gradients_warns_and_a_hook_trains_as_it_would(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.1, "num_train_epochs": 1}
+    warned = make(RelayTrainer, tmp_path / "warned", callbacks=[Scales()], **settings)
+    with pytest.warns(UserWarning, match=r"Scales\.on_pre_optimizer_step runs after the relay's update.*step_pre_hook"):
+        warned.train()
+    warned.relay.close()
+    plain = make(Trainer, tmp_path, callbacks=[Scales()], **settings)
+    plain.train()
+    relayed = make(RelayTrainer, tmp_path, relay_config=RelayConfig(update="deferred"), **settings)
+    params = [*relayed.model.parameters()]
+    relayed.relay.optimizer.register_step_pre_hook(lambda *_: Scales().scale(params))
+    relayed.train()
+    assert_equal(relayed, plain)
+    relayed.relay.close()
+
+
 def mean_over_all(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     loss = nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
     return loss / num_items_in_batch

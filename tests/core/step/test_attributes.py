@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
@@ -15,7 +16,7 @@ from patience import HANG_S
 from torch import Tensor, nn
 from zoo import BY_NAME, WIDTH, Chain, Kind, ResidualMlp
 
-from l2l_core import RelayConfig
+from l2l_core import EmulatedDevice, Relay, RelayConfig
 from l2l_core.step.micro_batch.attribute_tracer import AttributeTracer
 
 
@@ -361,3 +362,100 @@ def test_notes_of_layers_are_the_micro_batchs_or_refused(way: str, micro_batches
             with pytest.raises(RuntimeError, match=words):
                 pair.relay.step(kind.make_batch(7, 0))
             assert_state(pair.relay.model, before)
+
+
+class Tally(nn.Module):
+    """A metric as in torchmetrics: its hash reads its state, and `==` compares no identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.sums = 0, [0.0]
+        self.register_buffer("total", torch.zeros(1))
+
+    def __hash__(self) -> int:
+        return hash((id(self), self.rows, *self.sums))
+
+    def __eq__(self, other: object) -> Any:
+        return torch.eq(self.total, self.rows)
+
+    def forward(self, h: Tensor) -> None:
+        self.rows += len(h)
+        self.sums[0] += float(h.detach().sum())
+        self.total += h.detach().sum()
+
+
+class Tallied(Chain):
+    """The shell calls a metric after the layers."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__(layers)
+        self.tally = Tally()
+
+    def walk(self, h: Tensor) -> Tensor:
+        h = super().walk(h)
+        self.tally(h)
+        return h
+
+
+class TalliedMlp(ResidualMlp):
+    """A layer whose hash reads its attributes."""
+
+    rows = 0
+
+    def __hash__(self) -> int:
+        return hash((id(self), self.rows))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows = len(x)
+        return super().forward(x)
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("layer", [ResidualMlp, TalliedMlp])
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_a_hash_that_reads_attributes_is_not_called(layer: Any, stash: str) -> None:
+    chain = BY_NAME["chain"]
+
+    def make_model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return Tallied([layer() for _ in range(3)])
+
+    kind = Kind("tallied", make_model, chain.make_batch, chain.loss, loss_over="micro-batch")
+    config = RelayConfig(micro_batches=3, stash=stash)
+    assert_equal(run_both(kind, 3, config, rows=6))
+    with both(kind, config) as pair:
+        model = pair.relay.model
+        pair.relay.step(kind.make_batch(6, 0))
+        assert model.tally.rows == 6
+
+
+class KeepsAux(ResidualMlp):
+    """Keeps an auxiliary loss, as layers with experts do, and the activations that it is computed from."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = super().forward(x)
+        self.aux = self.kept.square().mean((1, 2))
+        return self.kept
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_an_objective_reads_what_layers_keep(micro_batches: int, stash: str) -> None:
+    """Also in evaluation and where the losses of a few rows are compared: there is no warning that they were not."""
+
+    def objective(model: nn.Module, batch: Any) -> Tensor:
+        output = model(batch["x"])
+        return output.square().mean() + 0.1 * sum(layer.aux.mean() + layer.kept.mean() for layer in model.layers)
+
+    torch.manual_seed(0)
+    model = Chain([KeepsAux() for _ in range(3)])
+    batch = {"x": BY_NAME["chain"].make_batch(6, 0)[0]}
+    config = RelayConfig(micro_batches=micro_batches, stash=stash)
+    with Relay(model, objective=objective, device=EmulatedDevice(memory_bytes=50_000_000), config=config) as relay:
+        expected = copy.deepcopy(model).eval()
+        with torch.no_grad():
+            losses = [float(objective(expected, {"x": part})) for part in batch["x"].chunk(micro_batches)]
+        assert relay.evaluate(batch) == pytest.approx(sum(losses) / micro_batches)
+        assert "equal to the step in core" in str(relay.step(batch).verified)
+        assert relay.evaluate(batch) == relay.evaluate(batch)
