@@ -103,17 +103,17 @@ class RelayTrainer(Trainer):
         relay_options: Mapping[str, Any] = MappingProxyType({}),
         **kwargs: Any,
     ) -> None:
-        self._given_config, self._relay_device = relay_config or RelayConfig(), relay_device
+        self._relay_config, self._relay_device = relay_config or RelayConfig(), relay_device
         self._relay_options = dict(relay_options)
         self._relay: Relay | None = None
-        self._is_provisional = False  # optimizer and relay were made for an evaluation before training
-        self._waiting: list[dict[str, Any]] = []  # micro-batches of the accumulation that is under way
-        self._result: StepResult | None = None
-        self._loss: torch.Tensor | None = None  # taken from `accelerator.backward`
-        self._has_warned = False  # of callbacks before the update
+        self._relay_is_provisional = False  # optimizer and relay were made for an evaluation before training
+        self._relay_waiting: list[dict[str, Any]] = []  # micro-batches of the accumulation that is under way
+        self._relay_result: StepResult | None = None
+        self._relay_loss: torch.Tensor | None = None  # taken from `accelerator.backward`
+        self._relay_has_warned = False  # of callbacks before the update
         super().__init__(*args, **kwargs)
         refuse_arguments(self)
-        relay_config_of(self._given_config, self.args)
+        relay_config_of(self._relay_config, self.args)
 
     # -- the relay -----------------------------------------------------------------------------------------------------
 
@@ -158,11 +158,11 @@ class RelayTrainer(Trainer):
                 self.model,
                 optimizer,
                 device=self.args.device if self._relay_device is None else self._relay_device,
-                objective=self._objective,
+                objective=self._relay_objective,
                 loss_over="sum",  # the trainer has divided them
                 split=_micro_batches_of,
                 join=_only,
-                config=relay_config_of(self._given_config, self.args),
+                config=relay_config_of(self._relay_config, self.args),
                 **self._relay_options,
             )
         except (TypeError, ValueError) as error:
@@ -185,7 +185,7 @@ class RelayTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         self.accelerator.device_placement = False
         self.accelerator.prepare_model = partial(self._prepare_model, self.accelerator.prepare_model)
-        self.accelerator.backward = self._take_loss
+        self.accelerator.backward = self._take_relay_loss
 
     def _prepare_model(
         self,
@@ -209,22 +209,22 @@ class RelayTrainer(Trainer):
     @property
     def current_gradient_accumulation_steps(self) -> int:
         """Number of batches by which the trainer divides a loss; of a micro-batch, that when it was loaded."""
-        return _batches.get() or self._current_batches
+        return _batches.get() or self._relay_current_batches
 
     @current_gradient_accumulation_steps.setter
     def current_gradient_accumulation_steps(self, batches: int) -> None:
-        self._current_batches = batches
+        self._relay_current_batches = batches
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the trainer does, with its present arguments."""
-        self._waiting.clear()  # of an earlier call, as the trainer clears gradients
+        self._relay_waiting.clear()  # of an earlier call, as the trainer clears gradients
         refuse_arguments(self)
         self._warn_of_callbacks()
-        if self._is_provisional and self._relay is not None:
+        if self._relay_is_provisional and self._relay is not None:
             self._relay.close()
-            self.optimizer, self._is_provisional = None, False
+            self.optimizer, self._relay_is_provisional = None, False
         if self._relay is not None and not self._relay.is_closed:
-            now, config = relay_config_of(self._given_config, self.args), self._relay.config
+            now, config = relay_config_of(self._relay_config, self.args), self._relay.config
             self._relay.config = replace(
                 config, update=now.update, max_grad_norm=now.max_grad_norm, precision=now.precision
             )
@@ -237,18 +237,18 @@ class RelayTrainer(Trainer):
         model.train()
         if isinstance(self.optimizer, RelayedOptimizer):
             self.optimizer.train()  # schedule-free ones; before the step, in which weights do not change
-        self._waiting.append(
+        self._relay_waiting.append(
             {"inputs": inputs, "num_items": num_items_in_batch, "batches": self.current_gradient_accumulation_steps}
         )
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        micro_batches, self._waiting = self._waiting, []
-        *others, last = self._step(micro_batches)
+        micro_batches, self._relay_waiting = self._relay_waiting, []
+        *others, last = self._relay_step(micro_batches)
         for loss in others:  # in the trainer's order
             self._tr_loss += loss
         return last
 
-    def _step(self, micro_batches: list[dict[str, Any]]) -> torch.Tensor:
+    def _relay_step(self, micro_batches: list[dict[str, Any]]) -> torch.Tensor:
         """Train on the micro-batches of an accumulation; return their losses, as the trainer divides them, (K,)."""
         if not isinstance(self.optimizer, RelayedOptimizer):
             raise RuntimeError(
@@ -258,9 +258,9 @@ class RelayTrainer(Trainer):
             )
         relay = self.optimizer.relay
         relay.config = replace(relay.config, micro_batches=len(micro_batches))
-        self._loss = None  # of a step that was interrupted
+        self._relay_loss = None  # of a step that was interrupted
         try:
-            self._result = relay.step(micro_batches)
+            self._relay_result = relay.step(micro_batches)
         except DeviceOutOfMemory as error:
             error.add_note(
                 "micro_batches of a trainer is TrainingArguments(gradient_accumulation_steps=...), beside a smaller "
@@ -268,7 +268,7 @@ class RelayTrainer(Trainer):
             )
             raise
         self.optimizer.is_updated = True
-        return self._result.extras.to(self.args.device)
+        return self._relay_result.extras.to(self.args.device)
 
     def _warn_of_callbacks(self) -> None:
         """Warn once of callbacks that would find gradients in a plain trainer."""
@@ -276,8 +276,8 @@ class RelayTrainer(Trainer):
         names = [
             type(c).__name__ for c in self.callback_handler.callbacks if type(c).on_pre_optimizer_step is not before
         ]
-        if names and not self._has_warned:
-            self._has_warned = True
+        if names and not self._relay_has_warned:
+            self._relay_has_warned = True
             warnings.warn(
                 f"{names[0]}.on_pre_optimizer_step runs after the relay's update, so it finds new weights and no gradients, and "
                 "changes none. To clip, use TrainingArguments(max_grad_norm=...); the norm is logged as grad_norm. To read or "
@@ -286,14 +286,14 @@ class RelayTrainer(Trainer):
                 stacklevel=3,
             )
 
-    def _objective(self, model: nn.Module, micro_batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _relay_objective(self, model: nn.Module, micro_batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss of a micro-batch that the trainer's own step passes to `backward`, and its value."""
         token = _batches.set(micro_batch["batches"])
         try:
             super().training_step(model, micro_batch["inputs"], micro_batch["num_items"])
         finally:
             _batches.reset(token)
-        loss, self._loss = self._loss, None  # no other micro-batch has run since `_take_loss`
+        loss, self._relay_loss = self._relay_loss, None  # no other micro-batch has run since `_take_relay_loss`
         if loss is None:
             raise RuntimeError(
                 f"{type(self).__name__}.training_step calls no accelerator.backward(loss), so the relay has no loss: call it "
@@ -301,18 +301,18 @@ class RelayTrainer(Trainer):
             )
         return loss, loss.detach().clone()
 
-    def _take_loss(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def _take_relay_loss(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Keep the loss for the relay, which runs backward."""
-        if self._loss is not None:
+        if self._relay_loss is not None:
             raise RuntimeError(
                 f"{type(self).__name__}.training_step calls accelerator.backward(loss) more than once per batch: add the losses "
                 "and call it once"
             )
-        self._loss = loss
+        self._relay_loss = loss
 
     def _clip_grad_norm(self, model: nn.Module) -> float | None:
         """Return the norm that the relay found before it clipped."""
-        return None if self._result is None else self._result.grad_norm
+        return None if self._relay_result is None else self._relay_result.grad_norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float | None:
         return self._clip_grad_norm(model)
@@ -329,12 +329,12 @@ class RelayTrainer(Trainer):
         """Run the trainer's own step of a prediction, one layer at a time unless it generates text."""
         if getattr(self.args, "predict_with_generate", False):  # needs caches of keys and values
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        self._is_provisional |= self.optimizer is None
+        self._relay_is_provisional |= self.optimizer is None
         relay = self.relay
         relay.config = replace(relay.config, micro_batches=1)
-        return relay.forward([{"inputs": inputs, "options": (prediction_loss_only, ignore_keys)}], self._predict)
+        return relay.forward([{"inputs": inputs, "options": (prediction_loss_only, ignore_keys)}], self._relay_predict)
 
-    def _predict(self, model: nn.Module, micro_batch: dict[str, Any]) -> tuple[torch.Tensor | None, Any, Any]:
+    def _relay_predict(self, model: nn.Module, micro_batch: dict[str, Any]) -> tuple[torch.Tensor | None, Any, Any]:
         return super().prediction_step(model, micro_batch["inputs"], *micro_batch["options"])
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
