@@ -229,6 +229,8 @@ def judge(of: Case, folder: Path) -> Outcome:
         return Outcome("failed", reason=f"the refusal does not name {of.remedy!r}: {found.reason}")
     if not of.remedy and not changes:
         return found
+    if changes.get("schedule") == "depth_first":
+        changes["stash"] = "device"  # the only place with it, as the next refusal would say
     again = {"is_remedied": True} if of.remedy else {"config": replace(CONFIG, **changes)}
     plain = Side(is_relay=False, folder=made(folder / "plain again"), **again)
     second = compared(of, Side(is_relay=True, folder=made(folder / "relay again"), **again), run_program(of, plain))

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from l2l_core import Relay, RelayConfig
 
 trainer_case = partial(case, "trainers")
-TIMES = ("runtime", "per_second", "preparation_time", "flos")  # in names of what is logged
+TIMES = ("runtime", "per_second", "preparation_time", "step_time", "flos")  # in names of what is logged
 
 
 def settings(side: Side, **more: Any) -> dict[str, Any]:

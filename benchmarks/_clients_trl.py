@@ -76,18 +76,23 @@ TRL = {
     "RewardTrainer": partial(
         trains_with_trl, trainer="RewardTrainer", config="RewardConfig", data=PAIRS, model=classifier, settings=short
     ),
-    "GRPOTrainer, generations of the model and a reward": partial(
-        trains_with_trl,
-        trainer="GRPOTrainer",
-        config="GRPOConfig",
-        data=PAIRS,
-        reward_funcs=lambda: longer,
-        settings={"num_generations": 2, "max_completion_length": 4, "num_train_epochs": 1},
-    ),
     "KTOTrainer": partial(trains_with_trl, trainer="KTOTrainer", config="KTOConfig", data=JUDGED, ref_model=llama),
 }
 for what, program in TRL.items():
     trainer_case("trl", what)(program)
+
+
+@trainer_case("trl", "GRPOTrainer, generations of the model and a reward", "gradient_accumulation_steps=1")
+def generates(side: Side) -> Any:
+    batches = 1 if side.is_remedied else 2
+    more = {
+        "num_generations": 2,
+        "max_completion_length": 4,
+        "num_train_epochs": 1,
+        "gradient_accumulation_steps": batches,
+    }
+    made = {"trainer": "GRPOTrainer", "config": "GRPOConfig", "data": PAIRS, "reward_funcs": lambda: longer}
+    return trains_with_trl(side, **made, settings=more)
 
 
 # -- sentence-transformers -------------------------------------------------------------------------------------------
@@ -123,7 +128,9 @@ for name in ("MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss
     trainer_case("sentence-transformers", f"SentenceTransformerTrainer, {name}")(partial(trains_sentences, loss=name))
 
 
-@trainer_case("sentence-transformers", "CrossEncoderTrainer, BinaryCrossEntropyLoss, weights copied from the mapped file")
+@trainer_case(
+    "sentence-transformers", "CrossEncoderTrainer, BinaryCrossEntropyLoss, weights copied from the mapped file"
+)
 def trains_cross_encoder(side: Side) -> Any:
     from datasets import Dataset
     from sentence_transformers import CrossEncoder, CrossEncoderTrainer, CrossEncoderTrainingArguments

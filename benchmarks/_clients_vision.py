@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -170,9 +169,3 @@ def autoencoder(side: Side) -> None:
 
     sizes = {"block_out_channels": (16,), "norm_num_groups": 4, "latent_channels": 2, "sample_size": 16}
     trains_denoiser(side, partial(AutoencoderKL, **sizes), objective)
-
-
-@model_case("diffusers", "DiTTransformer2DModel, schedule='depth_first'")
-def diffusion_transformer_depth_first(side: Side) -> None:
-    side.config = replace(side.config, schedule="depth_first", stash="device")
-    diffusion_transformer(side)

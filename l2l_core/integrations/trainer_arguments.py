@@ -43,6 +43,12 @@ def refuse_arguments(trainer: Any) -> None:
         raise ValueError(f"{argument}: {why}. {remedy}")
 
 
+def _prepares_inputs(trainer: Any) -> str:
+    """Return the name of the class with a `_prepare_inputs` beside that of transformers, as GRPO's; empty if there is none."""
+    kinds = (kind for kind in type(trainer).__mro__ if "_prepare_inputs" in vars(kind))
+    return next((kind.__name__ for kind in kinds if not kind.__module__.startswith("transformers.")), "")
+
+
 def _refused(args: TrainingArguments, trainer: Any) -> Iterator[tuple[str, str, str]]:
     """Yield every argument that cannot be honoured, with the reason and a remedy."""
     optim = str(getattr(args.optim, "value", args.optim))
@@ -90,6 +96,13 @@ def _refused(args: TrainingArguments, trainer: Any) -> Iterator[tuple[str, str, 
             "predict_with_generate=True",
             f"it generates with the whole model on {args.device}",
             "Use predict_with_generate=False, and generate after training, without a relay",
+        )
+    if args.gradient_accumulation_steps > 1 and (preparing := _prepares_inputs(trainer)):
+        yield (
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}",
+            f"{preparing} prepares inputs by the number of batches that it has trained (it generates, and buffers), and the "
+            "micro-batches of a relay take turns",
+            "Use gradient_accumulation_steps=1 and a larger per_device_train_batch_size",
         )
     if optim in _IN_BACKWARD or optim.endswith("_layerwise"):
         yield (

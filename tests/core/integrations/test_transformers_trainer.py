@@ -444,6 +444,33 @@ def test_a_subclass_that_steps_by_itself_is_refused(tmp_path: Path) -> None:
     trainer.relay.close()
 
 
+class Generates(Trainer):
+    """Chooses its inputs by the number of batches that it has trained, as GRPO's does among its generations."""
+
+    trained = 0
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        inputs = super()._prepare_inputs(inputs)
+        return {**inputs, "labels": inputs["labels"].roll(self.trained % 2, 0)}
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        self.trained += 1
+        return loss
+
+
+def test_a_trainer_that_chooses_inputs_by_its_own_count_is_refused_and_the_remedy_works(tmp_path: Path) -> None:
+    relayed = type("Relayed", (RelayTrainer, Generates), {})
+    trainer = make(relayed, tmp_path, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=2: Generates prepares inputs.*_steps=1"):
+        trainer.train()
+    both = [make(kind, tmp_path, gradient_accumulation_steps=1) for kind in (relayed, Generates)]
+    for each in both:
+        each.train()
+    assert_equal(*both)
+    both[0].relay.close()
+
+
 class Silent(Trainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         return self.compute_loss(model, inputs)
