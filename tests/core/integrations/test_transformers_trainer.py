@@ -461,9 +461,8 @@ class Generates(Trainer):
 
 def test_a_trainer_that_chooses_inputs_by_its_own_count_is_refused_and_the_remedy_works(tmp_path: Path) -> None:
     relayed = type("Relayed", (RelayTrainer, Generates), {})
-    trainer = make(relayed, tmp_path, gradient_accumulation_steps=2)
     with pytest.raises(ValueError, match=r"gradient_accumulation_steps=2: Generates prepares inputs.*_steps=1"):
-        trainer.train()
+        make(relayed, tmp_path, gradient_accumulation_steps=2)
     both = [make(kind, tmp_path, gradient_accumulation_steps=1) for kind in (relayed, Generates)]
     for each in both:
         each.train()
