@@ -193,7 +193,7 @@ def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device, 
                 compared.append(one)
             else:
                 result = relay.step(batch)
-            rows.append(step_row(relay.steps, result, relay.branch))
+            rows.append(step_row(relay, result))
             recorder.watch(snapshot_of(relay, rows, in_core_bytes))
             rate = float(schedule.get_last_lr()[0])
             schedule.step()

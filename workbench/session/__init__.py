@@ -16,6 +16,9 @@ from workbench.session.edit_form import make_edit as make_edit
 from workbench.session.edit_form import preview_edit as preview_edit
 from workbench.session.edit_text import describe_edit as describe_edit
 from workbench.session.edit_text import describe_entry as describe_entry
+from workbench.session.experiment_loggers import MLflow as MLflow
+from workbench.session.experiment_loggers import Trackio as Trackio
+from workbench.session.experiment_loggers import Wandb as Wandb
 from workbench.session.layer_edits import edit_code as edit_code
 from workbench.session.layer_edits import edits_for_layer as edits_for_layer
 from workbench.session.layer_facts import LayerFacts as LayerFacts

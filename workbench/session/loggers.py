@@ -1,13 +1,7 @@
 """Loggers of a run: one row per step, and every change between steps.
 
-A logger is any object with the three methods of `Logger`. This file has two, and `Recorder` records everything that the
-views need. Others take a few lines, for example wandb (or trackio, with `import trackio as wandb`):
-
-    class Wandb:
-        def __init__(self, **options): self.run = wandb.init(**options)
-        def log_step(self, row): self.run.log({"loss": row.loss, "seconds": row.seconds}, step=row.step)
-        def log_change(self, change): self.run.log({"change": change.what}, step=change.step)
-        def close(self): self.run.finish()
+A logger is any object with the three methods of `Logger`. This file has one for lines of JSON and one for TensorBoard,
+`experiment_loggers.py` has those for W&B, trackio and MLflow, and `Recorder` records everything that the views need.
 """
 
 from __future__ import annotations
@@ -68,6 +62,32 @@ class LookLogger(Protocol):
 
     def log_look(self, seen: Inside, decode: Callable[[Sequence[int]], str] | None) -> None:
         """Log a look inside layers; `decode` is the session's."""
+
+
+def scalars_of(row: StepRow) -> dict[str, float]:
+    """Return the figures of a step by tag: loss, learning rate, depth, times and bytes."""
+    rate = {} if row.lr is None else {"lr": row.lr}
+    return rate | {
+        "loss": row.loss,
+        "layers": row.layers,
+        "step/seconds": row.seconds,
+        "step/samples_per_s": row.samples / row.seconds if row.seconds else math.nan,
+        "step/overlap": row.overlap,
+        "bytes/peak_device": row.peak_device_bytes,
+        "bytes/loaded": row.bytes_loaded,
+        "bytes/pushed": row.bytes_pushed,
+    }
+
+
+def scalars_of_change(change: Change) -> dict[str, float]:
+    """Return the held-out loss after an edit, and its change, by tag; empty if they were not measured."""
+    judged = change.judged
+    return {} if judged is None else {"probe/loss": judged.after.mean, "probe/change": judged.change}
+
+
+def text_of(change: Change) -> str:
+    """Return a change, and for an edit its effect on the held-out loss, in words."""
+    return change.what if change.entry is None else f"{change.what} (probe: {change.verdict})"
 
 
 class JsonLines:
@@ -155,25 +175,14 @@ class TensorBoard:
 
     def log_step(self, row: StepRow) -> None:
         """Write the figures of a step."""
-        scalars = {
-            "loss": row.loss,
-            "step/seconds": row.seconds,
-            "step/samples_per_s": row.samples / row.seconds if row.seconds else math.nan,
-            "step/overlap": row.overlap,
-            "bytes/peak_device": row.peak_device_bytes,
-            "bytes/loaded": row.bytes_loaded,
-            "bytes/pushed": row.bytes_pushed,
-        }
-        for tag, value in scalars.items():
+        for tag, value in scalars_of(row).items():
             self._writer.add_scalar(tag, value, row.step)
 
     def log_change(self, change: Change) -> None:
         """Write a change as text at its step, and for a measured edit the probe's mean loss and its change."""
-        text = change.what if change.entry is None else f"{change.what} (probe: {change.verdict})"
-        self._writer.add_text("change", text, change.step)
-        if change.judged is not None:
-            self._writer.add_scalar("probe/loss", change.judged.after.mean, change.step)
-            self._writer.add_scalar("probe/change", change.judged.change, change.step)
+        self._writer.add_text("change", text_of(change), change.step)
+        for tag, value in scalars_of_change(change).items():
+            self._writer.add_scalar(tag, value, change.step)
 
     def close(self) -> None:
         """Flush the writer, and close it if this logger created it."""

@@ -59,10 +59,11 @@ def count_params(relay: Relay) -> int:
     return sum(param.numel() for param in relay.model.parameters())
 
 
-def step_row(step: int, result: StepResult, branch: str) -> StepRow:
-    """Make the row of a finished step; `step` counts from 1."""
+def step_row(relay: Relay, result: StepResult) -> StepRow:
+    """Make the row of the relay's last step, before a scheduler changes the learning rate."""
+    rate = relay.optimizer.param_groups[0].get("lr")
     return StepRow(
-        step=step,
+        step=relay.steps,
         loss=result.loss,
         seconds=result.seconds,
         samples=result.samples,
@@ -70,8 +71,10 @@ def step_row(step: int, result: StepResult, branch: str) -> StepRow:
         bytes_loaded=result.bytes_loaded,
         bytes_pushed=result.bytes_pushed,
         overlap=summarize_timeline(Columns.of(result.trace)).overlap,
-        branch=branch,
+        branch=relay.branch,
         objective=result.objective,
+        lr=None if rate is None else float(rate),
+        layers=len(relay.stack),
     )
 
 

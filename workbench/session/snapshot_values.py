@@ -28,6 +28,8 @@ class StepRow:
         overlap: share in [0, 1] of copy time hidden under compute.
         branch: the branch that was trained.
         objective: how the losses of micro-batches were put together, in words.
+        lr: learning rate of the optimizer's first group in this step; None if it has none.
+        layers: number of layers that were trained.
     """
 
     step: int
@@ -40,6 +42,8 @@ class StepRow:
     overlap: float
     branch: str = MAIN_BRANCH
     objective: str = ""
+    lr: float | None = None
+    layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,7 +162,7 @@ class Trainer:
     def _record_step(self, result: StepResult, count: Callable[[], None] = lambda: None) -> StepRow:
         """Add a finished step to the state, and call `count` in the same critical section."""
         # Outside of the lock, since these are slow and snapshots must not wait.
-        row, layers = step_row(self.relay.steps, result, self.relay.branch), layer_rows(self.relay)
+        row, layers = step_row(self.relay, result), layer_rows(self.relay)
         needed = self._in_core.estimate(result, layers)
         with self._changed:  # all at once: no snapshot may count a step without its row
             self._state.relay_view.add_step(row, layers, result.trace, needed)
