@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from workbench.commands.lab_launcher import lab_command, start_page
+from workbench.commands.lab_launcher import lab_command, open_copies
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "l2l_core"
@@ -142,13 +142,24 @@ def test_lab_listens_here_only_and_keeps_its_token() -> None:
     assert not any("token" in option or "password" in option or option == "--allow-root" for option in options)
 
 
-def test_lab_starts_at_the_first_notebook_if_there_is_one(tmp_path: Path) -> None:
+def test_lab_opens_copies_that_keep_what_the_user_changes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="run this from a clone"):
-        start_page(tmp_path)
-    (tmp_path / "notebooks").mkdir()
-    assert start_page(tmp_path) == "notebooks"
-    (tmp_path / "notebooks" / "00_start_here.ipynb").touch()
-    assert start_page(tmp_path) == "notebooks/00_start_here.ipynb"
+        open_copies(tmp_path)
+    folder, copies = tmp_path / "notebooks", tmp_path / "out" / "notebooks"
+    folder.mkdir()
+    assert open_copies(tmp_path) == "out/notebooks"
+    for name in ("00_start_here.ipynb", "01.ipynb"):
+        (folder / name).write_text("[docs](../docs/LOG.md)", encoding="utf-8")
+    assert open_copies(tmp_path) == "out/notebooks/00_start_here.ipynb"
+    assert (copies / "01.ipynb").read_text(encoding="utf-8") == "[docs](../../docs/LOG.md)"
+    (copies / "01.ipynb").write_text("mine", encoding="utf-8")
+    for name in ("00_start_here.ipynb", "01.ipynb"):
+        (folder / name).write_text("newer", encoding="utf-8")
+    open_copies(tmp_path)
+    assert [(copies / name).read_text(encoding="utf-8") for name in ("00_start_here.ipynb", "01.ipynb")] == [
+        "newer",
+        "mine",
+    ]
 
 
 # Imports of the engine -----------------------------------------------------------------------------------------------

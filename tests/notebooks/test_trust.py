@@ -22,10 +22,11 @@ def test_notebooks_are_trusted_until_something_else_changes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
-    (tmp_path / "notebooks" / "deeper").mkdir(parents=True)
+    folder = tmp_path / "out" / "notebooks"
+    (folder / "deeper").mkdir(parents=True)
     picture = new_output("display_data", {"image/svg+xml": "<svg/>", "text/html": "<svg/>"})
     nb = new_notebook(cells=[new_code_cell("show()", execution_count=1, outputs=[picture])])
-    ours, other = tmp_path / "notebooks" / "01.ipynb", tmp_path / "notebooks" / "deeper" / "02.ipynb"
+    ours, other = folder / "01.ipynb", folder / "deeper" / "02.ipynb"
     nbformat.write(nb, ours)
     nb.cells[0].source = "other()"
     nbformat.write(nb, other)

@@ -59,3 +59,18 @@ def copy_notebooks(sources: list[Path], folder: Path) -> list[Path]:
         )
     folder.mkdir(parents=True, exist_ok=True)
     return [Path(shutil.copyfile(path, folder / path.name)) for path in sources]
+
+
+def refresh_copies(sources: list[Path], folder: Path) -> list[Path]:
+    """Copy notebooks into a folder one level deeper, where the user works on them, and return the copies.
+
+    A copy that the user has changed stays; another is replaced when its source is newer. Relative links lead to the same files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for source in sources:
+        copy, original = folder / source.name, folder / f".{source.name}.original"
+        text = source.read_text(encoding="utf-8").replace("](../", "](../../")
+        if not copy.exists() or (original.exists() and copy.read_bytes() == original.read_bytes()):
+            copy.write_text(text, encoding="utf-8")
+            original.write_text(text, encoding="utf-8")
+    return [folder / source.name for source in sources]

@@ -8,16 +8,19 @@ from pathlib import Path
 import nbformat
 from nbformat.sign import NotebookNotary
 
+from workbench.commands.copy_notebooks import refresh_copies
+
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS_FOLDER = Path(__file__).resolve().parents[1] / "pages"  # its overrides.json is read by JupyterLab
-FIRST_NOTEBOOK = "00_start_here.ipynb"
+FIRST_NOTEBOOK, COPIES = "00_start_here.ipynb", "out/notebooks"
 
 
-def start_page(root: Path) -> str:
-    """Return the path of the first page below `root`: the first notebook, or else the folder of notebooks.
+def open_copies(root: Path) -> str:
+    """Copy the notebooks below `root` to `COPIES` and return the path of the first page there.
 
     Raises:
-        ValueError: there is no such folder, as in an installation without the repository.
+        ValueError: there are no notebooks, as in an installation without the repository.
+        OSError: they cannot be copied.
     """
     folder = root / "notebooks"
     if not folder.is_dir():
@@ -25,7 +28,8 @@ def start_page(root: Path) -> str:
             f"there is no folder {folder}: run this from a clone of the repository; or copy the notebooks of the "
             "package, `python -m workbench notebooks --to notebooks`, and open them with `jupyter lab notebooks`"
         )
-    return f"notebooks/{FIRST_NOTEBOOK}" if (folder / FIRST_NOTEBOOK).is_file() else "notebooks"
+    copies = refresh_copies(sorted(folder.glob("*.ipynb")), root / COPIES)
+    return f"{COPIES}/{FIRST_NOTEBOOK}" if any(path.name == FIRST_NOTEBOOK for path in copies) else COPIES
 
 
 def lab_command(root: Path, page: str, port: int, *, no_browser: bool = False, as_root: bool = False) -> list[str]:
@@ -43,14 +47,14 @@ def lab_command(root: Path, page: str, port: int, *, no_browser: bool = False, a
 
 
 def trust_notebooks(root: Path) -> list[Path]:
-    """Sign the notebooks in `root`/notebooks, as `jupyter trust` does, and return them.
+    """Sign the copies of the notebooks below `root`, as `jupyter trust` does, and return them.
 
     JupyterLab hides HTML and SVG of unsigned notebooks until they are run again.
 
     Raises:
         OSError, ValueError: a file cannot be read or is no notebook, or signatures cannot be stored.
     """
-    paths = sorted((root / "notebooks").glob("*.ipynb"))
+    paths = sorted((root / COPIES).glob("*.ipynb"))
     notary = NotebookNotary()
     try:
         for path in paths:
@@ -63,10 +67,11 @@ def trust_notebooks(root: Path) -> list[Path]:
 def main(port: int, no_browser: bool) -> int:
     """Run JupyterLab until it is stopped; return its exit status."""
     try:
-        page = start_page(ROOT)
-    except ValueError as error:
+        page = open_copies(ROOT)
+    except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
+    print(f"these are copies of the notebooks, in {COPIES}: change them as you like")
     try:
         trust_notebooks(ROOT)
     except (OSError, ValueError) as error:  # JupyterLab starts anyway
