@@ -48,6 +48,7 @@ from workbench.runs import Recorder, load_run, write_report
 from workbench.session import StepRow, snapshot_of, step_row
 
 RECORD_FILE, REPORT_FILE = "run.jsonl.gz", "report.html"
+_LINE_EVERY_S = 10.0  # in a log, where there is no progress bar
 
 
 def main(args: argparse.Namespace) -> int:
@@ -244,15 +245,31 @@ def count_params(model: nn.Module) -> int:
 
 
 def show_progress(steps: int, done: Sequence[DemoStep]) -> Iterator[int]:
-    """Yield step numbers from 1, under a progress bar that shows the last losses of `done`."""
-    pace_s = 0.2 if sys.stderr.isatty() else 10.0  # a log gets a few lines instead of thousands
-    with tqdm(total=steps, desc="training", unit="step", mininterval=pace_s, dynamic_ncols=True) as bar:
+    """Yield step numbers from 1, under a progress bar with the last losses of `done`; in a log, with a line now and then."""
+    if not sys.stderr.isatty():
+        yield from _print_progress(steps, done)
+        return
+    with tqdm(total=steps, desc="training", unit="step", mininterval=0.2, dynamic_ncols=True) as bar:
         for step in range(1, steps + 1):
             yield step
-            held_out = [one.held_out for one in done if one.held_out is not None]
-            judged = f", held out {held_out[-1]:.2f}" if held_out else ""
-            bar.set_postfix_str(f"loss {done[-1].loss:.2f}{judged}", refresh=False)
+            bar.set_postfix_str(_last_losses(done), refresh=False)
             bar.update()
+
+
+def _print_progress(steps: int, done: Sequence[DemoStep]) -> Iterator[int]:
+    began_s = printed_s = time.monotonic()
+    for step in range(1, steps + 1):
+        yield step
+        now_s = time.monotonic()
+        if now_s - printed_s >= _LINE_EVERY_S or step == steps:
+            left_s = (now_s - began_s) / step * (steps - step)
+            print(f"step {step} of {steps}: {_last_losses(done)}; {left_s:.0f} s left", file=sys.stderr, flush=True)
+            printed_s = now_s
+
+
+def _last_losses(done: Sequence[DemoStep]) -> str:
+    held_out = [one.held_out for one in done if one.held_out is not None]
+    return f"loss {done[-1].loss:.2f}" + (f", held out {held_out[-1]:.2f}" if held_out else "")
 
 
 # Output files -------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,7 +16,7 @@ from l2l_core import Trace
 from workbench.__main__ import main
 from workbench.lessons import demo
 from workbench.lessons.demo_charts import format_table
-from workbench.lessons.demo_values import FULL, QUICK
+from workbench.lessons.demo_values import FULL, QUICK, DemoStep
 from workbench.lessons.plain_training import PlainTrainer, StorageMeter
 from workbench.runs.run_loader import load_run
 
@@ -280,3 +280,10 @@ def test_schedule_warms_up_and_falls_to_a_tenth() -> None:
 
 def test_table_is_aligned() -> None:
     assert format_table([("a", "1", "x"), ("bbb", "22"), ("", "3", "long")]) == "a    1   x\nbbb  22\n     3   long"
+
+
+def test_a_log_gets_lines_and_no_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    done: list[DemoStep] = []
+    for step in demo.show_progress(3, done):
+        done.append(DemoStep(**{field.name: step for field in fields(DemoStep)}))
+    assert capsys.readouterr().err == "step 3 of 3: loss 3.00, held out 3.00; 0 s left\n"
