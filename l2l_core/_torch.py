@@ -115,7 +115,7 @@ NormBase = _NormBase
 def is_torch_loss(value: object) -> bool:
     """Return whether `value` is a loss of torch.nn, called with outputs and targets.
 
-    A subclass with a forward of its own is not: it may take the batch.
+    A subclass with another forward is not: it may take the batch.
     """
     return isinstance(value, _Loss) and type(value).forward.__module__ == _Loss.__module__
 

@@ -184,7 +184,7 @@ class RelayConfig:
         """
         if self.seed is None:
             raise ValueError(
-                "seed=None: a relay takes torch.initial_seed() when it is made; ask relay.config, or pass seed="
+                "seed=None: a relay takes torch.initial_seed() when it is made; read relay.config, or pass seed="
             )
         return zlib.crc32(f"{self.seed}/{step}/{k}".encode())  # `hash` of a string differs between processes
 

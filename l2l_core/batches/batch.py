@@ -211,7 +211,7 @@ def num_rows(batch: Batch) -> int:
 
 
 def join_batches(batches: Sequence[Any], counts: Sequence[int]) -> Any:
-    """Concatenate batches of one structure along their rows, of which each has the number in `counts`."""
+    """Concatenate batches of one structure along their rows, whose numbers are in `counts`."""
     return batches[0] if len(batches) == 1 else _join(batches, counts, "batch", is_root=True)
 
 

@@ -72,7 +72,7 @@ def _collect_rows(value: Any, outside: list[int], lists: list[Any], is_root: boo
     elif has_rows(value):
         if isinstance(value, torch.Tensor) and value.is_nested and value.layout is torch.strided:
             raise TypeError(
-                "the batch has a nested tensor with layout=torch.strided, whose shape and parts PyTorch does not tell: make it "
+                "the batch has a nested tensor with layout=torch.strided, whose shape and parts PyTorch does not give: make it "
                 "with layout=torch.jagged"
             )
         outside.append(len(value))

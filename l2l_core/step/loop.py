@@ -125,7 +125,7 @@ class TrainLoop:
         per_micro_batch: PerMicroBatch,
         checks: StepChecks,
         divisors: Sequence[float],  # the losses divided by them add up to the loss of the step
-        load_batch_loss: LoadBatchLoss | None = None,  # with it, micro-batches have no losses of their own
+        load_batch_loss: LoadBatchLoss | None = None,  # with it, micro-batches have no losses
         trains_loss_parameters: bool = True,  # whether parameters that this loss reads get their gradient from it here
     ) -> None:
         self._forward_loop, self._ctx = forward_loop, forward_loop.ctx

@@ -245,7 +245,7 @@ def count_params(model: nn.Module) -> int:
 
 
 def show_progress(steps: int, done: Sequence[DemoStep]) -> Iterator[int]:
-    """Yield step numbers from 1, under a progress bar with the last losses of `done`; in a log, with a line now and then."""
+    """Yield step numbers from 1, with the last losses of `done` in a progress bar or a log."""
     if not sys.stderr.isatty():
         yield from _print_progress(steps, done)
         return
