@@ -303,7 +303,9 @@ def test_buffers_are_part_of_a_step() -> None:
             self.register_buffer("noise", torch.zeros(()))
 
         def forward(self, x: Tensor) -> Tensor:
-            self.noise.copy_(torch.tensor(np.random.rand()))  # a generator that no micro-batch has for itself
+            self.noise.copy_(
+                torch.tensor(random.SystemRandom().random())
+            )  # a generator that no micro-batch has for itself
             return super().forward(x)
 
     model = nn.Sequential(*(Notes() for _ in range(3)))
