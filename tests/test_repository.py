@@ -266,7 +266,8 @@ MAY_IMPORT = {
         "pictures": "readings session",
         "runs": "pictures readings session",
         "what_if": "pictures readings session",
-        "commands": "extras runs",
+        "study": "session",
+        "commands": "extras runs study",
         "lessons": "pictures runs session",
         "pages": "",
         "ranks": "session",
@@ -412,7 +413,7 @@ def test_headless_rooms_know_no_widgets_and_pictures_are_pure() -> None:
     assert len(drawing) > 20 and not any(drawing.values()), drawing
 
 
-HEADLESS = {"readings", "session", "plans", "pictures", "runs", "what_if", "commands"}
+HEADLESS = {"readings", "session", "plans", "pictures", "runs", "what_if", "commands", "study"}
 
 
 def test_only_the_eps_touches_masters() -> None:

@@ -7,7 +7,7 @@
         seconds.jsonl            wall time of each step, which differs between repetitions
         state/                   the last save of the relay, until no run needs it
         end.json                 step, FLOP and tokens at the end, and the variants of each child
-    segments/s0-g0.1/            second child: goes on from the state at the end of s0-g0
+    segments/s0-g0.1/            second child: continues from the state at the end of s0-g0
 
 A process that is killed leaves complete lines, a complete save, and at most lines of steps after the save, which are dropped.
 """
@@ -34,7 +34,7 @@ class Counts:
     tokens: int = 0
 
 
-class Segment:
+class SharedSegment:
     """One segment of a study's folder.
 
     Args:
@@ -47,10 +47,10 @@ class Segment:
         self.folder = study / SEGMENTS / name
 
     @property
-    def parent(self) -> Segment | None:
-        """The segment that this one goes on from."""
+    def parent(self) -> SharedSegment | None:
+        """The segment that this one continues."""
         before = self.name.rpartition(".")[0]
-        return Segment(self.study, before) if before else None
+        return SharedSegment(self.study, before) if before else None
 
     @property
     def state(self) -> Path:
@@ -63,10 +63,10 @@ class Segment:
         return read_json(self.folder / "end.json")
 
     @property
-    def children(self) -> list[Segment]:
+    def children(self) -> list[SharedSegment]:
         """Segments that go on from the end of this one."""
         end = self.end or {"children": ()}
-        return [Segment(self.study, f"{self.name}.{i}") for i in range(len(end["children"]))]
+        return [SharedSegment(self.study, f"{self.name}.{i}") for i in range(len(end["children"]))]
 
     @property
     def header(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class Segment:
         write_json(self.folder / "segment.json", header)
 
     def finish(self, counts: Counts, children: Sequence[Sequence[str]] = ()) -> None:
-        """Write `end.json`; `children` are the variants of each segment that goes on from here."""
+        """Write `end.json`; `children` are the variants of each segment that continues from here."""
         write_json(self.folder / "end.json", {**vars(counts), "children": children})
         if not children:
             self.drop_state()
@@ -126,9 +126,9 @@ class Segment:
         shutil.rmtree(self.state, ignore_errors=True)
 
 
-def chains(study: Path, root: str, variant: str) -> list[Segment]:
+def chains(study: Path, root: str, variant: str) -> list[SharedSegment]:
     """Return the segments of the run of a variant, from the root to the last that has begun."""
-    found, segment = list[Segment](), Segment(study, root)
+    found, segment = list[SharedSegment](), SharedSegment(study, root)
     while segment.folder.exists():
         found.append(segment)
         branches = (segment.end or {"children": ()})["children"]

@@ -1,4 +1,4 @@
-"""Training of one segment: from its last save, or its parent's end, up to the budget or until its variants differ."""
+"""Training of one segment, from its last save up to the budget or until its variants differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from l2l_core import Relay
 from l2l_core.model import RandomState, preserve_random_state
 from workbench.session import Batches, LRSchedulerAdapter, count_flop, count_tokens
-from workbench.study.segment import Counts, Segment
+from workbench.study.segment import Counts, SharedSegment
 from workbench.study.variants import Variant, group_by_next_step
 
 MakeRelay = Callable[..., Any]
@@ -69,7 +69,8 @@ class BatchStream:
         self.seed, self.drawn = seed, 0
         with preserve_random_state():
             seed_all(seed)
-            self._batches = Batches(batches(seed) if callable(batches) else batches)
+            source: Any = batches(seed) if callable(batches) else batches
+            self._batches = Batches(source)
             self._keep_random()
 
     def draw(self) -> Any:
@@ -98,7 +99,7 @@ class BatchStream:
 
 
 def train_segment(
-    segment: Segment,
+    segment: SharedSegment,
     variants: Mapping[str, Variant],
     seed: int,
     plan: TrainingPlan,
@@ -124,7 +125,7 @@ class _SegmentTrainer:
 
     def __init__(
         self,
-        segment: Segment,
+        segment: SharedSegment,
         variants: Mapping[str, Variant],
         seed: int,
         plan: TrainingPlan,
@@ -198,7 +199,7 @@ class _SegmentTrainer:
 
 
 def open_relay(
-    make_relay: MakeRelay, seed: int, factors: Mapping[str, Any], segment: Segment
+    make_relay: MakeRelay, seed: int, factors: Mapping[str, Any], segment: SharedSegment
 ) -> tuple[Relay, LRSchedulerAdapter]:
     """Make the relay of a seed, in the state of the segment's last save, its parent's end, or the beginning.
 
@@ -241,6 +242,7 @@ def seed_all(seed: int) -> None:
 def recorded_arguments() -> Iterator[list[tuple[Relay, dict[str, Any]]]]:
     """Record the arguments of relays that are made in a block, since a save is loaded with the same ones."""
     made: list[tuple[Relay, dict[str, Any]]] = []
+    relays: Any = Relay
     plain, signature = Relay.__init__, inspect.signature(Relay.__init__)
 
     def recording(self: Relay, *args: Any, **options: Any) -> None:
@@ -249,11 +251,11 @@ def recorded_arguments() -> Iterator[list[tuple[Relay, dict[str, Any]]]]:
         del arguments["self"]
         made.append((self, arguments))
 
-    Relay.__init__ = recording  # type: ignore[method-assign]
+    relays.__init__ = recording
     try:
         yield made
     finally:
-        Relay.__init__ = plain  # type: ignore[method-assign]
+        relays.__init__ = plain
 
 
 def _load(folder: Path, relay: Relay, recorded: Sequence[tuple[Relay, dict[str, Any]]]) -> Relay:

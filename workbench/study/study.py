@@ -1,8 +1,8 @@
 """Studies: variants x factors x seeds, trained, resumed and compared. `recorded_study.py` reads the results.
 
 Runs that begin alike are trained once: a segment ends where its variants would do different things, its relay is saved, and
-each group of variants goes on from that save, which is exact to the bit. The folder alone decides what is left to do, so that
-an interrupted study goes on where it was.
+each group of variants continues from that save, which is exact to the bit. The folder alone decides what is left to do, so
+that an interrupted study continues where it was.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -20,14 +19,15 @@ from typing import Any
 
 import torch
 
-from workbench.study.recorded_study import SCHEMA, VERSION, RecordedStudy
-from workbench.study.segment import Counts, Segment, read_json, write_json
+from workbench.study.recorded_study import RecordedStudy
+from workbench.study.segment import SharedSegment, read_json, write_json
 from workbench.study.segment_training import Budget, MakeRelay, TrainingPlan, train_segment
+from workbench.study.study_progress import StudyProgress
+from workbench.study.study_records import SCHEMA, VERSION
 from workbench.study.variants import Variant, check_variants
 
-EVERY_S = 5.0  # from one line of progress to the next
 MEASUREMENTS = 20  # of the held-out loss per run, by default
-ALWAYS_EQUAL = ("variants", "steps", "flop", "evaluate_every", "held_out")  # of a study that goes on
+ALWAYS_EQUAL = ("variants", "steps", "flop", "evaluate_every", "held_out")  # when a study is resumed
 
 
 class Study(RecordedStudy):
@@ -67,7 +67,9 @@ class Study(RecordedStudy):
     ) -> None:
         self.folder, self._variants = Path(folder), check_variants(variants)
         if not callable(make_relay):
-            raise TypeError(f"make_relay={make_relay!r}: pass a function make_relay(seed, **factors) that returns a Relay")
+            raise TypeError(
+                f"make_relay={make_relay!r}: pass a function make_relay(seed, **factors) that returns a Relay"
+            )
         if isinstance(batches, Iterator):
             raise TypeError("batches can be iterated only once: pass a function of the seed, a list or a loader")
         budget = _check_budget(steps, flop)
@@ -101,13 +103,13 @@ class Study(RecordedStudy):
         """Train what is left of the study; a line of progress is reported every few seconds.
 
         Raises:
-            Exception: a step failed; its notes name the variants and the seed. Calling `run` again goes on.
+            Exception: a step failed; its notes name the variants and the seed. Calling `run` again resumes.
         """
         self._check_folder()
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder):
             write_json(self.folder / "study.json", self._spec)
-            progress = _Progress(self, report or (lambda _: None))
+            progress = StudyProgress(self, self._plan.budget, report or (lambda _: None))
             for segment, names in self._segments_left():
                 progress.begin(segment, names)
                 self._train(segment, names, progress)
@@ -115,9 +117,9 @@ class Study(RecordedStudy):
             progress.finish()
         return self
 
-    def _segments_left(self) -> Iterator[tuple[Segment, list[str]]]:
+    def _segments_left(self) -> Iterator[tuple[SharedSegment, list[str]]]:
         """Yield the segments to train with their variants; those that follow from one are known when it has ended."""
-        left = [(Segment(self.folder, name), names) for name, names in self._roots().items()]
+        left = [(SharedSegment(self.folder, name), names) for name, names in self._roots().items()]
         while left:
             segment, names = left.pop(0)
             if segment.end is None:
@@ -134,13 +136,15 @@ class Study(RecordedStudy):
                 roots.setdefault(f"s{seed}-g{variant['group']}", []).append(name)
         return roots
 
-    def _train(self, segment: Segment, names: Sequence[str], progress: _Progress) -> None:
+    def _train(self, segment: SharedSegment, names: Sequence[str], progress: StudyProgress) -> None:
         seed = int(segment.name.partition("-")[0][1:])
         variants = {name: self._variants[name] for name in names}
         try:
             train_segment(segment, variants, seed, self._plan, self._header(variants), progress.update)
         except Exception as error:
-            error.add_note(f"in the study in {self.folder}, variants {', '.join(names)}, seed {seed}; run() goes on there")
+            error.add_note(
+                f"in the study in {self.folder}, variants {', '.join(names)}, seed {seed}; run() resumes there"
+            )
             raise
 
     def _header(self, variants: dict[str, Variant]) -> dict[str, Any]:
@@ -153,14 +157,14 @@ class Study(RecordedStudy):
             "commit": read_commit(),
         }
 
-    def _drop_states(self, segment: Segment) -> None:
+    def _drop_states(self, segment: SharedSegment) -> None:
         """Remove saves that no run needs any more: of ancestors whose descendants have ended."""
         parent = segment.parent
         if parent is not None and segment.end and not segment.children and all(c.end for c in parent.children):
             parent.drop_state()
             self._drop_states_above(parent)
 
-    def _drop_states_above(self, segment: Segment) -> None:
+    def _drop_states_above(self, segment: SharedSegment) -> None:
         parent = segment.parent
         if parent is not None and all(child.end and not child.state.exists() for child in parent.children):
             parent.drop_state()
@@ -184,56 +188,16 @@ class Study(RecordedStudy):
         if before is None:
             return
         for name in ("schema", "version", *ALWAYS_EQUAL):
-            if before.get(name) != self._spec[name]:
+            old, new = before.get(name), self._spec[name]
+            if old != new:
+                if isinstance(old, dict):  # the first variant that differs
+                    name, old, new = next(
+                        (key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)
+                    )
                 raise ValueError(
-                    f"{self.folder} holds another study: {name} was {before.get(name)!r} and is {self._spec[name]!r}; pass "
-                    "another folder=, or restore the argument to go on. Only seeds may change"
+                    f"{self.folder} holds another study: {name} was {old!r} and is {new!r}; pass another folder=, or restore "
+                    "the argument to go on. Only seeds may change"
                 )
-
-
-class _Progress:
-    """Lines of progress with the time left."""
-
-    def __init__(self, study: Study, report: Callable[[str], object]) -> None:
-        self._study, self._report = study, report
-        self._began_s = self._last_s = time.monotonic()
-        self._done = 0.0  # steps or FLOP in this call
-        self._label, self._counts, self._loss = "", Counts(), None
-
-    def begin(self, segment: Segment, names: Sequence[str]) -> None:
-        """Report that a segment begins."""
-        seed = segment.name.partition("-")[0][1:]
-        self._label, self._counts = f"seed {seed}, {' + '.join(names)}", segment.first
-        self._names, self._seed, self._is_new = names, int(seed), True
-
-    def update(self, counts: Counts, loss: float | None) -> None:
-        """Take the counts after a step, and report them if a line is due."""
-        budget = self._study._plan.budget
-        if not self._is_new:
-            self._done += budget.left(self._counts) - budget.left(counts)
-        self._counts, is_due = counts, self._is_new or time.monotonic() - self._last_s > EVERY_S
-        self._is_new = False
-        if is_due:
-            self._last_s = time.monotonic()
-            loss_text = "" if loss is None else f", loss {loss:.4f}"
-            self._report(f"{self._runs()}: {self._label}, step {counts.step}{loss_text}{self._time_left()}")
-
-    def finish(self) -> None:
-        """Report the end."""
-        self._report(f"{self._runs()}. {self._study.saving}")
-
-    def _runs(self) -> str:
-        runs = [(name, seed) for name in self._study.names for seed in self._study.seeds]
-        return f"{sum(self._study.is_complete(*run) for run in runs)} of {len(runs)} runs finished"
-
-    def _time_left(self) -> str:
-        """Return the time left if no more steps are shared, at the mean speed of this call."""
-        if not self._done:
-            return ""
-        budget, study = self._study._plan.budget, self._study
-        left = sum(budget.left(study.last_counts(name, seed)) for name in study.names for seed in study.seeds)
-        seconds = left * (time.monotonic() - self._began_s) / self._done
-        return f", at most about {seconds / 60:.0f} min left" if seconds > 90 else f", at most about {seconds:.0f} s left"
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Figure of a study for a paper, by matplotlib: mean lines with bands over seeds. The same study gives the same bytes."""
+"""Figure of a study for a paper: mean lines with bands over seeds. The same study gives the same bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.study.recorded_study import RecordedStudy, require
+from workbench.study.study_records import StudyRecords, require
 
 SUFFIXES = (".pdf", ".svg", ".png")
 AXES = {"step": "steps", "flop": "compute (FLOP)", "tokens": "tokens", "seconds": "seconds"}
@@ -40,7 +40,7 @@ class MeanCurve:
     n: int
 
 
-def mean_curves(study: RecordedStudy, x: str) -> dict[str, MeanCurve]:
+def mean_curves(study: StudyRecords, x: str) -> dict[str, MeanCurve]:
     """Return the mean curve of every variant with losses, where all of its seeds have some."""
     found = {name: _mean_curve([*by_seed.values()]) for name, by_seed in study.curves(x).items() if by_seed}
     return {name: curve for name, curve in found.items() if len(curve.x)}
@@ -56,7 +56,7 @@ def _mean_curve(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Me
     return MeanCurve([*map(float, places)], [*mean], [*(mean - spread)], [*(mean + spread)], len(curves))
 
 
-def save_figure(study: RecordedStudy, path: Path, x: str, size: tuple[float, float]) -> Path:
+def save_figure(study: StudyRecords, path: Path, x: str, size: tuple[float, float]) -> Path:
     """Save the figure; see `RecordedStudy.save`."""
     if path.suffix not in SUFFIXES:
         raise ValueError(f"path={str(path)!r}: pass a name that ends in {', '.join(SUFFIXES)}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.session import FLOP_FORMULA
-from workbench.study.recorded_study import RecordedStudy, require
+from workbench.study.study_records import StudyRecords, require
 
 if TYPE_CHECKING:
     import pandas
@@ -104,7 +104,16 @@ class StudyTable:
         def signed(value: float | None, digits: int = 4) -> str:
             return "–" if value is None else f"{value:+.{digits}f}".replace("-", minus)
 
-        header = ["variant", "n", "steps", "FLOP", "loss", f"difference to {self.baseline}", "95 % interval", "compute saved"]
+        header = [
+            "variant",
+            "n",
+            "steps",
+            "FLOP",
+            "loss",
+            f"difference to {self.baseline}",
+            "95 % interval",
+            "compute saved",
+        ]
         cells = [[quote(cell) for cell in header]]
         for row in self.rows:
             loss = "–" if row.mean is None else f"{row.mean:.4f}"
@@ -123,7 +132,7 @@ class StudyTable:
         return cells
 
 
-def compare_variants(study: RecordedStudy, baseline: str | None = None) -> StudyTable:
+def compare_variants(study: StudyRecords, baseline: str | None = None) -> StudyTable:
     """Compare the finished runs of a study with those of the baseline.
 
     Raises:
@@ -172,7 +181,7 @@ def saved_share(curve: Curve, baseline: Curve) -> float | None:
     return None
 
 
-def _row(study: RecordedStudy, name: str, curves: dict[int, Curve], others: dict[int, Curve] | None) -> TableRow:
+def _row(study: StudyRecords, name: str, curves: dict[int, Curve], others: dict[int, Curve] | None) -> TableRow:
     if not curves:
         return TableRow(name, 0)
     ends = [study.last_counts(name, seed) for seed in curves]
@@ -204,7 +213,7 @@ def _difference(curves: dict[int, Curve], others: dict[int, Curve]) -> dict[str,
     }
 
 
-def _notes(study: RecordedStudy, rows: Sequence[TableRow]) -> list[str]:
+def _notes(study: StudyRecords, rows: Sequence[TableRow]) -> list[str]:
     done, runs = sum(row.n for row in rows), len(study.names) * len(study.seeds)
     notes = [] if done == runs else [f"{done} of {runs} runs are finished; the others are not in the table."]
     kind = "held-out losses" if study.has_held_out else "training losses of single steps, as no held_out= was given"

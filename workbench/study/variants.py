@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from l2l_core import Edit, Relay, Schedule
 from l2l_core.edits import SchedulableRelay
 
 EditFunction = Callable[[Any, int], Edit | Sequence[Edit] | None]
-VariantValue = "Schedule | EditFunction | Variant | None"
+# Columns of every frame.
 RESERVED = ("variant", "seed", "step", "flop", "tokens", "seconds", "split", "loss", "lr", "layers")
 
 
@@ -38,7 +39,7 @@ class Variant:
 
     Args:
         schedule: a schedule as `Depth`, or a function ``(relay, step) -> edits`` without a state; None: no edits.
-        factors: keyword arguments for `make_relay`; also columns of the frame.
+        factors: keyword arguments for `make_relay`; also columns of the frame, see `columns`.
         labels: further columns of the frame, which `make_relay` does not get.
     """
 
@@ -48,17 +49,21 @@ class Variant:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", _as_schedule(self.schedule))
-        if wrong := [name for name in self.columns if name in RESERVED or not name.isidentifier()]:
-            raise ValueError(f"factor {wrong[0]!r}: the frame has such a column, or it is no identifier; rename the factor")
+        if twice := [name for name in self.factors if name in self.labels]:
+            raise ValueError(f"{twice[0]!r} is a factor and a label: rename one of them")
 
     @property
     def columns(self) -> dict[str, Any]:
-        """Plain values of factors and labels, as the frame shows them."""
-        return {name: _plain(value) for name, value in {**self.factors, **self.labels}.items()}
+        """Plain values of factors and labels by column of the frame; ``lr``, which every frame has, is ``factor_lr``."""
+        given = {**self.factors, **self.labels}
+        return {f"factor_{name}" if name in RESERVED else name: _plain(value) for name, value in given.items()}
 
     def describe(self) -> dict[str, Any]:
         """Return what must be equal when the study is resumed, as JSON."""
-        return {"schedule": repr(self.schedule), "columns": self.columns, "factors": [*self.factors]}
+        schedule = (
+            "no edits" if type(self.schedule) is Schedule else re.sub(r" at 0x[0-9a-f]+", "", repr(self.schedule))
+        )
+        return {"schedule": schedule, "columns": self.columns, "factors": [*self.factors]}
 
 
 def grid(make: Callable[..., Any] | None = None, **factors: Sequence[Any]) -> dict[str, Variant]:
@@ -95,7 +100,9 @@ def check_variants(variants: object) -> dict[str, Variant]:
         TypeError, ValueError: not a mapping from names to schedules, functions or variants, or an empty one.
     """
     if not isinstance(variants, Mapping) or not all(isinstance(name, str) and name.strip() for name in variants):
-        raise TypeError(f'variants={variants!r}: pass a mapping from names, as {{"deep": Depth({{0: 8}}), "plain": None}}')
+        raise TypeError(
+            f'variants={variants!r}: pass a mapping from names, as {{"deep": Depth({{0: 8}}), "plain": None}}'
+        )
     if not variants:
         raise ValueError("variants is empty: pass one or more, the first of them as the baseline of the comparison")
     return {name: one if isinstance(one, Variant) else Variant(one) for name, one in variants.items()}
@@ -117,7 +124,7 @@ def group_by_next_step(relay: Relay, variants: Mapping[str, Variant]) -> list[li
 
 
 def _next_decision(schedule: Any, relay: Any) -> object:
-    """Return a value that is equal for two schedules only if they do the same before and in the next step."""
+    """Return a value that is equal for two schedules only if their next step is the same."""
     edits = tuple(schedule.edits(relay))
     kind = type(schedule)
     if kind.step is not Schedule.step:
@@ -128,13 +135,14 @@ def _next_decision(schedule: Any, relay: Any) -> object:
     return edits, tuple(schedule.skip(relay)), schedule.force
 
 
-def _as_schedule(given: object) -> Schedule:
+def _as_schedule(given: Any) -> Schedule:
     if given is None:
         return Schedule()
     if isinstance(given, Schedule):
         return given
     if callable(given) and not isinstance(given, type):
-        return FunctionSchedule(given)
+        function: Any = given
+        return FunctionSchedule(function)
     raise TypeError(
         f"{given!r} is no variant: pass a schedule such as Depth({{0: 2, 300: 4}}), a function (relay, step) -> edits, "
         "a Variant, or None for no edits"
