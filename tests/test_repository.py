@@ -266,13 +266,13 @@ MAY_IMPORT = {
         "pictures": "readings session",
         "runs": "pictures readings session",
         "what_if": "pictures readings session",
-        "study": "session",
         "commands": "extras runs study",
         "lessons": "pictures runs session",
         "pages": "",
         "ranks": "session",
         "plans": "readings session",
         "panels": "plans ranks what_if runs pictures readings session",
+        "study": "panels pictures session",
         "app": "panels session",
         "lab_bench": "plans panels session",
         "rank_bench": "ranks panels session",
@@ -413,7 +413,7 @@ def test_headless_rooms_know_no_widgets_and_pictures_are_pure() -> None:
     assert len(drawing) > 20 and not any(drawing.values()), drawing
 
 
-HEADLESS = {"readings", "session", "plans", "pictures", "runs", "what_if", "commands", "study"}
+HEADLESS = {"readings", "session", "plans", "pictures", "runs", "what_if", "commands"}
 
 
 def test_only_the_eps_touches_masters() -> None:

@@ -34,7 +34,9 @@ def make_relay(seed: int) -> tuple[Relay, Any]:
     model = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0))  # with dropout
     model.loss_type = "ForCausalLM"
     config = RelayConfig(micro_batches=2, verify="never")
-    relay = Relay(model.train(), partial(torch.optim.AdamW, lr=1e-2), EmulatedDevice(), config=config)
+    relay = Relay(
+        model.train(), partial(torch.optim.AdamW, lr=1e-2), EmulatedDevice(), weight=lambda batch: ROWS, config=config
+    )
     return relay, torch.optim.lr_scheduler.ExponentialLR(relay.optimizer, 0.9)
 
 

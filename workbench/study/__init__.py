@@ -1,6 +1,6 @@
-"""Studies: variants with several seeds, trained with common beginnings, resumed, compared and drawn; no widgets.
+"""Studies: variants with several seeds, trained, resumed, compared and drawn; widgets are in `study_view.py` alone.
 
-May import `session`.
+May import `panels`, `pictures`, `session`.
 Begin reading at `study.py`, `segment.py`, `recorded_study.py`.
 """
 

@@ -35,3 +35,8 @@ class RecordedStudy(StudyRecords):
             ValueError: another suffix or axis, or there are no losses yet.
         """
         return save_figure(self, Path(path), x, size)
+
+    def _ipython_display_(self) -> None:
+        from workbench.study.study_view import StudyView
+
+        StudyView(self).open()

@@ -57,6 +57,10 @@ class TrainingPlan:
     autosave_s: float
 
 
+class StudyStopped(Exception):
+    """The user has stopped the study; it resumes after the last step."""
+
+
 class BatchStream:
     """Batches of a seed; they and their order depend on the seed alone, since it has random generators to itself.
 
@@ -151,7 +155,12 @@ class _SegmentTrainer:
                 self._save()
                 self._segment.finish(self._counts, groups)
                 return
-            report(self._counts, self._train_step())
+            loss = self._train_step()
+            try:
+                report(self._counts, loss)
+            except StudyStopped:
+                self._save()
+                raise
         self._measure()
         self._segment.finish(self._counts)
 

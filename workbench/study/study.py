@@ -11,7 +11,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from workbench.study.recorded_study import RecordedStudy
-from workbench.study.segment import SharedSegment, read_json, write_json
-from workbench.study.segment_training import Budget, MakeRelay, TrainingPlan, train_segment
+from workbench.study.segment import Counts, SharedSegment, read_json, write_json
+from workbench.study.segment_training import Budget, MakeRelay, StudyStopped, TrainingPlan, train_segment
 from workbench.study.study_progress import StudyProgress
 from workbench.study.study_records import SCHEMA, VERSION
 from workbench.study.variants import Variant, check_variants
@@ -99,7 +99,7 @@ class Study(RecordedStudy):
         """
         return RecordedStudy(folder)
 
-    def run(self, report: Callable[[str], object] | None = print) -> Study:
+    def run(self, report: Callable[[str], object] | None = print) -> None:
         """Train what is left of the study; a line of progress is reported every few seconds.
 
         Raises:
@@ -107,15 +107,37 @@ class Study(RecordedStudy):
         """
         self._check_folder()
         self.folder.mkdir(parents=True, exist_ok=True)
-        with locked(self.folder):
+        progress = StudyProgress(self, self._plan.budget, partial(self._report, report or (lambda _: None)))
+        with self._running(), locked(self.folder), suppress(StudyStopped):
             write_json(self.folder / "study.json", self._spec)
-            progress = StudyProgress(self, self._plan.budget, report or (lambda _: None))
             for segment, names in self._segments_left():
                 progress.begin(segment, names)
                 self._train(segment, names, progress)
                 self._drop_states(segment)
-            progress.finish()
-        return self
+        progress.finish()
+
+    def stop(self) -> None:
+        """End `run`, which may be on another thread, after the current step; the next `run` resumes there."""
+        self._stops = True
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Mark the study as running in a block.
+
+        Raises:
+            RuntimeError: it runs on another thread.
+        """
+        if self.is_running:
+            raise RuntimeError("the study is running: wait for it, or stop() it first")
+        self.is_running, self._stops = True, False
+        try:
+            yield
+        finally:
+            self.is_running = False
+
+    def _report(self, report: Callable[[str], object], line: str) -> None:
+        self.progress_line = line
+        report(line)
 
     def _segments_left(self) -> Iterator[tuple[SharedSegment, list[str]]]:
         """Yield the segments to train with their variants; those that follow from one are known when it has ended."""
@@ -139,8 +161,16 @@ class Study(RecordedStudy):
     def _train(self, segment: SharedSegment, names: Sequence[str], progress: StudyProgress) -> None:
         seed = int(segment.name.partition("-")[0][1:])
         variants = {name: self._variants[name] for name in names}
+
+        def update(counts: Counts, loss: float | None) -> None:
+            progress.update(counts, loss)
+            if self._stops:
+                raise StudyStopped
+
         try:
-            train_segment(segment, variants, seed, self._plan, self._header(variants), progress.update)
+            train_segment(segment, variants, seed, self._plan, self._header(variants), update)
+        except StudyStopped:
+            raise
         except Exception as error:
             error.add_note(
                 f"in the study in {self.folder}, variants {', '.join(names)}, seed {seed}; run() resumes there"

@@ -42,15 +42,13 @@ class StudyProgress:
         if is_due:
             self._last_s = time.monotonic()
             loss_text = "" if loss is None else f", loss {loss:.4f}"
-            self._report(f"{self._count_runs()}: {self._label}, step {counts.step}{loss_text}{self._time_left()}")
+            self._report(
+                f"{self._study.finished_runs()}: {self._label}, step {counts.step}{loss_text}{self._time_left()}"
+            )
 
     def finish(self) -> None:
         """Report the end, and what common beginnings have saved."""
-        self._report(f"{self._count_runs()}. {self._study.saving}")
-
-    def _count_runs(self) -> str:
-        runs = [(name, seed) for name in self._study.names for seed in self._study.seeds]
-        return f"{sum(self._study.is_complete(*run) for run in runs)} of {len(runs)} runs finished"
+        self._report(f"{self._study.finished_runs()}. {self._study.saving}")
 
     def _time_left(self) -> str:
         """Return the time left if no more steps are shared, at the mean speed of this call."""

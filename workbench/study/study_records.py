@@ -74,6 +74,9 @@ class StudyRecords:
             )
         self._spec = spec
 
+    progress_line = ""  # the last line of progress of a study in training
+    is_running = False
+
     @property
     def spec(self) -> Mapping[str, Any]:
         """Content of `study.json`: variants, seeds, budget."""
@@ -104,6 +107,11 @@ class StudyRecords:
         segments = self.segments_of(variant, seed)
         end = segments[-1].end if segments else None
         return end is not None and not end["children"]
+
+    def finished_runs(self) -> str:
+        """Return the number of finished runs, in words."""
+        runs = [(name, seed) for name in self.names for seed in self.seeds]
+        return f"{sum(self.is_complete(*run) for run in runs)} of {len(runs)} runs finished"
 
     @property
     def saving(self) -> Saving:

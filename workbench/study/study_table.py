@@ -66,7 +66,7 @@ class StudyTable:
 
     def to_markdown(self) -> str:
         """Return a Markdown table with its notes."""
-        header, *rows = self._cells("−", "±", "%")
+        header, *rows = self.text_cells()
         lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
         table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
         return "\n\n".join([table, *self.notes]) + "\n"
@@ -85,6 +85,10 @@ class StudyTable:
             r"\end{tabular}",
         ]
         return "\n".join(lines) + "\n"
+
+    def text_cells(self) -> list[list[str]]:
+        """Return the header and the rows as text."""
+        return self._cells("−", "±", "%")
 
     def _repr_html_(self) -> str:
         header, *rows = self._cells("−", "±", "%", escape)

@@ -22,9 +22,14 @@ ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "tests" / "support" / "study_program.py"
 
 
+def trained(study: Study) -> Study:
+    study.run(report=None)
+    return study
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Study:
-    return make_study(tmp_path_factory.mktemp("study") / "all").run(report=None)
+    return trained(make_study(tmp_path_factory.mktemp("study") / "all"))
 
 
 def recorded_rows(study: Path) -> dict[str, bytes]:
@@ -34,7 +39,7 @@ def recorded_rows(study: Path) -> dict[str, bytes]:
 @pytest.mark.all_cases
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_run_that_shares_its_beginning_equals_one_alone(name: str, undisturbed: Study, tmp_path: Path) -> None:
-    alone = make_study(tmp_path, [name], seeds=[1], autosave_s=1e9).run(report=None).frame(seconds=False)
+    alone = trained(make_study(tmp_path, [name], seeds=[1], autosave_s=1e9)).frame(seconds=False)
     shared = undisturbed.frame(seconds=False).query("variant == @name and seed == 1").reset_index(drop=True)
     assert len(alone) == 9 and alone.equals(shared)
     assert SharedSegment(tmp_path, "s1-g0").end is not None and not (tmp_path / SEGMENTS / "s1-g0" / "state").exists()
@@ -49,19 +54,23 @@ def test_shared_steps_are_counted(undisturbed: Study) -> None:
 
 
 def test_a_study_killed_in_the_middle_goes_on(undisturbed: Study, tmp_path: Path) -> None:
-    """Killed by SIGKILL in the middle of a step's batch, then run again by the command line."""
+    """Killed by SIGKILL while a batch is drawn, as a process of the command line."""
     environment = os.environ | {"STUDY_FOLDER": str(tmp_path / "killed"), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "workbench", "study", str(PROGRAM), "-o", str(tmp_path / "killed.pdf")]
+    command = [sys.executable, "-m", "workbench", "study", str(PROGRAM)]
     killed = subprocess.run(
-        command, cwd=ROOT, env=environment | {"KILL_AT_BATCH": "12"}, capture_output=True, text=True
+        command, cwd=ROOT, env=environment | {"KILL_AT_BATCH": "10"}, capture_output=True, text=True
     )
     assert killed.returncode == -9, killed.stderr
     before = recorded_rows(tmp_path / "killed")
     assert before and before != recorded_rows(undisturbed.folder)
-    again = make_study(tmp_path / "killed").run(report=None)
-    assert recorded_rows(again.folder) == recorded_rows(undisturbed.folder)
-    assert again.frame(seconds=False).equals(undisturbed.frame(seconds=False))
-    assert str(again.table()) == str(undisturbed.table())
+    again = trained(make_study(tmp_path / "killed", seeds=[0]))
+    expected = make_study(undisturbed.folder, seeds=[0])
+    assert recorded_rows(again.folder) == {k: v for k, v in recorded_rows(undisturbed.folder).items() if k[:2] == "s0"}
+    assert again.frame(seconds=False).equals(expected.frame(seconds=False))
+    assert str(again.table()) == str(expected.table())
+    pytest.importorskip("matplotlib")
+    figures = [each.save(tmp_path / f"{i}.pdf").read_bytes() for i, each in enumerate((again, expected))]
+    assert figures[0] == figures[1]
 
 
 def test_an_interrupted_study_repeats_the_steps_since_the_last_save(undisturbed: Study, tmp_path: Path) -> None:
@@ -82,6 +91,21 @@ def test_an_interrupted_study_repeats_the_steps_since_the_last_save(undisturbed:
     whole = undisturbed.frame(seconds=False).query("variant in ['plain', 'grown']").reset_index(drop=True)
     assert study.frame(seconds=False).equals(whole)
     assert steps[-1].startswith("4 of 4 runs finished. Common beginnings were trained once: 6 of 24 steps")
+
+
+def test_a_stopped_study_resumes_after_the_last_step(undisturbed: Study, tmp_path: Path) -> None:
+    study = make_study(tmp_path, ["plain"], seeds=[0], autosave_s=1e9)
+    lines = list[str]()
+
+    def stop(line: str) -> None:
+        lines.append(line)
+        study.stop()
+
+    study.run(report=lambda line: stop(line) if not lines else lines.append(line))
+    assert study.progress_line == lines[-1] and lines[-1].startswith("0 of 1 runs finished")
+    study.run(report=None)
+    whole = undisturbed.frame(seconds=False).query("variant == 'plain' and seed == 0").reset_index(drop=True)
+    assert study.frame(seconds=False).equals(whole)
 
 
 def test_a_finished_study_is_read_without_training(undisturbed: Study) -> None:
@@ -126,7 +150,7 @@ def test_a_budget_of_flop_and_factors(tmp_path: Path) -> None:
 
     variants = grid(lambda depth: Depth({0: depth}), lr=[0.1, 0.2], depth=[2, 4])
     assert [*variants] == ["lr=0.1, depth=2", "lr=0.1, depth=4", "lr=0.2, depth=2", "lr=0.2, depth=4"]
-    study = Study(make, variants, seeds=[0], flop=1.2e6, batches=batches, folder=tmp_path).run(report=None)
+    study = trained(Study(make, variants, seeds=[0], flop=1.2e6, batches=batches, folder=tmp_path))
     assert {tuple(factors.items()) for factors in seen} == {(("lr", 0.1),), (("lr", 0.2),)}
     frame = study.frame()
     assert [*frame.columns[:4]] == ["variant", "factor_lr", "depth", "seed"]
