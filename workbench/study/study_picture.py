@@ -1,4 +1,4 @@
-"""Picture of a study for a notebook: mean lines with bands over seeds, as an SVG, with the comparison as its table."""
+"""Picture of a study for a notebook: mean lines with bands over seeds, and the comparison as its table."""
 
 from __future__ import annotations
 

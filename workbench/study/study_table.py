@@ -36,7 +36,8 @@ class TableRow:
         difference: mean over seeds of the loss minus the baseline's at equal compute; None for the baseline.
         pairs: number of seeds in the difference.
         low, high: 95 % interval of the difference; None with fewer than three seeds.
-        saved: share of the baseline's compute that is not needed to reach its last loss, mean over seeds; None if not reached.
+        reached: number of seeds whose run reaches the baseline's last loss of that seed.
+        saved: share of the baseline's compute that is not needed to reach that loss, mean over seeds; None unless all reach it.
     """
 
     variant: str
@@ -49,6 +50,7 @@ class TableRow:
     pairs: int = 0
     low: float | None = None
     high: float | None = None
+    reached: int = 0
     saved: float | None = None
 
 
@@ -130,7 +132,7 @@ class StudyTable:
                     loss if row.spread is None else f"{loss} {plus} {row.spread:.4f}",
                     signed(row.difference),
                     "–" if row.low is None else f"[{signed(row.low)}, {signed(row.high)}]",
-                    "–" if row.saved is None else f"{row.saved * 100:.0f} {percent}".replace("-", minus),
+                    _saved_text(row, percent).replace("-", minus),
                 ]
             )
         return cells
@@ -213,6 +215,7 @@ def _difference(curves: dict[int, Curve], others: dict[int, Curve]) -> dict[str,
         "pairs": len(pairs),
         "low": low,
         "high": high,
+        "reached": len(reached),
         "saved": math.fsum(reached) / len(reached) if len(reached) == len(shares) else None,
     }
 
@@ -228,6 +231,12 @@ def _notes(study: StudyRecords, rows: Sequence[TableRow]) -> list[str]:
     if any(0 < row.pairs < MIN_SEEDS for row in rows):
         notes.append("There is no interval with fewer than three seeds: run the study with seeds=range(3) or more.")
     return [*notes, str(study.saving), FLOP_FORMULA]
+
+
+def _saved_text(row: TableRow, percent: str) -> str:
+    if row.saved is not None:
+        return f"{row.saved * 100:.0f} {percent}"
+    return f"reached by {row.reached} of {row.pairs}" if row.pairs else "–"
 
 
 def _latex(text: str) -> str:

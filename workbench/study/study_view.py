@@ -47,7 +47,8 @@ class StudyView:
         self._run_button = make_button("Run", "play", "Train what is left of the study")
         self._stop_button = make_button("Stop", "stop", "Stop after the current step; Run resumes there")
         self._run_button.on_click(lambda _: self._run())
-        self._stop_button.on_click(lambda _: self._study.stop())
+        runnable: Any = study
+        self._stop_button.on_click(lambda _: runnable.stop())
         buttons = [self._run_button, self._stop_button] if hasattr(study, "run") else []
         parts = [style_sheet(), make_row(*buttons, self._axis), self._state, self._picture, self._table]
         self.widget = ipywidgets.VBox(parts)

@@ -125,6 +125,7 @@ def test_table_is_written_as_markdown_latex_and_html(recorded: RecordedStudy) ->
     )
     assert '<th scope="row">50% &amp; more</th><td>4</td>' in page
     assert [*table.frame()["variant"]] == [*ENDS]
+    assert table.rows[1].reached == 0 and "| reached by 0 of 4 |" in markdown and "reached by 0 of 4 " in latex
 
 
 def test_figure_is_the_same_bytes_each_time(recorded: RecordedStudy, tmp_path: Path) -> None:
