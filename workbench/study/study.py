@@ -240,7 +240,10 @@ def locked(folder: Path) -> Iterator[None]:
     path = folder / "running"
     owner = path.read_text() if path.exists() else ""
     if owner.isdigit() and int(owner) != os.getpid() and _is_alive(int(owner)):
-        raise RuntimeError(f"process {owner} runs the study in {folder}: wait for it, or end it and run again")
+        raise RuntimeError(
+            f"process {owner} runs the study in {folder}: wait for it, or end it and run again; remove {path} if that "
+            "process is another program"
+        )
     path.write_text(str(os.getpid()))
     try:
         yield

@@ -42,6 +42,8 @@ class Saving:
     trained_flop: int
 
     def __str__(self) -> str:
+        if not self.steps:
+            return "No step is trained yet."
         saved = self.steps - self.trained_steps
         if not saved:
             return f"No steps were shared between variants: {self.steps:,} steps, {self.flop:.3g} FLOP."

@@ -22,6 +22,7 @@ def test_run_trains_on_a_thread_and_the_view_draws_it(study: Study) -> None:
     view = StudyView(study)
     view._draw()
     assert "no loss yet" in view._picture.value and "0 of 4 runs finished" in view._state.value
+    assert "No step is trained yet." in view._table.value
     assert view._stop_button.disabled and not view._run_button.disabled
     view._run_button.click()
     wait_until(lambda: "4 of 4 runs finished" in study.progress_line and not study.is_running)
