@@ -19,6 +19,9 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from workbench.runs import load_run as load_run
     from workbench.session import Session as Session
     from workbench.session import Snapshot as Snapshot
+    from workbench.study import Study as Study
+    from workbench.study import Variant as Variant
+    from workbench.study import grid as grid
 
 # Names, since imports would need torch and ipywidgets, and `doctor` must run without them.
 _MODULE_OF = {
@@ -28,6 +31,9 @@ _MODULE_OF = {
     "Ways": "workbench.panels.ways",
     "Session": "workbench.session",
     "Snapshot": "workbench.session",
+    "Study": "workbench.study",
+    "Variant": "workbench.study",
+    "grid": "workbench.study",
     "Recorder": "workbench.runs",
     "load_run": "workbench.runs",
     "text_view": "workbench.pictures",

@@ -1,4 +1,4 @@
-"""The command line: `python -m workbench demo | lab | report | replay | notebooks | doctor | calibrate`.
+"""The command line: `python -m workbench demo|lab|report|replay|study|notebooks|doctor|calibrate`.
 
 Each command imports its packages when it is selected, so that `doctor` runs without the others' packages.
 """
@@ -26,6 +26,13 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     report.add_argument("-o", "--out", type=Path, help="the page (default: report.html beside the first run)")
     replay = commands.add_parser("replay", help="open recorded runs in JupyterLab, without a model")
     replay.add_argument("runs", nargs="+", type=Path, help="one run, or two to show side by side")
+    study = commands.add_parser("study", help="run or resume a study without a notebook, and print its table")
+    study.add_argument(
+        "file",
+        type=Path,
+        help="a Python file that defines `study`, a workbench.Study; or a study's folder, to print its table",
+    )
+    study.add_argument("-o", "--out", type=Path, help="also save the figure: a name that ends in .pdf, .svg or .png")
     for opener in (lab, replay):
         opener.add_argument("--port", type=int, default=8888, help="first port to try (default: %(default)s)")
         opener.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
@@ -65,6 +72,10 @@ def run(args: argparse.Namespace) -> int | None:
         from workbench.commands import replay
 
         return replay.open_replay(args.runs, args.port, args.no_browser)
+    if args.command == "study":
+        from workbench.commands import study_runner
+
+        return study_runner.main(args.file, args.out)
     if args.command == "notebooks" and args.to is not None:
         from workbench.commands import copy_notebooks
 

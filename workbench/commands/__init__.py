@@ -1,5 +1,5 @@
 """Commands of `python -m workbench`, without widgets.
 
-May import `runs`.
+May import `runs`, `study`.
 Begin reading at `doctor.py`.
 """

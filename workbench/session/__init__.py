@@ -28,6 +28,7 @@ from workbench.session.layer_trial import StateVersion as StateVersion
 from workbench.session.layer_trial import TrialKind as TrialKind
 from workbench.session.loggers import Logger as Logger
 from workbench.session.loggers import TensorBoard as TensorBoard
+from workbench.session.lr_scheduler import LRSchedulerAdapter as LRSchedulerAdapter
 from workbench.session.lr_scheduler import Scheduler as Scheduler
 from workbench.session.probe import ProbeBatches as ProbeBatches
 from workbench.session.probe_verdict import NOT_MEASURED as NOT_MEASURED
@@ -62,3 +63,5 @@ from workbench.session.statistics import LayerTrack as LayerTrack
 from workbench.session.statistics import Statistics as Statistics
 from workbench.session.statistics import StatisticsLog as StatisticsLog
 from workbench.session.step_estimates import FLOP_FORMULA as FLOP_FORMULA
+from workbench.session.step_estimates import count_flop as count_flop
+from workbench.session.step_estimates import count_tokens as count_tokens

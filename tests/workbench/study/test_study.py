@@ -1,0 +1,252 @@
+"""Studies end to end: common beginnings, interruption, the command line, and arguments that are refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from study_program import VARIANTS, batches, make_batch, make_relay, make_study
+
+from l2l_core import Depth, Relay
+from workbench import Study, Variant, grid
+from workbench.study.segment import SEGMENTS, SharedSegment
+from workbench.study.segment_training import BatchStream
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = ROOT / "tests" / "support" / "study_program.py"
+
+
+def trained(study: Study) -> Study:
+    study.run(report=None)
+    return study
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    return trained(make_study(tmp_path_factory.mktemp("study") / "all"))
+
+
+def recorded_rows(study: Path) -> dict[str, bytes]:
+    return {path.parent.name: path.read_bytes() for path in sorted(study.glob(f"{SEGMENTS}/*/rows.jsonl"))}
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_run_that_shares_its_beginning_equals_one_alone(name: str, undisturbed: Study, tmp_path: Path) -> None:
+    alone = trained(make_study(tmp_path, [name], seeds=[1], autosave_s=1e9)).frame(seconds=False)
+    shared = undisturbed.frame(seconds=False).query("variant == @name and seed == 1").reset_index(drop=True)
+    assert len(alone) == 9 and alone.equals(shared)
+    assert SharedSegment(tmp_path, "s1-g0").end is not None and not (tmp_path / SEGMENTS / "s1-g0" / "state").exists()
+
+
+def test_shared_steps_are_counted(undisturbed: Study) -> None:
+    saving = undisturbed.saving
+    # For each of two seeds: 3 steps of all five, 1 of "plain" and "dropping", and the rest alone.
+    assert (saving.steps, saving.trained_steps) == (2 * 5 * 6, 2 * (3 + 1 + 2 * 2 + 3 * 3))
+    assert f"{60 - 34} of 60 steps" in str(saving) and str(saving) in str(undisturbed.table())
+    assert not [*undisturbed.folder.rglob("state")]  # saves are removed at the end
+
+
+def test_a_study_killed_in_the_middle_goes_on(undisturbed: Study, tmp_path: Path) -> None:
+    """Killed by SIGKILL while a batch is drawn, as a process of the command line."""
+    environment = os.environ | {"STUDY_FOLDER": str(tmp_path / "killed"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "workbench", "study", str(PROGRAM)]
+    killed = subprocess.run(
+        command, cwd=ROOT, env=environment | {"KILL_AT_BATCH": "10"}, capture_output=True, text=True
+    )
+    assert killed.returncode == -9, killed.stderr
+    before = recorded_rows(tmp_path / "killed")
+    assert before and before != recorded_rows(undisturbed.folder)
+    again = trained(make_study(tmp_path / "killed", seeds=[0]))
+    expected = make_study(undisturbed.folder, seeds=[0])
+    assert recorded_rows(again.folder) == {k: v for k, v in recorded_rows(undisturbed.folder).items() if k[:2] == "s0"}
+    assert again.frame(seconds=False).equals(expected.frame(seconds=False))
+    assert str(again.table()) == str(expected.table())
+    pytest.importorskip("matplotlib")
+    figures = [each.save(tmp_path / f"{i}.pdf").read_bytes() for i, each in enumerate((again, expected))]
+    assert figures[0] == figures[1]
+
+
+def test_an_interrupted_study_repeats_the_steps_since_the_last_save(undisturbed: Study, tmp_path: Path) -> None:
+    study = make_study(tmp_path, ["plain", "grown"], autosave_s=1e9)
+    steps = list[str]()
+
+    def interrupt(line: str) -> None:
+        steps.append(line)
+        if len(steps) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        study.run(report=interrupt)
+    assert "seed 0, plain + grown, step 0" in steps[0]
+    with (tmp_path / SEGMENTS / "s0-g0" / "rows.jsonl").open("a") as file:
+        file.write('{"step":4,"los')  # an incomplete line
+    study.run(report=steps.append)
+    whole = undisturbed.frame(seconds=False).query("variant in ['plain', 'grown']").reset_index(drop=True)
+    assert study.frame(seconds=False).equals(whole)
+    assert steps[-1].startswith("4 of 4 runs finished. Common beginnings were trained once: 6 of 24 steps")
+
+
+def test_a_stopped_study_resumes_after_the_last_step(undisturbed: Study, tmp_path: Path) -> None:
+    study = make_study(tmp_path, ["plain"], seeds=[0], autosave_s=1e9)
+    lines = list[str]()
+
+    def stop(line: str) -> None:
+        lines.append(line)
+        study.stop()
+
+    study.run(report=lambda line: stop(line) if not lines else lines.append(line))
+    assert study.progress_line == lines[-1] and lines[-1].startswith("0 of 1 runs finished")
+    study.run(report=None)
+    whole = undisturbed.frame(seconds=False).query("variant == 'plain' and seed == 0").reset_index(drop=True)
+    assert study.frame(seconds=False).equals(whole)
+
+
+def test_a_finished_study_is_read_without_training(undisturbed: Study) -> None:
+    def refuse(seed: int) -> Relay:
+        raise AssertionError("nothing is left to train")
+
+    held_out = [make_batch()]
+    again = Study(
+        refuse, VARIANTS, seeds=[0], steps=6, batches=batches, held_out=held_out, evaluate_every=2,
+        folder=undisturbed.folder,
+    )  # fmt: skip
+    assert len(again.frame()) == len(undisturbed.frame()) // 2  # of one seed
+    assert again.table().rows[0].n == 1
+
+
+def test_the_command_prints_progress_and_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from workbench.commands import study_runner
+
+    path = tmp_path / "file.py"
+    path.write_text(
+        "from study_program import make_study\n"
+        f"study = make_study({str(tmp_path / 'out')!r}, ['plain'], seeds=[0], steps=2, autosave_s=9e9)\n"
+    )
+    assert study_runner.main(path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "0 of 1 runs finished: seed 0, plain, step 0"
+    assert lines[1].startswith("1 of 1 runs finished.") and lines[3].startswith("| variant | n |")
+    assert study_runner.main(tmp_path / "out") == 0
+    assert capsys.readouterr().out.splitlines() == lines[3:]
+    path.write_text("studio = 1\n")
+    assert study_runner.main(path) == 2 and study_runner.main(tmp_path / "none.py") == 2
+    refused = capsys.readouterr().err
+    assert "defines no `study`" in refused and "none.py does not exist" in refused
+
+
+def test_a_budget_of_flop_and_factors(tmp_path: Path) -> None:
+    seen = list[dict[str, Any]]()
+
+    def make(seed: int, **factors: Any) -> Any:
+        seen.append(factors)
+        return make_relay(seed)
+
+    variants = grid(lambda depth: Depth({0: depth}), lr=[0.1, 0.2], depth=[2, 4])
+    assert [*variants] == ["lr=0.1, depth=2", "lr=0.1, depth=4", "lr=0.2, depth=2", "lr=0.2, depth=4"]
+    study = trained(Study(make, variants, seeds=[0], flop=1.2e6, batches=batches, folder=tmp_path))
+    assert {tuple(factors.items()) for factors in seen} == {(("lr", 0.1),), (("lr", 0.2),)}
+    frame = study.frame()
+    assert [*frame.columns[:4]] == ["variant", "factor_lr", "depth", "seed"]
+    ends = frame.groupby("variant").last()
+    assert (ends["flop"] >= 1.2e6).all() and ends["step"]["lr=0.1, depth=2"] > ends["step"]["lr=0.1, depth=4"]
+    assert "training losses" in str(study.table())
+
+
+def test_batches_depend_on_the_seed_alone() -> None:
+    data = torch.arange(12.0).reshape(6, 2)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=2, shuffle=True)
+
+    def drawn(seed: int, disturb: bool) -> list[torch.Tensor]:
+        stream, found = BatchStream(loader, seed), []
+        for _ in range(7):
+            found.append(stream.draw()[0])
+            if disturb:
+                torch.rand(3)
+        return found
+
+    before = torch.get_rng_state()
+    plain = torch.stack(drawn(3, False))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(plain, torch.stack(drawn(3, True)))
+    assert not torch.equal(plain, torch.stack(drawn(4, False)))
+    short = BatchStream(lambda seed: iter([data]), 5)
+    short.draw()
+    with pytest.raises(ValueError, match="batches of seed 5 ended after 1: return a list or a loader"):
+        short.draw()
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def generated() -> Iterator[int]:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"variants": {}}, "variants is empty: pass one or more"),
+        ({"variants": [Depth({0: 2})]}, "pass a mapping from names"),
+        ({"variants": {"a": 3}}, "3 is no variant: pass a schedule such as Depth"),
+        ({"steps": None}, "steps=None, flop=None: pass one of them"),
+        ({"flop": 1e9}, "pass one of them, as steps=900 or flop=1e12"),
+        ({"steps": 0}, "pass a positive integer"),
+        ({"steps": None, "flop": -1}, "flop=-1: pass a positive number"),
+        ({"seeds": []}, "pass different integers of at least 0, as range"),
+        ({"seeds": [1, 1]}, "pass different integers"),
+        ({"batches": generated()}, "iterated only once: pass a function of the seed"),
+        ({"held_out": {"input_ids": torch.ones(2)}}, r"held_out is a dict: pass a list of batches, as \[batch\]"),
+        ({"evaluate_every": 0}, "pass a positive number of steps"),
+        ({"make_relay": 1}, r"pass a function make_relay\(seed, \*\*factors\)"),
+    ],
+)
+def test_an_argument_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    given = {"make_relay": make_relay, "variants": {"a": None}, "steps": 2, "batches": batches, "folder": tmp_path}
+    with pytest.raises((TypeError, ValueError), match=message):
+        Study(**(given | changes))
+
+
+def test_wrong_factors_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"lr=0.1: pass a list of the factor's values, as lr=\[1e-3, 3e-3\]"):
+        grid(lr=0.1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"depends on 'depth', which is no factor: pass depth=\[...\]"):
+        grid(lambda depth: None, lr=[1])
+    with pytest.raises(ValueError, match="'lr' is a factor and a label: rename one of them"):
+        Variant(None, {"lr": 1}, {"lr": 2})
+
+
+def test_another_study_in_the_folder_is_refused(undisturbed: Study) -> None:
+    with pytest.raises(ValueError, match="holds another study: steps was 6 and is 7; pass another folder="):
+        make_study(undisturbed.folder, steps=7)
+    with pytest.raises(ValueError, match="holds another study: grown was {'schedule': \"Depth.* and is None"):
+        make_study(undisturbed.folder, ["plain"])
+
+
+def test_a_relay_that_cannot_be_used_is_refused_with_its_run(tmp_path: Path) -> None:
+    def make(made: Any) -> Study:
+        return Study(lambda seed: made, {"a": None, "b": None}, steps=2, batches=batches, folder=tmp_path)
+
+    with pytest.raises(TypeError, match=r"make_relay returned a NoneType: return a Relay, or a pair") as caught:
+        make(None).run(report=None)
+    assert "variants a, b, seed 0; run() resumes there" in caught.value.__notes__[0]
+    relay, _ = make_relay(0)
+    with relay:
+        relay.step(make_batch())
+        with pytest.raises(ValueError, match="a relay after 1 steps: make a new model and a new relay"):
+            make(relay).run(report=None)
+
+
+def test_two_processes_do_not_run_one_study(undisturbed: Study) -> None:
+    (undisturbed.folder / "running").write_text(str(os.getppid()))
+    try:
+        with pytest.raises(RuntimeError, match=f"process {os.getppid()} runs the study in .*: wait for it"):
+            undisturbed.run(report=None)
+    finally:
+        (undisturbed.folder / "running").unlink()

@@ -1,0 +1,301 @@
+"""Studies: variants x factors x seeds, trained, resumed and compared. `recorded_study.py` reads the results.
+
+Runs that begin alike are trained once: a segment ends where its variants would do different things, its relay is saved, and
+each group of variants continues from that save, which is exact to the bit. The folder alone decides what is left to do, so
+that an interrupted study continues where it was.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.study.recorded_study import RecordedStudy
+from workbench.study.segment import Counts, SharedSegment, read_json, write_json
+from workbench.study.segment_training import Budget, MakeRelay, StudyStopped, TrainingPlan, train_segment
+from workbench.study.study_progress import StudyProgress
+from workbench.study.study_records import SCHEMA, VERSION
+from workbench.study.variants import Variant, check_variants
+
+MEASUREMENTS = 20  # of the held-out loss per run, by default
+ALWAYS_EQUAL = ("variants", "steps", "flop", "evaluate_every", "held_out")  # when a study is resumed
+
+
+class Study(RecordedStudy):
+    """Variants of training, each with several seeds, compared at equal compute.
+
+    Args:
+        make_relay: ``make_relay(seed, **factors)`` makes a new model and a new relay, or a pair of relay and learning rate
+            scheduler. Generators of torch, NumPy and Python are seeded before.
+        variants: by name, a schedule as ``Depth({0: 2, 300: 4})``, a function ``(relay, step) -> edits``, a `Variant`, or None
+            for no edits; or the result of `grid`. The first is the baseline.
+        seeds: a run of every variant for each.
+        steps, flop: the budget of a run, one of the two. With `flop` it ends after the step that reaches it.
+        batches: ``batches(seed)``, which returns an iterable, or an iterable that restarts: a list or a loader. All variants of a
+            seed train on the same batches.
+        held_out: batches whose mean loss is measured; the comparison rests on it.
+        folder: where runs are recorded.
+        evaluate_every: steps between held-out measurements; default a twentieth of `steps`, or 25.
+        autosave_s: seconds between saves. A killed study repeats the steps since the last one.
+
+    Raises:
+        ValueError, TypeError: an argument is not usable, or the folder holds another study.
+    """
+
+    def __init__(
+        self,
+        make_relay: MakeRelay,
+        variants: Any,
+        *,
+        seeds: Sequence[int] = range(3),
+        steps: int | None = None,
+        flop: float | None = None,
+        batches: Any,
+        held_out: Sequence[Any] = (),
+        folder: str | Path,
+        evaluate_every: int | None = None,
+        autosave_s: float = 30.0,
+    ) -> None:
+        self.folder, self._variants = Path(folder), check_variants(variants)
+        if not callable(make_relay):
+            raise TypeError(
+                f"make_relay={make_relay!r}: pass a function make_relay(seed, **factors) that returns a Relay"
+            )
+        if isinstance(batches, Iterator):
+            raise TypeError("batches can be iterated only once: pass a function of the seed, a list or a loader")
+        budget = _check_budget(steps, flop)
+        every = _default_every(steps) if evaluate_every is None else evaluate_every
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"evaluate_every={every!r}: pass a positive number of steps")
+        held_out = _check_held_out(held_out)
+        self._plan = TrainingPlan(make_relay, batches, held_out, budget, every, autosave_s)
+        self._spec = {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "variants": self._describe_variants(),
+            "seeds": _check_seeds(seeds),
+            "steps": steps,
+            "flop": flop,
+            "evaluate_every": every,
+            "held_out": len(held_out),
+        }
+        self._check_folder()
+
+    @staticmethod
+    def load(folder: str | Path) -> RecordedStudy:
+        """Read a study from its folder, without a model: table, frame and figure.
+
+        Raises:
+            FileNotFoundError: the folder holds no study.
+        """
+        return RecordedStudy(folder)
+
+    def run(self, report: Callable[[str], object] | None = print) -> None:
+        """Train what is left of the study; a line of progress is reported every few seconds.
+
+        Raises:
+            Exception: a step failed; its notes name the variants and the seed. Calling `run` again resumes.
+        """
+        self._check_folder()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        progress = StudyProgress(self, self._plan.budget, partial(self._report, report or (lambda _: None)))
+        with self._running(), locked(self.folder), suppress(StudyStopped):
+            write_json(self.folder / "study.json", self._spec)
+            for segment, names in self._segments_left():
+                progress.begin(segment, names)
+                self._train(segment, names, progress)
+                self._drop_states(segment)
+        progress.finish()
+
+    def stop(self) -> None:
+        """End `run`, which may be on another thread, after the current step; the next `run` resumes there."""
+        self._stops = True
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Mark the study as running in a block.
+
+        Raises:
+            RuntimeError: it runs on another thread.
+        """
+        if self.is_running:
+            raise RuntimeError("the study is running: wait for it, or stop() it first")
+        self.is_running, self._stops = True, False
+        try:
+            yield
+        finally:
+            self.is_running = False
+
+    def _report(self, report: Callable[[str], object], line: str) -> None:
+        self.progress_line = line
+        report(line)
+
+    def _segments_left(self) -> Iterator[tuple[SharedSegment, list[str]]]:
+        """Yield the segments to train with their variants; those that follow from one are known when it has ended."""
+        left = [(SharedSegment(self.folder, name), names) for name, names in self._roots().items()]
+        while left:
+            segment, names = left.pop(0)
+            if segment.end is None:
+                yield segment, names
+            end = segment.end
+            assert end is not None, f"segment {segment.name} has not ended"
+            left[:0] = zip(segment.children, end["children"], strict=True)
+
+    def _roots(self) -> dict[str, list[str]]:
+        """Return the variants of the first segments, by name."""
+        roots: dict[str, list[str]] = {}
+        for seed in self.seeds:
+            for name, variant in self._spec["variants"].items():
+                roots.setdefault(f"s{seed}-g{variant['group']}", []).append(name)
+        return roots
+
+    def _train(self, segment: SharedSegment, names: Sequence[str], progress: StudyProgress) -> None:
+        seed = int(segment.name.partition("-")[0][1:])
+        variants = {name: self._variants[name] for name in names}
+
+        def update(counts: Counts, loss: float | None) -> None:
+            progress.update(counts, loss)
+            if self._stops:
+                raise StudyStopped
+
+        try:
+            train_segment(segment, variants, seed, self._plan, self._header(variants), update)
+        except StudyStopped:
+            raise
+        except Exception as error:
+            error.add_note(
+                f"in the study in {self.folder}, variants {', '.join(names)}, seed {seed}; run() resumes there"
+            )
+            raise
+
+    def _header(self, variants: dict[str, Variant]) -> dict[str, Any]:
+        return {
+            "factors": next(iter(variants.values())).describe()["columns"],
+            "began": datetime.now(UTC).isoformat(timespec="seconds"),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "commit": read_commit(),
+        }
+
+    def _drop_states(self, segment: SharedSegment) -> None:
+        """Remove saves that no run needs any more: of ancestors whose descendants have ended."""
+        parent = segment.parent
+        if parent is not None and segment.end and not segment.children and all(c.end for c in parent.children):
+            parent.drop_state()
+            self._drop_states_above(parent)
+
+    def _drop_states_above(self, segment: SharedSegment) -> None:
+        parent = segment.parent
+        if parent is not None and all(child.end and not child.state.exists() for child in parent.children):
+            parent.drop_state()
+            self._drop_states_above(parent)
+
+    # -- description ---------------------------------------------------------------------------------------------------
+
+    def _describe_variants(self) -> dict[str, Any]:
+        """Return the variants as JSON, each with the number of its group: those with the same factors begin alike."""
+        groups: list[dict[str, Any]] = []
+        described = {}
+        for name, variant in self._variants.items():
+            factors = dict(variant.factors)
+            if factors not in groups:
+                groups.append(factors)
+            described[name] = {**variant.describe(), "group": groups.index(factors)}
+        return described
+
+    def _check_folder(self) -> None:
+        before = read_json(self.folder / "study.json")
+        if before is None:
+            return
+        for name in ("schema", "version", *ALWAYS_EQUAL):
+            old, new = before.get(name), self._spec[name]
+            if old != new:
+                if isinstance(old, dict):  # the first variant that differs
+                    name, old, new = next(
+                        (key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)
+                    )
+                raise ValueError(
+                    f"{self.folder} holds another study: {name} was {old!r} and is {new!r}; pass another folder=, or restore "
+                    "the argument to go on. Only seeds may change"
+                )
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder for one process; the lock of a process that has ended does not count.
+
+    Raises:
+        RuntimeError: another process runs the study.
+    """
+    path = folder / "running"
+    owner = path.read_text() if path.exists() else ""
+    if owner.isdigit() and int(owner) != os.getpid() and _is_alive(int(owner)):
+        raise RuntimeError(
+            f"process {owner} runs the study in {folder}: wait for it, or end it and run again; remove {path} if that "
+            "process is another program"
+        )
+    path.write_text(str(os.getpid()))
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def read_commit() -> str | None:
+    """Return the commit of the working directory's repository; None if there is none."""
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=10, check=False)
+    try:
+        commit = run(["git", "rev-parse", "HEAD"])
+        changed = run(["git", "status", "--porcelain", "--untracked-files=no"])
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if commit.returncode:
+        return None
+    return commit.stdout.strip() + (" with changes" if changed.stdout.strip() else "")
+
+
+def _check_budget(steps: int | None, flop: float | None) -> Budget:
+    if (steps is None) == (flop is None):
+        raise ValueError(f"steps={steps!r}, flop={flop!r}: pass one of them, as steps=900 or flop=1e12")
+    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+        raise ValueError(f"steps={steps!r}: pass a positive integer")
+    if flop is not None and not flop > 0:
+        raise ValueError(f"flop={flop!r}: pass a positive number of floating-point operations, as 1e12")
+    return Budget(steps, flop)
+
+
+def _check_seeds(seeds: Any) -> list[int]:
+    found = [*seeds] if isinstance(seeds, Sequence) else [seeds]
+    if not found or not all(isinstance(seed, int) and seed >= 0 for seed in found) or len({*found}) < len(found):
+        raise ValueError(f"seeds={seeds!r}: pass different integers of at least 0, as range(3)")
+    return found
+
+
+def _check_held_out(held_out: Any) -> list[Any]:
+    if isinstance(held_out, dict | torch.Tensor | str) or not isinstance(held_out, Sequence):
+        raise TypeError(f"held_out is a {type(held_out).__name__}: pass a list of batches, as [batch]")
+    return [*held_out]
+
+
+def _default_every(steps: int | None) -> int:
+    return 25 if steps is None else max(1, steps // MEASUREMENTS)

@@ -1,0 +1,88 @@
+"""Picture of a study for a notebook: mean lines with bands over seeds, and the comparison as its table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from workbench.pictures import Picture, Scale, Table, document, path, text, ticks
+from workbench.pictures.loss_chart import BOTTOM, TOP, draw_loss_axis, loss_scale
+from workbench.pictures.relay_drawing import shortened
+from workbench.pictures.scale import format_prefixed
+from workbench.pictures.step_axis import LEFT, RIGHT, WIDTH
+from workbench.pictures.svg import polyline
+from workbench.study.study_figure import AXES, COLOURS, MeanCurve, mean_curves
+from workbench.study.study_records import StudyRecords
+from workbench.study.study_table import StudyTable, compare_variants
+
+SVG_DASHES = ("", "7 4", "8 3 2 3", "2 3")
+LEGEND_LINE = 19.0  # px
+PER_LINE = 3  # entries of the legend
+
+
+def show_study(study: StudyRecords, x: str = "flop") -> Picture:
+    """Return the mean curves of a study with its comparison."""
+    return Picture(draw_study(study, x), plain_table(compare_variants(study)))
+
+
+def draw_study(study: StudyRecords, x: str) -> str:
+    """Draw mean curves with bands over steps, FLOP, tokens or seconds, as an SVG."""
+    curves = mean_curves(study, x)
+    ends = [end for curve in curves.values() for end in (min(curve.low), max(curve.high))]
+    y, marks = loss_scale(ends)
+    across = Scale(0.0, max((curve.x[-1] for curve in curves.values()), default=1.0), LEFT, RIGHT)
+    kind = "held-out loss" if study.has_held_out else "training loss"
+    parts = [
+        text(LEFT, 20, f"Study: {kind}", style="strong"),
+        text(LEFT, 40, "mean over seeds; bands are ± one standard deviation over seeds", style="dim"),
+        *draw_loss_axis(y, marks, kind, named=bool(curves)),
+        *_draw_axis(across, x),
+        *(part for i, curve in enumerate(curves.values()) for part in _draw_mean(curve, across, y, i)),
+        *_draw_legend(curves),
+    ]
+    if not curves:
+        parts.append(text((LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2, "no loss yet", style="dim", anchor="middle"))
+    height = BOTTOM + 54 + LEGEND_LINE * -(-max(len(curves), 1) // PER_LINE)
+    return document(WIDTH, height, "Study", _describe(curves), parts)
+
+
+def plain_table(table: StudyTable) -> Table:
+    """Return a comparison as a table of text."""
+    header, *rows = table.text_cells()
+    return Table("Variants compared", header, rows, " ".join(table.notes))
+
+
+def _draw_mean(curve: MeanCurve, x: Scale, y: Scale, i: int) -> Iterator[str]:
+    colour, places = COLOURS[i % len(COLOURS)], [x(place) for place in curve.x]
+    if curve.n > 1:
+        upper = zip(places, map(y, curve.high), strict=True)
+        lower = zip(reversed(places), map(y, reversed(curve.low)), strict=True)
+        yield f'<path d="{polyline([*upper, *lower])}Z" fill="{colour}" fill-opacity=".18"/>'
+    line = polyline(zip(places, map(y, curve.mean), strict=True))
+    dash = f' stroke-dasharray="{SVG_DASHES[i % len(SVG_DASHES)]}"' if i % len(SVG_DASHES) else ""
+    yield f'<path d="{line}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>'
+
+
+def _draw_axis(x: Scale, axis: str) -> Iterator[str]:
+    marks = [mark for mark in ticks(x.low, x.high, 9) if axis != "step" or mark == int(mark)]
+    lines = "".join(f"M{x(mark):.1f} {BOTTOM}v5" for mark in marks)
+    yield path(f"M{LEFT} {TOP}V{BOTTOM}H{RIGHT}{lines}", style="axis")
+    for mark in marks:
+        words = f"{mark:.0f}" if axis == "step" else format_prefixed(mark).strip()
+        anchor = "end" if x(mark) > RIGHT - 14 else "middle"
+        yield text(x(mark), BOTTOM + 19, words, style="small dim", anchor=anchor)
+    yield text((LEFT + RIGHT) / 2, BOTTOM + 38, AXES[axis], style="dim", anchor="middle")
+
+
+def _draw_legend(curves: dict[str, MeanCurve]) -> Iterator[str]:
+    for i, (name, curve) in enumerate(curves.items()):
+        left = LEFT + (RIGHT - LEFT) / PER_LINE * (i % PER_LINE)
+        top = BOTTOM + 58 + LEGEND_LINE * (i // PER_LINE)
+        dash = SVG_DASHES[i % len(SVG_DASHES)]
+        yield path(f"M{left:.1f} {top - 4:.1f}h26", stroke=COLOURS[i % len(COLOURS)], width=2, dash=dash)
+        seeds = f"{curve.n} seed{'s' if curve.n > 1 else ''}"
+        yield text(left + 32, top, f"{shortened(name, 30)} ({seeds})", style="small")
+
+
+def _describe(curves: dict[str, MeanCurve]) -> str:
+    ends = [f"{name}: {curve.mean[-1]:.4g}" for name, curve in curves.items()]
+    return "Mean losses at the end: " + "; ".join(ends) if ends else "No loss yet"

@@ -1,0 +1,155 @@
+"""Variants of a study: a schedule of edits and values of factors, and the decision which variants still train alike."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from l2l_core import Edit, Relay, Schedule
+from l2l_core.edits import SchedulableRelay
+
+EditFunction = Callable[[Any, int], Edit | Sequence[Edit] | None]
+# Columns of every frame.
+RESERVED = ("variant", "seed", "step", "flop", "tokens", "seconds", "split", "loss", "lr", "layers")
+
+
+@dataclass(frozen=True)
+class FunctionSchedule(Schedule):
+    """Schedule by a function ``(relay, step) -> edits``, which returns an edit, a list of edits or None."""
+
+    function: EditFunction
+
+    def edits(self, relay: SchedulableRelay) -> Sequence[Edit]:
+        found = self.function(relay, relay.steps)
+        if found is None:
+            return ()
+        return (found,) if isinstance(found, Edit) else tuple(found)
+
+    def __repr__(self) -> str:
+        return getattr(self.function, "__qualname__", type(self.function).__qualname__)  # without an address
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train in a study.
+
+    Args:
+        schedule: a schedule as `Depth`, or a function ``(relay, step) -> edits`` without a state; None: no edits.
+        factors: keyword arguments for `make_relay`; also columns of the frame, see `columns`.
+        labels: further columns of the frame, which `make_relay` does not get.
+    """
+
+    schedule: Schedule | EditFunction | None = None
+    factors: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schedule", _as_schedule(self.schedule))
+        if twice := [name for name in self.factors if name in self.labels]:
+            raise ValueError(f"{twice[0]!r} is a factor and a label: rename one of them")
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """Plain values of factors and labels by column of the frame; ``lr``, which every frame has, is ``factor_lr``."""
+        given = {**self.factors, **self.labels}
+        return {f"factor_{name}" if name in RESERVED else name: _plain(value) for name, value in given.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """Return what must be equal when the study is resumed, as JSON."""
+        schedule = (
+            "no edits" if type(self.schedule) is Schedule else re.sub(r" at 0x[0-9a-f]+", "", repr(self.schedule))
+        )
+        return {"schedule": schedule, "columns": self.columns, "factors": [*self.factors]}
+
+
+def grid(make: Callable[..., Any] | None = None, **factors: Sequence[Any]) -> dict[str, Variant]:
+    """Make variants of all combinations of factors.
+
+    Args:
+        make: function that returns the schedule of a combination; its parameters are names of factors, and those factors
+            are not passed to `make_relay`: ``grid(lambda grow: Depth({0: 2, 300: 8}, grow=grow), grow=[...], lr=[...])``.
+        factors: values of each factor.
+
+    Raises:
+        ValueError: a factor has no values, or `make` has a parameter that is no factor.
+    """
+    for name, values in factors.items():
+        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+            raise ValueError(f"{name}={values!r}: pass a list of the factor's values, as {name}=[1e-3, 3e-3]")
+    used = [*inspect.signature(make).parameters] if make is not None else []
+    if unknown := [name for name in used if name not in factors]:
+        raise ValueError(f"the schedule depends on {unknown[0]!r}, which is no factor: pass {unknown[0]}=[...] to grid")
+    found = {}
+    for values in itertools.product(*factors.values()):
+        chosen = dict(zip(factors, values, strict=True))
+        labels = {name: chosen[name] for name in used}
+        name = ", ".join(f"{key}={_plain(value)}" for key, value in chosen.items()) or "all"
+        given = {key: value for key, value in chosen.items() if key not in labels}
+        found[name] = Variant(make(**labels) if make is not None else None, given, labels)
+    return found
+
+
+def check_variants(variants: object) -> dict[str, Variant]:
+    """Return named variants.
+
+    Raises:
+        TypeError, ValueError: not a mapping from names to schedules, functions or variants, or an empty one.
+    """
+    if not isinstance(variants, Mapping) or not all(isinstance(name, str) and name.strip() for name in variants):
+        raise TypeError(
+            f'variants={variants!r}: pass a mapping from names, as {{"deep": Depth({{0: 8}}), "plain": None}}'
+        )
+    if not variants:
+        raise ValueError("variants is empty: pass one or more, the first of them as the baseline of the comparison")
+    return {name: one if isinstance(one, Variant) else Variant(one) for name, one in variants.items()}
+
+
+def group_by_next_step(relay: Relay, variants: Mapping[str, Variant]) -> list[list[str]]:
+    """Return the names of the variants in groups whose next step is the same, to the bit."""
+    if len(variants) == 1:
+        return [[*variants]]
+    groups: list[tuple[object, list[str]]] = []
+    for name, variant in variants.items():
+        decision = _next_decision(variant.schedule, relay)
+        members = next((members for other, members in groups if other == decision), None)
+        if members is None:
+            groups.append((decision, [name]))
+        else:
+            members.append(name)
+    return [members for _, members in groups]
+
+
+def _next_decision(schedule: Any, relay: Any) -> object:
+    """Return a value that is equal for two schedules only if their next step is the same."""
+    edits = tuple(schedule.edits(relay))
+    kind = type(schedule)
+    if kind.step is not Schedule.step:
+        return schedule
+    # A sum of schedules prepares its parts one after another, and layers to skip are chosen after the edits.
+    if edits and (kind.prepare is not Schedule.prepare or kind.skip is not Schedule.skip):
+        return schedule
+    return edits, tuple(schedule.skip(relay)), schedule.force
+
+
+def _as_schedule(given: Any) -> Schedule:
+    if given is None:
+        return Schedule()
+    if isinstance(given, Schedule):
+        return given
+    if callable(given) and not isinstance(given, type):
+        function: Any = given
+        return FunctionSchedule(function)
+    raise TypeError(
+        f"{given!r} is no variant: pass a schedule such as Depth({{0: 2, 300: 4}}), a function (relay, step) -> edits, "
+        "a Variant, or None for no edits"
+    )
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return getattr(value, "__name__", repr(value))
