@@ -123,7 +123,9 @@ for name in ("MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss
     trainer_case("sentence-transformers", f"SentenceTransformerTrainer, {name}")(partial(trains_sentences, loss=name))
 
 
-@trainer_case("sentence-transformers", "CrossEncoderTrainer, BinaryCrossEntropyLoss, weights copied from the mapped file")
+@trainer_case(
+    "sentence-transformers", "CrossEncoderTrainer, BinaryCrossEntropyLoss, weights copied from the mapped file"
+)
 def trains_cross_encoder(side: Side) -> Any:
     from datasets import Dataset
     from sentence_transformers import CrossEncoder, CrossEncoderTrainer, CrossEncoderTrainingArguments
