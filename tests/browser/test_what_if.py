@@ -104,7 +104,7 @@ def picture(bench: Bench) -> str:
 
 
 @pytest.mark.slow
-def test_fit_chooses_settings_and_says_why(open_notebook: Callable[..., Notebook], page: Page) -> None:
+def test_fit_proposes_settings_and_use_applies_them(open_notebook: Callable[..., Notebook], page: Page) -> None:
     notebook = open_notebook(QUICK, WORKBENCH)
     notebook.run_cell(0), notebook.run_cell(1)
     bench = notebook.bench(1)
@@ -112,13 +112,20 @@ def test_fit_chooses_settings_and_says_why(open_notebook: Callable[..., Notebook
     bench.wait_for_step(1)
     bench.press("▸ What if")
     bench.press("Fit")
-    until(lambda: "chosen RelayConfig(" in bench.root.inner_text(), page, "the choice")
+    until(lambda: "proposed RelayConfig(" in bench.root.inner_text(), page, "the proposal")
     said = bench.root.inner_text()
     assert "a step by the forecast" in said and "settings were compared in" in said
+    in_force = bench.root.locator(".l2l-in-force")
+    assert "(was" not in in_force.inner_text(), "a proposal is not in force"
     keep(page, "what_if_fit")
+    bench.root.locator("button[title^='Use these settings from']").click()
+    until(lambda: "(was" in in_force.inner_text(), page, "the settings in the header")
+    keep(page, "what_if_fit_used")
     bench.press("Step")
     bench.wait_for_step(2)
-    assert bench.step == 2, "a step with what was chosen"
+    assert bench.step == 2, "a step with what was proposed"
+    bench.press("Reset settings")
+    until(lambda: "(was" not in in_force.inner_text(), page, "the settings as they were")
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from l2l_core import TornStep
 from l2l_core.trace import format_bytes
 from workbench.panels.controls import make_box, make_button, make_row
 from workbench.panels.panel import Panel, failure_html
+from workbench.panels.settings_in_force import SettingsInForce
 from workbench.pictures import Picture, failure_title, header_html, header_picture, progress_html
 from workbench.session import ControllableSource, Failure, Snapshot
 
@@ -74,8 +75,10 @@ class HeaderPanel(Panel):
         buttons = make_row(*run_buttons, self._steps, self._progress, self._take_back_button)
         settings = make_box(ipywidgets.HBox, "l2l-settings", *self._build_settings())
         settings.layout.flex_flow = "row wrap"
+        self._in_force = SettingsInForce()
+        self._in_force.reset.on_click(self._guard(self._reset_settings))
         self._error_box = ipywidgets.VBox([self._error_html, self._fit, self._skip], layout={"display": "none"})
-        return ipywidgets.VBox([self._title, buttons, settings, self._error_box])
+        return ipywidgets.VBox([self._title, buttons, settings, self._in_force.widget, self._error_box])
 
     def _build_settings(self) -> list[ipywidgets.DOMWidget]:
         snapshot = self.session.snapshot()
@@ -111,6 +114,7 @@ class HeaderPanel(Panel):
 
     def draw(self, snapshot: Snapshot) -> None:
         self._draw_progress(snapshot)
+        self._in_force.show(snapshot)
         self._run.button_style = "success" if snapshot.state == "running" else "primary"
         self._pause.button_style = "warning" if snapshot.state == "paused" or snapshot.pausing else ""
         self._update_controls(snapshot)
@@ -176,6 +180,10 @@ class HeaderPanel(Panel):
         failure = self.session.snapshot().failure
         if failure is not None and failure.remedy is not None:
             self.session.reconfigure(**failure.remedy.settings)
+
+    def _reset_settings(self) -> None:
+        """Restore the settings with which the session began."""
+        self.session.reconfigure(**self.session.snapshot().changed_from)
 
     def _press_run(self) -> None:
         snapshot = self.session.snapshot()

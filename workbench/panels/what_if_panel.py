@@ -111,7 +111,7 @@ class WhatIfPanel(Panel):
         self._toggle.observe(lambda _: self._on_toggle(), "value")
         self._on_toggle()
         self._toggle.add_class("l2l-opens")
-        return ipywidgets.VBox([self._line, self._fit_suggestion.widget, self._row, fit.text, self._view_box])
+        return ipywidgets.VBox([self._line, self._fit_suggestion.widget, self._row, fit.proposal, self._view_box])
 
     def _build_view(self) -> WhatIfView:
         apply = make_button("Apply", "check", "Use these settings for the next step", button_style="primary")

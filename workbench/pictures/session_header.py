@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from html import escape
 
-from l2l_core import Compress
+from l2l_core import Compress, RelayConfig
 from l2l_core.trace import format_bytes
 from workbench.pictures import svg
 from workbench.pictures.picture import Picture, Table
@@ -14,6 +16,7 @@ from workbench.session import Failure, Snapshot
 
 STATE_COLOURS = {"idle": GREY, "running": GREEN, "paused": ORANGE, "failed": VERMILION, "closed": GREY}
 STATE_SIGNS = {"idle": "●", "running": "▶", "paused": "‖", "failed": "✕", "closed": "○"}
+_DEFAULTS = RelayConfig()
 _PACE_STEPS = 10  # number of recent steps that define the pace
 
 
@@ -122,6 +125,23 @@ def _progress_bar(snapshot: Snapshot) -> str:
         f'<div style="width:{100 * share:.1f}%;background:{SKY}"></div></div>'
         f"<span>{snapshot.done} of {snapshot.target} steps{left}</span>"
     )
+
+
+def in_force_html(snapshot: Snapshot) -> str:
+    """Return every setting of the next step that differs from its default, and its value before a change, as HTML."""
+    shown, changed = {f.name: getattr(snapshot.config, f.name) for f in fields(RelayConfig)}, snapshot.changed_from
+    defaults = {**vars(_DEFAULTS), "seed": shown["seed"]}  # without a seed, the relay draws one
+    listed = [name for name, value in shown.items() if name in changed or value != defaults[name]]
+    listed += [name for name in changed if name not in shown]  # figures of the link
+    values = {**snapshot.figures, **shown}
+    words = [_describe_setting(name, values[name], changed) for name in listed]
+    text = " · ".join(words) or "all at their defaults"
+    return f'<span class="l2l-caption l2l-in-force">settings in force: {text}</span>'
+
+
+def _describe_setting(name: str, value: object, changed: Mapping[str, object]) -> str:
+    words = escape(f"{name}={value}")
+    return f"<strong>{words}</strong> (was {escape(str(changed[name]))})" if name in changed else words
 
 
 def _settings(snapshot: Snapshot) -> dict[str, object]:

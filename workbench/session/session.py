@@ -207,14 +207,15 @@ class Session(QueryableSession):
             plan.settings = planned
 
     def fit(self, device_bytes: int | None = None, host_bytes: int | None = None) -> Future[Fit]:
-        """Find the fastest settings with which the next step fits, and use them from then on; see `Relay.fit`.
+        """Propose the fastest settings with which the next step fits; see `Relay.fit`. The settings in force stay.
 
-        The future gets a NothingFits if there are none; the settings then stay as they are.
+        ``session.reconfigure(**fit.settings)`` uses them. A relay made with ``config="auto"`` uses them at once. The future
+        gets a NothingFits if there are none.
 
         Args:
             device_bytes, host_bytes: limits of the step; default the available memory.
         """
-        return self._submit_atomic("fit", self._trainer.fit, device_bytes, host_bytes)
+        return self._submit_query("search for settings that fit", self._trainer.fit, device_bytes, host_bytes)
 
     def close(self, wait: bool = True) -> None:
         """Finish the current step, cancel the queue and end the thread. Closing twice is allowed."""

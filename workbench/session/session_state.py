@@ -114,6 +114,7 @@ class SessionState:
                 touched=view.touched,
                 probe=self._probe.row,
                 race=self.race(),
+                changed_from=self.settings_plan.changed_from,
             )
 
     def set_ended(self, reason: str) -> None:

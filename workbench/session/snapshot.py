@@ -39,6 +39,7 @@ class Snapshot:
         statistics: figures of the layers over these steps.
         shell_params: number of weights in the shell.
         shell_trained: number of these that are trained.
+        changed_from: settings changed since the session began, with the values that they had.
         busy: description of the current command, such as "step 12" or "forecast"; "" if there is none.
         ended: why the session accepts no more commands, and the remedy; "" while it is open.
         shown: the last kept step that led to the current state, of this branch or of the branch that it was forked from;
@@ -89,6 +90,7 @@ class Snapshot:
     touched: Collection[str] = ()
     probe: ProbeRow | None = None
     race: Race | None = None
+    changed_from: Mapping[str, Any] = field(default_factory=dict)
     busy: str = ""
     ended: str = ""
 

@@ -177,10 +177,16 @@ class Trainer:
         return self.relay.forecast(self._peek_batch("nothing is left to forecast"))
 
     def fit(self, device_bytes: int | None = None, host_bytes: int | None = None) -> Fit:
-        """Find the fastest settings for the next step, and use them."""
+        """Find the fastest settings for the next step; only a relay that fits itself uses them."""
         batch = self._peek_batch("there is no step to find settings for")
         self._state.activity = "edit"
-        return self._fit(batch, device_bytes, host_bytes)
+        if self.relay.fits_itself:
+            return self._fit(batch, device_bytes, host_bytes)
+        before = self.relay.config
+        try:
+            return self.relay.fit(batch, device_bytes, host_bytes)
+        finally:
+            self.relay.config = before
 
     def _peek_batch(self, otherwise: str) -> Any:
         """Return the next batch, which remains pending."""

@@ -272,15 +272,21 @@ def test_what_if_without_a_session(session: Session) -> None:
         WhatIf(3)  # type: ignore[arg-type]
 
 
-def test_fit_selects_settings_with_reasons(session: Session) -> None:
+def test_fit_proposes_settings_with_reasons_and_use_applies_them(session: Session) -> None:
     panel = WhatIfPanel(session)
     train(session, 1)
     find(panel, "Fit").click()
-    wait_until(lambda: "chosen" in html_of(panel))
-    session.wait(HANG_S)
-    output, now = html_of(panel), session.snapshot()
-    assert "All weights stay on the device during a step, and micro-batches go through all layers" in output
-    assert now.config == session.relay.config and now.config.keep == 4 and not find(panel, "Fit").disabled
+    wait_until(lambda: "proposed" in html_of(panel))
+    before = session.wait(HANG_S)
+    assert "All weights stay on the device during a step, and micro-batches go through all layers" in html_of(panel)
+    assert before.config == RelayConfig(seed=0, micro_batches=2, verify="never"), "a proposal is not in force"
+    assert not before.changes and not before.changed_from and not find(panel, "Fit").disabled
+    use = find(panel, "Use these settings from the next step on")
+    assert use.layout.display == "" and "keep=4" in use.description
+    use.click()
+    now = session.wait(HANG_S)
+    assert "in force from the next step on" in html_of(panel) and use.layout.display == "none"
+    assert now.config == session.relay.config and now.config.keep == 4
     session.reconfigure(seed=3)  # keeps the other settings
     session.wait(HANG_S)
     assert session.relay.config.keep == 4

@@ -519,7 +519,7 @@ def test_found_settings_are_in_the_script() -> None:
         first = relay.config
         session.reconfigure(micro_batches=3, keep=0, resident=0)
         train(session, 1)
-        session.fit().result(HANG_S)
+        session.reconfigure(**session.fit().result(HANG_S).settings)
         train(session, 1)
         script, losses, states = session.script(), [row.loss for row in session.snapshot().steps], state_of(relay)
     assert first.keep == 4 and "keep=4" in script and "auto" not in script and ".fit(" not in script
