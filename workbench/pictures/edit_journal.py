@@ -39,7 +39,8 @@ border-bottom:1px solid var(--jp-border-color1,#888a)}
 PROBE_COLUMN = "probe: before → after"
 _MEANINGS: Mapping[str, str] = {
     PROBE_COLUMN: "Mean loss of the same few batches before and after the edit, in evaluation mode. The change is the mean over "
-    "the batches, ± its standard deviation over them; ▲ worse and ▼ better by more than that."
+    "the batches, ± its standard deviation over them, of this one run: it is no spread over seeds. ▲ worse and ▼ better by more "
+    "than that."
 }
 _COLOURS: Mapping[str, str] = {"▲": VERMILION, "▼": GREEN}
 
