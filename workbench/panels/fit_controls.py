@@ -1,4 +1,4 @@
-"""Buttons for settings that fit the device: a search that proposes some, and a suggestion if the next step would not fit."""
+"""Buttons for settings that fit: a search that proposes some, and a suggestion if the next step would not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from l2l_core.forecast import WhatFits
 from l2l_core.trace import format_bytes
 from workbench.panels.controls import make_button, make_row
 from workbench.panels.panel import failure_html
-from workbench.session import Session
+from workbench.session import SearchCancelled, Session
 
 _TIP = (
     "Find the fastest settings that fit the device: micro-batches, layers ahead, place of the stash, resident weights, "
@@ -25,7 +25,7 @@ _TIP = (
 
 
 class FitButton:
-    """A button that searches for the fastest settings that fit, and a proposal with reasons and a button that applies it.
+    """A search for the fastest settings that fit, and its proposal with reasons and a button that applies it.
 
     Args:
         session: runs the search on its thread.
@@ -48,7 +48,9 @@ class FitButton:
     def _start_search(self) -> None:
         self.button.disabled = True
         try:
-            self._show_text('<span class="l2l-caption">searching for settings that fit …</span>')
+            self._show_text(
+                '<span class="l2l-caption">searching for settings that fit; progress and Cancel are in the header</span>'
+            )
             self._session.fit().add_done_callback(self._on_result)
         except Exception as error:
             self._show_failure(error)
@@ -82,7 +84,7 @@ class FitButton:
 
     def _show_failure(self, error: BaseException) -> None:
         self.button.disabled = False
-        if isinstance(error, NothingFits | CancelledError):
+        if isinstance(error, NothingFits | CancelledError | SearchCancelled):
             message = "the search was removed from the queue" if isinstance(error, CancelledError) else str(error)
             self._show_text(f'<span class="l2l-caption">{escape(message)}</span>')
         else:

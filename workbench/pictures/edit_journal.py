@@ -48,12 +48,12 @@ _COLUMNS = (  # width in em; 0: the remaining width
     ("", 3),
     ("step", 4.5),
     ("edit", 0),
-    (PROBE_COLUMN, 22),
-    ("layers", 5.5),
-    ("weights", 7.5),
-    ("bytes", 7),
+    (PROBE_COLUMN, 27),
+    ("layers", 5),
+    ("weights", 7),
+    ("bytes", 6.5),
     ("function", 7),
-    ("optimizer state", 13),
+    ("optimizer state", 9),
 )
 _LEFT = ("edit", "optimizer state")
 _EMPTY = "No edit yet. Applied edits appear here, with the loss of the probe before and after."

@@ -110,6 +110,10 @@ class Session(QueryableSession):
         if not self._races.stop():
             super().stop()
 
+    def cancel_search(self) -> None:
+        """Cancel the search for settings that fit, if one runs; no settings change."""
+        self._state.search.cancel()
+
     def skip(self) -> None:
         """Skip the batch on which a step has failed: the next step takes another one.
 
