@@ -31,6 +31,7 @@ from workbench.session.race_result import Race
 from workbench.session.session_state import CLOSED, TAKEN_OVER, SessionState
 from workbench.session.settings import check_names, check_settings
 from workbench.session.snapshot_rows import describe_settings_change
+from workbench.session.tokenizer import find_decode
 from workbench.session.trainer import Trainer
 
 
@@ -52,7 +53,8 @@ class Session(QueryableSession):
         schedule: edits the layers before each step, and selects layers that the step skips.
         probe: a few held-out batches whose losses are measured before and after every edit, see `Probe`; None: copies of
             the first training batches; False: no probe until `probe_on` is set.
-        decode: ``decode(tokens) -> text``, for panels that show tokens; None: these show token numbers.
+        decode: ``decode(tokens) -> text``, for panels that show tokens. None: that of the tokenizer on the model, on the
+            batches or their data set, or in a variable of the notebook (`find_decode`); without one, token numbers are shown.
 
     Raises:
         TypeError: `relay`, `batches` or `probe` has the wrong type.
@@ -72,7 +74,7 @@ class Session(QueryableSession):
     ) -> None:
         if not isinstance(relay, Relay):
             raise TypeError(f"relay is a {type(relay).__name__}: a session takes an l2l_core.Relay over your model")
-        self.relay, self.decode = relay, decode
+        self.relay, self.decode = relay, decode or find_decode(relay.model, batches)
         self._batches = Batches(batches)
         self._probe = Probe(relay, probe, self._batches)
         # A lambda: the state needs the command thread, and is made after it.
