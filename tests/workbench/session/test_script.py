@@ -106,9 +106,7 @@ def work(session: Session) -> list[float]:
     session.discard("gone").result(HANG_S)
     train(session, 1)
     rows = [racer.steps for racer in race.racers]
-    raced = [
-        row.loss for part in (slice(0, 8), slice(8, 10)) for steps in rows for row in steps[part]
-    ]  # in rounds of 8
+    raced = [row.loss for pair in zip(*rows, strict=True) for row in pair]  # they move alternately
     return [*wide, *main, *raced, *losses()[-1:]]
 
 

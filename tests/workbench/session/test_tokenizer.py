@@ -80,7 +80,8 @@ def test_number_without_a_token_is_shown_as_a_number() -> None:
 
 
 def test_session_uses_it_unless_one_is_given(relay: Relay) -> None:
-    relay.model.tokenizer = Letters()
+    model: Any = relay.model
+    model.tokenizer = Letters()
     with Session(relay, make_batches()) as session:
         assert session.decode is not None and session.decode([7, 8]) == "hi"
     with Session(relay, make_batches(), decode=str) as session:
