@@ -74,7 +74,7 @@ from l2l_core.model import (
     resolve_layers,
     snapshot_except,
 )
-from l2l_core.runner import Runner
+from l2l_core.runner import OnTrial, Runner
 from l2l_core.saves import EditedStacks, HistoryRestorer, Resumption, history_parts, register_restore, snapshot_parts
 from l2l_core.shelf import (
     Disk,
@@ -301,6 +301,19 @@ class Relay:
     def fits_itself(self) -> bool:
         """True if the next step runs `fit` first: made with "auto", and `config` not set since."""
         return self._auto_fit
+
+    @property
+    def on_trial(self) -> OnTrial | None:
+        """Function that is called before a search tries settings, with an error and the settings; None for none.
+
+        The error is that of the step that did not fit, while settings that fit are searched; None in `fit`. An exception of
+        the function ends the search: `fit` raises it, and the error of the step gets it as a note.
+        """
+        return self._runner.on_trial
+
+    @on_trial.setter
+    def on_trial(self, function: OnTrial | None) -> None:
+        self._runner.on_trial = function
 
     @property
     def steps(self) -> int:

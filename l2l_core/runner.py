@@ -82,6 +82,9 @@ def _change_nothing(runtime: BreadthFirstRuntime) -> None:
     """Leave the weights as they are."""
 
 
+OnTrial = Callable[[DeviceOutOfMemory | None, RelayConfig], None]
+
+
 class Runner:
     """Runs passes over a relay's parts, one at a time; the caller holds the relay's lock.
 
@@ -104,6 +107,7 @@ class Runner:
         probe_normaliser: the same for probes, which must not influence steps.
         steps: number of completed steps.
         trace: of the current or last step.
+        on_trial: see `Relay.on_trial`.
     """
 
     def __init__(
@@ -126,6 +130,7 @@ class Runner:
         self.normaliser, self.probe_normaliser = LossNormaliser(weight, *measures), LossNormaliser(weight, *measures)
         self.steps = 0
         self.trace: Trace | None = None
+        self.on_trial: OnTrial | None = None
         self._failed_inference: Trace | None = None  # of a device that was too small
         self._warned_of_fewer = False
         self._rows_rule = rows_rule
@@ -362,7 +367,13 @@ class Runner:
             from l2l_core.forecast import advise
 
             with self.rehearsing(batch) as rehearsal:
-                advise(error, rehearsal, batch, config)
+                advise(error, self._watched(rehearsal, error), batch, config)
+
+    def _watched(self, rehearsal: Rehearsal, error: DeviceOutOfMemory | None) -> Rehearsal:
+        """Return the rehearsal, which calls `on_trial`, if there is one."""
+        if self.on_trial is None:
+            return rehearsal
+        return replace(rehearsal, on_trial=partial(self.on_trial, error))
 
     def _roll_back(self, restore_buffers: Callable[[], None]) -> list[str]:
         """Undo the step where possible; return the keys of blocks that stay updated."""
@@ -551,7 +562,7 @@ class Runner:
             if backend.rank == sizes.index(max(sizes)):
                 args = fixed, MemoryLimits.tightest(all_limits), most_s, min(counts), self.cluster()
                 with self.rehearsing(batch) as rehearsal:
-                    found = [fit_step(rehearsal, batch, config, *args)]
+                    found = [fit_step(self._watched(rehearsal, None), batch, config, *args)]
             [fit] = backend.gather_items(found, "send the settings found")
         return fit
 

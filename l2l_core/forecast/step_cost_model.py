@@ -94,6 +94,7 @@ class StepCostModel:
 
     def rehearse(self, config: RelayConfig, max_passes: int) -> ForecastCosts | None:
         """Rehearse a step with at most `max_passes` timed passes; None if it cannot run."""
+        self._rehearsal.on_trial(config)
         try:
             micro_batches = self._rehearsal.split(self._batch, config.micro_batches)
             return costs_of_rehearsal(self._rehearsal, micro_batches, config, max_passes)

@@ -33,8 +33,10 @@ def test_sliders_answer_and_apply_changes_the_next_step(open_notebook: Callable[
     assert "(exact)" in forecast(bench), "bytes as forecast"
 
     bench.press("▸ What if")
-    until(lambda: "The settings of the measured step." in words(bench), page, "an answer")
-    assert "step 3, measured" in picture(bench) and "what if, simulated" in picture(bench)
+    until(lambda: "The settings of the last step." in words(bench), page, "an answer")
+    assert "as long as before (0%)" in words(bench), "a simulation beside a simulation"
+    assert "±: mean error of the last 2 forecasts" in words(bench)
+    assert "settings of step 3, simulated" in picture(bench) and "what if, simulated" in picture(bench)
     before = picture(bench)
     handle(bench, "link to device").focus()
     for _ in range(15):  # from no limit down to 1 MB/s
@@ -64,8 +66,8 @@ def test_sliders_answer_and_apply_changes_the_next_step(open_notebook: Callable[
     until(lambda: "stash device → host" in bench.picture(3).text_content(), page, "the change beside the loss")
     bench.press("Step")
     bench.wait_for_step(4)
-    until(lambda: "step 4, measured" in picture(bench), page, "the new step above")
-    until(lambda: "The settings of the measured step." in words(bench), page, "what was asked to be what has run")
+    until(lambda: "settings of step 4, simulated" in picture(bench), page, "the new step above")
+    until(lambda: "The settings of the last step." in words(bench), page, "what was asked to be what has run")
     keep(root(bench), "what_if_applied")
     assert notebook.run_cell(2) == "1 3", "resident and keep of the relay"
 
@@ -102,7 +104,7 @@ def picture(bench: Bench) -> str:
 
 
 @pytest.mark.slow
-def test_fit_chooses_settings_and_says_why(open_notebook: Callable[..., Notebook], page: Page) -> None:
+def test_fit_proposes_settings_and_use_applies_them(open_notebook: Callable[..., Notebook], page: Page) -> None:
     notebook = open_notebook(QUICK, WORKBENCH)
     notebook.run_cell(0), notebook.run_cell(1)
     bench = notebook.bench(1)
@@ -110,13 +112,20 @@ def test_fit_chooses_settings_and_says_why(open_notebook: Callable[..., Notebook
     bench.wait_for_step(1)
     bench.press("▸ What if")
     bench.press("Fit")
-    until(lambda: "chosen RelayConfig(" in bench.root.inner_text(), page, "the choice")
+    until(lambda: "proposed RelayConfig(" in bench.root.inner_text(), page, "the proposal")
     said = bench.root.inner_text()
     assert "a step by the forecast" in said and "settings were compared in" in said
+    in_force = bench.root.locator(".l2l-in-force")
+    assert "(was" not in in_force.inner_text(), "a proposal is not in force"
     keep(page, "what_if_fit")
+    bench.root.locator("button[title^='Use these settings from']").click()
+    until(lambda: "(was" in in_force.inner_text(), page, "the settings in the header")
+    keep(page, "what_if_fit_used")
     bench.press("Step")
     bench.wait_for_step(2)
-    assert bench.step == 2, "a step with what was chosen"
+    assert bench.step == 2, "a step with what was proposed"
+    bench.press("Reset settings")
+    until(lambda: "(was" not in in_force.inner_text(), page, "the settings as they were")
 
 
 @pytest.mark.slow
@@ -129,7 +138,7 @@ def test_it_fits_a_screen_unfolded(open_notebook: Callable[..., Notebook], page:
     bench.wait_for_step(1)
     if bench.button("▸ What if").count():
         bench.press("▸ What if")
-    until(lambda: "The settings of the measured step." in words(bench), page, "an answer")
+    until(lambda: "The settings of the last step." in words(bench), page, "an answer")
     keep(page, "what_if_on_a_screen")
     below = bench.root.evaluate(BELOW)
     assert below <= 0, f"what if is {below:.0f} px too high"

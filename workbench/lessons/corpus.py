@@ -8,6 +8,7 @@ import math
 import os
 import sysconfig
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,14 @@ class Corpus:
     train: torch.Tensor
     held_out: torch.Tensor
     files: int
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, which are its bytes."""
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens; a byte that is no character is shown as a replacement character."""
+        return bytes(tokens).decode("utf-8", errors="replace")
 
 
 def find_sources(folder: Path) -> list[str]:

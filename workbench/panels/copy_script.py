@@ -58,7 +58,9 @@ function render({ model, el }) {
     const script = await request();
     try {
       await navigator.clipboard.writeText(script);
-      status.textContent = `copied, ${script.trimEnd().split("\\n").length} lines`;
+      const open_ones = [...script.matchAll(/(\\w+)\\(\\) is not written yet/g)].map((found) => found[1] + "()");
+      const fill = open_ones.length ? `; fill in ${open_ones.join(" and ")} before it runs` : "; it runs as it is";
+      status.textContent = `copied, ${script.trimEnd().split("\\n").length} lines${fill}`;
     } catch {
       open(true);
       text.select();

@@ -1,10 +1,12 @@
-"""Buttons for settings that fit the device: a search, and a suggestion where the next step would not fit."""
+"""Buttons for settings that fit: a search that proposes some, and a suggestion if the next step would not."""
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from html import escape
+from typing import Any
 
 import ipywidgets
 
@@ -13,31 +15,42 @@ from l2l_core.forecast import WhatFits
 from l2l_core.trace import format_bytes
 from workbench.panels.controls import make_button, make_row
 from workbench.panels.panel import failure_html
-from workbench.session import Session
+from workbench.session import SearchCancelled, Session
 
 _TIP = (
     "Find the fastest settings that fit the device: micro-batches, layers ahead, place of the stash, resident weights, "
-    "kept graphs, or depth first with every layer on the device. Rehearses a few steps and trains nothing"
+    "kept graphs, or depth first with every layer on the device. Rehearses a few steps, trains nothing, and proposes the "
+    "settings with reasons; Use applies them"
 )
 
 
 class FitButton:
-    """A button that searches for the fastest settings that fit; `text` then shows them with the reasons.
+    """A search for the fastest settings that fit, and its proposal with reasons and a button that applies it.
 
     Args:
-        session: runs the search on its thread and uses the settings from the next step on.
+        session: runs the search on its thread.
+
+    Attributes:
+        button: starts the search.
+        proposal: what was found; hidden before the first search.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self.button = make_button("Fit", "magic", _TIP)
         self.button.on_click(lambda _: self._start_search())
-        self.text = ipywidgets.HTML(layout={"display": "none"})
+        self._use = make_button("", "check", "Use these settings from the next step on", button_style="primary")
+        self._use.on_click(lambda _: self._apply())
+        self._text = ipywidgets.HTML()
+        self._found: Fit | None = None
+        self.proposal = ipywidgets.VBox([self._text, self._use], layout={"display": "none"})
 
     def _start_search(self) -> None:
         self.button.disabled = True
         try:
-            self._show_text('<span class="l2l-caption">searching for settings that fit …</span>')
+            self._show_text(
+                '<span class="l2l-caption">searching for settings that fit; progress and Cancel are in the header</span>'
+            )
             self._session.fit().add_done_callback(self._on_result)
         except Exception as error:
             self._show_failure(error)
@@ -46,23 +59,44 @@ class FitButton:
         """Show the result; called on the session's thread."""
         self.button.disabled = False
         try:
-            choice, *reasons = str(future.result()).splitlines()
+            self._found = found = future.result()
         except Exception as error:
             self._show_failure(error)
             return
+        choice, *reasons = str(found).splitlines()
+        if not found.settings:
+            reasons.insert(0, "These are the settings in force.")
         more = "".join(f'<br><span class="l2l-caption">{escape(line)}</span>' for line in reasons)
-        self._show_text(f'<div class="l2l-forecast"><strong>chosen</strong> {escape(choice)}{more}</div>')
+        self._show_text(f'<div class="l2l-forecast"><strong>proposed</strong> {escape(choice)}{more}</div>')
+        self._use.description = f"Use {_arguments(found.settings)}"
+        self._use.layout.display = "" if found.settings else "none"
+
+    def _apply(self) -> None:
+        """Use the proposed settings, also if others were changed since the search."""
+        found = self._found
+        assert found is not None, "the button is hidden before"
+        try:
+            self._session.reconfigure(**found.settings)
+            self._use.layout.display = "none"
+            self._text.value += '<span class="l2l-caption">in force from the next step on</span>'
+        except Exception as error:
+            self._show_failure(error)
 
     def _show_failure(self, error: BaseException) -> None:
         self.button.disabled = False
-        if isinstance(error, NothingFits | CancelledError):
+        if isinstance(error, NothingFits | CancelledError | SearchCancelled):
             message = "the search was removed from the queue" if isinstance(error, CancelledError) else str(error)
             self._show_text(f'<span class="l2l-caption">{escape(message)}</span>')
         else:
             self._show_text(failure_html(f"No settings were found: {error}", traceback.format_exc()))
 
     def _show_text(self, html: str) -> None:
-        self.text.value, self.text.layout.display = html, ""
+        self._use.layout.display = "none"
+        self._text.value, self.proposal.layout.display = html, ""
+
+
+def _arguments(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
 class FitSuggestion:
@@ -87,7 +121,7 @@ class FitSuggestion:
         if found is not None:
             fastest = found.fastest
             self._button.layout.display = "" if fastest is not None else "none"
-            self._button.description = f"Use {', '.join(f'{name}={value}' for name, value in found.settings.items())}"
+            self._button.description = f"Use {_arguments(found.settings)}"
             words = (
                 f"{format_bytes(fastest.device_bytes)} on the device, by the forecast"
                 if fastest is not None

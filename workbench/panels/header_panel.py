@@ -15,7 +15,15 @@ from l2l_core import TornStep
 from l2l_core.trace import format_bytes
 from workbench.panels.controls import make_box, make_button, make_row
 from workbench.panels.panel import Panel, failure_html
-from workbench.pictures import Picture, failure_title, header_html, header_picture, progress_html
+from workbench.pictures import (
+    Picture,
+    failure_title,
+    header_html,
+    header_picture,
+    in_force_html,
+    progress_html,
+    work_label,
+)
 from workbench.session import ControllableSource, Failure, Snapshot
 
 MICRO_BATCH_OPTIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -50,6 +58,7 @@ class HeaderPanel(Panel):
         self._step = make_button("Step", "step-forward", "Train one step")
         self._stop = make_button("Stop", "stop", "End the run after the current step")
         self._take_back_button = make_button("Take back", "reply", "Remove the newest waiting command from the queue")
+        self._cancel = make_button("Cancel", "ban", "End the race or the search for settings; nothing is lost")
         # not `display`: the hidden button keeps its space, so that no other button moves
         self._take_back_button.layout.visibility = "hidden"
         self._steps = ipywidgets.BoundedIntText(
@@ -68,14 +77,20 @@ class HeaderPanel(Panel):
             (self._skip, self.session.skip),
             (self._take_back_button, self._take_back),
             (self._fit, self._press_fit),
+            (self._cancel, self._press_cancel),
         ):
             button.on_click(self._guard(action))
         run_buttons = self._run, self._pause, self._step, self._stop
-        buttons = make_row(*run_buttons, self._steps, self._progress, self._take_back_button)
+        buttons = make_row(*run_buttons, self._steps, self._progress, self._cancel, self._take_back_button)
         settings = make_box(ipywidgets.HBox, "l2l-settings", *self._build_settings())
         settings.layout.flex_flow = "row wrap"
+        self._in_force = ipywidgets.HTML()
+        tip = "Restore the settings that were in force when this workbench was opened"
+        self._reset = make_button("Reset settings", "undo", tip)
+        self._reset.on_click(self._guard(self._reset_settings))
+        in_force = make_row(self._in_force, self._reset)
         self._error_box = ipywidgets.VBox([self._error_html, self._fit, self._skip], layout={"display": "none"})
-        return ipywidgets.VBox([self._title, buttons, settings, self._error_box])
+        return ipywidgets.VBox([self._title, buttons, settings, in_force, self._error_box])
 
     def _build_settings(self) -> list[ipywidgets.DOMWidget]:
         snapshot = self.session.snapshot()
@@ -111,6 +126,8 @@ class HeaderPanel(Panel):
 
     def draw(self, snapshot: Snapshot) -> None:
         self._draw_progress(snapshot)
+        self._in_force.value = in_force_html(snapshot)
+        self._reset.layout.display = "" if snapshot.changed_from else "none"
         self._run.button_style = "success" if snapshot.state == "running" else "primary"
         self._pause.button_style = "warning" if snapshot.state == "paused" or snapshot.pausing else ""
         self._update_controls(snapshot)
@@ -133,7 +150,14 @@ class HeaderPanel(Panel):
 
     def _draw_progress(self, snapshot: Snapshot) -> None:
         self._progress.value = progress_html(snapshot)
+        self._cancel.layout.display = "" if work_label(snapshot) else "none"
         self._take_back_button.layout.visibility = "visible" if snapshot.queued else "hidden"
+
+    def _press_cancel(self) -> None:
+        if self.session.snapshot().search is not None:
+            self.session.cancel_search()
+        else:
+            self.session.stop()
 
     def _take_back(self) -> None:
         for ticket in self.session.snapshot().tickets[-1:]:  # none, if the command has started
@@ -176,6 +200,10 @@ class HeaderPanel(Panel):
         failure = self.session.snapshot().failure
         if failure is not None and failure.remedy is not None:
             self.session.reconfigure(**failure.remedy.settings)
+
+    def _reset_settings(self) -> None:
+        """Restore the settings with which the session began."""
+        self.session.reconfigure(**self.session.snapshot().changed_from)
 
     def _press_run(self) -> None:
         snapshot = self.session.snapshot()

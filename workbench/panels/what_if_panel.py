@@ -27,15 +27,18 @@ from workbench.what_if import (
     CONFIG_FIELDS,
     Answer,
     AssumedCosts,
+    ComparedAnswer,
     DepthFirstStep,
+    ForecastRecord,
     MeasuredStep,
     Question,
     StepCache,
     answer_question,
     assumed_answer,
+    compare_with_step,
+    describe_forecast,
     find_fitting_settings,
     forecast_error,
-    measured_answer,
 )
 
 MIN_INTERVAL_S = 1.0  # between two automatic forecasts during a run
@@ -57,7 +60,6 @@ class WhatIf:
 
     def __init__(self, step: Trace | Profile, **settings: Any) -> None:
         self._base = MeasuredStep.of(step)
-        self._measured_answer = measured_answer(self._base) if self._base.trace is not None else None
         self._view = WhatIfView(Question.of(self._base), self._answer)
         self._view.controls.set_values(**settings)
         self.widget = make_box(ipywidgets.VBox, "l2l-workbench", style_sheet(), self._view.row, self._view.widget)
@@ -65,10 +67,10 @@ class WhatIf:
     @property
     def answer(self) -> Answer:
         """Answer to the current question."""
-        return self._answer(self._view.controls.question())[1]
+        return self._answer(self._view.controls.question()).now
 
-    def _answer(self, question: Question) -> tuple[Answer | None, Answer]:
-        return self._measured_answer, answer_question(self._base, question)
+    def _answer(self, question: Question) -> ComparedAnswer:
+        return compare_with_step(self._base, question)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Bundle:
         self._view.refresh()
@@ -92,7 +94,7 @@ class WhatIfPanel(Panel):
         self._last_inputs: object = None
         self._branch = self._snapshot.branch  # of the forecast
         self._forecast: tuple[Answer, str, int] | None = None  # with its branch and step
-        self._forecast_error = ""
+        self._forecast_error, self._record = "", ForecastRecord()
         self._line = ipywidgets.HTML()
         self._toggle = ipywidgets.ToggleButton(
             layout={"width": "auto"}, tooltip="Sliders for the settings of a simulated step; nothing runs"
@@ -109,7 +111,7 @@ class WhatIfPanel(Panel):
         self._toggle.observe(lambda _: self._on_toggle(), "value")
         self._on_toggle()
         self._toggle.add_class("l2l-opens")
-        return ipywidgets.VBox([self._line, self._fit_suggestion.widget, self._row, fit.text, self._view_box])
+        return ipywidgets.VBox([self._line, self._fit_suggestion.widget, self._row, fit.proposal, self._view_box])
 
     def _build_view(self) -> WhatIfView:
         apply = make_button("Apply", "check", "Use these settings for the next step", button_style="primary")
@@ -130,6 +132,7 @@ class WhatIfPanel(Panel):
             return  # a later call forecasts from the newest step
         if snapshot.branch != self._branch:
             self._branch, self._forecast_error, self._forecast = snapshot.branch, "", None
+            self._record.clear()
         self._last_inputs = inputs
         self._next_s = time.monotonic() + max(MIN_INTERVAL_S, self._cost_s / TIME_SHARE)
         self._executor.submit(self._update_forecast)
@@ -174,13 +177,15 @@ class WhatIfPanel(Panel):
         assert self._view is not None
         self._depth_suggestions.update(self._snapshot.layers, self._view.controls.question().depth)
 
-    def _answer(self, question: Question) -> tuple[Answer | None, Answer]:
-        """Return the last measured step and the answer from the measured step nearest to the question."""
-        if (nearest := self._step_cache.nearest(question)) is not None:
-            return self._step_cache.last_answer(), answer_question(nearest, question)
+    def _answer(self, question: Question) -> ComparedAnswer:
+        """Answer from the measured step nearest to the question, beside the simulation of the last step."""
+        nearest = self._step_cache.nearest(question)
+        if nearest is not None and (last := self._step_cache.last_step()) is not None:
+            margin = self._record.margin(last.simulated, last.measured)
+            return ComparedAnswer(answer_question(nearest, question), last.simulated, last.measured, margin)
         if self._rehearsed is not None and self._rehearsed[1] == self._snapshot.branch:
-            return None, answer_question(self._rehearsed[0], question)
-        return None, assumed_answer(AssumedCosts.of(self._snapshot), question)
+            return ComparedAnswer(answer_question(self._rehearsed[0], question))
+        return ComparedAnswer(assumed_answer(AssumedCosts.of(self._snapshot), question))
 
     def _update_forecast(self) -> None:
         """Forecast the next step and compare the last forecast with the measured step."""
@@ -189,13 +194,13 @@ class WhatIfPanel(Panel):
             now = self._snapshot  # read once: `draw` may replace it
             if now.config.schedule == "depth_first":
                 raise DepthFirstStep("The next step")
-            last, forecast = self._answer(Question.next_of(now))
-            # of an earlier step of this branch: `draw` drops forecasts of other branches
-            if last is not None and self._forecast is not None and self._forecast[1:] < (now.branch, now.step):
-                self._forecast_error = forecast_error(self._forecast[0], last) or self._forecast_error
+            self._compare_forecast(now)
+            found = self._answer(Question.next_of(now))
+            forecast, margin = found.now, found.margin
             self._forecast = forecast, now.branch, now.step
-            words = f"<strong>next step, forecast</strong> {escape(str(forecast))}"
-            note = f"<br>{escape(self._forecast_error or forecast.basis)}"
+            words = f"<strong>next step, forecast</strong> {escape(describe_forecast(forecast, margin))}"
+            notes = [self._forecast_error or forecast.basis, *([margin.explanation] if margin is not None else [])]
+            note = f"<br>{escape('. '.join(notes))}"
             self._line.value = f'<div class="l2l-forecast">{words}<span class="l2l-caption">{note}</span></div>'
             self._fit_suggestion.show(self._find_fit(forecast))
         except DepthFirstStep as reason:
@@ -207,11 +212,20 @@ class WhatIfPanel(Panel):
             self._line.value = failure_html(f"The next step cannot be forecast: {error}", traceback.format_exc())
         self._cost_s = time.thread_time() - began_s
 
+    def _compare_forecast(self, now: Snapshot) -> None:
+        """Record the error of the last forecast if its step was measured since, on the same branch."""
+        if self._forecast is None or not self._forecast[1:] < (now.branch, now.step):
+            return  # `draw` drops forecasts of other branches
+        if (last := self._step_cache.last_step()) is not None:
+            forecast, self._forecast = self._forecast[0], None
+            self._record.add(forecast, last.measured)
+            self._forecast_error = forecast_error(forecast, last.measured) or self._forecast_error
+
     def _find_fit(self, forecast: Answer) -> WhatFits | None:
         """Find settings that fit if the next step would not; None if it fits or its costs are a guess."""
         if forecast.fits or forecast.guessed:
             return None
-        return find_fitting_settings(lambda question: self._answer(question)[1], forecast.question, MAX_SEARCH_S)
+        return find_fitting_settings(lambda question: self._answer(question).now, forecast.question, MAX_SEARCH_S)
 
     def _press_rehearse(self) -> None:
         self._rehearse.disabled = True

@@ -15,17 +15,17 @@ from workbench.panels.panel import failure_html
 from workbench.panels.what_if_controls import WhatIfControls
 from workbench.pictures import Picture, Table, round_up
 from workbench.what_if import (
-    Answer,
+    ComparedAnswer,
     DepthFirstStep,
     Question,
     changed_settings,
     comparison_table,
     describe_differences,
     draw_what_if,
-    pictured_step,
+    pictured_steps,
 )
 
-AnswerFunction = Callable[[Question], tuple[Answer | None, Answer]]
+AnswerFunction = Callable[[Question], ComparedAnswer]
 
 
 class WhatIfView:
@@ -35,7 +35,7 @@ class WhatIfView:
 
     Args:
         base: initial values of the controls.
-        answer: returns the measured step, if any, and the answer to a question.
+        answer: returns the answer to a question, beside the last step.
         buttons: buttons in front of Reset.
         below: widgets below the controls.
         on_change: called when the user changes a control.
@@ -83,21 +83,20 @@ class WhatIfView:
     def still(self) -> Picture | Table:
         """Return picture and table of the current question, or a table with the reason why it has no answer."""
         try:
-            was, now = self._answer(self.controls.question())
+            found = self._answer(self.controls.question())
         except DepthFirstStep as reason:
             return _no_answer_table(reason)
-        svg = draw_what_if(pictured_step(was) if was else None, pictured_step(now))
-        return Picture(svg, comparison_table(was, now))
+        return Picture(draw_what_if(*pictured_steps(found)), comparison_table(found))
 
     def _show(self) -> None:
         try:
-            was, now = self._answer(self.controls.question())
-            end_s = max(each.columns.end_s for each in (was, now) if each is not None)
+            found = self._answer(self.controls.question())
+            end_s = max(each.columns.end_s for each in (found.was, found.now) if each is not None)
             if not end_s <= self._span_s <= 2.5 * end_s:  # keep the axis while the steps fit well
                 self._span_s = round_up(1.05 * end_s)
-            self._picture.value = draw_what_if(pictured_step(was) if was else None, pictured_step(now), self._span_s)
-            self._text.value = differences_html(was, now)
-            self._fold.show(lambda: comparison_table(was, now))
+            self._picture.value = draw_what_if(*pictured_steps(found), self._span_s)
+            self._text.value = differences_html(found)
+            self._fold.show(lambda: comparison_table(found))
         except DepthFirstStep as reason:
             table = _no_answer_table(reason)
             self._picture.value, self._text.value = "", f'<p class="l2l-caption">{escape(table.note)}</p>'
@@ -110,12 +109,13 @@ def _no_answer_table(reason: DepthFirstStep) -> Table:
     return Table("What if, in figures", ("figure", ""), [], f"{reason}.")
 
 
-def differences_html(was: Answer | None, now: Answer) -> str:
+def differences_html(found: ComparedAnswer) -> str:
     """Return the changed settings and a list of the differences in HTML."""
-    head = "The settings of the measured step." if was is not None else "No step has been measured yet."
+    was, now = found.was, found.now
+    head = "The settings of the last step." if was is not None else "No step has been measured yet."
     if was is not None and (changed := changed_settings(was.question, now.question)):
         head = escape("; ".join(changed))
-    differences = describe_differences(was, now) if was is not None else [f"{now}."]
+    differences = describe_differences(was, now, found.margin) if was is not None else [f"{now}."]
     lines = "".join(f"<li>{escape(line)}</li>" for line in differences)
-    note = f'<p class="l2l-caption">{escape(comparison_table(was, now).note)}</p>'
+    note = f'<p class="l2l-caption">{escape(comparison_table(found).note)}</p>'
     return f'<div class="l2l-what-if-words" aria-live="polite"><strong>{head}</strong><ul>{lines}</ul>{note}</div>'

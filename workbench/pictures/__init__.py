@@ -69,9 +69,11 @@ from workbench.pictures.session_header import failure_title as failure_title
 from workbench.pictures.session_header import format_count as format_count
 from workbench.pictures.session_header import header_html as header_html
 from workbench.pictures.session_header import header_picture as header_picture
+from workbench.pictures.session_header import in_force_html as in_force_html
 from workbench.pictures.session_header import pending_html as pending_html
 from workbench.pictures.session_header import progress_html as progress_html
 from workbench.pictures.session_header import settings_table as settings_table
+from workbench.pictures.session_header import work_label as work_label
 from workbench.pictures.stack_table import draw_layers as draw_layers
 from workbench.pictures.stack_table import layers_table as layers_table
 from workbench.pictures.step_verdict import Sentence as Sentence

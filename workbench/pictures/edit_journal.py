@@ -39,7 +39,8 @@ border-bottom:1px solid var(--jp-border-color1,#888a)}
 PROBE_COLUMN = "probe: before → after"
 _MEANINGS: Mapping[str, str] = {
     PROBE_COLUMN: "Mean loss of the same few batches before and after the edit, in evaluation mode. The change is the mean over "
-    "the batches, ± its standard deviation over them; ▲ worse and ▼ better by more than that."
+    "the batches, ± its standard deviation over them, of this one run: it is no spread over seeds. ▲ worse and ▼ better by more "
+    "than that."
 }
 _COLOURS: Mapping[str, str] = {"▲": VERMILION, "▼": GREEN}
 
@@ -47,12 +48,12 @@ _COLUMNS = (  # width in em; 0: the remaining width
     ("", 3),
     ("step", 4.5),
     ("edit", 0),
-    (PROBE_COLUMN, 22),
-    ("layers", 5.5),
-    ("weights", 7.5),
-    ("bytes", 7),
+    (PROBE_COLUMN, 27),
+    ("layers", 5),
+    ("weights", 7),
+    ("bytes", 6.5),
     ("function", 7),
-    ("optimizer state", 13),
+    ("optimizer state", 9),
 )
 _LEFT = ("edit", "optimizer state")
 _EMPTY = "No edit yet. Applied edits appear here, with the loss of the probe before and after."

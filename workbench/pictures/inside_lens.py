@@ -10,7 +10,7 @@ from l2l_core import Inside
 from l2l_core.inside import Continuation, LensResult
 from workbench.pictures import svg
 from workbench.pictures.colour_map import format_figure
-from workbench.pictures.inside_stream import WIDTH, Decode, describe_rows, sample_evenly, show_token
+from workbench.pictures.inside_stream import NO_DECODE, WIDTH, Decode, describe_rows, sample_evenly, show_token
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.relay_drawing import shortened
 from workbench.pictures.theme import BLUE
@@ -67,7 +67,12 @@ def lens_table(inside: Inside, numbers: LayerNumbers, decode: Decode | None) -> 
     notes = ["The layers above each depth are left out, as if they had been dropped."]
     notes += [f"{_layers(one.layers)} end with {full_name(one.key, numbers)}." for one in depths[-1:]]
     notes += [f"{_layers(one.layers)}: {one.why_not}." for one in depths if one.why_not]
+    notes += [NO_DECODE] if decode is None and length else []
     return Table("Head output at each depth", header, rows, " ".join(notes))
+
+
+def _hint(decode: Decode | None) -> str:
+    return f" {NO_DECODE}" if decode is None else ""
 
 
 def _likeliest_token(one: LensResult, position: int, decode: Decode | None) -> str:
@@ -88,7 +93,7 @@ def text_html(inside: Inside, numbers: LayerNumbers, decode: Decode | None) -> s
         written = f"<mark>{escape(prompt)}</mark>{escape(_decode_tokens(one.tokens, decode))}"
         written = escape(one.why_not) if one.why_not else written
         lines += f'<tr><th scope="row">{escape(_describe_depth(one, numbers))}</th><td>{written}</td></tr>'
-    caption = f'<div class="l2l-caption">{escape(_describe_text(inside))}</div>'
+    caption = f'<div class="l2l-caption">{escape(_describe_text(inside) + _hint(decode))}</div>'
     return f'{caption}<table class="l2l-inside-text">{lines}</table>'
 
 
@@ -97,7 +102,7 @@ def text_table(inside: Inside, numbers: LayerNumbers, decode: Decode | None) -> 
     rows = [
         (_describe_depth(one, numbers), one.why_not or _decode_tokens(one.tokens, decode)) for one in inside.written
     ]
-    return Table("Text at each depth", ("depth", "continues with"), rows, _describe_text(inside))
+    return Table("Text at each depth", ("depth", "continues with"), rows, _describe_text(inside) + _hint(decode))
 
 
 def _draw_row_tokens(row_tokens: Sequence[str], length: int) -> Iterator[str]:

@@ -39,7 +39,7 @@ def show_spreads(inside: Inside, numbers: LayerNumbers) -> Picture:
     ]
     for i, (one, left) in enumerate(shown):
         foot = _TOP + _PITCH * (i + 1)
-        tip = f"layer {full_name(one.key, numbers)}: {format_figure(left.mean)} ± {format_figure(left.deviation)}"
+        tip = f"layer {full_name(one.key, numbers)}: {format_figure(left.mean)} ± {format_figure(left.deviation)} over the values"
         parts.append(svg.group([f"<title>{tip}</title>", svg.path(_ridge(left, across, foot), style="l2l-ridge")]))
         parts.append(svg.text(_LEFT - 6, foot, short_name(one.key, numbers), style="small", anchor="end"))
     style = f"<style>.l2l-ridge{{fill:{BLUE};fill-opacity:.55;stroke:{svg.PAGE};stroke-width:1}}</style>"

@@ -72,6 +72,12 @@ def describe_rows(inside: Inside) -> str:
     return f"micro-batch{'es' if several else ''} {numbers}, row {inside.row}"
 
 
+NO_DECODE = (
+    "Tokens are shown as numbers, since no tokenizer was found on the model, the batches or in a variable. For text, pass "
+    "Workbench(relay, batches, decode=tokenizer.decode)."
+)
+
+
 def show_token(token: int, decode: Decode | None) -> str:
     """Return a token as text with visible spaces, or its number without a decoder."""
     if decode is None:

@@ -88,7 +88,8 @@ def describe_spread(facts: LayerFacts) -> str:
     if not facts.counts:
         return f"{broken}no finite weights, after step {facts.step}"
     ends = f"from {format_figure(facts.low)} to {format_figure(facts.high)}"
-    return f"{broken}{format_figure(facts.mean)} ± {format_figure(facts.deviation)}, {ends}, after step {facts.step}"
+    mean = f"{format_figure(facts.mean)} ± {format_figure(facts.deviation)} over the weights"
+    return f"{broken}{mean}, {ends}, after step {facts.step}"
 
 
 def _facts(row: LayerRow, facts: LayerFacts | None) -> list[str]:

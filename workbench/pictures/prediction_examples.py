@@ -9,7 +9,7 @@ from typing import NamedTuple
 from l2l_core import Inside
 from l2l_core.inside import LensResult
 from workbench.pictures.colour_map import format_figure
-from workbench.pictures.inside_stream import Decode, show_token
+from workbench.pictures.inside_stream import NO_DECODE, Decode, show_token
 from workbench.pictures.picture import Table
 
 STYLE = """
@@ -48,9 +48,13 @@ def examples_html(examples: Examples, decode: Decode | None) -> str:
         cells = "".join(_cell(token, i > 0 and differs[position]) for position, token in enumerate(tokens))
         lines.append(f'<tr><th scope="row">{name}</th>{cells}</tr>')
     return (
-        f'<div class="l2l-caption">{escape(_describe(examples))}</div>'
+        f'<div class="l2l-caption">{escape(_with_hint(_describe(examples), decode))}</div>'
         f'<div class="l2l-examples"><table>{"".join(lines)}</table></div>'
     )
+
+
+def _with_hint(words: str, decode: Decode | None) -> str:
+    return f"{words} {NO_DECODE}" if decode is None else words
 
 
 def examples_table(examples: Examples, decode: Decode | None) -> Table:
@@ -64,7 +68,7 @@ def examples_table(examples: Examples, decode: Decode | None) -> Table:
         for i, differs in enumerate(_differing_positions(examples))
     ]
     header = ("position", "in the row", "with it", "without it", "")
-    return Table("Predictions with and without the layer", header, rows, _describe(examples))
+    return Table("Predictions with and without the layer", header, rows, _with_hint(_describe(examples), decode))
 
 
 def _differing_positions(examples: Examples) -> Sequence[bool]:

@@ -85,7 +85,8 @@ def race_table(race: Race) -> Table:
         notes += [f"{racer.name}: the probe was not measured, {racer.not_measured}."] if racer.not_measured else []
     notes += [
         f"At equal compute: the loss of a branch minus that of {race.racers[0].name} after as many FLOP, ± the standard "
-        "deviation over the probe's batches, interpolated between measurements. ▼ lower and ▲ higher by more than that.",
+        "deviation over the probe's batches, interpolated between measurements. It is of one run of each branch, no spread over "
+        "seeds. ▼ lower and ▲ higher by more than that.",
         f"{FLOP_FORMULA} Seconds: own steps only.",
     ]
     return Table("Race", header, rows, " ".join(notes))

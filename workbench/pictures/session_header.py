@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from html import escape
 
-from l2l_core import Compress
+from l2l_core import Compress, RelayConfig
 from l2l_core.trace import format_bytes
 from workbench.pictures import svg
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import format_prefixed, format_seconds
 from workbench.pictures.theme import GREEN, GREY, ORANGE, SKY, VERMILION
-from workbench.session import Failure, Snapshot
+from workbench.session import Failure, Race, SearchRow, Snapshot, StepRow
 
 STATE_COLOURS = {"idle": GREY, "running": GREEN, "paused": ORANGE, "failed": VERMILION, "closed": GREY}
 STATE_SIGNS = {"idle": "●", "running": "▶", "paused": "‖", "failed": "✕", "closed": "○"}
+_DEFAULTS = RelayConfig()
 _PACE_STEPS = 10  # number of recent steps that define the pace
 
 
 def header_html(snapshot: Snapshot, state_label: str = "") -> str:
     """Return one line of HTML with the state, or `state_label` in its place, and the facts."""
-    colour, words = STATE_COLOURS[snapshot.state], state_label or describe_state(snapshot)
-    state = f'<span class="l2l-state" style="border-color:{colour}">{STATE_SIGNS[snapshot.state]} {words}</span>'
+    is_busy = work_label(snapshot) and snapshot.state != "failed"
+    colour, sign = (GREEN, "▶") if is_busy else (STATE_COLOURS[snapshot.state], STATE_SIGNS[snapshot.state])
+    words = state_label or describe_state(snapshot)
+    state = f'<span class="l2l-state" style="border-color:{colour}">{sign} {words}</span>'
     facts = " · ".join(escape(fact) for fact in header_facts(snapshot))
     return f'<div class="l2l-title">{state}<span>{facts}</span></div>'
 
@@ -56,7 +61,18 @@ def settings_table(snapshot: Snapshot, note: str = "") -> Table:
 
 def describe_state(snapshot: Snapshot) -> str:
     """Return the state in words."""
+    if label := work_label(snapshot):
+        return f"failed, {label}" if snapshot.state == "failed" else label
     return "pausing after this step" if snapshot.pausing else snapshot.state
+
+
+def work_label(snapshot: Snapshot) -> str:
+    """Return the name of work that is no run: a race or a search for settings; "" without."""
+    if snapshot.search is not None:
+        return "searching"
+    if snapshot.race is None or snapshot.race.is_over:
+        return ""
+    return "race paused" if snapshot.race.is_paused else "racing"
 
 
 def header_facts(snapshot: Snapshot) -> list[str]:
@@ -76,8 +92,12 @@ def header_facts(snapshot: Snapshot) -> list[str]:
 
 
 def _step_seconds(snapshot: Snapshot) -> float:
+    return _median_seconds(snapshot.steps)
+
+
+def _median_seconds(steps: Sequence[StepRow]) -> float:
     # the median, which ignores single slow steps, such as the first one
-    recent = sorted(row.seconds for row in snapshot.steps[-_PACE_STEPS:])
+    recent = sorted(row.seconds for row in steps[-_PACE_STEPS:])
     return recent[len(recent) // 2]
 
 
@@ -106,7 +126,28 @@ def progress_html(snapshot: Snapshot) -> str:
     return f'<div class="l2l-progress">{_progress_bar(snapshot)}{queued}</div>'
 
 
+def _search_progress(search: SearchRow) -> str:
+    left_s = search.limit_s - search.elapsed_s
+    left = f"at most {left_s:.0f} s left once some fit" if left_s > 0 else "until some fit"
+    return f"settings that fit: {search.tried} tried in {search.elapsed_s:.0f} s, {left}"
+
+
+def _race_progress(race: Race) -> str:
+    counts = ", ".join(f"{racer.name} {len(racer.steps)}/{race.asked}" for racer in race.racers)
+    paces = [_median_seconds(racer.steps) for racer in race.racers if racer.steps]
+    if not paces or race.is_paused:
+        return counts
+    mean_s = sum(paces) / len(paces)
+    racing = [racer for racer in race.racers if not racer.left]
+    left_s = sum((race.asked - len(r.steps)) * (_median_seconds(r.steps) if r.steps else mean_s) for r in racing)
+    return f"{counts}, {format_seconds(left_s)} left"
+
+
 def _progress_bar(snapshot: Snapshot) -> str:
+    if snapshot.search is not None:
+        return f'<span role="status">{escape(_search_progress(snapshot.search))}</span>'
+    if snapshot.race is not None and not snapshot.race.is_over:
+        return f'<span role="status">{escape(_race_progress(snapshot.race))}</span>'
     # target None: a run without end; 0: no run yet
     if snapshot.target is None:
         return f"<span>{snapshot.done} steps, until stopped</span>"
@@ -122,6 +163,23 @@ def _progress_bar(snapshot: Snapshot) -> str:
         f'<div style="width:{100 * share:.1f}%;background:{SKY}"></div></div>'
         f"<span>{snapshot.done} of {snapshot.target} steps{left}</span>"
     )
+
+
+def in_force_html(snapshot: Snapshot) -> str:
+    """Return every setting of the next step that differs from its default, and its value before a change, as HTML."""
+    shown, changed = {f.name: getattr(snapshot.config, f.name) for f in fields(RelayConfig)}, snapshot.changed_from
+    defaults = {**vars(_DEFAULTS), "seed": shown["seed"]}  # without a seed, the relay draws one
+    listed = [name for name, value in shown.items() if name in changed or value != defaults[name]]
+    listed += [name for name in changed if name not in shown]  # figures of the link
+    values = {**snapshot.figures, **shown}
+    words = [_describe_setting(name, values[name], changed) for name in listed]
+    text = " · ".join(words) or "all at their defaults"
+    return f'<span class="l2l-caption l2l-in-force">settings in force: {text}</span>'
+
+
+def _describe_setting(name: str, value: object, changed: Mapping[str, object]) -> str:
+    words = escape(f"{name}={value}")
+    return f"<strong>{words}</strong> (was {escape(str(changed[name]))})" if name in changed else words
 
 
 def _settings(snapshot: Snapshot) -> dict[str, object]:

@@ -70,7 +70,8 @@ GLOSSARY = {
     "its parts are gathered from all workers; its gradients are exchanged, and each updates its part.",
     "in core": "Plain training, with the whole model on the device.",
     "probe": "A few fixed batches whose losses are measured, in evaluation mode, before and after an edit. The change is the "
-    "mean over the batches, ± its standard deviation over them; ▲ worse and ▼ better by more than that.",
+    "mean over the batches, ± its standard deviation over them, of this one run: it is no spread over seeds. ▲ worse and ▼ "
+    "better by more than that.",
     "influence": "1 minus the mean cosine similarity of the input and output of a layer: near 0, the layer changes little.",
 }
 

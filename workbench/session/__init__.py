@@ -43,6 +43,8 @@ from workbench.session.run_controller import TRAIN as TRAIN
 from workbench.session.run_controller import RunController as RunController
 from workbench.session.script import apply_code as apply_code
 from workbench.session.session import Session as Session
+from workbench.session.settings_search import SearchCancelled as SearchCancelled
+from workbench.session.settings_search import SearchRow as SearchRow
 from workbench.session.snapshot import ControllableSource as ControllableSource
 from workbench.session.snapshot import Snapshot as Snapshot
 from workbench.session.snapshot import SnapshotSource as SnapshotSource

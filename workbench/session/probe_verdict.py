@@ -96,7 +96,7 @@ class LossChange:
 
 
 def describe_loss_change(change: LossChange) -> str:
-    """Format losses and change, such as "2.431 → 2.508, ▲ +0.077 ± 0.012"; a triangle marks a significant change."""
+    """Format losses and change, such as "2.431 → 2.508, ▲ +0.077 ± 0.012 over 4 batches"."""
     before, after = (f"{each.mean:.4g}" for each in (change.before, change.after))
     return (
         f"{before}, {describe_change(change)}" if change.is_same else f"{before} → {after}, {describe_change(change)}"
@@ -104,12 +104,14 @@ def describe_loss_change(change: LossChange) -> str:
 
 
 def describe_change(change: LossChange) -> str:
-    """Format the change and its spread."""
+    """Format the change and its standard deviation over the batches."""
     if change.is_same:
         return "no change (0 exactly)"
     if not math.isfinite(change.change):
         return f"{VERDICT_MARKS[change.verdict]}not finite"
-    spread = "(one batch)" if change.spread is None else f"± {change.spread:.2g}"
+    spread = (
+        "(one batch)" if change.spread is None else f"± {change.spread:.2g} over {len(change.before.losses)} batches"
+    )
     sign = "−" if change.change < 0 else "+"
     return f"{VERDICT_MARKS[change.verdict]}{sign}{abs(change.change):.2g} {spread}"
 

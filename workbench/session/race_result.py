@@ -15,8 +15,8 @@ from itertools import accumulate
 from workbench.session.probe_verdict import LossChange, ProbeLosses
 from workbench.session.snapshot_values import Change, StepRow
 
-# Steps of a branch before the turn of the next one: more steps mean fewer switches, but more batches to keep.
-STEPS_PER_ROUND = 8
+# Steps of a branch before the turn of the next one. One, so that all branches are equally far at any moment.
+STEPS_PER_ROUND = 1
 
 
 @dataclass(frozen=True)

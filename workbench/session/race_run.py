@@ -1,7 +1,7 @@
 """Run of a race: branches train in turn on the same batches. A turn is one step of one branch.
 
-    round of 3 steps     main 1 2 3   slim 1 2 3      │ main 4 5 6   slim 4 5 6      │ …
-    batches              a b c taken, kept, reused    │ d e f taken, kept, reused    │
+    rounds     main 1   slim 1     │ main 2   slim 2     │ …
+    batches    a taken, reused     │ b taken, reused     │
 
 The random streams of a step follow from the branch's seed and step count, and `Relay.switch` restores everything else.
 So a branch ends with the same bits as if it had trained alone on these batches, unless a schedule adds layers during the

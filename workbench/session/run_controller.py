@@ -92,6 +92,9 @@ class RunController(ABC):
         """End the run after the current step."""
         self._commands.submit(Command("stop", self._run.stop))
 
+    def cancel_search(self) -> None:  # noqa: B027 - only some have searches
+        """Cancel the search for settings that fit, if one runs."""
+
     def cancel(self, ticket: int) -> bool:
         """Remove a command from the queue by its `Snapshot.tickets` entry; return False if it is not queued any more."""
         return self._commands.cancel(ticket)

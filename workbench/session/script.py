@@ -19,6 +19,7 @@ import l2l_core
 from l2l_core import Edit, Relay, Schedule
 from workbench.session.batches import Batches, SourceKind
 from workbench.session.layer_edits import edit_code, literal
+from workbench.session.notebook_source import find_notebook_source
 from workbench.session.race_result import Race, Racer
 from workbench.session.script_template import ScriptFrame, render_script
 from workbench.session.settings import LINK_SETTINGS, read_settings
@@ -63,6 +64,8 @@ class Script:
         self._scheduler_step = "" if scheduler is None else f"scheduler.step({loss})"
         self._has_schedule = type(schedule) is not Schedule
         self._records: list[_Record] = []
+        # A relay that was trained before is made by more than its cell.
+        self._notebook = None if relay.steps or relay.journal else find_notebook_source(relay)
         self._names: set[str] = set()  # imported from the engine, besides those of every script
         self.begin()
 
@@ -145,6 +148,7 @@ class Script:
                 scheduler_step=self._scheduler_step,
                 has_schedule=self._has_schedule,
                 has_race=any(map(callable, records)),
+                notebook=self._notebook,
             )
         )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from textwrap import indent, wrap
 
 from workbench.session.batches import SourceKind
+from workbench.session.notebook_source import NotebookSource
 from workbench.session.race_result import STEPS_PER_ROUND
 
 
@@ -25,6 +26,7 @@ class ScriptFrame:
         scheduler_step: line that steps the learning rate scheduler; "" without one.
         has_schedule: True if the session has a schedule of the layers.
         has_race: True if branches raced.
+        notebook: code of the notebook that made the relay and the batches; None if it is not known.
     """
 
     lines: Sequence[str]
@@ -35,6 +37,7 @@ class ScriptFrame:
     scheduler_step: str
     has_schedule: bool
     has_race: bool
+    notebook: NotebookSource | None = None
 
 
 def render_script(frame: ScriptFrame) -> str:
@@ -43,7 +46,7 @@ def render_script(frame: ScriptFrame) -> str:
     given = "".join(f", {name}" for name in more)
     step = "schedule.step(relay, batch)" if frame.has_schedule else "relay.step(batch)"
     parts = [
-        _HEAD.format(names=", ".join(frame.names), imports="\n".join(_imports(frame))),
+        _HEAD.format(names=", ".join(frame.names), imports="\n".join(_imports(frame)), todo=_todo(frame)),
         _stubs(frame),
         _BY_HAND,
         f"def reproduce(relay, batches{given}):\n" + indent(_start_check(frame), "    "),
@@ -59,7 +62,7 @@ def render_script(frame: ScriptFrame) -> str:
 
 _HEAD = '''"""A program that repeats a session of the workbench.
 
-Write make_relay(), batches() and every other function that raises NotImplementedError, then run it. Losses and weights are
+{todo} Losses and weights are
 the same to the bit if the model, its seed, the batches and the machine are the same.
 """
 
@@ -153,6 +156,12 @@ def _race_function(frame: ScriptFrame) -> str:
     )
 
 
+def _todo(frame: ScriptFrame) -> str:
+    if frame.notebook is None:
+        return "Write make_relay(), batches() and every other function that raises NotImplementedError, then run it."
+    return "It runs as it is, except for functions that raise NotImplementedError, if there are any."
+
+
 def _imports(frame: ScriptFrame) -> Iterator[str]:
     if frame.has_race:
         yield "import copy"
@@ -170,14 +179,18 @@ def _stubs(frame: ScriptFrame) -> str:
     steps, branch, keys, edits = frame.start_state
     layers = f"{len(keys)} layers, {keys[0]} to {keys[-1]}" if len(keys) > 1 else f"{len(keys)} layer"
     past = f", {edits} journal entries" if edits else ""
-    stubs = [
-        _stub(
-            "make_relay",
-            f"Return the relay as at the beginning of the session: {layers}, after step {steps} of {branch}{past}.",
-            f"build the model from its seed and return Relay(model, ..., config={frame.config})",
-        ),
-        _stub("batches", *_BATCHES[frame.kind]),
-    ]
+    stubs = (
+        [_from_notebook(frame.notebook, frame.kind)]
+        if frame.notebook is not None
+        else [
+            _stub(
+                "make_relay",
+                f"Return the relay as at the beginning of the session: {layers}, after step {steps} of {branch}{past}.",
+                f"build the model from its seed and return Relay(model, ..., config={frame.config})",
+            ),
+            _stub("batches", *_BATCHES[frame.kind]),
+        ]
+    )
     if frame.has_schedule:
         stubs.append(
             _stub("make_schedule", "Return the schedule of the session.", "return the schedule= of the Session")
@@ -192,6 +205,24 @@ def _stubs(frame: ScriptFrame) -> str:
             )
         )
     return "\n".join(stubs)
+
+
+def _from_notebook(source: NotebookSource, kind: SourceKind) -> str:
+    """Return `make_relay` and `batches` with the code of the notebook."""
+    call = "()" if kind == "function" else ""
+    return f'''
+made = {{}}  # the batches, which the same code makes
+
+def make_relay():
+    """Return the relay, as the cells of the notebook made it."""
+{indent(source.code, "    ")}
+    made["batches"] = {source.batches}
+    return {source.relay}
+
+def batches():
+    """Return what the cells of the notebook made; call make_relay() first."""
+    return made["batches"]{call}
+'''
 
 
 _BATCHES = {

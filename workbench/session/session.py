@@ -31,6 +31,7 @@ from workbench.session.race_result import Race
 from workbench.session.session_state import CLOSED, TAKEN_OVER, SessionState
 from workbench.session.settings import check_names, check_settings
 from workbench.session.snapshot_rows import describe_settings_change
+from workbench.session.tokenizer import find_decode
 from workbench.session.trainer import Trainer
 
 
@@ -52,7 +53,8 @@ class Session(QueryableSession):
         schedule: edits the layers before each step, and selects layers that the step skips.
         probe: a few held-out batches whose losses are measured before and after every edit, see `Probe`; None: copies of
             the first training batches; False: no probe until `probe_on` is set.
-        decode: ``decode(tokens) -> text``, for panels that show tokens; None: these show token numbers.
+        decode: ``decode(tokens) -> text``, for panels that show tokens. None: that of the tokenizer on the model, on the
+            batches or their data set, or in a variable of the notebook (`find_decode`); without one, token numbers are shown.
 
     Raises:
         TypeError: `relay`, `batches` or `probe` has the wrong type.
@@ -72,7 +74,7 @@ class Session(QueryableSession):
     ) -> None:
         if not isinstance(relay, Relay):
             raise TypeError(f"relay is a {type(relay).__name__}: a session takes an l2l_core.Relay over your model")
-        self.relay, self.decode = relay, decode
+        self.relay, self.decode = relay, decode or find_decode(relay.model, batches)
         self._batches = Batches(batches)
         self._probe = Probe(relay, probe, self._batches)
         # A lambda: the state needs the command thread, and is made after it.
@@ -109,6 +111,10 @@ class Session(QueryableSession):
         """End the run, or the race in progress, after the current step."""
         if not self._races.stop():
             super().stop()
+
+    def cancel_search(self) -> None:
+        """Cancel the search for settings that fit, if one runs; no settings change."""
+        self._state.search.cancel()
 
     def skip(self) -> None:
         """Skip the batch on which a step has failed: the next step takes another one.
@@ -207,14 +213,15 @@ class Session(QueryableSession):
             plan.settings = planned
 
     def fit(self, device_bytes: int | None = None, host_bytes: int | None = None) -> Future[Fit]:
-        """Find the fastest settings with which the next step fits, and use them from then on; see `Relay.fit`.
+        """Propose the fastest settings with which the next step fits; see `Relay.fit`. The settings in force stay.
 
-        The future gets a NothingFits if there are none; the settings then stay as they are.
+        ``session.reconfigure(**fit.settings)`` uses them. A relay made with ``config="auto"`` uses them at once. The future
+        gets a NothingFits if there are none.
 
         Args:
             device_bytes, host_bytes: limits of the step; default the available memory.
         """
-        return self._submit_atomic("fit", self._trainer.fit, device_bytes, host_bytes)
+        return self._submit_query("search for settings that fit", self._trainer.fit, device_bytes, host_bytes)
 
     def close(self, wait: bool = True) -> None:
         """Finish the current step, cancel the queue and end the thread. Closing twice is allowed."""

@@ -16,6 +16,7 @@ from workbench.session.race_result import Race
 from workbench.session.relay_view import RelayView
 from workbench.session.run_controller import TRAIN
 from workbench.session.settings import SettingsPlan, make_config
+from workbench.session.settings_search import SettingsSearch
 from workbench.session.snapshot import Snapshot
 from workbench.session.snapshot_rows import make_failure
 from workbench.session.snapshot_values import Activity, Change, Failure, Progress
@@ -52,6 +53,7 @@ class SessionState:
         refusal, ended: see `Snapshot`.
         pending: the last change, if the losses after it are still to be measured; this precedes all other work.
         race: returns the last race in its current state.
+        search: the search for settings that fit, if one runs.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class SessionState:
         self.pending: PendingVerdict | None = None
         self.ended = ""
         self.race: Callable[[], Race | None] = lambda: None
+        self.search = SettingsSearch(self._show_full_device, commands.notify_change)
         self._running_trace: Callable[[], Trace | None] = lambda: None
         self._failed_trace: Trace | None = None  # trace of the step that has just failed
 
@@ -114,6 +117,8 @@ class SessionState:
                 touched=view.touched,
                 probe=self._probe.row,
                 race=self.race(),
+                search=self.search.row,
+                changed_from=self.settings_plan.changed_from,
             )
 
     def set_ended(self, reason: str) -> None:
@@ -138,7 +143,7 @@ class SessionState:
         try:
             yield
         except BaseException:
-            self._failed_trace = self._running_trace()
+            self._failed_trace = self._running_trace() or self._failed_trace
             raise
         finally:
             self._running_trace = lambda: None
@@ -173,6 +178,13 @@ class SessionState:
         with self.changed:
             self.run.fail(self.explain_error(error))
             self._commands.notify_change()
+
+    def _show_full_device(self, error: BaseException) -> None:
+        """Show at once that a step does not fit; the search for settings continues."""
+        with self.changed:
+            self._failed_trace = self._running_trace()
+            self._running_trace = lambda: None
+            self.run.fail(make_failure(error, self.activity, self._relay, self._failed_trace))
 
     def explain_error(self, error: BaseException) -> Failure:
         """Make a failure of an error, with the trace of the step if one has just failed."""

@@ -73,6 +73,7 @@ class SettingsPlan:
     Invariant: `settings` is read and written under the session's lock, the rest by its thread alone.
 
     Attributes:
+        start: settings when the session began.
         settings: settings after all queued commands.
         last_used: settings of the last step.
         recorded: the recorded change since then; all new settings between two steps form one change.
@@ -80,8 +81,13 @@ class SettingsPlan:
 
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
-        self.settings = self.last_used = read_settings(relay)
+        self.start = self.settings = self.last_used = read_settings(relay)
         self.recorded: Change | None = None
+
+    @property
+    def changed_from(self) -> Settings:
+        """Settings that differ from those at the start, with the values that they had."""
+        return {name: was for name, was in self.start.items() if name in SETTINGS and self.settings[name] != was}
 
     def mark_used(self) -> None:
         """Make the current settings the reference for the next change, after a step or a switch of branches."""

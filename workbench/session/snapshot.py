@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from l2l_core import RelayConfig, Trace
 from l2l_core.edits import MAIN_BRANCH, Branch, JournalEntry
 from workbench.session.race_result import Race
+from workbench.session.settings_search import SearchRow
 from workbench.session.snapshot_values import Change, Failure, LayerRow, ProbeRow, Progress, ShownStep, State, StepRow
 from workbench.session.statistics import Statistics
 
@@ -39,6 +40,8 @@ class Snapshot:
         statistics: figures of the layers over these steps.
         shell_params: number of weights in the shell.
         shell_trained: number of these that are trained.
+        changed_from: settings changed since the session began, with the values that they had.
+        search: the search for settings that fit, while it runs.
         busy: description of the current command, such as "step 12" or "forecast"; "" if there is none.
         ended: why the session accepts no more commands, and the remedy; "" while it is open.
         shown: the last kept step that led to the current state, of this branch or of the branch that it was forked from;
@@ -89,6 +92,8 @@ class Snapshot:
     touched: Collection[str] = ()
     probe: ProbeRow | None = None
     race: Race | None = None
+    changed_from: Mapping[str, Any] = field(default_factory=dict)
+    search: SearchRow | None = None
     busy: str = ""
     ended: str = ""
 
@@ -180,4 +185,5 @@ class ControllableSource(SnapshotSource, Protocol):
     def stop(self) -> None: ...
     def skip(self) -> None: ...
     def cancel(self, ticket: int) -> bool: ...
+    def cancel_search(self) -> None: ...
     def reconfigure(self, **settings: Any) -> Any: ...

@@ -17,6 +17,7 @@ from workbench.session.probe_verdict import LossChange
 from workbench.session.script import Script
 from workbench.session.session_state import SessionState
 from workbench.session.settings import apply_settings, read_settings
+from workbench.session.settings_search import FIT_S
 from workbench.session.snapshot_rows import describe_settings_change, layer_rows, step_row
 from workbench.session.snapshot_values import Change, LayerRow, StepRow
 from workbench.session.step_estimates import InCoreEstimate
@@ -133,7 +134,7 @@ class Trainer:
     def _step(self, batch: Any) -> StepResult:
         """Apply the edits of the schedule, which may run layers on the batch, and train on it."""
         self._state.activity = "step"
-        with self.relay.expect(batch):
+        with self.relay.expect(batch), self._state.search.watch(self.relay):
             self._apply_schedule()
             if self.relay.fits_itself:
                 self._fit(batch)
@@ -177,10 +178,17 @@ class Trainer:
         return self.relay.forecast(self._peek_batch("nothing is left to forecast"))
 
     def fit(self, device_bytes: int | None = None, host_bytes: int | None = None) -> Fit:
-        """Find the fastest settings for the next step, and use them."""
+        """Find the fastest settings for the next step; only a relay that fits itself uses them."""
         batch = self._peek_batch("there is no step to find settings for")
         self._state.activity = "edit"
-        return self._fit(batch, device_bytes, host_bytes)
+        if self.relay.fits_itself:
+            return self._fit(batch, device_bytes, host_bytes)
+        before = self.relay.config
+        try:
+            with self._state.search.watch(self.relay):
+                return self.relay.fit(batch, device_bytes, host_bytes, most_s=FIT_S)
+        finally:
+            self.relay.config = before
 
     def _peek_batch(self, otherwise: str) -> Any:
         """Return the next batch, which remains pending."""

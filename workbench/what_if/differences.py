@@ -1,14 +1,24 @@
-"""Differences between a simulated step and a measured step, as sentences and as a table."""
+"""Differences between two simulated steps, as sentences and as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
-from l2l_core.trace import CATEGORIES, LANES, format_bytes
+from l2l_core.trace import CATEGORIES, format_bytes
 from workbench.pictures import LANE_NAMES, Table, format_seconds
 from workbench.what_if.answer import Answer
+from workbench.what_if.forecast_margin import (
+    DEVICE,
+    FIGURES,
+    HIDDEN,
+    SECONDS,
+    ComparedAnswer,
+    Figure,
+    ForecastMargin,
+    format_percent,
+    with_margin,
+)
 from workbench.what_if.question import Question
 
 _SAME_SHARE = 0.02  # relative; figures that differ by less count as equal
@@ -16,15 +26,31 @@ _NEGLIGIBLE_EXPOSURE = 0.02  # share of the step; a lane that is exposed for les
 _LINK = ("h2d", "d2h")
 
 
-def describe_differences(was: Answer, now: Answer) -> list[str]:
-    """Return one sentence for each difference, with its cause; the first is about the seconds of the step."""
-    found = [_describe_seconds(was, now), _describe_device(was, now)]
+def describe_differences(was: Answer, now: Answer, margin: ForecastMargin | None = None) -> list[str]:
+    """Return one sentence for each difference, with its cause; the first is about the seconds of the step.
+
+    Args:
+        was, now: both simulated, so that equal settings make no difference.
+        margin: margin of the figures.
+    """
+    found = [_describe_seconds(was, now, margin), _describe_device(was, now, margin)]
     if not _is_same(was.peak_host_bytes, now.peak_host_bytes):
         change = f"{format_bytes(was.peak_host_bytes)} → {format_bytes(now.peak_host_bytes)}"
         found.append(f"Host {change}: {_changed_categories(was.host_bytes, now.host_bytes)}.")
     if now.bound is not None and (was.bound is None or was.bound.lane != now.bound.lane):
         found.append(f"New bound: {now.bound}.")
     return found
+
+
+def describe_forecast(forecast: Answer, margin: ForecastMargin | None) -> str:
+    """Summarize a forecast like `Answer.__str__`, with the margins of its figures."""
+    if margin is None:
+        return str(forecast)
+    rest = str(forecast).partition(" on the device")[2]
+    limit = forecast.question.memory_bytes
+    room = f" of {format_bytes(limit)}" if limit is not None else ""
+    figures = f"{with_margin(SECONDS, forecast, margin)}, {with_margin(DEVICE, forecast, margin)}{room}"
+    return f"{figures} on the device{rest}"
 
 
 def changed_settings(was: Question, now: Question) -> list[str]:
@@ -50,25 +76,21 @@ def format_setting(name: str, value: Any) -> str:
     return f"× {value:.3g}" if name == "width" else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def comparison_table(was: Answer | None, now: Answer) -> Table:
-    """Return a table of the figures of both steps and their differences; without a measured step, of one."""
-    used = [name for name in CATEGORIES if any(each.device_bytes.get(name) for each in (was, now) if each is not None)]
-    figures: list[tuple[str, Callable[[Answer], float], Callable[[float], str]]] = [
-        ("step", lambda answer: answer.seconds, format_seconds),
-        ("compute at work", lambda answer: answer.summary.busy_s["compute"], format_seconds),
-        *((f"{LANE_NAMES[lane]}, exposed", partial(_exposed_s, lane), format_seconds) for lane in LANES[1:]),
-        ("copies hidden", lambda answer: answer.overlap, _percent),
-        ("device at its peak", lambda answer: answer.peak_device_bytes, format_bytes),
-        *((f"· {name}", partial(_category_bytes, name), format_bytes) for name in used),
-        ("host at its peak", lambda answer: answer.peak_host_bytes, format_bytes),
-    ]
-    rows = [_row(name, read(was) if was is not None else None, read(now), unit) for name, read, unit in figures]
-    measured = was.basis if was is not None else "measured"
-    rows.append(("bound by", _bound(was), _bound(now), ""))
-    notes = [f"{now.basis[0].upper()}{now.basis[1:]}.", *(f"By formula: {note}." for note in now.by_formula)]
+def comparison_table(found: ComparedAnswer) -> Table:
+    """Return a table of the figures of both steps, their differences and margins; without a measured step, of one."""
+    was, now, margin = found.was, found.now, found.margin
+    used = {f"· {name}" for name in CATEGORIES if any(each.device_bytes.get(name) for each in (was, now) if each)}
+    rows = [_row(f, was, now, margin) for f in FIGURES if not f.name.startswith("·") or f.name in used]
+    rows.append(("bound by", _bound(was), _bound(now), "", ""))
+    notes = [f"{_capitalized(now.basis)}.", *(f"By formula: {note}." for note in now.by_formula)]
+    if found.measured is not None:
+        notes.insert(0, f"{_capitalized(found.measured.basis)}: {format_seconds(found.measured.seconds)}.")
     if now.per_layer > 1:
         notes.append(f"For speed, up to {now.per_layer} layers are simulated as one.")
-    return Table("What if, in figures", ("", measured, "what if, simulated", "difference"), rows, " ".join(notes))
+    if margin is not None:
+        notes.append(margin.explanation)
+    title = found.was_title if was is not None else "measured"
+    return Table("What if, in figures", ("", title, "what if, simulated", "±", "difference"), rows, " ".join(notes))
 
 
 def forecast_error(forecast: Answer, step: Answer) -> str:
@@ -76,9 +98,11 @@ def forecast_error(forecast: Answer, step: Answer) -> str:
     if forecast.guessed or forecast.question != step.question:
         return ""
     seconds, nbytes = step.seconds, step.peak_device_bytes
-    error_s = f"{_signed((forecast.seconds - seconds) / seconds, _percent)}" if seconds else "–"
+    error_s = f"{_signed((forecast.seconds - seconds) / seconds, format_percent)}" if seconds else "–"
     change = forecast.peak_device_bytes - nbytes
-    error = f"{_signed(change, format_bytes)}, {_signed(change / nbytes, _percent)}" if change and nbytes else "exact"
+    error = (
+        f"{_signed(change, format_bytes)}, {_signed(change / nbytes, format_percent)}" if change and nbytes else "exact"
+    )
     return (
         f"{step.basis}: {format_seconds(seconds)}, forecast {format_seconds(forecast.seconds)} ({error_s}); "
         f"{format_bytes(nbytes)} on the device, forecast {format_bytes(forecast.peak_device_bytes)} ({error})"
@@ -103,15 +127,17 @@ _SETTINGS = {
 # -- sentences -------------------------------------------------------------------------------------------------------
 
 
-def _describe_seconds(was: Answer, now: Answer) -> str:
+def _describe_seconds(was: Answer, now: Answer, margin: ForecastMargin | None) -> str:
+    takes = with_margin(SECONDS, now, margin)
     if _is_same(was.seconds, now.seconds):
-        return f"The step takes {format_seconds(now.seconds)}, as long as the measured one."
+        share = abs(now.seconds - was.seconds) / was.seconds if was.seconds else 0.0
+        return f"The step takes {takes}, as long as before ({share:.0%})."
     change = now.seconds - was.seconds
     share = f"{abs(change) / was.seconds:.0%} {'less' if change < 0 else 'more'}" if was.seconds else ""
     if was.seconds and now.seconds > 2 * was.seconds:
         share = f"{now.seconds / was.seconds:.3g} times as long"
     why = "; ".join(_main_reasons(was, now))
-    return f"Step {format_seconds(was.seconds)} → {format_seconds(now.seconds)}, {share}{': ' + why if why else ''}."
+    return f"Step {format_seconds(was.seconds)} → {takes}, {share}{': ' + why if why else ''}."
 
 
 def _main_reasons(was: Answer, now: Answer) -> list[str]:
@@ -135,13 +161,13 @@ def _describe_exposure(words: str, before: float, after: float, was_s: float, no
     return f"{words} is exposed for {format_seconds(after)} instead of {format_seconds(before)}"
 
 
-def _describe_device(was: Answer, now: Answer) -> str:
-    before, after = was.peak_device_bytes, now.peak_device_bytes
-    if _is_same(before, after):
-        text = f"The device needs {format_bytes(after)}, as measured"
+def _describe_device(was: Answer, now: Answer, margin: ForecastMargin | None) -> str:
+    before, after = was.peak_device_bytes, with_margin(DEVICE, now, margin)
+    if _is_same(before, now.peak_device_bytes):
+        text = f"The device needs {after}, as before"
     else:
         categories = _changed_categories(was.device_bytes, now.device_bytes)
-        text = f"Device {format_bytes(before)} → {format_bytes(after)}: {categories}"
+        text = f"Device {format_bytes(before)} → {after}: {categories}"
         if was.question.stash != now.question.stash:
             text += f"; the stash {'stays there' if now.question.stash == 'device' else 'leaves it'}"
     if not now.fits and now.question.memory_bytes is not None:
@@ -164,33 +190,30 @@ def _is_same(before: float, after: float) -> bool:
 # -- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _row(name: str, was: float | None, now: float, words: Callable[[float], str]) -> tuple[str, str, str, str]:
+def _row(figure: Figure, was: Answer | None, now: Answer, margin: ForecastMargin | None) -> tuple[str, ...]:
+    new, off = figure.read(now), margin.text(figure, now) if margin is not None else ""
     if was is None:
-        return name, "–", words(now), ""
-    change = now - was
-    if words is _percent:
-        points = _signed(100 * change, lambda n: f"{n:.0f} points")
-        return name, words(was), words(now), points if round(100 * change) else "="
-    if abs(change) < 0.005 * abs(was) or not change:  # invisible in the three digits shown
-        return name, words(was), words(now), "="
-    relative = f" ({_signed(change / was, _percent)})" if was and abs(change) < 10 * was else ""
-    return name, words(was), words(now), _signed(change, words) + relative
+        return figure.name, "–", figure.format(new), off, ""
+    old = figure.read(was)
+    return figure.name, figure.format(old), figure.format(new), off, _difference(figure, old, new)
 
 
-def _exposed_s(lane: str, answer: Answer) -> float:
-    return answer.summary.exposed_s[lane]
-
-
-def _category_bytes(category: str, answer: Answer) -> float:
-    return answer.device_bytes.get(category, 0)
+def _difference(figure: Figure, old: float, new: float) -> str:
+    change = new - old
+    if figure is HIDDEN:
+        return _signed(100 * change, lambda n: f"{n:.0f} points") if round(100 * change) else "="
+    if abs(change) < 0.005 * abs(old) or not change:  # invisible in the three digits shown
+        return "="
+    relative = f" ({_signed(change / old, format_percent)})" if old and abs(change) < 10 * old else ""
+    return _signed(change, figure.format) + relative
 
 
 def _signed(change: float, words: Callable[[float], str]) -> str:
     return f"{'+' if change > 0 else '−'}{words(abs(change))}"
 
 
-def _percent(share: float) -> str:
-    return f"{share:.0%}"
+def _capitalized(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def _bound(answer: Answer | None) -> str:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import threading
 from functools import cached_property
+from typing import NamedTuple
 
 from l2l_core import Trace
 from workbench.readings import batch_bytes
 from workbench.session import Snapshot
-from workbench.what_if.answer import Answer, measured_answer
+from workbench.what_if.answer import Answer, answer_question, measured_answer
 from workbench.what_if.measured_step import MeasuredStep
 from workbench.what_if.question import Question
 
 _MAX_STEPS = 6
 _KEY_SETTINGS = ("stash", "precision", "keep", "micro_batches", "ahead", "resident")
+
+
+class LastStep(NamedTuple):
+    """The last step as measured, and a simulation with its settings and costs."""
+
+    measured: Answer
+    simulated: Answer
 
 
 class _CachedStep:
@@ -27,8 +35,8 @@ class _CachedStep:
         return MeasuredStep.of(self.trace, self.name)
 
     @cached_property
-    def answer(self) -> Answer:
-        return measured_answer(self.base)
+    def answers(self) -> LastStep:
+        return LastStep(measured_answer(self.base), answer_question(self.base, Question.of(self.base)))
 
 
 class StepCache:
@@ -63,15 +71,15 @@ class StepCache:
             if len(self._steps) > _MAX_STEPS:
                 del self._steps[next(iter(self._steps))]
 
-    def last_answer(self) -> Answer | None:
-        """Return the last step, as measured; None if the cache is empty.
+    def last_step(self) -> LastStep | None:
+        """Return the last step; None if the cache is empty.
 
         Raises:
             DepthFirstStep: the step ran depth first.
         """
         with self._lock:
             newest = next(reversed(self._steps.values()), None)
-        return None if newest is None else newest.answer
+        return None if newest is None else newest.answers
 
     def nearest(self, question: Question) -> MeasuredStep | None:
         """Return the newest step whose settings are closest to those of a question; None if the cache is empty.

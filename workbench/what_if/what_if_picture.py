@@ -1,6 +1,6 @@
-"""Picture of a measured step above a simulated step on one time axis: lanes, and device memory.
+"""Picture of two simulated steps on one time axis, the settings of the last step above: lanes, and device memory.
 
-The simulated step has a dashed frame and a title.
+The step with other settings has a dashed frame.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from workbench.pictures import (
 )
 from workbench.readings import Columns, MemoryLevels, make_bars, make_hatched, summarize_timeline
 from workbench.what_if.answer import Answer
+from workbench.what_if.forecast_margin import HIDDEN, SECONDS, ComparedAnswer, ForecastMargin, with_margin
 
 STYLE = """
 .l2l-what-if{gap:6px;padding-top:4px}
@@ -60,35 +61,39 @@ class PicturedStep:
 
     Attributes:
         columns: events and samples of the step.
-        title: for example "step 3, measured".
+        title: for example "settings of step 3, simulated".
         figures: short text on the right of the title.
-        simulated: True for a row with a frame.
+        framed: True for a row with a frame.
         budget_bytes: device memory.
     """
 
     columns: Columns
     title: str
     figures: str
-    simulated: bool
+    framed: bool
     budget_bytes: float | None = None
 
 
-def pictured_step(answer: Answer) -> PicturedStep:
-    """Return the row of an answer."""
-    figures = f"{format_seconds(answer.seconds)} · {answer.overlap:.0%} of copies hidden under compute"
-    title = "what if, simulated" if answer.simulated else answer.basis
-    return PicturedStep(answer.columns, title, figures, answer.simulated, answer.question.memory_bytes)
+def pictured_steps(found: ComparedAnswer) -> tuple[PicturedStep | None, PicturedStep]:
+    """Return both rows of a comparison; the upper one is None before the first measured step."""
+    was = None if found.was is None else _pictured_step(found.was, found.was_title, False, found.margin)
+    return was, _pictured_step(found.now, "what if, simulated", True, found.margin)
 
 
-def draw_what_if(measured: PicturedStep | None, simulated: PicturedStep, span_s: float | None = None) -> str:
+def _pictured_step(answer: Answer, title: str, framed: bool, margin: ForecastMargin | None) -> PicturedStep:
+    figures = f"{with_margin(SECONDS, answer, margin)} · {with_margin(HIDDEN, answer, margin)} of copies hidden"
+    return PicturedStep(answer.columns, title, figures, framed, answer.question.memory_bytes)
+
+
+def draw_what_if(before: PicturedStep | None, changed: PicturedStep, span_s: float | None = None) -> str:
     """Draw both steps as SVG, smaller than 60 kB for any number of events.
 
     Args:
-        measured: upper row; None before the first measured step.
-        simulated: lower row.
+        before: upper row; None before the first measured step.
+        changed: lower row.
         span_s: end of the time axis; by default the later end of both steps, rounded up.
     """
-    rows = [measured, simulated]
+    rows = [before, changed]
     steps = [row for row in rows if row is not None]
     time = Scale(0.0, span_s or round_up(max(row.columns.end_s for row in steps)), LEFT, RIGHT)
     levels = [MemoryLevels.of(row.columns, "device", row.columns.events_on("compute")) if row else None for row in rows]
@@ -99,7 +104,9 @@ def draw_what_if(measured: PicturedStep | None, simulated: PicturedStep, span_s:
     top = _top([level for level in levels if level is not None], steps)
     for i, (row, level) in enumerate(zip(rows, levels, strict=True)):
         parts += _memory(row, level, time, top, MEMORY_TOP + i * CHART_PITCH)
-    return svg.document(WIDTH, HEIGHT, "What if: a measured step above a simulated one", _describe(steps), parts)
+    return svg.document(
+        WIDTH, HEIGHT, "What if: two simulated steps, the settings of the last step above", _describe(steps), parts
+    )
 
 
 # -- lanes -----------------------------------------------------------------------------------------------------------
@@ -126,7 +133,7 @@ def _lanes(row: PicturedStep | None, time: Scale, top: float) -> Iterator[str]:
             yield svg.path(lines, style="hatch")
     end = time(min(row.columns.end_s, time.high))
     yield svg.path(f"M{end:.1f} {top - 3:g}V{bottom + 3:g}", style="axis", width=1.5)
-    if row.simulated:
+    if row.framed:
         yield _frame(top - 4, bottom + 4)
 
 
@@ -189,7 +196,7 @@ def _memory(
     peak = int(levels.totals.max(initial=0))
     yield svg.text(LEFT, top - 7, f"device, {row.title}: at most {format_bytes(peak)}", style="strong")
     yield from _budget(row, scale, top, peak)
-    if row.simulated:
+    if row.framed:
         yield _frame(top - 3, bottom + 3)
 
 

@@ -109,7 +109,7 @@ def test_what_if_compares_forecasts_of_the_same_branch_only(branched: Session) -
         assert f"step {step} of {branch}, measured" in page and f"measured: step {step} of {branch}" in page
         assert ", forecast " not in page.replace("step, forecast<", ""), "no step of this branch was forecast"
         assert find(panel, "layers").value == layers and find(panel, "micro-batches").value == micro_batches
-        assert "The settings of the measured step." in page
+        assert "The settings of the last step." in page
     train(branched, 1)
     now = shown(panel)
     assert panel.wait_until_idle() and "step 6 of wide, measured: " in html_of(panel), "this step was forecast"

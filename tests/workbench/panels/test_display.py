@@ -351,7 +351,7 @@ def test_taken_over_workbench_shows_the_reason(page: Page, relay: Relay) -> None
     train(second.session, 2)
     wait_until(lambda: "closed" in header_of(first))
     button(first, "Run").click()
-    error_box = first.panels[0].widget.children[3]
+    error_box = first.panels[0].widget.children[-1]
     assert error_box.layout.display == "" and "this session is closed" in error_box.children[0].value
     assert second.snapshot().step == 2
     for bench in (first, second):

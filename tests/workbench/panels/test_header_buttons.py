@@ -136,7 +136,7 @@ def test_step_trains_one_step_and_stop_ends_a_run(header: HeaderPanel) -> None:
 
 def trouble(header: HeaderPanel) -> Any:
     """Return the error box below the settings."""
-    return header.widget.children[3]
+    return header.widget.children[-1]
 
 
 def test_failed_step_is_shown_and_can_be_skipped(relay: Relay) -> None:

@@ -145,3 +145,21 @@ def test_real_link_has_no_slider() -> None:
         shown(header)
         assert "chip" in html_of(header) and "could not be drawn" not in html_of(header)
         assert not [one for one in widgets_of(header) if getattr(one, "description", "") == "emulated link"]
+
+
+def test_every_setting_in_force_is_shown_and_reset_restores_the_start(header: HeaderPanel) -> None:
+    session, reset = header.session, find(header, "Reset settings")
+    start = session.relay.config
+    assert "settings in force: micro_batches=2 · verify=never" in html_of(header)
+    assert reset.layout.display == "none"
+    session.reconfigure(resident=1, keep=2, h2d_bytes_per_s=3_000_000)
+    session.wait(HANG_S)
+    shown(header)
+    output = html_of(header)
+    assert "<strong>resident=1</strong> (was 0) · <strong>keep=2</strong> (was 0)" in output
+    assert "<strong>h2d_bytes_per_s=3000000</strong> (was None)" in output and reset.layout.display == ""
+    reset.click()
+    session.wait(HANG_S)
+    shown(header)
+    assert session.relay.config == start and session.relay.device.figures()["h2d_bytes_per_s"] is None
+    assert "(was" not in html_of(header) and reset.layout.display == "none"

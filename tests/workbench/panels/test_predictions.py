@@ -109,3 +109,10 @@ def test_refused_look_shows_the_reason(panel: CardPanel) -> None:
     shown(panel)
     assert "one layer must run" in press(panel)
     assert panel.session.snapshot().refusal is None
+
+
+def test_hint_shows_how_to_get_text(panel: CardPanel) -> None:
+    assert "pass Workbench(relay, batches, decode=" not in press(panel)
+    panel.session.decode = None
+    shown(panel)
+    assert "pass Workbench(relay, batches, decode=tokenizer.decode)" in html_of(panel)

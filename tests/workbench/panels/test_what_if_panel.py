@@ -38,7 +38,7 @@ def answer(panel: WhatIfPanel, values: dict[str, Any]) -> str:
 def test_slider_changes_the_answer_and_no_setting(what_if: WhatIfPanel) -> None:
     output = answer(what_if, {"layers": 96, "stash on": "host"})
     assert "layers 4 → 96; stash on device → host" in output and "what if, simulated" in output
-    assert "step 2, measured" in output and "By formula: layers repeated or left out." in output
+    assert "settings of step 2, simulated" in output and "By formula: layers repeated or left out." in output
     now = what_if.session.snapshot()
     assert now.step == 2 and not now.queued and now.config == RelayConfig(seed=0, micro_batches=2, verify="never")
 
@@ -61,6 +61,18 @@ def test_closed_what_if_forecasts_without_sliders(session: Session) -> None:
         shown(panel)
         assert panel.wait_until_idle() and panel._forecast_error == output
     assert panel.still(session.snapshot()) == []
+
+
+def test_unchanged_settings_make_no_difference_and_figures_have_margins(what_if: WhatIfPanel) -> None:
+    for step in (3, 4):
+        output = answer(what_if, {})
+        assert "as long as before (0%)" in output and "The settings of the last step." in output
+        train(what_if.session, 1)
+        shown(what_if)
+        assert what_if.wait_until_idle() and f"settings of step {step}, simulated" in html_of(what_if)
+    output = html_of(what_if)
+    assert "±: mean error of the last 2 forecasts against the measured steps." in output
+    assert " ± " in what_if._line.value.partition("mean error")[0], "in the forecast of the next step, too"
 
 
 def test_rehearsal_forecasts_the_first_step(session: Session) -> None:
@@ -132,7 +144,7 @@ def test_resident_weights_and_kept_graphs(what_if: WhatIfPanel) -> None:
     assert (session.relay.config.resident, session.relay.config.keep) == (2, 4)
     train(session, 2)
     shown(what_if)
-    assert what_if.wait_until_idle() and "The settings of the measured step." in html_of(what_if)
+    assert what_if.wait_until_idle() and "The settings of the last step." in html_of(what_if)
     find(what_if, "graphs kept").value = 0
     assert what_if.wait_until_idle() and "graphs kept 4 → 0" in html_of(what_if)
     find(what_if, "Reset").click()
@@ -149,7 +161,7 @@ def test_settings_beyond_the_number_of_layers_are_shown() -> None:
         train(made, 2)
         shown(panel)
         assert panel.wait_until_idle() and find(panel, "graphs kept").value == 9
-        assert "The settings of the measured step." in html_of(panel)
+        assert "The settings of the last step." in html_of(panel)
 
 
 def test_step_that_does_not_fit_has_a_suggestion(threads_end: None) -> None:
@@ -226,10 +238,10 @@ def suggested(panel: WhatIfPanel) -> list[str]:
 
 
 def test_what_if_follows_the_newest_step(what_if: WhatIfPanel) -> None:
-    assert "step 2, measured" in html_of(what_if)
+    assert "settings of step 2, simulated" in html_of(what_if)
     train(what_if.session, 1)
     shown(what_if)
-    assert what_if.wait_until_idle() and "step 3, measured" in html_of(what_if)
+    assert what_if.wait_until_idle() and "settings of step 3, simulated" in html_of(what_if)
 
 
 def test_refused_apply_shows_the_reason(what_if: WhatIfPanel) -> None:
@@ -260,15 +272,21 @@ def test_what_if_without_a_session(session: Session) -> None:
         WhatIf(3)  # type: ignore[arg-type]
 
 
-def test_fit_selects_settings_with_reasons(session: Session) -> None:
+def test_fit_proposes_settings_with_reasons_and_use_applies_them(session: Session) -> None:
     panel = WhatIfPanel(session)
     train(session, 1)
     find(panel, "Fit").click()
-    wait_until(lambda: "chosen" in html_of(panel))
-    session.wait(HANG_S)
-    output, now = html_of(panel), session.snapshot()
-    assert "All weights stay on the device during a step, and micro-batches go through all layers" in output
-    assert now.config == session.relay.config and now.config.keep == 4 and not find(panel, "Fit").disabled
+    wait_until(lambda: "proposed" in html_of(panel))
+    before = session.wait(HANG_S)
+    assert "All weights stay on the device during a step, and micro-batches go through all layers" in html_of(panel)
+    assert before.config == RelayConfig(seed=0, micro_batches=2, verify="never"), "a proposal is not in force"
+    assert not before.changes and not before.changed_from and not find(panel, "Fit").disabled
+    use = find(panel, "Use these settings from the next step on")
+    assert use.layout.display == "" and "keep=4" in use.description
+    use.click()
+    now = session.wait(HANG_S)
+    assert "in force from the next step on" in html_of(panel) and use.layout.display == "none"
+    assert now.config == session.relay.config and now.config.keep == 4
     session.reconfigure(seed=3)  # keeps the other settings
     session.wait(HANG_S)
     assert session.relay.config.keep == 4

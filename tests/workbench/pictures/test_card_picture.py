@@ -47,7 +47,7 @@ def test_the_histogram_has_a_bar_for_every_bin_with_weights_in_proportion() -> N
     svg = draw_histogram(facts())
     ElementTree.fromstring(svg)
     assert [float(h) for h in re.findall(r"v-([\d.]+)h", svg)] == pytest.approx([15.5, 62, 31], abs=0.05)
-    assert "0.25 ± 0.5, from -1 to 1, after step 7" in svg and "up to 4 a bar" in svg
+    assert "0.25 ± 0.5 over the weights, from -1 to 1, after step 7" in svg and "up to 4 a bar" in svg
 
 
 def test_weights_without_a_finite_one_are_reported() -> None:

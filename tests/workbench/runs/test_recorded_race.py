@@ -74,7 +74,7 @@ def test_the_report_shows_every_race_with_its_table(path: Path, races: list[Race
             for cell in filter(None, row):
                 assert cell in text, cell
     difference = races[0].difference("main")
-    assert difference is not None and difference.spread is not None and "±" in race_table(races[0]).rows[1][8]
+    assert difference is not None and difference.spread is not None and " batches" in race_table(races[0]).rows[1][8]
     assert "branches and edits ◆" in text and "After step 2: − layer 1" in text
 
 

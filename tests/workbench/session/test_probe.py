@@ -475,10 +475,10 @@ def made(before: list[float], after: list[float]) -> LossChange:
     ("before", "after", "verdict", "message"),
     [
         ([2.0, 3.0], [2.0, 3.0], "same", "2.5, no change (0 exactly)"),
-        ([2.0, 3.0], [2.1, 3.12], "worse", "2.5 → 2.61, ▲ +0.11 ± 0.014"),
-        ([2.0, 3.0], [1.9, 2.88], "better", "2.5 → 2.39, ▼ −0.11 ± 0.014"),
-        ([2.0, 3.0], [2.2, 2.9], "unclear", "2.5 → 2.55, +0.05 ± 0.21"),
-        ([2.0, 3.0], [2.5, 2.5], "unclear", "2.5 → 2.5, +0 ± 0.71"),
+        ([2.0, 3.0], [2.1, 3.12], "worse", "2.5 → 2.61, ▲ +0.11 ± 0.014 over 2 batches"),
+        ([2.0, 3.0], [1.9, 2.88], "better", "2.5 → 2.39, ▼ −0.11 ± 0.014 over 2 batches"),
+        ([2.0, 3.0], [2.2, 2.9], "unclear", "2.5 → 2.55, +0.05 ± 0.21 over 2 batches"),
+        ([2.0, 3.0], [2.5, 2.5], "unclear", "2.5 → 2.5, +0 ± 0.71 over 2 batches"),
         ([2.0], [2.5], "unclear", "2 → 2.5, +0.5 (one batch)"),
         ([2.0, 3.0], [math.nan, 3.0], "worse", "2.5 → nan, ▲ not finite"),
         ([math.inf, 3.0], [2.0, 3.0], "better", "inf → 2.5, ▼ not finite"),
@@ -525,6 +525,6 @@ def test_tensorboard_gets_the_probe() -> None:
     logger.log_change(Change(1, "− layer 1", entry=1, why_not="the probe is off"))
     assert scalars == {"probe/loss": pytest.approx(2.61), "probe/change": pytest.approx(0.11)}
     assert texts == [
-        "− layer 0 (probe: 2.5 → 2.61, ▲ +0.11 ± 0.014)",
+        "− layer 0 (probe: 2.5 → 2.61, ▲ +0.11 ± 0.014 over 2 batches)",
         "− layer 1 (probe: not measured: the probe is off)",
     ]

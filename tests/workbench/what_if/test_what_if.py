@@ -21,11 +21,18 @@ from workbench.session.session import Session
 from workbench.what_if.answer import Answer, answer_question, measured_answer
 from workbench.what_if.assumed_costs import AssumedCosts, assumed_answer
 from workbench.what_if.differences import changed_settings, comparison_table, describe_differences, forecast_error
+from workbench.what_if.forecast_margin import (
+    DEVICE,
+    NUM_FORECASTS,
+    ComparedAnswer,
+    ForecastRecord,
+    compare_with_step,
+)
 from workbench.what_if.measured_step import MeasuredStep
 from workbench.what_if.question import Question
 from workbench.what_if.rescale import MAX_EVENTS
 from workbench.what_if.step_cache import StepCache
-from workbench.what_if.what_if_picture import draw_what_if, pictured_step
+from workbench.what_if.what_if_picture import draw_what_if, pictured_steps
 
 MACHINE = Machine(1e10, 1e9, 1e9, 1e9)
 
@@ -358,7 +365,7 @@ def test_sentences_describe_differences_and_causes() -> None:
     assert slow.seconds > fast.seconds
     assert "the link is hidden now" in describe_differences(slow, fast)[0]
     assert "the link is no longer hidden" in describe_differences(fast, slow)[0]
-    assert describe_differences(slow, slow)[0].endswith("as long as the measured one.")
+    assert describe_differences(slow, slow)[0].endswith("as long as before (0%).")
     assert changed_settings(slow.question, replace(slow.question, depth=30, micro_batches=8, same_batch=False)) == [
         "layers 24 → 30", "micro-batches 4 → 8", "of a batch that grows with them",
     ]  # fmt: skip
@@ -366,15 +373,47 @@ def test_sentences_describe_differences_and_causes() -> None:
     assert any("the stash stays there" in line for line in moved)
 
 
+def compared(trace: Trace, **settings: Any) -> ComparedAnswer:
+    base = MeasuredStep.of(trace)
+    return compare_with_step(base, replace(Question.of(base), **settings))
+
+
 def test_figures_are_those_of_the_steps() -> None:
-    before, now = measured_answer(traced()), answer(traced(), ahead=3)
-    rows = {row[0]: row[1:] for row in comparison_table(before, now).rows}
-    assert rows["· gradients"][2] == "=" and rows["· weights"][2].startswith("+")
+    found = compared(traced(), ahead=3)
+    assert found.was is not None
+    rows = {row[0]: row[1:] for row in comparison_table(found).rows}
+    assert rows["· gradients"][3] == "=" and rows["· weights"][3].startswith("+")
     assert list(rows["device at its peak"][:2]) == [
-        f"{n / 1000:.3g} kB" for n in (before.peak_device_bytes, now.peak_device_bytes)
+        f"{n / 1000:.3g} kB" for n in (found.was.peak_device_bytes, found.now.peak_device_bytes)
     ]
-    alone = comparison_table(None, now)
-    assert all(row[1] == "–" for row in alone.rows)
+    alone = comparison_table(ComparedAnswer(found.now))
+    assert all(row[1] == "–" and not row[3] for row in alone.rows)
+
+
+def test_nothing_changed_makes_no_difference() -> None:
+    for settings in ({}, {"stash": "host"}, {"ahead": 0}):
+        found = compared(traced(**settings))
+        assert found.was is not None and found.measured is not None
+        assert found.now.seconds == found.was.seconds and not found.measured.simulated
+        assert describe_differences(found.was, found.now, found.margin)[0].endswith("as long as before (0%).")
+        assert {row[-1] for row in comparison_table(found).rows[:-1]} == {"="}
+
+
+def test_the_margin_is_the_error_of_the_last_forecasts() -> None:
+    step, record = measured_answer(traced()), ForecastRecord()
+    forecast = answer(traced())
+    before = record.margin(forecast, step)
+    assert before.source == "the simulation against step 3, measured"
+    assert before.shares["step"] == pytest.approx(abs(forecast.seconds / step.seconds - 1))
+    assert before.text(DEVICE, forecast) == "± 0", "bytes are exact"
+    for _ in range(NUM_FORECASTS + 2):
+        record.add(forecast, step)
+    record.add(answer(traced(), ahead=2), step)  # of another step: left out
+    after = record.margin(forecast, step)
+    assert after.source == f"the last {NUM_FORECASTS} forecasts against the measured steps"
+    assert after.shares == pytest.approx(before.shares)
+    note = comparison_table(ComparedAnswer(forecast, forecast, step, after)).note
+    assert f"±: mean error of the last {NUM_FORECASTS} forecasts" in note and "Step 3, measured: " in note
 
 
 def test_a_forecast_is_compared_with_its_step_only() -> None:
@@ -386,13 +425,13 @@ def test_a_forecast_is_compared_with_its_step_only() -> None:
 
 
 def test_the_picture_has_both_steps_on_one_axis() -> None:
-    before, now = measured_answer(traced(stash="host")), answer(traced(stash="host"), depth=1000, memory_bytes=1e4)
-    for rows in ((pictured_step(before), pictured_step(now)), (None, pictured_step(now))):
-        drawn = draw_what_if(*rows)
+    found = compared(traced(stash="host"), depth=1000, memory_bytes=1e4)
+    for each in (found, ComparedAnswer(found.now)):
+        drawn = draw_what_if(*pictured_steps(each))
         assert len(drawn.encode()) < 60_000 and "nan" not in drawn
         text = "".join(ElementTree.fromstring(drawn).itertext())
         assert "what if, simulated" in text and "budget 10 kB" in text
-        assert ("step 3, measured" in text) == (rows[0] is not None)
+        assert ("settings of step 3, simulated" in text) == (each.was is not None)
 
 
 # -- sessions --------------------------------------------------------------------------------------------------------
@@ -435,7 +474,7 @@ def test_measured_settings_need_no_formula(session: Session) -> None:
     other = train(stash="host", micro_batches=3)
     question = replace(Question.of(first), h2d_bytes_per_s=1e6)
     assert cache.nearest(question).trace is first
-    assert cache.nearest(Question.of(other)).trace is other and cache.last_answer().trace is other
+    assert cache.nearest(Question.of(other)).trace is other and cache.last_step().measured.trace is other
     assert answer_question(cache.nearest(question), question).by_formula == ()
     session.edit(Drop("L001"))
     shorter = train()
