@@ -26,7 +26,8 @@ def train(rank: int, count: int, workers: Workers | None = None) -> list[float]:
         shares = [rows.chunk(count)[rank] for rows in text.split(256)[:40]]
         losses = [relay.step((rows[:, :31], rows[:, 31])).loss for rows in shares]
         held = relay.host.by_category()["optimizer"]
-    print(f"worker {rank} of {count} holds {held / whole:.2f} of the optimizer state", flush=True)
+    line = f"worker {rank} of {count} holds {held / whole:.2f} of the optimizer state\n"
+    print(line, end="", flush=True)  # in one write: the workers share a terminal
     return losses
 
 

@@ -30,7 +30,16 @@ from l2l_core._torch import temporarily_clear_interpreter_stack
 from l2l_core.batches import divide_loss
 from l2l_core.devices import NoTorchModes
 from l2l_core.eps import LayerStore, NonFiniteError
-from l2l_core.eps.blocks import SHELL, ModuleBuffers, Stamp, Unit, check_stamps, refuse_cached, stamps_of
+from l2l_core.eps.blocks import (
+    SHELL,
+    ModuleBuffers,
+    Stamp,
+    Unit,
+    check_stamps,
+    refuse_cached,
+    stamps_of,
+    stray_grad_message,
+)
 from l2l_core.model import ThreadState
 from l2l_core.step.graph import BufferOrder, run_backward
 from l2l_core.step.micro_batch import Influence, flatten, patch_layers
@@ -64,6 +73,9 @@ class _EarlyReadMode(StashMode):
 
 def _storage_keys(unit: Unit) -> set[int]:
     return {param.untyped_storage()._cdata for param in unit.params}
+
+
+_WEIGHT_WAS_CHANGED = "which is output 0 of AsStrided"  # in torch's error: weights on the device are such views
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -248,6 +260,10 @@ class DepthFirstRuntime(PassRuntime):
                         watch.enter_context(self._current_turn.enter_backward())
                         watch.enter_context(self._stash_mode)
                     run_backward([(get_gradient_edge(loss), torch.ones_like(loss))])
+        except RuntimeError as error:
+            if _WEIGHT_WAS_CHANGED in str(error):  # by its update, which came before this read of it
+                raise RuntimeError(stray_grad_message("of a layer that was updated already")) from error
+            raise
         finally:
             self._in_backward, self._current_call = False, None
         self._end_event()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,6 +201,9 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
+SETTINGS: list[dict[str, Any]] = [{}, {"verify": "never", "stash": "host"}, {"keep": 1, "ahead": 0}]
+
+
 def in_core(case: Case) -> list[Any]:
     optimizer = case.make_optimizer(case.model)
     for step in range(STEPS):
@@ -211,8 +215,7 @@ def in_core(case: Case) -> list[Any]:
 
 
 @pytest.mark.all_cases
-@pytest.mark.parametrize("settings", [{}, {"verify": "never", "stash": "host"}, {"keep": 1, "ahead": 0}], ids=str)
-@pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("make", "settings"), [*zip(CASES.values(), cycle(SETTINGS), strict=False)], ids=CASES)
 def test_it_is_as_after_plain_training(make: Callable[[], Case], settings: dict[str, Any]) -> None:
     kept, *weights = in_core(make())
     case = make()

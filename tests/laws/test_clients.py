@@ -11,6 +11,7 @@ import pytest
 from patience import HANG_S
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow  # a test of the benchmark
 SAMPLE = {
     "torch: Adafactor": "equal",
     "torch: swa_utils.AveragedModel, made before the relay, and SWALR": "equal",

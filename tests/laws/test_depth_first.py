@@ -1118,9 +1118,9 @@ def test_a_parameter_that_is_frozen_in_mid_step() -> None:
             assert_state(model, before)
 
 
-@pytest.mark.parametrize("settings", [{}, {"update": "deferred"}, {"rollback": True}], ids=str)
+@pytest.mark.parametrize("settings", [{"verify": "never"}, {}, {"update": "deferred"}, {"rollback": True}], ids=str)
 def test_a_weight_in_a_backward_within_an_older_nodes_backward(settings: dict[str, Any]) -> None:
-    """No graph tells that a gradient is still to come: where the layer has been updated by then, the step is torn and says so."""
+    """No graph shows that a gradient is still to come: without a comparison, the step may be torn by an update before that."""
 
     def hidden(model: Any, x: Tensor) -> Tensor:
         x = checkpoint(lambda h: model.layers[1].inner(h), model.stem(x), use_reentrant=True)
@@ -1135,9 +1135,9 @@ def test_a_weight_in_a_backward_within_an_older_nodes_backward(settings: dict[st
             RuntimeError, match="gets a gradient from code that is not in its layer.*Pass it as an arg"
         ) as caught:
             relay.step(batch(0))
-        assert isinstance(caught.value, TornStep) == (not settings)
-        if settings:
+        if not isinstance(caught.value, TornStep):
             assert_state(model, before)
+        assert not isinstance(caught.value, TornStep) or settings == {"verify": "never"}
 
 
 def test_a_sparse_gradient_changes_nothing() -> None:

@@ -29,7 +29,7 @@ FUNCTION = TRAIN.replace("Session(relay, batches,", "Session(relay, draw,").repl
 )
 
 
-@pytest.mark.parametrize("train", [TRAIN, FUNCTION])
+@pytest.mark.parametrize("train", [TRAIN, pytest.param(FUNCTION, marks=pytest.mark.slow)], ids=["list", "function"])
 def test_copied_script_runs_as_it_is(train: str, tmp_path: Path) -> None:
     shell = InteractiveShell.instance()
     try:
