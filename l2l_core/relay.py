@@ -1261,7 +1261,7 @@ class Relay:
     def _preserved(self) -> Iterator[None]:
         """Undo the training of a block; step hooks of the optimizer do not run in it."""
         trained = [
-            self._runner.snapshot_users_state(),
+            self._runner.snapshot_user_state(),
             self._store.storage.snapshot(),
             self._store.residuals.snapshot(self._store.masters.blocks),
             self._history.snapshot(),

@@ -467,7 +467,7 @@ class Runner:
         """
         least = {"schedule": "breadth_first", "ahead": 0, "resident": 0, "keep": 0, "stash": "host"}
         config = replace(self.config, micro_batches=len(batches), precision="fp32", **least)
-        restores = [self.parts.snapshot_buffers(), self.snapshot_users_state()]
+        restores = [self.parts.snapshot_buffers(), self.snapshot_attributes(), self.snapshot_user_state()]
         restores += [partial(param.requires_grad_, param.requires_grad) for param in self._model.parameters()]
         try:
             # Eager: compiled code would be compiled anew for these shapes.
@@ -489,10 +489,10 @@ class Runner:
         restore_metrics = snapshot_modules(self._model_call.loss_modules())
         return restore_all([snapshot_attributes(self._model.modules()), restore_metrics])
 
-    def snapshot_users_state(self) -> Restore:
-        """Capture those, and what loss, hooks and optimizer keep, around runs that the user has not asked for."""
-        modules, roots = list(self._model.modules()), [*self._model_call.functions, *self._store.masters.user_objects]
-        return restore_all([self.snapshot_attributes(), snapshot_user_state(roots, modules)])
+    def snapshot_user_state(self) -> Restore:
+        """Capture what loss, hooks, objects and optimizer keep beside those, around runs that the user has not asked for."""
+        roots = [*self._model_call.functions, *self._store.masters.user_objects]
+        return snapshot_user_state(roots, self._model.modules())
 
     # -- a rehearsal ---------------------------------------------------------------------------------------------------
 
@@ -523,7 +523,8 @@ class Runner:
     @contextmanager
     def rehearsing(self, batch: Batch, cluster: Cluster | None = None) -> Iterator[Rehearsal]:
         """Yield a rehearsal; afterwards restore random state, plain attributes of modules, and gradients outside of the model."""
-        restore, outside = self.snapshot_users_state(), OutsideGradients(self._model.parameters())
+        restore = restore_all([self.snapshot_attributes(), self.snapshot_user_state()])
+        outside = OutsideGradients(self._model.parameters())
         try:
             with preserve_random_state():
                 yield self.rehearsal(batch, cluster, outside)

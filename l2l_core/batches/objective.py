@@ -42,7 +42,7 @@ class ModelCall:
                 "loss= and objective= are both given: pass one, objective(model, micro_batch) includes the loss"
             )
         refuse_gradient_scalers((loss, objective))
-        self._criterion = loss if takes_targets(loss) else None
+        self._criterion = loss if _takes_targets(loss) else None
         self._loss, self._objective, self._model = self._apply_criterion if self._criterion else loss, objective, model
         parameters = inspect.signature(model.forward).parameters
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -138,7 +138,7 @@ class ModelCall:
         return {name: value for name, value in micro_batch.items() if name in self._names}
 
 
-def takes_targets(loss: object) -> bool:
+def _takes_targets(loss: object) -> bool:
     """Return whether a loss takes outputs and targets, not the batch.
 
     Losses of `torch.nn` do, and modules and functions of `torch.nn.functional` that have an argument of such a name.

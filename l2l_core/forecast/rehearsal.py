@@ -76,9 +76,8 @@ class Rehearsal:
     on_layer_order: Callable[[list[Unit]], None] = lambda order: None  # gets an order that was not predicted
     reduce: str = "sum"  # reduction of gradients between workers, see `Cluster`
     batch_loss: BatchLoss | None = None  # None: every micro-batch has its own loss
-    on_trial: Callable[[RelayConfig], None] = lambda config: (
-        None
-    )  # called before settings are tried; an error ends a search
+    # Called before settings are tried; an error ends a search
+    on_trial: Callable[[RelayConfig], None] = lambda config: None
     metered_passes: dict[Any, _MeteredPass] = field(default_factory=dict)  # by kind of step; the same for any `ahead`
 
     def split(self, batch: Batch, micro_batches: int) -> list[Any]:

@@ -75,9 +75,6 @@ def _storage_keys(unit: Unit) -> set[int]:
     return {param.untyped_storage()._cdata for param in unit.params}
 
 
-_WEIGHT_WAS_CHANGED = "which is output 0 of AsStrided"  # in torch's error: weights on the device are such views
-
-
 @dataclass(eq=False, frozen=True, slots=True)
 class _Call:
     """A layer call; `index` counts the calls of its micro-batch."""
@@ -137,7 +134,11 @@ class DepthFirstRuntime(PassRuntime):
                 slots.hooks.begin_backward()
                 self._on_layer_done = partial(_push_completed, store, gradients, self._pushable_calls())
             has_gradient |= loss.requires_grad
-            self._backward(loss)
+            try:
+                self._backward(loss)
+            except RuntimeError as error:
+                _explain_updated_weight(store, error)
+                raise
             losses.append(loss.detach().clone())
             del loss
         if not has_gradient:
@@ -260,10 +261,6 @@ class DepthFirstRuntime(PassRuntime):
                         watch.enter_context(self._current_turn.enter_backward())
                         watch.enter_context(self._stash_mode)
                     run_backward([(get_gradient_edge(loss), torch.ones_like(loss))])
-        except RuntimeError as error:
-            if _WEIGHT_WAS_CHANGED in str(error):  # by its update, which came before this read of it
-                raise RuntimeError(stray_grad_message("of a layer that was updated already")) from error
-            raise
         finally:
             self._in_backward, self._current_call = False, None
         self._end_event()
@@ -334,6 +331,17 @@ def _push_completed(store: LayerStore, gradients: dict[Unit, Gradient], pushable
         if gradients[unit].is_complete:  # code before the layer may use its parameters too
             with NoTorchModes():  # allocations on the host are not device activations
                 gradients.pop(unit).push()
+
+
+def _explain_updated_weight(store: LayerStore, error: RuntimeError) -> None:
+    """Raise the error for a weight that code outside of its layer reads in backward, after the layer was updated.
+
+    Autograd finds then that it was changed in place; its message has the shape, and the view that weights on a device are.
+    """
+    named = [pair for block in store.updated for pair in zip(block.params, block.names, strict=True)]
+    found = [name for param, name in named if f"{list(param.shape)}], which is output 0 of AsStrided" in str(error)]
+    if found:
+        raise RuntimeError(stray_grad_message(" or ".join(found))) from error
 
 
 def _is_finite(leaf: Any) -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from late_cuda import LateDevice
 from oracle import adamw, assert_equal, assert_state, both, copy_state, differences, run_both
-from patience import rarely, sampled
+from patience import rarely, sampled, wait_until
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zoo import BY_NAME, KINDS, Kind
@@ -1138,6 +1138,28 @@ def test_a_weight_in_a_backward_within_an_older_nodes_backward(settings: dict[st
         if not isinstance(caught.value, TornStep):
             assert_state(model, before)
         assert not isinstance(caught.value, TornStep) or settings == {"verify": "never"}
+
+
+def test_a_weight_that_was_updated_before_it_is_read_in_backward_is_named() -> None:
+    """Autograd finds that it was changed in place; the error names it, and that the step is torn."""
+
+    def read(model: Any, h: Tensor) -> Tensor:
+        h = model.layers[1].inner(h)
+        if h.requires_grad:  # run again in backward, before the update; its own backward follows the update
+            h.register_hook(lambda grad: wait_until(lambda: relay.stack[1].version > 0))
+        return h
+
+    def hidden(model: Any, x: Tensor) -> Tensor:
+        x = checkpoint(partial(read, model), model.stem(x), use_reentrant=True)
+        for layer in model.layers:
+            x = layer(x)
+        return model.head(x)
+
+    stray = r"parameter .*layers\.1\.inner\.\w+.* gets a gradient from code that is not in its layer"
+    with relay_over(Program(hidden), verify="never", micro_batches=1) as relay:
+        with pytest.raises(TornStep, match=stray) as caught:
+            relay.step(batch(0))
+        assert "layers.1" in str(caught.value)
 
 
 def test_a_sparse_gradient_changes_nothing() -> None:

@@ -376,8 +376,10 @@ class LayerCall:
             return
         now = LayerState(self.unit.module)
         self.state.restore()
-        yield
-        now.restore()
+        try:
+            yield
+        finally:
+            now.restore()
 
     def backward_segment(self, ctx: StepContext, partial_sums: PartialSums) -> None:
         """Back-propagate through the shell code before the call."""
