@@ -26,7 +26,7 @@ border:1px solid var(--jp-border-color2,#8884);border-radius:6px}
 .l2l-workbench .widget-vbox,.l2l-workbench .widget-vbox>*{flex-shrink:0}
 .l2l-workbench .widget-html{width:100%;margin:0}
 .l2l-workbench .widget-html-content{line-height:1.35}
-.l2l-title{display:flex;gap:12px;align-items:center;font-size:13px;white-space:nowrap;overflow:hidden;font-variant-numeric:tabular-nums}
+.l2l-title{display:flex;gap:12px;align-items:center;font-size:13px;font-variant-numeric:tabular-nums}
 .l2l-state{border:2px solid;border-radius:12px;padding:1px 12px;font-weight:600;min-width:78px;
 text-align:center;white-space:nowrap}
 .l2l-progress{display:flex;gap:10px;align-items:center;padding-left:10px;font-size:12px;font-variant-numeric:tabular-nums;
@@ -118,7 +118,7 @@ background:var(--jp-layout-color1,Canvas)}
 .l2l-workbench:fullscreen :is(.l2l-title,.l2l-verdict,.l2l-tabs .widget-toggle-button){font-size:20px}
 .l2l-workbench:fullscreen :is(.l2l-settings,.l2l-glossary,.l2l-caption){display:none!important}
 .l2l-workbench:fullscreen .l2l-term:is(:hover,:focus)::after{font-size:18px}
-@container l2l (max-width:899px){.l2l-title{flex-wrap:wrap;white-space:normal}
+@container l2l (max-width:899px){.l2l-title{flex-wrap:wrap}
 .widget-hbox{flex-flow:row wrap!important}
 .l2l-form>*{min-width:0;max-width:100%}}
 @container l2l (max-width:599px){.l2l-workbench .l2l-buttons>.widget-html{flex-basis:100%}}

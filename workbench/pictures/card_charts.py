@@ -28,7 +28,7 @@ def draw_histogram(facts: LayerFacts) -> str:
     width, words = WIDTHS[0], f"weights: {describe_spread(facts)}"
     title, drawn = words, []
     if facts.counts:
-        title = f"weights {format_figure(facts.mean)} ± {format_figure(facts.deviation)} over the weights"
+        title = f"{format_figure(facts.mean)} ± {format_figure(facts.deviation)} over the weights"
         title += f", {facts.non_finite:,} not finite" if facts.non_finite else ""
         drawn = [
             svg.path(_bars(facts.counts, width), fill=BLUE),
