@@ -126,7 +126,7 @@ class Runner:
         self._has_batch_loss = loss_over == "batch"
         if self._has_batch_loss:
             model_call.check_batch_loss()
-        measures = self._measure_losses, backend.batch_peers, loss_over, self._measure_outputs
+        measures = self._measure_losses, backend.batch_peers, loss_over, self._measure_outputs, model_call.settings
         self.normaliser, self.probe_normaliser = LossNormaliser(weight, *measures), LossNormaliser(weight, *measures)
         self.steps = 0
         self.trace: Trace | None = None

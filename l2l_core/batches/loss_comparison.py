@@ -176,8 +176,9 @@ def _is_random(one: float, other: float) -> bool:
 def _compare(trial: SplitBatch, losses: Sequence[float], noise: float = 0.0) -> LossComparison:
     """Compare three losses: together, first part, second part. `noise` is the absolute uncertainty of a candidate's error."""
     excess = {name: trial.excess(name, losses) for name in trial.counts}
-    if not any(map(math.isfinite, excess.values())):
+    if not math.isfinite(losses[0]) or not any(map(math.isfinite, losses[1:])):
         return LossComparison({})
+    # A part without a loss, of a batch that has one: a candidate that counts something in it is wrong. The gaps are infinite.
     largest = max(abs(loss) for loss in losses if math.isfinite(loss))
     exact = max(ROUNDING * max(1.0, largest), noise)
     gaps = {name: 0.0 if abs(each) <= exact else abs(each) / largest for name, each in excess.items()}

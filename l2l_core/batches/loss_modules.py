@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Iterable, Sequence
-from types import CodeType, FunctionType, ModuleType
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from l2l_core.model import Restore, names_in, restore_all, snapshot_attributes, 
 
 _NOT_SEARCHED = (torch.Tensor, ModuleType, type, CodeType, str, bytes, int, float)
 _MOST_ITEMS, _MOST_OBJECTS = 100, 1000  # a longer container holds data
+_SETTINGS_DEPTH = 2  # references from a loss to its settings: its attributes and variables, and those of such an object
 
 
 def modules_used_by(function: object) -> list[nn.Module]:
@@ -43,6 +45,55 @@ def _objects_used_by(function: object) -> list[object]:
         if not isinstance(value, nn.Module):
             upcoming.extend(_references(value))
     return list(seen.values())
+
+
+def settings_of(function: object) -> tuple[Hashable, ...]:
+    """Return the flags, names and types of the values that a loss refers to; of a number, whether it is 0.
+
+    They change when a user switches a term on, or a mean to a sum; a counter changes them once.
+    """
+    found: list[Hashable] = []
+    upcoming, depth = [function], 0
+    while upcoming and depth < _SETTINGS_DEPTH:
+        values = [(name, value) for each in upcoming for name, value in _named_values(each)]
+        found += [(name, _mark(value)) for name, value in values]
+        upcoming = [value for _, value in values if not isinstance(value, _NOT_SEARCHED)]
+        depth += 1
+    return tuple(found[:_MOST_OBJECTS])
+
+
+def _named_values(value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, MethodType):
+        yield from (("self", value.__self__), ("function", value.__func__))
+    elif isinstance(value, partial):
+        yield from ((str(i), each) for i, each in enumerate([value.func, *value.args]))
+        yield from value.keywords.items()
+    elif isinstance(value, FunctionType):
+        if not str(value.__module__).startswith("torch."):
+            names = value.__code__.co_freevars
+            cells = [cell.cell_contents if _has_value(cell) else None for cell in value.__closure__ or ()]
+            yield from zip(names, cells, strict=True)
+            held = value.__globals__
+            yield from ((name, held[name]) for name in names_in(value.__code__) if name in held)
+    elif isinstance(value, dict):
+        if len(value) <= _MOST_ITEMS:
+            yield from ((str(name), each) for name, each in value.items())
+    elif not isinstance(value, _NOT_SEARCHED):
+        attributes = vars(value) if hasattr(value, "__dict__") else {}
+        yield from ((name, each) for name, each in attributes.items() if not name.startswith("_"))
+
+
+def _has_value(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # the variable has no value yet
+        return False
+
+
+def _mark(value: object) -> Hashable:
+    if value is None or isinstance(value, bool | str):
+        return value
+    return (type(value).__name__, bool(value)) if isinstance(value, int | float) else type(value).__name__
 
 
 def metrics_in(module: nn.Module) -> list[nn.Module]:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal, NoReturn, Protocol, get_args
 
 from l2l_core.batches.batch import RowsOfBatch
+from l2l_core.batches.containers import structure_of
 from l2l_core.batches.loss_comparison import ROUNDING, LossComparison, Measure, RunFn, compare_losses, compare_outputs
 from l2l_core.batches.loss_refusals import (
     UndecidedError,
@@ -91,6 +92,7 @@ class LossNormaliser:
         loss_over: "micro-batch" for a mean over micro-batches that need not be the loss of the batch, as in plain accumulation;
             "batch" for one loss over the outputs of all micro-batches; "sum" for losses that add up as they are.
         run: returns the model's outputs of small batches, without side effects; for `loss_over="batch"`.
+        loss_settings: returns the settings of the loss; with other settings it is tried anew.
 
     Attributes:
         summary: how the losses of the last batch were put together, in words.
@@ -103,6 +105,7 @@ class LossNormaliser:
         peers: Peers = NoPeers(),  # noqa: B008 - no state
         loss_over: LossOver | None = None,
         run: RunFn | None = None,
+        loss_settings: Callable[[], Hashable] = tuple,
     ) -> None:
         if loss_over is not None and loss_over not in get_args(LossOver):
             raise ValueError(f'loss_over={loss_over!r}: pass "batch", "micro-batch" or "sum", or leave it out')
@@ -113,13 +116,13 @@ class LossNormaliser:
         self._weight, self._measure, self._peers, self._loss_over = weight, measure, peers, loss_over
         self._remaining: LRUCache[frozenset[str]] = LRUCache(MAX_STRUCTURES)
         self._notes: LRUCache[str] = LRUCache(MAX_STRUCTURES)  # of structures: how far parts are from the whole
-        self._run = run
+        self._run, self._loss_settings = run, loss_settings
         self._warning = ""
         self.summary = ""
 
     def close(self) -> None:
         """Drop the functions that run the model, since they may refer to the owner of this object; `summary` stays."""
-        self._measure, self._run = _measure_closed, None
+        self._measure, self._run, self._loss_settings = _measure_closed, None, tuple
 
     def divisors(self, rows: RowsOfBatch, micro_batches: Sequence[Any]) -> list[float]:
         """Return the divisor of every micro-batch's loss.
@@ -146,9 +149,9 @@ class LossNormaliser:
             return [1.0]
         counted, compared = rows.counted_by(micro_batches), rows.compared_by(micro_batches)
         counts, sizes = normaliser_candidates(counted), counted.sizes(len(micro_batches))
-        key = tuple(counts)
+        key = self._key(rows, counts)
         if self._remaining.get(key) is None:
-            self._remaining.put(key, self._compare(key, peers.gather_rows(compared), max(sizes)))
+            self._remaining.put(key, self._compare(key, tuple(counts), peers.gather_rows(compared), max(sizes)))
         remaining = self._remaining.get(key) or frozenset(counts)
         sums = peers.gather_counts({name: sum_counts(each, sizes) for name, each in counts.items()})
         found = _divisors_by_candidate({name: sums[name] for name in counts if name in remaining}, number)
@@ -170,7 +173,7 @@ class LossNormaliser:
         Raises:
             ValueError: they differ by more than `MOST_GAP`.
         """
-        key = tuple(normaliser_candidates(rows.counted_by(micro_batches)))
+        key = self._key(rows, normaliser_candidates(rows.counted_by(micro_batches)))
         own_run = self._run
         if own_run is None or self._remaining.get(key) is not None:
             return
@@ -200,7 +203,17 @@ class LossNormaliser:
             warnings.warn(outputs_gap_message(gap), stacklevel=2)
         self._remaining.put(key, frozenset({SUM}))
 
-    def _compare(self, names: tuple[str, ...], rows_of_workers: Iterable[RowsOfBatch], size: int) -> frozenset[str]:
+    def _key(self, rows: RowsOfBatch, counts: CandidateCounts) -> Hashable:
+        """Return what a verdict holds for: candidates, structure of the batch, and settings of batch and loss."""
+        kind, names, tensors = structure_of(rows.batch)
+        own = self._peers.count == 1  # others' settings are unknown, and all workers must compare together
+        settings = (_settings_in(rows.batch), self._loss_settings()) if own else ()
+        # A list may have an item per row.
+        return tuple(counts), kind, names, tuple(dict.fromkeys(tensors)), settings
+
+    def _compare(
+        self, key: Hashable, names: tuple[str, ...], rows_of_workers: Iterable[RowsOfBatch], size: int
+    ) -> frozenset[str]:
         """Return the candidates that reproduce the loss of a few rows of the first worker that has several.
 
         Raises:
@@ -208,7 +221,7 @@ class LossNormaliser:
             MemoryError: the device is too small for a few rows.
         """
         if self._loss_over == "micro-batch":
-            self._notes.put(names, ' of each micro-batch (loss_over="micro-batch")')
+            self._notes.put(key, ' of each micro-batch (loss_over="micro-batch")')
             return frozenset(names) - {SUM}
         comparison, why_not = LossComparison({}), "a few rows have no finite loss"
         for rows in rows_of_workers:  # all of them, as workers exchange them together
@@ -222,12 +235,12 @@ class LossNormaliser:
         if comparison.gap > MOST_GAP:  # beyond noise, too
             raise mixed_rows_error(comparison)
         if not comparison.gaps:
-            self._notes.put(names, ", not compared with the loss of a few rows")
+            self._notes.put(key, ", not compared with the loss of a few rows")
             self._warning = not_compared_message(why_not)
             return frozenset(names) - {SUM}
         if comparison.gap > 0:
             note = f", {comparison.gap:.2g} of it away from the loss of the whole batch"
-            self._notes.put(names, note)
+            self._notes.put(key, note)
             self._warning = gap_message(comparison)
             # Too far from all candidates to tell means apart: where they differ for a batch, other trials decide.
             return frozenset(names) - {SUM} if SUM not in comparison.fitting() else frozenset({SUM})
@@ -288,6 +301,16 @@ class LossNormaliser:
         if min(errors.values()) > ROUNDING:
             raise unknown_error(counts_table(counts, sizes), min(errors.values()))
         return {name: counts[name] for name, error in errors.items() if error <= ROUNDING}
+
+
+def _settings_in(batch: Any) -> Hashable:
+    """Return the flags and short names among a batch's values, such as the task of a batch."""
+    items = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, tuple) else ()
+    return tuple((name, value) for name, value in items if _is_setting(value))
+
+
+def _is_setting(value: object) -> bool:
+    return value is None or isinstance(value, bool) or (isinstance(value, str) and value.isidentifier())
 
 
 def _disagree(names: Iterable[str], found: Mapping[str, Divisors]) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from l2l_core._torch import is_torch_loss
-from l2l_core.batches.loss_modules import metrics_in, modules_used_by, refuse_gradient_scalers
+from l2l_core.batches.loss_modules import metrics_in, modules_used_by, refuse_gradient_scalers, settings_of
 from l2l_core.model import no_cache_arguments
 
 LossResult = torch.Tensor | tuple[torch.Tensor, Any]  # a scalar, or (scalar, extras)
@@ -48,6 +48,10 @@ class ModelCall:
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._names = frozenset(parameters)
         self._fixed = no_cache_arguments(model)
+
+    def settings(self) -> Hashable:
+        """Return the settings of the loss or objective; see `settings_of`."""
+        return settings_of(self._criterion or self._loss or self._objective)
 
     def check(self, batch: Any) -> None:
         """Raise TypeError for a batch from which the model cannot be called."""

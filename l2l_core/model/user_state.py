@@ -6,6 +6,7 @@ mean or a generator must afterwards be as if they had not been made.
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections import deque
@@ -57,9 +58,12 @@ def snapshot_user_state(
     for _ in range(_NEAR if for_recompute else _FAR):
         following: list[object] = []
         for value in level:
-            if id(value) in seen or isinstance(value, (*_NEVER_CHANGED, nn.Module, nn.Parameter)) or _is_ours(value):
+            if id(value) in seen or isinstance(value, (*_NEVER_CHANGED, nn.Parameter)) or _is_ours(value):
                 continue
             seen[id(value)] = value
+            if isinstance(value, nn.Module):  # such as a loss: its forward may name globals
+                following += {type(module) for module in value.modules()}
+                continue
             if isinstance(value, torch.Tensor):
                 if value.grad_fn is None and elements + value.numel() <= _MOST_ELEMENTS:
                     elements += value.numel()
@@ -90,13 +94,35 @@ def _snapshot_held(value: object, restores: list[Restore]) -> Sequence[object]:
     attributes = getattr(value, "__dict__", None)
     keeps = isinstance(value, FunctionType | SimpleNamespace) or _package(type(value)) not in _PACKAGES
     if keeps and isinstance(attributes, dict):
-        restores.append(partial(_refill, attributes, dict(attributes)))
+        restores.append(partial(_refill, attributes, _with_counters_copied(attributes)))
         held += attributes.values()
+    if keeps and not isinstance(value, FunctionType):
+        for name in _slots_of(type(value)):
+            if hasattr(value, name):
+                each = getattr(value, name)
+                restores.append(partial(object.__setattr__, value, name, _copied_if_counter(each)))
+                held.append(each)
     if isinstance(value, FunctionType):
         for write, each in _variables(value):
-            restores.append(partial(write, each))
+            restores.append(partial(write, _copied_if_counter(each)))
             held.append(each)
     return held
+
+
+def _slots_of(cls: type) -> Iterator[str]:
+    """Yield the names of attributes that are in slots of a user's class."""
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ()) if _package(base) not in _PACKAGES else ()
+        yield from (name for name in ([slots] if isinstance(slots, str) else slots) if not name.startswith("__"))
+
+
+def _copied_if_counter(value: object) -> Any:
+    # It cannot be rewound, so that its variable gets a copy.
+    return copy(value) if isinstance(value, itertools.count) else value
+
+
+def _with_counters_copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: _copied_if_counter(value) for name, value in attributes.items()}
 
 
 @contextmanager
@@ -158,16 +184,17 @@ def _snapshot_tensor(tensor: torch.Tensor) -> Restore:
 
 
 def _snapshot_class(cls: type, restores: list[Restore]) -> list[object]:
-    """Snapshot the plain values of a user's class; return its values that are no methods."""
-    named = [
+    """Snapshot the plain values of a user's class; return its values, and its methods, which may name globals."""
+    own = [
         (base, name, value)
         for base in cls.__mro__
         if _package(base) not in _PACKAGES
         for name, value in vars(base).items()
-        if not name.startswith("__") and not callable(value)
     ]
+    named = [each for each in own if not each[1].startswith("__") and not callable(each[2])]
     restores.extend(partial(_set_class_value, *each) for each in named if isinstance(each[2], _CLASS_VALUES))
-    return [value for _, _, value in named]
+    methods = [getattr(value, "fget", None) or getattr(value, "__func__", value) for _, _, value in own]
+    return [*(value for _, _, value in named), *(each for each in methods if isinstance(each, FunctionType))]
 
 
 def _set_class_value(cls: type, name: str, value: object) -> None:

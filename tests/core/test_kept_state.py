@@ -6,6 +6,7 @@ recomputes layers.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable
 from itertools import cycle
@@ -296,3 +297,56 @@ def test_micro_batches_that_draw_from_numpy_in_turns_are_refused_and_the_remedy_
         for step in range(STEPS):
             relay.step(batch_of(step))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
+
+
+# -- state that methods and slots keep -----------------------------------------------------------------------------------
+
+CALLS = {"loss": 0}
+NUMBERS = itertools.count()
+
+
+class ModuleLoss(nn.Module):
+    """Counts in a global that its forward alone names."""
+
+    def forward(self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        CALLS["loss"] += 1
+        return nn.functional.mse_loss(outputs, batch["y"])
+
+
+class CallableLoss:
+    def __call__(self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        CALLS["loss"] += 1
+        return nn.functional.mse_loss(outputs, batch["y"])
+
+
+class SlottedLoss:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.calls += 1
+        CALLS["loss"] = self.calls
+        return nn.functional.mse_loss(outputs, batch["y"])
+
+
+def counting_loss(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    CALLS["loss"] = next(NUMBERS) + 1
+    return nn.functional.mse_loss(outputs, batch["y"])
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("make_loss", [ModuleLoss, CallableLoss, SlottedLoss, lambda: counting_loss])
+def test_a_loss_is_called_once_per_micro_batch_as_far_as_it_knows(make_loss: Any) -> None:
+    CALLS["loss"] = 0
+    loss = make_loss()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    batch = {"input": torch.randn(4, 4), "y": torch.randn(4, 4)}
+    config = RelayConfig(micro_batches=2)
+    with Relay(
+        model, torch.optim.SGD(model.parameters(), 0.1), "cpu", loss=lambda o, b: loss(o, b), config=config
+    ) as relay:
+        for _ in range(2):
+            relay.step(batch)
+    assert CALLS["loss"] == 4

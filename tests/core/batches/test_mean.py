@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -522,16 +523,17 @@ def low_precisions() -> Iterator[list[str]]:
 
 def test_a_look_is_in_full_precision_whatever_is_set(low_precisions: list[str]) -> None:
     """TF32 would round what is compared, and so would autocast; both are the caller's again in the step."""
-    seen: list[tuple[bool, list[str]]] = []
+    told: SimpleQueue[tuple[bool, list[str]]] = SimpleQueue()  # a list would be as before after a look
 
     class Told(Around):
         def forward(self, **inputs: Any) -> Any:
-            seen.append((torch.is_autocast_enabled("cpu"), [kind.fp32_precision for kind in PRECISIONS]))
+            told.put((torch.is_autocast_enabled("cpu"), [kind.fp32_precision for kind in PRECISIONS]))
             return super().forward(**inputs)
 
     config = replace(THREE, verify="never")
     with Relay(Told(gpt()), sgd, config=config) as relay, torch.autocast("cpu", torch.bfloat16):
         relay.step(uneven())
+    seen = [told.get() for _ in range(told.qsize())]
     looks, step = seen[:-3], seen[-3:]
     assert looks and all(not autocast and precisions == ["ieee"] * 3 for autocast, precisions in looks)
     assert step == [(True, low_precisions)] * 3
