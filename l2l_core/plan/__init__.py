@@ -8,6 +8,7 @@ from l2l_core.plan.actions import Action as Action
 from l2l_core.plan.actions import ActionResult as ActionResult
 from l2l_core.plan.actions import Actions as Actions
 from l2l_core.plan.actions import Keep as Keep
+from l2l_core.plan.actions import Turn as Turn
 from l2l_core.plan.check import check_plan as check_plan
 from l2l_core.plan.relay_schedule import RelaySchedule as RelaySchedule
 from l2l_core.plan.relay_schedule import ScheduleSettings as ScheduleSettings

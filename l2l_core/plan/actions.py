@@ -65,6 +65,11 @@ class Action(NamedTuple):
     layers: tuple[str, ...] = ()
     turns: tuple[Turn, ...] = ()
 
+    @property
+    def turn(self) -> Turn:
+        """The turn of an action that concerns one."""
+        return Turn(self.k, self.layer, self.visit, self.is_backward)
+
 
 class ActionResult(NamedTuple):
     """Result of `I`, `F` or `X`, on which the order of the following actions depends.

@@ -41,7 +41,7 @@ import torch
 from l2l_core.batches import divide_loss, leaves_in
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Unit
-from l2l_core.plan import Action, ActionResult, Actions
+from l2l_core.plan import Action, ActionResult, Actions, Turn
 from l2l_core.step.batch_loss import DetachedOutputs, LoadBatchLoss
 from l2l_core.step.graph import run_backward, sequence_number, take_gradients
 from l2l_core.step.micro_batch import POLICIES, LayerCall, StepContext, SuspendedForward, suspend_all
@@ -120,31 +120,35 @@ class ForwardExecutor:
 
     # -- stash ---------------------------------------------------------------------------------------------------------
 
-    def _call_of(self, k: int, visit: int, is_backward: bool) -> LayerCall:
-        """Return the call of micro-batch `k` in a visit, with the visit's number."""
-        if is_backward:
-            call = next(call for call in self.visits[visit].calls if call.k == k)
-            call.visit = self._backward_number(self.visits[visit])
-            return call
-        waiting = self.forwards[k].waiting_call
-        assert waiting is not None, f"micro-batch {k} waits for no layer"
-        waiting.visit = visit
-        return waiting
+    def _find_call(self, turn: Turn) -> LayerCall | None:
+        """Return the call of a turn, with the number of its visit; None if the micro-batch is not there yet."""
+        if turn.is_backward:
+            if turn.visit >= len(self.visits):
+                return None
+            visit = self.visits[turn.visit]
+            call = next((call for call in visit.calls if call.k == turn.k), None)
+            number = self._backward_number(visit)
+        else:
+            call, number = self.forwards[turn.k].waiting_call, turn.visit
+        if call is None or call.unit.key != turn.layer:
+            return None
+        call.visit = number
+        return call
 
     def _backward_number(self, visit: Visit) -> int:
         """Return the number of the backward visit: V .. 2V-1, with V visits in forward."""
         return 2 * len(self.visits) - 1 - visit.index
 
     def _wait_for_stash(self, action: Action) -> None:
-        call = self._call_of(action.k, action.visit, action.is_backward)
-        self._ctx.stash.fetch(call.needed_tensors, call.k, call.unit.key, call.visit)
+        if (call := self._find_call(action.turn)) is not None:
+            self._ctx.stash.fetch(call.needed_tensors, call.k, call.unit.key, call.visit)
 
     def _prefetch_stash(self, action: Action) -> None:
-        call = self._call_of(action.k, action.visit, action.is_backward)
-        self._ctx.stash.prefetch(call.needed_tensors, call.k, call.unit.key, call.visit)
+        if (call := self._find_call(action.turn)) is not None:
+            self._ctx.stash.prefetch(call.needed_tensors, call.k, call.unit.key, call.visit)
 
     def _announce_turns(self, action: Action) -> None:
-        calls = [self._call_of(turn.k, turn.visit, turn.is_backward) for turn in action.turns]
+        calls = filter(None, map(self._find_call, action.turns))
         self._ctx.stash.hint_later_turns([(each.needed_tensors, each.unit.key, each.k, each.visit) for each in calls])
 
     def _offload(self, action: Action) -> None:
@@ -231,7 +235,7 @@ class StepExecutor(ForwardExecutor):
         self._divisors, self._load_batch_loss = divisors, load_batch_loss
         self._trains_loss_parameters = trains_loss_parameters
         self.losses: list[torch.Tensor] = []  # scaled losses of the micro-batches, which add up to the step's loss
-        self._has_gradient = self._is_backward = False
+        self._has_gradient = False
         self._methods |= {"X": self._loss, "B": self._backward, "P": self._push, "U": self._finish, "T": self._turn}
 
     # -- visits --------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def shuffled(plan: StepPlan, rng: random.Random, swaps: int = 300) -> StepPlan:
 
 
 @stashes
-@pytest.mark.parametrize("seed", [*range(6), *map(rarely, range(6, 20))])
+@pytest.mark.parametrize("seed", [*range(3), *map(rarely, range(3, 20))])
 @pytest.mark.parametrize("name", ["chain", "gpt2", "tied_layers", "batch_norm"])
 def test_any_order_that_keeps_the_rules_trains_the_same_bits(name: str, seed: int, stash: Any) -> None:
     kind, rng = BY_NAME[name], random.Random(seed)
