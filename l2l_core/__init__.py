@@ -35,6 +35,8 @@ from l2l_core.eps import LayerStore as LayerStore
 from l2l_core.eps import NonFiniteError as NonFiniteError
 from l2l_core.eps import TornStep as TornStep
 from l2l_core.model import find_layers as find_layers
+from l2l_core.plan import PlanError as PlanError
+from l2l_core.plan import StepPlan as StepPlan
 from l2l_core.relay import Relay as Relay
 from l2l_core.shelf import Disk as Disk
 from l2l_core.shelf import FileShelf as FileShelf

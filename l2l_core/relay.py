@@ -74,6 +74,7 @@ from l2l_core.model import (
     resolve_layers,
     snapshot_except,
 )
+from l2l_core.plan import StepPlan
 from l2l_core.runner import OnTrial, Runner
 from l2l_core.saves import EditedStacks, HistoryRestorer, Resumption, history_parts, register_restore, snapshot_parts
 from l2l_core.shelf import (
@@ -454,7 +455,9 @@ class Relay:
     # -- operations ----------------------------------------------------------------------------------------------------
 
     @accept_trust
-    def step(self, batch: Batch, skip: Iterable[LayerRef] = (), force: bool = False) -> StepResult:
+    def step(
+        self, batch: Batch, skip: Iterable[LayerRef] = (), force: bool = False, plan: StepPlan | None = None
+    ) -> StepResult:
         """Train on one batch. With several workers, each passes its own rows, and all return the loss over all rows.
 
         Args:
@@ -464,8 +467,11 @@ class Relay:
                 loaded nor updated. For LayerDrop (Fan et al., arXiv 1909.11556) and stochastic depth (Huang et al., arXiv
                 1603.09382).
             force: skip layers even if the check of the model's structure is against it; see `apply`.
+            plan: run these actions, made by `plan` and perhaps edited, in place of the relay's own schedule. Number of layers
+                ahead, of slots and of kept graphs are the plan's; `update` and the place of the stash are the relay's.
 
         Raises:
+            PlanError: the plan breaks a rule of a step, or the model calls other layers. Nothing has changed.
             ValueError, TypeError: `skip` has an unknown layer or a whole stack, or the batch cannot be split or weighed.
                 Nothing has changed.
             TornStep: an error after the first eager update; names the updated layers. After any other exception, weights and
@@ -490,6 +496,10 @@ class Relay:
                     why = "hooks would see shards of parameters; do it between steps, in `with relay.gathered()`"
                     self._backend.refuse("a hook around the optimizer's step", why)
                 config = self._runner.resolve_config(self.config, batch)
+                if plan is not None:
+                    self._refuse_plan(config, bool(skip))
+                    with self._runner.following(plan, batch, config) as config:
+                        return self._checked_step(batch, config, plan)
                 if skip:
                     with self._skipping(skip, force):
                         return self._step(batch, config)
@@ -675,6 +685,28 @@ class Relay:
         block = ExitStack()
         block.callback(restore)
         return block
+
+    def plan(self, batch: Batch, config: RelayConfig | None = None) -> StepPlan:
+        """Return the actions of a step on this batch in the order of issue, without training; `print` shows them.
+
+        Layers are taken to be called in the order of the last step, by all micro-batches; before the first step, in the
+        order of the stack.
+
+        Args:
+            batch: as for `step`.
+            config: settings of the step. Default: the relay's own.
+
+        Raises:
+            ValueError: the schedule is "depth_first", where autograd decides the order.
+        """
+        with self._exclusive():
+            config = self._runner.resolve_config(self.config if config is None else config, batch)
+            if config.schedule == "depth_first":
+                raise ValueError(
+                    "schedule='depth_first' has no plan: autograd decides the order of its actions. Use "
+                    "plan(batch, RelayConfig(schedule='breadth_first')), or read the trace of a step"
+                )
+            return self._runner.plan(batch, config)
 
     def forecast(
         self,
@@ -990,11 +1022,21 @@ class Relay:
         self._history.loss = result.loss
         return result
 
-    def _checked_step(self, batch: Batch, config: RelayConfig) -> StepResult:
+    def _refuse_plan(self, config: RelayConfig, skips: bool) -> None:
+        refused = {
+            "with several workers": self.workers > 1,
+            "with schedule='depth_first', where autograd decides the order": config.schedule == "depth_first",
+            "with `skip`": skips,
+        }
+        for case, holds in refused.items():
+            if holds:
+                raise ValueError(f"step(batch, plan=...) {case} is not possible: leave out the plan")
+
+    def _checked_step(self, batch: Batch, config: RelayConfig, plan: StepPlan | None = None) -> StepResult:
         """Train on a batch, after a comparison with training in core if one is due."""
         verified = ""
         try:
-            kind = partial(self._kind_of_check, batch, config)
+            kind = partial(self._kind_of_check, batch, config, plan)
             if config.verify != "never" and self._step_check.is_due(config, kind, self.steps):
                 reason = self._reason_not_to_compare(config)
                 verified = self._step_check.run(self._compare, batch, config, kind(), reason)
@@ -1007,8 +1049,8 @@ class Relay:
             raise
         return replace(result, verified=verified)
 
-    def _kind_of_check(self, batch: Batch, config: RelayConfig) -> Hashable:
-        layers = tuple((unit.key, unit.trained) for unit in self._runner.parts.units), self.model.training
+    def _kind_of_check(self, batch: Batch, config: RelayConfig, plan: StepPlan | None) -> Hashable:
+        layers = tuple((unit.key, unit.trained) for unit in self._runner.parts.units), self.model.training, plan
         return kind_of_check(batch, config, layers)
 
     def _reason_not_to_compare(self, config: RelayConfig) -> str:

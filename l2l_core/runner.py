@@ -51,6 +51,7 @@ from l2l_core.model import (
     snapshot_attributes,
     snapshot_user_state,
 )
+from l2l_core.plan import StepPlan, check_plan
 from l2l_core.step import (
     BatchLoss,
     BreadthFirstRuntime,
@@ -129,6 +130,7 @@ class Runner:
         measures = self._measure_losses, backend.batch_peers, loss_over, self._measure_outputs, model_call.settings
         self.normaliser, self.probe_normaliser = LossNormaliser(weight, *measures), LossNormaliser(weight, *measures)
         self.steps = 0
+        self._given_plan: StepPlan | None = None  # see `following`
         self.trace: Trace | None = None
         self.on_trial: OnTrial | None = None
         self._failed_inference: Trace | None = None  # of a device that was too small
@@ -294,14 +296,16 @@ class Runner:
             self._advise(error, batch, config)
             raise
         kind = self.kind_of(micro_batches, config)
-        replay = self.pass_cache.find_step(kind) if config.meter == "on_change" else None
+        is_replayable = config.meter == "on_change" and self._given_plan is None  # memory depends on the plan
+        replay = self.pass_cache.find_step(kind) if is_replayable else None
         extras = StepExtras(self._model_call.objective_with_extras, self._model_call.metrics())
         batch_loss = self.batch_loss(rows, len(micro_batches), extras)
         losses, ran, trace = self._train(batch, micro_batches, divisors, batch_loss, config, replay, extras)
         loss = float(sum(self._backend.gather_items(losses)))
         self.steps += 1
         self._store.updated.clear()  # else it would keep layers that are dropped next in memory
-        self.pass_cache.record_step(kind, ran.layer_order, ran.metered)
+        if self._given_plan is None:
+            self.pass_cache.record_step(kind, ran.layer_order, ran.metered)
         events, _ = trace.events_since(0)
         return StepResult(
             loss=loss,
@@ -314,7 +318,53 @@ class Runner:
             objective=self.normaliser.summary,
             extras=extras.join(),
             grad_norm=self._grad_norm(config),
+            plan=ran.plan,
         )
+
+    def plan(self, batch: Batch, config: RelayConfig) -> StepPlan:
+        """Return the plan of a step on a batch; see `Relay.plan`."""
+        config = replace(config, micro_batches=len(self.split(batch)[1]))
+        expected = PassPlan.of(config, self.pass_cache.layer_order, loss_per_micro_batch=not self._has_batch_loss)
+        layers, visits = ([unit.key for unit in units] for units in (self.parts.layers, expected.layer_order))
+        return StepPlan.expected(expected.settings(config, self.parts), layers, visits)
+
+    @contextmanager
+    def following(self, plan: StepPlan, batch: Batch, config: RelayConfig) -> Iterator[RelayConfig]:
+        """Run steps by a plan in the block; yield their settings.
+
+        Raises:
+            PlanError: the plan breaks a rule of a step.
+            ValueError: it was made for another batch, model or place of the stash.
+        """
+        check_plan(plan)
+        settings, count = plan.settings, len(self.split(batch)[1])
+        unknown = sorted({*plan.loads} - {unit.key for unit in self.parts.layers})
+        differences = {
+            f"{settings.micro_batches} micro-batches, and the batch is split into {count}": settings.micro_batches != count,
+            f"layers {', '.join(unknown)}, which the model does not have": bool(unknown),
+            f"offloads={settings.offloads}, and the relay has stash={config.stash!r}": settings.offloads
+            != (config.stash != "device"),
+            f"loss_per_micro_batch={settings.loss_per_micro_batch}, and the relay's loss is of the other kind":
+            settings.loss_per_micro_batch == self._has_batch_loss,
+            f"{settings.slots} slots, too few for ahead={settings.ahead}": settings.slots <= settings.ahead,
+        }  # fmt: skip
+        for difference, holds in differences.items():
+            if holds:
+                raise ValueError(
+                    f"the plan has {difference}. Start from relay.plan(batch), which fits this batch and relay"
+                )
+        kept = {action.visit for action in plan.actions if action.kind == "F" and action.keep == "graph"}
+        self._given_plan = plan
+        try:
+            yield replace(
+                config,
+                ahead=settings.ahead,
+                resident=settings.slots - settings.ahead - 1,
+                keep=len(kept),
+                micro_batches=count,
+            )
+        finally:
+            self._given_plan = None
 
     def check_can_step(self, batch: Batch) -> None:
         """Refuse to train on a batch if the model, the optimizer's groups or the batch would make a step fail."""
@@ -346,7 +396,7 @@ class Runner:
             spec = self._make_spec(config, extras.run, list(enumerate(micro_batches)))
         else:
             spec = self._make_spec(config, batch_loss.outputs, micro_batches, batch_loss)
-        spec = replace(spec, check=self._backend.make_buffer_check(self.parts.units))
+        spec = replace(spec, check=self._backend.make_buffer_check(self.parts.units), given=self._given_plan)
         try:
             return *run_step(self.parts, self._store, spec, divisors, trace, replay), trace
         except BaseException as error:  # a second interrupt, too

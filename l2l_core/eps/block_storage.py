@@ -135,7 +135,12 @@ class WeightSource:
     """Lends weights for loads; this class, masters in memory, or casts of them for devices whose copies cannot cast.
 
     One pass lasts from `begin` to `end`; a block is acquired before each load. Casts are booked in the ledger `host`.
+
+    Attributes:
+        reads_ahead: whether `prefetch` has an effect.
     """
+
+    reads_ahead = False
 
     def __init__(self, device: Device, host: Ledger) -> None:
         self._device, self._host = device, host

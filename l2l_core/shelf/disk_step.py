@@ -37,6 +37,8 @@ _Read = tuple[PoolBuffer, "Future[None]"]
 class DiskWeightSource(WeightSource):
     """Weight source that reads blocks from records; with `casts`, loads cannot cast, and it converts weights itself."""
 
+    reads_ahead = True
+
     def __init__(self, records: RecordStore, pool: BufferPool, casts: bool) -> None:
         self._records, self._pool, self._casts = records, pool, casts
         self._dtype = torch.float32

@@ -8,14 +8,14 @@ workers or a shelf. The numbers [1] to [3] are those of `loop.py`. A test replay
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from l2l_core.config import RelayConfig
+from l2l_core.plan import SlotChoice
 from l2l_core.schedule_rules import (
     MAX_PENDING_GRADIENTS,
     chunks_per_copy,
@@ -79,11 +79,9 @@ class VirtualRelay:
         self._eps_s = 0.0  # time at which the EPS is free
         self._jobs: deque[_QueuedJob] = deque()  # not started, in order
         self._offloaded_s = self._fetched_s = 0.0  # end of the last offload and fetch
-        self._slots = [""] * weight_slots(config.ahead, config.resident)  # layer in each weight slot, or ""
+        slots, visits = weight_slots(config.ahead, config.resident), [stay.layer for stay in profile.stays]
+        self._slot_choice = SlotChoice(config.ahead, slots, visits, announces=True)
         self._loaded_s: dict[str, float] = {}  # end of the load of each layer in a slot
-        self._visits: dict[str, list[int]] = defaultdict(list)  # indices of stays, by layer
-        for index, stay in enumerate(profile.stays):
-            self._visits[stay.layer].append(index)
         self._last_backward = {stay.layer: index for index, stay in enumerate(profile.stays) if stay.is_backward}
         self._trained_layers = profile.trained
         self._num_buffers = gradient_slots(config.ahead, config.schedule, len(self._layers) - 1)
@@ -139,30 +137,20 @@ class VirtualRelay:
 
     def _load(self, index: int) -> None:
         """Wait for the weights of a stay, and issue loads for the next ones."""
-        upcoming = [stay.layer for stay in self._profile.stays[index : index + self._config.ahead + 2]]
-        self._backend.prefetch(self._now_s, [layer for layer in upcoming if layer not in self._slots])
-        window = dict.fromkeys(upcoming[: self._config.ahead + 1])
-        for layer in window:
-            if layer not in self._slots:
-                free = [slot for slot, other in enumerate(self._slots) if other not in window]
-                # Among equals the first, as `Prefetch` does: events have the slot's number, and a test compares them.
-                slot = max(free, key=lambda slot: self._next_use(self._slots[slot], index))
-                self._slots[slot], self._loaded_s[layer] = layer, math.inf
+        for kind, layer, *_, slot, _, layers, _ in self._slot_choice.begin_visit(self._profile.stays[index].layer):
+            if kind == "A":
+                self._backend.prefetch(self._now_s, layers)
+            else:
+                self._loaded_s[layer] = math.inf
                 self._wait_until(self._backend.acquire(self._now_s, layer))
                 nbytes, on_done = self._layers[layer].load_bytes, partial(self._loaded_s.__setitem__, layer)
                 self._h2d.send_chunked(self._now_s, "load", layer, nbytes, self._itemsize, on_done, slot)
+        self._slot_choice.end_visit()
         layer = self._profile.stays[index].layer
         if self._loaded_s[layer] == math.inf:  # pieces remain; they are sent at once, as in the loop
             self._h2d.flush(self._now_s)
         self._wait_until(self._loaded_s[layer])
         self._backend.release(layer)
-
-    def _next_use(self, layer: str, index: int) -> float:
-        if not layer:  # empty slots before those whose layer has no later stay, as in `Prefetch`
-            return math.inf
-        visits = self._visits[layer]
-        position = bisect_left(visits, index)
-        return visits[position] if position < len(visits) else len(self._profile.stays)
 
     def _fetch_stash(self, index: int, position: int, following: tuple[StayCost, TurnCost] | None) -> None:
         """Wait for the stash of a turn, and start to fetch that of the following one."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from l2l_core.eps.blocks import refuse_cached
+from l2l_core.plan import RelaySchedule
 from l2l_core.step.graph import BufferOrder, TensorGuard
 from l2l_core.step.micro_batch import (
     CompiledRegionGuard,
@@ -97,6 +98,11 @@ class BreadthFirstRuntime(PassRuntime):
             # Undone first and last begun first: forwards unwind while hooks, modes and slots are still in place.
             self._stack.callback(forwards[-1].cancel)
         return forwards
+
+    def make_schedule(self) -> RelaySchedule:
+        """Make the schedule of this pass."""
+        layers, expected = ([unit.key for unit in units] for units in (self.parts.layers, self.spec.plan.layer_order))
+        return RelaySchedule(self.spec.plan.settings(self.config, self.parts), layers, expected)
 
     def _register_input(self, tensor: torch.Tensor, k: int) -> torch.Tensor:
         self._guard.register(tensor, k)

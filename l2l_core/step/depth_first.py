@@ -41,6 +41,7 @@ from l2l_core.eps.blocks import (
     stray_grad_message,
 )
 from l2l_core.model import ThreadState
+from l2l_core.plan import SlotChoice, forward_then_backward
 from l2l_core.step.graph import BufferOrder, run_backward
 from l2l_core.step.micro_batch import Influence, flatten, patch_layers
 from l2l_core.step.pass_runtime import PassRuntime
@@ -88,7 +89,7 @@ class DepthFirstRuntime(PassRuntime):
 
     def _set_up(self) -> None:
         super()._set_up()
-        assert len(self.prefetch.slots) >= len(self.parts.layers), "depth first needs a slot for every layer"
+        assert len(self.weight_slots.slots) >= len(self.parts.layers), "depth first needs a slot for every layer"
         self.layer_order: list[Unit] = []  # as the first micro-batch called them
         self.influence = Influence()
         self._current_turn = self.stash.current_turn
@@ -115,7 +116,9 @@ class DepthFirstRuntime(PassRuntime):
         refuse_cached(model)
         slots, shell = self.make_gradients(store, lambda block: False)  # autograd adds in the order of plain training
         gradients = {unit: slots.acquire(unit) for unit in self.parts.layers}
-        self.prefetch.begin(spec.plan.forward_then_backward)
+        visits = forward_then_backward([unit.key for unit in spec.plan.layer_order])
+        count = len(self.weight_slots.slots)
+        self._slot_choice = SlotChoice(self.config.ahead, count, visits, self.parts.weight_source.reads_ahead)
         self._load_early()
         rows = (self.load_micro_batch(k, micro_batch) for k, micro_batch in enumerate(spec.micro_batches))
         remaining = deque(partial(spec.task, model, each) for each in rows)
@@ -226,7 +229,9 @@ class DepthFirstRuntime(PassRuntime):
             return False
         with temporarily_clear_interpreter_stack():  # the call may be inside torch.vmap, the load is not
             shared = [(param, param.data) for param in unit.params if param in self._stamps]
-            self._open_visits.enter_context(self.prefetch.visit(unit))
+            for action in self._slot_choice.begin_visit(unit.key):
+                self.weight_slots.run(action)
+            self._open_visits.enter_context(self.weight_slots.visit(unit))
             for param, data in shared:  # a graph may have the parameter as it was first loaded
                 param.data = data
         self._loaded[unit] = None

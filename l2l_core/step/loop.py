@@ -1,4 +1,7 @@
-"""The algorithm: one training step as a relay of layers.
+"""Execution of a schedule: one training step as a relay of layers.
+
+`l2l_core/plan/relay_schedule.py` decides the order of actions, `ForwardExecutor` and `StepExecutor` run them, with one method
+for each kind of action.
 
     EPS (host)          load            slot (device)                        stash
     ┌─────────┐   ─────[1]────────▶   ┌──────────────────────────┐   ────▶  ┌───────┐
@@ -29,53 +32,175 @@ Source: Pudipeddi et al., https://arxiv.org/abs/2002.05645 (L2L and L2L-p).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import torch
 
 from l2l_core.batches import divide_loss, leaves_in
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Unit
+from l2l_core.plan import Action, ActionResult, Actions, Turn
 from l2l_core.step.batch_loss import DetachedOutputs, LoadBatchLoss
 from l2l_core.step.graph import run_backward, sequence_number, take_gradients
-from l2l_core.step.micro_batch import LayerCall, StepContext, SuspendedForward, suspend_all
-from l2l_core.step.pass_inputs import PassPlan
+from l2l_core.step.micro_batch import POLICIES, LayerCall, StepContext, SuspendedForward, suspend_all
 from l2l_core.step.step_checks import PerMicroBatch, StepChecks, refuse_frozen_model
-from l2l_core.step.traffic import Gradient, GradientSlots, Prefetch
-from l2l_core.step.visit_scheduler import Visit, VisitScheduler
+from l2l_core.step.traffic import Gradient, GradientSlots, SlotStay, WeightSlots
 
 
-class ForwardLoop:
-    """Forward pass of all micro-batches: an inference, or the first half of a training step."""
+@dataclass(eq=False, slots=True)
+class Visit:
+    """One stay of a layer on the device during forward."""
 
-    def __init__(self, ctx: StepContext, scheduler: VisitScheduler, plan: PassPlan, prefetch: Prefetch) -> None:
-        self.ctx, self.scheduler, self.plan, self.prefetch = ctx, scheduler, plan, prefetch
+    unit: Unit
+    index: int
+    stay: SlotStay = field(default_factory=SlotStay)  # may be over before backward
+    calls: list[LayerCall] = field(default_factory=list)  # not back-propagated yet
+    gradient: Gradient | None = None  # accumulated so far
 
-    def run_inference(self) -> None:
-        """Run the forward pass alone."""
-        self.start_forwards(self.plan.layer_order)
-        while (unit := self.scheduler.next_unit()) is not None:
-            visit = self.scheduler.begin_visit(unit)
-            with self.prefetch.visit(unit) as visit.stay:  # [1]
-                for forward, upcoming in self.scheduler.iter_turns(visit):  # [2]
-                    self.run_turn(forward, visit, upcoming)
-                    self.ctx.stash.offload(forward.k, visit.index)
+
+class ForwardExecutor:
+    """Runs the actions of a forward pass of all micro-batches."""
+
+    def __init__(
+        self, ctx: StepContext, forwards: Sequence[SuspendedForward], layers: Sequence[Unit], slots: WeightSlots
+    ) -> None:
+        self._ctx, self.forwards, self._weight_slots = ctx, list(forwards), slots
+        self._units = {unit.key: unit for unit in layers}
+        self.visits: list[Visit] = []
+        self._visit: Visit | None = None  # between `V` and `E`
+        self._scope = ExitStack()  # of this visit
+        self.actions: list[Action] = []
+        self._methods: dict[str, Callable[[Action], ActionResult | None]] = {
+            "A": slots.run,
+            "L": slots.run,  # [1]
+            "V": self._begin_visit,
+            "I": self._start_forward,
+            "W": self._wait_for_stash,
+            "G": self._prefetch_stash,
+            "H": self._announce_turns,
+            "F": self._forward,
+            "S": self._offload,
+            "D": self._drop_graph,
+            "E": self._end_visit,
+        }
+
+    @property
+    def layer_order(self) -> list[Unit]:
+        """The layers in the order of their visits."""
+        return [visit.unit for visit in self.visits]
+
+    def run(self, schedule: Actions) -> None:
+        """Run the actions of a schedule in order, and give it the answers."""
+        answer: ActionResult | None = None
+        with self._scope:
+            while True:
+                try:
+                    action = schedule.send(answer)
+                except StopIteration:
+                    return
+                self.actions.append(action)
+                answer = self._methods[action.kind](action)
+
+    # -- visits --------------------------------------------------------------------------------------------------------
+
+    def _begin_visit(self, action: Action) -> None:
+        visit = self._visit_of(action)
+        visit.stay = self._scope.enter_context(self._weight_slots.visit(visit.unit))
+        self._visit = visit
+
+    def _visit_of(self, action: Action) -> Visit:
+        self.visits.append(Visit(self._units[action.layer], len(self.visits)))
+        return self.visits[-1]
+
+    def _end_visit(self, action: Action) -> None:
+        self._visit = None
+        self._scope.close()
+
+    # -- stash ---------------------------------------------------------------------------------------------------------
+
+    def _find_call(self, turn: Turn) -> LayerCall | None:
+        """Return the call of a turn, with the number of its visit; None if the micro-batch is not there yet."""
+        if turn.is_backward:
+            if turn.visit >= len(self.visits):
+                return None
+            visit = self.visits[turn.visit]
+            call = next((call for call in visit.calls if call.k == turn.k), None)
+            number = self._backward_number(visit)
+        else:
+            call, number = self.forwards[turn.k].waiting_call, turn.visit
+        if call is None or call.unit.key != turn.layer:
+            return None
+        call.visit = number
+        return call
+
+    def _backward_number(self, visit: Visit) -> int:
+        """Return the number of the backward visit: V .. 2V-1, with V visits in forward."""
+        return 2 * len(self.visits) - 1 - visit.index
+
+    def _wait_for_stash(self, action: Action) -> None:
+        if (call := self._find_call(action.turn)) is not None:
+            self._ctx.stash.fetch(call.needed_tensors, call.k, call.unit.key, call.visit)
+
+    def _prefetch_stash(self, action: Action) -> None:
+        if (call := self._find_call(action.turn)) is not None:
+            self._ctx.stash.prefetch(call.needed_tensors, call.k, call.unit.key, call.visit)
+
+    def _announce_turns(self, action: Action) -> None:
+        calls = filter(None, map(self._find_call, action.turns))
+        self._ctx.stash.hint_later_turns([(each.needed_tensors, each.unit.key, each.k, each.visit) for each in calls])
+
+    def _offload(self, action: Action) -> None:
+        number = action.visit
+        if self._visit is not None and number >= 0:
+            if action.is_backward:
+                number = self._backward_number(self._visit)
+            else:
+                self._drop_graph(action)  # tensors saved by a graph that stays are offloaded with the rest
+        self._ctx.stash.offload(action.k, number)
+
+    def _drop_graph(self, action: Action) -> None:
+        assert self._visit is not None
+        for last in self._visit.calls[-1:]:
+            last.suspend(self._ctx)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def _start_forward(self, action: Action) -> ActionResult:
+        forward = self.forwards[action.k]
+        forward.resume()
+        return ActionResult(_waits_for(forward))
+
+    def _forward(self, action: Action) -> ActionResult:  # [2]
+        """Run the layer on one micro-batch, and the shell up to its next layer call."""
+        visit, forward = self._visit, self.forwards[action.k]
+        call = forward.waiting_call
+        assert visit is not None and call is not None and call.unit is visit.unit, f"{action}"
+        call.visit, call.stay = visit.index, visit.stay
+        call.buffers = self._ctx.buffers_of(visit.unit)  # before the layer changes them: a recompute starts from these
+        call.policy = POLICIES[action.keep]
+        forward.resume()
+        needs_backward = bool(forward.calls) and forward.calls[-1] is call
+        if needs_backward:
+            visit.calls.append(call)
+        return ActionResult(_waits_for(forward), needs_backward)
+
+    # -- outputs -------------------------------------------------------------------------------------------------------
 
     def compute_batch_loss(self, load_batch_loss: LoadBatchLoss) -> torch.Tensor:
         """Return one loss over the outputs of all micro-batches after an inference."""
-        forwards, batch_loss = self.scheduler.forwards, load_batch_loss()
-        outputs = [self.detach_outputs(forward).tree for forward in forwards]
-        stop = self.ctx.time_event("loss", "shell", -1)
-        with forwards[-1].resume_after_end(len(forwards)), self.ctx.watch_backward():
+        batch_loss = load_batch_loss()
+        outputs = [self.detach_outputs(forward).tree for forward in self.forwards]
+        stop = self._ctx.time_event("loss", "shell", -1)
+        with self.forwards[-1].resume_after_end(len(self.forwards)), self._ctx.watch_backward():
             loss = batch_loss(outputs)
         stop()
         return loss
 
     def detach_outputs(self, forward: SuspendedForward, check: Callable[[], object] = lambda: None) -> DetachedOutputs:
         """Take the outputs of a finished forward, and `check` it."""
-        ctx, k = self.ctx, forward.k
+        ctx, k = self._ctx, forward.k
         ctx.stash.fetch([leaf for leaf in leaves_in(forward.result) if isinstance(leaf, torch.Tensor)], k)
         stop = ctx.time_event("shell", "shell", k)
         with ctx.current_turn.activate(k, "shell"), ctx.watch_backward():
@@ -85,42 +210,18 @@ class ForwardLoop:
         ctx.stash.offload(k)
         return outputs
 
-    def start_forwards(self, load_order: Sequence[Unit]) -> None:
-        """Run every micro-batch up to its first layer call; prefetch weights in `load_order`."""
-        self.prefetch.begin(load_order)
-        for forward in self.scheduler.forwards:
-            forward.resume()
-            self.ctx.stash.offload(forward.k)
 
-    def run_turn(self, forward: SuspendedForward, visit: Visit, upcoming: Sequence[LayerCall]) -> None:
-        """Run the layer on one micro-batch, and the shell up to its next layer call."""
-        call = forward.waiting_call
-        assert call is not None and call.unit is visit.unit, f"{visit.unit.key} k={forward.k}"
-        call.visit, call.stay = visit.index, visit.stay
-        self.fetch_stash(call, upcoming)
-        call.buffers = self.ctx.buffers_of(visit.unit)  # before the layer changes them: a recompute starts from these
-        call.policy = self.plan.policy_for(visit.index)
-        forward.resume()
-        visit.calls += [last for last in forward.calls[-1:] if last is call]  # if it takes part in backward
-
-    def fetch_stash(self, call: LayerCall, upcoming: Sequence[LayerCall]) -> None:
-        """Fetch the tensors of `call`, and start to fetch those of the `upcoming` calls."""
-        stash = self.ctx.stash
-        stash.fetch(call.needed_tensors, call.k, call.unit.key, call.visit)
-        for after in upcoming[:1]:
-            stash.prefetch(after.needed_tensors, after.k, after.unit.key, after.visit)
-        later = upcoming[1 : 1 + stash.prefetch_turns]
-        stash.hint_later_turns([(each.needed_tensors, each.unit.key, each.k, each.visit) for each in later])
-
-
-class TrainLoop:
-    """One training step."""
+class StepExecutor(ForwardExecutor):
+    """Runs the actions of a training step."""
 
     def __init__(
         self,
-        forward_loop: ForwardLoop,
+        ctx: StepContext,
+        forwards: Sequence[SuspendedForward],
+        layers: Sequence[Unit],
+        weight_slots: WeightSlots,
         store: LayerStore,
-        slots: GradientSlots,
+        gradient_slots: GradientSlots,
         shell_gradient: Gradient,
         per_micro_batch: PerMicroBatch,
         checks: StepChecks,
@@ -128,86 +229,48 @@ class TrainLoop:
         load_batch_loss: LoadBatchLoss | None = None,  # with it, micro-batches have no losses
         trains_loss_parameters: bool = True,  # whether parameters that this loss reads get their gradient from it here
     ) -> None:
-        self._forward_loop, self._ctx = forward_loop, forward_loop.ctx
-        self._scheduler, self._prefetch = forward_loop.scheduler, forward_loop.prefetch
-        self._store, self._slots, self._shell_gradient = store, slots, shell_gradient
+        super().__init__(ctx, forwards, layers, weight_slots)
+        self._store, self._slots, self._shell_gradient = store, gradient_slots, shell_gradient
         self._per_micro_batch, self._checks = per_micro_batch, checks
         self._divisors, self._load_batch_loss = divisors, load_batch_loss
         self._trains_loss_parameters = trains_loss_parameters
-        self._losses: list[torch.Tensor] = []
+        self.losses: list[torch.Tensor] = []  # scaled losses of the micro-batches, which add up to the step's loss
         self._has_gradient = False
+        self._methods |= {"X": self._loss, "B": self._backward, "P": self._push, "U": self._finish, "T": self._turn}
 
-    def train(self) -> list[torch.Tensor]:
-        """Run the step; return the scaled losses of the micro-batches, which add up to the step's loss."""
-        self._forward_loop.start_forwards(self._forward_loop.plan.forward_then_backward)
-        self._run_losses()  # of forwards that call no layer
-        while (unit := self._scheduler.next_unit()) is not None:
-            visit = self._begin_visit(unit)
-            with self._prefetch.visit(unit) as visit.stay:  # [1]
-                for forward, upcoming in self._scheduler.iter_turns(visit):  # [2]
-                    self._forward_loop.run_turn(forward, visit, upcoming)
-                    self._run_losses(visit, forward)
-                    for last in visit.calls[-1:]:
-                        last.suspend(self._ctx)  # tensors saved by its graph are offloaded with the rest
-                    self._ctx.stash.offload(forward.k, visit.index)
-                self._end_visit(visit)
+    # -- visits --------------------------------------------------------------------------------------------------------
 
-        if self._load_batch_loss is not None:
-            self._run_batch_loss(self._load_batch_loss)
-        rest = self._begin_backward()
-        # A copy: calls are removed from their visits as they are back-propagated.
-        upcoming = deque(call for visit in rest for call in visit.calls)
-        for visit in rest:
+    def _visit_of(self, action: Action) -> Visit:
+        if action.is_backward:
             self._store.raise_failure()  # if an update failed, the rest of backward is useless
-            with self._prefetch.visit(visit.unit):  # [1]
-                for call in list(visit.calls):  # [3] in ascending k, the order of gradient accumulation
-                    upcoming.popleft()
-                    self._forward_loop.fetch_stash(call, list(islice(upcoming, 1 + self._ctx.stash.prefetch_turns)))
-                    self._backward(call, visit)
-                    self._ctx.stash.offload(call.k, call.visit)
-                self._push(visit)  # [4]
-        self._slots.hooks.check_no_stray_grads()
-        self._shell_gradient.push(at_once=True)
-        return self._losses
-
-    def _begin_visit(self, unit: Unit) -> Visit:
-        visit = self._scheduler.begin_visit(unit)
-        self._checks.check_visit(unit, is_revisit=self._scheduler.visit_counts[unit.key] > 1)
+            return self.visits[action.visit]
+        visit = super()._visit_of(action)
+        counts = self._per_micro_batch.visit_counts
+        counts[action.layer] += 1
+        self._checks.check_visit(visit.unit, is_revisit=counts[action.layer] > 1)
         return visit
 
-    def _end_visit(self, visit: Visit) -> None:
-        suspend_all(visit.calls, self._ctx)  # another layer takes the slot: graphs that need these weights are dropped
-        if visit.gradient is None:
-            return
-        if not visit.calls and all(forward.done for forward in self._scheduler.forwards):
-            self._push(visit)
-        else:  # not the last visit after all: keep this part apart by micro-batch, so that the sum has its order
-            self._per_micro_batch.revisited.add(visit.unit.key)
-            self._flush(-1, visit.index, visit.gradient)
-            visit.gradient.stop()
-            visit.gradient = None
+    def _end_visit(self, action: Action) -> None:
+        if not action.is_backward and self._visit is not None:
+            suspend_all(self._visit.calls, self._ctx)  # another layer takes the slot: graphs that need it are dropped
+        super()._end_visit(action)
 
-    def _begin_backward(self) -> list[Visit]:
+    def _turn(self, action: Action) -> None:
         if not self._has_gradient:
             refuse_frozen_model()
-        rest = self._scheduler.begin_backward()
-        self._prefetch.replan([visit.unit for visit in rest])
-        return rest
 
     # -- loss ----------------------------------------------------------------------------------------------------------
 
-    def _run_losses(self, visit: Visit | None = None, current: SuspendedForward | None = None) -> None:
-        """Back-propagate the loss of every finished micro-batch whose predecessors are done, in ascending k.
-
-        Another order would add up the gradients of the shell and of the last layer in another order.
-        """
-        if self._load_batch_loss is not None:
-            return
-        while len(self._losses) < len(self._scheduler.forwards) and self._scheduler.forwards[len(self._losses)].done:
-            forward = self._scheduler.forwards[len(self._losses)]
-            self._run_loss(forward, visit)
-            if forward is not current:  # it finished in an earlier turn and was offloaded
-                self._ctx.stash.offload(forward.k)
+    def _loss(self, action: Action) -> ActionResult:
+        if action.k < 0:
+            self._run_batch_loss()
+            return ActionResult()
+        forward, visit = self.forwards[action.k], self._visit
+        self._run_loss(forward, visit)
+        last = forward.calls[-1] if forward.calls else None
+        return ActionResult(
+            has_graph=visit is not None and last is not None and last in visit.calls and last.kept_graph is not None
+        )
 
     def _run_loss(self, forward: SuspendedForward, visit: Visit | None) -> None:
         k, ctx = forward.k, self._ctx
@@ -217,25 +280,29 @@ class TrainLoop:
             loss = divide_loss(forward.result, self._divisors[k])
             forward.result = None
             tail = self._checks.check_loss(forward, loss)
-            segments = self._checks.check_forward(forward, tail, self._scheduler.is_irregular())
+            segments = self._checks.check_forward(forward, tail, self._is_irregular())
             self._has_gradient |= tail is not None
             if tail is not None:
                 run_backward([(tail, torch.ones_like(loss))])
         for grad in segments[-1].pending_gradients():
             ctx.stash.track(grad, k, "stash", "", fresh=True)
-        self._losses.append(loss.detach().clone())
+        self.losses.append(loss.detach().clone())
         del loss, tail, segments  # they keep the graph of the last segment alive
         stop()
         self._flush(k, visit.index if visit is not None else -1, None)
-        last = forward.calls[-1] if forward.calls else None
-        if visit is not None and last in visit.calls and last.kept_graph is not None:  # no recompute of the last layer
-            self._backward(last, visit)
 
-    def _run_batch_loss(self, load_batch_loss: LoadBatchLoss) -> None:
+    def _is_irregular(self) -> bool:
+        """Whether micro-batches call layers in different orders, so that the shell's gradients arrive out of order."""
+        # The call at which a micro-batch waits counts: it will run in the present visit.
+        orders = [[c.unit for c in f.calls] + ([f.waiting_call.unit] if f.waiting_call else []) for f in self.forwards]
+        return any(order != orders[0] for order in orders)
+
+    def _run_batch_loss(self) -> None:
         """Back-propagate one loss over the outputs of all micro-batches, then the last segment of each, in ascending k."""
-        ctx, forwards = self._ctx, self._scheduler.forwards
+        assert self._load_batch_loss is not None
+        ctx, forwards = self._ctx, self.forwards
         outputs = [self._detach_outputs(forward) for forward in forwards]  # all are checked before anything is trained
-        batch_loss = load_batch_loss()
+        batch_loss = self._load_batch_loss()
         stop = ctx.time_event("loss", "shell", -1)
         with forwards[-1].resume_after_end(len(forwards)), ctx.watch_backward():
             began = sequence_number()
@@ -243,7 +310,7 @@ class TrainLoop:
             edge = self._checks.check_batch_loss(loss, began)
             self._has_gradient = edge is not None
             if self._trains_loss_parameters:
-                self._losses.append(loss.detach().clone())
+                self.losses.append(loss.detach().clone())
                 run_backward([] if edge is None else [(edge, torch.ones_like(loss))])
             elif edge is not None:
                 torch.autograd.backward(loss, inputs=[leaf for each in outputs for leaf, _ in each.leaves])
@@ -255,10 +322,8 @@ class TrainLoop:
             self._backward_last_segment(forward, own)
 
     def _detach_outputs(self, forward: SuspendedForward) -> DetachedOutputs:
-        is_irregular = self._scheduler.is_irregular()
-        return self._forward_loop.detach_outputs(
-            forward, lambda: self._checks.check_forward(forward, None, is_irregular)
-        )
+        is_irregular = self._is_irregular()
+        return self.detach_outputs(forward, lambda: self._checks.check_forward(forward, None, is_irregular))
 
     def _backward_last_segment(self, forward: SuspendedForward, outputs: DetachedOutputs) -> None:
         ctx, k, segments = self._ctx, forward.k, forward.segmenter.segments
@@ -277,10 +342,13 @@ class TrainLoop:
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def _backward(self, call: LayerCall, visit: Visit) -> None:
+    def _backward(self, action: Action) -> None:  # [3]
+        visit = self._visit
+        assert visit is not None
+        call = next(call for call in visit.calls if call.k == action.k)
         if visit.gradient is None:  # as late as possible: the buffer may still be copied to the host
             visit.gradient = self._slots.acquire(visit.unit)
-        call.visit = self._scheduler.backward_index(visit)
+        call.visit = self._backward_number(visit)
         call.backward(self._ctx, visit.gradient.partial_sums, self._shell_gradient.partial_sums)
         # The segment before the call may use parameters to which this run has just contributed. Flushed now, that part is
         # the first summand of the next run (`partial_sums`), as in plain training, and not added to its sum afterwards.
@@ -297,15 +365,33 @@ class TrainLoop:
             if each is not None:
                 each.flush(k, visit)
 
-    def _push(self, visit: Visit) -> None:
-        if visit.gradient is None:
+    def _push(self, action: Action) -> None:  # [4]
+        visit = self._visit
+        if visit is None:
+            self._slots.hooks.check_no_stray_grads()
+            self._shell_gradient.push(at_once=True)
             return
-        visit.gradient.push()
-        visit.gradient = None
-        # Another visit of the layer may still contribute; to shared blocks, the shell and other layers too, so those are
-        # finished at the end of the step.
-        if not any(other.calls and other.unit is visit.unit for other in self._scheduler.visits):
-            for block in visit.unit.blocks:
-                if not block.shared and self._per_micro_batch(block):
-                    with self._ctx.clock.stalled():  # until the EPS has caught up
-                        self._store.finish_block(block)
+        gradient, visit.gradient = visit.gradient, None
+        assert gradient is not None, f"{action} without a backward"
+        if not action.is_backward:
+            suspend_all(visit.calls, self._ctx)
+        if action.is_backward or (not visit.calls and all(forward.done for forward in self.forwards)):
+            gradient.push()
+        else:  # not the last visit after all: keep this part apart by micro-batch, so that the sum has its order
+            self._per_micro_batch.revisited.add(visit.unit.key)
+            self._flush(-1, visit.index, gradient)
+            gradient.stop()
+
+    def _finish(self, action: Action) -> None:
+        """Finish the layer's gradients that were pushed by micro-batch; others are finished when they arrive.
+
+        To shared blocks, the shell and other layers may still contribute: those are finished at the end of the step.
+        """
+        for block in self._units[action.layer].blocks:
+            if not block.shared and self._per_micro_batch(block):
+                with self._ctx.clock.stalled():  # until the EPS has caught up
+                    self._store.finish_block(block)
+
+
+def _waits_for(forward: SuspendedForward) -> str | None:
+    return forward.waiting_call.unit.key if forward.waiting_call is not None else None

@@ -12,9 +12,9 @@ from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, HostStashStore, Ledger, StashStore
 from l2l_core.eps import WeightSource
 from l2l_core.eps.blocks import Unit, shell_modules
-from l2l_core.schedule_rules import kept_layers
+from l2l_core.plan import ScheduleSettings, StepPlan
+from l2l_core.schedule_rules import kept_layers, weight_slots
 from l2l_core.step.batch_loss import BatchLoss
-from l2l_core.step.micro_batch import KEEP, KEEP_UNTIL_SUSPENDED, RECOMPUTE, ActivationPolicy
 from l2l_core.trace import Trace
 
 PassTask = Callable[[nn.Module, Any], Any]
@@ -92,17 +92,19 @@ class PassPlan:
         kept = kept_layers(config.keep, config.ahead, config.resident)
         return PassPlan(layer_order, config.resident, kept, loss_per_micro_batch)
 
-    def policy_for(self, visit: int) -> ActivationPolicy:
-        """Return the activation policy of the visit with this number."""
-        remaining = len(self.layer_order) - 1 - visit  # expected visits after this one
-        if 0 <= remaining < self.kept_graphs:
-            return KEEP
-        return RECOMPUTE if remaining or not self.loss_per_micro_batch else KEEP_UNTIL_SUSPENDED
-
-    @property
-    def forward_then_backward(self) -> list[Unit]:
-        """The layers of all visits of a training step; the first layer of backward is loaded already."""
-        return [*self.layer_order, *reversed(self.layer_order[:-1])]
+    def settings(self, config: RelayConfig, parts: RelayParts) -> ScheduleSettings:
+        """Return the settings of the pass's schedule."""
+        offloads = config.stash != "device"
+        return ScheduleSettings(
+            micro_batches=config.micro_batches,
+            ahead=config.ahead,
+            slots=weight_slots(config.ahead, self.resident),
+            kept_graphs=self.kept_graphs,
+            loss_per_micro_batch=self.loss_per_micro_batch,
+            offloads=offloads,
+            later_turns=parts.stash_store(config.stash).prefetch_turns if offloads and config.ahead else 0,
+            announces_loads=parts.weight_source.reads_ahead,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +120,4 @@ class PassSpec:
     seeds: Sequence[int]  # one per micro-batch, for its random stream
     check: Callable[[], None] = lambda: None  # called after each forward; it may raise to refuse the step
     batch_loss: BatchLoss | None = None
+    given: StepPlan | None = None  # the actions of the step, in place of the relay's own schedule

@@ -21,7 +21,7 @@ from l2l_core.devices import Copy, Device
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.model import RandomState, ThreadState, dense_parts, is_sparse
-from l2l_core.schedule_rules import chunks_per_copy, gradient_slots
+from l2l_core.schedule_rules import chunks_per_copy, gradient_slots, weight_slots
 from l2l_core.step.failure import suggest_remedy
 from l2l_core.step.pass_inputs import PassSpec, RelayParts
 from l2l_core.step.traffic import (
@@ -35,9 +35,9 @@ from l2l_core.step.traffic import (
     Lane,
     MemoryMeter,
     MeterRecord,
-    Prefetch,
     Stash,
     StorageTracker,
+    WeightSlots,
 )
 from l2l_core.trace import Trace
 
@@ -136,20 +136,19 @@ class PassRuntime(ABC):
         self.meter = MemoryMeter(ledger, parts.host, self.trace, self._replay, keeps_graphs)
         later(self.meter.close)
         shell = self._load_shell()
-        self.prefetch = Prefetch(
+        self.weight_slots = WeightSlots(
             parts.device,
-            parts.slot_numel,
-            self.config.ahead,
+            parts.layers,
+            weight_slots(self.config.ahead, self.spec.plan.resident),
             partial(self.h2d.send_chunked, "load"),
             self.clock,
             shell,
             parts.weight_source,
             self._dtype,
             partial(_load_buffers, parts.device, self._tracker, self._collect_garbage),
-            self.spec.plan.resident,
         )
-        later(self.prefetch.close)
-        self._tracker.exempt([slot.flat for slot in self.prefetch.slots], weights=True)
+        later(self.weight_slots.close)
+        self._tracker.exempt([slot.flat for slot in self.weight_slots.slots], weights=True)
 
     @abstractmethod
     def _set_up_guards(self) -> None:

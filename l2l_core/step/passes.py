@@ -12,15 +12,15 @@ import torch
 from l2l_core.batches import leaves_in, map_tensors
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Unit
+from l2l_core.plan import StepPlan
 from l2l_core.step.batch_loss import BatchLoss
 from l2l_core.step.breadth_first import BreadthFirstRuntime
 from l2l_core.step.depth_first import DepthFirstRuntime
-from l2l_core.step.loop import ForwardLoop, TrainLoop
+from l2l_core.step.loop import ForwardExecutor, StepExecutor
 from l2l_core.step.pass_inputs import PassSpec, RelayParts
 from l2l_core.step.pass_runtime import PassRuntime
 from l2l_core.step.step_checks import PerMicroBatch, StepChecks
 from l2l_core.step.traffic import MeterRecord
-from l2l_core.step.visit_scheduler import VisitScheduler
 from l2l_core.trace import Trace
 
 
@@ -30,6 +30,7 @@ class PassResult:
 
     layer_order: list[Unit]  # by visit
     metered: MeterRecord  # for later passes of the same kind
+    plan: StepPlan | None = None  # of a step that a schedule ran
 
 
 def run_step(
@@ -53,9 +54,7 @@ def run_step(
             depth_first.influence.write_stats()
         return losses, _result_of(depth_first, depth_first.layer_order)
     with BreadthFirstRuntime(parts, spec, trace, replay) as runtime:
-        forward_loop = _make_forward_loop(runtime)
-        scheduler = forward_loop.scheduler
-        per_micro_batch = PerMicroBatch(parts.shell, scheduler.visit_counts, store.reducer.per_micro_batch)
+        per_micro_batch = PerMicroBatch(parts.shell, store.reducer.per_micro_batch)
         slots, shell = runtime.make_gradients(store, per_micro_batch)
         checks = StepChecks(runtime.ctx, parts, per_micro_batch, spec.check)
         of_batch = spec.batch_loss
@@ -64,12 +63,27 @@ def run_step(
             if of_batch is None
             else (partial(_load_batch_loss, runtime, of_batch), of_batch.trains_parameters)
         )
-        losses = TrainLoop(forward_loop, store, slots, shell, per_micro_batch, checks, divisors, load, trains).train()
+        executor = StepExecutor(
+            runtime.ctx,
+            runtime.make_forwards(),
+            parts.layers,
+            runtime.weight_slots,
+            store,
+            slots,
+            shell,
+            per_micro_batch,
+            checks,
+            divisors,
+            load,
+            trains,
+        )
+        executor.run(runtime.make_schedule().train() if spec.given is None else spec.given.replay())
         runtime.ctx.recompute_check.check_pending()  # before deferred updates, so that a wrong recompute trains nothing
-        assert not any(visit.calls for visit in scheduler.visits), "a call was not back-propagated"
+        assert not any(visit.calls for visit in executor.visits), "a call was not back-propagated"
         _finish_step(runtime, store)
         runtime.ctx.influence.write_stats()
-    return losses, _result_of(runtime, scheduler.layer_order)
+        ran = StepPlan(spec.plan.settings(spec.config, parts), tuple(executor.actions))
+    return executor.losses, PassResult(executor.layer_order, runtime.meter.record, ran)
 
 
 def _load_batch_loss(runtime: PassRuntime, batch_loss: BatchLoss) -> Callable[[Sequence[Any]], torch.Tensor]:
@@ -80,12 +94,6 @@ def _finish_step(runtime: PassRuntime, store: LayerStore) -> None:
     store.finish()
     runtime.stash.drain()
     runtime.meter.sample()
-
-
-def _make_forward_loop(runtime: BreadthFirstRuntime) -> ForwardLoop:
-    plan = runtime.spec.plan
-    scheduler = VisitScheduler(runtime.make_forwards(), runtime.parts.layers, plan.layer_order)
-    return ForwardLoop(runtime.ctx, scheduler, plan, runtime.prefetch)
 
 
 def run_forward(
@@ -101,18 +109,18 @@ def run_forward(
     """
     with BreadthFirstRuntime(parts, spec, trace, replay) as runtime:
         prepare(runtime)
-        forward_loop = _make_forward_loop(runtime)
-        forward_loop.run_inference()
+        executor = ForwardExecutor(runtime.ctx, runtime.make_forwards(), parts.layers, runtime.weight_slots)
+        executor.run(runtime.make_schedule().infer())
         if spec.batch_loss is not None:
-            loss = forward_loop.compute_batch_loss(partial(_load_batch_loss, runtime, spec.batch_loss))
-            return [loss.cpu()], _result_of(runtime, forward_loop.scheduler.layer_order)
+            loss = executor.compute_batch_loss(partial(_load_batch_loss, runtime, spec.batch_loss))
+            return [loss.cpu()], _result_of(runtime, executor.layer_order)
         results = []
-        for forward in forward_loop.scheduler.forwards:  # one by one: all results may not fit on the device
+        for forward in executor.forwards:  # one by one: all results may not fit on the device
             result, forward.result = forward.result, None
             runtime.stash.fetch([t for t in leaves_in(result) if isinstance(t, torch.Tensor)], forward.k)
             results.append(map_tensors(result, lambda tensor: tensor.detach().to("cpu", copy=True)))
             del result
-        return results, _result_of(runtime, forward_loop.scheduler.layer_order)
+        return results, _result_of(runtime, executor.layer_order)
 
 
 def _result_of(runtime: PassRuntime, layer_order: list[Unit]) -> PassResult:

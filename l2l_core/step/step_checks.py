@@ -22,8 +22,9 @@ class PerMicroBatch:
     Several visits or segments contribute to them; the set grows during a step.
     """
 
-    def __init__(self, shell: Unit, visit_counts: Counter[str], always: bool) -> None:
-        self._shell, self._visit_counts, self._always = set(shell.blocks), visit_counts, always
+    def __init__(self, shell: Unit, always: bool) -> None:
+        self._shell, self._always = set(shell.blocks), always
+        self.visit_counts: Counter[str] = Counter()  # visits in forward so far, by key of the layer
         self.includes_shell = False  # several segments, or micro-batches in different orders, share its parameters
         self.revisited: set[str] = set()  # keys of layers visited again after a visit that was expected to be the last
 
@@ -33,7 +34,7 @@ class PerMicroBatch:
             return True
         if block in self._shell:
             return self.includes_shell
-        return self._visit_counts[block.key] > 1 or block.key in self.revisited
+        return self.visit_counts[block.key] > 1 or block.key in self.revisited
 
 
 class StepChecks:

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from l2l_core.plan import StepPlan
 from l2l_core.trace.events import ALL_LANES, DISK_LANES, PLACES, Event, MemorySample, StepFailure, WorkerInfo
 from l2l_core.trace.formatting import format_bytes
 from l2l_core.trace.intervals import Interval, intersect, merge, total_length
@@ -315,6 +316,7 @@ class StepResult:
             concatenated along dim 0, scalars stacked to shape (K,), other values listed. Of this worker's rows only. None if it
             returned no extras.
         verified: result of the comparison with the same step in core, or why there was none; empty if none was due.
+        plan: the actions that ran, in the order of issue; None with schedule="depth_first", where autograd decides it.
         grad_norm: norm of all gradients together, before they are clipped. With `max_grad_norm` it is that of
             `torch.nn.utils.clip_grad_norm_` to the bit, otherwise to rounding. None with several workers and no clipping.
     """
@@ -330,3 +332,4 @@ class StepResult:
     extras: Any = field(default=None, repr=False, compare=False)
     verified: str = ""
     grad_norm: float | None = None
+    plan: StepPlan | None = field(default=None, repr=False)

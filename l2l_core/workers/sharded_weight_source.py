@@ -27,6 +27,8 @@ class ShardedWeightSource(WeightSource):
     Invariant: gathers start in the order of `prefetch` and `acquire` calls, which is the same on all workers.
     """
 
+    reads_ahead = True
+
     def __init__(self, device: Device, host: Ledger, group: WorkerGroup) -> None:
         self._device, self._host, self._group = device, host, group
         self._dtype, self._trace = torch.float32, Trace()

@@ -120,10 +120,10 @@ class Both:
     relay: Relay
     in_core: InCore
 
-    def step(self, batch: Batch) -> Compared:
-        """Train both on one batch."""
+    def step(self, batch: Batch, **given: Any) -> Compared:
+        """Train both on one batch; `given` goes to the relay's step."""
         expected = self.in_core.step(batch)
-        result = self.relay.step(batch)
+        result = self.relay.step(batch, **given)
         return Compared(result, expected, differences(self.relay.model, self.in_core.model))
 
 

@@ -4,10 +4,7 @@ May import `step.traffic`, `step.graph`, `eps.blocks`, `model`.
 Begin reading at `suspended_forward.py`, `layer_call.py`, `graph_segmenter.py`.
 """
 
-from l2l_core.step.micro_batch.activation_policy import KEEP as KEEP
-from l2l_core.step.micro_batch.activation_policy import KEEP_UNTIL_SUSPENDED as KEEP_UNTIL_SUSPENDED
-from l2l_core.step.micro_batch.activation_policy import RECOMPUTE as RECOMPUTE
-from l2l_core.step.micro_batch.activation_policy import ActivationPolicy as ActivationPolicy
+from l2l_core.step.micro_batch.activation_policy import POLICIES as POLICIES
 from l2l_core.step.micro_batch.compiled_regions import CompiledRegionGuard as CompiledRegionGuard
 from l2l_core.step.micro_batch.fast_pytree import flatten as flatten
 from l2l_core.step.micro_batch.graph_segmenter import GraphSegmenter as GraphSegmenter

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from l2l_core.plan import Keep
 
 
 @dataclass(frozen=True)
@@ -21,3 +24,4 @@ class ActivationPolicy:
 RECOMPUTE = ActivationPolicy()
 KEEP_UNTIL_SUSPENDED = ActivationPolicy(keeps_graph=True)
 KEEP = ActivationPolicy(keeps_graph=True, outlives_turn=True)
+POLICIES: Mapping[Keep, ActivationPolicy] = {"input": RECOMPUTE, "turn": KEEP_UNTIL_SUSPENDED, "graph": KEEP}

@@ -20,5 +20,5 @@ from l2l_core.step.traffic.stash import Stash as Stash
 from l2l_core.step.traffic.stash_mode import StashMode as StashMode
 from l2l_core.step.traffic.stash_mode import raw_read_hook as raw_read_hook
 from l2l_core.step.traffic.storage_tracker import StorageTracker as StorageTracker
-from l2l_core.step.traffic.weight_slots import Prefetch as Prefetch
 from l2l_core.step.traffic.weight_slots import SlotStay as SlotStay
+from l2l_core.step.traffic.weight_slots import WeightSlots as WeightSlots

@@ -27,8 +27,8 @@ from l2l_core.eps import (
     WeightSource,
 )
 from l2l_core.eps.blocks import Block, BlockGradient, Unit
-from l2l_core.step import PassPlan
-from l2l_core.step.micro_batch import KEEP, KEEP_UNTIL_SUSPENDED, RECOMPUTE, LayerCall, StepContext
+from l2l_core.plan import RelaySchedule
+from l2l_core.step.micro_batch import LayerCall, StepContext
 
 KINDS = ["chain", "gpt2", "bert"]
 CONFIG = RelayConfig(micro_batches=3, stash="host", ahead=1)
@@ -54,15 +54,15 @@ def train(
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Gives plans of relays another policy for all visits."""
-    return lambda policy: monkeypatch.setattr(PassPlan, "policy_for", lambda plan, visit: policy)
+    """Makes schedules keep other activations in all visits."""
+    return lambda keep: monkeypatch.setattr(RelaySchedule, "_keep", lambda schedule, visit: keep)
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("name", KINDS)
 def test_every_layer_recomputed(name: str, stash: Any, planned: Callable[[Any], None]) -> None:
     """The last layer's graph goes too: it runs forward once more, and the bits are the same."""
-    planned(RECOMPUTE)
+    planned("input")
     relay = train(BY_NAME[name], lambda relay: None, replace(CONFIG, stash=stash))
     turn = len(relay.stack) - 1
     visits = [e.visit for e in relay.trace.events if e.kind == "backward" and e.layer == relay.stack[turn].key]
@@ -81,7 +81,7 @@ def test_a_graph_kept_until_suspended_is_dropped_at_every_turn(
         drop_graph(call, ctx)
 
     monkeypatch.setattr(LayerCall, "drop_graph", counted)
-    planned(KEEP_UNTIL_SUSPENDED)
+    planned("turn")
     relay = train(BY_NAME[name], lambda relay: None, steps=2)
     assert set(dropped) >= {unit.key for unit in relay.stack[:-1]}  # the last one was back-propagated at once
     assert not dropped[relay.stack[-1].key]
@@ -91,7 +91,7 @@ def test_a_graph_kept_until_suspended_is_dropped_at_every_turn(
 @pytest.mark.parametrize("resident", [0, 1, 2])
 def test_a_graph_whose_weights_have_left_is_not_used(resident: int, stash: Any, planned: Callable[[Any], None]) -> None:
     """Two to four slots, and six layers keep their graphs: those that lost their slots are recomputed, and the bits are right."""
-    planned(KEEP)
+    planned("graph")
     train(chain_of(ResidualMlp, count=6), lambda relay: None, replace(CONFIG, stash=stash, resident=resident))
 
 
