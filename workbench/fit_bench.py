@@ -1,4 +1,4 @@
-"""Widget "Will it fit?": ways to train a model on a card, side by side, and the code that starts the selected one."""
+"""Widget "Will it fit?": ways to train a model on a card, and the program of the selected one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _HINT = "Arrow keys choose a way to train; its program is shown below"
 
 
 class FitBench:
-    """Ways to train a model on a card, side by side: bytes, seconds, the resource that binds, and whether each fits.
+    """Ways to train a model on a card, side by side: bytes, seconds, and whether each fits.
 
     ``workbench.Fit("llama-7b", card="RTX 4090", host="128GB", disk="2TB")`` as the last expression of a cell displays it, with
     controls for the machine and the batch. A click on a row, or an arrow key, selects a way, whose program can be copied.
@@ -90,13 +90,15 @@ class FitBench:
             self._shown_code, "Copy", "Copy the program that starts the selected way", "Its program"
         )
         self._chosen = ipywidgets.HTML()
+        controls = make_box(ipywidgets.HBox, "l2l-settings", *self._controls.values())
+        controls.add_class("l2l-fit-controls")
         cards = FoldedTable("Cards and sources")
         cards.show(card_table)
         self.widget = ipywidgets.VBox(
             [
                 style_sheet(),
                 ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"}),
-                make_box(ipywidgets.HBox, "l2l-settings", *self._controls.values()),
+                controls,
                 self._html,
                 self._chosen,
                 self._script,
@@ -223,6 +225,7 @@ class FitBench:
     def _draw(self) -> None:
         self._html.remove_class("l2l-fit-old")
         table = self._table
+        self._script.layout.display = "none" if table is None else ""
         if table is None:
             self._html.value = f'<div class="l2l-failure" role="alert">{escape(self._failure)}</div>'
             self._chosen.value = ""

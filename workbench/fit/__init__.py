@@ -1,4 +1,4 @@
-"""Will a model fit? Ways to train it on a card, side by side, by formula or measured, and the code that starts each.
+"""Will a model fit? Ways to train it on a card, side by side, and programs that start them.
 
 May import `lessons`, `pictures`.
 Begin reading at `fit_request.py` and `fit_table.py`.

@@ -1,4 +1,4 @@
-"""The table of ways as HTML: a row per way with a key, figures above their origin, and what does not fit marked."""
+"""The table of ways as HTML: a row per way, and figures above their origin."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ STYLE = """
 .l2l-fit-table table{font-size:12px;line-height:1.3;border-collapse:collapse;width:100%}
 .l2l-fit-table :is(th,td){padding:4px 12px 4px 0;text-align:left!important;vertical-align:top;white-space:nowrap}
 .l2l-fit-table tbody tr{border-top:1px solid color-mix(in srgb,currentColor 18%,transparent)}
+.l2l-fit-table th:first-child{padding-left:10px}
 .l2l-fit-table tbody th{font-weight:600}
+.l2l-workbench .l2l-fit-controls{flex-flow:row wrap}
 .l2l-fit-table td:last-child{white-space:normal;min-width:11em}
 .l2l-fit-table .l2l-origin{display:block;font-size:11px;opacity:.7}
 .l2l-fit-table tr.l2l-lacks>:not(th,:last-child){opacity:.55}

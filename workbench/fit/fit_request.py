@@ -1,4 +1,4 @@
-"""The question "will it fit?": a model, a batch and a machine; its answer is a table and the code that starts a way."""
+"""The question "will it fit?": a model, a batch and a machine, answered by a table and programs."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class FitRequest:
     def _notes(self) -> list[str]:
         notes = [f"{name}: {words}." for name, words in ORIGINS.items() if self.is_measured or name != "measured"]
         if isinstance(self.card, EmulatedDevice):
-            notes.append("±: spread of timed steps in core on this machine, at least 20 %.")
+            notes.append("±: spread of the steps in core that were timed while the table was made, at least 20 %.")
         else:
             low, high = COMPUTE_SHARES
             notes.append(

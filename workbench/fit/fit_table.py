@@ -1,4 +1,4 @@
-"""Ways to train one model on one machine, side by side: bytes, seconds, the origin of each figure, and whether they fit."""
+"""Ways to train a model on a machine, side by side: bytes, seconds, origins, and whether they fit."""
 
 from __future__ import annotations
 

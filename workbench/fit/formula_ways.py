@@ -134,7 +134,7 @@ class FormulaWays:
         return fewest_that_fit(self.rows, lambda count: self._relay("relay", count), device).micro_batches
 
     def _relay(self, name: str, count: int) -> FitWay:
-        """Return the bytes of a relay, which do not depend on the speed of the machine, and the resource that binds."""
+        """Return the bytes of a relay, at any speed of the machine, and the resource that binds."""
         forecast = self._forecast(self._speeds.middle, count, self._shelf(name == "relay on disk"))
         if forecast.shelf is not None:
             shelf = self._shelf(True, self._pool_bytes(forecast))

@@ -1,8 +1,9 @@
-"""Ways to train a model that is built: bytes and seconds of steps on copies of it, on an emulated device of this machine.
+"""Ways to train a model that is built: bytes and seconds of steps on copies of it.
 
-In core and recompute run as plans of `l2l_core.strategies`, whose bytes are metered. The relays are forecast by rehearsal,
-which is exact for device bytes. The other ways are arithmetic on these figures. All are in float32. For a card, bytes stay
-the same, and compute is scaled: the operations of a step, as torch counts them, over the speed of the card.
+Steps run on an emulated device of this machine, in float32. In core and recompute run as plans of `l2l_core.strategies`, whose
+bytes are metered. The relays are forecast by rehearsal, which is exact for device bytes. The other ways are arithmetic on
+these figures. For a card, bytes stay the same, and compute is scaled: the operations of a step, as torch counts them, over the
+speed of the card.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from workbench.fit.formula_ways import (
 from workbench.lessons.strategy_costs import ADAM_BYTES, MASTER_BYTES
 
 T = TypeVar("T")
-_TIMED_STEPS = 5  # in core, after one that is not timed
+_TIMED_STEPS = 3  # in core after every measurement, and one before them that is not timed
 _LEAST_MARGIN = 0.2  # of the seconds; forecasts of steps on a quiet machine are within 10 %, see `docs/BENCHMARKS.md`
 
 
@@ -70,6 +71,10 @@ class MeasuredWays:
 
     def all_ways(self) -> list[FitWay]:
         """Return every way with the fewest micro-batches that fit, or with one row each if none does."""
+        self._make_ways()  # measures; the steps timed in between show how much the speed of the machine varies
+        return self._make_ways()
+
+    def _make_ways(self) -> list[FitWay]:
         makers = (self._in_core, self._recompute, self._lora, self._eight_bit, self._zero_offload, self._relay)
         ways = [fewest_that_fit(self.rows, make, self.limits) for make in makers]
         return [*ways, self._relay_on_disk(ways[-1].micro_batches)]
@@ -102,10 +107,15 @@ class MeasuredWays:
 
         return self._remembered(("plans", count), measure)
 
-    def _remembered(self, key: tuple[Any, ...], measure: Callable[[], T]) -> T:
+    def _remembered(self, key: tuple[str, int, *tuple[str, ...]], measure: Callable[[], T]) -> T:
+        """Return the result for a key, whose second part is the number of micro-batches; time steps after measuring."""
         if key not in self.known:
             self.known[key] = measure()
+            self._samples(key[1]).extend(self._time_in_core(key[1]))
         return self.known[key]
+
+    def _samples(self, count: int) -> list[float]:
+        return self.known.setdefault(("samples", count), [])
 
     # -- by arithmetic on these ----------------------------------------------------------------------------------------
 
@@ -233,10 +243,14 @@ class MeasuredWays:
         return Measure.between(slow, fast, origin)
 
     def _timed(self, count: int) -> tuple[float, float]:
-        """Return the median seconds of a step in core on this machine, and the margin of all seconds as a share."""
-        return self._remembered(("seconds", count), lambda: self._time_in_core(count))
+        """Return the median seconds of a step in core, and the margin of all seconds as a share."""
+        samples = self._samples(count)
+        if not samples:
+            samples.extend(self._time_in_core(count))
+        typical = median(samples)
+        return typical, max(_LEAST_MARGIN, (max(samples) - min(samples)) / typical)
 
-    def _time_in_core(self, count: int) -> tuple[float, float]:
+    def _time_in_core(self, count: int) -> list[float]:
         model, call = copy.deepcopy(self.model), self._call
         optimizer, seconds = adamw(model.parameters()), list[float]()
         parts = rows_rule(self.options.get("split"))(self.batch).split(count)
@@ -247,12 +261,11 @@ class MeasuredWays:
                 optimizer.step()
                 optimizer.zero_grad()
                 seconds.append(time.perf_counter() - began_s)
-        typical = median(seconds[1:])
-        return typical, max(_LEAST_MARGIN, (max(seconds[1:]) - min(seconds[1:])) / typical)
+        return seconds[1:]
 
     @cached_property
     def _operations(self) -> int:
-        """Floating-point operations of forward and backward of the batch, in matrix products, convolutions and attention."""
+        """Floating-point operations of forward and backward of the batch."""
         model = copy.deepcopy(self.model)
         with preserve_random_state(), FlopCounterMode(display=False) as counter:
             accumulate(model, [self.batch], self._call.objective, [1], [0])

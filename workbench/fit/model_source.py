@@ -1,4 +1,4 @@
-"""Models of a fit, read from a folder, a file, a configuration, a family's name or a module, and the code that makes them.
+"""Models of a fit: a folder, a file, a configuration, a name or a module, and code that makes it.
 
 A configuration is enough for the families in `l2l_core/forecast/model_shapes.py`. Others are built, to be measured.
 """
@@ -48,6 +48,7 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }  # fmt: skip
 ALIASES = {"llama": "llama-7b", "bert": "bert-base", "vit": "vit-base", "t5": "t5-small", "qwen2": "qwen2-7b"}
 
+_IMAGE_SIZE = 224  # of configurations that leave it open, such as ResNet's
 # Heads in the order in which a family's is looked up, since several families have more than one.
 _HEADS = ("Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification")
 
@@ -140,8 +141,8 @@ class ModelSource:
         most = getattr(self.config, "max_position_embeddings", None)
         if most is not None and length > most:
             raise ValueError(
-                f"length={length}: {self.name} has {most} positions. Give at most length={most}, or a configuration with a "
-                f"larger max_position_embeddings"
+                f"length={length}: {self.name} has {most} positions, so a row has at most {most} tokens (length={most}). Or "
+                "give a configuration with a larger max_position_embeddings"
             )
 
     def batch_code(self, rows: int, length: int) -> str:
@@ -149,10 +150,12 @@ class ModelSource:
         if self.config is None:
             return ""
         if self.auto_class == "AutoModelForImageClassification":
+            side = getattr(self.config, "image_size", _IMAGE_SIZE)
+            height, width = (side, side) if isinstance(side, int) else side
             return (
                 f"batch = {{  # random: put your own data here\n"
-                f'    "pixel_values": torch.randn({rows}, config.num_channels, config.image_size, config.image_size),\n'
-                f'    "labels": torch.randint(config.num_labels, ({rows},)),\n'
+                f'    "pixel_values": torch.randn({rows}, {self.config.num_channels}, {height}, {width}),\n'
+                f'    "labels": torch.randint({self.config.num_labels}, ({rows},)),\n'
                 f"}}"
             )
         return (

@@ -171,7 +171,10 @@ class StartCode:
     def _shelf_lines(self, way: FitWay, empty: bool) -> list[str]:
         shelf = f"shelf = FileShelf(folder={self.shelf_folder!r}, memory_bytes={way.pool_bytes}"
         if not empty:
-            return [f"{shelf})"]
+            return [
+                "# from here on the weights are in the folder: relay.shelf.save_pretrained writes them",
+                f"{shelf})",
+            ]
         if self.source.weights:
             return [f"{shelf}, weights={self.source.weights!r})"]
         return [
