@@ -6,22 +6,20 @@
 Six models on an emulated device with a link of 2 GB/s each way, in float32: GPT-2, Llama, BERT, T5, ViT and a plain module. For
 each the table is made first; then every way that can start here runs on its own copy. In core and recompute are timed as plain
 training, with `torch.utils.checkpoint` around every layer for the latter, and their bytes are metered by the plans of
-`l2l_core.strategies`; relays are timed and metered as they are. Bytes must be equal. Seconds are medians.
+`l2l_core.strategies`; relays are timed and metered as they are. Bytes must be equal. Steps of a way and steps in core take turns,
+so that drift of the machine meets both: `seconds, step` is the median of their ratios, times the table's seconds in core.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from _common import report, show
+from _common import alternate, ratio, report, show
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config, ViTConfig
@@ -76,39 +74,42 @@ def make_models(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return {**requests, "chain": {"model": Chain(width, layers), "batch": batch, "loss": nn.MSELoss()}}
 
 
-def run_way(way: FitWay, model: nn.Module, batch: Any, options: dict[str, Any], steps: int) -> tuple[float, float]:
-    """Run a way on copies of the model; return its bytes on the device, and the median seconds of its steps."""
+def run_way(way: FitWay, model: nn.Module, batch: Any, options: dict[str, Any], steps: int) -> tuple[int, float]:
+    """Run a way on copies of the model; return its bytes on the device, and its seconds as a multiple of those in core."""
     device, K = EmulatedDevice(h2d_bytes_per_s=LINK, d2h_bytes_per_s=LINK), way.micro_batches
+    plain = PlainSteps(model, batch, options, K, recomputes=False)
     if way.name.startswith("relay"):
         with tempfile.TemporaryDirectory() as folder:
             shelf = FileShelf(folder=folder, memory_bytes=way.pool_bytes) if way.pool_bytes else None
             config, copied = RelayConfig(micro_batches=K, stash="host"), copy.deepcopy(model)
             with Relay(copied, adamw, device, config=config, shelf=shelf, **options) as relay:
-                results = [relay.step(batch) for _ in range(2 + steps)][2:]  # metered, then warm
-        return results[-1].peak_device_bytes, statistics.median(result.seconds for result in results)
+                relay.step(batch)  # metered
+                seconds = alternate({"way": lambda: relay.step(batch), "in core": plain}, steps)
+                return relay.step(batch).peak_device_bytes, ratio(seconds, "way", "in core")["median"]
     own = copy.deepcopy(model)
     lab = Lab(own, batch, adamw(own.parameters()), device, micro_batches=K, **options)
     plan = lab.plan(Plain() if way.name == "in core" else Full())
     peak = [lab.step(plan) for _ in range(2)][-1].peak_device_bytes
-    timed = copy.deepcopy(model)
-    if way.name == "recompute":
-        for layer in find_layers(timed).values():
+    other = PlainSteps(model, batch, options, K, recomputes=way.name == "recompute")
+    return peak, ratio(alternate({"way": other, "in core": plain}, steps), "way", "in core")["median"]
+
+
+class PlainSteps:
+    """Plain training of a copy of a model; a call makes a step."""
+
+    def __init__(self, model: nn.Module, batch: Any, options: dict[str, Any], count: int, recomputes: bool) -> None:
+        self.model = copy.deepcopy(model)
+        self.optimizer, self.parts = adamw(self.model.parameters()), rows_rule(None)(batch).split(count)
+        self.objective = ModelCall(self.model, **options).objective
+        for layer in find_layers(self.model).values() if recomputes else ():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    return peak, statistics.median(plain_steps(timed, batch, options, K, steps))
 
-
-def plain_steps(model: nn.Module, batch: Any, options: dict[str, Any], count: int, steps: int) -> list[float]:
-    """Seconds of plain training steps."""
-    optimizer, seconds = adamw(model.parameters()), []
-    objective: Callable[[nn.Module, Any], torch.Tensor] = ModelCall(model, **options).objective
-    for _ in range(1 + steps):
-        began_s = time.perf_counter()
-        for part in rows_rule(None)(batch).split(count):
-            (objective(model, part) / count).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds.append(time.perf_counter() - began_s)
-    return seconds[1:]
+    def __call__(self) -> None:
+        """Train one step."""
+        for part in self.parts:
+            (self.objective(self.model, part) / len(self.parts)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def compare(name: str, request: FitRequest, options: dict[str, Any], steps: int) -> list[dict[str, Any]]:
@@ -120,7 +121,8 @@ def compare(name: str, request: FitRequest, options: dict[str, Any], steps: int)
     rows = []
     for way in table.ways:
         if way.name in ("in core", "recompute", "relay", "relay on disk"):
-            nbytes, seconds = run_way(way, model, batch, options, steps)
+            nbytes, multiple = run_way(way, model, batch, options, steps)
+            seconds = multiple * table.ways[0].seconds.value
             row = {"model": name, "way": way.name, "device": way.device.value, "real_device": nbytes}
             row |= {"seconds": way.seconds.value, "margin": way.seconds.margin, "real_seconds": seconds}
             rows.append(row | {"within": abs(seconds - way.seconds.value) <= way.seconds.margin})

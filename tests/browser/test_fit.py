@@ -1,4 +1,4 @@
-"""Will it fit? The table in the page: a way is chosen by pointer and keys, controls have names, and settings change it in place."""
+"""Will it fit? A way is chosen by pointer and keys, controls have names, and settings change the table in place."""
 
 from __future__ import annotations
 

@@ -111,7 +111,9 @@ class MeasuredWays:
         """Return the result for a key, whose second part is the number of micro-batches; time steps after measuring."""
         if key not in self.known:
             self.known[key] = measure()
-            self._samples(key[1]).extend(self._time_in_core(key[1]))
+            after = self._time_in_core(key[1])
+            self._samples(key[1]).extend(after)
+            self.known["after", *key] = median(after)
         return self.known[key]
 
     def _samples(self, count: int) -> list[float]:
@@ -149,8 +151,9 @@ class MeasuredWays:
             with self._open_relay(count) as relay:
                 return relay.forecast(self.batch)
 
-        forecast = self._remembered(("relay", count, str(self._unlimited.figures())), rehearse)
-        return self._relay_way("relay", count, forecast, self._relay_seconds(forecast, count))
+        key = "relay", count, str(self._unlimited.figures())
+        forecast = self._remembered(key, rehearse)
+        return self._relay_way("relay", count, forecast, self._relay_seconds(forecast, key))
 
     def _relay_on_disk(self, count: int) -> FitWay:
         if self.disk is None:
@@ -159,7 +162,7 @@ class MeasuredWays:
         key = ("relay on disk", count, str(self._unlimited.figures()), str(disk))
         forecast = self._remembered(key, lambda: self._rehearse_on_disk(count, disk))
         assert forecast.shelf is not None
-        seconds, shelf = self._relay_seconds(forecast, count), forecast.shelf
+        seconds, shelf = self._relay_seconds(forecast, key), forecast.shelf
         moved_s = max(shelf.read_bytes / disk.read_bytes_per_s, shelf.written_bytes / disk.write_bytes_per_s)
         if self.speeds is not None:
             seconds = replace(seconds, value=max(seconds.value, moved_s), origin="formula")
@@ -204,9 +207,13 @@ class MeasuredWays:
             pool_bytes=0 if shelf is None else shelf.memory_bytes,
         )
 
-    def _relay_seconds(self, forecast: Forecast, count: int) -> Measure:
+    def _relay_seconds(self, forecast: Forecast, key: tuple[str, int, *tuple[str, ...]]) -> Measure:
+        """Return the seconds of a forecast, corrected for the speed of the machine at the time of its rehearsal."""
+        count = key[1]
         if self.speeds is None:
-            return Measure(forecast.seconds, "forecast", self._timed(count)[1] * forecast.seconds)
+            typical, share = self._timed(count)
+            seconds = forecast.seconds * typical / self.known["after", *key]
+            return Measure(seconds, "forecast", share * seconds)
         slow, fast = (self._simulated(forecast, count, machine) for machine in (self.speeds.slow, self.speeds.fast))
         return Measure.between(slow, fast, "forecast")
 
