@@ -128,7 +128,10 @@ class FitRequest:
     def _notes(self) -> list[str]:
         notes = [f"{name}: {words}." for name, words in ORIGINS.items() if self.is_measured or name != "measured"]
         if isinstance(self.card, EmulatedDevice):
-            notes.append("±: spread of the steps in core that were timed while the table was made, at least 20 %.")
+            notes.append(
+                "±: spread of the steps in core that were timed while the table was made, at least 20 %. It is too small for "
+                "relays while other programs use the processor."
+            )
         else:
             low, high = COMPUTE_SHARES
             notes.append(

@@ -50,7 +50,12 @@ ALIASES = {"llama": "llama-7b", "bert": "bert-base", "vit": "vit-base", "t5": "t
 
 _IMAGE_SIZE = 224  # of configurations that leave it open, such as ResNet's
 # Heads in the order in which a family's is looked up, since several families have more than one.
-_HEADS = ("Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification")
+_HEADS = {  # class that builds the model, and the mapping from configurations that have it
+    "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "AutoModelForMaskedLM": "MODEL_FOR_MASKED_LM_MAPPING",
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "AutoModelForImageClassification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+}
 
 
 @dataclass(frozen=True)
@@ -96,9 +101,8 @@ class ModelSource:
         """
         import transformers
 
-        for head in _HEADS:
-            name = f"AutoModelFor{head}"
-            if type(self.config) in getattr(transformers, name)._model_mapping:
+        for name, mapping in _HEADS.items():
+            if type(self.config) in getattr(transformers, mapping):
                 return name
         raise ValueError(
             f"model_type={self.config.model_type!r} has no head of {', '.join(_HEADS)}: build the model, and give it with a "
