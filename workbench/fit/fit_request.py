@@ -120,7 +120,7 @@ class FitRequest:
         free, count = psutil.virtual_memory().available, self.source.num_params
         if _MEASURING * count > free:
             raise ValueError(
-                f"{self.source.name} has {count:,} parameters, and formulas for it are missing, so it would be measured here: "
+                f"{self.source.name} has {count:,} parameters, and it would be measured here: "
                 f"that takes {format_bytes(_MEASURING * count)}, and {format_bytes(free)} are free. Give the same configuration "
                 "with fewer layers: bytes grow in proportion to them"
             )
