@@ -278,8 +278,9 @@ MAY_IMPORT = {
         "pictures": "readings session",
         "runs": "pictures readings session",
         "what_if": "pictures readings session",
-        "commands": "extras runs study",
+        "commands": "extras runs study fit",
         "lessons": "pictures runs session",
+        "fit": "lessons pictures",
         "pages": "",
         "ranks": "session",
         "plans": "readings session",
@@ -287,6 +288,7 @@ MAY_IMPORT = {
         "study": "panels pictures session",
         "app": "panels session",
         "lab_bench": "plans panels session",
+        "fit_bench": "fit panels pictures",
         "rank_bench": "ranks panels session",
         "replay_bench": "panels pictures runs",
         "extras": "",
@@ -425,7 +427,7 @@ def test_headless_rooms_know_no_widgets_and_pictures_are_pure() -> None:
     assert len(drawing) > 20 and not any(drawing.values()), drawing
 
 
-HEADLESS = {"readings", "session", "plans", "pictures", "runs", "what_if", "commands"}
+HEADLESS = {"readings", "session", "plans", "pictures", "runs", "what_if", "commands", "fit"}
 
 
 def test_only_the_eps_touches_masters() -> None:

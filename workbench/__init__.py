@@ -9,6 +9,7 @@ from workbench.extras import is_ours, missing
 
 if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr__`
     from workbench.app import Workbench as Workbench
+    from workbench.fit_bench import Fit as Fit
     from workbench.lab_bench import LabBench as LabBench
     from workbench.panels.ways import Ways as Ways
     from workbench.pictures import text_view as text_view
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
 # Names, since imports would need torch and ipywidgets, and `doctor` must run without them.
 _MODULE_OF = {
     "Workbench": "workbench.app",
+    "Fit": "workbench.fit_bench",
     "LabBench": "workbench.lab_bench",
     "launch": "workbench.rank_bench",
     "Ways": "workbench.panels.ways",

@@ -1,4 +1,4 @@
-"""The command line: `python -m workbench demo|lab|report|replay|study|notebooks|doctor|calibrate`.
+"""The command line: `python -m workbench demo|lab|report|replay|study|notebooks|fit|doctor|calibrate`.
 
 Each command imports its packages when it is selected, so that `doctor` runs without the others' packages.
 """
@@ -12,7 +12,7 @@ from workbench.extras import is_ours, missing
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """Return the parser; the options of the demo, which need its imports, are added only for `command="demo"`."""
+    """Return the parser; options of the demo and of a fit, which need imports, are added for that `command` alone."""
     parser = argparse.ArgumentParser(prog="python -m workbench", description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="run the demonstration without a browser and print its measurements")
@@ -43,6 +43,11 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     mode = notebooks.add_mutually_exclusive_group()
     mode.add_argument("--check", action="store_true", help="execute nothing, only check the stored outputs")
     mode.add_argument("--to", type=Path, metavar="DIR", help="execute nothing, copy the notebooks to a folder")
+    fit = commands.add_parser("fit", help="will a model fit? compare ways to train it on a card")
+    if command == "fit":
+        from workbench.commands.fit import add_arguments as add_fit_arguments
+
+        add_fit_arguments(fit)
     commands.add_parser(
         "doctor", help="check versions, widgets, devices and free space; status 1 if something is missing"
     )
@@ -84,6 +89,10 @@ def run(args: argparse.Namespace) -> int | None:
         from workbench.commands import notebook_runner
 
         return notebook_runner.main(args.paths, args.check)
+    if args.command == "fit":
+        from workbench.commands import fit
+
+        return fit.main(args)
     if args.command == "calibrate":
         from workbench.commands import calibrate
 

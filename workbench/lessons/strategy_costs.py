@@ -25,7 +25,9 @@ from l2l_core.forecast import ModelShapes, read_model_shapes
 
 MASTER_BYTES = 4  # of a parameter in float32
 ADAM_BYTES = 8  # of the two moments of a parameter
-LOSS_BYTES = 12  # per output and token: logits, their logarithmic softmax, and the gradient, in float32
+LOSS_BYTES = (
+    12  # per output and token, or row of a classifier: logits, their logarithmic softmax, and the gradient, in float32
+)
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,8 @@ class StepSpec:
 
     @property
     def _loss_bytes(self) -> int:
-        return LOSS_BYTES * self.model.outputs * self.tokens // self.micro_batches
+        rows = self.rows if self.model.per_row else self.tokens
+        return LOSS_BYTES * self.model.outputs * rows // self.micro_batches
 
     @property
     def _recompute_bytes(self) -> Mapping[str, int]:

@@ -1,7 +1,7 @@
-"""Buttons that copy the script of a session to the clipboard and show it.
+"""Buttons that copy a program to the clipboard and show it.
 
-A page can write to the clipboard only while it handles a click, hence the JavaScript. The page requests the script on each
-click, since every step changes it.
+A page can write to the clipboard only while it handles a click, hence the JavaScript. The page requests the program on
+each click, since every step of a session changes it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import anywidget
+import traitlets
 
 # Over plain http, except on localhost, `navigator.clipboard` is missing, which ends in the same `catch`.
 # The page renders the widget again each time it shows it, with the same model, so a view removes its listener.
@@ -21,8 +22,8 @@ function render({ model, el }) {
     made.title = title;
     return made;
   };
-  const copy = make("button", "Copy as script", "Copy a program that repeats this session");
-  const show = make("button", "▸ The session as a script", "Open or close the text");
+  const copy = make("button", model.get("label"), model.get("tip"));
+  const show = make("button", "", "Open or close the text");
   for (const button of [copy, show]) button.className = "jupyter-button widget-button";
   const status = make("span", "", "");
   status.className = "l2l-caption";
@@ -30,11 +31,11 @@ function render({ model, el }) {
   const text = make("textarea", "", "");
   text.readOnly = true;
   text.spellcheck = false;
-  text.setAttribute("aria-label", "The session as a script");
+  text.setAttribute("aria-label", model.get("title"));
   text.addEventListener("keydown", (event) => event.stopPropagation());  // the notebook handles keys in read-only elements
   const open = (is_open) => {
     text.hidden = !is_open;
-    show.textContent = `${is_open ? "▾" : "▸"} The session as a script`;
+    show.textContent = `${is_open ? "▾" : "▸"} ${model.get("title")}`;
     show.setAttribute("aria-expanded", is_open);
   };
   open(false);
@@ -60,7 +61,9 @@ function render({ model, el }) {
       await navigator.clipboard.writeText(script);
       const open_ones = [...script.matchAll(/(\\w+)\\(\\) is not written yet/g)].map((found) => found[1] + "()");
       const fill = open_ones.length ? `; fill in ${open_ones.join(" and ")} before it runs` : "; it runs as it is";
-      status.textContent = `copied, ${script.trimEnd().split("\\n").length} lines${fill}`;
+      const packages = [...script.matchAll(/# pip install (\\w+)/g)].map((found) => found[1]);
+      const needs = packages.length ? `; it needs ${packages.join(" and ")}` : fill;
+      status.textContent = `copied, ${script.trimEnd().split("\\n").length} lines${needs}`;
     } catch {
       open(true);
       text.select();
@@ -86,19 +89,34 @@ border:1px solid var(--jp-border-color2,#8886)}
 
 
 class CopyScript(anywidget.AnyWidget):
-    """Two buttons, and the text of the script when it is open.
+    """Two buttons, and the text of the program when it is open.
 
     Args:
-        script: returns the current script.
+        script: returns the current program.
+        label, tip: of the button that copies.
+        title: of the text.
     """
 
     _esm = _ESM
     _css = _CSS
+    label = traitlets.Unicode().tag(sync=True)
+    tip = traitlets.Unicode().tag(sync=True)
+    title = traitlets.Unicode().tag(sync=True)
 
-    def __init__(self, script: Callable[[], str]) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        script: Callable[[], str],
+        label: str = "Copy as script",
+        tip: str = "Copy a program that repeats this session",
+        title: str = "The session as a script",
+    ) -> None:
+        super().__init__(label=label, tip=tip, title=title)
         self._script = script
         self.on_msg(self._send_script)
+
+    def update(self) -> None:
+        """Show the current program, if the text is open."""
+        self._send_script()
 
     def _send_script(self, *_: object) -> None:
         self.send({"script": self._script()})
