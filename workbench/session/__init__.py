@@ -19,11 +19,6 @@ from workbench.session.edit_text import describe_entry as describe_entry
 from workbench.session.experiment_loggers import MLflow as MLflow
 from workbench.session.experiment_loggers import Trackio as Trackio
 from workbench.session.experiment_loggers import Wandb as Wandb
-from workbench.session.flop_count import FLOP_ESTIMATE as FLOP_ESTIMATE
-from workbench.session.flop_count import FLOP_FORMULA as FLOP_FORMULA
-from workbench.session.flop_count import CountedShapes as CountedShapes
-from workbench.session.flop_count import FlopCounter as FlopCounter
-from workbench.session.flop_count import count_tokens as count_tokens
 from workbench.session.layer_edits import edit_code as edit_code
 from workbench.session.layer_edits import edits_for_layer as edits_for_layer
 from workbench.session.layer_facts import LayerFacts as LayerFacts
@@ -69,3 +64,8 @@ from workbench.session.statistics import FIGURES as FIGURES
 from workbench.session.statistics import LayerTrack as LayerTrack
 from workbench.session.statistics import Statistics as Statistics
 from workbench.session.statistics import StatisticsLog as StatisticsLog
+from workbench.session.step_estimates import FLOP_ESTIMATE as FLOP_ESTIMATE
+from workbench.session.step_estimates import FLOP_FORMULA as FLOP_FORMULA
+from workbench.session.step_estimates import CountedShapes as CountedShapes
+from workbench.session.step_estimates import FlopCounter as FlopCounter
+from workbench.session.step_estimates import count_tokens as count_tokens

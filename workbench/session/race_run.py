@@ -16,10 +16,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from workbench.session.flop_count import FlopCounter
 from workbench.session.probe_verdict import ProbeLosses
 from workbench.session.race_result import STEPS_PER_ROUND, Race, Racer
 from workbench.session.session_state import SessionState
+from workbench.session.step_estimates import FlopCounter
 from workbench.session.trainer import Trainer
 
 NUM_MEASUREMENTS = 8  # of the probe for each branch, besides the one before its first step

@@ -57,7 +57,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class RunPlace:
-    """Place of a run in a folder: the variant's name there and its first segment, and the values of its factors."""
+    """Place of a run in a folder: the variant's name there, its first segment, and its factors."""
 
     folder: Path
     variant: str
@@ -193,7 +193,7 @@ class StudyRecords:
         return pandas.DataFrame(rows, columns=columns)
 
     def run_frame(self) -> pandas.DataFrame:
-        """Return a frame with a row per run: its settings, versions and commit, where it is recorded, and how far it is."""
+        """Return a frame with a row per run: counts, settings, versions, commit and folder."""
         rows = []
         for name, seed in self.runs:
             place, counts, header = self._places[name, seed], self.last_counts(name, seed), self.header_of(name, seed)

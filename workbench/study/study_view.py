@@ -129,7 +129,7 @@ class StudyView:
 
 
 def _progress_html(line: str, share: float) -> str:
-    """Return a bar of the trained share of the study, and a line of text that screen readers read when it changes."""
+    """Return a bar of the trained share, and a line that screen readers read when it changes."""
     percent = round(100 * share)
     bar = (
         f'<div class="l2l-run" role="progressbar" aria-label="trained share of the study" aria-valuenow="{percent}" '

@@ -17,7 +17,7 @@ from workbench.study.study_progress import StudyProgress
 from workbench.study.worker_process import Answer, WorkerProcess, pack_plan, unpack_error
 
 Workers = int | Literal["auto"]
-ANSWER_S = 0.5  # between two looks at a request to stop
+ANSWER_S = 0.5  # until a request to stop is noticed
 MEMORY_MARGIN = 1.25  # free memory that a further process needs, in sizes of the largest one
 
 

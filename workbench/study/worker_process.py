@@ -1,4 +1,4 @@
-"""A process that trains segments for a study: it gets the plan and tasks on its input, and answers in JSON lines.
+"""Process that trains segments for a study: plan and tasks on its input, answers in JSON lines.
 
     input     header, plan, {"segment": "s0-g0", "names": ["plain"]}, {"stop": true}, ...
     output    {"step": 1, "flop": 10, "tokens": 8, "loss": 2.5}, ..., then {"end": "finished"}, "stopped" or an error
@@ -193,7 +193,7 @@ def _pack_error(error: Exception) -> str:
 
 
 def main() -> None:
-    """Train for the study at the other end of the pipes; what is printed goes to the error stream."""
+    """Train for the study at the other end of the pipes; prints are written to the error stream."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     _TaskRunner(sys.stdin.buffer, answers).run()

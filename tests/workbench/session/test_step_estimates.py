@@ -12,7 +12,7 @@ from sessions import WIDTH, make_batches, noisy_relay
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from l2l_core import EmulatedDevice, Freeze, Relay, RelayConfig, StepResult, Unfreeze
-from workbench.session.flop_count import FLOP_ESTIMATE, FLOP_FORMULA, FlopCounter, count_tokens
+from workbench.session.step_estimates import FLOP_ESTIMATE, FLOP_FORMULA, FlopCounter, count_tokens
 
 LAYERS, WORDS, LENGTH, ROWS, DIM = 3, 50, 16, 4, 32
 
@@ -61,10 +61,10 @@ def test_frozen_layers_below_the_first_trained_one_have_no_backward() -> None:
 
 
 def test_an_edit_is_counted_anew_and_a_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from workbench.session import flop_count
+    from workbench.session import step_estimates
 
-    runs, count = [], flop_count._count_products
-    monkeypatch.setattr(flop_count, "_count_products", lambda *args: runs.append(1) or count(*args))
+    runs, count = [], step_estimates._count_products
+    monkeypatch.setattr(step_estimates, "_count_products", lambda *args: runs.append(1) or count(*args))
     batch, short = make_batches(1)[0], tuple(part[:3] for part in make_batches(1)[0])
     with noisy_relay() as relay:
         counter = FlopCounter(relay)
