@@ -70,7 +70,8 @@ class Study(RecordedStudy):
         autosave_s: float = 30.0,
         workers: Workers = 1,
     ) -> None:
-        self.folder, self._workers = Path(folder), check_workers(workers)
+        self.folder = Path(folder)
+        self._workers: Workers = check_workers(workers)
         if not callable(make_relay):
             raise TypeError(
                 f"make_relay={make_relay!r}: pass a function make_relay(seed, **factors) that returns a Relay"
@@ -263,7 +264,7 @@ def digest(batches: Sequence[Any]) -> str:
     for leaf in leaves_in([*batches]):
         if isinstance(leaf, torch.Tensor):
             found.update(f"{leaf.dtype} {[*leaf.shape]}".encode())
-            found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         else:
             found.update(repr(leaf).encode())
     return f"{len(batches)} batches, {found.hexdigest()[:16]}" if batches else ""

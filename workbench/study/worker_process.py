@@ -26,6 +26,13 @@ from workbench.study.segment_queue import SegmentTask
 from workbench.study.segment_training import StudyStopped, TrainingPlan, train_segment
 from workbench.study.study_records import require
 
+# Settings of PyTorch on which the bits depend: how to read and how to set them.
+TORCH_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+)
 Answer = dict[str, Any] | None  # None: the process has ended
 
 
@@ -48,7 +55,7 @@ class WorkerProcess:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             start_new_session=True,
         )
-        header = {"bytes": len(payload), "threads": torch.get_num_threads(), "sys.path": sys.path}
+        header = {"bytes": len(payload), "sys.path": sys.path}
         self._write(json.dumps(header).encode() + b"\n" + payload)
         self._reader = threading.Thread(target=self._read, args=(receive,), name="study worker", daemon=True)
         self._reader.start()
@@ -99,13 +106,13 @@ class WorkerProcess:
 
 
 def pack_plan(plan: TrainingPlan) -> bytes:
-    """Return a plan as bytes, functions of the notebook included.
+    """Return a plan and settings of PyTorch as bytes, functions of the notebook included.
 
     Raises:
         ValueError: a part of it cannot be sent to another process.
     """
     try:
-        return require("cloudpickle").dumps(plan)
+        return require("cloudpickle").dumps((plan, [read() for read, _ in TORCH_SETTINGS]))
     except Exception as error:
         if isinstance(error, ModuleNotFoundError):
             raise
@@ -128,7 +135,7 @@ class _TaskRunner:
 
     def __init__(self, source: IO[bytes], answers: IO[bytes]) -> None:
         header = json.loads(source.readline())
-        sys.path[:], self._threads = header["sys.path"], header["threads"]
+        sys.path[:] = header["sys.path"]
         self._payload = source.read(header["bytes"])
         self._plan: TrainingPlan | None = None
         self._source, self._answers, self._stops = source, answers, False
@@ -153,7 +160,6 @@ class _TaskRunner:
         os._exit(1)  # at once, without the save that a step would make: the parent has been killed
 
     def _train(self, task: dict[str, Any]) -> None:
-        self._stops = False
         try:
             plan = self._load_plan()
             train_segment(SharedSegment(plan.folder, task["segment"]), task["names"], plan, self._report)
@@ -165,10 +171,13 @@ class _TaskRunner:
             self._answer({"end": "finished"})
 
     def _load_plan(self) -> TrainingPlan:
-        if self._plan is None:
-            self._plan = require("cloudpickle").loads(self._payload)
-            torch.set_num_threads(self._threads)  # the bits depend on it, and modules that were imported may set it
-        return self._plan
+        plan = self._plan
+        if plan is None:
+            plan, settings = require("cloudpickle").loads(self._payload)
+            self._plan = plan
+            for (_, change), value in zip(TORCH_SETTINGS, settings, strict=True):  # now: imports may have changed them
+                change(value)
+        return plan
 
     def _report(self, counts: Counts, loss: float | None) -> None:
         self._answer({**vars(counts), "loss": loss})
