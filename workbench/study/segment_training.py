@@ -212,7 +212,7 @@ def _read_commit() -> str | None:
     """Return the commit of the working directory's repository; None if there is none."""
     run = partial(subprocess.run, capture_output=True, text=True, timeout=10, check=False)
     try:
-        commit = run(["git", "rev-parse", "HEAD"])
+        commit = run(["git", "rev-parse", "--short=12", "HEAD"])
         changed = run(["git", "status", "--porcelain", "--untracked-files=no"])
     except (OSError, subprocess.TimeoutExpired):
         return None

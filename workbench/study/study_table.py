@@ -53,7 +53,7 @@ class TableRow:
     saved: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StudyTable:
     """Rows of a study's comparison, and notes that belong below them."""
 
@@ -100,7 +100,7 @@ class StudyTable:
         notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.to_markdown()
 
     def _cells(self, minus: str, plus: str, percent: str, quote: Callable[[str], str] = str) -> list[list[str]]:
