@@ -36,6 +36,7 @@ FLOP_ESTIMATE = (
     "FLOP are an estimate, as the operations of this model depend on values: per parameter and token 2 forward and 6 in "
     "backward with recompute, nothing for attention's own products."
 )
+FLOP_RULE = f"{FLOP_FORMULA} A model that needs values to run is estimated: 2 forward and 6 in backward per parameter and token."
 Shape = Sequence[int]
 
 

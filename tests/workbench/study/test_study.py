@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def test_shared_steps_are_counted(undisturbed: Study) -> None:
     assert not [*undisturbed.folder.rglob("state")]  # saves are removed at the end
 
 
-def make_light_study(folder: Path, fails: str = "", **options: Any) -> Study:
+def make_light_study(folder: Path, fails: str = "", together: bool = False, **options: Any) -> Study:
     """A study of functions that exist in this process alone, as those of a notebook, without transformers."""
     import torch
     from torch import nn
@@ -73,6 +74,8 @@ def make_light_study(folder: Path, fails: str = "", **options: Any) -> Study:
         return Relay(model, lambda p: torch.optim.AdamW(p, lr=1e-2), EmulatedDevice(), layers=[*model[0]], loss=loss)
 
     def draw(seed: int) -> Iterator[Any]:
+        while together and seed == 0 and not (folder / SEGMENTS / "s1-g0").exists():
+            time.sleep(0.01)  # for ever, if one process trains after the other
         while True:
             yield torch.randn(4, 4), torch.randn(4, 1)
 
@@ -82,11 +85,10 @@ def make_light_study(folder: Path, fails: str = "", **options: Any) -> Study:
 
 def test_processes_train_the_same_bits(tmp_path: Path) -> None:
     alone, lines = trained(make_light_study(tmp_path / "alone")), list[str]()
-    study = make_light_study(tmp_path / "processes", workers=2)
+    study = make_light_study(tmp_path / "processes", together=True, workers=2)
     study.run(report=lines.append)
     assert recorded_rows(study.folder) == recorded_rows(alone.folder) and not [*study.folder.rglob("state")]
     assert str(study.table()) == str(alone.table())
-    assert any("seed 0" in line and "; seed 1" in line for line in lines)  # at once
     assert lines[-1].startswith("6 of 6 runs finished. Common beginnings were trained once: 12 of 36 steps")
 
 
