@@ -184,6 +184,7 @@ ATTRIBUTES: Mapping[str, str] = {
     "_scaled_dot_product_efficient_attention": "operator of attention",
     "_scaled_dot_product_flash_attention": "operator of attention",
     "_scaled_dot_product_flash_attention_for_cpu": "operator of attention",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "operator of attention; its operations are counted",
     # of modules
     "_modules": "children by name, all of them: edits exchange them here",
     "_parameters": "parameters by name: a shared weight is in several of these",

@@ -266,6 +266,11 @@ class Relay:
         return self._runner.parts.shell
 
     @property
+    def objective(self) -> Callable[[nn.Module, Any], torch.Tensor]:
+        """Function of a model and a micro-batch that runs the model and returns its scalar loss, as a step does."""
+        return self._model_call.objective
+
+    @property
     def objective_summary(self) -> str:
         """How the losses of the last batch's micro-batches were put together, in words; empty before the first."""
         return self._runner.normaliser.summary

@@ -28,9 +28,11 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     replay.add_argument("runs", nargs="+", type=Path, help="one run, or two to show side by side")
     study = commands.add_parser("study", help="run or resume a study without a notebook, and print its table")
     study.add_argument(
-        "file",
+        "paths",
+        nargs="+",
         type=Path,
-        help="a Python file that defines `study`, a workbench.Study; or a study's folder, to print its table",
+        metavar="FILE",
+        help="a Python file that defines `study`, a workbench.Study; or folders of studies, to print one table of them",
     )
     study.add_argument("-o", "--out", type=Path, help="also save the figure: a name that ends in .pdf, .svg or .png")
     for opener in (lab, replay):
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> int | None:
     if args.command == "study":
         from workbench.commands import study_runner
 
-        return study_runner.main(args.file, args.out)
+        return study_runner.main(args.paths, args.out)
     if args.command == "notebooks" and args.to is not None:
         from workbench.commands import copy_notebooks
 

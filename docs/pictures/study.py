@@ -57,4 +57,5 @@ study = Study(
     batches=batches,
     held_out=held_out,
     folder=OUT,
+    workers="auto",
 )

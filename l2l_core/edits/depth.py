@@ -29,8 +29,8 @@ class Depth(Schedule):
     """Grow or shrink a stack to a depth that depends on the step.
 
     Args:
-        depth: number of layers by step: a function of the number of finished steps, or a mapping from the first step of each
-            value: ``{0: 3, 100: 6, 200: 12}``.
+        depth: number of layers: an integer, a mapping from the first step of each value, as ``{0: 3, 100: 6, 200: 12}``, or a
+            function of the number of finished steps.
         grow: from n to m layers. "top": copies of the last m - n layers are added on top (stacking: Gong et al. 2019,
             StackBERT; Du et al., arXiv 2405.15319). "middle": a block of m - n layers in the middle is followed by its copy
             (MIDAS: Saunshi et al., arXiv 2409.19044; with an even number of blocks the one below the middle). "interleaved":

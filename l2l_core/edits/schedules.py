@@ -26,7 +26,9 @@ from l2l_core.eps.blocks import Unit
 from l2l_core.model import LayerRef
 from l2l_core.trace import StepResult
 
-PerStep = Callable[[int], int] | Mapping[int, int]  # a function of the step, or first step -> value
+PerStep = (
+    int | Callable[[int], int] | Mapping[int, int]
+)  # for all steps, a function of the step, or first step -> value
 Rate = float | Callable[[float], float] | Callable[[float, int], float]
 
 
@@ -249,6 +251,8 @@ def in_stack(stack: str | None, where: Any) -> Any:
 
 def value_at(name: str, values: PerStep, step: int, least: int) -> int | None:
     """Return the value at a step, of at least `least`, or None before the first step of a mapping."""
+    if isinstance(values, int):
+        return values
     if not isinstance(values, Mapping):
         return check_int(f"{name}({step})", values(step), least)
     past = [first for first in values if first <= step]
@@ -256,15 +260,17 @@ def value_at(name: str, values: PerStep, step: int, least: int) -> int | None:
 
 
 def check_step_values(name: str, values: object, least: int) -> None:
-    """Check that `values` is a function, or a mapping of steps to integers of at least `least`."""
-    if isinstance(values, Mapping):
+    """Check that `values` is an integer of at least `least`, a mapping of steps to such integers, or a function."""
+    if isinstance(values, int):
+        check_int(name, values, least)
+    elif isinstance(values, Mapping):
         if not values:
             raise ValueError(f"{name}={values!r}: pass at least one value by its first step, as {{0: 3, 100: 6}}")
         for step, value in values.items():
             check_int(f"a step of {name}", step, 0)
             check_int(f"{name} from step {step} on", value, least)
     elif not callable(values):
-        raise TypeError(f"{name}={values!r}: pass a function of the step, or a mapping as {{0: 3, 100: 6}}")
+        raise TypeError(f"{name}={values!r}: pass an integer, a function of the step, or a mapping as {{0: 3, 100: 6}}")
 
 
 def check_int(name: str, value: object, least: int) -> int:

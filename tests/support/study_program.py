@@ -63,9 +63,10 @@ def make_study(folder: Any, names: list[str] | None = None, **options: Any) -> S
         "held_out": [make_batch()],
         "evaluate_every": 2,
         "autosave_s": 0.0,
+        "make_relay": make_relay,
     } | options
     variants = {name: VARIANTS[name] for name in names or VARIANTS}
-    return Study(make_relay, variants, batches=batches, folder=folder, **options)
+    return Study(variants=variants, batches=batches, folder=folder, **options)
 
 
 if "STUDY_FOLDER" in os.environ:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from workbench.study import RecordedStudy, Study
 
 
-def main(path: Path, out: Path | None = None) -> int:
+def main(paths: Sequence[Path], out: Path | None = None) -> int:
     """Run or resume the study of a Python file; return 0, 2 if there is none, or 130 if interrupted.
 
-    For the folder of a study, only print its table.
+    For one or more folders of studies, only print the table of them together.
     """
-    if path.is_dir():
-        return _print_table(path, out)
+    if len(paths) > 1 or paths[0].is_dir():
+        return _print_table(paths, out)
+    path = paths[0]
     if not path.is_file():
         print(f"{path} does not exist: pass a Python file that defines `study`", file=sys.stderr)
         return 2
@@ -31,12 +33,12 @@ def main(path: Path, out: Path | None = None) -> int:
         print("interrupted: the same command resumes the study", file=sys.stderr)
         return 130
     print()
-    return _print_table(study.folder, out)
+    return _print_table([study.folder], out)
 
 
-def _print_table(folder: Path, out: Path | None) -> int:
+def _print_table(folders: Sequence[Path], out: Path | None) -> int:
     try:
-        study = RecordedStudy(folder)
+        study = RecordedStudy(*folders)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -21,7 +21,7 @@ from workbench.pictures.scale import Scale, format_prefixed, format_seconds, rou
 from workbench.pictures.step_axis import LEFT, RIGHT, WIDTH
 from workbench.pictures.svg import document, path, rect, text
 from workbench.pictures.theme import BLUE, GREY
-from workbench.session import FLOP_FORMULA, Change, Race, Racer, describe_change
+from workbench.session import FLOP_RULE, Change, Race, Racer, describe_change
 
 Axis = Literal["steps", "flop", "seconds"]
 
@@ -87,7 +87,7 @@ def race_table(race: Race) -> Table:
         f"At equal compute: the loss of a branch minus that of {race.racers[0].name} after as many FLOP, ± the standard "
         "deviation over the probe's batches, interpolated between measurements. It is of one run of each branch, no spread over "
         "seeds. ▼ lower and ▲ higher by more than that.",
-        f"{FLOP_FORMULA} Seconds: own steps only.",
+        f"{FLOP_RULE} Seconds: own steps only.",
     ]
     return Table("Race", header, rows, " ".join(notes))
 

@@ -64,6 +64,7 @@ from workbench.session.statistics import FIGURES as FIGURES
 from workbench.session.statistics import LayerTrack as LayerTrack
 from workbench.session.statistics import Statistics as Statistics
 from workbench.session.statistics import StatisticsLog as StatisticsLog
-from workbench.session.step_estimates import FLOP_FORMULA as FLOP_FORMULA
-from workbench.session.step_estimates import count_flop as count_flop
+from workbench.session.step_estimates import FLOP_RULE as FLOP_RULE
+from workbench.session.step_estimates import CountedShapes as CountedShapes
+from workbench.session.step_estimates import FlopCounter as FlopCounter
 from workbench.session.step_estimates import count_tokens as count_tokens

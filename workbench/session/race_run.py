@@ -19,7 +19,7 @@ from typing import Any
 from workbench.session.probe_verdict import ProbeLosses
 from workbench.session.race_result import STEPS_PER_ROUND, Race, Racer
 from workbench.session.session_state import SessionState
-from workbench.session.step_estimates import count_flop
+from workbench.session.step_estimates import FlopCounter
 from workbench.session.trainer import Trainer
 
 NUM_MEASUREMENTS = 8  # of the probe for each branch, besides the one before its first step
@@ -54,7 +54,7 @@ class RaceRun:
         self._home_branch = state.relay_view.branch
         self._scheduler_states = dict.fromkeys([self._home_branch, *names], trainer.lr_scheduler.state_dict())
         self._num_steps, self._trainer, self._state, self._future = num_steps, trainer, state, future
-        self._changed = state.changed
+        self._changed, self._flop = state.changed, FlopCounter(trainer.relay)
         self._last_step = num_steps  # less if the batches end
         self._round_start = 0  # first step of the round
         self._round_batches: list[Any] = []
@@ -117,7 +117,7 @@ class RaceRun:
             row, result = self._trainer.race_step(
                 batch, self._mark_batch_used if batch is self._round_batches[-1] else lambda: None
             )
-            flop = count_flop(self._trainer.relay, batch, result.trace, result.samples)
+            flop = self._flop.count(batch, result.trace, result.samples)
             steps, layers = (*steps, row), len(self._trainer.relay.stack)  # a schedule may have edited the stack
             self._update(name, tried=False, steps=steps, flop=(*racer.flop, flop), layers=layers)
             self._state.activity = "scheduler"

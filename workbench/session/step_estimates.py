@@ -1,14 +1,27 @@
-"""Estimates for a finished step: its compute in floating-point operations, and the memory of in-core training."""
+"""Figures of a finished step beside its measurements: its operations, and the memory of in-core training.
+
+Operations are matrix products, counted by PyTorch's `FlopCounterMode`. The model runs forward and backward once for every shape
+of the batch, as a copy on fake tensors, which have shapes and take neither memory nor time on the device. A step of a relay
+makes the products of the layers that ran, and those of a layer's forward twice where it is recomputed.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from l2l_core import Relay, StepResult, Trace
-from l2l_core.batches import Batch, leaves_in
+from l2l_core._torch import FakeTensorMode
+from l2l_core.batches import Batch, leaves_in, map_tensors
+from l2l_core.eps.blocks import Unit
+from l2l_core.model import deep_copy, preserve_random_state
 from l2l_core.schedule_rules import kept_layer_count
 from workbench.readings import batch_bytes, estimate_in_core_bytes
 from workbench.session.snapshot_values import LayerRow
@@ -16,33 +29,82 @@ from workbench.session.snapshot_values import LayerRow
 _log = logging.getLogger(__name__)
 
 FLOP_FORMULA = (
-    "FLOP are an estimate: per parameter and token 2 forward and 6 in backward with recompute (2 less where a parameter is "
-    "frozen, 2 less in the last layer and the shell, which are not recomputed), nothing for attention's own products."
+    "FLOP: the matrix products of forward, backward and recomputed layers, attention's included, counted by PyTorch's "
+    "FlopCounterMode for each shape of the batch."
 )
+FLOP_ESTIMATE = (
+    "FLOP are an estimate, as the operations of this model depend on values: per parameter and token 2 forward and 6 in "
+    "backward with recompute, nothing for attention's own products."
+)
+FLOP_RULE = f"{FLOP_FORMULA} A model that needs values to run is estimated: 2 forward and 6 in backward per parameter and token."
+Shape = Sequence[int]
 
 
-def count_flop(relay: Relay, batch: Batch, trace: Trace, samples: int) -> int:
-    """Estimate the floating-point operations of a finished step, by `FLOP_FORMULA`.
+@dataclass(frozen=True)
+class Products:
+    """Operations of one batch in the model's layers, in order, and outside of them.
+
+    Attributes:
+        forward, backward: of each layer; for the forward, a recomputation is not included.
+        shell: forward and backward of everything outside of layers.
+    """
+
+    forward: Sequence[int]
+    backward: Sequence[int]
+    shell: int
+
+
+CountedShapes = dict[Hashable, Products | None]
+
+
+class FlopCounter:
+    """Counts the operations of a relay's steps, by `FLOP_FORMULA`.
 
     Args:
-        relay: the relay after the step.
-        batch: batch of the step.
-        trace: trace of the step; skipped layers do not count.
-        samples: rows of the batch.
+        relay: the relay that makes the steps.
+        counted: counts of earlier relays over models that differ only in depth and values, which are used and extended.
     """
-    ran = {event.layer for event in trace.events_since(0)[0] if event.kind == "forward"}
-    layers = [layer for layer in relay.stack if layer.key in ran]
-    shell = relay.shell
-    operations = 2 * shell.num_params + 2 * (shell.num_params + shell.num_trained)
-    kept = kept_layer_count(trace.settings, len(layers))
-    learns = shell.num_trained > 0  # whether anything at or before this layer is trained, so that backward reaches it
-    for layer in layers:
-        learns = learns or layer.num_trained > 0
-        operations += 2 * layer.num_params
-        if learns:
-            again = 0 if layer in layers[-kept:] else 2 * layer.num_params
-            operations += again + 2 * (layer.num_params + layer.num_trained)
-    return operations * count_tokens(batch, samples)
+
+    def __init__(self, relay: Relay, counted: CountedShapes | None = None) -> None:
+        self._relay, self._counted = relay, {} if counted is None else counted
+
+    def count(self, batch: Batch, trace: Trace, samples: int) -> int:
+        """Return the operations of a finished step.
+
+        Args:
+            batch: batch of the step.
+            trace: trace of the step; skipped layers do not count.
+            samples: rows of the batch.
+        """
+        ran = {event.layer for event in trace.events_since(0)[0] if event.kind == "forward"}
+        layers = [layer for layer in self._relay.stack if layer.key in ran]
+        kept = layers[-kept_layer_count(trace.settings, len(layers)) :]
+        products = self._products_of(batch)
+        if products is None:
+            return _estimate(self._relay.shell, layers, kept) * count_tokens(batch, samples)
+        flop = products.shell
+        for layer, forward, backward in zip(self._relay.stack, products.forward, products.backward, strict=True):
+            if layer.key in ran:
+                flop += forward + backward + (forward if backward and layer not in kept else 0)
+        return flop
+
+    @property
+    def formula(self) -> str:
+        """Statement of what the counts of this relay contain."""
+        return FLOP_ESTIMATE if None in self._counted.values() else FLOP_FORMULA
+
+    def _products_of(self, batch: Batch) -> Products | None:
+        """Return the products of a batch of this shape; None if the model cannot run without values."""
+        units = (self._relay.shell, *self._relay.stack)
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves_in(batch) if isinstance(leaf, torch.Tensor))
+        case = shapes, tuple((type(u.module), tuple(p.shape for p in u.params), u.trained) for u in units)
+        if case not in self._counted:
+            try:
+                self._counted[case] = _count_products(self._relay, batch)
+            except Exception as error:  # the step is done, so a count that fails must not stop the run
+                _log.info("operations are estimated, since the model needs values: %s: %s", type(error).__name__, error)
+                self._counted[case] = None
+        return self._counted[case]
 
 
 def count_tokens(batch: Batch, samples: int) -> int:
@@ -51,6 +113,92 @@ def count_tokens(batch: Batch, samples: int) -> int:
         if isinstance(leaf, torch.Tensor) and leaf.ndim == 2 and not leaf.is_floating_point() and len(leaf) == samples:
             return leaf.numel()
     return samples
+
+
+# -- on fake tensors ---------------------------------------------------------------------------------------------------
+
+
+class _ObjectiveCall(nn.Module):
+    """Root of the counted modules, so that the names of layers do not depend on the objective."""
+
+    def __init__(self, model: nn.Module, objective: Callable[[nn.Module, Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.model, self._objective = model, objective
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self._objective(self.model, batch)
+
+
+def _count_products(relay: Relay, batch: Batch) -> Products:
+    names = [f"{_ObjectiveCall.__name__}.model.{unit.name}" for unit in relay.stack]
+    counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
+    with _quiet(), preserve_random_state(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        call = _ObjectiveCall(_fake_copy(relay.model, fake), relay.objective)
+        fakes = map_tensors(batch, fake.from_tensor)
+        with counter, torch.enable_grad():
+            loss = call(fakes)
+            forward = [_total(counter, name) for name in names]
+            loss.backward()
+    whole = [_total(counter, name) for name in names]
+    backward = [after - before for after, before in zip(whole, forward, strict=True)]
+    return Products(forward, backward, counter.get_total_flops() - sum(whole))
+
+
+def _fake_copy(model: nn.Module, fake: Any) -> nn.Module:
+    """Copy a model; its tensors are fake, with the same shapes."""
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    tensors = (*model.parameters(), *model.buffers(), *(each for each in attributes if isinstance(each, torch.Tensor)))
+    return deep_copy(model, {id(tensor): fake.from_tensor(tensor) for tensor in tensors})
+
+
+def _total(counter: FlopCounterMode, name: str) -> int:
+    return sum(counter.get_flop_counts().get(name, {}).values())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep PyTorch from logging an operation that fake tensors do not have; it raises."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    log.disabled, before = True, log.disabled
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+# `FlopCounterMode` has no formula for the fused attention of CPUs. Without a fused kernel, its products are counted alone.
+def _attention_flop(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+    rows, heads, length, width = query
+    return 2 * rows * heads * length * key[-2] * (width + value[-1])
+
+
+def _attention_backward_flop(_: Shape, query: Shape, key: Shape, value: Shape, *__: Any, **___: Any) -> int:
+    return 2 * _attention_flop(query, key, value)
+
+
+_CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flop,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flop,
+}
+
+
+# -- without it --------------------------------------------------------------------------------------------------------
+
+
+def _estimate(shell: Unit, layers: Sequence[Unit], kept: Sequence[Unit]) -> int:
+    """Return the operations of one token, by `FLOP_ESTIMATE`: 2 less per frozen parameter, and where nothing is recomputed."""
+    operations = 2 * shell.num_params + 2 * (shell.num_params + shell.num_trained)
+    learns = shell.num_trained > 0  # whether anything at or before this layer is trained, so that backward reaches it
+    for layer in layers:
+        learns = learns or layer.num_trained > 0
+        operations += 2 * layer.num_params
+        if learns:
+            again = 0 if layer in kept else 2 * layer.num_params
+            operations += again + 2 * (layer.num_params + layer.num_trained)
+    return operations
+
+
+# -- memory -------------------------------------------------------------------------------------------------------------
 
 
 class InCoreEstimate:

@@ -1,4 +1,4 @@
-"""A study as its folder records it: frame, table and figure, without a model."""
+"""Studies as their folders record them: frame, table and figure, without a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workbench.study.study_table import StudyTable, compare_variants
 
 
 class RecordedStudy(StudyRecords):
-    """A study read from its folder, with its comparison."""
+    """One or more studies read from their folders, with their comparison."""
 
     def table(self, baseline: str | None = None) -> StudyTable:
         """Return the comparison of the variants over the seeds.

@@ -2,11 +2,11 @@
 
     study.json                   variants, seeds, budget
     segments/s0-g0/              seed 0, first group of factors: all runs that begin alike
-        segment.json             variants, seed, factors, settings, versions, commit
+        segment.json             variants, factors, schedule, settings, versions, commit
         rows.jsonl               a line per step and per held-out measurement; the same bytes in every repetition
         seconds.jsonl            wall time of each step, which differs between repetitions
         state/                   the last save of the relay, until no run needs it
-        end.json                 step, FLOP and tokens at the end, and the variants of each child
+        end.json                 step, FLOP and tokens at the end, the formula of FLOP, and the variants of each child
     segments/s0-g0.1/            second child: continues from the state at the end of s0-g0
 
 A process that is killed leaves complete lines, a complete save, and at most lines of steps after the save, which are dropped.
@@ -45,6 +45,11 @@ class SharedSegment:
     def __init__(self, study: Path, name: str) -> None:
         self.study, self.name = study, name
         self.folder = study / SEGMENTS / name
+
+    @property
+    def seed(self) -> int:
+        """Seed of its runs."""
+        return int(self.name.partition("-")[0][1:])
 
     @property
     def parent(self) -> SharedSegment | None:
@@ -115,9 +120,15 @@ class SharedSegment:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / "segment.json", header)
 
-    def finish(self, counts: Counts, children: Sequence[Sequence[str]] = ()) -> None:
-        """Write `end.json`; `children` are the variants of each segment that continues from here."""
-        write_json(self.folder / "end.json", {**vars(counts), "children": children})
+    def finish(self, counts: Counts, formula: str, children: Sequence[Sequence[str]] = ()) -> None:
+        """Write `end.json`.
+
+        Args:
+            counts: at its end.
+            formula: statement of what the operations in `counts` contain.
+            children: the variants of each segment that continues from here.
+        """
+        write_json(self.folder / "end.json", {**vars(counts), "formula": formula, "children": children})
         if not children:
             self.drop_state()
 

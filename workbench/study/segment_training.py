@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
+import platform
+import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
 from l2l_core import Relay
-from l2l_core.model import RandomState, preserve_random_state
-from workbench.session import Batches, LRSchedulerAdapter, count_flop, count_tokens
+from l2l_core.model import preserve_random_state
+from workbench.session import CountedShapes, FlopCounter, LRSchedulerAdapter, count_tokens
 from workbench.study.segment import Counts, SharedSegment
+from workbench.study.segment_relay import BatchStream, MakeRelay, open_relay, scheduler_file
 from workbench.study.variants import Variant, group_by_next_step
-
-MakeRelay = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -43,85 +44,61 @@ class TrainingPlan:
     """Everything that the segments of a study share.
 
     Attributes:
+        folder: of the study.
+        variants: by name.
         make_relay: ``make_relay(seed, **factors)``, returns a relay, or a pair of relay and learning rate scheduler.
         batches: ``batches(seed)``, or an iterable that can be iterated again.
         held_out: batches whose mean loss is measured every `evaluate_every` steps and at the end.
         autosave_s: seconds from one save to the next.
+        counted: operations of each shape of the batch, by factors.
     """
 
+    folder: Path
+    variants: Mapping[str, Variant]
     make_relay: MakeRelay
     batches: Any
     held_out: Sequence[Any]
     budget: Budget
     evaluate_every: int
     autosave_s: float
+    counted: dict[str, CountedShapes] = field(default_factory=dict)
 
 
 class StudyStopped(Exception):
     """The user has stopped the study; it resumes after the last step."""
 
 
-class BatchStream:
-    """Batches of a seed; they and their order depend on the seed alone, since it has random generators to itself.
-
-    Args:
-        batches: ``batches(seed)``, or an iterable.
-        seed: seeds the generators of torch, NumPy and Python while batches are drawn.
-    """
-
-    def __init__(self, batches: Any, seed: int) -> None:
-        self.seed, self.drawn = seed, 0
-        with preserve_random_state():
-            seed_all(seed)
-            source: Any = batches(seed) if callable(batches) else batches
-            self._batches = Batches(source)
-            self._keep_random()
-
-    def draw(self) -> Any:
-        """Return the next batch.
-
-        Raises:
-            ValueError: the batches have ended.
-        """
-        with preserve_random_state():
-            self._random.restore()
-            numpy.random.set_state(self._numpy)
-            try:
-                batch = self._batches.next_batch()
-            except StopIteration:
-                raise ValueError(
-                    f"batches of seed {self.seed} ended after {self.drawn}: return a list or a loader, which restarts, "
-                    "a generator without an end, or shorten the study"
-                ) from None
-            self._batches.mark_used()
-            self._keep_random()
-        self.drawn += 1
-        return batch
-
-    def _keep_random(self) -> None:
-        self._random, self._numpy = RandomState.capture(), numpy.random.get_state(legacy=False)
-
-
 def train_segment(
-    segment: SharedSegment,
-    variants: Mapping[str, Variant],
-    seed: int,
-    plan: TrainingPlan,
-    header: Mapping[str, Any],
-    report: Callable[[Counts, float | None], None],
+    segment: SharedSegment, names: Sequence[str], plan: TrainingPlan, report: Callable[[Counts, float | None], None]
 ) -> None:
     """Train a segment to its end; `report` gets the counts and the loss after every step.
 
+    Args:
+        segment: the segment.
+        names: variants that share it.
+        plan: of the study.
+
     Raises:
-        ValueError, TypeError: `make_relay` or the batches are not usable.
+        StudyStopped: raised by `report`; the segment is saved.
+        Exception: a step failed; its notes name the variants and the seed.
     """
-    factors = next(iter(variants.values())).factors
-    with preserve_random_state():
-        relay, scheduler = open_relay(plan.make_relay, seed, factors, segment)
-        with relay:
-            segment.write_header({"variants": [*variants], "seed": seed, "settings": repr(relay.config), **header})
-            segment.drop_after(relay.steps)
-            _SegmentTrainer(segment, variants, seed, plan, relay, scheduler).train(report)
+    variants = {name: plan.variants[name] for name in names}
+    factors = variants[names[0]].factors
+    try:
+        with preserve_random_state():
+            relay, scheduler = open_relay(plan.make_relay, segment.seed, factors, segment)
+            with relay:
+                where = {"settings": repr(relay.config), "device": str(relay.device.torch_device)}
+                segment.write_header({**_describe_run(names, variants[names[0]]), **where})
+                segment.drop_after(relay.steps)
+                _SegmentTrainer(segment, variants, plan, relay, scheduler).train(report)
+    except StudyStopped:
+        raise
+    except Exception as error:
+        error.add_note(
+            f"in the study in {plan.folder}, variants {', '.join(names)}, seed {segment.seed}; run() resumes there"
+        )
+        raise
 
 
 class _SegmentTrainer:
@@ -131,15 +108,16 @@ class _SegmentTrainer:
         self,
         segment: SharedSegment,
         variants: Mapping[str, Variant],
-        seed: int,
         plan: TrainingPlan,
         relay: Relay,
         scheduler: LRSchedulerAdapter,
     ) -> None:
         self._segment, self._variants, self._plan = segment, variants, plan
         self._relay, self._scheduler = relay, scheduler
-        self._schedule: Any = next(iter(variants.values())).schedule
-        self._stream = BatchStream(plan.batches, seed)
+        first = next(iter(variants.values()))
+        self._schedule: Any = first.schedule
+        self._flop = FlopCounter(relay, plan.counted.setdefault(repr(first.columns), {}))
+        self._stream = BatchStream(plan.batches, segment.seed)
         for _ in range(relay.steps):
             self._stream.draw()
         self._counts, rows = segment.last(), segment.rows()
@@ -153,7 +131,7 @@ class _SegmentTrainer:
             groups = group_by_next_step(self._relay, self._variants)
             if len(groups) > 1:
                 self._save()
-                self._segment.finish(self._counts, groups)
+                self._segment.finish(self._counts, self._flop.formula, groups)
                 return
             loss = self._train_step()
             try:
@@ -162,13 +140,13 @@ class _SegmentTrainer:
                 self._save()
                 raise
         self._measure()
-        self._segment.finish(self._counts)
+        self._segment.finish(self._counts, self._flop.formula)
 
     def _train_step(self) -> float:
         batch, rate = self._stream.draw(), self._relay.optimizer.param_groups[0]["lr"]
         result = self._schedule.step(self._relay, batch)
         before, samples = self._counts, result.samples
-        flop = before.flop + count_flop(self._relay, batch, result.trace, samples)
+        flop = before.flop + self._flop.count(batch, result.trace, samples)
         self._counts = Counts(self._relay.steps, flop, before.tokens + count_tokens(batch, samples))
         self._segment.add_seconds(self._counts.step, result.seconds)
         self._add_row("train", result.loss, rate)
@@ -204,80 +182,40 @@ class _SegmentTrainer:
                 old.unlink()
 
 
-# -- relays ------------------------------------------------------------------------------------------------------------
+# -- circumstances -----------------------------------------------------------------------------------------------------
 
 
-def open_relay(
-    make_relay: MakeRelay, seed: int, factors: Mapping[str, Any], segment: SharedSegment
-) -> tuple[Relay, LRSchedulerAdapter]:
-    """Make the relay of a seed, in the state of the segment's last save, its parent's end, or the beginning.
-
-    Raises:
-        TypeError: `make_relay` returned neither a relay nor a pair of a relay and a scheduler.
-        ValueError: the relay has trained already.
-    """
-    seed_all(seed)
-    with recorded_arguments() as recorded:
-        made = make_relay(seed, **factors)
-    relay, scheduler = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(relay, Relay):
-        raise TypeError(f"make_relay returned a {type(relay).__name__}: return a Relay, or a pair (relay, scheduler)")
-    if relay.steps:
-        raise ValueError(f"make_relay returned a relay after {relay.steps} steps: make a new model and a new relay")
-    adapter = LRSchedulerAdapter(scheduler)
-    if why := adapter.why_not_restorable:
-        raise ValueError(f"{why}: a study saves and restores it; add these methods, as in torch's schedulers")
-    saves = [segment.state, *([segment.parent.state] if segment.parent else [])]
-    state = next((each for each in saves if (each / "relay").exists()), None)
-    if state is None:
-        return relay, adapter
-    relay = _load(state / "relay", relay, recorded)
-    adapter.load_state_dict(torch.load(scheduler_file(state, relay.steps)))
-    return relay, adapter
+def _describe_run(names: Sequence[str], variant: Variant) -> dict[str, Any]:
+    """Return what a reader of the folder needs in order to repeat a run."""
+    return {
+        "variants": [*names],
+        "factors": variant.columns,
+        "schedule": variant.describe()["schedule"],
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "l2l-workbench": _read_version(),
+        "threads": torch.get_num_threads(),
+        "commit": _read_commit(),
+    }
 
 
-def scheduler_file(state: Path, steps: int) -> Path:
-    """Return the file with the scheduler's state after a number of steps."""
-    return state / f"scheduler-{steps}.pt"
-
-
-def seed_all(seed: int) -> None:
-    """Seed the generators of torch, NumPy and Python."""
-    RandomState.from_seed(seed).restore()
-    numpy.random.seed(seed % 2**32)
-
-
-@contextmanager
-def recorded_arguments() -> Iterator[list[tuple[Relay, dict[str, Any]]]]:
-    """Record the arguments of relays that are made in a block, since a save is loaded with the same ones."""
-    made: list[tuple[Relay, dict[str, Any]]] = []
-    relays: Any = Relay
-    plain, signature = Relay.__init__, inspect.signature(Relay.__init__)
-
-    def recording(self: Relay, *args: Any, **options: Any) -> None:
-        plain(self, *args, **options)
-        arguments = dict(signature.bind(self, *args, **options).arguments)
-        del arguments["self"]
-        made.append((self, arguments))
-
-    relays.__init__ = recording
+def _read_version() -> str | None:
+    """Return the version of this package; None if it is not installed."""
     try:
-        yield made
-    finally:
-        relays.__init__ = plain
+        return version("l2l-workbench")
+    except PackageNotFoundError:
+        return None
 
 
-def _load(folder: Path, relay: Relay, recorded: Sequence[tuple[Relay, dict[str, Any]]]) -> Relay:
-    """Return a relay like this one, in the state of a save; this one is closed."""
-    options = next((arguments for one, arguments in recorded if one is relay), None)
-    if options is None:
-        raise ValueError(
-            "make_relay returned a relay that it did not make: a study makes a new model and a new relay for every run"
-        )
-    model, optimizer = options.pop("model"), options.pop("optimizer", None)
-    for name in ("layers", "config"):  # as saved: edits have changed the layers
-        options.pop(name, None)
-    if optimizer is None or callable(optimizer):  # a scheduler refers to the optimizer that a factory made
-        optimizer = relay.optimizer
-    relay.close()
-    return Relay.load(folder, model, optimizer, **options)
+def _read_commit() -> str | None:
+    """Return the commit of the working directory's repository; None if there is none."""
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=10, check=False)
+    try:
+        commit = run(["git", "rev-parse", "--short=12", "HEAD"])
+        changed = run(["git", "status", "--porcelain", "--untracked-files=no"])
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if commit.returncode:
+        return None
+    return commit.stdout.strip() + (" with changes" if changed.stdout.strip() else "")

@@ -7,24 +7,26 @@ that an interrupted study continues where it was.
 
 from __future__ import annotations
 
+import hashlib
 import os
-import platform
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from l2l_core.batches import leaves_in
 from workbench.study.recorded_study import RecordedStudy
-from workbench.study.segment import Counts, SharedSegment, read_json, write_json
-from workbench.study.segment_training import Budget, MakeRelay, StudyStopped, TrainingPlan, train_segment
+from workbench.study.segment import Counts, read_json, write_json
+from workbench.study.segment_queue import SegmentQueue, SegmentTask
+from workbench.study.segment_relay import MakeRelay
+from workbench.study.segment_training import Budget, StudyStopped, TrainingPlan, train_segment
 from workbench.study.study_progress import StudyProgress
 from workbench.study.study_records import SCHEMA, VERSION
-from workbench.study.variants import Variant, check_variants
+from workbench.study.variants import check_variants
+from workbench.study.worker_pool import WorkerPool, Workers, check_workers, most_workers
 
 MEASUREMENTS = 20  # of the held-out loss per run, by default
 ALWAYS_EQUAL = ("variants", "steps", "flop", "evaluate_every", "held_out")  # when a study is resumed
@@ -46,6 +48,8 @@ class Study(RecordedStudy):
         folder: where runs are recorded.
         evaluate_every: steps between held-out measurements; default a twentieth of `steps`, or 25.
         autosave_s: seconds between saves. A killed study repeats the steps since the last one.
+        workers: number of processes that train runs at the same time, with the bits of training alone; "auto": as many as
+            cores (divided by `torch.get_num_threads()`) and free memory allow. 1: train in this process.
 
     Raises:
         ValueError, TypeError: an argument is not usable, or the folder holds another study.
@@ -64,8 +68,10 @@ class Study(RecordedStudy):
         folder: str | Path,
         evaluate_every: int | None = None,
         autosave_s: float = 30.0,
+        workers: Workers = 1,
     ) -> None:
-        self.folder, self._variants = Path(folder), check_variants(variants)
+        self.folder = Path(folder)
+        self._workers: Workers = check_workers(workers)
         if not callable(make_relay):
             raise TypeError(
                 f"make_relay={make_relay!r}: pass a function make_relay(seed, **factors) that returns a Relay"
@@ -77,7 +83,9 @@ class Study(RecordedStudy):
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"evaluate_every={every!r}: pass a positive number of steps")
         held_out = _check_held_out(held_out)
-        self._plan = TrainingPlan(make_relay, batches, held_out, budget, every, autosave_s)
+        self._plan = TrainingPlan(
+            self.folder, check_variants(variants), make_relay, batches, held_out, budget, every, autosave_s
+        )
         self._spec = {
             "schema": SCHEMA,
             "version": VERSION,
@@ -86,18 +94,22 @@ class Study(RecordedStudy):
             "steps": steps,
             "flop": flop,
             "evaluate_every": every,
-            "held_out": len(held_out),
+            "held_out": digest(held_out),
         }
+        self._specs = {self.folder: self._spec}
         self._check_folder()
 
     @staticmethod
-    def load(folder: str | Path) -> RecordedStudy:
-        """Read a study from its folder, without a model: table, frame and figure.
+    def load(*folders: str | Path) -> RecordedStudy:
+        """Read one or more studies from their folders, without a model: one table, frame and figure.
+
+        Variants with the same name, schedule, factors and budget are one, with the seeds of all studies.
 
         Raises:
-            FileNotFoundError: the folder holds no study.
+            FileNotFoundError: a folder holds no study.
+            ValueError: the studies measured different held-out batches.
         """
-        return RecordedStudy(folder)
+        return RecordedStudy(*folders)
 
     def run(self, report: Callable[[str], object] | None = print) -> None:
         """Train what is left of the study; a line of progress is reported every few seconds.
@@ -110,11 +122,26 @@ class Study(RecordedStudy):
         progress = StudyProgress(self, self._plan.budget, partial(self._report, report or (lambda _: None)))
         with self._running(), locked(self.folder), suppress(StudyStopped):
             write_json(self.folder / "study.json", self._spec)
-            for segment, names in self._segments_left():
-                progress.begin(segment, names)
-                self._train(segment, names, progress)
-                self._drop_states(segment)
+            segments = SegmentQueue(self.folder, self._roots())
+            if most_workers(self._workers) > 1:
+                WorkerPool(self._plan, self._workers, segments, progress, lambda: self._stops).run()
+            else:
+                self._train(segments, progress)
         progress.finish()
+
+    def _train(self, segments: SegmentQueue, progress: StudyProgress) -> None:
+        """Train in this process."""
+        while task := segments.take():
+            progress.begin(task)
+
+            def update(counts: Counts, loss: float | None, task: SegmentTask = task) -> None:
+                progress.update(task, counts, loss)
+                if self._stops:
+                    raise StudyStopped
+
+            train_segment(task.segment, task.names, self._plan, update)
+            progress.end(task)
+            segments.finish(task)
 
     def stop(self) -> None:
         """End `run`, which may be on another thread, after the current step; the next `run` resumes there."""
@@ -139,66 +166,13 @@ class Study(RecordedStudy):
         self.progress_line = line
         report(line)
 
-    def _segments_left(self) -> Iterator[tuple[SharedSegment, list[str]]]:
-        """Yield the segments to train with their variants; those that follow from one are known when it has ended."""
-        left = [(SharedSegment(self.folder, name), names) for name, names in self._roots().items()]
-        while left:
-            segment, names = left.pop(0)
-            if segment.end is None:
-                yield segment, names
-            end = segment.end
-            assert end is not None, f"segment {segment.name} has not ended"
-            left[:0] = zip(segment.children, end["children"], strict=True)
-
     def _roots(self) -> dict[str, list[str]]:
         """Return the variants of the first segments, by name."""
         roots: dict[str, list[str]] = {}
-        for seed in self.seeds:
+        for seed in self._spec["seeds"]:
             for name, variant in self._spec["variants"].items():
                 roots.setdefault(f"s{seed}-g{variant['group']}", []).append(name)
         return roots
-
-    def _train(self, segment: SharedSegment, names: Sequence[str], progress: StudyProgress) -> None:
-        seed = int(segment.name.partition("-")[0][1:])
-        variants = {name: self._variants[name] for name in names}
-
-        def update(counts: Counts, loss: float | None) -> None:
-            progress.update(counts, loss)
-            if self._stops:
-                raise StudyStopped
-
-        try:
-            train_segment(segment, variants, seed, self._plan, self._header(variants), update)
-        except StudyStopped:
-            raise
-        except Exception as error:
-            error.add_note(
-                f"in the study in {self.folder}, variants {', '.join(names)}, seed {seed}; run() resumes there"
-            )
-            raise
-
-    def _header(self, variants: dict[str, Variant]) -> dict[str, Any]:
-        return {
-            "factors": next(iter(variants.values())).describe()["columns"],
-            "began": datetime.now(UTC).isoformat(timespec="seconds"),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "commit": read_commit(),
-        }
-
-    def _drop_states(self, segment: SharedSegment) -> None:
-        """Remove saves that no run needs any more: of ancestors whose descendants have ended."""
-        parent = segment.parent
-        if parent is not None and segment.end and not segment.children and all(c.end for c in parent.children):
-            parent.drop_state()
-            self._drop_states_above(parent)
-
-    def _drop_states_above(self, segment: SharedSegment) -> None:
-        parent = segment.parent
-        if parent is not None and all(child.end and not child.state.exists() for child in parent.children):
-            parent.drop_state()
-            self._drop_states_above(parent)
 
     # -- description ---------------------------------------------------------------------------------------------------
 
@@ -206,7 +180,7 @@ class Study(RecordedStudy):
         """Return the variants as JSON, each with the number of its group: those with the same factors begin alike."""
         groups: list[dict[str, Any]] = []
         described = {}
-        for name, variant in self._variants.items():
+        for name, variant in self._plan.variants.items():
             factors = dict(variant.factors)
             if factors not in groups:
                 groups.append(factors)
@@ -261,19 +235,6 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def read_commit() -> str | None:
-    """Return the commit of the working directory's repository; None if there is none."""
-    run = partial(subprocess.run, capture_output=True, text=True, timeout=10, check=False)
-    try:
-        commit = run(["git", "rev-parse", "HEAD"])
-        changed = run(["git", "status", "--porcelain", "--untracked-files=no"])
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if commit.returncode:
-        return None
-    return commit.stdout.strip() + (" with changes" if changed.stdout.strip() else "")
-
-
 def _check_budget(steps: int | None, flop: float | None) -> Budget:
     if (steps is None) == (flop is None):
         raise ValueError(f"steps={steps!r}, flop={flop!r}: pass one of them, as steps=900 or flop=1e12")
@@ -295,6 +256,18 @@ def _check_held_out(held_out: Any) -> list[Any]:
     if isinstance(held_out, dict | torch.Tensor | str) or not isinstance(held_out, Sequence):
         raise TypeError(f"held_out is a {type(held_out).__name__}: pass a list of batches, as [batch]")
     return [*held_out]
+
+
+def digest(batches: Sequence[Any]) -> str:
+    """Return a text that differs for different batches; empty for none."""
+    found = hashlib.sha256()
+    for leaf in leaves_in([*batches]):
+        if isinstance(leaf, torch.Tensor):
+            found.update(f"{leaf.dtype} {[*leaf.shape]}".encode())
+            found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            found.update(repr(leaf).encode())
+    return f"{len(batches)} batches, {found.hexdigest()[:16]}" if batches else ""
 
 
 def _default_every(steps: int | None) -> int:

@@ -13,6 +13,7 @@ from workbench.study.study_records import StudyRecords, require
 
 SUFFIXES = (".pdf", ".svg", ".png")
 AXES = {"step": "steps", "flop": "compute (FLOP)", "tokens": "tokens", "seconds": "seconds"}
+UNITS = {"step": "steps", "flop": "FLOP", "tokens": "tokens", "seconds": "s"}
 # Okabe and Ito's colours, which readers with colour blindness can distinguish.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 DASHES = ("-", "--", "-.", ":")
@@ -62,7 +63,7 @@ def save_figure(study: StudyRecords, path: Path, x: str, size: tuple[float, floa
         raise ValueError(f"path={str(path)!r}: pass a name that ends in {', '.join(SUFFIXES)}")
     curves = mean_curves(study, x)
     if not curves:
-        raise ValueError(f"{study.folder} has no losses to draw yet: run the study first")
+        raise ValueError(f"{study.folders[0]} has no losses to draw yet: run the study first")
     matplotlib, figure_module = require("matplotlib"), require("matplotlib.figure")
     path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE):

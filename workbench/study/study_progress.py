@@ -1,11 +1,12 @@
-"""Progress of a study in plain lines: finished runs, the segment in training, and the time left."""
+"""Progress of a study in plain lines: finished runs, the segments in training, and the time left."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from workbench.study.segment import Counts, SharedSegment
+from workbench.study.segment import Counts
+from workbench.study.segment_queue import SegmentTask
 from workbench.study.segment_training import Budget
 from workbench.study.study_records import StudyRecords
 
@@ -26,25 +27,27 @@ class StudyProgress:
         self._study, self._budget, self._report = study, budget, report
         self._began_s = self._last_s = time.monotonic()
         self._done = 0.0  # steps or FLOP since then
-        self._label, self._counts, self._is_new = "", Counts(), True
+        self._counts: dict[str, Counts | None] = {}  # of each segment in training, by its name; None: not begun
+        self._texts: dict[str, str] = {}
 
-    def begin(self, segment: SharedSegment, names: Sequence[str]) -> None:
-        """Take the segment that is trained next, and its variants."""
-        seed = segment.name.partition("-")[0][1:]
-        self._label, self._is_new = f"seed {seed}, {' + '.join(names)}", True
+    def begin(self, task: SegmentTask) -> None:
+        """Take a segment that is trained next."""
+        self._counts[task.segment.name] = None
 
-    def update(self, counts: Counts, loss: float | None) -> None:
+    def update(self, task: SegmentTask, counts: Counts, loss: float | None) -> None:
         """Take the counts after a step, and report them if a line is due."""
-        if not self._is_new:
-            self._done += self._budget.left(self._counts) - self._budget.left(counts)
-        is_due = self._is_new or time.monotonic() - self._last_s > EVERY_S
-        self._counts, self._is_new = counts, False
-        if is_due:
+        name = task.segment.name
+        before, self._counts[name] = self._counts[name], counts
+        if before is not None:
+            self._done += self._budget.left(before) - self._budget.left(counts)
+        self._texts[name] = f"{task}, step {counts.step}" + ("" if loss is None else f", loss {loss:.4f}")
+        if before is None or time.monotonic() - self._last_s > EVERY_S:
             self._last_s = time.monotonic()
-            loss_text = "" if loss is None else f", loss {loss:.4f}"
-            self._report(
-                f"{self._study.finished_runs()}: {self._label}, step {counts.step}{loss_text}{self._time_left()}"
-            )
+            self._report(f"{self._study.finished_runs()}: {'; '.join(self._texts.values())}{self._time_left()}")
+
+    def end(self, task: SegmentTask) -> None:
+        """Take a segment out, which is not in training any more."""
+        self._texts.pop(task.segment.name, None)
 
     def finish(self) -> None:
         """Report the end, and what common beginnings have saved."""
@@ -54,8 +57,7 @@ class StudyProgress:
         """Return the time left if no more steps are shared, at the mean speed of this call."""
         if not self._done:
             return ""
-        runs = [(name, seed) for name in self._study.names for seed in self._study.seeds]
-        left = sum(self._budget.left(self._study.last_counts(*run)) for run in runs)
+        left = sum(self._budget.left(self._study.last_counts(*run)) for run in self._study.runs)
         seconds = left * (time.monotonic() - self._began_s) / self._done
         text = f"{seconds / 60:.0f} min" if seconds > MINUTES_FROM_S else f"{seconds:.0f} s"
         return f", at most about {text} left"

@@ -14,7 +14,8 @@ from workbench.study.segment import Counts, SharedSegment, chains, read_json
 if TYPE_CHECKING:
     import pandas
 
-SCHEMA, VERSION = "l2l-study", 1
+SCHEMA, VERSION = "l2l-study", 2
+CIRCUMSTANCES = ("l2l-workbench", "torch", "python", "device", "threads", "commit")  # of a run, in `segment.json`
 
 
 def require(name: str) -> Any:
@@ -54,55 +55,87 @@ class Saving:
         )
 
 
+@dataclass(frozen=True)
+class RunPlace:
+    """Place of a run in a folder: the variant's name there, its first segment, and its factors."""
+
+    folder: Path
+    variant: str
+    root: str
+    columns: Mapping[str, Any]
+
+
 class StudyRecords:
-    """Losses and counts of a study, read from its folder.
+    """Losses and counts of one or more studies, read from their folders.
+
+    Of several studies, variants with the same name, schedule, factors and budget are one variant with the seeds of all; a seed
+    that two of them have is read from the first. Other variants of the same name get the folder's name.
 
     Args:
-        folder: folder of the study.
+        folders: folders of studies.
 
     Raises:
-        FileNotFoundError: the folder holds no study.
-        ValueError: another version wrote it.
+        FileNotFoundError: a folder holds no study.
+        ValueError: another version wrote it, or the studies measured different held-out batches.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        spec = read_json(self.folder / "study.json")
-        if spec is None:
-            raise FileNotFoundError(f"{self.folder} holds no study: pass the folder= of a Study that has been run")
-        if (spec.get("schema"), spec.get("version")) != (SCHEMA, VERSION):
-            raise ValueError(
-                f"{self.folder / 'study.json'} was written by another version: run the study in a new folder"
-            )
-        self._spec = spec
+    def __init__(self, *folders: str | Path) -> None:
+        self._specs = {Path(folder): _read_spec(Path(folder)) for folder in folders}
+        if not self._specs:
+            raise ValueError("there is no folder to read: pass the folder= of a study")
+        (first, spec), *others = self._specs.items()
+        for folder, other in others:
+            if other["held_out"] != spec["held_out"]:
+                raise ValueError(
+                    f"{folder} and {first} measured different held-out batches, so their losses cannot be compared: read each "
+                    "alone"
+                )
 
     progress_line = ""  # the last line of progress of a study in training
     is_running = False
 
     @property
-    def spec(self) -> Mapping[str, Any]:
-        """Content of `study.json`: variants, seeds, budget."""
-        return self._spec
+    def folders(self) -> list[Path]:
+        """Folders of the studies."""
+        return [*self._specs]
+
+    @cached_property
+    def _places(self) -> dict[tuple[str, int], RunPlace]:
+        found: dict[tuple[str, int], RunPlace] = {}
+        known: dict[str, object] = {}  # description of each variant, by its name here
+        for folder, spec in self._specs.items():
+            for own, variant in spec["variants"].items():
+                description = {**variant, "group": None, "budget": (spec["steps"], spec["flop"])}
+                name = own if known.get(own, description) == description else f"{own} ({folder.name})"
+                known[name] = description
+                for seed in spec["seeds"]:
+                    place = RunPlace(folder, own, f"s{seed}-g{variant['group']}", variant["columns"])
+                    found.setdefault((name, seed), place)
+        return found
+
+    @property
+    def runs(self) -> list[tuple[str, int]]:
+        """Variant and seed of every run."""
+        return [(name, seed) for name in self.names for seed in self.seeds_of(name)]
 
     @property
     def names(self) -> list[str]:
         """Names of the variants; the first is the baseline of comparisons."""
-        return [*self.spec["variants"]]
+        return [*dict.fromkeys(name for name, _ in self._places)]
 
-    @property
-    def seeds(self) -> list[int]:
-        """Seeds, in order."""
-        return [*self.spec["seeds"]]
+    def seeds_of(self, variant: str) -> list[int]:
+        """Return the seeds of a variant, in order."""
+        return [seed for name, seed in self._places if name == variant]
 
     @cached_property
     def factor_names(self) -> list[str]:
         """Columns of the frame for factors, in the order of their first appearance."""
-        columns = (variant["columns"] for variant in self.spec["variants"].values())
-        return [*dict.fromkeys(name for names in columns for name in names)]
+        return [*dict.fromkeys(name for place in self._places.values() for name in place.columns)]
 
     def segments_of(self, variant: str, seed: int) -> list[SharedSegment]:
         """Return the segments of a run, in order."""
-        return chains(self.folder, f"s{seed}-g{self.spec['variants'][variant]['group']}", variant)
+        place = self._places[variant, seed]
+        return chains(place.folder, place.root, place.variant)
 
     def is_complete(self, variant: str, seed: int) -> bool:
         """Return True if the run has reached the budget."""
@@ -112,15 +145,23 @@ class StudyRecords:
 
     def finished_runs(self) -> str:
         """Return the number of finished runs, in words."""
-        runs = [(name, seed) for name in self.names for seed in self.seeds]
-        return f"{sum(self.is_complete(*run) for run in runs)} of {len(runs)} runs finished"
+        return f"{sum(self.is_complete(*run) for run in self.runs)} of {len(self.runs)} runs finished"
+
+    def share_done(self) -> float:
+        """Return the share of all runs' steps, or of their compute if that is the budget, that is trained."""
+        shares = []
+        for run in self.runs:
+            spec, counts = self._specs[self._places[run].folder], self.last_counts(*run)
+            share = counts.step / spec["steps"] if spec["steps"] is not None else counts.flop / spec["flop"]
+            shares.append(min(1.0, share))
+        return sum(shares) / len(shares)
 
     @property
     def saving(self) -> Saving:
         """Steps and compute of all runs, and those that were trained; the others were shared."""
-        runs = [self.segments_of(name, seed) for name in self.names for seed in self.seeds]
+        runs = [self.segments_of(*run) for run in self.runs]
         ends = [segments[-1].last() for segments in runs if segments]
-        trained = {segment.name: segment for segments in runs for segment in segments}.values()
+        trained = {segment.folder: segment for segments in runs for segment in segments}.values()
         steps = [(segment.first, segment.last()) for segment in trained]
         return Saving(
             sum(end.step for end in ends),
@@ -128,6 +169,12 @@ class StudyRecords:
             sum(last.step - first.step for first, last in steps),
             sum(last.flop - first.flop for first, last in steps),
         )
+
+    @property
+    def flop_formulas(self) -> list[str]:
+        """Statements of what the counted operations contain, of the finished runs."""
+        ends = [segment.end for run in self.runs for segment in self.segments_of(*run)]
+        return [*dict.fromkeys(end["formula"] for end in ends if end)]
 
     def frame(self, seconds: bool = True) -> pandas.DataFrame:
         """Return a tidy frame: a row per variant, seed and step, or held-out measurement.
@@ -142,11 +189,32 @@ class StudyRecords:
         columns = ["variant", *self.factor_names, "seed", "step", "flop", "tokens", "split", "loss", "lr", "layers"]
         if seconds:
             columns.append("seconds")
-        rows = [row for name in self.names for seed in self.seeds for row in self._run_rows(name, seed)]
+        rows = [row for run in self.runs for row in self._run_rows(*run)]
         return pandas.DataFrame(rows, columns=columns)
 
+    def run_frame(self) -> pandas.DataFrame:
+        """Return a frame with a row per run: counts, settings, versions, commit and folder."""
+        rows = []
+        for name, seed in self.runs:
+            place, counts, header = self._places[name, seed], self.last_counts(name, seed), self.header_of(name, seed)
+            facts = {key: header.get(key) for key in ("schedule", "settings", *CIRCUMSTANCES)}
+            row = {
+                "variant": name,
+                **place.columns,
+                "seed": seed,
+                **vars(counts),
+                "finished": self.is_complete(name, seed),
+            }
+            rows.append({**row, **facts, "folder": str(place.folder)})
+        return require("pandas").DataFrame(rows)
+
+    def header_of(self, variant: str, seed: int) -> dict[str, Any]:
+        """Return what is recorded of the circumstances of a run; empty before its first step."""
+        segments = self.segments_of(variant, seed)
+        return segments[-1].header if segments else {}
+
     def _run_rows(self, name: str, seed: int) -> list[dict[str, Any]]:
-        fixed = {"variant": name, **self.spec["variants"][name]["columns"], "seed": seed}
+        fixed = {"variant": name, **self._places[name, seed].columns, "seed": seed}
         found, spent = [], 0.0
         for segment in self.segments_of(name, seed):
             seconds = segment.seconds()
@@ -168,7 +236,7 @@ class StudyRecords:
         return {
             name: {
                 seed: ([row[x] for row in rows], [row["loss"] for row in rows])
-                for seed in self.seeds
+                for seed in self.seeds_of(name)
                 if (rows := [row for row in self._run_rows(name, seed) if row["split"] == split])
             }
             for name in self.names
@@ -177,9 +245,18 @@ class StudyRecords:
     @property
     def has_held_out(self) -> bool:
         """True if the study measures held-out losses."""
-        return bool(self.spec["held_out"])
+        return any(spec["held_out"] for spec in self._specs.values())
 
     def last_counts(self, variant: str, seed: int) -> Counts:
         """Return the counts at the end of a run so far."""
         segments = self.segments_of(variant, seed)
         return segments[-1].last() if segments else Counts()
+
+
+def _read_spec(folder: Path) -> dict[str, Any]:
+    spec = read_json(folder / "study.json")
+    if spec is None:
+        raise FileNotFoundError(f"{folder} holds no study: pass the folder= of a Study that has been run")
+    if (spec.get("schema"), spec.get("version")) != (SCHEMA, VERSION):
+        raise ValueError(f"{folder / 'study.json'} was written by another version: run the study in a new folder")
+    return spec

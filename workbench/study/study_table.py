@@ -1,6 +1,6 @@
 """Comparison of the variants of a study over seeds: paired differences at equal compute, as Markdown, LaTeX and HTML.
 
-Compute is the estimate `FLOP_FORMULA`. A variant and the baseline are compared for every seed at the lower of their total
+Compute is counted by `FlopCounter`. A variant and the baseline are compared for every seed at the lower of their total
 compute, where losses are interpolated linearly between two measurements. The interval is that of the paired t-test.
 """
 
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.session import FLOP_FORMULA
-from workbench.study.study_records import StudyRecords, require
+from workbench.study.study_records import CIRCUMSTANCES, StudyRecords, require
 
 if TYPE_CHECKING:
     import pandas
@@ -54,7 +53,7 @@ class TableRow:
     saved: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StudyTable:
     """Rows of a study's comparison, and notes that belong below them."""
 
@@ -101,7 +100,7 @@ class StudyTable:
         notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.to_markdown()
 
     def _cells(self, minus: str, plus: str, percent: str, quote: Callable[[str], str] = str) -> list[list[str]]:
@@ -221,7 +220,7 @@ def _difference(curves: dict[int, Curve], others: dict[int, Curve]) -> dict[str,
 
 
 def _notes(study: StudyRecords, rows: Sequence[TableRow]) -> list[str]:
-    done, runs = sum(row.n for row in rows), len(study.names) * len(study.seeds)
+    done, runs = sum(row.n for row in rows), len(study.runs)
     notes = [] if done == runs else [f"{done} of {runs} runs are finished; the others are not in the table."]
     kind = "held-out losses" if study.has_held_out else "training losses of single steps, as no held_out= was given"
     notes.append(
@@ -230,7 +229,10 @@ def _notes(study: StudyRecords, rows: Sequence[TableRow]) -> list[str]:
     )
     if any(0 < row.pairs < MIN_SEEDS for row in rows):
         notes.append("There is no interval with fewer than three seeds: run the study with seeds=range(3) or more.")
-    return [*notes, str(study.saving), FLOP_FORMULA]
+    headers = [header for run in study.runs if (header := study.header_of(*run))]
+    values = {key: dict.fromkeys(str(header.get(key)) for header in headers) for key in CIRCUMSTANCES}
+    notes += [f"Runs differ in {key}: {', '.join(each)}." for key, each in values.items() if len(each) > 1]
+    return [*notes, str(study.saving), *study.flop_formulas]
 
 
 def _saved_text(row: TableRow, percent: str) -> str:

@@ -20,6 +20,7 @@ from workbench.panels.notebook_cells import is_notebook, register_in_cell
 from workbench.panels.panel import failure_html
 from workbench.panels.style import style_sheet
 from workbench.pictures import bundle_of, encodable
+from workbench.pictures.theme import SKY
 from workbench.study.study_figure import AXES
 from workbench.study.study_picture import draw_study, plain_table, show_study
 from workbench.study.study_records import StudyRecords
@@ -40,16 +41,16 @@ class StudyView:
 
     def __init__(self, study: StudyRecords) -> None:
         self._study, self._drawing, self._closed = study, threading.RLock(), threading.Event()
-        self._axis = make_dropdown("over", [(words, name) for name, words in AXES.items()], "220px")
+        self._axis = make_dropdown("Horizontal axis", [(words, name) for name, words in AXES.items()], "270px")
         self._axis.value = "flop"
         self._axis.observe(lambda _: self._draw(), "value")
         self._state, self._picture, self._table = (ipywidgets.HTML() for _ in range(3))
         self._run_button = make_button("Run", "play", "Train what is left of the study")
-        self._stop_button = make_button("Stop", "stop", "Stop after the current step; Run resumes there")
+        self._cancel_button = make_button("Cancel", "ban", "Stop after the current step; Run resumes there")
         self._run_button.on_click(lambda _: self._run())
         runnable: Any = study
-        self._stop_button.on_click(lambda _: runnable.stop())
-        buttons = [self._run_button, self._stop_button] if hasattr(study, "run") else []
+        self._cancel_button.on_click(lambda _: runnable.stop())
+        buttons = [self._run_button, self._cancel_button] if hasattr(study, "run") else []
         parts = [style_sheet(), make_row(*buttons, self._axis), self._state, self._picture, self._table]
         self.widget = ipywidgets.VBox(parts)
         self._name = f"l2l-{self.widget.model_id[:12]}"
@@ -92,7 +93,8 @@ class StudyView:
 
     def _read_state(self) -> object:
         """Return a value that changes with the folder and the progress."""
-        sizes = {path: path.stat().st_size for path in self._study.folder.glob("segments/*/rows.jsonl")}
+        paths = [path for folder in self._study.folders for path in folder.glob("segments/*/rows.jsonl")]
+        sizes = {path: path.stat().st_size for path in paths}
         return sizes, self._study.progress_line, self._study.is_running, self._failure
 
     def _draw(self) -> None:
@@ -101,9 +103,10 @@ class StudyView:
                 return
             self._drawn = self._read_state()
             running, line = self._study.is_running, self._study.progress_line
-            state = line or f"{self._study.finished_runs()}"
-            self._state.value = self._failure or f'<div class="l2l-caption">{escape(state)}</div>'
-            self._run_button.disabled, self._stop_button.disabled = running, not running
+            self._state.value = self._failure or _progress_html(
+                line or self._study.finished_runs(), self._study.share_done()
+            )
+            self._run_button.disabled, self._cancel_button.disabled = running, not running
             self._picture.value = draw_study(self._study, self._axis.value)
             self._table.value = plain_table(compare_variants(self._study)).to_html(folded=False)
 
@@ -123,3 +126,13 @@ class StudyView:
         except Exception as error:
             notes = "; ".join(getattr(error, "__notes__", []))
             self._failure = failure_html(f"{type(error).__name__}: {error}", notes)
+
+
+def _progress_html(line: str, share: float) -> str:
+    """Return a bar of the trained share, and a line that screen readers read when it changes."""
+    percent = round(100 * share)
+    bar = (
+        f'<div class="l2l-run" role="progressbar" aria-label="trained share of the study" aria-valuenow="{percent}" '
+        f'aria-valuetext="{percent} percent"><div style="width:{percent}%;background:{SKY}"></div></div>'
+    )
+    return f'<div class="l2l-progress" style="white-space:normal">{bar}<span role="status">{escape(line)}</span></div>'

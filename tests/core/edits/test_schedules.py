@@ -56,6 +56,7 @@ def run(schedule: Schedule, relay: Relay, until: int) -> list[str]:
         (gradual_stacking(2, every=1, depth=7, grow="top"), ["01", "0101", "010101", "0101011"]),
         (stacking_by_doubling(3, every=2, depth=12), ["012", "012", "012012", "012012", "012012012012"]),
         (Depth({0: 3, 2: 5}, "middle"), ["012", "012", "01012"]),
+        (Depth(5, "middle"), ["01123"] * 3),
         (Depth({0: 4, 1: 6}, "middle"), ["0123", "010123"]),
         (Depth({0: 3, 1: 5}, "interleaved"), ["012", "00122"]),
         (Depth({1: 8}, "interleaved"), ["0123", "00112233"]),

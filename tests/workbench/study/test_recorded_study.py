@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,19 +18,19 @@ stats = pytest.importorskip("scipy.stats")
 ENDS = {"deep": (5.0, 0.50), "50% & more": (4.0, 0.40)}  # FLOP of a step, slope of the loss
 
 
-def write_study(folder: Path, seeds: int, unfinished: str = "") -> RecordedStudy:
+def write_study(folder: Path, seeds: int, unfinished: str = "", first: int = 0, **changes: Any) -> RecordedStudy:
     """A study of 10 steps with a held-out loss at every second one, each run alone."""
     variants = {
         name: {"schedule": name, "columns": {"factor_lr": 0.1}, "factors": ["lr"], "group": i}
         for i, name in enumerate(ENDS)
     }
     folder.mkdir()
-    spec = {"schema": SCHEMA, "version": VERSION, "variants": variants, "seeds": [*range(seeds)], "held_out": 1}
-    write_json(folder / "study.json", spec)
+    spec = {"schema": SCHEMA, "version": VERSION, "variants": variants, "seeds": [*range(first, first + seeds)]}
+    write_json(folder / "study.json", {**spec, "held_out": "1 batches", "steps": 10, "flop": None, **changes})
     for i, (name, (flop, slope)) in enumerate(ENDS.items()):
-        for seed in range(seeds):
+        for seed in range(first, first + seeds):
             segment = SharedSegment(folder, f"s{seed}-g{i}")
-            segment.write_header({"variants": [name], "seed": seed})
+            segment.write_header({"variants": [name], "torch": "2.13.0", "commit": "abc"})
             noise = np.random.default_rng([i, seed])
             for step in range(1, 11):
                 row = {
@@ -46,7 +47,7 @@ def write_study(folder: Path, seeds: int, unfinished: str = "") -> RecordedStudy
                     loss = 9 - slope * step + 0.1 * noise.random()
                     segment.add_row({**row, "split": "held out", "loss": loss, "layers": 2})
             if name != unfinished:
-                segment.finish(Counts(10, int(flop * 10), 80))
+                segment.finish(Counts(10, int(flop * 10), 80), "FLOP: counted.")
     return Study.load(folder)
 
 
@@ -108,6 +109,31 @@ def test_unfinished_runs_are_left_out(tmp_path: Path) -> None:
     table = write_study(tmp_path / "study", 3, unfinished="deep").table()
     assert [row.n for row in table.rows] == [0, 3] and table.rows[1].difference is None
     assert "3 of 6 runs are finished; the others are not in the table." in table.notes
+
+
+def test_several_folders_are_one_study(tmp_path: Path) -> None:
+    four, one = write_study(tmp_path / "four", 4), write_study(tmp_path / "one", 2)
+    write_study(tmp_path / "two", 3, first=1)  # seed 1 is in both
+    both = Study.load(tmp_path / "one", tmp_path / "two")
+    assert both.frame().equals(four.frame()) and str(both.table()) == str(four.table()) != str(one.table())
+    runs = both.run_frame()
+    assert [*runs["folder"].map(lambda folder: Path(folder).name)] == ["one", "one", "two", "two"] * 2
+    assert {*runs["torch"]} == {"2.13.0"} and runs["finished"].all() and [*runs["seed"]] == [*range(4)] * 2
+
+
+def test_variants_of_one_name_that_differ_are_kept_apart(tmp_path: Path) -> None:
+    write_study(tmp_path / "one", 3)
+    write_study(tmp_path / "longer", 3, steps=20)
+    (tmp_path / "longer" / "segments" / "s0-g0" / "segment.json").write_text('{"torch": "2.14.0", "commit": "abc"}')
+    both = Study.load(tmp_path / "one", tmp_path / "longer")
+    assert both.names == [*ENDS, *(f"{name} (longer)" for name in ENDS)]
+    assert [row.n for row in both.table().rows] == [3, 3, 3, 3]
+    assert "Runs differ in torch: 2.13.0, 2.14.0." in both.table().notes
+    write_study(tmp_path / "other", 3, held_out="2 batches")
+    with pytest.raises(
+        ValueError, match="measured different held-out batches, so their losses cannot be compared: read"
+    ):
+        Study.load(tmp_path / "one", tmp_path / "other")
 
 
 def test_table_is_written_as_markdown_latex_and_html(recorded: RecordedStudy) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from study_program import VARIANTS, batches, make_batch, make_relay, make_study
 from l2l_core import Depth, Relay
 from workbench import Study, Variant, grid
 from workbench.study.segment import SEGMENTS, SharedSegment
-from workbench.study.segment_training import BatchStream
+from workbench.study.segment_relay import BatchStream
+from workbench.study.worker_pool import most_workers
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "tests" / "support" / "study_program.py"
@@ -51,6 +54,72 @@ def test_shared_steps_are_counted(undisturbed: Study) -> None:
     assert (saving.steps, saving.trained_steps) == (2 * 5 * 6, 2 * (3 + 1 + 2 * 2 + 3 * 3))
     assert f"{60 - 34} of 60 steps" in str(saving) and str(saving) in str(undisturbed.table())
     assert not [*undisturbed.folder.rglob("state")]  # saves are removed at the end
+
+
+def make_light_study(folder: Path, fails: str = "", together: bool = False, **options: Any) -> Study:
+    """A study of functions that exist in this process alone, as those of a notebook, without transformers."""
+    import torch
+    from torch import nn
+
+    from l2l_core import EmulatedDevice, Relay
+
+    def make(seed: int) -> Any:
+        if seed == 1 and fails == "raise":
+            raise ZeroDivisionError("made to fail")
+        if seed == 1 and fails == "exit":
+            os._exit(3)
+        layers = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Tanh()) for _ in range(2)]
+        model = nn.Sequential(nn.Sequential(*layers), nn.Linear(4, 1))
+        loss = lambda outputs, batch: nn.functional.mse_loss(outputs, batch[1])  # noqa: E731
+        return Relay(model, lambda p: torch.optim.AdamW(p, lr=1e-2), EmulatedDevice(), layers=[*model[0]], loss=loss)
+
+    def draw(seed: int) -> Iterator[Any]:
+        while together and seed == 0 and not (folder / SEGMENTS / "s1-g0").exists():
+            time.sleep(0.01)  # for ever, if one process trains after the other
+        while True:
+            yield torch.randn(4, 4), torch.randn(4, 1)
+
+    variants = {"two": Depth(2), "grown": Depth({0: 2, 3: 4}), "shrunk": Depth({3: 1}, shrink="top")}
+    return Study(make, variants, seeds=[0, 1], steps=6, batches=draw, folder=folder, **options)
+
+
+def test_processes_train_the_same_bits(tmp_path: Path) -> None:
+    alone, lines = trained(make_light_study(tmp_path / "alone")), list[str]()
+    study = make_light_study(tmp_path / "processes", together=True, workers=2)
+    study.run(report=lines.append)
+    assert recorded_rows(study.folder) == recorded_rows(alone.folder) and not [*study.folder.rglob("state")]
+    assert str(study.table()) == str(alone.table())
+    assert lines[-1].startswith("6 of 6 runs finished. Common beginnings were trained once: 12 of 36 steps")
+
+
+@pytest.mark.slow
+def test_a_failing_process_is_reported_and_the_others_are_saved(tmp_path: Path) -> None:
+    for fails, kind, message in (
+        ("raise", ZeroDivisionError, "made to fail"),
+        ("exit", RuntimeError, "ended with exit status 3, without an error of Python: it may have run out of memory"),
+    ):
+        with pytest.raises(kind, match=message):
+            make_light_study(tmp_path / fails, fails, workers=2, autosave_s=1e9).run(report=None)
+        resumed = trained(make_light_study(tmp_path / fails, workers=2))
+        assert recorded_rows(resumed.folder) == recorded_rows(trained(make_light_study(tmp_path / "alone")).folder)
+
+
+def test_what_cannot_be_sent_to_a_process_is_refused(tmp_path: Path) -> None:
+    lock = threading.Lock()
+    study = make_study(tmp_path, ["plain"], workers=2, make_relay=lambda seed: (lock, make_relay(seed))[1])
+    with pytest.raises(
+        ValueError, match=r"cannot be sent to another process \(TypeError: cannot pickle '_thread.lock'"
+    ):
+        study.run(report=None)
+
+
+def test_cores_decide_on_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(9)}, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert (most_workers("auto"), most_workers(3)) == (4, 3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # its memory would be shared
+    assert most_workers("auto") == 1
 
 
 def test_a_study_killed_in_the_middle_goes_on(undisturbed: Study, tmp_path: Path) -> None:
@@ -112,6 +181,7 @@ def test_a_finished_study_is_read_without_training(undisturbed: Study) -> None:
     def refuse(seed: int) -> Relay:
         raise AssertionError("nothing is left to train")
 
+    torch.manual_seed(7)
     held_out = [make_batch()]
     again = Study(
         refuse, VARIANTS, seeds=[0], steps=6, batches=batches, held_out=held_out, evaluate_every=2,
@@ -129,14 +199,14 @@ def test_the_command_prints_progress_and_the_table(tmp_path: Path, capsys: pytes
         "from study_program import make_study\n"
         f"study = make_study({str(tmp_path / 'out')!r}, ['plain'], seeds=[0], steps=2, autosave_s=9e9)\n"
     )
-    assert study_runner.main(path) == 0
+    assert study_runner.main([path]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "0 of 1 runs finished: seed 0, plain, step 0"
     assert lines[1].startswith("1 of 1 runs finished.") and lines[3].startswith("| variant | n |")
-    assert study_runner.main(tmp_path / "out") == 0
+    assert study_runner.main([tmp_path / "out"]) == 0
     assert capsys.readouterr().out.splitlines() == lines[3:]
     path.write_text("studio = 1\n")
-    assert study_runner.main(path) == 2 and study_runner.main(tmp_path / "none.py") == 2
+    assert study_runner.main([path]) == 2 and study_runner.main([tmp_path / "none.py"]) == 2
     refused = capsys.readouterr().err
     assert "defines no `study`" in refused and "none.py does not exist" in refused
 
@@ -204,6 +274,7 @@ def generated() -> Iterator[int]:
         ({"batches": generated()}, "iterated only once: pass a function of the seed"),
         ({"held_out": {"input_ids": torch.ones(2)}}, r"held_out is a dict: pass a list of batches, as \[batch\]"),
         ({"evaluate_every": 0}, "pass a positive number of steps"),
+        ({"workers": 0}, 'workers=0: pass a number of processes of at least 1, or "auto"'),
         ({"make_relay": 1}, r"pass a function make_relay\(seed, \*\*factors\)"),
     ],
 )

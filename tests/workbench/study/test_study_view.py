@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,15 @@ def test_run_trains_on_a_thread_and_the_view_draws_it(study: Study) -> None:
     view._draw()
     assert "no loss yet" in view._picture.value and "0 of 4 runs finished" in view._state.value
     assert "No step is trained yet." in view._table.value
-    assert view._stop_button.disabled and not view._run_button.disabled
+    assert view._cancel_button.disabled and not view._run_button.disabled
     view._run_button.click()
     wait_until(lambda: "4 of 4 runs finished" in study.progress_line and not study.is_running)
     view._draw()
     assert "4 of 4 runs finished. Common beginnings" in view._state.value
     assert view._picture.value.count('fill-opacity=".18"') == 2 and "plain (2 seeds)" in view._picture.value
+    assert 'aria-valuenow="100"' in view._state.value
+    tip = re.search(r"<title>plain\n([\d.]+ MFLOP): loss [\d.]+ ± [\d.]+ \(2 seeds\)</title>", view._picture.value)
+    assert tip is not None
     assert "compute (FLOP)" in view._picture.value and "difference to plain" in view._table.value
     view._axis.value = "tokens"
     assert ">tokens</text>" in view._picture.value
@@ -63,4 +67,6 @@ def test_every_axis_is_drawn(study: Study) -> None:
     study.run(report=None)
     for axis, words in {"step": "steps", "flop": "compute (FLOP)", "tokens": "tokens", "seconds": "seconds"}.items():
         assert f">{words}</text>" in draw_study(study, axis)
-    assert "Mean losses at the end: plain: 2." in show_study(study).svg
+    described = show_study(study, "tokens").svg
+    assert "At the end: plain at 192 tokens: loss 2." in described and "<title>grown\n64 tokens: loss " in described
+    assert "<title>plain\nstep 2: loss " in draw_study(study, "step")
