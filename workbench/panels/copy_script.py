@@ -22,7 +22,9 @@ function render({ model, el }) {
     return made;
   };
   const copy = make("button", "Copy as script", "Copy a program that repeats this session");
-  const show = make("button", "▸ The session as a script", "Open or close the text");
+  const show = make("button", "", "Open or close the text");
+  const arrow = make("i", "", "");
+  show.append(arrow, " The session as a script");
   for (const button of [copy, show]) button.className = "jupyter-button widget-button";
   const status = make("span", "", "");
   status.className = "l2l-caption";
@@ -34,7 +36,7 @@ function render({ model, el }) {
   text.addEventListener("keydown", (event) => event.stopPropagation());  // the notebook handles keys in read-only elements
   const open = (is_open) => {
     text.hidden = !is_open;
-    show.textContent = `${is_open ? "▾" : "▸"} The session as a script`;
+    arrow.className = `fa fa-caret-${is_open ? "down" : "right"}`;
     show.setAttribute("aria-expanded", is_open);
   };
   open(false);
