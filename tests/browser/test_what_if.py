@@ -59,7 +59,7 @@ def test_sliders_answer_and_apply_changes_the_next_step(open_notebook: Callable[
     keep(root(bench), "what_if")
     assert bench.step == 3, "nothing has run"
 
-    row = bench.root.locator(".l2l-buttons", has_text="Reset")
+    row = bench.root.locator(".l2l-buttons", has=page.locator("button:text-is('Reset')")).first
     row.locator("button:text-is('Apply')").click()
     until(lambda: "set for the next step" in row.inner_text(), page, "the note of Apply")
     until(lambda: "stash device → host" in bench.picture(3).text_content(), page, "the change beside the loss")

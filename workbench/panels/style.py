@@ -140,6 +140,7 @@ background:var(--jp-layout-color1,Canvas)}
 .l2l-workbench:fullscreen .l2l-term:is(:hover,:focus)::after{font-size:18px}
 @container l2l (max-width:899px){.l2l-title{flex-wrap:wrap}
 .l2l-tabs .widget-toggle-button{padding:0 10px}
+.l2l-layers :is(th,td):is(:nth-child(5),:nth-child(6)):not([colspan]){display:none}
 .widget-hbox{flex-flow:row wrap!important}
 .l2l-form>*{min-width:0;max-width:100%}}
 @container l2l (max-width:599px){.l2l-workbench .l2l-buttons>.widget-html{flex-basis:100%}}

@@ -47,7 +47,6 @@ border-bottom:1px solid var(--jp-border-color1,#888a)}}
 background:color-mix(in srgb,currentColor 9%,transparent)}}
 .l2l-bar i{{position:absolute;left:0;top:0;bottom:0;min-width:1px}}
 .l2l-bar b{{position:absolute;top:-2px;bottom:-2px;border:solid currentColor;border-width:0 1px;opacity:.45}}
-@container l2l (max-width:899px){{.l2l-layers :is(th,td):is(:nth-child(5),:nth-child(6)):not([colspan]){{display:none}}}}
 """.replace("\n", "")
 
 _HEADER = ("layer", "key", "name", "weights", "bytes", "version", "gradient norm", "update / weight", "influence", "")
