@@ -29,7 +29,7 @@ from workbench.what_if.answer import Answer
 from workbench.what_if.forecast_margin import HIDDEN, SECONDS, ComparedAnswer, ForecastMargin, with_margin
 
 STYLE = """
-.l2l-what-if{gap:6px;padding-top:4px}
+.l2l-what-if{gap:1px}
 .l2l-forecast{padding-left:4px;font-size:12px;line-height:1.5;min-height:36px;font-variant-numeric:tabular-nums}
 .l2l-what-if-answer{align-items:flex-start;gap:18px;overflow:visible}
 .l2l-what-if .l2l-what-if-answer>.widget-html{flex:0 0 660px;width:660px}
