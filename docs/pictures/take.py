@@ -105,7 +105,7 @@ def take_card(bench: Bench, page: Page) -> None:
     """The card of a layer, after all of them were measured."""
     bench.press("Layers")
     bench.root.locator('tr[data-key="L006"]').click()
-    bench.press("All layers")
+    bench.press("Measure all layers")
     until(
         lambda: bench.button("Stop measuring").is_disabled() and bench.root.locator(".l2l-card-panel svg").count() > 2,
         page,

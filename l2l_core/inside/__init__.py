@@ -10,6 +10,7 @@ from l2l_core.inside.inspection_request import InspectionRequest as InspectionRe
 from l2l_core.inside.inspection_request import MicroBatchRows as MicroBatchRows
 from l2l_core.inside.inspection_request import check_arguments as check_arguments
 from l2l_core.inside.inspection_request import evenly_spaced as evenly_spaced
+from l2l_core.inside.inspection_request import find_tokens as find_tokens
 from l2l_core.inside.inspection_result import BINS as BINS
 from l2l_core.inside.inspection_result import ActivationStats as ActivationStats
 from l2l_core.inside.inspection_result import Continuation as Continuation

@@ -67,7 +67,7 @@ def test_a_layer_is_chosen_in_the_table_while_training_runs(open_notebook: Calla
     page.keyboard.press("ArrowUp")
     until(lambda: marked() == ["L001"], page, "the row of what the list has chosen")
 
-    bench.press("All layers")
+    bench.press("Measure all layers")
     until(lambda: card.locator("svg").count() == 3, page, "bars for all layers")
     until(lambda: bench.button("Stop measuring").is_disabled(), page, "all measurements")
     bench.screenshot("card")

@@ -20,7 +20,7 @@ QUICK = RELAY.replace("0.03", "0.01")
 def test_edits_while_training_runs(open_notebook: Callable[..., Notebook], page: Page) -> None:
     bench = start(open_notebook)
     bench.press("Apply")  # the form begins with a new layer after the last one
-    until(lambda: edits(bench) == ["+ at 4 (identity)"], page, "the new layer in the journal")
+    until(lambda: edits(bench) == ["inserted after the last layer (identity)"], page, "the new layer in the journal")
     assert "5 layers" in bench.title
 
     choice(bench, "edit").focus()
@@ -32,25 +32,27 @@ def test_edits_while_training_runs(open_notebook: Callable[..., Notebook], page:
     until(lambda: "1 · L001 leaves the stack" in outlook(bench), page, "what would happen")
     tab_to(page, "Apply")
     page.keyboard.press("Space")
-    until(lambda: edits(bench)[0] == "− 1 · L001", page, "the layer gone")
+    until(lambda: edits(bench)[0] == "dropped 1 · L001", page, "the layer gone")
     assert page.evaluate("document.activeElement.textContent").strip() == "Apply", "where the next key goes to"
 
     choice(bench, "edit").select_option("Swap")
     choice(bench, "and").select_option("2 · L003")
     until(lambda: "0 · L000 and 2 · L003 change places" in outlook(bench), page, "what would happen")
     bench.press("Apply")
-    until(lambda: edits(bench)[0] == "0 · L000 ⇄ 2 · L003", page, "the layers swapped")
+    until(lambda: edits(bench)[0] == "swapped 0 · L000 and 2 · L003", page, "the layers swapped")
     bench.screenshot("edits")
 
     undo(bench).click()
     until(
-        lambda: edits(bench)[:2] == ["undo 0 · L000 ⇄ 2 · L003", "undone: 0 · L000 ⇄ 2 · L003"], page, "the swap undone"
+        lambda: edits(bench)[:2] == ["undid: swapped 0 · L000 and 2 · L003", "undone: swapped 0 · L000 and 2 · L003"],
+        page,
+        "the swap undone",
     )
     step = bench.step
     bench.wait_for_step(step + 2)
     assert bench.state == "running" and "4 layers" in bench.title
     marks = " ".join(bench.picture(3).locator("text").all_text_contents())
-    assert all(mark in marks for mark in ("+ at 4", "− 1 · L001", "0 · L000 ⇄ 2 · L003")), marks
+    assert all(mark in marks for mark in ("inserted after", "dropped 1 · L001", "swapped 0 · L000")), marks
     assert_steps_change_nothing_of_the_form(bench, page)
 
 
@@ -128,7 +130,7 @@ def test_a_span_is_one_layer_again_after_apply_and_what_waits_says_so(
     until(lambda: "waits for step 1 to end" in bench.root.locator(".l2l-queued").inner_text(), page, "the header too")
     assert chosen(bench, "to") == "1 · L001", "the next press takes one layer"
     bench.screenshot("waiting")
-    until(lambda: edits(bench) == ["− 1–2 · L001–L002"], page, "the layers gone")
+    until(lambda: edits(bench) == ["dropped 1 to 2"], page, "the layers gone")
     assert pending.inner_text().strip() == ""
     bench.screenshot("numbers")
     assert_taken_over_is_grey(notebook, page)

@@ -42,5 +42,5 @@ def test_the_script_is_copied_or_shown_where_a_page_may_not(open_notebook: Calla
     selected = text.evaluate("e => e.selectionEnd - e.selectionStart")
     assert selected == len(copied)
     bench.screenshot("script")
-    bench.press("▾ The session as a script")
+    bench.press("The session as a script")
     until(lambda: not text.is_visible(), page, "the text closed")

@@ -41,7 +41,7 @@ def test_first_notebook_trains_before_the_eyes(page: Page, lab: Lab) -> None:
     bench.press("Relay")
     bench.wait_for_step(bench.step + 1)
     bench.press("Time")
-    bench.press("▸ Why: the bound of each phase")
+    bench.press("Why: the bound of each phase")
     bench.wait_for_step(bench.step + 2)
     said = bench.root.locator(".l2l-why").inner_text()
     # a faster link, or more micro-batches where compute is slow enough to hide it
@@ -102,15 +102,15 @@ def test_step_without_room_is_drawn_until_the_next_run(open_notebook: Callable[.
     notebook.run_cell(3)
     bench.press("Step")
     bench.wait_for_state("failed")
-    until(lambda: "✕ failed at" in memory.text_content(), page, "the failed step in the memory picture")
+    until(lambda: "× failed at" in memory.text_content(), page, "the failed step in the memory picture")
     said = memory.text_content()
     assert "allocating" in said and "too much" in said and "budget" in said
-    assert "✕" not in bench.picture(1).text_content(), "the timeline is that of the last finished step"
+    assert "× failed" not in bench.picture(1).text_content(), "the timeline is that of the last finished step"
     bench.screenshot("failed_memory")
     notebook.run_cell(4)
     bench.press("Step")
     bench.wait_for_step(2)
-    until(lambda: "✕" not in memory.text_content(), page, "the mark to go")
+    until(lambda: "× failed" not in memory.text_content(), page, "the mark to go")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Layers touched in the page: chosen in one picture and marked in all, dragged, inserted between, opened by keyboard."""
+"""Layers touched in the page: opened by one press and marked in all pictures, dragged, inserted between, by keyboard."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def test_a_layer_is_touched_while_training_runs(open_notebook: Callable[..., Not
     bench.wait_for_step(1)
 
     press(page, cell(bench, "L001"))  # the picture is drawn again under the pointer meanwhile
-    until(lambda: marked(bench) == {"L001"}, page, "the chosen layer, marked")
-    bench.screenshot("touch_chosen")
-    for view in ("Figures", "Memory", "Time"):
+    until(bench.root.locator(".l2l-card-panel select").is_visible, page, "the card after one press")
+    assert bench.root.locator(".l2l-card-panel select").input_value() == "1 · L001 2"
+    for view in ("Relay", "Figures", "Memory", "Time"):
         bench.press(view)
         until(lambda: marked(bench) == {"L001"}, page, f"the same layer in {view}")
     bench.press("Relay")

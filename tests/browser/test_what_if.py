@@ -32,7 +32,6 @@ def test_sliders_answer_and_apply_changes_the_next_step(open_notebook: Callable[
         until(lambda known=known: known in forecast(bench), page, "the forecast of the next step")
     assert "(exact)" in forecast(bench), "bytes as forecast"
 
-    bench.press("▸ What if")
     until(lambda: "The settings of the last step." in words(bench), page, "an answer")
     assert "as long as before (0%)" in words(bench), "a simulation beside a simulation"
     assert "±: mean error of the last 2 forecasts" in words(bench)
@@ -60,7 +59,7 @@ def test_sliders_answer_and_apply_changes_the_next_step(open_notebook: Callable[
     keep(root(bench), "what_if")
     assert bench.step == 3, "nothing has run"
 
-    row = bench.root.locator(".l2l-buttons", has=page.locator(".l2l-opens"))
+    row = bench.root.locator(".l2l-buttons", has=page.locator("button:text-is('Reset')")).first
     row.locator("button:text-is('Apply')").click()
     until(lambda: "set for the next step" in row.inner_text(), page, "the note of Apply")
     until(lambda: "stash device → host" in bench.picture(3).text_content(), page, "the change beside the loss")
@@ -110,7 +109,6 @@ def test_fit_proposes_settings_and_use_applies_them(open_notebook: Callable[...,
     bench = notebook.bench(1)
     bench.press("Step")
     bench.wait_for_step(1)
-    bench.press("▸ What if")
     bench.press("Fit")
     until(lambda: "proposed RelayConfig(" in bench.root.inner_text(), page, "the proposal")
     said = bench.root.inner_text()
@@ -137,8 +135,7 @@ def test_it_fits_a_screen_unfolded(open_notebook: Callable[..., Notebook], page:
     bench.press("Step")
     bench.wait_for_step(1)
     if bench.button("▸ What if").count():
-        bench.press("▸ What if")
-    until(lambda: "The settings of the last step." in words(bench), page, "an answer")
+        until(lambda: "The settings of the last step." in words(bench), page, "an answer")
     keep(page, "what_if_on_a_screen")
     below = bench.root.evaluate(BELOW)
     assert below <= 0, f"what if is {below:.0f} px too high"

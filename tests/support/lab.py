@@ -304,16 +304,16 @@ class Bench:
         return self.root.locator('svg.l2l:not([aria-label="Algorithm"])').nth(number)
 
     def button(self, name: str) -> Locator:
-        """A button by its words, or by what it says to a pointer that rests on it."""
-        return self.root.locator(f'button:text-is("{name}"), button[title="{name}"]')
+        """A button by its words, or by what it says to a pointer that rests on it; of several, as in What if, the first."""
+        return self.root.locator(f'button:text-is("{name}"), button[title="{name}"]').first
 
     def press(self, name: str) -> None:
         """Click a button."""
         self.button(name).click()
 
     def handle(self, name: str) -> Locator:
-        """What is dragged of the slider with this label."""
-        return self.root.locator(".widget-hslider", has_text=name).locator(".noUi-handle")
+        """What is dragged of the slider with this label; of several, as in What if, the first."""
+        return self.root.locator(".widget-hslider", has_text=name).locator(".noUi-handle").first
 
     def wait_for_state(self, state: str, timeout_s: float = HANG_S) -> None:
         """Wait until the header says so."""

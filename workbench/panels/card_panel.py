@@ -99,7 +99,9 @@ class CardPanel(Panel):
             button = self._button(label, "balance-scale", tip, partial(self._run_trial, kind))
             self._edits[kind] = button, ipywidgets.HTML()
         predictions = make_row(self._predictions.button, self._predictions.line), self._predictions.picture
-        self._all_button = self._button("All layers", "bar-chart", "Measure both for every layer", self._run_all_trials)
+        self._all_button = self._button(
+            "Measure all layers", "bar-chart", "Measure both for every layer", self._run_all_trials
+        )
         self._stop_button = self._button("Stop measuring", "stop", "Stop after this measurement", self._trials.stop)
         self._progress = ipywidgets.HTML()
         charts = make_box(ipywidgets.HBox, "l2l-card-charts", self._weights, self._figures)

@@ -18,9 +18,9 @@ def make_dropdown(label: str, options: Iterable[Any], width: str) -> Any:
     return ipywidgets.Dropdown(options=list(options), description=label, **control_layout(width))
 
 
-def make_list(rows: int) -> ipywidgets.Select:
-    """Return a list of `rows` lines in which one line can be selected."""
-    return ipywidgets.Select(options=[], rows=rows, layout={"width": "auto"})
+def make_list(rows: int, name: str) -> ipywidgets.Select:
+    """Return a list of `rows` lines in which one line can be selected; screen readers read out its name."""
+    return ipywidgets.Select(options=[], rows=rows, tooltip=name, layout={"width": "auto"})
 
 
 def make_checkbox(label: str, tooltip: str, value: bool = False) -> ipywidgets.Checkbox:

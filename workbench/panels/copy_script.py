@@ -24,6 +24,8 @@ function render({ model, el }) {
   };
   const copy = make("button", model.get("label"), model.get("tip"));
   const show = make("button", "", "Open or close the text");
+  const arrow = make("i", "", "");
+  show.append(arrow, ` ${model.get("title")}`);
   for (const button of [copy, show]) button.className = "jupyter-button widget-button";
   const status = make("span", "", "");
   status.className = "l2l-caption";
@@ -35,7 +37,7 @@ function render({ model, el }) {
   text.addEventListener("keydown", (event) => event.stopPropagation());  // the notebook handles keys in read-only elements
   const open = (is_open) => {
     text.hidden = !is_open;
-    show.textContent = `${is_open ? "▾" : "▸"} ${model.get("title")}`;
+    arrow.className = `fa fa-caret-${is_open ? "down" : "right"}`;
     show.setAttribute("aria-expanded", is_open);
   };
   open(false);

@@ -141,7 +141,7 @@ class Dashboard:
 
 
 class FullScreenButton(anywidget.AnyWidget):
-    """A button that shows the workbench full screen in large type; Escape leaves.
+    """A button that shows the workbench full screen in large type, and leaves again; Escape leaves, too.
 
     A page can enter full screen only while it handles a click, hence the JavaScript.
     """
@@ -150,13 +150,20 @@ class FullScreenButton(anywidget.AnyWidget):
 function render({ model, el }) {
   const button = document.createElement("button");
   button.className = "jupyter-button widget-button l2l-present";
-  button.title = "Full screen, in large type and high contrast; leave with Escape";
-  button.textContent = "Present";
+  const show = () => {
+    const presents = !!document.fullscreenElement && document.fullscreenElement.contains(button);
+    button.textContent = presents ? "Presenting: leave" : "Present";
+    button.title = presents ? "Leave the full screen, as Escape does" :
+      "Full screen, in large type and high contrast; leave with Escape";
+  };
   button.addEventListener("click", () => {
     if (document.fullscreenElement) document.exitFullscreen();
     else el.closest(".l2l-workbench").requestFullscreen();
   });
+  document.addEventListener("fullscreenchange", show);
+  show();
   el.append(button);
+  return () => document.removeEventListener("fullscreenchange", show);
 }
 export default { render };
 """

@@ -78,7 +78,7 @@ class QueueControls:
 
     def __init__(self, session: Session, make_button: Callable[..., ipywidgets.Button]) -> None:
         self._session = session
-        self.commands = make_list(5)
+        self.commands = make_list(5, "waiting commands")
         self.remove = make_button("Remove", "times", "Remove the selected command from the queue", self._remove)
         self.line = ipywidgets.HTML()
         self.line.add_class("l2l-pending")

@@ -44,7 +44,7 @@ class EditsPanel(ControlPanel):
         self._redo = self._button("Redo", "repeat", "", self.session.redo)
         for button in (self._undo, self._redo):
             # fixed, since the label names the edit: otherwise the buttons beside would move
-            button.layout.width = "212px"
+            button.layout.width = "262px"
         self._error_html = ipywidgets.HTML(layout={"display": "none"})
         self._branches = BranchControls(self.session, self._button)
         self._probe, self._queue = ProbeControls(self.session), QueueControls(self.session, self._button)
@@ -57,7 +57,7 @@ class EditsPanel(ControlPanel):
         return make_box(ipywidgets.VBox, "l2l-edits", title, form, *status, *below, keys)
 
     def _build_group(self) -> ipywidgets.DOMWidget:
-        self._members = make_list(5)
+        self._members = make_list(5, "edits of the group")
         self._apply_group = self._button("Apply group", "check", "Apply all edits, or none", self._press_apply_group)
         tip = "Remove the selected edit from the group"
         self._remove_button = self._button("Remove", "times", tip, self._press_remove)
@@ -100,8 +100,8 @@ class EditsPanel(ControlPanel):
             (self._redo, "Redo", snapshot.can_redo, state.undone),
         ):
             edit = describe_entry(entries[-1], snapshot.journal) if enabled and entries else ""
-            button.description = f"{verb} {shortened(edit, 22)}".strip()
-            button.tooltip = f"{verb} {edit}: relay.{verb.lower()}()" if edit else f"Nothing to {verb.lower()}"
+            button.description = f"{verb}: {shortened(edit, 30)}" if edit else verb
+            button.tooltip = f"{verb}: {edit}, by relay.{verb.lower()}()" if edit else f"Nothing to {verb.lower()}"
             button.disabled = not enabled
 
     # -- buttons -------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class EditsPanel(ControlPanel):
 
     def _show_group(self, index: int) -> None:
         numbers = self._form.numbers
-        self._members.options = [(describe_edit(edit, numbers), i) for i, edit in enumerate(self._group)]
+        self._members.options = [(describe_edit(edit, numbers, len(numbers)), i) for i, edit in enumerate(self._group)]
         self._members.value = index if index >= 0 else None
         self._apply_group.disabled = self._remove_button.disabled = not self._group
 

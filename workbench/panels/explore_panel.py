@@ -38,7 +38,7 @@ class ExplorePanel(Panel):
 
     def build(self) -> ipywidgets.DOMWidget:
         self._choice: Any = ipywidgets.Dropdown(
-            options=[_NO_FIGURE, *FIGURES], description="explore", style={"description_width": "52px"}
+            options=[_NO_FIGURE, *FIGURES], description="zoomable copy of", style={"description_width": "initial"}
         )
         self._choice.observe(lambda _: self._show_figure(), "value")
         self._refresh_button = make_button("Newest step", "refresh", "Show the last completed step")

@@ -16,8 +16,9 @@ class FoldedTable:
     """
 
     def __init__(self, title: str) -> None:
-        self._title = title
-        self._button = ipywidgets.ToggleButton(layout={"width": "auto"}, tooltip="Open or close the table")
+        self._button = ipywidgets.ToggleButton(
+            description=title, layout={"width": "auto"}, tooltip="Open or close the table"
+        )
         self._content = ipywidgets.HTML(layout={"display": "none"})
         self.widget = ipywidgets.VBox([self._button, self._content])
         self.widget.add_class("l2l-behind")
@@ -32,7 +33,7 @@ class FoldedTable:
 
     def _toggle(self) -> None:
         is_open = self._button.value
-        self._button.description = f"{'▾' if is_open else '▸'} {self._title}"
+        self._button.icon = "caret-down" if is_open else "caret-right"
         self._content.layout.display = "" if is_open else "none"
         self._draw()
 

@@ -1,4 +1,4 @@
-"""Controls of a look inside, and pictures of its activations, attention, logit lens and text."""
+"""Next words of a typed text, and a look inside: activations, attention, logit lens and text."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from l2l_core.inside import evenly_spaced
 from workbench.panels.controls import control_layout, make_box, make_checkbox, make_dropdown, make_row, set_options
 from workbench.panels.folded_table import FoldedTable
 from workbench.panels.key_capture import KeyCapture
+from workbench.panels.own_text import OwnText
 from workbench.panels.panel import Panel, failure_html
 from workbench.pictures import (
     Picture,
@@ -84,8 +85,18 @@ class InsidePanel(Panel):
         form = make_box(ipywidgets.HBox, "l2l-form", self._layers, fields)
         views = make_row(self._view, self._heads_of)
         views.add_class("l2l-settings")
+        self._own_text = OwnText(self.session, self._redraw)
         title = ipywidgets.HTML('<div class="l2l-heading">Look inside</div>')
-        parts = title, form, self._error_html, self._status, views, self._picture, self._fold.widget
+        parts = (
+            self._own_text.widget,
+            title,
+            form,
+            self._error_html,
+            self._status,
+            views,
+            self._picture,
+            self._fold.widget,
+        )
         return make_box(ipywidgets.VBox, "l2l-inside", *parts, KeyCapture(layout={"display": "none"}))
 
     # -- drawing -------------------------------------------------------------------------------------------------------
@@ -94,6 +105,7 @@ class InsidePanel(Panel):
         numbers = number_layers(row.key for row in snapshot.layers)
         self._update_layers([(full_name(row.key, numbers), row.key) for row in snapshot.layers])
         self._micro_batch.max = max(self.session.relay.config.micro_batches - 1, 0)
+        self._own_text.draw(snapshot)
         waits = self._future is not None and not self._future.done()
         self._look_button.disabled = waits
         cost = self._describe_cost(snapshot)
@@ -153,9 +165,10 @@ class InsidePanel(Panel):
         return (show_stream if view == "stream" else show_spreads)(inside, self._numbers)
 
     def still(self, snapshot: Snapshot) -> Sequence[Picture | Table]:
+        own = self._own_text.still()
         if self._inside is None:
-            return [Table("Look inside", ("layer",), [], "Nothing was recorded.")]
-        return inside_pages(self._inside, self._numbers, self.session.decode)
+            return own or [Table("Look inside", ("layer",), [], "Nothing was recorded.")]
+        return [*own, *inside_pages(self._inside, self._numbers, self.session.decode)]
 
     # -- the look ------------------------------------------------------------------------------------------------------
 

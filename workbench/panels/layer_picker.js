@@ -1,5 +1,5 @@
-// An element with data-key belongs to the picture of that layer: a click selects the layer, a double click opens its card. An
-// element with data-cell too can be dragged to the position of another one. Pictures are redrawn many times per second, so no
+// An element with data-key belongs to the picture of that layer: a click selects the layer and opens its card. An element
+// with data-cell too can be dragged to the position of another one. Pictures are redrawn many times per second, so no
 // element is stored: a click counts if press and release are over the same layer, and a style rule marks the selected layer.
 const DRAG_PX = 6; // pointer movement that starts a drag
 const EDGE = 0.28; // share of a cell's width at either end where a layer can be inserted
@@ -14,7 +14,7 @@ export default {
     const style = document.createElement("style");
     const plus = document.createElement("button");
     const label = document.createElement("div");
-    let root = null, down = null, over = null, lastUp = { key: null, when: 0 };
+    let root = null, down = null, over = null;
     plus.className = "l2l-plus";
     plus.textContent = "+";
     plus.tabIndex = -1; // with the keyboard, layers are inserted on the card
@@ -58,16 +58,19 @@ export default {
       part.style.top = `${y - box.top - root.clientTop + root.scrollTop}px`;
       part.hidden = false;
     };
-    const openCard = () => {
+    // The kernel shows the card: `then` is called with its list as soon as that is visible.
+    const openCard = (then) => {
       model.send({ open: true });
       const until = performance.now() + CARD_TIMEOUT_MS;
-      const focusList = () => {
+      const wait = () => {
         const list = root.querySelector(".l2l-card-panel select");
-        if (list?.offsetParent) list.focus();
-        else if (list && performance.now() < until) requestAnimationFrame(focusList);
+        if (list?.offsetParent) then(list);
+        else if (list && performance.now() < until) requestAnimationFrame(wait);
       };
-      focusList();
+      wait();
     };
+    const focus = (list) => list.focus();
+    const show = (list) => list.closest(".l2l-card-panel").scrollIntoView({ block: "nearest" });
     const endDrag = () => {
       down = over = null;
       label.hidden = true;
@@ -114,9 +117,8 @@ export default {
         const to = at(event, "[data-cell]")?.dataset.key;
         if (to && to !== key) model.send({ move: [key, to] });
       } else if (target?.dataset.key === key) {
-        if (lastUp.key === key && event.timeStamp - lastUp.when < 400) openCard();
-        lastUp = { key, when: event.timeStamp };
         choose(key);
+        openCard(show);
       }
     };
 
@@ -130,7 +132,7 @@ export default {
       event.stopPropagation(); // JupyterLab would select another cell
       const parts = [...box.querySelectorAll("[data-key]")];
       const keys = [...new Set(parts.map((part) => part.dataset.key))], chosen = model.get("chosen");
-      if (by === 0) return chosen ? openCard() : undefined;
+      if (by === 0) return chosen ? openCard(focus) : undefined;
       const found = keys.indexOf(chosen);
       const next = keys[found < 0 ? (by > 0 ? 0 : keys.length - 1) : Math.min(Math.max(found + by, 0), keys.length - 1)];
       if (!next || next === chosen) return;

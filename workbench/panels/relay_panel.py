@@ -9,7 +9,7 @@ from typing import Any
 
 import ipywidgets
 
-from workbench.panels.controls import make_box
+from workbench.panels.controls import make_box, make_dropdown
 from workbench.panels.folded_table import FoldedTable
 from workbench.panels.layer_picker import make_pickable
 from workbench.panels.panel import Panel
@@ -49,7 +49,8 @@ class RelayPanel(Panel):
         self._slider = ipywidgets.IntSlider(
             max=10**9, description="event", readout=False, continuous_update=True, layout={"width": "320px"}
         )
-        self._speed = ipywidgets.Dropdown(options=list(_PLAY_INTERVALS_MS), value="normal", layout={"width": "90px"})
+        self._speed = make_dropdown("speed", list(_PLAY_INTERVALS_MS), "130px")
+        self._speed.value = "normal"
         self._fold = FoldedTable("The moment in words")
         link = ipywidgets.jslink((self._play, "value"), (self._slider, "value"))  # in the page: plays smoothly
         self._play.observe(lambda change: link.close() if change["new"] is None else None, "comm")  # the only reference

@@ -1,7 +1,13 @@
-"""The style sheet of the panels, in the colours of JupyterLab's theme."""
+"""The style sheet of the panels, in the colours of JupyterLab's theme, and the roles and names of their parts."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
+import anywidget
 import ipywidgets
 
+from workbench.panels import layer_switches
 from workbench.pictures import (
     VERMILION,
     edit_journal,
@@ -9,6 +15,7 @@ from workbench.pictures import (
     glossary,
     inside_lens,
     layer_card,
+    next_words,
     page_bundle,
     prediction_examples,
     relay_picture,
@@ -17,6 +24,12 @@ from workbench.pictures import (
     strategy_comparison,
 )
 from workbench.what_if import what_if_picture
+
+# The arrow of a dropdown in a dark theme, in which that of ipywidgets is black on black.
+_ARROW = (
+    "url(\"data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 18 18'%3E%3Cpath fill='%23ddd' "
+    "d='M5.2 5.9 9 9.7l3.8-3.8 1.2 1.2-4.9 5-4.9-5z'/%3E%3C/svg%3E\")"
+)
 
 # `@container`: the width of the workbench decides, which can be small in a wide window with other panes.
 # `touch-action:none`: a finger drags a layer and does not scroll the page.
@@ -84,7 +97,7 @@ padding:0 4px;opacity:.75;color:inherit}
 .l2l-workbench .l2l-card-charts{gap:4px 24px;flex-flow:row wrap;overflow:visible}
 .l2l-workbench .l2l-card-charts>.widget-html{flex:1 1 300px;max-width:520px}
 .l2l-workbench .l2l-card-charts>.widget-html:last-child{flex:2 1 600px;max-width:none}
-.l2l-workbench .l2l-card-acts{display:grid;grid-template-columns:repeat(auto-fill,minmax(420px,1fr))}
+.l2l-workbench .l2l-card-acts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(480px,100%),1fr))}
 .l2l-workbench .l2l-present{width:auto}
 .l2l-layers-box{max-height:26em;overflow:auto!important}
 .l2l-workbench:has(.l2l-card-open) .l2l-layers-box{max-height:7.3em}
@@ -103,6 +116,10 @@ background:color-mix(in srgb,var(--jp-brand-color1,#1976d2) 12%,transparent)}
 .l2l-tour>.widget-html{flex:1 1 0!important;min-width:0}
 .l2l-tour>button{flex:0 0 auto}
 .l2l-workbench,.l2l-alone{position:relative}
+:is(.l2l-workbench,.l2l-alone) .jupyter-button.mod-primary{background:#1565c0;color:#fff}
+:is(.l2l-workbench,.l2l-alone) .jupyter-button.mod-success{background:#2e7d32;color:#fff}
+:is(.l2l-workbench,.l2l-alone) .jupyter-button.mod-warning{background:#ffb74d;color:#000}
+body[data-jp-theme-light=false] :is(.l2l-workbench,.l2l-alone) select:not([size]){background-image:@ARROW}
 .l2l-picks [data-key]{cursor:pointer;outline:0}
 .l2l-picks svg:has([data-cell]){touch-action:none}
 .l2l-picks:focus-visible{outline:2px solid var(--jp-brand-color1,#1976d2);outline-offset:1px}
@@ -115,10 +132,15 @@ color:var(--jp-ui-font-color1,CanvasText);background:var(--jp-layout-color2,Canv
 background:var(--jp-layout-color1,Canvas)}
 .l2l-workbench:fullscreen .l2l .dim{fill-opacity:.92}
 .l2l-workbench:fullscreen .l2l .ghost{opacity:.42}
-.l2l-workbench:fullscreen :is(.l2l-title,.l2l-verdict,.l2l-tabs .widget-toggle-button){font-size:20px}
-.l2l-workbench:fullscreen :is(.l2l-settings,.l2l-glossary,.l2l-caption){display:none!important}
+.l2l-workbench:fullscreen .l2l-tabs .widget-toggle-button{font-size:20px}
+.l2l-workbench:fullscreen .l2l-title{font-size:20px}
+.l2l-workbench:fullscreen .l2l-verdict{font-size:17px}
+@media (max-height:760px){.l2l-workbench:fullscreen :is(.l2l-title,.l2l-verdict){font-size:16px}}
+.l2l-workbench:fullscreen :is(.l2l-glossary,.l2l-in-force){display:none!important}
 .l2l-workbench:fullscreen .l2l-term:is(:hover,:focus)::after{font-size:18px}
 @container l2l (max-width:899px){.l2l-title{flex-wrap:wrap}
+.l2l-tabs .widget-toggle-button{padding:0 10px}
+.l2l-layers :is(th,td):is(:nth-child(5),:nth-child(6)):not([colspan]){display:none}
 .widget-hbox{flex-flow:row wrap!important}
 .l2l-form>*{min-width:0;max-width:100%}}
 @container l2l (max-width:599px){.l2l-workbench .l2l-buttons>.widget-html{flex-basis:100%}}
@@ -137,15 +159,24 @@ STYLE = (
         + edit_journal.STYLE
         + edit_preview.STYLE
         + inside_lens.STYLE
+        + next_words.STYLE
+        + layer_switches.STYLE
         + what_if_picture.STYLE
         + strategy_comparison.STYLE
         + _PANELS
     )
     .replace("\n", "")
     .replace("@RED", VERMILION)
+    .replace("@ARROW", _ARROW)
 )
 
 
-def style_sheet() -> ipywidgets.HTML:
-    """Return the style sheet as a widget; its rules apply although it is not displayed."""
-    return ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})
+class PageRoles(anywidget.AnyWidget):
+    """Invisible widget that gives controls around it the roles, names and values that screen readers read out."""
+
+    _esm = Path(__file__).with_name("page_roles.js").read_text()
+
+
+def style_sheet() -> ipywidgets.DOMWidget:
+    """Return the style sheet and the roles as a widget; they apply although it is not displayed."""
+    return ipywidgets.Box([ipywidgets.HTML(f"<style>{STYLE}</style>"), PageRoles()], layout={"display": "none"})

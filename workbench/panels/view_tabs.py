@@ -27,7 +27,8 @@ def check_view(view: str | Sequence[str] | None, names: Collection[str]) -> None
 class ViewTabs:
     """Shows one view, selected with buttons, or all views stacked.
 
-    Toggle buttons, because the bar of an `ipywidgets.Tab` cannot be reached with the keyboard.
+    Toggle buttons, because the bar of an `ipywidgets.Tab` cannot be reached with the keyboard. `page_roles.js` makes them tabs
+    for screen readers and arrow keys.
 
     Args:
         panels_by_view: panels by name of their view, in order.
@@ -53,6 +54,7 @@ class ViewTabs:
         self.buttons.add_class("l2l-tabs")
         self.buttons.observe(lambda _: self._on_button(), "value")
         self.widget = ipywidgets.VBox(list(self.boxes.values()))
+        self.widget.add_class("l2l-views")
         self._update_layout()
 
     @property

@@ -78,10 +78,10 @@ class WhatIf:
 
 
 class WhatIfPanel(Panel):
-    """Forecast of the next step with the error of the last forecast and, when open, a simulation with other settings.
+    """Forecast of the next step with the error of the last forecast, and a simulation with other settings.
 
     Apply sets the settings that can change between two steps; separate buttons apply edits that change the number of
-    layers. Displayed alone, the panel starts open.
+    layers.
     """
 
     session: Session
@@ -96,22 +96,24 @@ class WhatIfPanel(Panel):
         self._forecast: tuple[Answer, str, int] | None = None  # with its branch and step
         self._forecast_error, self._record = "", ForecastRecord()
         self._line = ipywidgets.HTML()
-        self._toggle = ipywidgets.ToggleButton(
-            layout={"width": "auto"}, tooltip="Sliders for the settings of a simulated step; nothing runs"
-        )
         tip = "Forecast the first step by a rehearsal, which trains nothing"
         self._rehearse = make_button("Rehearse", "clock-o", tip)
         self._rehearse.on_click(lambda _: self._press_rehearse())
         self._rehearsed: tuple[MeasuredStep, str] | None = None  # with its branch
-        self._view: WhatIfView | None = None  # created when it is first opened
+        self._view: WhatIfView | None = None  # created when it is first drawn
         self._view_box, self._fit_suggestion = ipywidgets.VBox(), FitSuggestion(self.session)
         self._executor = LatestExecutor("what-if")
         fit = FitButton(self.session)
-        self._row = make_row(self._toggle, self._rehearse, fit.button)
-        self._toggle.observe(lambda _: self._on_toggle(), "value")
-        self._on_toggle()
-        self._toggle.add_class("l2l-opens")
+        self._row = make_row(self._rehearse, fit.button)
         return ipywidgets.VBox([self._line, self._fit_suggestion.widget, self._row, fit.proposal, self._view_box])
+
+    def _ensure_view(self) -> WhatIfView:
+        """Return the controls, built when the panel is first drawn: a hidden one needs none."""
+        if self._view is None:
+            self._view = self._build_view()
+            self._view_box.children = (self._view.widget,)
+            self._row.children = (*self._row.children, self._view.row)
+        return self._view
 
     def _build_view(self) -> WhatIfView:
         apply = make_button("Apply", "check", "Use these settings for the next step", button_style="primary")
@@ -136,16 +138,15 @@ class WhatIfPanel(Panel):
         self._last_inputs = inputs
         self._next_s = time.monotonic() + max(MIN_INTERVAL_S, self._cost_s / TIME_SHARE)
         self._executor.submit(self._update_forecast)
-        if self._view is not None:
-            self._view.controls.set_base(following)
-            self._suggest_depth_edits()
-            if self._toggle.value:
-                self._view.refresh()
+        view = self._ensure_view()
+        view.controls.set_base(following)
+        self._suggest_depth_edits()
+        view.refresh()
 
     def still(self, snapshot: Snapshot) -> Sequence[Picture | Table]:
         self._step_cache.add(snapshot)
         self._snapshot = snapshot
-        return [self._view.still()] if self._view is not None and self._toggle.value else []
+        return [self._view.still()] if self._view is not None else []
 
     def caption(self, snapshot: Snapshot) -> str:
         return f"measured: {snapshot.shown_words}"
@@ -153,24 +154,6 @@ class WhatIfPanel(Panel):
     def wait_until_idle(self, timeout_s: float = 10.0) -> bool:
         """Wait until every question is answered; return False after `timeout_s` seconds."""
         return self._executor.wait(timeout_s) and (self._view is None or self._view.executor.wait(timeout_s))
-
-    def _standalone_display(self) -> Any:
-        if self._display is None:
-            self._toggle.value = True
-        return super()._standalone_display()
-
-    def _on_toggle(self) -> None:
-        is_open = self._toggle.value
-        self._toggle.description = f"{'▾' if is_open else '▸'} What if"
-        if is_open and self._view is None:
-            self._view = self._build_view()
-            self._view_box.children = (self._view.widget,)
-            self._row.children = (*self._row.children, self._view.row)
-        for part in (self._view_box, self._view.row) if self._view is not None else (self._view_box,):
-            part.layout.display = "" if is_open else "none"
-        if is_open:
-            assert self._view is not None
-            self._view.refresh()
 
     def _suggest_depth_edits(self) -> None:
         """Suggest edits that lead to the depth of the layers slider."""

@@ -24,6 +24,7 @@ from workbench.pictures.inside_report import inside_pages as inside_pages
 from workbench.pictures.inside_spread import show_spreads as show_spreads
 from workbench.pictures.inside_stream import describe_cost as describe_cost
 from workbench.pictures.inside_stream import describe_rows as describe_rows
+from workbench.pictures.inside_stream import sample_evenly as sample_evenly
 from workbench.pictures.inside_stream import show_stream as show_stream
 from workbench.pictures.layer_card import TRIAL_LABELS as TRIAL_LABELS
 from workbench.pictures.layer_card import card_table as card_table
@@ -37,6 +38,10 @@ from workbench.pictures.memory_bars import show_memory_bars as show_memory_bars
 from workbench.pictures.memory_chart import draw_memory as draw_memory
 from workbench.pictures.memory_chart import show_memory as show_memory
 from workbench.pictures.memory_peaks import memory_table as memory_table
+from workbench.pictures.next_words import TOP_TOKENS as TOP_TOKENS
+from workbench.pictures.next_words import NextWords as NextWords
+from workbench.pictures.next_words import next_words_html as next_words_html
+from workbench.pictures.next_words import show_next_words as show_next_words
 from workbench.pictures.packed_frames import relay_frames as relay_frames
 from workbench.pictures.page_bundle import bundle_of as bundle_of
 from workbench.pictures.page_bundle import with_caption as with_caption
@@ -76,8 +81,10 @@ from workbench.pictures.session_header import settings_table as settings_table
 from workbench.pictures.session_header import work_label as work_label
 from workbench.pictures.stack_table import draw_layers as draw_layers
 from workbench.pictures.stack_table import layers_table as layers_table
-from workbench.pictures.step_verdict import Sentence as Sentence
+from workbench.pictures.step_verdict import Cost as Cost
 from workbench.pictures.step_verdict import bounds_table as bounds_table
+from workbench.pictures.step_verdict import costs_of as costs_of
+from workbench.pictures.step_verdict import largest_cost as largest_cost
 from workbench.pictures.step_verdict import plain_text as plain_text
 from workbench.pictures.step_verdict import verdict_html as verdict_html
 from workbench.pictures.step_verdict import verdict_of as verdict_of

@@ -22,13 +22,14 @@ STYLE = """
 .l2l-journal{height:9.5em;overflow:auto;border:1px solid var(--jp-border-color2,#8886);
 color:var(--jp-ui-font-color1,CanvasText);background:var(--jp-layout-color1,Canvas);
 font:12px var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tabular-nums}
-.l2l-journal table{border-collapse:separate;border-spacing:0;width:100%;min-width:81em;margin:0;table-layout:fixed;
-font-size:inherit}
+.l2l-journal table{border-collapse:separate;border-spacing:0;width:100%;margin:0;font-size:inherit}
 .l2l-journal th,.l2l-journal td{box-sizing:border-box;padding:3px 10px;text-align:right;white-space:nowrap;
 overflow:hidden;text-overflow:ellipsis;font-weight:inherit;border-bottom:1px solid var(--jp-border-color3,#8883);background:none}
 .l2l-journal thead th{position:sticky;top:0;z-index:1;background:var(--jp-layout-color2,Canvas);font-weight:600;
 border-bottom:1px solid var(--jp-border-color1,#888a)}
 .l2l-journal .l2l-words{text-align:left}
+.l2l-journal tbody :is(.l2l-words,td:nth-child(4)){white-space:normal}
+.l2l-journal tbody th.l2l-words{min-width:11em}
 .l2l-journal tbody th{font-weight:600}
 .l2l-journal .l2l-gone{opacity:.6}
 .l2l-journal .l2l-gone .l2l-words span{text-decoration:line-through}
@@ -40,21 +41,13 @@ PROBE_COLUMN = "probe: before → after"
 _MEANINGS: Mapping[str, str] = {
     PROBE_COLUMN: "Mean loss of the same few batches before and after the edit, in evaluation mode. The change is the mean over "
     "the batches, ± its standard deviation over them, of this one run: it is no spread over seeds. ▲ worse and ▼ better by more "
-    "than that."
+    "than that.",
+    "function": "Whether the model computes the same as just before the edit.",
+    "optimizer state": "State of the optimizer for the new or changed weights; parked is kept in memory for undo.",
 }
 _COLOURS: Mapping[str, str] = {"▲": VERMILION, "▼": GREEN}
 
-_COLUMNS = (  # width in em; 0: the remaining width
-    ("", 3),
-    ("step", 4.5),
-    ("edit", 0),
-    (PROBE_COLUMN, 27),
-    ("layers", 5),
-    ("weights", 7),
-    ("bytes", 6.5),
-    ("function", 7),
-    ("optimizer state", 9),
-)
+_COLUMNS = ("", "step", "edit", PROBE_COLUMN, "layers", "weights", "bytes", "function", "optimizer state")
 _LEFT = ("edit", "optimizer state")
 _EMPTY = "No edit yet. Applied edits appear here, with the loss of the probe before and after."
 
@@ -67,9 +60,9 @@ def draw_journal(journal: Sequence[JournalEntry], changes: Sequence[Change] = ()
         changes: changes of a session, with the probe's verdicts.
     """
     head = ""
-    for name, width in _COLUMNS:
-        style, aligned = f"width:{width}em" if width else "", ' class="l2l-words"' if name in _LEFT else ""
-        head += f'<th scope="col"{aligned} style="{style}" title="{_MEANINGS.get(name, "")}">{name}</th>'
+    for name in _COLUMNS:
+        aligned = ' class="l2l-words"' if name in _LEFT else ""
+        head += f'<th scope="col"{aligned} title="{_MEANINGS.get(name, "")}">{name}</th>'
     undone, by_entry = _undone_entries(journal), _changes_by_entry(changes)
     shown = journal[: -MAX_ENTRIES - 1 : -1]
     rows = [_row(entry, journal, entry.number in undone, by_entry.get(entry.number)) for entry in shown]
@@ -93,7 +86,7 @@ def journal_table(journal: Sequence[JournalEntry], changes: Sequence[Change] = (
         cells = _cells(entry, journal, by_entry.get(entry.number))
         rows.append((str(entry.number), *cells, "undone" if entry.number in undone else "in force"))
     note = f"… {len(journal) - len(shown)} earlier" if len(shown) < len(journal) else ""
-    header = ("no.", *(name for name, _ in _COLUMNS[1:]), "state")
+    header = ("no.", *_COLUMNS[1:], "state")
     return Table("Journal of edits", header, rows, note)
 
 
@@ -114,7 +107,7 @@ def _cells(entry: JournalEntry, journal: Sequence[JournalEntry], change: Change 
     yield str(entry.layers)
     yield f"{entry.params:+,}" if entry.params else "0"
     yield ("−" if entry.nbytes < 0 else "+" if entry.nbytes else "") + format_bytes(abs(entry.nbytes))
-    yield "= same" if entry.preserves_function else "≠ other"
+    yield "the same" if entry.preserves_function else "another"
     yield entry.optimizer
 
 
@@ -157,7 +150,7 @@ def branches_table(branches: Sequence[Branch]) -> Table:
     rows = [
         (
             branch.name,
-            "● present" if branch.active else "",
+            "present" if branch.active else "",
             str(branch.steps),
             str(branch.layers),
             "–" if branch.loss is None else f"{branch.loss:.4g}",

@@ -79,10 +79,10 @@ NO_DECODE = (
 
 
 def show_token(token: int, decode: Decode | None) -> str:
-    """Return a token as text with visible spaces, or its number without a decoder."""
+    """Return a token as text with visible spaces and line ends, or its number without a decoder."""
     if decode is None:
         return str(token)
-    return decode([token]).replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
+    return decode([token]).replace("\n", "\\n").replace("\t", "\\t").replace(" ", "·")
 
 
 def show_stream(inside: Inside, numbers: LayerNumbers) -> Picture:

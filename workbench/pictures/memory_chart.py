@@ -247,7 +247,7 @@ def _draw_failure(failed: StepFailure, scale: Scale, cursor: float) -> Iterator[
         words = f"allocating {format_bytes(failed.asked_bytes)} of {failed.asked_for}"
     yield (
         f'<text x="{LEFT:g}" y="{DEVICE.top - DEVICE.title:g}">'
-        f'<tspan class="strong">✕ failed at {format_seconds(failed.t_s)}</tspan> '
+        f'<tspan class="strong">× failed at {format_seconds(failed.t_s)}</tspan> '
         f'<tspan dx="4">{escape(shortened(words, _FAILURE_CHARACTERS))}</tspan></text>'
     )
     if not failed.asked_bytes:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from l2l_core import Inside
 from l2l_core.inside import LensResult
-from workbench.pictures.colour_map import format_figure
 from workbench.pictures.inside_stream import NO_DECODE, Decode, show_token
 from workbench.pictures.picture import Table
 
@@ -81,9 +80,7 @@ def _differing_positions(examples: Examples) -> Sequence[bool]:
 def _describe(examples: Examples) -> str:
     whole, without = examples.depths
     differs = _differing_positions(examples)
-    losses = [
-        f"{format_figure(one.loss)} {words}" for one, words in ((whole, "with it"), (without, "without it")) if one.loss
-    ]
+    losses = [f"{one.loss:.5g} {words}" for one, words in ((whole, "with it"), (without, "without it")) if one.loss]
     return f"{sum(differs)} of {len(differs)} predictions differ; loss of this micro-batch: {', '.join(losses)}."
 
 

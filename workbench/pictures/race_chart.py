@@ -189,7 +189,7 @@ def _tree(lines: Sequence[_BranchLine], colours: Mapping[str, str], top: float) 
         yield path(f"M{x(line.start_step):.1f} {y:.1f}H{x(line.last):.1f}", stroke=colour, width=5)
         yield from (_diamond(x(edit.step), y, f"After step {edit.step}: {edit.what}") for edit in line.edits)
         if line.racer is not None and line.racer.left:
-            yield text(x(line.last) + 6, y + 4, "✕ left", style="small")
+            yield text(x(line.last) + 6, y + 4, "left the race", style="small")
 
 
 def _diamond(x: float, y: float, tip: str) -> str:

@@ -15,7 +15,7 @@ from workbench.pictures.theme import GREEN, GREY, ORANGE, SKY, VERMILION
 from workbench.session import Failure, Race, SearchRow, Snapshot, StepRow
 
 STATE_COLOURS = {"idle": GREY, "running": GREEN, "paused": ORANGE, "failed": VERMILION, "closed": GREY}
-STATE_SIGNS = {"idle": "●", "running": "▶", "paused": "‖", "failed": "✕", "closed": "○"}
+STATE_SIGNS = {"idle": "●", "running": "▶", "paused": "‖", "failed": "×", "closed": "○"}
 _DEFAULTS = RelayConfig()
 _PACE_STEPS = 10  # number of recent steps that define the pace
 

@@ -28,7 +28,7 @@ STYLE = f"""
 .l2l-layers{{max-height:26em;overflow:auto;border:1px solid var(--jp-border-color2,#8886);
 color:var(--jp-ui-font-color1,CanvasText);background:var(--jp-layout-color1,Canvas);
 font:12px var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tabular-nums}}
-.l2l-layers table{{border-collapse:separate;border-spacing:0;width:100%;min-width:74em;margin:0;table-layout:fixed;
+.l2l-layers table{{border-collapse:separate;border-spacing:0;width:100%;margin:0;table-layout:fixed;
 font-size:inherit}}
 .l2l-layers th,.l2l-layers td{{box-sizing:border-box;padding:2px 10px;text-align:right;white-space:nowrap;font-weight:inherit;
 border-bottom:1px solid var(--jp-border-color3,#8883);background:none}}
@@ -38,7 +38,7 @@ border-bottom:1px solid var(--jp-border-color1,#888a)}}
 .l2l-layers .l2l-ends{{direction:rtl}}
 .l2l-layers .l2l-computing{{background:color-mix(in srgb,{GREEN} 24%,transparent)}}
 .l2l-layers .l2l-computing td:first-child::before{{content:"▶ "}}
-.l2l-layers .l2l-changed td.l2l-name::after{{content:" ✱ changed";font-weight:600}}
+.l2l-layers .l2l-changed td.l2l-name::after{{content:" changed";font-weight:600}}
 .l2l-layers .l2l-frozen{{opacity:.62}}
 .l2l-layers tr[data-key]{{cursor:pointer}}
 .l2l-layers .l2l-more td{{text-align:left;opacity:.62;font-style:italic}}
@@ -50,7 +50,7 @@ background:color-mix(in srgb,currentColor 9%,transparent)}}
 """.replace("\n", "")
 
 _HEADER = ("layer", "key", "name", "weights", "bytes", "version", "gradient norm", "update / weight", "influence", "")
-_WIDTHS = (4.5, 7, 0, 8.5, 6.5, 6, 13, 15, 7, 8)  # em, fixed so that columns do not move; 0: the remaining width
+_WIDTHS = (4.5, 5.5, 0, 7, 6.5, 6, 13, 14, 7, 6)  # em, fixed so that columns do not move; 0: the remaining width
 _TITLES = {
     "layer": "position among the layers, from 0; edits of earlier layers change it",
     "key": "permanent name of the layer, which edits do not change",

@@ -1,21 +1,20 @@
-"""Verdict on a step in one line: its bottleneck, the share of hidden copies, and its memory."""
+"""Verdict on a step in one line: memory, hidden copies, the largest cost beside compute, and a remedy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from l2l_core.analysis import Bound
 from l2l_core.trace import NETWORK_LANES, Trace, format_bytes
 from workbench.pictures.glossary import term_html
 from workbench.pictures.picture import Table
 from workbench.pictures.scale import format_seconds
-from workbench.pictures.theme import LANE_NAMES
 from workbench.readings import Columns, summarize_timeline
 
-COPY_LANES = ("h2d", "d2h")
-_MIN_SHARE = 0.05  # phases shorter than this share of a step are ignored
+MIN_SHARE = 0.05  # smaller shares of a step are not worth a remedy
+_MAX_MICRO_BATCHES = 64  # more are no practical advice
 
 
 class GlossaryTerm(NamedTuple):
@@ -28,19 +27,52 @@ class GlossaryTerm(NamedTuple):
 Sentence = Sequence[str | GlossaryTerm]
 
 
-def verdict_of(trace: Trace, bounds: Sequence[Bound], budget_bytes: int | None, in_core_bytes: int | None) -> Sentence:
-    """Return one line on a step's bottleneck, the share of hidden copies, and its memory.
+class Cost(NamedTuple):
+    """Time of a step in which compute waits for one cause.
+
+    Attributes:
+        lane: the lane that it waits for, "idle", "others" or, if nothing is worth a remedy, "compute".
+        share: of the step.
+        settings: settings that would help, as in `Bound`.
+    """
+
+    lane: str
+    share: float
+    settings: Mapping[str, Any]
+
+
+def costs_of(trace: Trace, bounds: Sequence[Bound]) -> Sequence[Cost]:
+    """Return the costs of a step by cause, with the remedy of its longest phase."""
+    costs = []
+    for lane in dict.fromkeys(bound.lane for bound in bounds if bound.lane != "compute"):
+        phases = sorted((bound for bound in bounds if bound.lane == lane), key=lambda bound: -bound.exposed_s)
+        share = sum(bound.exposed_s for bound in phases) / trace.span_s
+        costs.append(Cost(lane, share, phases[0].settings))
+    return costs
+
+
+def largest_cost(costs: Sequence[Cost]) -> Cost:
+    """Return the largest of the costs, or that of compute if none is worth a remedy."""
+    largest = max(costs, key=lambda cost: cost.share, default=_NO_COST)
+    return largest if largest.share >= MIN_SHARE else _NO_COST
+
+
+_NO_COST = Cost("compute", 0.0, {})
+
+
+def verdict_of(trace: Trace, cost: Cost, budget_bytes: int | None, in_core_bytes: int | None) -> Sentence:
+    """Return one line on a step's memory, the share of hidden copies, its largest cost, and what would help.
 
     Args:
         trace: trace of a finished step.
-        bounds: bottlenecks of its phases, `trace.bound_by()`.
+        cost: the largest cost of this step, or of several like it.
         budget_bytes: memory of the device; None if it has no limit.
         in_core_bytes: bytes needed by in-core training, if available.
     """
     overlap = summarize_timeline(Columns.of(trace)).overlap
     copies = f" · {100 * overlap:.0f} % of copies ", GlossaryTerm("hidden"), " · "
     fit = _describe_fit(trace.peak_bytes("device"), budget_bytes, in_core_bytes)
-    return [*_describe_bound(trace, bounds), *copies, *fit]
+    return [*fit, *copies, *_describe_cost(cost)]
 
 
 def plain_text(sentence: Sentence) -> str:
@@ -65,22 +97,40 @@ def bounds_table(bounds: Sequence[Bound], title: str) -> Table:
     return Table(title, header, rows)
 
 
-def _describe_bound(trace: Trace, bounds: Sequence[Bound]) -> Sentence:
-    counted = [bound for bound in bounds if bound.span_s >= _MIN_SHARE * trace.span_s]
-    slowed = [bound for bound in counted if bound.lane != "compute"]
-    if not slowed:
-        return [GlossaryTerm("compute-bound")]
-    worst = max(slowed, key=lambda bound: bound.exposed_s)
-    share = f"{100 * worst.exposed_s / worst.span_s:.0f} % of the time"
-    if worst.lane in COPY_LANES:
-        return [GlossaryTerm("link-bound"), f": in {worst.phase} compute waits {share} for {LANE_NAMES[worst.lane]}"]
-    if worst.lane == "eps":
-        return ["bound by the ", GlossaryTerm("EPS"), f": in {worst.phase} compute waits {share} for it"]
-    if worst.lane in NETWORK_LANES:
-        return [f"bound by the network: in {worst.phase} compute waits {share} for {LANE_NAMES[worst.lane]}"]
-    if worst.lane == "others":
-        return [f"bound by other workers: in {worst.phase} compute waits {share} for another worker"]
-    return [f"bound by the host: in {worst.phase} no lane is busy {share}"]
+def _describe_cost(cost: Cost) -> Sentence:
+    """Return the cost and a remedy: "waiting for the EPS costs 18 % of the step; ... would help"."""
+    if cost.lane == "compute":
+        return [GlossaryTerm("compute-bound", "compute hardly ever waits"), "; a faster device would help"]
+    cause, remedy = _CAUSES["network" if cost.lane in NETWORK_LANES else cost.lane]
+    return [
+        *cause,
+        f" costs {100 * cost.share:.0f} % of the step; {_describe_settings(cost.settings) or remedy} would help",
+    ]
+
+
+_CAUSES: Mapping[str, tuple[Sentence, str]] = {  # the cause, and a remedy where no setting is one
+    "h2d": ([GlossaryTerm("link-bound", "waiting for copies to the device")], "a faster link or a larger batch"),
+    "d2h": ([GlossaryTerm("link-bound", "waiting for copies to the host")], "a faster link or a larger batch"),
+    "eps": (["waiting for the ", GlossaryTerm("EPS")], "a faster optimizer or a larger batch"),
+    "disk read": (["waiting for reads from disk"], "a faster disk or a larger batch"),
+    "disk write": (["waiting for writes to disk"], "a faster disk or a larger batch"),
+    "network": (["waiting for the network"], "a faster network or a larger batch"),
+    "others": (["waiting for other workers"], "equally many rows for every worker"),
+    "idle": (["Python between operations"], "larger micro-batches"),
+}
+
+
+def _describe_settings(settings: Mapping[str, Any]) -> str:
+    """Return settings that help in words; "" without, or if one is not practical."""
+    words = {
+        "ahead": "{} layers ahead",
+        "stash": "the stash on {}",
+        "update": "update={!r}",
+        "micro_batches": "a batch of {} such micro-batches",
+    }
+    if settings.get("micro_batches", 0) > _MAX_MICRO_BATCHES:
+        return ""
+    return " with ".join(text.format(settings[name]) for name, text in words.items() if name in settings)
 
 
 def _describe_fit(peak_bytes: int, budget_bytes: int | None, in_core_bytes: int | None) -> Sentence:
@@ -98,5 +148,6 @@ STYLE = """
 @container l2l (max-width:1050px){.l2l-verdict{min-height:2.7em}}
 .l2l-verdict{font-size:13.5px;padding:2px 2px 4px;white-space:normal}
 .l2l-verdict .l2l-step{opacity:.7;margin-right:10px;font-variant-numeric:tabular-nums}
-.l2l-why td:last-child{text-align:left;white-space:normal}
+.l2l-why td{white-space:nowrap}
+.l2l-why :is(th,td):last-child{text-align:left;white-space:normal}
 """.replace("\n", "")

@@ -19,7 +19,7 @@ from rich.text import Text
 from l2l_core.trace import format_bytes
 from workbench.pictures.scale import format_seconds
 from workbench.pictures.session_header import STATE_SIGNS, describe_state, failure_title, header_facts
-from workbench.pictures.step_verdict import plain_text, verdict_of
+from workbench.pictures.step_verdict import costs_of, largest_cost, plain_text, verdict_of
 from workbench.pictures.theme import BLUE, GREEN, ORANGE, VERMILION
 from workbench.readings import Columns, layer_usage, number_layers, short_name
 from workbench.session import ShownStep, Snapshot
@@ -99,7 +99,8 @@ def _parts(snapshot: Snapshot, columns: int) -> Iterator[RenderableType]:
 
 def _step(snapshot: Snapshot, shown: ShownStep, room: int) -> Iterator[RenderableType]:
     bounds = shown.trace.bound_by()
-    verdict = plain_text(verdict_of(shown.trace, bounds, snapshot.budget_bytes, shown.in_core_bytes))
+    cost = largest_cost(costs_of(shown.trace, bounds))
+    verdict = plain_text(verdict_of(shown.trace, cost, snapshot.budget_bytes, shown.in_core_bytes))
     name = snapshot.shown_words
     yield Text(f"{name[:1].upper()}{name[1:]}: ", style="bold").append(verdict, style="not bold")
     yield ""

@@ -87,7 +87,7 @@ class RankController(RunController):
 
     def fork(self, name: str) -> Future[None]:
         """Create a branch and switch to it on all ranks. The future raises ValueError if it is refused."""
-        return self._submit(f"⑂ {name}", "fork", name)
+        return self._submit(f"fork {name}", "fork", name)
 
     def switch(self, name: str) -> Future[None]:
         """Switch to another branch on all ranks. The future raises ValueError if the branch does not exist."""

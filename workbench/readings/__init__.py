@@ -20,7 +20,6 @@ from workbench.readings.layer_names import LayerNumbers as LayerNumbers
 from workbench.readings.layer_names import full_name as full_name
 from workbench.readings.layer_names import number_layers as number_layers
 from workbench.readings.layer_names import short_name as short_name
-from workbench.readings.layer_names import span_name as span_name
 from workbench.readings.memory_estimate import BF16_FACTOR as BF16_FACTOR
 from workbench.readings.memory_estimate import batch_bytes as batch_bytes
 from workbench.readings.memory_estimate import estimate_in_core_bytes as estimate_in_core_bytes

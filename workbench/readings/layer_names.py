@@ -26,9 +26,3 @@ def short_name(key: str, numbers: LayerNumbers) -> str:
 def full_name(key: str, numbers: LayerNumbers) -> str:
     """Return number and key, "6 · L006"; only the key if it has no number."""
     return f"{numbers[key]} · {key}" if key in numbers else key
-
-
-def span_name(first: str, last: str, numbers: LayerNumbers) -> str:
-    """Return the name of a range of layers, "2–4 · L002–L009"; only the keys if one end has no number."""
-    keys = f"{first}–{last}"
-    return f"{numbers[first]}–{numbers[last]} · {keys}" if {first, last} <= numbers.keys() else keys

@@ -37,6 +37,7 @@ from workbench.session.probe_verdict import LossChange as LossChange
 from workbench.session.probe_verdict import ProbeLosses as ProbeLosses
 from workbench.session.probe_verdict import describe_change as describe_change
 from workbench.session.probe_verdict import describe_loss_change as describe_loss_change
+from workbench.session.queryable_session import NO_TOKENIZER as NO_TOKENIZER
 from workbench.session.race_result import Race as Race
 from workbench.session.race_result import Racer as Racer
 from workbench.session.run_controller import TRAIN as TRAIN

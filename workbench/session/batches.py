@@ -9,7 +9,8 @@ from typing import Any, Literal
 import numpy
 import torch
 
-from l2l_core.batches import Batch, map_leaves
+from l2l_core.batches import Batch, map_leaves, map_tensors
+from l2l_core.inside import find_tokens
 
 BatchSource = Iterable[Batch] | Callable[[], Batch]
 SourceKind = Literal["iterable", "iterator", "function"]
@@ -101,3 +102,32 @@ def _copy_leaf(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().clone()
     return leaf.copy() if isinstance(leaf, numpy.ndarray) else leaf
+
+
+def with_own_tokens(batch: Batch, tokens: Sequence[int]) -> Batch:
+    """Return a batch with these tokens in every row; of more tokens than a row has positions, the last ones.
+
+    Other tensors with a value per position, such as labels, are cut to the same length, and a padding mask is all ones.
+
+    Raises:
+        ValueError: the batch has no tokens, or there are none to take their place.
+    """
+    old = find_tokens(batch)
+    if old is None:
+        raise ValueError(
+            "text=...: the batch has no tokens, neither input_ids nor another tensor of integers of shape (rows, positions), "
+            "so a text has no place in it: leave text out"
+        )
+    own = old.new_tensor(list(tokens)[-old.shape[1] :])
+    if not len(own):
+        raise ValueError("text='' has no tokens: give at least one character")
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor is old:
+            return own.expand(len(old), -1).clone()
+        if tensor.shape[:2] != old.shape:
+            return tensor
+        return torch.ones_like(tensor[:, : len(own)]) if tensor is mask else tensor[:, : len(own)]
+
+    return map_tensors(batch, change)

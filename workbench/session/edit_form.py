@@ -109,7 +109,7 @@ class EditPreview:
     def facts(self, layers: Sequence[LayerRow]) -> tuple[str, ...]:
         """Return short descriptions of the changes; `layers` are all current layers."""
         nbytes = sum(row.nbytes for row in layers)
-        same = "= computes the same" if self.keeps_function else "≠ computes something else"
+        same = "computes the same" if self.keeps_function else "computes something else"
         params = sum(row.num_params for row in layers)
         sizes: tuple[str, ...] = (f"{len(layers)} layers", f"{params:,} weights", format_bytes(nbytes))
         if self.layers is None or self.params is None or self.nbytes is None:

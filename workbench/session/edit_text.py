@@ -1,4 +1,4 @@
-"""Short descriptions of edits, for the loss chart, the queue and the journal.
+"""Short descriptions of edits in words, before they are applied and afterwards.
 
 The journal is saved as text and holds the `repr` of an edit, which is parsed here. Layers given by their keys are named by
 number and key, with the number that they had when the edit was applied.
@@ -8,55 +8,82 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from l2l_core import Edit
 from l2l_core.edits import InverseEdit, JournalEntry
-from workbench.readings import LayerNumbers, full_name, number_layers, span_name
+from workbench.readings import LayerNumbers, full_name, number_layers, short_name
 from workbench.session.snapshot_values import LayerRow
 
 Fields = Mapping[str, Any]
 _NO_NUMBERS: LayerNumbers = {}
 
 
-def describe_edit(edit: Edit, numbers: LayerNumbers = _NO_NUMBERS) -> str:
-    """Describe an edit, with layers as the user gave them: "+ before 5 · L005 (copy)", "− layers 2–4".
+class _Telling(NamedTuple):
+    """Context of an edit: numbers of layers just before, their count if known, and whether it was applied."""
+
+    numbers: LayerNumbers = _NO_NUMBERS
+    count: int | None = None
+    is_done: bool = False
+
+
+def describe_edit(edit: Edit, numbers: LayerNumbers = _NO_NUMBERS, count: int | None = None) -> str:
+    """Describe an edit to be made, with layers as the user gave them: "drop layers 2 to 4".
 
     Args:
         edit: an edit of the engine, or of the user.
         numbers: numbers of the layers just before the edit; a key without a number is shown alone.
+        count: number of layers just before the edit, if known.
     """
+    return _describe_edit(edit, _Telling(numbers, count))
+
+
+def describe_edits(edits: Sequence[Edit], what: str, layers: Sequence[LayerRow], is_done: bool = False) -> str:
+    """Describe edits that are applied as one group, unless `what` is given; `layers` are those just before."""
+    numbers = number_layers(layer.key for layer in layers)
+    telling = _Telling(numbers, len(numbers) if len(edits) == 1 else None, is_done)
+    return what or "; ".join(_describe_edit(edit, telling) for edit in edits)
+
+
+def _describe_edit(edit: Edit, telling: _Telling) -> str:
     if isinstance(edit, InverseEdit):
-        return f"back from {_describe_printed(edit.what, numbers)}"
+        return f"back from {_describe_printed(edit.what, telling)}"
     try:
-        return _describe(type(edit).__name__, vars(edit), numbers)
+        return _describe(type(edit).__name__, vars(edit), telling)
     except KeyError:  # a class of the user
         return repr(edit)
 
 
-def describe_edits(edits: Sequence[Edit], what: str, layers: Sequence[LayerRow]) -> str:
-    """Describe edits that are applied as one group, unless `what` is given; `layers` are those just before."""
-    numbers = number_layers(layer.key for layer in layers)
-    return what or "; ".join(describe_edit(edit, numbers) for edit in edits)
-
-
 def describe_entry(entry: JournalEntry, journal: Sequence[JournalEntry]) -> str:
-    """Describe a journal entry; the target of an undo or redo is found in the whole journal."""
+    """Describe what a journal entry did; the target of an undo or redo is found in the whole journal."""
     if entry.of < 0:
-        return _describe_printed(entry.what, entry.places)
+        return _describe_printed(entry.what, _telling_of(entry))
     target = next((other for other in journal if other.number == entry.of), None)
-    return f"{entry.kind} {_describe_printed(target.what, target.places)}" if target is not None else entry.what
+    if target is None:
+        return entry.what
+    return f"{'undid' if entry.kind == 'undo' else 'redid'}: {_describe_printed(target.what, _telling_of(target))}"
+
+
+def _telling_of(entry: JournalEntry) -> _Telling:
+    """Return the numbers of an entry, and the count before it if it is a single insertion."""
+    is_insertion = entry.what.startswith("Insert(") and "; " not in entry.what
+    return _Telling(entry.places, entry.layers - 1 if is_insertion else None, is_done=True)
+
+
+def describe_fork(name: str) -> str:
+    """Describe the change that began a branch."""
+    return f"forked {name}"
 
 
 def describe_layers(where: Any, numbers: LayerNumbers = _NO_NUMBERS) -> str:
-    """Name a layer or consecutive layers as the user did: "3", "3 · L003", "decoder 2–4", "all"."""
+    """Name a layer or consecutive layers as the user did: "3", "3 · L003", "decoder 2 to 4", "all"."""
     match where:
         case str(stack), slice() | range() | int():
             return f"{stack} {describe_layers(where[1])}".strip()  # the name is empty if the model itself is the stack
         case str(first), str(last):
-            return span_name(first, last, numbers)
+            return f"{short_name(first, numbers)} to {short_name(last, numbers)}"
         case str(key):
             return full_name(key, numbers)
         case slice() | range():
@@ -70,46 +97,68 @@ def _describe_range(part: slice | range) -> str:
     first, stop = part.start, part.stop
     if first in (None, 0) and stop is None:
         return "all"
-    last = "end" if stop is None else str(stop - 1) if stop > 0 else f"end{stop}"
-    return str(first or 0) if last == str(first or 0) else f"{first or 0}–{last}"
+    last = "the last" if stop is None else str(stop - 1) if stop > 0 else f"{-stop} before the last"
+    return str(first or 0) if last == str(first or 0) else f"{first or 0} to {last}"
 
 
 # -- kinds of edits ----------------------------------------------------------------------------------------------------
 
 
-def _describe(kind: str, fields: Fields, numbers: LayerNumbers) -> str:
+_VERBS: Mapping[str, tuple[str, str]] = {  # to do, and done
+    "Insert": ("insert", "inserted"),
+    "Duplicate": ("duplicate", "duplicated"),
+    "Drop": ("drop", "dropped"),
+    "Swap": ("swap", "swapped"),
+    "Move": ("move", "moved"),
+    "Replace": ("replace", "replaced"),
+    "Interpolate": ("mix", "mixed"),
+    "Freeze": ("freeze", "froze"),
+    "Unfreeze": ("unfreeze", "unfroze"),
+    "Delink": ("delink", "delinked"),
+}
+
+
+def _describe(kind: str, fields: Fields, telling: _Telling) -> str:
     """Describe an edit from the name of its class and its fields.
 
     Raises:
         KeyError: an unknown class or a missing field.
     """
+    return f"{_VERBS[kind][telling.is_done]} {_describe_object(kind, fields, telling)}"
 
+
+def _describe_object(kind: str, fields: Fields, telling: _Telling) -> str:
     def name(field: str) -> str:
-        return describe_layers(fields[field], numbers)
+        return describe_layers(fields[field], telling.numbers)
 
     match kind:
         case "Insert":
-            place = f"{'before' if isinstance(fields['at'], str) else 'at'} {name('at')}"
+            place = _describe_place(fields["at"], telling)
             if fields["module"] is not None:
-                return f"+ {name('module')} {place}"
+                return f"{name('module')} {place}"
             like = f" like {name('like')}" if fields["like"] is not None else ""
-            return f"+ {place}{like} ({fields['init']})"
+            return f"{place}{like} ({fields['init']})"
         case "Duplicate":
             mode = "" if fields["mode"] == "middle" else f", {fields['mode']}"
-            return f"2 × {_layer_phrase(fields['layers'], numbers)}{mode}"
-        case "Drop":
-            return f"− {_layer_phrase(fields['layers'], numbers)}"
+            return f"{_layer_phrase(fields['layers'], telling.numbers)}{mode}"
         case "Swap":
-            return f"{name('a')} ⇄ {name('b')}"
+            return f"{name('a')} and {name('b')}"
         case "Move":
             return f"{name('layer')} to the place of {name('to')}"
         case "Replace":
-            return f"{_layer_phrase(fields['layer'], numbers)} becomes {name('module')}"
+            return f"{_layer_phrase(fields['layer'], telling.numbers)} by {name('module')}"
         case "Interpolate":
-            return f"{name('layer')} ← {100 * fields['weight']:.3g} % {name('other')}"
-        case "Freeze" | "Unfreeze" | "Delink":
-            return f"{kind.lower()} {_layer_phrase(fields['layers'], numbers)}"
-    raise KeyError(kind)
+            return f"{100 * fields['weight']:.3g} % of {name('other')} into {name('layer')}"
+        case _:
+            return _layer_phrase(fields["layers"], telling.numbers)
+
+
+def _describe_place(where: Any, telling: _Telling) -> str:
+    """Return the place of a new layer; a position after all layers is that of the last one."""
+    position = where[1] if isinstance(where, tuple) else where
+    if position == telling.count:
+        return "after the last layer"
+    return f"{'before' if isinstance(where, str) else 'at'} {describe_layers(where, telling.numbers)}"
 
 
 def _layer_phrase(where: Any, numbers: LayerNumbers) -> str:
@@ -132,21 +181,21 @@ class _PrintedModule:
         self.name = name
 
 
-def _describe_printed(printed: str, numbers: LayerNumbers) -> str:
+def _describe_printed(printed: str, telling: _Telling) -> str:
     """Describe edits from their `repr`; return it unchanged if it cannot be parsed, as with some modules."""
     try:
         statements = ast.parse(printed).body
-        return "; ".join(_describe_statement(statement, numbers) for statement in statements)
+        return "; ".join(_describe_statement(statement, telling) for statement in statements)
     except (SyntaxError, ValueError, KeyError):
         return printed
 
 
-def _describe_statement(statement: ast.stmt, numbers: LayerNumbers) -> str:
+def _describe_statement(statement: ast.stmt, telling: _Telling) -> str:
     match statement:
         case ast.Expr(ast.Call(ast.Name("Inverse"), [], [ast.keyword("what", ast.Constant(str(what))), *_])):
-            return f"back from {_describe_printed(what, numbers)}"
+            return f"back from {_describe_printed(what, telling)}"
         case ast.Expr(ast.Call(ast.Name(name), [], keywords)):
-            return _describe(name, {str(one.arg): _literal_value(one.value) for one in keywords}, numbers)
+            return _describe(name, {str(one.arg): _literal_value(one.value) for one in keywords}, telling)
     raise ValueError("no edit")
 
 

@@ -16,7 +16,7 @@ import torch
 
 from l2l_core import Edit, Inside, Relay
 from l2l_core.batches import Batch, leaves_in
-from workbench.session.batches import Batches, copy_batch
+from workbench.session.batches import Batches, copy_batch, with_own_tokens
 from workbench.session.probe_verdict import LossChange, ProbeLosses
 from workbench.session.snapshot_values import ProbeRow
 
@@ -124,8 +124,12 @@ class Probe:
         before = self.measure()
         return LossChange(before, self._evaluate(self._measured_batches, edits))
 
-    def look(self, batch: Batch, layers: Any, options: Mapping[str, Any]) -> Inside:
+    def look(
+        self, batch: Batch, layers: Any, options: Mapping[str, Any], tokens: Sequence[int] | None = None
+    ) -> Inside:
         """Look inside layers on a batch; default the first batch of the probe, also if the probe is off.
+
+        With `tokens`, they take the place of those in every row of the batch.
 
         Raises:
             NotMeasured: there is no batch, or the model fails on it.
@@ -136,6 +140,8 @@ class Probe:
             if not batches:
                 raise NotMeasured(_NO_BATCH)
             batch = batches[0]
+        if tokens is not None:
+            batch, options = with_own_tokens(batch, tokens), {"positions": len(tokens), **options}
         try:
             return self._relay.look(batch, layers, **options)
         except (ValueError, TypeError):

@@ -23,7 +23,13 @@ from workbench.session.race_controller import RaceController
 from workbench.session.run_controller import RunController
 from workbench.session.session_state import SessionState
 from workbench.session.snapshot import Snapshot
+from workbench.session.tokenizer import Decode, Encode
 from workbench.session.trainer import Trainer
+
+NO_TOKENIZER = (
+    "no tokenizer was found on the model, the batches or in a variable: pass Workbench(relay, batches, "
+    "decode=tokenizer.decode)"
+)
 
 
 class QueryableSession(RunController):
@@ -35,7 +41,8 @@ class QueryableSession(RunController):
     """
 
     relay: Relay
-    decode: Callable[[Sequence[int]], str] | None
+    decode: Decode | None
+    encode: Encode | None
     _probe: Probe
     _state: SessionState
     _trainer: Trainer
@@ -121,7 +128,14 @@ class QueryableSession(RunController):
         """
         return self._trainer.script.text()
 
-    def look(self, layers: Iterable[LayerRef] | None = None, *, batch: Batch = None, **options: Any) -> Future[Inside]:
+    def look(
+        self,
+        layers: Iterable[LayerRef] | None = None,
+        *,
+        batch: Batch = None,
+        text: str | None = None,
+        **options: Any,
+    ) -> Future[Inside]:
         """Look inside layers between two steps; see `Relay.look`, which also documents `options`.
 
         The future gets a ValueError if there is no batch yet, or if the model fails on it.
@@ -129,8 +143,18 @@ class QueryableSession(RunController):
         Args:
             layers: layers to read; default up to 12, evenly spaced.
             batch: default the first one of the probe, also if the probe is off.
+            text: takes the place of the tokens in every row of the batch; of a text longer than a row, the end.
+
+        Raises:
+            ValueError: `text` cannot be split into tokens.
         """
-        return self._submit_query("look inside", self._trainer.look, batch, layers, options, self.decode)
+        tokens = None if text is None else self._encode(text)
+        return self._submit_query("look inside", self._trainer.look, batch, layers, options, self.decode, tokens)
+
+    def _encode(self, text: str) -> Sequence[int]:
+        if self.encode is None:
+            raise ValueError(f"text={text!r} cannot be split into tokens: {NO_TOKENIZER}")
+        return self.encode(text)
 
     @property
     def probe_on(self) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from workbench.session.edit_text import describe_fork
 from workbench.session.probe_verdict import LossChange, ProbeLosses
 from workbench.session.snapshot_values import Change, StepRow
 
@@ -72,7 +73,9 @@ class Racer:
     @property
     def forked_at(self) -> int | None:
         """Number of finished steps at its fork; None if it was forked before the session."""
-        return next((c.step for c in self.changes if c.branch == self.name and c.what == f"⑂ {self.name}"), None)
+        return next(
+            (c.step for c in self.changes if c.branch == self.name and c.what == describe_fork(self.name)), None
+        )
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from workbench.session.race_result import Race
 from workbench.session.session_state import CLOSED, TAKEN_OVER, SessionState
 from workbench.session.settings import check_names, check_settings
 from workbench.session.snapshot_rows import describe_settings_change
-from workbench.session.tokenizer import find_decode
+from workbench.session.tokenizer import find_decode, find_encode
 from workbench.session.trainer import Trainer
 
 
@@ -75,6 +75,7 @@ class Session(QueryableSession):
         if not isinstance(relay, Relay):
             raise TypeError(f"relay is a {type(relay).__name__}: a session takes an l2l_core.Relay over your model")
         self.relay, self.decode = relay, decode or find_decode(relay.model, batches)
+        self.encode = find_encode(self.decode, relay.model)
         self._batches = Batches(batches)
         self._probe = Probe(relay, probe, self._batches)
         # A lambda: the state needs the command thread, and is made after it.
@@ -145,8 +146,9 @@ class Session(QueryableSession):
         edits = [change for change in changes if isinstance(change, Edit)]
         if edits and len(edits) == len(changes):
             words = partial(describe_edits, edits, what)  # evaluated when shown: the numbers of layers may change
+            done = partial(words, is_done=True)
             return self._submit_atomic(
-                lambda: words(self._state.relay_view.layers), self._trainer.apply, edits, force, words
+                lambda: words(self._state.relay_view.layers), self._trainer.apply, edits, force, done
             )
         if len(changes) != 1 or not callable(call := changes[0]):
             raise TypeError(f"{changes!r}: give edits, such as Insert(at=2), or a function of the relay")
@@ -162,7 +164,7 @@ class Session(QueryableSession):
 
     def fork(self, name: str) -> Future[Branch]:
         """Create a branch from the current state and make it active; a name in use is refused like an edit."""
-        return self._submit_atomic(f"⑂ {name}", self._trainer.fork, name)
+        return self._submit_atomic(f"fork {name}", self._trainer.fork, name)
 
     def switch(self, name: str) -> Future[Branch]:
         """Make another branch active. The learning rates are the branch's; the state of a scheduler is kept as it is."""

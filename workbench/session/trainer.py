@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from l2l_core import Edit, Fit, Forecast, Inside, Relay, Schedule, StepResult, TornStep
 from l2l_core.edits import Branch, JournalEntry
 from workbench.session.batches import Batches, copy_batch
-from workbench.session.edit_text import describe_entry
+from workbench.session.edit_text import describe_entry, describe_fork
 from workbench.session.layer_facts import LayerFacts, read_layer_facts
 from workbench.session.lr_scheduler import LRSchedulerAdapter, Scheduler
 from workbench.session.probe import Probe, ProbingRelay
@@ -224,7 +224,7 @@ class Trainer:
         """Create a branch and make it active."""
         branch = self._change_branch(self.relay.fork, name)
         self.script.record_call("fork", name)
-        self._state.record_change(f"⑂ {name}")
+        self._state.record_change(describe_fork(name))
         return branch
 
     def switch(self, name: str) -> Branch:
@@ -293,11 +293,19 @@ class Trainer:
         self._state.activity = "edit"
         return read_layer_facts(self.relay, key)
 
-    def look(self, batch: Any, layers: Any, options: Mapping[str, Any], decode: Decode | None) -> Inside:
+    def look(
+        self,
+        batch: Any,
+        layers: Any,
+        options: Mapping[str, Any],
+        decode: Decode | None,
+        tokens: Sequence[int] | None = None,
+    ) -> Inside:
         """Look inside layers, by default on the probe's first batch, and notify the loggers."""
         self._state.activity = "edit"
-        inside = self.probe.look(batch, layers, options)
-        if not options.get("leave_out"):  # with layers left out it is another model, which is not logged
+        inside = self.probe.look(batch, layers, options, tokens)
+        # with layers left out it is another model, and a typed text changes with every key: neither is logged
+        if not options.get("leave_out") and tokens is None:
             self._state.log_look(inside, decode)
         return inside
 

@@ -29,9 +29,7 @@ from workbench.what_if.answer import Answer
 from workbench.what_if.forecast_margin import HIDDEN, SECONDS, ComparedAnswer, ForecastMargin, with_margin
 
 STYLE = """
-.l2l-what-if{gap:6px;padding-top:4px}
-.l2l-opens.widget-toggle-button{align-self:flex-start;background:none;box-shadow:none;font-size:13px;font-weight:600;
-height:26px;line-height:26px;padding:0 4px;color:inherit}
+.l2l-what-if{gap:1px}
 .l2l-forecast{padding-left:4px;font-size:12px;line-height:1.5;min-height:36px;font-variant-numeric:tabular-nums}
 .l2l-what-if-answer{align-items:flex-start;gap:18px;overflow:visible}
 .l2l-what-if .l2l-what-if-answer>.widget-html{flex:0 0 660px;width:660px}
@@ -245,7 +243,7 @@ def _budget(row: PicturedStep, scale: Scale, top: float, peak: int) -> Iterator[
     if row.budget_bytes > scale.high:
         yield svg.text(RIGHT - 2, top - 7, f"{words}, far above ▲", anchor="end", style="dim")
         return
-    full = "" if peak <= row.budget_bytes else ", too little ✕"
+    full = "" if peak <= row.budget_bytes else ", too little"
     yield svg.path(f"M{LEFT} {scale(row.budget_bytes):.1f}H{RIGHT}", style="axis", width=1.5)
     yield svg.text(RIGHT - 2, top - 7, f"― {words}{full}", anchor="end", style="strong" if full else "dim")
 

@@ -99,7 +99,6 @@ def test_the_header_names_the_branch(branched: Session) -> None:
 
 def test_what_if_compares_forecasts_of_the_same_branch_only(branched: Session) -> None:
     panel = WhatIfPanel(branched)
-    find(panel, "▸ What if").value = True
     for branch, step, layers, micro_batches in (("main", 2, 4, 2), ("wide", 5, 5, 3)):
         branched.switch(branch)
         branched.wait(HANG_S)

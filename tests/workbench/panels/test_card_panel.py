@@ -153,7 +153,7 @@ def test_queued_command_is_shown_at_once(panel: CardPanel, relay: Relay) -> None
         panel.session.step()
         enter(relay)
         find(panel, "Drop").click()
-        assert "<strong>− 1 · L001</strong> waits for step 3 to end: place 1 of 1" in html_of(panel)
+        assert "<strong>drop 1 · L001</strong> waits for step 3 to end: place 1 of 1" in html_of(panel)
         find(panel, "Loss without it").click()
         assert find(panel, "Loss without it").disabled and "waits in the queue" in html_of(panel)
     panel.session.wait(HANG_S)
@@ -182,14 +182,14 @@ def test_trials_measure_the_loss_on_the_probe(panel: CardPanel) -> None:
 
 def test_sweep_measures_all_layers_during_a_run(panel: CardPanel) -> None:
     panel.session.run()
-    find(panel, "All layers").click()
-    assert find(panel, "All layers").disabled and "8 measurements left" in html_of(panel)
+    find(panel, "Measure all layers").click()
+    assert find(panel, "Measure all layers").disabled and "8 measurements left" in html_of(panel)
     assert panel._trials.wait_until_idle(HANG_S)
     panel.session.pause()
     show_idle(panel)
     steps = [one.version.step for one in panel._trials.found.values()]
     assert len(steps) == 8 and steps == sorted({*steps}), "a step of the run between any two"
-    assert not find(panel, "All layers").disabled and find(panel, "Stop measuring").disabled
+    assert not find(panel, "Measure all layers").disabled and find(panel, "Stop measuring").disabled
     (_, picture) = panel.still(panel.session.snapshot())
     assert [row[0] for row in picture.table.rows] == ["0", "0", "1", "1", "2", "2", "3", "3"]  # type: ignore[union-attr]
     assert html_of(panel).count("loss with it twice: ") == 4, "a bar for every layer"
@@ -199,7 +199,7 @@ def test_sweep_stops_on_request_and_without_probe(panel: CardPanel, relay: Relay
     with held(relay):
         panel.session.step()
         enter(relay)
-        find(panel, "All layers").click()
+        find(panel, "Measure all layers").click()
         wait_until(lambda: bool(panel._trials.waiting))
         (queued,) = panel.session.snapshot().queued
         assert queued == "measure without 0 · L000, and 7 more after it"
@@ -208,7 +208,7 @@ def test_sweep_stops_on_request_and_without_probe(panel: CardPanel, relay: Relay
     show_idle(panel)
     assert len(panel._trials.found) == 1 and "stopped with 7 left" in html_of(panel)
     panel.session.probe_on = False
-    find(panel, "All layers").click()
+    find(panel, "Measure all layers").click()
     assert panel._trials.wait_until_idle(HANG_S)
     show_idle(panel)
     assert "the probe is off" in html_of(panel) and len(panel._trials.found) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from panel_reading import find, html_of, shown
+from panel_reading import html_of, shown
 from patience import HANG_S
 from sessions import make_relay, train
 
@@ -56,7 +56,6 @@ def test_pictures_show_each_micro_batch_by_itself(session: Session) -> None:
 
 def test_what_if_requires_a_breadth_first_step(session: Session) -> None:
     panel = WhatIfPanel(session)
-    find(panel, "▸ What if").value = True
     train(session, 1)
     now = shown(panel)
     assert panel.wait_until_idle() and html_of(panel).count("need a step with schedule=") == 2, (

@@ -76,10 +76,10 @@ def test_form_shows_the_fields_of_the_edit(panel: EditsPanel) -> None:
 def test_edit_is_previewed_and_applied(panel: EditsPanel) -> None:
     choose(panel, at="L002", init="identity")
     assert "A new layer in front of 2 · L002, made like 1 · L001" in read(panel)
-    assert "4 → 5 layers · 288 → 360 weights" in read(panel) and "= computes the same" in read(panel)
+    assert "4 → 5 layers · 288 → 360 weights" in read(panel) and "computes the same" in read(panel)
     find(panel, "Apply").click()
     assert keys(panel) == ["L000", "L001", "L004", "L002", "L003"]
-    assert "+ before 2 · L002 (identity)" in read(panel)
+    assert "inserted before 2 · L002 (identity)" in read(panel)
     assert [label for label, _ in panel._form.fields["first"].options][2] == "2 · L004"
 
     find(panel, "edit").value = "Drop"
@@ -97,12 +97,12 @@ def test_undo_and_redo_name_their_edit(panel: EditsPanel) -> None:
     assert undo.disabled and redo.disabled and undo.description == "Undo"
     panel.session.edit(Drop("L001"))
     shown(panel)
-    assert (undo.description, undo.disabled, redo.disabled) == ("Undo − 1 · L001", False, True)
+    assert (undo.description, undo.disabled, redo.disabled) == ("Undo: dropped 1 · L001", False, True)
     undo.click()
     assert len(keys(panel)) == 4
-    assert (undo.disabled, redo.description, redo.disabled) == (True, "Redo − 1 · L001", False)
+    assert (undo.disabled, redo.description, redo.disabled) == (True, "Redo: dropped 1 · L001", False)
     redo.click()
-    assert len(keys(panel)) == 3 and undo.description == "Undo − 1 · L001"
+    assert len(keys(panel)) == 3 and undo.description == "Undo: dropped 1 · L001"
 
 
 def test_group_is_applied_as_a_whole_or_not_at_all(panel: EditsPanel) -> None:
@@ -112,7 +112,7 @@ def test_group_is_applied_as_a_whole_or_not_at_all(panel: EditsPanel) -> None:
     for key in ("L000", "L001", "L003"):
         choose(panel, last=key, first=key)
         find(panel, "Add to group").click()
-    assert [words for words, _ in panel._members.options] == ["− 0 · L000", "− 1 · L001", "− 3 · L003"]
+    assert [words for words, _ in panel._members.options] == ["drop 0 · L000", "drop 1 · L001", "drop 3 · L003"]
     panel._members.value = 1
     panel._remove_button.click()
     assert len(keys(panel)) == 4, "no edit was applied yet"
@@ -153,10 +153,10 @@ def test_queued_commands_can_be_removed(panel: EditsPanel, relay: Relay) -> None
         panel.session.edit(Drop("L002"))
         panel.show(panel.session.snapshot())
         queue = panel._queue.commands
-        assert [words for words, _ in queue.options] == ["− 1 · L001", "− 2 · L002"]
+        assert [words for words, _ in queue.options] == ["drop 1 · L001", "drop 2 · L002"]
         queue.index = 0
         panel._queue.remove.click()
-        assert [words for words, _ in queue.options] == ["− 2 · L002"], "at once"
+        assert [words for words, _ in queue.options] == ["drop 2 · L002"], "at once"
     assert keys(panel) == ["L000", "L001", "L003"]
     assert not queue.options and panel._queue.remove.disabled
 
@@ -170,7 +170,7 @@ def test_queued_command_is_shown_at_once(panel: EditsPanel, relay: Relay) -> Non
         panel.session.step()
         enter(relay)
         for place, (press, words) in enumerate(
-            (("Apply", "+ at 3 (identity)"), ("Undo", "undo"), ("Fork", "⑂ other")), start=1
+            (("Apply", "insert after the last layer (identity)"), ("Undo", "undo"), ("Fork", "fork other")), start=1
         ):
             find(panel, press).click()  # without a frame afterwards
             line = f"<strong>{words}</strong> waits for step 2 to end: place {place} of {place} in the queue"
@@ -237,7 +237,7 @@ def test_span_is_one_layer_at_first_and_after_apply(panel: EditsPanel) -> None:
     choose(panel, last="L002")
     choose(panel, first="L000")
     assert last.value == "L002", "a longer span keeps its end"
-    assert "0–2 · L000–L002 leave the stack" in read(panel)
+    assert "0 to 2 leave the stack" in read(panel)
     find(panel, "Apply").click()
     assert keys(panel) == ["L003"]
     panel.session.undo()
@@ -252,7 +252,7 @@ def test_span_is_one_layer_at_first_and_after_apply(panel: EditsPanel) -> None:
     panel.session.edit(Drop("L003"))
     shown(panel)
     assert first.value == last.value == "L001", "a removed end is not replaced by another layer"
-    assert [words for words, _ in panel._members.options] == ["− L001–L003"], "L003 has no number any more"
+    assert [words for words, _ in panel._members.options] == ["drop 1 to L003"], "L003 has no number any more"
 
 
 def test_a_span_stays_in_order(panel: EditsPanel) -> None:
@@ -347,7 +347,7 @@ def test_branches_are_forked_and_switched(panel: EditsPanel) -> None:
     now = shown(panel)
     assert now.branch == "wide" and panel._branches.name.value == ""
     assert [name for _, name in panel._branches.other.options] == ["main"]
-    assert "<td>● present</td><td>1</td><td>5</td>" in read(panel)
+    assert "<td>present</td><td>1</td><td>5</td>" in read(panel)
     find(panel, "Switch").click()
     now = shown(panel)
     assert now.branch == "main" and len(now.layers) == 4 and find(panel, "Undo").disabled
@@ -370,7 +370,7 @@ def test_numbers_in_the_form_follow_other_edits(panel: EditsPanel) -> None:
     find(panel, "Add to group").click()
     panel.session.edit(Insert("L001"))
     shown(panel)
-    assert [words for words, _ in panel._members.options] == ["− 3 · L002"]
+    assert [words for words, _ in panel._members.options] == ["drop 3 · L002"]
     assert panel._form.fields["first"].label == "3 · L002" and "3 · L002 leaves the stack" in read(panel)
 
 
@@ -383,7 +383,7 @@ def test_closed_session_refuses_with_its_reason(panel: EditsPanel) -> None:
 def test_the_still_is_the_journal(panel: EditsPanel) -> None:
     panel.session.edit(Drop("L001"))
     (table,) = panel.still(shown(panel))
-    assert "− 1 · L001" in table.to_text()
+    assert "dropped 1 · L001" in table.to_text()
 
 
 # The probe ------------------------------------------------------------------------------------------------------------

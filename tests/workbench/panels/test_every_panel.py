@@ -134,8 +134,6 @@ def test_failing_panel_shows_its_error_and_recovers(session: Session, kind: type
 def test_controls_of_an_ended_session_are_disabled(relay: Relay, kind: type[Panel]) -> None:
     with Session(relay, make_batches()) as session:
         panel = kind(session)
-        if kind is WhatIfPanel:
-            find(panel, "▸ What if").value = True
         train(session, 1)
         shown(panel)
         controls = [one for one in widgets_of(panel) if one.has_trait("disabled")]

@@ -72,7 +72,7 @@ def test_look_shows_the_stream_and_its_cost(panel: InsidePanel) -> None:
     assert "no attention maps were requested" in html_of(panel)
     find(panel, "show").value = "text"
     assert "No text was generated" in html_of(panel)
-    find(panel, "▸ The view as a table").value = True
+    find(panel, "The view as a table").value = True
 
 
 def test_look_uses_the_controls_and_its_code_does_the_same(panel: InsidePanel) -> None:

@@ -62,7 +62,7 @@ def test_all_views_use_the_same_number(session: Session, edits: tuple[Edit, ...]
     player = RelayPanel(session)
     shown(player)
     check(html_of(player), numbers, everyone)  # cells of the host
-    find(player, "▸ The moment in words").value = True
+    find(player, "The moment in words").value = True
     for _ in range(4):
         find(player, "Next visit").click()
         check(html_of(player), numbers, everyone)
@@ -121,8 +121,13 @@ def test_the_journal_keeps_the_numbers_of_its_time(session: Session) -> None:
     panel = EditsPanel(session)
     now = shown(panel)
     output = re.findall(r"<span>([^<]*)</span>", panel._journal.value)
-    assert output == ["undo − 0 · L000", "− 0 · L000", "− 1 · L002", "− 1 · L001"]
-    assert [change.what for change in now.changes] == ["− 1 · L001", "− 1 · L002", "− 0 · L000", "undo − 0 · L000"]
+    assert output == ["undid: dropped 0 · L000", "dropped 0 · L000", "dropped 1 · L002", "dropped 1 · L001"]
+    assert [change.what for change in now.changes] == [
+        "dropped 1 · L001",
+        "dropped 1 · L002",
+        "dropped 0 · L000",
+        "undid: dropped 0 · L000",
+    ]
 
 
 @pytest.mark.parametrize("kind", [RelayPanel, TimelinePanel])

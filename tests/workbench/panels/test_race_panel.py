@@ -52,7 +52,7 @@ def test_start_race_runs_the_selected_race(session: Session) -> None:
 
 def race_words(panel: RacePanel) -> str:
     """Open the table and return the HTML of the panel."""
-    find(panel, "▸ The race as a table").value = True
+    find(panel, "The race as a table").value = True
     return html_of(panel)
 
 

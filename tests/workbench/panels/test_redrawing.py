@@ -32,10 +32,10 @@ def test_a_fold_draws_its_table_only_while_it_is_open(session: Session, kind: ty
     shown(panel)
     if isinstance(panel, RelayPanel):
         find(panel, "Next event").click()
-    assert table.value == "" and table.layout.display == "none" and button.description.startswith("▸")
+    assert table.value == "" and table.layout.display == "none" and button.icon == "caret-right"
     button.value = True
     first = table.value
-    assert "<table" in first and table.layout.display == "" and button.description.startswith("▾")
+    assert "<table" in first and table.layout.display == "" and button.icon == "caret-down"
     button.value = False
     session.reconfigure(micro_batches=3)
     train(session, 1)

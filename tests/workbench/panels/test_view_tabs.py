@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from html import unescape
 
 import ipywidgets
@@ -15,9 +17,9 @@ from sessions import make_batches, make_relay, train
 from l2l_core import Relay
 from workbench.app import Workbench
 from workbench.panels.tour import HIGHLIGHT_CLASS, TOUR_STOPS
-from workbench.panels.verdict_panel import BoundsPanel, VerdictPanel
+from workbench.panels.verdict_panel import WINDOW, BoundsPanel, MeanCost, VerdictPanel
 from workbench.pictures.glossary import GLOSSARY, glossary_table, term_html
-from workbench.pictures.step_verdict import plain_text, verdict_of
+from workbench.pictures.step_verdict import Cost, costs_of, largest_cost, plain_text, verdict_of
 from workbench.session.session import Session
 
 
@@ -137,7 +139,7 @@ def test_verdict_is_that_of_the_trace(session: Session) -> None:
     assert f"{100 * last.overlap():.0f} % of copies" in html_of(panel) and "step 1" in html_of(panel)
     why = BoundsPanel(session)
     why.show(now)
-    find(why, "▸ Why: the bound of each phase").value = True
+    find(why, "Why: the bound of each phase").value = True
     text = unescape(html_of(why))
     assert all(bound.phase in text and bound.advice in text for bound in last.bound_by())
 
@@ -147,12 +149,11 @@ def test_verdict_shows_the_spare_memory(session: Session, budget: int | None) ->
     train(session, 1)
     last = session.snapshot().last
     assert last is not None
-    words = plain_text(verdict_of(last, last.bound_by(), budget, 10**9))
+    cost = largest_cost(costs_of(last, last.bound_by()))
+    words = plain_text(verdict_of(last, cost, budget, 10**9))
     peak = last.peak_bytes("device")
     assert ("to spare" in words) == (budget is not None) and "(1 GB in core)" in words
-    assert "in core" not in plain_text(verdict_of(last, last.bound_by(), budget, peak)), (
-        "not if it equals the peak of the relay"
-    )
+    assert "in core" not in plain_text(verdict_of(last, cost, budget, peak)), "not if it equals the peak of the relay"
 
 
 def test_a_slow_link_is_named() -> None:
@@ -161,7 +162,28 @@ def test_a_slow_link_is_named() -> None:
         session.step()
         last = session.wait(HANG_S).last
         assert last is not None
-        assert "link-bound" in plain_text(verdict_of(last, last.bound_by(), None, None))
+        words = plain_text(verdict_of(last, largest_cost(costs_of(last, last.bound_by())), None, None))
+        assert re.search(r"waiting for copies to the (device|host) costs \d+ % of the step; .* would help$", words), (
+            words
+        )
+
+
+def cost(lane: str, share: float) -> list[Cost]:
+    return [Cost(lane, share, {}), Cost("idle", 0.2, {})]
+
+
+def test_verdict_stands_while_single_steps_vary(session: Session) -> None:
+    train(session, 1)
+    step, means = session.snapshot().shown, MeanCost()
+    assert step is not None
+    shares = [0.5, 0.1] * 10  # in every other step, Python costs more than the copies
+    named = [means.add(step, cost("h2d", share)) for share in shares]
+    assert {one.lane for one in named} == {"h2d"} and named[-1].share == pytest.approx(0.3)
+    slower = [means.add(step, cost("h2d", 0.0)).lane for _ in range(WINDOW)]
+    assert slower[0] == "h2d" and slower[-1] == "idle", "a change that lasts is named within ten steps"
+    assert sum(a != b for a, b in zip(slower, slower[1:], strict=False)) == 1
+    steps_of_the_branch = means.add(replace(step, branch="other"), cost("h2d", 0.9))
+    assert (steps_of_the_branch.lane, steps_of_the_branch.share) == ("h2d", 0.9), "nothing of another branch"
 
 
 def test_terms_have_accessible_explanations() -> None:

@@ -42,10 +42,10 @@ def test_edits_that_are_in_force_and_those_that_a_redo_brings_back() -> None:
 def test_newest_first_with_signs_and_what_was_undone() -> None:
     journal = [entry(0), replace(entry(1, "undo", 0), params=72, nbytes=320, preserves_function=True)]
     undo, edit = lines(journal, [change(0, [0.5, 1.0], [0.75, 1.25]), change(1, [0.75, 1.25], [0.5, 1.0])])
-    assert undo[:4] == ["1", "11", "undo − layer 3", "1 → 0.75, ▼ −0.25 ± 0 over 2 batches"]
-    assert undo[4:8] == ["7", "+72", "+320 B", "= same"]
-    assert edit[:4] == ["0", "10", "undone: − layer 3", "0.75 → 1, ▲ +0.25 ± 0 over 2 batches"]
-    assert edit[4:] == ["7", "−72", "−320 B", "≠ other", "parked (memory)"]
+    assert undo[:4] == ["1", "11", "undid: dropped layer 3", "1 → 0.75, ▼ −0.25 ± 0 over 2 batches"]
+    assert undo[4:8] == ["7", "+72", "+320 B", "the same"]
+    assert edit[:4] == ["0", "10", "undone: dropped layer 3", "0.75 → 1, ▲ +0.25 ± 0 over 2 batches"]
+    assert edit[4:] == ["7", "−72", "−320 B", "another", "parked (memory)"]
 
 
 def test_colour_is_for_what_is_larger_than_its_spread_alone() -> None:
@@ -83,7 +83,7 @@ def test_an_empty_journal_describes_its_contents() -> None:
 
 def test_what_people_name_is_escaped() -> None:
     odd = entry(0, what="Swap(a='<b>', b='&')")
-    assert lines([odd])[0][2] == "<b> ⇄ &"
+    assert lines([odd])[0][2] == "swapped <b> and &"
 
 
 def test_a_long_journal_is_truncated_with_a_note() -> None:
@@ -99,7 +99,7 @@ def test_the_table_in_words() -> None:
     table = journal_table([entry(0), entry(1, "undo", 0)], [change(0, [2.0, 3.0], [2.1, 3.12])])
     assert table.rows[0][3] == "not measured"
     assert table.rows[1] == (
-        "0", "10", "− layer 3", "2.5 → 2.61, ▲ +0.11 ± 0.014 over 2 batches",
-        "7", "-72", "−320 B", "≠ other", "parked (memory)", "undone",
+        "0", "10", "dropped layer 3", "2.5 → 2.61, ▲ +0.11 ± 0.014 over 2 batches",
+        "7", "-72", "−320 B", "another", "parked (memory)", "undone",
     )  # fmt: skip
     assert len(table.header) == len(table.rows[0])

@@ -37,7 +37,7 @@ def test_the_cross_lies_beyond_the_budget_and_names_the_allocation(asked_bytes: 
     top, bottom = float(mark[1]), float(mark[1]) + float(mark[2])
     assert DEVICE.top <= top < budget_y < bottom, "the budget line is crossed, within the picture"
     assert (
-        "✕ failed at 2 s" in svg
+        "× failed at 2 s" in svg
         and f"allocating {'1 GB' if asked_bytes == 10**9 else f'{asked_bytes} B'} of activations" in svg
     )
     assert "&lt;L002&gt;" in svg and "<L002>" not in svg
@@ -69,7 +69,7 @@ def test_a_step_that_failed_otherwise_has_no_mark() -> None:
     trace = failed_step()
     trace.failed = StepFailure(2.0, "ValueError")
     svg = show_memory(trace).svg
-    assert "✕ failed at 2 s" in svg and "ValueError" in svg and "too much" not in svg
+    assert "× failed at 2 s" in svg and "ValueError" in svg and "too much" not in svg
 
 
 def test_what_the_host_keeps_is_named() -> None:

@@ -26,7 +26,7 @@ def racer(name: str, count: int, flop: int, seconds: float, peak: int, probe: Se
 def slim(count: int = 40) -> Racer:
     changes = (
         Change(1, "before", "main", 0),
-        Change(2, "⑂ slim <b>", "slim <b>"),
+        Change(2, "forked slim <b>", "slim <b>"),
         Change(2, "drop layer 2", "slim <b>", 1),
     )
     return racer("slim <b>", count, 3_000_000, 0.5, 1_000_000, (3.0, 2.25, 2.0), parent="main", changes=changes)
@@ -89,7 +89,7 @@ def test_departures_and_missing_measurements_are_noted() -> None:
     picture = show_race(Race(4, [main(4), gone]))
     assert "gone has left, OSError in step 1" in picture.table.note and "the probe is off" in picture.table.note
     assert picture.table.rows[1][3:] == ("–", "–", "0", "0 ms", "–", "–", "–")
-    assert "✕ left" in words(picture.svg)
+    assert "left the race" in words(picture.svg)
 
 
 def test_before_the_first_step_there_is_a_picture_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -171,7 +172,7 @@ def test_a_second_bench_on_a_model_takes_it_over() -> None:
     with_views = LabBench(lab, make_batches(), ways=WAYS, view=["time", "memory", "loss"])
     with_views.step()
     with_views.wait(HANG_S)
-    assert "in the step" in repr(with_views) or "compute-bound" in repr(with_views)
+    assert re.search(r"of the step; .* would help|compute hardly ever waits", " ".join(repr(with_views).split()))
     still = with_views._repr_mimebundle_()["text/html"]
     assert "Timeline of step 1" in still and "Memory over a step" in still and "The next step follows" in still
     second = workbench.LabBench(lab.on_device(EmulatedDevice()), make_batches())

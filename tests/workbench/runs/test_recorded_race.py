@@ -60,7 +60,7 @@ def test_races_come_back_exactly(path: Path, races: list[Race]) -> None:
     (first, second), now = races[0].racers, run.snapshot()
     assert (first.name, second.name, now.branch, now.step) == ("slim", "main", "main", 8)
     assert [len(racer.steps) for racer in (first, second)] == [3, 3] and first.parent == "main" and first.forked_at == 2
-    assert [change.what for change in first.changes if change.entry is not None] == ["− layer 1"]
+    assert [change.what for change in first.changes if change.entry is not None] == ["dropped layer 1"]
     for loaded, original in zip((race for _, race in run.races), races, strict=True):
         assert show_race(loaded, "flop") == show_race(original, "flop")
 
@@ -75,7 +75,7 @@ def test_the_report_shows_every_race_with_its_table(path: Path, races: list[Race
                 assert cell in text, cell
     difference = races[0].difference("main")
     assert difference is not None and difference.spread is not None and " batches" in race_table(races[0]).rows[1][8]
-    assert "branches and edits ◆" in text and "After step 2: − layer 1" in text
+    assert "branches and edits ◆" in text and "After step 2: dropped layer 1" in text
 
 
 def test_the_replay_shows_the_race_that_was_over_by_then(path: Path, races: list[Race]) -> None:

@@ -35,7 +35,7 @@ def test_every_branch_has_a_separate_history(relay: Relay) -> None:
         wide = session.wait(HANG_S)
         assert (wide.branch, wide.step, len(wide.layers)) == ("wide", 4, 5)
         assert [(row.step, row.branch) for row in wide.steps] == [(1, "main"), (2, "main"), (3, "wide"), (4, "wide")]
-        assert changes_of(wide) == [(2, "⑂ wide"), (2, "+ at 2 (identity)")]
+        assert changes_of(wide) == [(2, "forked wide"), (2, "inserted at 2 (identity)")]
         assert {change.branch for change in wide.changes} == {"wide"}
         assert wide.elsewhere == {}, "the history of main is part of that of its fork"
         assert [(branch.name, branch.active, branch.steps) for branch in wide.branches] == [

@@ -36,7 +36,7 @@ def test_inverse_of_an_edit_restores_the_stack(relay: Relay) -> None:
         now = session.wait(HANG_S)
         assert [row.key for row in now.layers] == ["L000", "L002", "L003"]
         assert now.num_params == sum(param.numel() for param in relay.model.parameters())
-        assert now.changes[0].what == "− layer 1"
+        assert now.changes[0].what == "dropped layer 1"
         session.step()
         session.edit(inverse)
         session.step()
@@ -69,8 +69,8 @@ def test_edits_undo_and_redo_are_recorded(relay: Relay) -> None:
         session.undo()
         assert session.redo().result(HANG_S).kind == "redo"
         now = session.wait(HANG_S)
-        group = "+ at 2 (copy); − 0 · L000"
-        assert changes_of(now) == [(1, group), (2, f"undo {group}"), (2, f"redo {group}")]
+        group = "inserted at 2 (copy); dropped 0 · L000"
+        assert changes_of(now) == [(1, group), (2, f"undid: {group}"), (2, f"redid: {group}")]
         assert [change.entry for change in now.changes] == [0, 1, 2]
         assert now.journal == relay.journal and [entry.kind for entry in now.journal] == ["edit", "undo", "redo"]
         assert [row.key for row in now.layers] == ["L001", "L004", "L002", "L003"] and now.touched == {"L004"}
@@ -83,9 +83,9 @@ def test_schedule_edits_before_its_steps(relay: Relay) -> None:
         session.run(5)
         now = session.wait(HANG_S)
     assert [(change.step, change.what) for change in now.changes] == [
-        (2, "2 × layers 2–3, top"), (3, "freeze layers 0"), (4, now.changes[2].what),
+        (2, "duplicated layers 2 to 3, top"), (3, "froze layers 0"), (4, now.changes[2].what),
     ]  # fmt: skip
-    assert now.changes[2].what.count("−") == 3 and len(now.layers) == 3 == len(relay.stack)
+    assert now.changes[2].what.count("dropped") == 3 and len(now.layers) == 3 == len(relay.stack)
     assert [entry.step for entry in now.journal] == [2, 3, 4, 4][: len(now.journal)]
 
 
@@ -146,7 +146,7 @@ def test_queued_command_can_be_cancelled(relay: Relay) -> None:
         session.reconfigure(micro_batches=3)
         session.reconfigure(ahead=2)
         waiting = session.snapshot()
-        assert waiting.queued == ("− 1 · L001", "micro_batches 2 → 3", "ahead 1 → 2")
+        assert waiting.queued == ("drop 1 · L001", "micro_batches 2 → 3", "ahead 1 → 2")
         assert session.cancel(waiting.tickets[0]) and dropped.cancelled()
         assert session.cancel(waiting.tickets[1])
         assert session.snapshot().queued == ("ahead 1 → 2",) and session.snapshot().config.micro_batches == 2
