@@ -118,20 +118,18 @@ def _without_times(value: Any) -> Any:
     return [_without_times(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def kill_in_save(number: int, file: int) -> None:
-    """Kill the process while the session is saved for the `number`-th time, after some files of the relay."""
-    plain, saves, files = Relay.save, [0], [0]
-    write = generations._write_file
+def kill_in_save(step: int, file: int) -> None:
+    """Kill the process in the first save from this step on, after some files of the relay."""
+    plain, write, files = Relay.save, generations._write_file, [-1]
 
     def save(self: Relay, folder: Any) -> Path:
-        saves[0] += 1
+        files[0] = 0 if self.steps >= step else -1
         return plain(self, folder)
 
     def write_file(*args: Any) -> Path:
-        if saves[0] == number:
-            files[0] += 1
-            if files[0] > file:
-                kill()
+        if files[0] == file:
+            kill()
+        files[0] += files[0] >= 0
         return write(*args)
 
     Relay.save, generations._write_file = save, write_file  # type: ignore[method-assign]
@@ -141,7 +139,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     folder, how = Path(sys.argv[1]), sys.argv[2]
     if how == "in a save":
-        kill_in_save(6, file=3)
+        kill_in_save(11, file=3)
     at_step = (lambda step: kill() if step == KILL_AT else None) if how == "in a step" else id
     session = make_session(folder, make_relay(at_step=at_step))
     begin(session)
