@@ -972,35 +972,82 @@ class Relay:
                 back.callback(backend.close)
             relay = cls(model, optimizer, **options)
             back.callback(relay.close)
-            back.callback(snapshot_except(vars(relay.optimizer), {"state"}))
-            back.callback(relay._runner.parts.snapshot_buffers())
-            back.callback(RandomState.capture().restore)
-            with relay.device.current(), backend.synchronized("take a save over", dict):
-                with backend.unsharded() if edited.is_edited else nullcontext():
-                    with relay._editing():
-                        resumption.restack(relay._editor, back)
-                    edited.restore_into(relay._editor, relay._history)
-                    saves.check_compatible(saved, relay._saved_state())
-                    past = HistoryRestorer(
-                        relay._editor,
-                        relay._history,
-                        relay._branches,
-                        resumption,
-                        relay.device.host_empty,
-                        saved.read_snapshot,
-                        backend.shard_of,
-                    )
-                    fill = past.restore(parts)
-                    relay._check_config(relay.config, relay._branches.others)
-                present = relay._saved_state()
-                saved.restore_into(present)  # changes the caller's model; in memory nothing can fail from here on
-                fill()
+            relay._adopt(saved, resumption, back)
             back.pop_all()
         relay._history.free_unreachable()  # layers of the model that the save lacks
-        relay._runner.steps = saved.steps
         if seed is None:
             relay._runner.config = replace(relay.config, seed=saved.config.seed)
         return relay
+
+    def restore(self, folder: str | Path, modules: Mapping[str, nn.Module] = MappingProxyType({})) -> None:
+        """Continue, to the bit, from a save in this relay, which has made no step, edit or branch.
+
+        As `load`, for a relay that exists: model, optimizer and other arguments are this relay's, and its settings become those
+        of the save. Load the state of a learning rate scheduler afterwards.
+
+        Args:
+            folder: folder given to `save`.
+            modules: see `load`.
+
+        Raises:
+            ValueError: the relay has trained, has several workers or a shelf; or the folder is damaged or of another model.
+        """
+        if self.shelf is not None or self.workers > 1:
+            raise ValueError(
+                "restore of a relay with a shelf or several workers: make the relay by Relay.load(folder, model, optimizer, ...)"
+            )
+        if self.steps or self.journal or self._branches.others:
+            raise ValueError(
+                f"this relay has made {self.steps} steps, {len(self.journal)} edits and {len(self._branches.others)} branches: "
+                "a save is restored into a new relay. Make the model and the relay again, and restore then"
+            )
+        with self._exclusive(), ExitStack() as back:
+            register_restore(self.model, self.optimizer, back)
+            saved = saves.load_save(Path(folder))
+            resumption = Resumption(saved, saved.edited, saved.past(), modules)
+            resumption.match(self._editor)
+            if not saved.edited.is_edited:  # else the stacks are compared after the edits
+                saves.check_compatible(saved, self._saved_state())
+            settings = self.config, self._auto_fit
+            self.config = saved.config
+            back.callback(self._set_config, *settings)
+            self._why_closed = " since restoring a save into it failed half-way"
+            back.callback(self._shut_down)
+            self._adopt(saved, resumption, back)
+            back.pop_all()
+        self._why_closed = ""
+        self._history.free_unreachable()
+
+    def _set_config(self, config: RelayConfig, auto_fit: bool) -> None:
+        self._runner.config, self._auto_fit = config, auto_fit
+
+    def _adopt(self, saved: saves.SavedRelay, resumption: Resumption, back: ExitStack) -> None:
+        """Take over a save, over the model and optimizer with which it was made; `back` receives the way back."""
+        backend, edited = self._backend, saved.edited
+        back.callback(snapshot_except(vars(self.optimizer), {"state"}))
+        back.callback(self._runner.parts.snapshot_buffers())
+        back.callback(RandomState.capture().restore)
+        with self.device.current(), backend.synchronized("take a save over", dict):
+            with backend.unsharded() if edited.is_edited else nullcontext():
+                with self._editing():
+                    resumption.restack(self._editor, back)
+                edited.restore_into(self._editor, self._history)
+                saves.check_compatible(saved, self._saved_state())
+                past = HistoryRestorer(
+                    self._editor,
+                    self._history,
+                    self._branches,
+                    resumption,
+                    self.device.host_empty,
+                    saved.read_snapshot,
+                    backend.shard_of,
+                )
+                fill = past.restore(resumption.parts)
+                self._check_config(self.config, self._branches.others)
+            present = self._saved_state()
+            saved.restore_into(present)  # changes the caller's model; in memory nothing can fail from here on
+            fill()
+        self._runner.steps = saved.steps
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:

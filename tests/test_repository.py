@@ -286,7 +286,7 @@ MAY_IMPORT = {
         "plans": "readings session",
         "panels": "plans ranks what_if runs pictures readings session",
         "study": "panels pictures session",
-        "app": "panels session",
+        "app": "panels pictures session",
         "lab_bench": "plans panels session",
         "fit_bench": "fit panels pictures",
         "rank_bench": "ranks panels session",

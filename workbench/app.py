@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
+
+import ipywidgets
 
 from l2l_core import Relay, Schedule
 from workbench.panels.card_panel import CardPanel
+from workbench.panels.controls import make_box
 from workbench.panels.dashboard import Dashboard, PanelFactory, forward_and_refresh, forward_to_session
 from workbench.panels.edits_panel import EditsPanel
 from workbench.panels.explore_panel import ExplorePanel
@@ -16,13 +20,15 @@ from workbench.panels.inside_panel import InsidePanel
 from workbench.panels.layers_panel import LayersPanel
 from workbench.panels.loss_panel import LossPanel
 from workbench.panels.memory_panel import MemoryPanel
+from workbench.panels.panel import ControlPanel
 from workbench.panels.race_panel import RacePanel
 from workbench.panels.relay_panel import RelayPanel
 from workbench.panels.timeline_panel import TimelinePanel
 from workbench.panels.verdict_panel import BoundsPanel, VerdictPanel
 from workbench.panels.view_tabs import check_view
 from workbench.panels.what_if_panel import WhatIfPanel
-from workbench.session import BatchSource, Logger, ProbeBatches, Scheduler, Session
+from workbench.pictures import Table
+from workbench.session import Autosave, BatchSource, Logger, ProbeBatches, Scheduler, Session, Snapshot
 
 VIEWS: Mapping[str, Sequence[PanelFactory]] = {
     "relay": (RelayPanel,),
@@ -47,10 +53,11 @@ class Workbench(Dashboard):
     (activations, attention and logit lens, on request), "race" (branches on the same batches) and "what if".
     ``view="time"`` begins with another view, ``view=["relay", "memory"]`` stacks several.
     Running the cell again replaces the workbench; another workbench on the same relay takes it over. Training runs in a
-    background thread, so other cells can run.
+    background thread, so other cells can run. With ``autosave=Autosave("folder")``, the same cells in a new kernel offer to
+    resume the session.
 
     Args:
-        relay, batches, loggers, scheduler, schedule, probe, decode: see `Session`.
+        relay, batches, loggers, scheduler, schedule, probe, decode, autosave: see `Session`.
         view: the first view; several names are stacked, without buttons for other views.
 
     Raises:
@@ -68,13 +75,22 @@ class Workbench(Dashboard):
         schedule: Schedule = Schedule(),  # noqa: B008 - keeps no state; this one edits nothing
         probe: ProbeBatches = None,
         decode: Callable[[Sequence[int]], str] | None = None,
+        autosave: Autosave | None = None,
         view: str | Sequence[str] = "relay",
     ) -> None:
         check_view(view, VIEWS)  # first, since a session takes the relay over and starts a thread
         self.session = Session(
-            relay, batches, loggers=loggers, scheduler=scheduler, schedule=schedule, probe=probe, decode=decode
+            relay,
+            batches,
+            loggers=loggers,
+            scheduler=scheduler,
+            schedule=schedule,
+            probe=probe,
+            decode=decode,
+            autosave=autosave,
         )
-        super().__init__(self.session, (HeaderPanel, VerdictPanel), VIEWS, view)
+        offers = () if autosave is None else (ResumePanel,)
+        super().__init__(self.session, (*offers, HeaderPanel, VerdictPanel), VIEWS, view)
 
     run = forward_to_session(Session.run)
     step = forward_to_session(Session.step)
@@ -92,6 +108,9 @@ class Workbench(Dashboard):
     switch = forward_to_session(Session.switch)
     discard = forward_to_session(Session.discard)
     script = forward_to_session(Session.script)
+    save = forward_to_session(Session.save)
+    start_afresh = forward_to_session(Session.start_afresh)
+    resume = forward_and_refresh(Session.resume)
     wait = forward_and_refresh(Session.wait)
 
     def close(self, wait: bool = True) -> None:
@@ -102,3 +121,38 @@ class Workbench(Dashboard):
         """
         self.session.close(wait)  # before the still picture is drawn, so that it shows the end of the session
         super().close()
+
+
+class ResumePanel(ControlPanel):
+    """The line above the header that offers to resume a saved session; hidden without one."""
+
+    source_type = Session
+    has_own_caption = True
+
+    def build(self) -> ipywidgets.Box:
+        self._words = ipywidgets.HTML()
+        tip = "Continue the saved session: weights, optimizer, data, loss curve and edits are as they were"
+        self._resume = self._button("Resume", "play", tip, self.session.resume)
+        self._resume.button_style = "primary"
+        tip = "Begin a new session; the folder of the saved one is renamed and kept"
+        self._afresh = self._button("Start afresh", "file-o", tip, self._start_afresh)
+        self._error_html = ipywidgets.HTML(layout={"display": "none"})
+        self._buttons = make_box(ipywidgets.HBox, "l2l-resume", self._words, self._resume, self._afresh)
+        return ipywidgets.VBox([self._buttons, self._error_html])
+
+    def draw(self, snapshot: Snapshot) -> None:
+        offer = snapshot.offer
+        self._buttons.layout.display = "none" if offer is None else ""
+        if offer is None:
+            return
+        words = escape(offer.words[0].upper() + offer.words[1:])
+        lacks = f" The save lacks {escape(offer.lost)}." if offer.lost else ""
+        why_not = f'<div class="l2l-caption">It cannot be resumed here: {escape(offer.why_not)}.</div>'
+        self._words.value = f'<div role="status"><strong>{words}.</strong>{lacks}{why_not * bool(offer.why_not)}</div>'
+        self._resume.layout.display = "none" if offer.why_not else ""
+
+    def still(self, snapshot: Snapshot) -> Sequence[Table]:
+        return []
+
+    def _start_afresh(self) -> None:
+        self.session.start_afresh()

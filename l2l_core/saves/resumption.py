@@ -24,7 +24,7 @@ from l2l_core.model import deep_copy, find_stacks
 from l2l_core.saves.codec import PlainPart, parts_of_kind
 from l2l_core.saves.edited_stacks import EditedStacks
 from l2l_core.saves.relay_state import named_params
-from l2l_core.saves.saved_relay import SavedRelay, compare_layers
+from l2l_core.saves.saved_relay import SavedRelay, compare_layers, describe_differences
 from l2l_core.surgery import layer_fingerprint, replace_layers
 
 SHARED = shared_key("")  # prefix of the keys of shared blocks
@@ -68,6 +68,21 @@ class Resumption:
         new, like = (*stacks[0].layers, holder), dict[nn.Module, nn.Module]({holder: stacks[0].layers[0]})
         rollback.callback(replace_layers(model, stacks[0], new, like=like, force=True))
         return layers | {self._holder: holder}
+
+    def match(self, editor: Editor) -> None:
+        """Check that a new relay has the model of the save before any edit; alternative to `prepare`.
+
+        Raises:
+            ValueError: it has another model.
+        """
+        self.edited.match_model(editor.registry.model, self.saved.layers, self._kinds, self.saved.path)
+        self.built = self.edited.first
+        here = {unit.key: unit.name for unit in editor.registry.layers}
+        if unlike := describe_differences("save", self.built.layers, here):
+            raise ValueError(
+                f"{self.saved.path} was saved with other layers ({unlike}). Build model, optimizer and relay as they were before "
+                "the edits of the save, which are made again"
+            )
 
     def restack(self, editor: Editor, rollback: ExitStack) -> None:
         """Restore stacks, `requires_grad` and optimizer groups in a relay over the layers from `prepare`.

@@ -81,6 +81,7 @@ class HeaderPanel(Panel):
         ):
             button.on_click(self._guard(action))
         run_buttons = self._run, self._pause, self._step, self._stop
+        self._train_buttons = run_buttons
         buttons = make_row(*run_buttons, self._steps, self._progress, self._cancel, self._take_back_button)
         settings = make_box(ipywidgets.HBox, "l2l-settings", *self._build_settings())
         settings.layout.flex_flow = "row wrap"
@@ -128,6 +129,8 @@ class HeaderPanel(Panel):
         self._draw_progress(snapshot)
         self._in_force.value = in_force_html(snapshot)
         self._reset.layout.display = "" if snapshot.changed_from else "none"
+        for button in self._train_buttons:  # not before a saved session is resumed or put aside
+            button.disabled = snapshot.offer is not None
         self._run.button_style = "success" if snapshot.state == "running" else "primary"
         self._pause.button_style = "warning" if snapshot.state == "paused" or snapshot.pausing else ""
         self._update_controls(snapshot)

@@ -86,6 +86,9 @@ padding:0 4px;opacity:.75;color:inherit}
 .l2l-caption{font-size:12px;opacity:.75}
 .l2l-pending{min-height:20px;font-size:12px}
 .l2l-card-pending{min-height:12px;font-size:12px}
+.l2l-resume{align-items:center;gap:8px;border:1px solid var(--jp-brand-color1,#1976d2);border-left-width:6px;border-radius:4px;
+padding:4px 12px;margin-bottom:6px;overflow:visible}
+.l2l-workbench .l2l-resume>.widget-html{flex:1 1 0;min-width:0;width:auto}
 .l2l-ended{border:1px solid;border-left-width:6px;border-radius:4px;padding:6px 12px;margin-bottom:6px;font-weight:600}
 .l2l-workbench :disabled{cursor:not-allowed}
 .l2l-failure{border:1px solid;border-color:@RED;border-left-width:6px;border-radius:4px;padding:8px 12px;font-size:13px}

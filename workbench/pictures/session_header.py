@@ -37,6 +37,8 @@ _FAILURE_TITLES = {
     "refused": "The edit after step {step} was refused",
     "scheduler": "The learning rate's schedule failed after step {step}",
     "logger": "A logger failed after step {step}",
+    "save": "The session could not be saved after step {step}",
+    "resume": "The session could not be resumed",
 }
 
 
@@ -88,6 +90,8 @@ def header_facts(snapshot: Snapshot) -> list[str]:
         last = snapshot.steps[-1]
         loss = f"loss {last.loss:.4g}" + (f" ({last.objective})" if last.objective else "")
         facts += [loss, f"{format_seconds(_step_seconds(snapshot))} per step"]
+    if snapshot.saved is not None:
+        facts.append(f"saved after step {snapshot.saved.step}")
     return facts
 
 

@@ -40,8 +40,11 @@ from workbench.session.probe_verdict import describe_loss_change as describe_los
 from workbench.session.queryable_session import NO_TOKENIZER as NO_TOKENIZER
 from workbench.session.race_result import Race as Race
 from workbench.session.race_result import Racer as Racer
+from workbench.session.random_states import RandomStates as RandomStates
 from workbench.session.run_controller import TRAIN as TRAIN
 from workbench.session.run_controller import RunController as RunController
+from workbench.session.save_folder import Autosave as Autosave
+from workbench.session.save_folder import SavedSession as SavedSession
 from workbench.session.script import apply_code as apply_code
 from workbench.session.session import Session as Session
 from workbench.session.settings_search import SearchCancelled as SearchCancelled

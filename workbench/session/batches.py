@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import is_dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy
 import torch
 
 from l2l_core.batches import Batch, map_leaves, map_tensors
 from l2l_core.inside import find_tokens
+from workbench.session.batch_position import BatchPosition, fingerprint, has_state
+from workbench.session.batch_position import SourceKind as SourceKind
+from workbench.session.random_states import RandomStates, generators_of
 
 BatchSource = Iterable[Batch] | Callable[[], Batch]
-SourceKind = Literal["iterable", "iterator", "function"]
 
 
 class Batches:
@@ -22,11 +25,18 @@ class Batches:
     A `DataLoader`, a list or any other iterable restarts when it ends, epoch after epoch. An iterator or generator ends
     for good. A function is called for every batch.
 
+    Args:
+        source: any of these.
+        tracks: record the position in the source, for `position`.
+
+    Attributes:
+        why_blocked: why no batch may be taken; "" if one may.
+
     Raises:
         TypeError: the source is none of these, or is a single batch.
     """
 
-    def __init__(self, source: BatchSource) -> None:
+    def __init__(self, source: BatchSource, tracks: bool = False) -> None:
         # Single batches are iterable too, and their keys or rows would be trained on as batches.
         is_batch = isinstance(source, Mapping | torch.Tensor) or is_dataclass(source) or hasattr(source, "_fields")
         if is_batch or not (callable(source) or isinstance(source, Iterable)):
@@ -35,7 +45,10 @@ class Batches:
                 "that returns one; for the same batch in every step, [batch]"
             )
         self._source = source
-        self._iterator: Iterator[Any] = iter(()) if callable(source) else iter(source)
+        self.why_blocked = ""
+        self._generators = generators_of(source) if tracks else []
+        self._position = BatchPosition(self.kind) if tracks else None
+        self._iterator = self._iterate()
         self._pending: list[Any] = []  # at most one batch: taken and not used
         self._tried = False  # whether a step has begun on it
 
@@ -44,7 +57,10 @@ class Batches:
 
         Raises:
             StopIteration: the source has ended.
+            ValueError: no batch may be taken.
         """
+        if self.why_blocked:
+            raise ValueError(self.why_blocked)
         if not self._pending:
             self._pending.append(self._draw())
         return self._pending[0]
@@ -78,19 +94,123 @@ class Batches:
 
     def _draw(self) -> Any:
         if callable(self._source):
-            return self._source()
+            return self._take(self._source)
         try:
-            return next(self._iterator)
+            return self._take(lambda: next(self._iterator))
         except StopIteration:
-            self._iterator = iter(self._source)
-            if self._iterator is self._source:
+            if self._source is self._iterator:
                 raise  # an iterator has ended for good
-        for batch in self._iterator:  # not `next`: its StopIteration would end the run without an error
-            return batch
-        raise ValueError(
-            "batches holds no batch, so there is nothing to train on: give a source that is not empty; a DataLoader with "
-            "drop_last=True is empty if its dataset is smaller than a batch"
-        )
+            self._iterator = self._iterate()
+        try:
+            return self._take(lambda: next(self._iterator))
+        except StopIteration:  # would end the run without an error
+            raise ValueError(
+                "batches holds no batch, so there is nothing to train on: give a source that is not empty; a DataLoader with "
+                "drop_last=True is empty if its dataset is smaller than a batch"
+            ) from None
+
+    def _iterate(self) -> Iterator[Any]:
+        """Iterate the source from its beginning; an iterator continues."""
+        if callable(self._source):
+            return iter(())
+        if self._position is not None:
+            self._position.begin(RandomStates.capture(self._generators))
+        return iter(self._source)
+
+    def _take(self, draw: Callable[[], Any]) -> Any:
+        """Take a batch by `draw`, and record it."""
+        if self._position is None:
+            return draw()
+        states = RandomStates.capture(self._generators)
+        batch = draw()
+        self._position.add(states, batch)
+        return batch
+
+    # -- the position --------------------------------------------------------------------------------------------------
+
+    @property
+    def can_save(self) -> bool:
+        """False while a batch is not used that the `state_dict` of its source counts as taken."""
+        return not (self._pending and has_state(self._source))
+
+    def position(self) -> BatchPosition:
+        """Return a copy of the position, from which `resume` continues in a new process."""
+        assert self._position is not None, "made without `tracks`"
+        position = copy(self._position)
+        position.is_pending = bool(self._pending)
+        if has_state(self._source):
+            source: Any = self._source
+            position = BatchPosition(self.kind, state=source.state_dict())
+        return position
+
+    def resume(self, position: BatchPosition) -> None:
+        """Continue from the position in an equal source: from its state, or by taking as many batches again.
+
+        The random states are afterwards those before the last batch, and are to be restored.
+
+        Raises:
+            ValueError: the source has another kind, has ended, or its batches have another order.
+        """
+        source: Any = self._source
+        if position.kind != self.kind or (position.state is not None) != has_state(source):
+            raise ValueError(
+                f"batches were an {position.kind}{' with a state_dict' * (position.state is not None)} when the session was "
+                f"saved, and are a {type(source).__name__} here: give batches as they were then"
+            )
+        if position.state is not None:
+            source.load_state_dict(position.state)
+            self._iterator = self._iterate()
+            return
+        if self.kind != "iterable" and self._position is not None and self._position.count:
+            raise ValueError(
+                f"{self._position.count} batches were taken from the {self.kind} already: make it again, and the workbench"
+            )
+        try:
+            self._fast_forward(position)
+        except BaseException:
+            self._iterator = self._iterate()
+            raise
+        self._position = copy(position)
+
+    def _fast_forward(self, position: BatchPosition) -> None:
+        """Take as many batches as were taken, and compare the last one."""
+        source: Any = self._source
+        if self.kind == "iterable":
+            self.restore_random(position.begun)
+            self._iterator = iter(source)
+        draw = source if callable(source) else lambda: next(self._iterator)
+        batch: Any = None
+        for number in range(1, position.count + 1):
+            if number in (1, position.count):
+                self.restore_random(position.first if number < position.count else position.last)
+            try:
+                batch = draw()
+            except StopIteration:
+                raise ValueError(_ORDER_MESSAGE.format(what=f"end after {number - 1} of {position.count}")) from None
+        if position.count and fingerprint(batch) != position.fingerprint:
+            raise ValueError(_ORDER_MESSAGE.format(what=f"differ: number {position.count} is another one"))
+        self._pending = [batch] if position.is_pending else []
+
+    def restore_random(self, states: RandomStates | None) -> None:
+        """Restore states from `random_states`."""
+        assert states is not None
+        if len(states.others) != len(self._generators):
+            raise ValueError(
+                f"batches have {len(self._generators)} random generators and had {len(states.others)} when the session was "
+                "saved: make them as they were then"
+            )
+        states.restore(self._generators)
+
+    def random_states(self) -> RandomStates:
+        """Return the present states of all generators that the batches may draw from."""
+        return RandomStates.capture(self._generators)
+
+
+_ORDER_MESSAGE = (
+    "the batches cannot be fast-forwarded to where the session was saved, since they {what}. Give the same data in an order "
+    "that a new process repeats: a DataLoader with generator=torch.Generator().manual_seed(0), or one with state_dict and "
+    "load_state_dict, such as torchdata's StatefulDataLoader"
+)
 
 
 def copy_batch(batch: Batch) -> Batch:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
 from workbench.session.snapshot_values import Change, ShownStep, StepRow
 from workbench.session.statistics import StatisticsLog
@@ -71,6 +72,28 @@ class BranchHistories:
             if history is not self.current
             and (fork := _common_length(history.steps, self.current.steps)) < len(history.steps)
         }
+
+    def state_dict(self, number_of: Callable[[StepRow | Change], int]) -> dict[str, Any]:
+        """Return the histories without steps to show, as plain data and arrays; `number_of` returns the number of a row."""
+        branches = {
+            name: {
+                "steps": list(map(number_of, history.steps)),
+                "changes": list(map(number_of, history.changes)),
+                "statistics": history.statistics.state_dict(),
+            }
+            for name, history in self._by_name.items()
+        }
+        return {"branches": branches, "parents": self.parents, "recent": self._recent}
+
+    def load_state_dict(self, state: Mapping[str, Any], rows: Sequence[Any]) -> None:
+        """Restore histories from `state_dict`; `rows` are the rows by number."""
+        self._by_name = {}
+        for name, plain in state["branches"].items():
+            history = BranchHistory([rows[i] for i in plain["steps"]], [rows[i] for i in plain["changes"]])
+            history.statistics.load_state_dict(plain["statistics"])
+            self._by_name[name] = history
+        self.parents, self._recent = dict(state["parents"]), list(state["recent"])
+        self.current = self._by_name[self._recent[-1]]
 
 
 def _common_length(a: Sequence[StepRow], b: Sequence[StepRow]) -> int:

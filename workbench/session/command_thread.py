@@ -45,7 +45,8 @@ class CommandThread:
     """A command queue and the thread that runs it.
 
     Invariant: one command runs at a time. This state, and that of the owner's snapshots, is read and written under
-    `changed`; `number` grows with every change. While `queue_paused` is set, queued commands wait.
+    `changed`; `number` grows with every change. While `queue_paused` is set, queued commands wait. While `why_blocked` is
+    not "", commands are refused for this reason. With `recheck_s`, due work is looked for as often while nothing changes.
 
     Args:
         next_due: returns work to do before the next command, or None; called under the lock.
@@ -57,6 +58,8 @@ class CommandThread:
         self.queue: deque[Command] = deque()
         self.number = 0
         self.is_closing = self.queue_paused = False
+        self.why_blocked = ""
+        self.recheck_s: float | None = None
         self.current: Command | None = None  # the command that runs
         self._next_due, self._fail = next_due, fail
         self._thread: threading.Thread | None = None
@@ -73,15 +76,18 @@ class CommandThread:
         """True if a command runs or waits."""
         return self.current is not None or bool(self.queue)
 
-    def submit(self, command: Command) -> Future[Any]:
-        """Append a command to the queue.
+    def submit(self, command: Command, always: bool = False) -> Future[Any]:
+        """Append a command to the queue; `always`: a command that ends the reason why others are refused.
 
         Raises:
             RuntimeError: the session is closed.
+            ValueError: commands are refused.
         """
         with self.changed:
             if self.is_closing:
                 raise RuntimeError("this session is closed: make a new one on the relay")
+            if self.why_blocked and not (command.is_query or always):
+                raise ValueError(self.why_blocked)
             self.queue.append(command)
             self.notify_change()
         return command.future
@@ -158,7 +164,8 @@ class CommandThread:
                 due = None if self.is_closing else self._next_due()
                 return self.is_closing or due is not None or bool(self.queue and not self.queue_paused)
 
-            self.changed.wait_for(is_ready)
+            while not self.changed.wait_for(is_ready, self.recheck_s):
+                pass
             if self.is_closing:
                 return None
             self.current = due or self.queue.popleft()

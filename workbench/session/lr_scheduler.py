@@ -25,6 +25,11 @@ class LRSchedulerAdapter:
         self._scheduler: Any = scheduler
 
     @property
+    def name(self) -> str | None:
+        """Name of the scheduler's class; None without one."""
+        return None if self._scheduler is None else type(self._scheduler).__name__
+
+    @property
     def why_not_restorable(self) -> str:
         """Reason why the scheduler's state cannot be saved and restored; "" if it can."""
         lacks = [name for name in ("state_dict", "load_state_dict") if not hasattr(self._scheduler, name)]

@@ -68,6 +68,23 @@ class Probe:
         """State of the probe for snapshots."""
         return ProbeRow(self.is_on, self._is_given, self._batch_count, MAX_BATCHES, self._first_step, self._seconds)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the probe, with its training batches; batches that the user gave are not part of it."""
+        return {
+            "is_on": self.is_on,
+            "batches": () if self._is_given else self._batches,
+            "first_step": self._first_step,
+            "count": self._batch_count,
+            "seconds": self._seconds,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state from `state_dict`."""
+        self.is_on, self._first_step, self._seconds = state["is_on"], state["first_step"], state["seconds"]
+        if not self._is_given:
+            self._batches, self._batch_count = tuple(state["batches"]), state["count"]
+        self.invalidate()
+
     def add_training_batch(self, batch: Batch, step: int) -> None:
         """Keep a copy of a training batch, unless there are enough or an equal one is kept.
 

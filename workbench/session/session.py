@@ -25,9 +25,10 @@ from workbench.session.edit_text import describe_edits
 from workbench.session.loggers import Logger
 from workbench.session.lr_scheduler import Scheduler
 from workbench.session.probe import Probe, ProbeBatches
-from workbench.session.queryable_session import QueryableSession
 from workbench.session.race_controller import RaceController
 from workbench.session.race_result import Race
+from workbench.session.resumable_session import ResumableSession
+from workbench.session.save_folder import Autosave
 from workbench.session.session_state import CLOSED, TAKEN_OVER, SessionState
 from workbench.session.settings import check_names, check_settings
 from workbench.session.snapshot_rows import describe_settings_change
@@ -35,7 +36,7 @@ from workbench.session.tokenizer import find_decode, find_encode
 from workbench.session.trainer import Trainer
 
 
-class Session(QueryableSession):
+class Session(ResumableSession):
     """A relay, a source of batches, and a thread that trains.
 
     Invariant: only the thread steps, edits or reconfigures the relay; all other state is read and written under one lock.
@@ -55,10 +56,11 @@ class Session(QueryableSession):
             the first training batches; False: no probe until `probe_on` is set.
         decode: ``decode(tokens) -> text``, for panels that show tokens. None: that of the tokenizer on the model, on the
             batches or their data set, or in a variable of the notebook (`find_decode`); without one, token numbers are shown.
+        autosave: saves the session in a folder, and resumes an earlier one that is there, see `Autosave` and `resume`.
 
     Raises:
         TypeError: `relay`, `batches` or `probe` has the wrong type.
-        ValueError: `probe` is empty.
+        ValueError: `probe` is empty, or the relay or the scheduler cannot be saved with `autosave`.
     """
 
     def __init__(
@@ -71,18 +73,21 @@ class Session(QueryableSession):
         schedule: Schedule = Schedule(),  # noqa: B008 - keeps no state; this one edits nothing
         probe: ProbeBatches = None,
         decode: Callable[[Sequence[int]], str] | None = None,
+        autosave: Autosave | None = None,
     ) -> None:
         if not isinstance(relay, Relay):
             raise TypeError(f"relay is a {type(relay).__name__}: a session takes an l2l_core.Relay over your model")
         self.relay, self.decode = relay, decode or find_decode(relay.model, batches)
         self.encode = find_encode(self.decode, relay.model)
-        self._batches = Batches(batches)
+        self._batches = Batches(batches, tracks=autosave is not None)
         self._probe = Probe(relay, probe, self._batches)
         # A lambda: the state needs the command thread, and is made after it.
         super().__init__(lambda command, error: self._state.show_error(command, error))
         self._state = SessionState(relay, self._commands, self._run, loggers, self._probe)
         self._trainer = Trainer(relay, self._batches, self._probe, self._state, scheduler, schedule)
         self._races = RaceController(self._commands, self._trainer, self._state)
+        if autosave is not None:
+            self._begin_saving(autosave)
         earlier = _sessions[relay]() if relay in _sessions else None
         if earlier is not None:
             earlier._end_session(TAKEN_OVER, wait=False)
@@ -247,6 +252,7 @@ class Session(QueryableSession):
     def _take_over(self, earlier: Session | None) -> None:
         if earlier is not None:
             earlier._commands.join()  # its last step may still run
+            self._find_offer()
             with self._changed:
                 self._state.refresh()
                 self._state.settings_plan.mark_used()
@@ -255,6 +261,7 @@ class Session(QueryableSession):
 
     def _shut_down(self) -> None:
         self._races.close()
+        self._save_last()
         self._state.close()
 
     def _next_due(self) -> Command | None:
@@ -263,10 +270,13 @@ class Session(QueryableSession):
             return Command("measure what the last edit did", self._trainer.complete_verdict)
         if (turn := self._races.next_turn()) is not None or self._commands.queue_paused:
             return turn  # None while a race is paused: the run waits for its end too
+        if self._save_is_due():
+            return self._save_command()
         return super()._next_due()
 
     def _step(self) -> None:
         self._trainer.train()
+        self._count_for_save()
 
 
 _sessions: WeakKeyDictionary[Relay, ref[Session]] = WeakKeyDictionary()

@@ -15,6 +15,7 @@ from workbench.session.probe_verdict import PENDING, LossChange, ProbeLosses
 from workbench.session.race_result import Race
 from workbench.session.relay_view import RelayView
 from workbench.session.run_controller import TRAIN
+from workbench.session.save_folder import SavedSession
 from workbench.session.settings import SettingsPlan, make_config
 from workbench.session.settings_search import SettingsSearch
 from workbench.session.snapshot import Snapshot
@@ -53,6 +54,7 @@ class SessionState:
         refusal, ended: see `Snapshot`.
         pending: the last change, if the losses after it are still to be measured; this precedes all other work.
         race: returns the last race in its current state.
+        saves: returns the last save of the session, and the save of an earlier one that can be resumed.
         search: the search for settings that fit, if one runs.
     """
 
@@ -67,6 +69,7 @@ class SessionState:
         self.pending: PendingVerdict | None = None
         self.ended = ""
         self.race: Callable[[], Race | None] = lambda: None
+        self.saves: Callable[[], tuple[SavedSession | None, SavedSession | None]] = lambda: (None, None)
         self.search = SettingsSearch(self._show_full_device, commands.notify_change)
         self._running_trace: Callable[[], Trace | None] = lambda: None
         self._failed_trace: Trace | None = None  # trace of the step that has just failed
@@ -80,7 +83,7 @@ class SessionState:
             history = view.histories.current
             queue = list(self._commands.queue)
             waiting = [command.label for command in queue]
-            trace = self._running_trace()
+            trace, (saved, offer) = self._running_trace(), self.saves()
             return Snapshot(
                 number=self._commands.number,
                 state=run.state,
@@ -117,6 +120,8 @@ class SessionState:
                 touched=view.touched,
                 probe=self._probe.row,
                 race=self.race(),
+                saved=saved,
+                offer=offer,
                 search=self.search.row,
                 changed_from=self.settings_plan.changed_from,
             )

@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from l2l_core import RelayConfig, Trace
 from l2l_core.edits import MAIN_BRANCH, Branch, JournalEntry
 from workbench.session.race_result import Race
+from workbench.session.save_folder import SavedSession
 from workbench.session.settings_search import SearchRow
 from workbench.session.snapshot_values import Change, Failure, LayerRow, ProbeRow, Progress, ShownStep, State, StepRow
 from workbench.session.statistics import Statistics
@@ -58,6 +59,8 @@ class Snapshot:
         touched: keys of the layers that the last edit added, moved, froze or unfroze.
         probe: state of the probe; None in a recorded run.
         race: the last race, finished or in progress (in a recorded run, the last finished one); None before the first.
+        saved: the last save of the session; None before the first, or without `Autosave`.
+        offer: a saved session, until the user has chosen to resume it or to start afresh.
     """
 
     number: int
@@ -92,6 +95,8 @@ class Snapshot:
     touched: Collection[str] = ()
     probe: ProbeRow | None = None
     race: Race | None = None
+    saved: SavedSession | None = None
+    offer: SavedSession | None = None
     changed_from: Mapping[str, Any] = field(default_factory=dict)
     search: SearchRow | None = None
     busy: str = ""

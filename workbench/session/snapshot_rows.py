@@ -160,6 +160,8 @@ def _state_after(error: BaseException, during: Activity) -> str:
         "edit": "The effect of the change before its error remains: Run continues from here.",
         "refused": "Nothing was changed.",
         "scheduler": "The step itself is done and counted: Run continues.",
+        "save": "The session is not saved; its earlier saves are as they were, and training has not changed: Run continues.",
+        "resume": "The session was not resumed.",
         "logger": "The step or change itself is done and counted, but may not be logged: Run continues.",
     }[during]
 

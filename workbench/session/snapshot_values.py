@@ -11,7 +11,7 @@ from l2l_core.edits import MAIN_BRANCH, JournalEntry
 from workbench.session.probe_verdict import LossChange, describe_verdict
 
 State = Literal["idle", "running", "paused", "failed", "closed"]
-Activity = Literal["batch", "step", "edit", "refused", "scheduler", "logger"]
+Activity = Literal["batch", "step", "edit", "refused", "scheduler", "logger", "save", "resume"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ because rows belong to permanent keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,6 +147,18 @@ class StatisticsLog:
                 part.mean.astype(np.float32) if part else None,
             )
         return self._view
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of all figures as plain data and arrays."""
+        state = {name: value for name, value in vars(self).items() if name != "_view"}
+        tracks = {name: [tuple(track) for track in state[name]] for name in ("_stack", "_removed")}
+        return deepcopy({**state, **tracks, "_open": self._open and self._open._asdict()})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore figures from `state_dict`."""
+        vars(self).update(deepcopy(state), _view=None)
+        self._open = state["_open"] and _StepColumn(**state["_open"])
+        self._stack, self._removed = (tuple(LayerTrack(*track) for track in state[n]) for n in ("_stack", "_removed"))
 
     def _was_present(self, row: int) -> bool:
         closed = self._count[_PRESENT, : self._columns, row].any()

@@ -81,6 +81,12 @@ class TrainingRun:
             if self.remaining == 0 or self.pause_after_step:
                 self.pause()
 
+    def restore(self, done: int, remaining: int | None) -> None:
+        """Restore a run that was interrupted; it is paused if steps are left."""
+        with self._changed:
+            self.done, self.remaining, self.failure = done, remaining, None
+            self.state = "idle" if remaining == 0 else "paused"
+
     def pause(self) -> None:
         """Pause; no effect unless the run is running."""
         with self._changed:

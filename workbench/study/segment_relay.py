@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 
 from l2l_core import Relay
 from l2l_core.model import RandomState, preserve_random_state
-from workbench.session import Batches, LRSchedulerAdapter
+from workbench.session import Batches, LRSchedulerAdapter, RandomStates
 from workbench.study.segment import SharedSegment
 
 MakeRelay = Callable[..., Any]
@@ -29,8 +27,7 @@ def open_relay(
         ValueError: the relay has trained already.
     """
     seed_all(seed)
-    with recorded_arguments() as recorded:
-        made = make_relay(seed, **factors)
+    made = make_relay(seed, **factors)
     relay, scheduler = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(relay, Relay):
         raise TypeError(f"make_relay returned a {type(relay).__name__}: return a Relay, or a pair (relay, scheduler)")
@@ -43,7 +40,7 @@ def open_relay(
     state = next((each for each in saves if (each / "relay").exists()), None)
     if state is None:
         return relay, adapter
-    relay = _load(state / "relay", relay, recorded)
+    relay.restore(state / "relay")
     adapter.load_state_dict(torch.load(scheduler_file(state, relay.steps)))
     return relay, adapter
 
@@ -57,42 +54,6 @@ def seed_all(seed: int) -> None:
     """Seed the generators of torch, NumPy and Python."""
     RandomState.from_seed(seed).restore()
     numpy.random.seed(seed % 2**32)
-
-
-@contextmanager
-def recorded_arguments() -> Iterator[list[tuple[Relay, dict[str, Any]]]]:
-    """Record the arguments of relays that are made in a block, since a save is loaded with the same ones."""
-    made: list[tuple[Relay, dict[str, Any]]] = []
-    relays: Any = Relay
-    plain, signature = Relay.__init__, inspect.signature(Relay.__init__)
-
-    def recording(self: Relay, *args: Any, **options: Any) -> None:
-        plain(self, *args, **options)
-        arguments = dict(signature.bind(self, *args, **options).arguments)
-        del arguments["self"]
-        made.append((self, arguments))
-
-    relays.__init__ = recording
-    try:
-        yield made
-    finally:
-        relays.__init__ = plain
-
-
-def _load(folder: Path, relay: Relay, recorded: Sequence[tuple[Relay, dict[str, Any]]]) -> Relay:
-    """Return a relay like this one, in the state of a save; this one is closed."""
-    options = next((arguments for one, arguments in recorded if one is relay), None)
-    if options is None:
-        raise ValueError(
-            "make_relay returned a relay that it did not make: a study makes a new model and a new relay for every run"
-        )
-    model, optimizer = options.pop("model"), options.pop("optimizer", None)
-    for name in ("layers", "config"):  # as saved: edits have changed the layers
-        options.pop(name, None)
-    if optimizer is None or callable(optimizer):  # a scheduler refers to the optimizer that a factory made
-        optimizer = relay.optimizer
-    relay.close()
-    return Relay.load(folder, model, optimizer, **options)
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -112,7 +73,7 @@ class BatchStream:
             seed_all(seed)
             source: Any = batches(seed) if callable(batches) else batches
             self._batches = Batches(source)
-            self._keep_random()
+            self._random = RandomStates.capture()
 
     def draw(self) -> Any:
         """Return the next batch.
@@ -122,7 +83,6 @@ class BatchStream:
         """
         with preserve_random_state():
             self._random.restore()
-            numpy.random.set_state(self._numpy)
             try:
                 batch = self._batches.next_batch()
             except StopIteration:
@@ -131,9 +91,6 @@ class BatchStream:
                     "a generator without an end, or shorten the study"
                 ) from None
             self._batches.mark_used()
-            self._keep_random()
+            self._random = RandomStates.capture()
         self.drawn += 1
         return batch
-
-    def _keep_random(self) -> None:
-        self._random, self._numpy = RandomState.capture(), numpy.random.get_state(legacy=False)
