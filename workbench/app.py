@@ -87,6 +87,7 @@ class Workbench(Dashboard):
     measure = forward_to_session(Session.measure)
     inspect = forward_to_session(Session.inspect)
     look = forward_to_session(Session.look)
+    evaluate = forward_to_session(Session.evaluate)
     race = forward_to_session(Session.race)
     fork = forward_to_session(Session.fork)
     switch = forward_to_session(Session.switch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
 from typing import Any, Literal
 
@@ -21,6 +22,9 @@ class Batches:
     A `DataLoader`, a list or any other iterable restarts when it ends, epoch after epoch. An iterator or generator ends
     for good. A function is called for every batch.
 
+    Attributes:
+        epoch: epoch of the batch returned last; None if the source has none: an iterator, a function, or a single batch.
+
     Raises:
         TypeError: the source is none of these, or is a single batch.
     """
@@ -35,7 +39,10 @@ class Batches:
             )
         self._source = source
         self._iterator: Iterator[Any] = iter(()) if callable(source) else iter(source)
-        self._pending: list[Any] = []  # at most one batch: taken and not used
+        self._pending: list[tuple[Any, int]] = []  # batches that were taken and not used, with their epochs
+        self._pass = 1  # number of the iterator, from 1
+        self._has_epochs = self.kind == "iterable" and _length(source) != 1
+        self.epoch: int | None = None
         self._tried = False  # whether a step has begun on it
 
     def next_batch(self) -> Any:
@@ -45,17 +52,44 @@ class Batches:
             StopIteration: the source has ended.
         """
         if not self._pending:
-            self._pending.append(self._draw())
-        return self._pending[0]
+            self._pending.append((self._draw(), self._pass))
+        batch, epoch = self._pending[0]
+        self.epoch = epoch if self._has_epochs else None
+        return batch
+
+    def peek(self, count: int) -> Sequence[Any]:
+        """Return the next batches, fewer if the source ends; they remain to be used, so they must not be changed."""
+        with suppress(StopIteration):
+            while len(self._pending) < count:
+                # Copies: the source may fill the same tensors again for the next batch.
+                self._pending[-1:] = [(copy_batch(batch), epoch) for batch, epoch in self._pending[-1:]]
+                self._pending.append((self._draw(), self._pass))
+        return [batch for batch, _ in self._pending[:count]]
+
+    def steps_of(self, epochs: int) -> int:
+        """Return the number of steps of passes over the source.
+
+        Raises:
+            ValueError: `epochs` is not a positive integer, or the source has no length.
+        """
+        if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
+            raise ValueError(f"epochs={epochs!r}: must be a positive integer")
+        length = _length(self._source) if self.kind == "iterable" else None
+        if not length:
+            raise ValueError(
+                f"epochs={epochs}: the batches have no length, so the end of a pass is not known; give run(steps=...), or a "
+                "DataLoader or a list as batches"
+            )
+        return epochs * length
 
     @property
     def pending(self) -> Sequence[Any]:
-        """The batch that was taken and not used; empty if there is none."""
-        return tuple(self._pending)
+        """The next batch, if it was taken and not used; else empty."""
+        return tuple(batch for batch, _ in self._pending[:1])
 
     def mark_used(self) -> None:
         """Drop the pending batch: the next call of `next_batch` takes another one."""
-        self._pending.clear()
+        self._pending[:1] = []
         self._tried = False
 
     def mark_tried(self) -> None:
@@ -81,7 +115,7 @@ class Batches:
         try:
             return next(self._iterator)
         except StopIteration:
-            self._iterator = iter(self._source)
+            self._iterator, self._pass = iter(self._source), self._pass + 1
             if self._iterator is self._source:
                 raise  # an iterator has ended for good
         for batch in self._iterator:  # not `next`: its StopIteration would end the run without an error
@@ -90,6 +124,13 @@ class Batches:
             "batches holds no batch, so there is nothing to train on: give a source that is not empty; a DataLoader with "
             "drop_last=True is empty if its dataset is smaller than a batch"
         )
+
+
+def _length(source: Any) -> int | None:
+    try:
+        return len(source)
+    except TypeError:  # of an iterable data set, too
+        return None
 
 
 def copy_batch(batch: Batch) -> Batch:

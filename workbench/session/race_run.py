@@ -19,7 +19,6 @@ from typing import Any
 from workbench.session.probe_verdict import ProbeLosses
 from workbench.session.race_result import STEPS_PER_ROUND, Race, Racer
 from workbench.session.session_state import SessionState
-from workbench.session.step_estimates import count_flop
 from workbench.session.trainer import Trainer
 
 NUM_MEASUREMENTS = 8  # of the probe for each branch, besides the one before its first step
@@ -114,12 +113,11 @@ class RaceRun:
             return
         self._update(name, tried=True)
         try:
-            row, result = self._trainer.race_step(
+            row = self._trainer.race_step(
                 batch, self._mark_batch_used if batch is self._round_batches[-1] else lambda: None
             )
-            flop = count_flop(self._trainer.relay, batch, result.trace, result.samples)
             steps, layers = (*steps, row), len(self._trainer.relay.stack)  # a schedule may have edited the stack
-            self._update(name, tried=False, steps=steps, flop=(*racer.flop, flop), layers=layers)
+            self._update(name, tried=False, steps=steps, flop=(*racer.flop, row.flop), layers=layers)
             self._state.activity = "scheduler"
             self._trainer.lr_scheduler.step(row.loss)
             self._scheduler_states[name] = self._trainer.lr_scheduler.state_dict()
