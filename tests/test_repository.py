@@ -284,7 +284,7 @@ MAY_IMPORT = {
         "plans": "readings session",
         "panels": "plans ranks what_if runs pictures readings session",
         "study": "panels pictures session",
-        "app": "panels session",
+        "app": "panels pictures session",
         "lab_bench": "plans panels session",
         "rank_bench": "ranks panels session",
         "replay_bench": "panels pictures runs",

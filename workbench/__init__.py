@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from workbench.replay_bench import replay as replay
     from workbench.runs import Recorder as Recorder
     from workbench.runs import load_run as load_run
+    from workbench.session import EarlyStopping as EarlyStopping
     from workbench.session import Session as Session
     from workbench.session import Snapshot as Snapshot
     from workbench.study import Study as Study
@@ -29,6 +30,7 @@ _MODULE_OF = {
     "LabBench": "workbench.lab_bench",
     "launch": "workbench.rank_bench",
     "Ways": "workbench.panels.ways",
+    "EarlyStopping": "workbench.session",
     "Session": "workbench.session",
     "Snapshot": "workbench.session",
     "Study": "workbench.study",

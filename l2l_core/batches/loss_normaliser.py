@@ -162,7 +162,7 @@ class LossNormaliser:
         return peers.select_own(next(iter(found.values())))
 
     def item_count(self, rows: RowsOfBatch, micro_batches: Sequence[Any]) -> float:
-        """Return the number of items over which the loss of the whole batch is a mean; 1 if it is a sum.
+        """Return the number of items over which the batch's loss is a mean; 1 for a sum.
 
         Of a batch in one micro-batch, which need not be cut, these are its rows if its loss is a mean of no other items.
 

@@ -94,7 +94,7 @@ def fold_counts(counts: Mapping[str, Sequence[int]], blocks: int) -> dict[str, l
 
 
 def is_of_targets(candidate: str, batch: Any) -> bool:
-    """Return whether a candidate counts the column of a batch that has the targets, as far as names and places tell.
+    """Return whether a candidate counts the targets of a batch, judged by names and places.
 
     That is the last one of a sequence; a key of a mapping with "label" or "target", or any key if no key has such a name.
     """

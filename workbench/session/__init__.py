@@ -32,7 +32,7 @@ from workbench.session.layer_trial import TrialKind as TrialKind
 from workbench.session.loggers import HeldOutLogger as HeldOutLogger
 from workbench.session.loggers import Logger as Logger
 from workbench.session.loggers import TensorBoard as TensorBoard
-from workbench.session.lr_finder import RULE as RULE
+from workbench.session.lr_finder import LR_RULE as LR_RULE
 from workbench.session.lr_finder import LRFinding as LRFinding
 from workbench.session.lr_scheduler import LRSchedulerAdapter as LRSchedulerAdapter
 from workbench.session.lr_scheduler import Scheduler as Scheduler

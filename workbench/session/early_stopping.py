@@ -13,7 +13,7 @@ from workbench.session.snapshot_values import HeldOutRow
 class EarlyStopping:
     """Rule by which a run pauses when a held-out value does not improve any more.
 
-    The remaining steps stay, so Run goes on; it then stops after `patience` more evaluations without an improvement.
+    The remaining steps stay, so Run continues; it pauses again after `patience` more evaluations without an improvement.
 
     Args:
         metric: "loss", or the name of a metric of the evaluation.
@@ -45,7 +45,7 @@ class StoppingMonitor:
         metrics: metrics of the evaluation.
 
     Raises:
-        ValueError: the rule names no metric of the evaluation, or one that does not tell whether higher is better.
+        ValueError: the rule names no metric of the evaluation, or one without a direction.
     """
 
     def __init__(self, rule: EarlyStopping, metrics: MetricSet) -> None:
@@ -77,11 +77,11 @@ class StoppingMonitor:
         self._waited += 1
         if self._waited < self._rule.patience:
             return ""
-        count, self._waited = self._waited, 0  # Run goes on for as many evaluations
+        count, self._waited = self._waited, 0  # a continued run gets as many evaluations
         times = "the last evaluation" if count == 1 else f"{count} evaluations in a row"
         return (
             f"Stopped early: the held-out {self._rule.metric} has not improved in {times}; the best is "
-            f"{value_of(self._best):.4g} after step {self._best.step}. Run goes on."
+            f"{value_of(self._best):.4g} after step {self._best.step}. Run continues."
         )
 
     def _is_better(self, value: float, best: float) -> bool:

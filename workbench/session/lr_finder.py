@@ -25,7 +25,7 @@ LEAST_STEPS = 10
 SMOOTHING = 0.9  # of the exponential mean of the losses
 DIVERGED = 4.0  # times the lowest smoothed loss; the limit of fastai and Lightning
 
-RULE = (
+LR_RULE = (
     "the rate at which the smoothed loss falls fastest per decade, before its lowest point (range test of Smith, arXiv "
     '1506.01186; the rule "steep" of fastai and Lightning)'
 )
@@ -61,7 +61,7 @@ class LRFinding:
 
     @property
     def suggestion(self) -> float | None:
-        """Suggested learning rate by `RULE`; None if the loss does not fall."""
+        """Suggested learning rate by `LR_RULE`; None if the loss does not fall."""
         smoothed = numpy.array(self.smoothed)
         if len(smoothed) < 3:
             return None

@@ -56,7 +56,7 @@ class MetricSet:
         return tuple(self._parts)
 
     def higher_is_better(self, name: str) -> bool | None:
-        """Return whether higher values of a metric are better; None if it does not tell."""
+        """Return whether higher values of a metric are better; None if that is not known."""
         return False if name == LOSS else self._parts[name].higher_is_better
 
     def reset(self) -> None:

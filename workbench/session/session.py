@@ -268,7 +268,7 @@ class Session(QueryableSession):
         self._state.close()
 
     def _next_due(self) -> Command | None:
-        """Return the measurement after an edit or a step, or else a turn of a race, or else a step of the run."""
+        """Return a measurement that is due, or else a turn of a race, or a step."""
         if self._state.pending is not None:
             return Command("measure what the last edit did", self._trainer.complete_verdict)
         if (evaluation := self._evaluator.next_due()) is not None:

@@ -292,7 +292,7 @@ def test_values_are_checked(relay: Relay, loader: Any, metrics: Any, message: st
 # Early stopping -------------------------------------------------------------------------------------------------------
 
 
-def test_early_stopping_pauses_with_its_reason_and_run_goes_on(relay: Relay) -> None:
+def test_early_stopping_pauses_with_its_reason_and_run_continues(relay: Relay) -> None:
     values = iter([0.5, 0.7, 0.6, 0.65, 0.71, 0.6, 0.6, 0.6, 0.6])
     metric = {"accuracy": lambda outputs, batch: next(values)}
     with Session(relay, make_batches()) as session:
@@ -304,7 +304,7 @@ def test_early_stopping_pauses_with_its_reason_and_run_goes_on(relay: Relay) -> 
         now = session.wait(HANG_S)
         assert (now.state, now.step, now.target) == ("paused", 3, 8)
         assert (
-            "accuracy has not improved in 2 evaluations in a row; the best is 0.7 after step 1. Run goes on."
+            "accuracy has not improved in 2 evaluations in a row; the best is 0.7 after step 1. Run continues."
             in now.notice
         )
         assert "Stopped early: the held-out accuracy" in progress_html(now)
