@@ -11,9 +11,15 @@ from sessions import make_batches, train
 from workbench.app import Workbench
 from workbench.panels.header_panel import HeaderPanel
 from workbench.panels.loss_panel import LossPanel
+from workbench.panels.panel import Panel
 from workbench.pictures import LRCurve
 from workbench.session.early_stopping import EarlyStopping
 from workbench.session.session import Session
+
+
+def drawn(panel: Panel) -> str:
+    shown(panel)
+    return html_of(panel)
 
 
 def absolute(outputs: Any, batch: Any) -> float:
@@ -23,10 +29,10 @@ def absolute(outputs: Any, batch: Any) -> float:
 def test_value_axis_and_scale_can_be_chosen(session: Session) -> None:
     panel = LossPanel(session)
     train(session, 2)
-    assert "evaluate(loader, every=100)" in html_of(shown(panel))
+    assert "evaluate(loader, every=100)" in drawn(panel)
     session.evaluate(make_batches(2), {"absolute": absolute}, every=1).result(HANG_S)
     train(session, 3)
-    text = html_of(shown(panel))
+    text = drawn(panel)
     assert "evaluate(loader" not in text and ">held out<" in text and "held-out loss" in text
     value, axis, log = panel._shown, panel._axis, panel._log
     assert [label for label, _ in value.options] == ["loss", "held-out absolute", "learning rate", "rows per second"]
@@ -51,7 +57,7 @@ def test_header_cancels_a_measurement_and_shows_why_a_run_paused(session: Sessio
     )
     session.run(5)
     session.wait(HANG_S)
-    assert "Stopped early: the held-out up has not improved in the last evaluation" in html_of(shown(panel))
+    assert "Stopped early: the held-out up has not improved in the last evaluation" in drawn(panel)
     assert find(panel, "Cancel").layout.display == "none"
     cancelled: list[str] = []
 
