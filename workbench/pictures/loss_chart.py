@@ -212,7 +212,8 @@ def _draw_last(curve: LossCurve, places: Sequence[Point], x: Scale, y: ValueScal
         if colour == BLUE:
             yield rect(x(at) - 3.5, y(value) - 3.5, 7, 7, fill=BLUE, r=3.5)
         anchor = "end" if label_x > LEFT + 80 else "start"
-        label = text(min(label_x + 3, RIGHT - 2), label_y, f"{value:.4g}", strong=True, anchor=anchor, fill=colour)
+        words = f"{value:.4g}" if colour == BLUE else f"held out {value:.4g}"
+        label = text(min(label_x + 3, RIGHT - 2), label_y, words, style="strong", anchor=anchor)
         yield outlined_text(label)
 
 
@@ -230,7 +231,7 @@ def _level(y: ValueScale, name: str, level: float) -> str:
 
 
 def _legend(curve: LossCurve, points: Sequence[Point], name: str) -> Iterator[str]:
-    faint = ' stroke-opacity=".38"' if curve.window or points else ""
+    faint = ' stroke-opacity=".5"' if curve.window or points else ""
     entries = []
     if len(curve.step) or len(curve.non_finite) or not points:
         entries.append((shortened(name, 24), f'<path d="M0 -4h22" stroke="{BLUE}" stroke-width="2"{faint}/>'))

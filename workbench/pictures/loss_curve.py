@@ -82,10 +82,10 @@ def draw_curve(curve: LossCurve, x: Scale, y: ValueScale, faint: bool = False) -
         spans = zip(columns[firsts].tolist(), lows, highs, strict=True)
         d = "M" + "L".join(f"{column} {low:.1f}V{high:.1f}" for column, low, high in spans)
     if not curve.window:
-        shade = ' stroke-opacity=".45"' if faint else ""
+        shade = ' stroke-opacity=".5"' if faint else ""
         yield f'<path d="{d}" fill="none" stroke="{BLUE}"{shade} stroke-width="1.8" stroke-linejoin="round"/>'
         return
-    yield f'<path d="{d}" fill="none" stroke="{BLUE}" stroke-opacity=".38"/>'
+    yield f'<path d="{d}" fill="none" stroke="{BLUE}" stroke-opacity=".5"/>'
     smooth, chosen = curve.moving_mean(), np.append(firsts[::2], len(columns) - 1)
     d = polyline(zip(map(x, curve.step[chosen].tolist()), map(y, smooth[chosen].tolist()), strict=True))
     yield f'<path d="{d}" fill="none" stroke="{BLUE}" stroke-width="{1.6 if faint else 2.2}" stroke-linejoin="round"/>'

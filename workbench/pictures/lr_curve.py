@@ -44,7 +44,7 @@ def draw_lr_curve(found: LRFinding) -> str:
         text(LEFT, 40, words, style="dim"),
         *draw_loss_axis(y, marks, "loss", named=True),
         *_draw_rates(x),
-        path(raw, stroke=BLUE, fill="none", width=1).replace("<path", '<path stroke-opacity=".45"', 1),
+        path(raw, stroke=BLUE, fill="none", width=1).replace("<path", '<path stroke-opacity=".5"', 1),
         path(mean, stroke=BLUE, fill="none", width=2.4),
         *_draw_suggestion(found, x),
     ]

@@ -252,6 +252,7 @@ class Session(QueryableSession):
 
     def _end_session(self, reason: str, wait: bool) -> None:
         self._state.set_ended(reason)
+        self._state.work.cancel()
         self._commands.close(wait)
 
     def _take_over(self, earlier: Session | None) -> None:

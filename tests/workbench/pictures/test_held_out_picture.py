@@ -66,7 +66,7 @@ def test_held_out_curve_is_bold_and_the_training_loss_faint() -> None:
 def test_metrics_have_their_own_chart() -> None:
     view = LossView(f"{METRIC}accuracy")
     svg = draw_loss(rows(60), held_out=held_out_points(HELD_OUT, view.metric), view=view)
-    assert "accuracy" in words(svg) and not lines(svg, BLUE) and "0.6" in words(svg)
+    assert "accuracy" in words(svg) and not lines(svg, BLUE) and "held out 0.6" in words(svg)
     assert "not measured yet" in words(draw_loss(rows(5), view=view))
 
 

@@ -227,6 +227,20 @@ def test_progress_is_shown_and_cancel_leaves_the_measurement_out(relay: Relay) -
         assert [row.step for row in session.wait(HANG_S).held_out] == [1, 2, 3], "a cancel ends no later one"
 
 
+def test_close_does_not_wait_for_the_rest_of_an_evaluation(relay: Relay) -> None:
+    closing: list[int] = []
+
+    def metric(outputs: torch.Tensor, batch: Batch) -> float:
+        closing.append(len(closing))
+        session.close(wait=False)
+        return 1.0
+
+    session = Session(relay, make_batches())
+    future = session.evaluate(HELD_OUT, {"mine": metric})
+    assert isinstance(future.exception(HANG_S), WorkCancelled) and closing == [0]
+    session.close()
+
+
 def test_an_error_ends_the_evaluation_and_no_step_is_lost(relay: Relay) -> None:
     broken: list[int] = []
 
