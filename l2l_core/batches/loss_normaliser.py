@@ -171,7 +171,8 @@ class LossNormaliser:
         """
         peers = self._peers
         if self._weight is not None:
-            counts = peers.gather_counts({"weight": [self._weight(each) for each in micro_batches]})["weight"]
+            own: Any = [float(self._weight(each)) for each in micro_batches]
+            counts = peers.gather_counts({"weight": own})["weight"]
             return float(sum(counts or []))
         if self._loss_over == "sum":
             return 1.0
@@ -188,8 +189,7 @@ class LossNormaliser:
         names = [name for name in sums if name in remaining]
         if SUM in names:
             return 1.0
-        own = rows.batch
-        counted = sums[next((name for name in names if name != ROWS and is_of_targets(name, own)), ROWS)]
+        counted = sums[next((name for name in names if name != ROWS and is_of_targets(name, rows.batch)), ROWS)]
         return count_rows if counted is None else float(sum(counted))
 
     def _candidates(
