@@ -75,7 +75,7 @@ from l2l_core.model import (
     snapshot_except,
 )
 from l2l_core.plan import StepPlan
-from l2l_core.runner import OnTrial, Runner
+from l2l_core.runner import BatchProbe, OnTrial, Runner
 from l2l_core.saves import EditedStacks, HistoryRestorer, Resumption, history_parts, register_restore, snapshot_parts
 from l2l_core.shelf import (
     Disk,
@@ -556,6 +556,28 @@ class Relay:
             self._trial_edits(edits, force, len(batches)),
         ):
             return [self._probe(batch) for batch in batches]
+
+    def probe_batch(self, batch: Batch, *, outputs: bool = False) -> BatchProbe:
+        """Return loss and outputs of one batch in evaluation mode, without any effect on later steps.
+
+        Restores all that `probe` does, and what hooks, `objective` and `loss` keep outside of the model.
+
+        Args:
+            batch: as for `evaluate`.
+            outputs: whether to return the model's outputs too; they come from the pass that computes the loss, or from a
+                second one with `objective=` or `loss_over="batch"`.
+
+        Raises:
+            ValueError, TypeError: the batch cannot be evaluated.
+            DeviceOutOfMemory: as for `step`.
+        """
+        with (
+            defer_interrupts(),
+            self._exclusive(),
+            self._restored_state(self._runner.snapshot_user_state()),
+            self._backend.synchronized("probe", partial(self._shared_facts, batch)),
+        ):
+            return self._runner.probe_batch(batch, outputs)
 
     def look(
         self,

@@ -11,9 +11,9 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from socket import gethostname
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -81,6 +81,23 @@ if TYPE_CHECKING:  # the methods that plan import these rooms when they are call
 
 def _change_nothing(runtime: BreadthFirstRuntime) -> None:
     """Leave the weights as they are."""
+
+
+class BatchProbe(NamedTuple):
+    """A held-out batch in evaluation mode.
+
+    Attributes:
+        loss: mean loss.
+        count: number of items over which `loss` is a mean: rows or targets, or the sum of `weight=`; 1 if it is a sum. Means
+            over several batches weigh them by it.
+        rows: number of rows.
+        outputs: outputs of the model, joined over micro-batches, on the host; None unless requested.
+    """
+
+    loss: float
+    count: float
+    rows: int
+    outputs: Any
 
 
 OnTrial = Callable[[DeviceOutOfMemory | None, RelayConfig], None]
@@ -502,6 +519,28 @@ class Runner:
         return float(
             sum(self._backend.gather_items([divide_loss(loss, n) for loss, n in zip(losses, divisors, strict=True)]))
         )
+
+    def probe_batch(self, batch: Batch, with_outputs: bool) -> BatchProbe:
+        """Return loss, count and outputs of a batch; see `Relay.probe_batch`."""
+        rows, micro_batches = self.split(batch)
+        joins_passes = with_outputs and not (self._has_batch_loss or self._model_call.has_objective)
+        if not joins_passes:
+            loss = self.evaluate(batch, self.probe_normaliser)
+            outputs = self.infer(micro_batches, self._model_call.outputs) if with_outputs else None
+        else:
+            divisors = self.probe_normaliser.divisors(rows, micro_batches)
+            results = self.infer(micro_batches, self._objective_with_outputs)
+            losses = [divide_loss(each[0], n) for each, n in zip(results, divisors, strict=True)]
+            loss, outputs = float(sum(self._backend.gather_items(losses))), [each[1] for each in results]
+        count = self.probe_normaliser.item_count(rows, micro_batches)
+        if outputs is None:
+            return BatchProbe(loss, count, rows.count, None)
+        joined = rows.join(outputs, cache(partial(self.probe_normaliser.divisors, rows, micro_batches)))
+        return BatchProbe(loss, count, rows.count, joined)
+
+    def _objective_with_outputs(self, model: nn.Module, micro_batch: Any) -> tuple[torch.Tensor, Any]:
+        with new_state_copied(self._model_call.metrics()):
+            return self._model_call.objective_with_outputs(model, micro_batch)
 
     def _measure_losses(self, batches: Sequence[Any], perturbed: bool) -> list[float]:
         return [float(loss) for loss in self._measure(batches, perturbed, self.objective)]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from workbench.runs import Recorder as Recorder
     from workbench.runs import load_run as load_run
     from workbench.session import Autosave as Autosave
+    from workbench.session import EarlyStopping as EarlyStopping
     from workbench.session import Session as Session
     from workbench.session import Snapshot as Snapshot
     from workbench.study import Study as Study
@@ -33,6 +34,7 @@ _MODULE_OF = {
     "launch": "workbench.rank_bench",
     "Ways": "workbench.panels.ways",
     "Autosave": "workbench.session",
+    "EarlyStopping": "workbench.session",
     "Session": "workbench.session",
     "Snapshot": "workbench.session",
     "Study": "workbench.study",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from html import escape
 
 import ipywidgets
@@ -27,7 +28,7 @@ from workbench.panels.timeline_panel import TimelinePanel
 from workbench.panels.verdict_panel import BoundsPanel, VerdictPanel
 from workbench.panels.view_tabs import check_view
 from workbench.panels.what_if_panel import WhatIfPanel
-from workbench.pictures import Table
+from workbench.pictures import LRCurve, Table
 from workbench.session import Autosave, BatchSource, Logger, ProbeBatches, Scheduler, Session, Snapshot
 
 VIEWS: Mapping[str, Sequence[PanelFactory]] = {
@@ -103,6 +104,7 @@ class Workbench(Dashboard):
     measure = forward_to_session(Session.measure)
     inspect = forward_to_session(Session.inspect)
     look = forward_to_session(Session.look)
+    evaluate = forward_to_session(Session.evaluate)
     race = forward_to_session(Session.race)
     fork = forward_to_session(Session.fork)
     switch = forward_to_session(Session.switch)
@@ -112,6 +114,18 @@ class Workbench(Dashboard):
     start_afresh = forward_to_session(Session.start_afresh)
     resume = forward_and_refresh(Session.resume)
     wait = forward_and_refresh(Session.wait)
+
+    def find_lr(self, lowest: float = 1e-7, highest: float = 1.0, steps: int = 60) -> Future[LRCurve]:
+        """Find a learning rate and rewind, see `Session.find_lr`; the result displays its curve.
+
+        Args:
+            lowest, highest: rates of the first and of the last step.
+            steps: number of steps; fewer if the loss diverges.
+
+        Raises:
+            ValueError: the range is empty, or there are too few steps.
+        """
+        return self.session.find_lr(lowest, highest, steps, result=LRCurve)
 
     def close(self, wait: bool = True) -> None:
         """End the session after its current step, and leave a still picture in the notebook. The relay stays open.

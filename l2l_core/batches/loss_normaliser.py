@@ -36,7 +36,14 @@ from l2l_core.batches.loss_refusals import (
 )
 from l2l_core.batches.loss_trials import LossTrial, row_trials, target_trials
 from l2l_core.batches.lru_cache import LRUCache
-from l2l_core.batches.target_counts import ROWS, SUM, CandidateCounts, normaliser_candidates, sum_counts
+from l2l_core.batches.target_counts import (
+    ROWS,
+    SUM,
+    CandidateCounts,
+    is_of_targets,
+    normaliser_candidates,
+    sum_counts,
+)
 
 Weight = Callable[[Any], float]
 LossOver = Literal["micro-batch", "batch", "sum"]
@@ -147,6 +154,52 @@ class LossNormaliser:
         if number == 1:
             self.summary = "loss of the batch, in one micro-batch"
             return [1.0]
+        remaining, sums = self._candidates(rows, micro_batches)
+        found = _divisors_by_candidate({name: sums[name] for name in sums if name in remaining}, number)
+        if not found:  # every remaining candidate counts nothing in the whole batch
+            raise no_target_error(next(iter(remaining)))
+        self.summary = _describe([name for name in sums if name in remaining]) + (self._notes.get(tuple(sums)) or "")
+        if self._warning:  # once, and not if the batch is refused
+            warnings.warn(self._warning, stacklevel=2)
+            self._warning = ""
+        return peers.select_own(next(iter(found.values())))
+
+    def item_count(self, rows: RowsOfBatch, micro_batches: Sequence[Any]) -> float:
+        """Return the number of items over which the batch's loss is a mean; 1 for a sum.
+
+        Of a batch in one micro-batch, which need not be cut, these are its rows if its loss is a mean of no other items.
+
+        Raises:
+            ValueError: as for `divisors`.
+        """
+        peers = self._peers
+        if self._weight is not None:
+            own: Any = [float(self._weight(each)) for each in micro_batches]
+            counts = peers.gather_counts({"weight": own})["weight"]
+            return float(sum(counts or []))
+        if self._loss_over == "sum":
+            return 1.0
+        own_rows = peers.gather_counts({ROWS: rows.sizes(len(micro_batches))})[ROWS]
+        count_rows = float(sum(own_rows or []))
+        if self._loss_over == "batch":
+            return count_rows
+        try:
+            remaining, sums = self._candidates(rows, micro_batches)
+        except ValueError:
+            if len(micro_batches) * peers.count > 1:
+                raise
+            return count_rows
+        names = [name for name in sums if name in remaining]
+        if SUM in names:
+            return 1.0
+        counted = sums[next((name for name in names if name != ROWS and is_of_targets(name, rows.batch)), ROWS)]
+        return count_rows if counted is None else float(sum(counted))
+
+    def _candidates(
+        self, rows: RowsOfBatch, micro_batches: Sequence[Any]
+    ) -> tuple[frozenset[str], dict[str, list[int] | None]]:
+        """Return the candidates that hold for the batch, and the counts of all micro-batches by candidate."""
+        peers, number = self._peers, len(micro_batches) * self._peers.count
         counted, compared = rows.counted_by(micro_batches), rows.compared_by(micro_batches)
         counts, sizes = normaliser_candidates(counted), counted.sizes(len(micro_batches))
         key = self._key(rows, counts)
@@ -154,18 +207,12 @@ class LossNormaliser:
             self._remaining.put(key, self._compare(key, tuple(counts), peers.gather_rows(compared), max(sizes)))
         remaining = self._remaining.get(key) or frozenset(counts)
         sums = peers.gather_counts({name: sum_counts(each, sizes) for name, each in counts.items()})
+        sums = {name: sums[name] for name in counts}
         found = _divisors_by_candidate({name: sums[name] for name in counts if name in remaining}, number)
         if _disagree(found, found):
             remaining = self._identify(found, peers.gather_rows(compared), len(micro_batches))
             self._remaining.put(key, remaining)
-            found = {name: found[name] for name in found if name in remaining}
-        if not found:  # every remaining candidate counts nothing in the whole batch
-            raise no_target_error(next(iter(remaining)))
-        self.summary = _describe([name for name in counts if name in remaining]) + (self._notes.get(key) or "")
-        if self._warning:  # once, and not if the batch is refused
-            warnings.warn(self._warning, stacklevel=2)
-            self._warning = ""
-        return peers.select_own(next(iter(found.values())))
+        return remaining, sums
 
     def _check_outputs(self, rows: RowsOfBatch, micro_batches: Sequence[Any]) -> None:
         """Compare the outputs of a few rows with those of their parts, once per structure.

@@ -66,7 +66,19 @@ class ModelCall:
         """Run the model on one micro-batch; return the scalar loss and the extras, None without any."""
         if self._objective is not None:
             return split_extras(self._objective(model, micro_batch), "objective(model, micro_batch)")
+        return self._loss_with_extras(self.outputs(model, micro_batch), micro_batch)
+
+    @property
+    def has_objective(self) -> bool:
+        """True if the user's objective runs the model, so that its outputs are not known."""
+        return self._objective is not None
+
+    def objective_with_outputs(self, model: nn.Module, micro_batch: Any) -> tuple[torch.Tensor, Any]:
+        """Run the model on one micro-batch, without an objective; return the scalar loss and the outputs."""
         outputs = self.outputs(model, micro_batch)
+        return self._loss_with_extras(outputs, micro_batch)[0], outputs
+
+    def _loss_with_extras(self, outputs: Any, micro_batch: Any) -> tuple[torch.Tensor, Any]:
         if self._loss is not None:
             return split_extras(self._loss(outputs, micro_batch), "loss(outputs, batch)")
         return _check_scalar(_loss_of(outputs), "outputs.loss"), None

@@ -93,6 +93,17 @@ def fold_counts(counts: Mapping[str, Sequence[int]], blocks: int) -> dict[str, l
     return {name: torch.tensor(each).reshape(blocks, -1).sum(0).tolist() for name, each in counts.items()}
 
 
+def is_of_targets(candidate: str, batch: Any) -> bool:
+    """Return whether a candidate counts the targets of a batch, judged by names and places.
+
+    That is the last one of a sequence; a key of a mapping with "label" or "target", or any key if no key has such a name.
+    """
+    if isinstance(batch, Mapping):
+        named = [str(key) for key in batch if "label" in str(key).lower() or "target" in str(key).lower()]
+        return not named or any(f"[{key!r}]" in candidate for key in named)
+    return not is_sequence(batch) or f"[{len(batch) - 1}]" in candidate
+
+
 def sum_counts(counts: Sequence[int] | None, sizes: Sequence[int]) -> list[int] | None:
     """Sum the counts of rows over micro-batches of these sizes; None if losses add up."""
     if counts is None:

@@ -45,7 +45,7 @@ from workbench.lessons.demo_options import settings_from_args
 from workbench.lessons.demo_values import Batch, DemoRun, DemoStep, Settings, StepComparison
 from workbench.lessons.plain_training import PlainTrainer
 from workbench.runs import Recorder, load_run, write_report
-from workbench.session import StepRow, snapshot_of, step_row
+from workbench.session import LOSS, HeldOutRow, StepRow, snapshot_of, step_row
 
 RECORD_FILE, REPORT_FILE = "run.jsonl.gz", "report.html"
 _LINE_EVERY_S = 10.0  # in a log, where there is no progress bar
@@ -201,7 +201,7 @@ def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device, 
             is_time = step % settings.judged_every == 0 or step == settings.steps
             held_out = statistics.fmean(map(relay.evaluate, held_out_batches)) if is_time else None
             if held_out is not None:
-                recorder.log_held_out(step, held_out)
+                recorder.log_held_out(HeldOutRow(step, {LOSS: held_out}))
             steps.append(DemoStep(step, result.loss, held_out, rate, result.seconds))
             peak_bytes = max(peak_bytes, result.peak_device_bytes)
         return DemoRun(

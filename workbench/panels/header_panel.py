@@ -58,7 +58,7 @@ class HeaderPanel(Panel):
         self._step = make_button("Step", "step-forward", "Train one step")
         self._stop = make_button("Stop", "stop", "End the run after the current step")
         self._take_back_button = make_button("Take back", "reply", "Remove the newest waiting command from the queue")
-        self._cancel = make_button("Cancel", "ban", "End the race or the search for settings; nothing is lost")
+        self._cancel = make_button("Cancel", "ban", "End the race, the search or the measurement; nothing is lost")
         # not `display`: the hidden button keeps its space, so that no other button moves
         self._take_back_button.layout.visibility = "hidden"
         self._steps = ipywidgets.BoundedIntText(
@@ -157,7 +157,8 @@ class HeaderPanel(Panel):
         self._take_back_button.layout.visibility = "visible" if snapshot.queued else "hidden"
 
     def _press_cancel(self) -> None:
-        if self.session.snapshot().search is not None:
+        snapshot = self.session.snapshot()
+        if snapshot.search is not None or snapshot.work is not None:
             self.session.cancel_search()
         else:
             self.session.stop()

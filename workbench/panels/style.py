@@ -46,6 +46,7 @@ text-align:center;white-space:nowrap}
 white-space:nowrap}
 .l2l-run{flex:0 0 160px;height:8px;border-radius:4px;background:color-mix(in srgb,currentColor 12%,transparent);overflow:hidden}
 .l2l-run>div{height:100%}
+.l2l-notice{padding:2px 10px;font-size:12px;font-weight:600}
 .l2l-queued{opacity:.75;overflow:hidden;text-overflow:ellipsis}
 .l2l-buttons,.l2l-settings,.l2l-player{align-items:center;overflow:visible}
 .l2l-buttons>*,.l2l-player>*,.l2l-settings>*{flex:0 0 auto}

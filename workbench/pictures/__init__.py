@@ -4,6 +4,8 @@ May import `readings`, `session`.
 Begin reading at `picture.py`, `timeline_chart.py`.
 """
 
+from workbench.pictures.amount_axis import TrainingAxis as TrainingAxis
+from workbench.pictures.amount_axis import axis_options as axis_options
 from workbench.pictures.card_charts import draw_figures as draw_figures
 from workbench.pictures.card_charts import draw_histogram as draw_histogram
 from workbench.pictures.edit_journal import branches_table as branches_table
@@ -32,8 +34,12 @@ from workbench.pictures.layer_card import code_line as code_line
 from workbench.pictures.layer_card import describe_age as describe_age
 from workbench.pictures.layer_card import facts_html as facts_html
 from workbench.pictures.layer_card import trial_html as trial_html
+from workbench.pictures.loss_chart import METRIC as METRIC
+from workbench.pictures.loss_chart import LossView as LossView
 from workbench.pictures.loss_chart import draw_loss as draw_loss
-from workbench.pictures.loss_chart import loss_table as loss_table
+from workbench.pictures.loss_chart import held_out_points as held_out_points
+from workbench.pictures.loss_details import loss_table as loss_table
+from workbench.pictures.lr_curve import LRCurve as LRCurve
 from workbench.pictures.memory_bars import show_memory_bars as show_memory_bars
 from workbench.pictures.memory_chart import draw_memory as draw_memory
 from workbench.pictures.memory_chart import show_memory as show_memory

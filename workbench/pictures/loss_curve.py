@@ -6,8 +6,7 @@ steps on, a moving mean is drawn over the faint values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,14 +16,15 @@ from workbench.pictures.relay_drawing import shortened
 from workbench.pictures.scale import Scale
 from workbench.pictures.step_axis import LETTER, RIGHT
 from workbench.pictures.svg import outlined_text, polyline, rect, text
-from workbench.pictures.theme import BLUE, GREEN, ORANGE, PURPLE, SKY
+from workbench.pictures.theme import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 
-SMOOTH_FROM = 101  # steps
+SMOOTH_FROM = 41  # steps
 OTHER_STYLES = ((ORANGE, "6 3"), (GREEN, "2 3"), (PURPLE, "8 3 2 3"), (SKY, "4 2"))  # colour and dashes
-MAX_OTHER_POINTS = 250
+MAX_OTHER_POINTS, MAX_POINTS = 250, 200  # of another branch, and of held-out values
 MIN_NAME_GAP = 13.0  # px, vertically between names of branches
 
 Floats = NDArray[np.float64]
+ValueScale = Callable[[float], float]  # `Scale` or `LogScale`
 
 
 class HasLoss(Protocol):
@@ -38,19 +38,18 @@ class HasLoss(Protocol):
 
 
 class LossCurve(NamedTuple):
-    """Finite losses with their steps, and the steps whose loss is not finite."""
+    """Finite values of steps with their positions on the axis, and the positions of those that are not finite."""
 
     step: Floats
     loss: Floats
     non_finite: Floats
+    smooths: bool = True  # whether a moving mean is drawn
 
     @staticmethod
-    def of(steps: Sequence[HasLoss]) -> LossCurve:
-        """Return the losses of steps, which are in order."""
-        step = np.fromiter(map(attrgetter("step"), steps), np.float64, len(steps))
-        loss = np.fromiter(map(attrgetter("loss"), steps), np.float64, len(steps))
+    def of(step: Floats, loss: Floats, smooths: bool = True) -> LossCurve:
+        """Return the curve of values at ascending positions."""
         finite = np.isfinite(loss)
-        return LossCurve(step[finite], loss[finite], step[~finite])
+        return LossCurve(step[finite], loss[finite], step[~finite], smooths)
 
     def range(self) -> list[float]:
         """Return the lowest and the highest loss; empty without losses."""
@@ -59,7 +58,7 @@ class LossCurve(NamedTuple):
     @property
     def window(self) -> int:
         """Number of steps of the moving mean, odd; 0 without one."""
-        return max(9, len(self.loss) // 50) | 1 if len(self.loss) >= SMOOTH_FROM else 0
+        return max(9, len(self.loss) // 50) | 1 if self.smooths and len(self.loss) >= SMOOTH_FROM else 0
 
     def moving_mean(self) -> Floats:
         """Return (steps,): the mean of `window` steps around each, fewer at the ends."""
@@ -70,8 +69,8 @@ class LossCurve(NamedTuple):
         return (sums[last] - sums[first]) / (last - first)
 
 
-def draw_curve(curve: LossCurve, x: Scale, y: Scale) -> Iterator[str]:
-    """Draw the curve, faint below its moving mean if there is one."""
+def draw_curve(curve: LossCurve, x: Scale, y: ValueScale, faint: bool = False) -> Iterator[str]:
+    """Draw the curve, faint below its moving mean if there is one, or below other curves."""
     if len(curve.step) < 2:
         return
     columns = np.floor(x.first + (x.last - x.first) * (curve.step - x.low) / (x.high - x.low)).astype(np.int64)
@@ -83,15 +82,16 @@ def draw_curve(curve: LossCurve, x: Scale, y: Scale) -> Iterator[str]:
         spans = zip(columns[firsts].tolist(), lows, highs, strict=True)
         d = "M" + "L".join(f"{column} {low:.1f}V{high:.1f}" for column, low, high in spans)
     if not curve.window:
-        yield f'<path d="{d}" fill="none" stroke="{BLUE}" stroke-width="1.8" stroke-linejoin="round"/>'
+        shade = ' stroke-opacity=".5"' if faint else ""
+        yield f'<path d="{d}" fill="none" stroke="{BLUE}"{shade} stroke-width="1.8" stroke-linejoin="round"/>'
         return
-    yield f'<path d="{d}" fill="none" stroke="{BLUE}" stroke-opacity=".38"/>'
+    yield f'<path d="{d}" fill="none" stroke="{BLUE}" stroke-opacity=".5"/>'
     smooth, chosen = curve.moving_mean(), np.append(firsts[::2], len(columns) - 1)
     d = polyline(zip(map(x, curve.step[chosen].tolist()), map(y, smooth[chosen].tolist()), strict=True))
-    yield f'<path d="{d}" fill="none" stroke="{BLUE}" stroke-width="2.2" stroke-linejoin="round"/>'
+    yield f'<path d="{d}" fill="none" stroke="{BLUE}" stroke-width="{1.6 if faint else 2.2}" stroke-linejoin="round"/>'
 
 
-def draw_others(others: Mapping[str, LossCurve], x: Scale, y: Scale) -> Iterator[str]:
+def draw_others(others: Mapping[str, LossCurve], x: Scale, y: ValueScale) -> Iterator[str]:
     """Draw other branches, each with its name at its end; names do not overlap."""
     named: list[tuple[float, float]] = []
     for i, (name, curve) in enumerate(others.items()):
@@ -112,3 +112,20 @@ def draw_others(others: Mapping[str, LossCurve], x: Scale, y: Scale) -> Iterator
         named.append((name_x, name_y))
         yield rect(end_x - 2.5, end_y - 2.5, 5, 5, fill=colour, r=2.5)
         yield outlined_text(text(name_x, name_y, words, style="small", anchor=anchor))
+
+
+def draw_held_out(points: Sequence[tuple[float, float]], x: Scale, y: ValueScale) -> Iterator[str]:
+    """Draw a bold line and dots through at most `MAX_POINTS` values on held-out data."""
+    if len(points) > MAX_POINTS:
+        points = [*points[:: -(-len(points) // MAX_POINTS)][:-1], points[-1]]
+    places = [(x(at), y(value)) for at, value in points]
+    if len(places) > 1:
+        d = polyline(places)
+        yield f'<path d="{d}" fill="none" stroke="{VERMILION}" stroke-width="3" stroke-linejoin="round"/>'
+    for px, py in places:
+        yield held_out_dot(px, py, 4 if len(places) <= 60 else 2)
+
+
+def held_out_dot(x: float, y: float, r: float = 4) -> str:
+    """Return the dot of a value on held-out data."""
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{r:g}" fill="{VERMILION}"/>'

@@ -13,11 +13,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from l2l_core.trace import format_bytes
+from workbench.pictures.amount_axis import draw_amount_axis
 from workbench.pictures.loss_chart import BOTTOM, TOP, draw_loss_axis, loss_scale
 from workbench.pictures.loss_curve import OTHER_STYLES, LossCurve, draw_curve, draw_others
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.relay_drawing import shortened
-from workbench.pictures.scale import Scale, format_prefixed, format_seconds, round_up, ticks
+from workbench.pictures.scale import Scale, format_prefixed, format_seconds, round_up
 from workbench.pictures.step_axis import LEFT, RIGHT, WIDTH
 from workbench.pictures.svg import document, path, rect, text
 from workbench.pictures.theme import BLUE, GREY
@@ -63,7 +64,7 @@ def draw_race(race: Race, axis: Axis = "steps") -> str:
         text(LEFT, 20, "Race: loss", style="strong"),
         text(LEFT, 40, f"{shortened(first.name, 24)} is the solid line; rings are means over the probe", style="dim"),
         *draw_loss_axis(y, marks, "loss", named=bool(means) or any(len(curve.step) for curve in curves.values())),
-        *_axis(x, axis),
+        *draw_amount_axis(x, axis, AXES[axis], TOP, BOTTOM),
         *(_draw_equal(race, other, x, colour_of[other.name]) for other in others if axis == "flop"),
         *draw_others({racer.name: curves[racer.name] for racer in others}, x, y),
         *draw_curve(curves[first.name], x, y),
@@ -119,20 +120,7 @@ def _spent_so_far(racer: Racer, axis: Axis) -> Sequence[float]:
 def _curve(racer: Racer, axis: Axis) -> LossCurve:
     spent = np.array(_spent_so_far(racer, axis)[1:], np.float64)
     loss = np.array([row.loss for row in racer.steps], np.float64)
-    finite = np.isfinite(loss)
-    return LossCurve(spent[finite], loss[finite], spent[~finite])
-
-
-def _axis(x: Scale, axis: Axis) -> Iterator[str]:
-    marks = [mark for mark in ticks(x.low, x.high, 9) if axis != "steps" or mark == int(mark)]
-    yield path(
-        f"M{LEFT} {TOP}V{BOTTOM}H{RIGHT}" + "".join(f"M{x(mark):.1f} {BOTTOM}v5" for mark in marks), style="axis"
-    )
-    for mark in marks:
-        words = {"steps": f"{mark:.0f}", "flop": format_prefixed(mark).strip(), "seconds": f"{mark:.4g}"}[axis]
-        anchor = "end" if x(mark) > RIGHT - 14 else "middle"
-        yield text(x(mark), BOTTOM + 19, words, style="small dim", anchor=anchor)
-    yield text((LEFT + RIGHT) / 2, BOTTOM + 38, AXES[axis], style="dim", anchor="middle")
+    return LossCurve.of(spent, loss)
 
 
 def _draw_equal(race: Race, other: Racer, x: Scale, colour: str) -> str:

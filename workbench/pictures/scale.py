@@ -1,4 +1,4 @@
-"""Linear scales, axis marks and the format of numbers."""
+"""Linear and logarithmic scales, axis marks and the format of numbers."""
 
 from __future__ import annotations
 
@@ -19,6 +19,30 @@ class Scale(NamedTuple):
     def __call__(self, value: float) -> float:
         """Return the position of `value` in pixels, without clipping; `first` if the range is empty."""
         return self.first + (self.last - self.first) * (value - self.low) / ((self.high - self.low) or 1.0)
+
+
+class LogScale(NamedTuple):
+    """Logarithmic mapping of positive values to pixels."""
+
+    low: float  # value at `first`
+    high: float  # value at `last`
+    first: float  # px
+    last: float
+
+    def __call__(self, value: float) -> float:
+        """Return the position of `value` in pixels, without clipping."""
+        return self.first + (self.last - self.first) * math.log(value / self.low) / math.log(self.high / self.low)
+
+
+def log_ticks(low: float, high: float, at_most: int) -> list[float]:
+    """Return marks of a logarithmic axis: 1, 2 and 5 times powers of ten, or powers alone."""
+    powers = range(math.floor(math.log10(low) - 1e-9), math.ceil(math.log10(high) + 1e-9) + 1)
+    for factors in ((1, 2, 5), (1,)):
+        marks = [factor * 10.0**power for power in powers for factor in factors]
+        inside = [mark for mark in marks if low * (1 - 1e-9) <= mark <= high * (1 + 1e-9)]
+        if len(inside) <= at_most:
+            return inside
+    return inside[:: -(-len(inside) // at_most)]
 
 
 def ticks(low: float, high: float, at_most: int) -> list[float]:

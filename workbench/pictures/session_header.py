@@ -12,7 +12,7 @@ from workbench.pictures import svg
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import format_prefixed, format_seconds
 from workbench.pictures.theme import GREEN, GREY, ORANGE, SKY, VERMILION
-from workbench.session import Failure, Race, SearchRow, Snapshot, StepRow
+from workbench.session import LOSS, Failure, Race, SearchRow, Snapshot, StepRow, WorkRow
 
 STATE_COLOURS = {"idle": GREY, "running": GREEN, "paused": ORANGE, "failed": VERMILION, "closed": GREY}
 STATE_SIGNS = {"idle": "●", "running": "▶", "paused": "‖", "failed": "×", "closed": "○"}
@@ -69,16 +69,18 @@ def describe_state(snapshot: Snapshot) -> str:
 
 
 def work_label(snapshot: Snapshot) -> str:
-    """Return the name of work that is no run: a race or a search for settings; "" without."""
+    """Return the name of work that is no run: a race, a search for settings or a measurement; "" without."""
     if snapshot.search is not None:
         return "searching"
+    if snapshot.work is not None:
+        return snapshot.work.state
     if snapshot.race is None or snapshot.race.is_over:
         return ""
     return "race paused" if snapshot.race.is_paused else "racing"
 
 
 def header_facts(snapshot: Snapshot) -> list[str]:
-    """Return model, device, step, last loss and pace, each in words."""
+    """Return model, device, step, last losses, learning rate and pace, each in words."""
     facts = [
         snapshot.model,
         f"{len(snapshot.layers)} layers",
@@ -89,10 +91,28 @@ def header_facts(snapshot: Snapshot) -> list[str]:
     if snapshot.steps:
         last = snapshot.steps[-1]
         loss = f"loss {last.loss:.4g}" + (f" ({last.objective})" if last.objective else "")
-        facts += [loss, f"{format_seconds(_step_seconds(snapshot))} per step"]
+        facts += [loss, *_held_out_fact(snapshot), *_rate_facts(last)]
+        facts += [f"{format_seconds(_step_seconds(snapshot))} per step", *_pace_fact(snapshot)]
     if snapshot.saved is not None:
         facts.append(f"saved after step {snapshot.saved.step}")
     return facts
+
+
+def _held_out_fact(snapshot: Snapshot) -> list[str]:
+    if not snapshot.held_out:
+        return []
+    return [f"held out {snapshot.held_out[-1].values[LOSS]:.4g}"]
+
+
+def _rate_facts(last: StepRow) -> list[str]:
+    epoch = [] if last.epoch is None else [f"epoch {last.epoch}"]
+    return epoch + ([] if last.lr is None else [f"lr {last.lr:.3g}"])
+
+
+def _pace_fact(snapshot: Snapshot) -> list[str]:
+    rates = sorted(row.per_s for row in snapshot.steps[-_PACE_STEPS:] if row.seconds)
+    unit = snapshot.steps[-1].unit
+    return [f"{format_prefixed(rates[len(rates) // 2])}{unit}/s"] if rates else []
 
 
 def _step_seconds(snapshot: Snapshot) -> float:
@@ -127,13 +147,20 @@ def progress_html(snapshot: Snapshot) -> str:
         words = f"{describe_wait(snapshot)}: " if snapshot.busy else "next: "
         words += "; ".join(f"{i}. {what}" for i, what in enumerate(snapshot.queued, start=1))
         queued = f'<span class="l2l-queued" role="status" title="{escape(words)}">{escape(words)}</span>'
-    return f'<div class="l2l-progress">{_progress_bar(snapshot)}{queued}</div>'
+    notice = f'<div class="l2l-notice" role="status">{escape(snapshot.notice)}</div>' if snapshot.notice else ""
+    return f'<div class="l2l-progress">{_progress_bar(snapshot)}{queued}</div>{notice}'
 
 
 def _search_progress(search: SearchRow) -> str:
     left_s = search.limit_s - search.elapsed_s
     left = f"at most {left_s:.0f} s left once some fit" if left_s > 0 else "until some fit"
     return f"settings that fit: {search.tried} tried in {search.elapsed_s:.0f} s, {left}"
+
+
+def _work_progress(work: WorkRow) -> str:
+    of = f" of {work.total}" if work.total is not None else ""
+    left = f", {format_seconds(work.left_s)} left" if work.left_s is not None else ""
+    return f"{work.done}{of} {work.unit}{left}"
 
 
 def _race_progress(race: Race) -> str:
@@ -150,6 +177,8 @@ def _race_progress(race: Race) -> str:
 def _progress_bar(snapshot: Snapshot) -> str:
     if snapshot.search is not None:
         return f'<span role="status">{escape(_search_progress(snapshot.search))}</span>'
+    if snapshot.work is not None:
+        return f'<span role="status">{escape(_work_progress(snapshot.work))}</span>'
     if snapshot.race is not None and not snapshot.race.is_over:
         return f'<span role="status">{escape(_race_progress(snapshot.race))}</span>'
     # target None: a run without end; 0: no run yet

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from workbench.pictures.relay_drawing import shortened
 from workbench.pictures.scale import Scale, format_seconds, ticks
@@ -46,7 +46,7 @@ def draw_steps_axis(x: Scale, top: float, bottom: float) -> Iterator[str]:
 
 def draw_changes(
     changes: Sequence[Change],
-    scale: Scale,
+    scale: Callable[[float], float],
     top: float,
     bottom: float,
     baselines: Sequence[float],
@@ -54,8 +54,8 @@ def draw_changes(
 ) -> Iterator[str]:
     """Draw a dashed line at each change, with a label in the first row with room for it.
 
-    Changes after the same step share a line, and lines are at least `MIN_GAP` apart. `outlined` separates the lines from
-    colours behind them.
+    Changes after the same step share a line, and lines are at least `MIN_GAP` apart. `scale` maps steps to px; `outlined`
+    separates the lines from colours behind them.
     """
     by_step: dict[int, list[str]] = {}
     for change in changes:

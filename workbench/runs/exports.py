@@ -112,6 +112,8 @@ def _write_tensorboard(source: SnapshotSource, folder: Path) -> ExportedFile:
             logger.log_step(row)
         for change in snapshot.changes:
             logger.log_change(change)
+        for measured in snapshot.held_out:
+            logger.log_held_out(measured)
         logger.close()
     return ExportedFile(path, _step_range(snapshot), f'Type in a terminal: tensorboard --logdir "{runs.resolve()}"')
 

@@ -28,6 +28,7 @@ from workbench.pictures import (
     draw_memory,
     format_count,
     format_seconds,
+    held_out_points,
     journal_table,
     layers_table,
     loss_table,
@@ -50,7 +51,7 @@ from workbench.runs.report_sections import (
 )
 from workbench.runs.run_comparison import NamedRun, compare_runs
 from workbench.runs.run_loader import load_run
-from workbench.session import Snapshot
+from workbench.session import LOSS, Snapshot
 
 Context = dict[str, Any]
 
@@ -138,6 +139,8 @@ def write_session_report(snapshot: Snapshot, path: str | Path) -> None:
         file = Path(folder) / "session.jsonl"
         with Recorder(file, title=f"{snapshot.model}, {snapshot.shown_words}") as recorder:
             recorder.watch(snapshot)  # a recording adds machine, versions and time
+            for row in snapshot.held_out:
+                recorder.log_held_out(row)
             if snapshot.race is not None and snapshot.race.is_over:
                 recorder.log_race(snapshot.race)
         run = replace(load_run(file), path=Path("the open session"))
@@ -182,10 +185,10 @@ def _describe_run(one: NamedRun, when: str) -> Context:
     return {
         "name": one.name,
         "facts": " · ".join([*facts, f"{len(now.steps)} steps", f"{when} {run.began.replace('T', ' ')[:16]} UTC"]),
-        "cards": _summary_cards(now, run),
+        "cards": _summary_cards(now),
         "verdicts": run.facts,
         "loss": _loss(now, run),
-        "loss_words": _describe_loss(now, run),
+        "loss_words": _describe_loss(now),
         "step": _step_context(now) if now.last is not None else None,
         "workers": workers_section(run),
         "budget": now.budget_bytes is not None,
@@ -203,11 +206,11 @@ def _describe_run(one: NamedRun, when: str) -> Context:
     }
 
 
-def _summary_cards(snapshot: Snapshot, run: RecordedRun) -> list[SummaryCard]:
+def _summary_cards(snapshot: Snapshot) -> list[SummaryCard]:
     cards = []
     if snapshot.steps:
         first, last = snapshot.steps[0], snapshot.steps[-1]
-        held_out = f"; held out {run.held_out[-1][1]:.4g}" if run.held_out else ""
+        held_out = f"; held out {snapshot.held_out[-1].values[LOSS]:.4g}" if snapshot.held_out else ""
         cards.append(
             SummaryCard("loss", f"{last.loss:.4g}", f"from {first.loss:.4g} in {len(snapshot.steps)} steps{held_out}")
         )
@@ -243,18 +246,18 @@ def _loss(snapshot: Snapshot, run: RecordedRun) -> Picture:
     drawn = draw_loss(
         snapshot.steps,
         snapshot.changes,
-        held_out=run.held_out,
+        held_out=held_out_points(snapshot.held_out),
         levels=run.levels,
         branch=snapshot.branch,
         others=snapshot.elsewhere,
     )
-    return Picture(drawn, loss_table(snapshot.steps, snapshot.changes))
+    return Picture(drawn, loss_table(snapshot.steps, snapshot.changes, snapshot.held_out))
 
 
-def _describe_loss(snapshot: Snapshot, run: RecordedRun) -> str:
+def _describe_loss(snapshot: Snapshot) -> str:
     sentences = ["The loss of every step."]
-    if run.held_out:
-        sentences.append("Points are losses on held-out data, which the model is not trained on.")
+    if snapshot.held_out:
+        sentences.append("The bold line is the loss on held-out data, which the model is not trained on.")
     if snapshot.changes:
         sentences.append("Dashed vertical lines are edits of the model and changes of settings.")
     return " ".join(sentences)

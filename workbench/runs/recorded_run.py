@@ -13,7 +13,7 @@ from l2l_core import Trace, Traces
 from workbench.runs.look_lines import RecordedLook
 from workbench.runs.run_file import DAMAGE_ERRORS, damage_error
 from workbench.runs.run_lines import JsonRow, SnapshotDelta, trace_from_row
-from workbench.session import BranchHistories, Race, ShownStep, Snapshot
+from workbench.session import BranchHistories, HeldOutRow, Race, ShownStep, Snapshot
 
 
 @dataclass(frozen=True, eq=False)  # hashable by identity, for the caches below
@@ -27,7 +27,7 @@ class RecordedRun:
         machine: platform, cores, memory_bytes, threads, python, torch.
         moments: one row per step and per change; `snapshot` converts one.
         traced: numbers of the moments with the trace of a step, ascending.
-        held_out: steps and losses on held-out data.
+        held_out: measurements on held-out data, each with the number of the last moment before its row.
         levels: names and values of reference losses.
         facts: sentences about the run, by name.
         races: races, each with the number of the last moment before its row.
@@ -42,7 +42,7 @@ class RecordedRun:
     machine: Mapping[str, Any]
     moments: Sequence[JsonRow]
     traced: Sequence[int]
-    held_out: Sequence[tuple[float, float]]
+    held_out: Sequence[tuple[int, HeldOutRow]]
     levels: Sequence[tuple[str, float]]
     facts: Mapping[str, str]
     races: Sequence[tuple[int, Race]]
@@ -106,23 +106,19 @@ class RecordedRun:
     def truncated(self, number: int) -> RecordedRun:
         """Return the run up to a moment, which is added to its title; facts and levels stay.
 
-        Held-out losses are kept up to the highest step reached by then.
-
         Raises:
             ValueError: the moment does not exist.
         """
         if number == len(self.moments) - 1:
             return self
         then, moments = self.snapshot(number), self.moments[: number + 1]
-        # A row contains the step only if it has changed; the step is lower after a switch to a branch with fewer steps.
-        reached = max(row["plain"].get("step", 0) for row in moments)
         traces = {at: line for at, line in self._traces.items() if at <= number}
         return replace(
             self,
             title=f"{self.title}, {then.state_words}",
             moments=moments,
             traced=tuple(sorted(traces)),
-            held_out=tuple((step, loss) for step, loss in self.held_out if step <= reached),
+            held_out=tuple((at, row) for at, row in self.held_out if at <= number),
             races=tuple((at, race) for at, race in self.races if at <= number),
             looks=tuple((at, look) for at, look in self.looks if at <= number),
             _traces=traces,
@@ -166,6 +162,9 @@ class RunCursor:
 def _snapshot_at(run: RecordedRun, number: int) -> tuple[Snapshot, int | None]:
     """Return the snapshot of a moment, and the moment of its shown step."""
     delta, histories, branch = SnapshotDelta(), BranchHistories("", [""]), ""
+    measured: dict[int, list[HeldOutRow]] = {}
+    for at, held_out in run.held_out:
+        measured.setdefault(at, []).append(held_out)
     traced: dict[str, tuple[int, Callable[[Trace], ShownStep]] | None] = {"": None}  # by branch: the last traced step
     for at, row in enumerate(run.moments[: number + 1]):
         delta.apply(row)
@@ -180,6 +179,7 @@ def _snapshot_at(run: RecordedRun, number: int) -> tuple[Snapshot, int | None]:
             histories.current.statistics.append(delta.last_step.step, delta.layers())
         else:
             histories.current.statistics.set_stack(delta.layers())
+        histories.current.held_out += measured.get(at, ())
     race = next((race for at, race in reversed(run.races) if at <= number), None)
     last = traced[branch]
     if last is None:

@@ -10,6 +10,7 @@ import os
 import platform
 import zlib
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -22,7 +23,7 @@ from l2l_core import Inside, Trace
 from workbench.runs.look_lines import Decode, look_row
 from workbench.runs.race_lines import race_row
 from workbench.runs.run_lines import SCHEMA, VERSION, SnapshotDelta, to_json, trace_row
-from workbench.session import Change, Race, Snapshot, StepRow
+from workbench.session import Change, HeldOutRow, Race, Snapshot, StepRow
 
 MAX_TRACES = 40
 
@@ -105,6 +106,10 @@ class Recorder:
         """Record a look inside, with the text of its tokens if `decode` is given."""
         self._write("look", look_row(inside, decode))
 
+    def log_held_out(self, row: HeldOutRow) -> None:
+        """Record a measurement on held-out data."""
+        self._write("held_out", asdict(row))
+
     def _shows_new_step(self, snapshot: Snapshot) -> bool:
         """Return True if the shown step belongs to the current branch and was not recorded yet."""
         # After a fork, the last step of the parent branch is shown.
@@ -131,10 +136,6 @@ class Recorder:
         self.close()
 
     # -- called by the owner of the recorder ---------------------------------------------------------------------------
-
-    def log_held_out(self, step: int, loss: float) -> None:
-        """Record the loss on held-out data after `step` steps."""
-        self._write("held_out", {"step": step, "loss": loss})
 
     def log_level(self, name: str, loss: float) -> None:
         """Record a reference loss, for example that of random guesses."""

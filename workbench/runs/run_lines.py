@@ -7,7 +7,7 @@ Every line is one JSON object with a `type`:
     trace     every event and memory sample of a step; `of` is the number of its moment
     race      a finished race: its branches with their steps and measurements
     look      a look inside
-    held_out  a loss on held-out data; level: a named reference loss; fact: a named sentence about the run
+    held_out  a measurement on held-out data; level: a named reference loss; fact: a named sentence about the run
     end       the recorder was closed; it is missing if the process ended before
 
 `lists` of a moment has, for each list, the number of elements that stay, and those that follow: [4, [...]]. So a step needs
@@ -28,7 +28,7 @@ from l2l_core.edits import Branch, JournalEntry
 from l2l_core.trace import ALL_LANES, PLACES, MemorySample, WorkerInfo
 from workbench.session import FIGURES, BranchHistories, Change, LayerRow, LossChange, Race, ShownStep, Snapshot, StepRow
 
-SCHEMA, VERSION = "l2l-run", 6
+SCHEMA, VERSION = "l2l-run", 7
 PLAIN_FIELDS = (
     "model",
     "num_params",
@@ -142,7 +142,7 @@ class SnapshotDelta:
 
         Args:
             number: number of the moment.
-            histories: steps and statistics by branch.
+            histories: steps, statistics and held-out measurements by branch.
             shown_step: the last traced step up to the moment.
             race: the last race finished by then.
         """
@@ -164,6 +164,7 @@ class SnapshotDelta:
             progress=None,
             failure=None,
             elsewhere=histories.other_steps(),
+            held_out=tuple(histories.current.held_out),
             touched=frozenset(self._plain["touched"]),
             race=race,
         )

@@ -11,8 +11,8 @@ from workbench.runs.look_lines import RecordedLook, look_from_row
 from workbench.runs.race_lines import race_from_row
 from workbench.runs.recorded_run import RecordedRun
 from workbench.runs.run_file import DAMAGE_ERRORS, damage_error, find_run, other_rank_files, read_lines
-from workbench.runs.run_lines import SCHEMA, VERSION, JsonRow, SnapshotDelta
-from workbench.session import Race
+from workbench.runs.run_lines import SCHEMA, VERSION, JsonRow, SnapshotDelta, build_record
+from workbench.session import LOSS, HeldOutRow, Race
 
 
 def load_run(path: str | Path) -> RecordedRun:
@@ -51,7 +51,7 @@ class _RunReader:
         self._header: JsonRow = {}
         self._moments: list[JsonRow] = []
         self._traces: dict[int, tuple[int, JsonRow]] = {}
-        self._held_out: list[tuple[float, float]] = []
+        self._held_out: list[tuple[int, HeldOutRow]] = []
         self._levels: list[tuple[str, float]] = []
         self._facts: dict[str, str] = {}
         self._races: list[tuple[int, Race]] = []
@@ -80,7 +80,7 @@ class _RunReader:
         elif kind == "look":
             self._looks.append((max(0, len(self._moments) - 1), look_from_row(row)))
         elif kind == "held_out":
-            self._held_out.append((int(row["step"]), float(row["loss"])))
+            self._held_out.append((max(0, len(self._moments) - 1), _held_out_from_row(row)))
         elif kind == "level":
             self._levels.append((str(row["name"]), float(row["loss"])))
         elif kind == "fact":
@@ -108,3 +108,11 @@ class _RunReader:
             complete=self._complete,
             _traces=self._traces,
         )
+
+
+def _held_out_from_row(row: JsonRow) -> HeldOutRow:
+    """Read a measurement; its values may be text, as NaN is."""
+    values = {str(name): float(value) for name, value in row["values"].items()}
+    if LOSS not in values:
+        raise ValueError("a measurement without a loss")
+    return build_record(HeldOutRow, {**row, "values": values})

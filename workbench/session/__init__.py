@@ -4,10 +4,13 @@ May import `readings`.
 Begin reading at `session.py`, `snapshot.py`.
 """
 
+from workbench.session.background_work import WorkCancelled as WorkCancelled
+from workbench.session.background_work import WorkRow as WorkRow
 from workbench.session.batches import Batches as Batches
 from workbench.session.batches import BatchSource as BatchSource
 from workbench.session.branch_history import BranchHistories as BranchHistories
 from workbench.session.command_thread import Command as Command
+from workbench.session.early_stopping import EarlyStopping as EarlyStopping
 from workbench.session.edit_form import END as END
 from workbench.session.edit_form import FORM_FIELDS as FORM_FIELDS
 from workbench.session.edit_form import NEEDS_CODE as NEEDS_CODE
@@ -26,10 +29,14 @@ from workbench.session.layer_trial import TRIAL_EDITS as TRIAL_EDITS
 from workbench.session.layer_trial import LayerTrial as LayerTrial
 from workbench.session.layer_trial import StateVersion as StateVersion
 from workbench.session.layer_trial import TrialKind as TrialKind
+from workbench.session.loggers import HeldOutLogger as HeldOutLogger
 from workbench.session.loggers import Logger as Logger
 from workbench.session.loggers import TensorBoard as TensorBoard
+from workbench.session.lr_finder import LR_RULE as LR_RULE
+from workbench.session.lr_finder import LRFinding as LRFinding
 from workbench.session.lr_scheduler import LRSchedulerAdapter as LRSchedulerAdapter
 from workbench.session.lr_scheduler import Scheduler as Scheduler
+from workbench.session.metrics import LOSS as LOSS
 from workbench.session.probe import ProbeBatches as ProbeBatches
 from workbench.session.probe_verdict import NOT_MEASURED as NOT_MEASURED
 from workbench.session.probe_verdict import PENDING as PENDING
@@ -57,6 +64,7 @@ from workbench.session.snapshot_rows import step_row as step_row
 from workbench.session.snapshot_values import Activity as Activity
 from workbench.session.snapshot_values import Change as Change
 from workbench.session.snapshot_values import Failure as Failure
+from workbench.session.snapshot_values import HeldOutRow as HeldOutRow
 from workbench.session.snapshot_values import LayerRow as LayerRow
 from workbench.session.snapshot_values import ProbeRow as ProbeRow
 from workbench.session.snapshot_values import Progress as Progress

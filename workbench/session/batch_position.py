@@ -27,6 +27,7 @@ class BatchPosition:
         first, last: random states before the first and the last of these batches.
         fingerprint: of the last batch.
         is_pending: True if the last batch was not used yet.
+        epoch: number of times that the source was iterated.
         state: `state_dict` of a source that has one; the batches are not counted then.
     """
 
@@ -37,6 +38,7 @@ class BatchPosition:
     last: RandomStates | None = None
     fingerprint: str = ""
     is_pending: bool = False
+    epoch: int = 1
     state: Any = None
 
     def begin(self, states: RandomStates) -> None:

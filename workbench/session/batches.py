@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import is_dataclass
 from typing import Any
@@ -31,6 +32,7 @@ class Batches:
 
     Attributes:
         why_blocked: why no batch may be taken; "" if one may.
+        epoch: epoch of the batch returned last; None if the source has none: an iterator, a function, or a single batch.
 
     Raises:
         TypeError: the source is none of these, or is a single batch.
@@ -49,7 +51,10 @@ class Batches:
         self._generators = generators_of(source) if tracks else []
         self._position = BatchPosition(self.kind) if tracks else None
         self._iterator = self._iterate()
-        self._pending: list[Any] = []  # at most one batch: taken and not used
+        self._pending: list[tuple[Any, int]] = []  # batches that were taken and not used, with their epochs
+        self._pass = 1  # number of the iterator, from 1
+        self._has_epochs = self.kind == "iterable" and _length(source) != 1
+        self.epoch: int | None = None
         self._tried = False  # whether a step has begun on it
 
     def next_batch(self) -> Any:
@@ -62,17 +67,44 @@ class Batches:
         if self.why_blocked:
             raise ValueError(self.why_blocked)
         if not self._pending:
-            self._pending.append(self._draw())
-        return self._pending[0]
+            self._pending.append((self._draw(), self._pass))
+        batch, epoch = self._pending[0]
+        self.epoch = epoch if self._has_epochs else None
+        return batch
+
+    def peek(self, count: int) -> Sequence[Any]:
+        """Return the next batches, fewer if the source ends; they remain to be used, so they must not be changed."""
+        with suppress(StopIteration):
+            while len(self._pending) < count:
+                # Copies: the source may fill the same tensors again for the next batch.
+                self._pending[-1:] = [(copy_batch(batch), epoch) for batch, epoch in self._pending[-1:]]
+                self._pending.append((self._draw(), self._pass))
+        return [batch for batch, _ in self._pending[:count]]
+
+    def steps_of(self, epochs: int) -> int:
+        """Return the number of steps of passes over the source.
+
+        Raises:
+            ValueError: `epochs` is not a positive integer, or the source has no length.
+        """
+        if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
+            raise ValueError(f"epochs={epochs!r}: must be a positive integer")
+        length = _length(self._source) if self.kind == "iterable" else None
+        if not length:
+            raise ValueError(
+                f"epochs={epochs}: the batches have no length, so the end of a pass is not known; give run(steps=...), or a "
+                "DataLoader or a list as batches"
+            )
+        return epochs * length
 
     @property
     def pending(self) -> Sequence[Any]:
-        """The batch that was taken and not used; empty if there is none."""
-        return tuple(self._pending)
+        """The next batch, if it was taken and not used; else empty."""
+        return tuple(batch for batch, _ in self._pending[:1])
 
     def mark_used(self) -> None:
         """Drop the pending batch: the next call of `next_batch` takes another one."""
-        self._pending.clear()
+        self._pending[:1] = []
         self._tried = False
 
     def mark_tried(self) -> None:
@@ -100,7 +132,7 @@ class Batches:
         except StopIteration:
             if self._source is self._iterator:
                 raise  # an iterator has ended for good
-            self._iterator = self._iterate()
+            self._iterator, self._pass = self._iterate(), self._pass + 1
         try:
             return self._take(lambda: next(self._iterator))
         except StopIteration:  # would end the run without an error
@@ -130,8 +162,8 @@ class Batches:
 
     @property
     def can_save(self) -> bool:
-        """False while a batch is not used that the `state_dict` of its source counts as taken."""
-        return not (self._pending and has_state(self._source))
+        """False while a batch is not used that the `state_dict` of its source counts as taken, or several are not."""
+        return len(self._pending) < 2 and not (self._pending and has_state(self._source))
 
     def position(self) -> BatchPosition:
         """Return a copy of the position, from which `resume` continues in a new process."""
@@ -141,6 +173,7 @@ class Batches:
         if has_state(self._source):
             source: Any = self._source
             position = BatchPosition(self.kind, state=source.state_dict())
+        position.epoch = self._pass
         return position
 
     def resume(self, position: BatchPosition) -> None:
@@ -159,7 +192,7 @@ class Batches:
             )
         if position.state is not None:
             source.load_state_dict(position.state)
-            self._iterator = self._iterate()
+            self._iterator, self._pass = self._iterate(), position.epoch
             return
         if self.kind != "iterable" and self._position is not None and self._position.count:
             raise ValueError(
@@ -170,7 +203,7 @@ class Batches:
         except BaseException:
             self._iterator = self._iterate()
             raise
-        self._position = copy(position)
+        self._position, self._pass = copy(position), position.epoch
 
     def _fast_forward(self, position: BatchPosition) -> None:
         """Take as many batches as were taken, and compare the last one."""
@@ -189,7 +222,7 @@ class Batches:
                 raise ValueError(_ORDER_MESSAGE.format(what=f"end after {number - 1} of {position.count}")) from None
         if position.count and fingerprint(batch) != position.fingerprint:
             raise ValueError(_ORDER_MESSAGE.format(what=f"differ: number {position.count} is another one"))
-        self._pending = [batch] if position.is_pending else []
+        self._pending = [(batch, position.epoch)] if position.is_pending else []
 
     def restore_random(self, states: RandomStates | None) -> None:
         """Restore states from `random_states`."""
@@ -211,6 +244,13 @@ _ORDER_MESSAGE = (
     "that a new process repeats: a DataLoader with generator=torch.Generator().manual_seed(0), or one with state_dict and "
     "load_state_dict, such as torchdata's StatefulDataLoader"
 )
+
+
+def _length(source: Any) -> int | None:
+    try:
+        return len(source)
+    except TypeError:  # of an iterable data set, too
+        return None
 
 
 def copy_batch(batch: Batch) -> Batch:

@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from workbench.session.snapshot_values import Change, ShownStep, StepRow
+from workbench.session.snapshot_values import Change, HeldOutRow, ShownStep, StepRow
 from workbench.session.statistics import StatisticsLog
 
 MAX_SHOWN = 4
@@ -15,16 +15,19 @@ MAX_SHOWN = 4
 
 @dataclass
 class BranchHistory:
-    """Steps and changes that led to the state of one branch, in order."""
+    """Steps, changes and held-out measurements that led to the state of one branch, in order."""
 
     steps: list[StepRow] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     statistics: StatisticsLog = field(default_factory=StatisticsLog)
     shown: ShownStep | None = None
+    held_out: list[HeldOutRow] = field(default_factory=list)
 
     def copy(self) -> BranchHistory:
         """Copy the history, so that two branches can extend it independently."""
-        return BranchHistory(list(self.steps), list(self.changes), deepcopy(self.statistics), self.shown)
+        return BranchHistory(
+            list(self.steps), list(self.changes), deepcopy(self.statistics), self.shown, list(self.held_out)
+        )
 
 
 class BranchHistories:

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from workbench.session.loggers import scalars_of, scalars_of_change, text_of
+from workbench.session.loggers import scalars_of, scalars_of_change, scalars_of_held_out, text_of
 from workbench.session.snapshot import Snapshot
-from workbench.session.snapshot_values import Change, StepRow
+from workbench.session.snapshot_values import Change, HeldOutRow, StepRow
 
 
 class _ExperimentLogger(ABC):
@@ -62,6 +62,10 @@ class _ExperimentLogger(ABC):
         self._log_text(text_of(change), change.step)
         if values := scalars_of_change(change):
             self._log(values, change.step)
+
+    def log_held_out(self, row: HeldOutRow) -> None:
+        """Log the values of a measurement on held-out data."""
+        self._log(scalars_of_held_out(row), row.step)
 
     def watch(self, now: Snapshot) -> None:
         """Log model, device and settings, once."""

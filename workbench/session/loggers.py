@@ -21,7 +21,7 @@ import torch
 from l2l_core import Inside
 from workbench.session.race_result import Race
 from workbench.session.snapshot import Snapshot
-from workbench.session.snapshot_values import Change, StepRow
+from workbench.session.snapshot_values import Change, HeldOutRow, StepRow
 
 SCHEMA = 1
 
@@ -64,19 +64,39 @@ class LookLogger(Protocol):
         """Log a look inside layers; `decode` is the session's."""
 
 
+@runtime_checkable
+class HeldOutLogger(Protocol):
+    """A logger that also receives measurements on held-out data."""
+
+    def log_held_out(self, row: HeldOutRow) -> None:
+        """Log a measurement."""
+
+
+def scalars_of_held_out(row: HeldOutRow) -> dict[str, float]:
+    """Return the values of a measurement on held-out data by tag."""
+    return {f"held_out/{name}": value for name, value in row.values.items()}
+
+
 def scalars_of(row: StepRow) -> dict[str, float]:
-    """Return the figures of a step by tag: loss, learning rate, depth, times and bytes."""
+    """Return the figures of a step by tag: loss, learning rate, epoch, depth, times and bytes."""
     rate = {} if row.lr is None else {"lr": row.lr}
-    return rate | {
-        "loss": row.loss,
-        "layers": row.layers,
-        "step/seconds": row.seconds,
-        "step/samples_per_s": row.samples / row.seconds if row.seconds else math.nan,
-        "step/overlap": row.overlap,
-        "bytes/peak_device": row.peak_device_bytes,
-        "bytes/loaded": row.bytes_loaded,
-        "bytes/pushed": row.bytes_pushed,
-    }
+    epoch = {} if row.epoch is None else {"epoch": row.epoch}
+    counted = {"step/tokens_per_s": row.per_s} if row.unit == "tokens" else {}
+    return (
+        rate
+        | epoch
+        | counted
+        | {
+            "loss": row.loss,
+            "layers": row.layers,
+            "step/seconds": row.seconds,
+            "step/samples_per_s": row.samples / row.seconds if row.seconds else math.nan,
+            "step/overlap": row.overlap,
+            "bytes/peak_device": row.peak_device_bytes,
+            "bytes/loaded": row.bytes_loaded,
+            "bytes/pushed": row.bytes_pushed,
+        }
+    )
 
 
 def scalars_of_change(change: Change) -> dict[str, float]:
@@ -93,8 +113,9 @@ def text_of(change: Change) -> str:
 class JsonLines:
     """Logger to a file with one JSON object per line; each line is flushed, so a crash loses none.
 
-    Every line has a `type`: "header" (schema, versions, start time; one per run), then "step" and "change" with the fields
-    of `StepRow` and `Change`. JSON has no NaN or infinity, so a number that is not finite becomes null.
+    Every line has a `type`: "header" (schema, versions, start time; one per run), then "step", "change" and
+    "held_out" with the fields of `StepRow`, `Change` and `HeldOutRow`. JSON has no NaN or infinity, so a number that is not
+    finite becomes null.
 
     Args:
         path: the file; its folder is created.
@@ -135,6 +156,14 @@ class JsonLines:
             ValueError: the logger is closed.
         """
         self._write("change", asdict(change))
+
+    def log_held_out(self, row: HeldOutRow) -> None:
+        """Write a measurement on held-out data.
+
+        Raises:
+            ValueError: the logger is closed.
+        """
+        self._write("held_out", asdict(row))
 
     def close(self) -> None:
         """Close the file; may be called twice."""
@@ -183,6 +212,11 @@ class TensorBoard:
         self._writer.add_text("change", text_of(change), change.step)
         for tag, value in scalars_of_change(change).items():
             self._writer.add_scalar(tag, value, change.step)
+
+    def log_held_out(self, row: HeldOutRow) -> None:
+        """Write the values of a measurement on held-out data at its step."""
+        for tag, value in scalars_of_held_out(row).items():
+            self._writer.add_scalar(tag, value, row.step)
 
     def close(self) -> None:
         """Flush the writer, and close it if this logger created it."""

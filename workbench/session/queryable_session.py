@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -15,14 +15,19 @@ from l2l_core import Edit, Forecast, Inside, Relay
 from l2l_core.batches import Batch
 from l2l_core.model import LayerRef
 from workbench.session.command_thread import Command
+from workbench.session.early_stopping import EarlyStopping
 from workbench.session.edit_text import describe_edits
+from workbench.session.evaluator import Evaluator
 from workbench.session.layer_facts import LayerFacts
+from workbench.session.lr_finder import F, LRFinding, check_range
+from workbench.session.metrics import MetricSpec
 from workbench.session.probe import Probe
 from workbench.session.probe_verdict import LossChange
 from workbench.session.race_controller import RaceController
 from workbench.session.run_controller import RunController
 from workbench.session.session_state import SessionState
 from workbench.session.snapshot import Snapshot
+from workbench.session.snapshot_values import HeldOutRow
 from workbench.session.tokenizer import Decode, Encode
 from workbench.session.trainer import Trainer
 
@@ -47,6 +52,7 @@ class QueryableSession(RunController):
     _state: SessionState
     _trainer: Trainer
     _races: RaceController
+    _evaluator: Evaluator
 
     def __repr__(self) -> str:
         snapshot = self.snapshot()
@@ -89,7 +95,8 @@ class QueryableSession(RunController):
     def _has_settled(self, until_s: float) -> bool:
         with self._changed:
             # A paused race holds the queue, so commands that wait there do not run.
-            is_busy = (self._commands.is_busy or self._state.pending is not None) and not self._races.is_paused
+            is_due = self._state.pending is not None or self._evaluator.is_due
+            is_busy = (self._commands.is_busy or is_due) and not self._races.is_paused
             runs = self._run.state == "running" and not self._races.is_paused
             if self._run.state == "closed" or not (runs or is_busy or self._races.is_running):
                 return True
@@ -155,6 +162,57 @@ class QueryableSession(RunController):
         if self.encode is None:
             raise ValueError(f"text={text!r} cannot be split into tokens: {NO_TOKENIZER}")
         return self.encode(text)
+
+    def evaluate(
+        self,
+        loader: Iterable[Batch] | None,
+        metrics: Mapping[str, MetricSpec] | None = None,
+        *,
+        every: int | None = None,
+        stop: EarlyStopping | None = None,
+    ) -> Future[HeldOutRow | None]:
+        """Measure the held-out loss over a whole loader, and metrics: now, and then every few steps of the run.
+
+        The mean over batches is weighted as the loss is: by rows or targets. Training continues to the bit as if nothing had
+        been measured. Another call with `every` replaces the repeated evaluation. An error ends the run and the evaluation,
+        and training is as before.
+
+        Args:
+            loader: a DataLoader, a list of batches, or any other iterable that can be iterated repeatedly; None ends the
+                repeated evaluation.
+            metrics: by name: a function ``f(outputs, batch) -> float``, a metric object with update, compute and reset, as
+                those of torchmetrics, or a pair ``(metric, f)`` in which ``f(outputs, batch)`` returns the arguments of update.
+            every: number of steps between measurements; None: once, now.
+            stop: pauses the run if a value does not improve any more.
+
+        Returns:
+            A future of the measurement now.
+
+        Raises:
+            TypeError, ValueError: an argument cannot be used.
+        """
+        return self._evaluator.submit(loader, metrics, every, stop)
+
+    def find_lr(
+        self, lowest: float = 1e-7, highest: float = 1.0, steps: int = 60, *, result: type[F] = LRFinding
+    ) -> Future[F]:
+        """Find a learning rate: train on the next batches with an exponentially growing rate, then rewind.
+
+        Weights, optimizer, buffers, random streams, scheduler and batches are as before, so that training continues with the
+        same bits. The batches are drawn early and kept in host memory until the run uses them. Groups of the optimizer keep
+        the ratio of their rates to that of the first group.
+
+        Args:
+            lowest, highest: rates of the first and of the last step.
+            steps: number of steps; fewer if the loss diverges.
+            result: class of the result.
+
+        Raises:
+            ValueError: the range is empty, or there are too few steps.
+        """
+        check_range(lowest, highest, steps)
+        action = partial(self._trainer.find_lr, lowest, highest, steps, result)
+        return self._commands.submit(Command("find a learning rate", action))
 
     @property
     def probe_on(self) -> bool:

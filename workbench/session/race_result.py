@@ -1,6 +1,6 @@
 """Results of a race of branches, and their comparison at equal compute. `race_run.py` runs a race.
 
-Compute is an estimate in floating-point operations (FLOP), see `count_flop`. Two branches are compared at the lower of
+Compute is an estimate in floating-point operations (FLOP), see `FlopCounter`. Two branches are compared at the lower of
 their total compute; losses at that point are interpolated linearly between the two neighbouring measurements.
 """
 

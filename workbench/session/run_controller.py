@@ -93,7 +93,7 @@ class RunController(ABC):
         self._commands.submit(Command("stop", self._run.stop))
 
     def cancel_search(self) -> None:  # noqa: B027 - only some have searches
-        """Cancel the search for settings that fit, if one runs."""
+        """Cancel the search, the evaluation or the learning-rate finder that runs."""
 
     def cancel(self, ticket: int) -> bool:
         """Remove a command from the queue by its `Snapshot.tickets` entry; return False if it is not queued any more."""

@@ -22,6 +22,7 @@ from l2l_core.relay import accept_trust
 from workbench.session.batches import Batches, BatchSource
 from workbench.session.command_thread import Command
 from workbench.session.edit_text import describe_edits
+from workbench.session.evaluator import Evaluator
 from workbench.session.loggers import Logger
 from workbench.session.lr_scheduler import Scheduler
 from workbench.session.probe import Probe, ProbeBatches
@@ -86,6 +87,7 @@ class Session(ResumableSession):
         self._state = SessionState(relay, self._commands, self._run, loggers, self._probe)
         self._trainer = Trainer(relay, self._batches, self._probe, self._state, scheduler, schedule)
         self._races = RaceController(self._commands, self._trainer, self._state)
+        self._evaluator = Evaluator(relay, self._commands, self._state)
         if autosave is not None:
             self._begin_saving(autosave)
         earlier = _sessions[relay]() if relay in _sessions else None
@@ -96,14 +98,23 @@ class Session(ResumableSession):
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
-    def run(self, steps: int | None = None) -> None:
+    def run(self, steps: int | None = None, *, epochs: int | None = None) -> None:
         """Train a number of steps; without a number, resume the remaining steps, or else train without end.
 
         Steps are added to a run in progress. A run also ends when the batches end.
 
+        Args:
+            steps: number of steps.
+            epochs: number of passes over the batches, instead of `steps`.
+
         Raises:
-            ValueError: not a positive integer; or no number during a race that is not paused.
+            ValueError: not a positive integer; both are given; `epochs` with batches that have no length; or no number
+                during a race that is not paused.
         """
+        if epochs is not None:
+            if steps is not None:
+                raise ValueError(f"steps={steps!r} and epochs={epochs!r} are both given: give one of them")
+            steps = self._batches.steps_of(epochs)
         with self._changed:
             if steps is not None or not self._races.resume():
                 super().run(steps)
@@ -119,8 +130,9 @@ class Session(ResumableSession):
             super().stop()
 
     def cancel_search(self) -> None:
-        """Cancel the search for settings that fit, if one runs; no settings change."""
+        """Cancel the search for settings that fit, the evaluation, or the learning-rate finder; training is as before."""
         self._state.search.cancel()
+        self._state.work.cancel()
 
     def skip(self) -> None:
         """Skip the batch on which a step has failed: the next step takes another one.
@@ -247,6 +259,7 @@ class Session(ResumableSession):
 
     def _end_session(self, reason: str, wait: bool) -> None:
         self._state.set_ended(reason)
+        self._state.work.cancel()
         self._commands.close(wait)
 
     def _take_over(self, earlier: Session | None) -> None:
@@ -265,9 +278,11 @@ class Session(ResumableSession):
         self._state.close()
 
     def _next_due(self) -> Command | None:
-        """Return the measurement after an edit, or else a turn of a race, or else a step of the run."""
+        """Return a measurement that is due, or else a turn of a race, or a step."""
         if self._state.pending is not None:
             return Command("measure what the last edit did", self._trainer.complete_verdict)
+        if (evaluation := self._evaluator.next_due()) is not None:
+            return evaluation
         if (turn := self._races.next_turn()) is not None or self._commands.queue_paused:
             return turn  # None while a race is paused: the run waits for its end too
         if self._save_is_due():
@@ -275,8 +290,11 @@ class Session(ResumableSession):
         return super()._next_due()
 
     def _step(self) -> None:
+        steps = self.relay.steps
         self._trainer.train()
         self._count_for_save()
+        if self.relay.steps > steps:  # False if the batches have ended
+            self._evaluator.after_step()
 
 
 _sessions: WeakKeyDictionary[Relay, ref[Session]] = WeakKeyDictionary()

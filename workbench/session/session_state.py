@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from l2l_core import Inside, Relay, Trace
+from workbench.session.background_work import BackgroundWork, WorkCancelled
 from workbench.session.command_thread import Command, CommandThread
-from workbench.session.loggers import Logger, LookLogger, RaceLogger, SnapshotLogger
+from workbench.session.loggers import HeldOutLogger, Logger, LookLogger, RaceLogger, SnapshotLogger
 from workbench.session.probe import Probe
 from workbench.session.probe_verdict import PENDING, LossChange, ProbeLosses
 from workbench.session.race_result import Race
@@ -20,8 +21,10 @@ from workbench.session.settings import SettingsPlan, make_config
 from workbench.session.settings_search import SettingsSearch
 from workbench.session.snapshot import Snapshot
 from workbench.session.snapshot_rows import make_failure
-from workbench.session.snapshot_values import Activity, Change, Failure, Progress
+from workbench.session.snapshot_values import Activity, Change, Failure, HeldOutRow, Progress
 from workbench.session.training_run import TrainingRun
+
+L = TypeVar("L")
 
 CLOSED = "This workbench was closed: run its cell again, or make a new one on the relay."
 TAKEN_OVER = "This workbench was taken over by another one on the same relay: use that one, or run this cell again."
@@ -56,6 +59,7 @@ class SessionState:
         race: returns the last race in its current state.
         saves: returns the last save of the session, and the save of an earlier one that can be resumed.
         search: the search for settings that fit, if one runs.
+        work: the evaluation or the learning-rate finder, if one runs.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class SessionState:
         self.race: Callable[[], Race | None] = lambda: None
         self.saves: Callable[[], tuple[SavedSession | None, SavedSession | None]] = lambda: (None, None)
         self.search = SettingsSearch(self._show_full_device, commands.notify_change)
+        self.work = BackgroundWork(commands.notify_change)
         self._running_trace: Callable[[], Trace | None] = lambda: None
         self._failed_trace: Trace | None = None  # trace of the step that has just failed
 
@@ -123,6 +128,9 @@ class SessionState:
                 saved=saved,
                 offer=offer,
                 search=self.search.row,
+                work=self.work.row,
+                held_out=tuple(history.held_out),
+                notice=run.notice,
                 changed_from=self.settings_plan.changed_from,
             )
 
@@ -172,6 +180,8 @@ class SessionState:
 
         A failed query is reported through its future alone, and does not replace the refusal of an edit.
         """
+        if isinstance(error, WorkCancelled):
+            return  # nothing has changed, and its future gets the error
         if (command.is_atomic or command.is_query) and isinstance(error, ValueError | TypeError):
             if not command.is_query:
                 self.show_refusal(error)
@@ -250,17 +260,28 @@ class SessionState:
             except Exception as error:
                 self.fail(error)
 
+    def record_held_out(self, row: HeldOutRow) -> None:
+        """Record a measurement on held-out data, and notify the loggers that take them."""
+        with self.changed:
+            self.relay_view.histories.current.held_out.append(row)
+            self._commands.notify_change()
+        self._notify(HeldOutLogger, lambda logger: logger.log_held_out(row))
+
     def log_race(self, race: Race) -> None:
         """Notify the loggers that take races of a finished race; snapshot loggers see the branch to which it returned."""
         self.notify_loggers(lambda logger: logger.log_race(race) if isinstance(logger, RaceLogger) else None)
 
     def log_look(self, inside: Inside, decode: Callable[[Sequence[int]], str] | None) -> None:
-        """Notify the loggers that take looks; snapshot loggers are not notified, since nothing has changed."""
+        """Notify the loggers that take looks."""
+        self._notify(LookLogger, lambda logger: logger.log_look(inside, decode))
+
+    def _notify(self, kind: type[L], notify: Callable[[L], None]) -> None:
+        """Notify the loggers of a kind; snapshot loggers get no snapshot, since training has not changed."""
         self.activity = "logger"
         for logger in self._loggers:
-            if isinstance(logger, LookLogger):
+            if isinstance(logger, kind):
                 try:
-                    logger.log_look(inside, decode)
+                    notify(logger)
                 except Exception as error:
                     self.fail(error)
 

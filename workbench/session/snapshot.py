@@ -12,10 +12,21 @@ from typing import Any, Protocol, runtime_checkable
 
 from l2l_core import RelayConfig, Trace
 from l2l_core.edits import MAIN_BRANCH, Branch, JournalEntry
+from workbench.session.background_work import WorkRow
 from workbench.session.race_result import Race
 from workbench.session.save_folder import SavedSession
 from workbench.session.settings_search import SearchRow
-from workbench.session.snapshot_values import Change, Failure, LayerRow, ProbeRow, Progress, ShownStep, State, StepRow
+from workbench.session.snapshot_values import (
+    Change,
+    Failure,
+    HeldOutRow,
+    LayerRow,
+    ProbeRow,
+    Progress,
+    ShownStep,
+    State,
+    StepRow,
+)
 from workbench.session.statistics import Statistics
 
 
@@ -35,6 +46,7 @@ class Snapshot:
         queued: descriptions of the commands that wait for the current step.
         step: number of finished steps of the relay.
         done, target: steps finished and requested in this run; None: no end but that of the batches.
+        held_out: measurements on held-out data that led to the current state, in order.
         steps: finished steps of this session that led to the current state, in order.
         changes: settings and edits between them, in order.
         layers: the stack, in order.
@@ -43,6 +55,8 @@ class Snapshot:
         shell_trained: number of these that are trained.
         changed_from: settings changed since the session began, with the values that they had.
         search: the search for settings that fit, while it runs.
+        work: an evaluation or a learning-rate finder, while it runs.
+        notice: why the run paused by itself, in words; "" if it did not.
         busy: description of the current command, such as "step 12" or "forecast"; "" if there is none.
         ended: why the session accepts no more commands, and the remedy; "" while it is open.
         shown: the last kept step that led to the current state, of this branch or of the branch that it was forked from;
@@ -99,6 +113,9 @@ class Snapshot:
     offer: SavedSession | None = None
     changed_from: Mapping[str, Any] = field(default_factory=dict)
     search: SearchRow | None = None
+    work: WorkRow | None = None
+    held_out: Sequence[HeldOutRow] = ()
+    notice: str = ""
     busy: str = ""
     ended: str = ""
 

@@ -8,12 +8,14 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice, Relay, StepResult, TornStep, Trace
+from l2l_core.batches import Batch
 from l2l_core.eps.blocks import Unit
 from l2l_core.trace import format_bytes
 from workbench.readings import Columns, summarize_timeline
 from workbench.session.snapshot import Snapshot
 from workbench.session.snapshot_values import Activity, Failure, LayerRow, Remedy, ShownStep, StepRow
 from workbench.session.statistics import StatisticsLog
+from workbench.session.step_estimates import count_tokens, estimate_flop
 
 BANDWIDTHS = ("h2d_bytes_per_s", "d2h_bytes_per_s")
 
@@ -59,8 +61,14 @@ def count_params(relay: Relay) -> int:
     return sum(param.numel() for param in relay.model.parameters())
 
 
-def step_row(relay: Relay, result: StepResult) -> StepRow:
-    """Make the row of the relay's last step, before a scheduler changes the learning rate."""
+def step_row(relay: Relay, result: StepResult, batch: Batch = None, epoch: int | None = None) -> StepRow:
+    """Make the row of the relay's last step, before a scheduler changes the learning rate.
+
+    Args:
+        relay, result: the relay and its step.
+        batch: batch of the step, to count its tokens and operations.
+        epoch: epoch of the batch.
+    """
     rate = relay.optimizer.param_groups[0].get("lr")
     return StepRow(
         step=relay.steps,
@@ -75,6 +83,9 @@ def step_row(relay: Relay, result: StepResult) -> StepRow:
         objective=result.objective,
         lr=None if rate is None else float(rate),
         layers=len(relay.stack),
+        epoch=epoch,
+        tokens=0 if batch is None else count_tokens(batch, result.samples),
+        flop=0 if batch is None else estimate_flop(relay, batch, result.trace, result.samples),
     )
 
 
@@ -162,6 +173,10 @@ def _state_after(error: BaseException, during: Activity) -> str:
         "scheduler": "The step itself is done and counted: Run continues.",
         "save": "The session is not saved; its earlier saves are as they were, and training has not changed: Run continues.",
         "resume": "The session was not resumed.",
+        "measurement": (
+            "Training is as before the measurement, which is not repeated: Run continues without it. Call it again once "
+            "its cause is removed."
+        ),
         "logger": "The step or change itself is done and counted, but may not be logged: Run continues.",
     }[during]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -11,7 +12,7 @@ from l2l_core.edits import MAIN_BRANCH, JournalEntry
 from workbench.session.probe_verdict import LossChange, describe_verdict
 
 State = Literal["idle", "running", "paused", "failed", "closed"]
-Activity = Literal["batch", "step", "edit", "refused", "scheduler", "logger", "save", "resume"]
+Activity = Literal["batch", "step", "edit", "refused", "scheduler", "logger", "save", "resume", "measurement"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,9 @@ class StepRow:
         objective: how the losses of micro-batches were put together, in words.
         lr: learning rate of the optimizer's first group in this step; None if it has none.
         layers: number of layers that were trained.
+        epoch: pass over the batches, from 1; None if their source has no passes.
+        tokens: number of tokens of the batch (`count_tokens`), or its rows; 0 if not counted.
+        flop: estimated floating-point operations (`estimate_flop`); 0 if not estimated.
     """
 
     step: int
@@ -44,6 +48,39 @@ class StepRow:
     objective: str = ""
     lr: float | None = None
     layers: int = 0
+    epoch: int | None = None
+    tokens: int = 0
+    flop: int = 0
+
+    @property
+    def unit(self) -> str:
+        """The counted parts of a batch: "tokens", or "rows"."""
+        return "tokens" if self.tokens > self.samples else "rows"
+
+    @property
+    def per_s(self) -> float:
+        """Tokens or rows per second; NaN without a time."""
+        return max(self.tokens, self.samples) / self.seconds if self.seconds else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutRow:
+    """One measurement on held-out data.
+
+    Attributes:
+        step: number of steps finished before it.
+        values: the held-out loss under "loss", and the metrics by name.
+        branch: the branch that was measured.
+        batches, rows: number of batches and rows; 0 if not counted.
+        seconds: duration.
+    """
+
+    step: int
+    values: Mapping[str, float]
+    branch: str = MAIN_BRANCH
+    batches: int = 0
+    rows: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

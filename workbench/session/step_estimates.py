@@ -76,15 +76,13 @@ class FlopCounter:
             trace: trace of the step; skipped layers do not count.
             samples: rows of the batch.
         """
-        ran = {event.layer for event in trace.events_since(0)[0] if event.kind == "forward"}
-        layers = [layer for layer in self._relay.stack if layer.key in ran]
-        kept = layers[-kept_layer_count(trace.settings, len(layers)) :]
+        layers, kept = _layers_that_ran(self._relay, trace)
         products = self._products_of(batch)
         if products is None:
-            return _estimate(self._relay.shell, layers, kept) * count_tokens(batch, samples)
+            return estimate_flop(self._relay, batch, trace, samples)
         flop = products.shell
         for layer, forward, backward in zip(self._relay.stack, products.forward, products.backward, strict=True):
-            if layer.key in ran:
+            if layer in layers:
                 flop += forward + backward + (forward if backward and layer not in kept else 0)
         return flop
 
@@ -183,6 +181,18 @@ _CPU_ATTENTION = {
 
 
 # -- without it --------------------------------------------------------------------------------------------------------
+
+
+def estimate_flop(relay: Relay, batch: Batch, trace: Trace, samples: int) -> int:
+    """Estimate the operations of a finished step by `FLOP_ESTIMATE`, at no cost; arguments as in `FlopCounter.count`."""
+    return _estimate(relay.shell, *_layers_that_ran(relay, trace)) * count_tokens(batch, samples)
+
+
+def _layers_that_ran(relay: Relay, trace: Trace) -> tuple[list[Unit], list[Unit]]:
+    """Return the layers of a step, and those of them that were not recomputed."""
+    ran = {event.layer for event in trace.events_since(0)[0] if event.kind == "forward"}
+    layers = [layer for layer in relay.stack if layer.key in ran]
+    return layers, layers[-kept_layer_count(trace.settings, len(layers)) :]
 
 
 def _estimate(shell: Unit, layers: Sequence[Unit], kept: Sequence[Unit]) -> int:

@@ -11,6 +11,7 @@ from l2l_core.edits import Branch, JournalEntry
 from workbench.session.batches import Batches, copy_batch
 from workbench.session.edit_text import describe_entry, describe_fork
 from workbench.session.layer_facts import LayerFacts, read_layer_facts
+from workbench.session.lr_finder import F, LRFinder
 from workbench.session.lr_scheduler import LRSchedulerAdapter, Scheduler
 from workbench.session.probe import Probe, ProbingRelay
 from workbench.session.probe_verdict import LossChange
@@ -87,7 +88,7 @@ class Trainer:
                 self._record_torn_step(error)
             raise
         self.batches.mark_used()
-        row = self._record_step(result, self._state.run.count_step)
+        row = self._record_step(result, batch, self._state.run.count_step)
         with self._changed:
             self.probe.add_training_batch(batch, row.step)
             self.script.record_step(row.loss)
@@ -118,7 +119,7 @@ class Trainer:
             self._record_torn_step(error)
             raise
         mark_used()
-        row = self._record_step(result)
+        row = self._record_step(result, batch)
         with self._changed:
             self.probe.add_training_batch(batch, row.step)
         self._state.notify_loggers(lambda logger: logger.log_step(row))
@@ -140,7 +141,7 @@ class Trainer:
                 self._fit(batch)
             self._state.activity = "step"
             with self._state.track_step():
-                return self.relay.step(batch, skip=self._schedule.skip(self.relay), force=self._schedule.force)
+                return self._make_step(batch)
 
     def _apply_schedule(self) -> None:
         """Apply the edits of the schedule; each is recorded as a change."""
@@ -160,10 +161,10 @@ class Trainer:
     def _record_torn_step(self, error: TornStep) -> None:
         self.script.record_manual(f"step {self.relay.steps + 1}, which failed when some layers were updated: {error}")
 
-    def _record_step(self, result: StepResult, count: Callable[[], None] = lambda: None) -> StepRow:
+    def _record_step(self, result: StepResult, batch: Any, count: Callable[[], None] = lambda: None) -> StepRow:
         """Add a finished step to the state, and call `count` in the same critical section."""
         # Outside of the lock, since these are slow and snapshots must not wait.
-        row, layers = step_row(self.relay, result), layer_rows(self.relay)
+        row, layers = step_row(self.relay, result, batch, self.batches.epoch), layer_rows(self.relay)
         needed = self._in_core.estimate(result, layers)
         with self._changed:  # all at once: no snapshot may count a step without its row
             self._state.relay_view.add_step(row, layers, result.trace, needed)
@@ -208,6 +209,19 @@ class Trainer:
         self.set_settings(found.settings)
         self._state.replan_settings()
         return found
+
+    def find_lr(self, lowest: float, highest: float, steps: int, result: type[F]) -> F:
+        """Find a learning rate; the relay and the batches are as before."""
+        self._state.activity = "measurement"
+        finder = LRFinder(self.relay, self.batches, self._state.work, self._make_step)
+        try:
+            return finder.find(lowest, highest, steps, result)
+        finally:
+            self.probe.invalidate()
+            self._state.refresh()
+
+    def _make_step(self, batch: Any) -> StepResult:
+        return self.relay.step(batch, skip=self._schedule.skip(self.relay), force=self._schedule.force)
 
     def edit(self, change: Callable[[Relay], Any], what: str = "") -> Any:
         """Call a function of the relay; without a description it is not recorded as a change."""

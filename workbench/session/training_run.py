@@ -32,6 +32,7 @@ class TrainingRun:
         pause_after_step: the run pauses after the current step.
         first_step_pending: the run has just begun, and commands wait for its first step.
         failure: why it stopped.
+        notice: why it paused by itself; "" if it did not.
     """
 
     def __init__(self, changed: Condition) -> None:
@@ -42,6 +43,7 @@ class TrainingRun:
         self.pause_after_step = False
         self.first_step_pending = False
         self.failure: Failure | None = None
+        self.notice = ""
 
     @property
     def target(self) -> int | None:
@@ -64,7 +66,7 @@ class TrainingRun:
                 self.remaining, self.done = steps, 0
             elif steps is not None and self.remaining is not None:
                 self.remaining += steps
-            self.state, self.failure = "running", None
+            self.state, self.failure, self.notice = "running", None, ""
             self.pause_after_step, self.first_step_pending = pause_after_step, True
 
     def begin_single_step(self) -> None:
@@ -93,10 +95,16 @@ class TrainingRun:
             if self.state == "running":
                 self.state = "idle" if self.remaining == 0 else "paused"
 
+    def pause_early(self, notice: str) -> None:
+        """Pause for a reason to be shown; the remaining steps stay."""
+        with self._changed:
+            self.pause()
+            self.notice = notice
+
     def stop(self) -> None:
         """Drop the remaining steps and the failure."""
         with self._changed:
-            self.remaining, self.failure, self.state = 0, None, "idle"
+            self.remaining, self.failure, self.state, self.notice = 0, None, "idle", ""
 
     def fail(self, failure: Failure) -> None:
         """Stop with a failure; the remaining steps stay."""

@@ -127,7 +127,7 @@ def test_the_run_is_recorded(quick: Outcome) -> None:
     now = run.snapshot()
     assert run.complete and len(now.steps) == QUICK.steps and len(now.layers) == QUICK.layers
     assert [f"{row.loss:.9g}" for row in now.steps] == [f"{float(row['loss']):.9g}" for row in quick.losses]
-    assert [step for step, _ in run.held_out] == [10, 20, 30] and len(run.levels) == 2
+    assert [row.step for _, row in run.held_out] == [10, 20, 30] and len(run.levels) == 2
     assert now.in_core_bytes == quick.summary["peak_device_bytes"]["in_core"]
     trace = Trace.from_jsonl(quick.folder / "trace.jsonl")
     assert (

@@ -96,8 +96,10 @@ def recorded_elsewhere(path: Path) -> Path:
     lines = [json.loads(line) for line in record(path, title="far away").read_text(encoding="utf-8").splitlines()]
     lines[0] |= {"began": "2020-01-02T03:04:05+00:00"}
     lines[0]["machine"] = {"platform": "A machine elsewhere", "cores": 1234, "torch": "1.2.3"}
-    more = [{"type": "held_out", "step": step, "loss": loss} for step, loss in ((4, 77.25), (9, 66.125))]
-    lines[-1:-1] = [*more, {"type": "fact", "name": "found", "words": "It was cold there."}]
+    lines[-1:-1] = [{"type": "fact", "name": "found", "words": "It was cold there."}]
+    moments = [at for at, line in enumerate(lines) if line["type"] == "moment"]
+    for number, step, loss in ((-1, 9, 66.125), (3, 4, 77.25)):  # the last moment first: lines move
+        lines.insert(moments[number] + 1, {"type": "held_out", "step": step, "values": {"loss": loss}})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 

@@ -28,6 +28,7 @@ def session() -> Iterator[Session]:
         train(session, 3)
         session.edit(Move(0, 2)).result(HANG_S)
         train(session, 2)
+        session.evaluate(make_batches(1)).result(HANG_S)
         yield session
 
 
@@ -67,6 +68,8 @@ def test_tensorboard_gets_every_step_and_change(session: Session, now: Snapshot,
     losses = [(event.step, event.value) for event in found.Scalars("loss")]
     assert losses == [(row.step, pytest.approx(row.loss)) for row in now.steps] and len(losses) == 5
     assert found.Tags()["tensors"] == ["change/text_summary"]
+    (measured,) = found.Scalars("held_out/loss")
+    assert (measured.step, measured.value) == (5, pytest.approx(now.held_out[0].values["loss"]))
 
 
 def test_the_report_has_the_whole_run_and_the_shown_step(session: Session, now: Snapshot, tmp_path: Path) -> None:

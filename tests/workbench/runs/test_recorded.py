@@ -22,6 +22,7 @@ from workbench.runs.run_loader import load_run
 from workbench.session.branch_history import BranchHistories
 from workbench.session.session import Session
 from workbench.session.snapshot import Snapshot
+from workbench.session.snapshot_values import HeldOutRow
 from workbench.what_if.assumed_costs import AssumedCosts
 
 SHOWN = (
@@ -176,12 +177,13 @@ def test_held_out_losses_levels_and_facts_are_kept(tmp_path: Path) -> None:
         recorder = Recorder(tmp_path / "run.jsonl")
         with Session(relay, make_batches(), loggers=[recorder]) as session:
             train(session, 1)
-            recorder.log_held_out(1, 2.5)
+            recorder.log_held_out(HeldOutRow(1, {"loss": 2.5}))
             recorder.log_level("guessing", 5.5)
             recorder.log_fact("equal", "perhaps")
             recorder.log_fact("equal", "to the bit")
     run = load_run(tmp_path)
-    assert (run.held_out, run.levels, run.facts) == (((1, 2.5),), (("guessing", 5.5),), {"equal": "to the bit"})
+    assert (run.levels, run.facts) == ((("guessing", 5.5),), {"equal": "to the bit"})
+    assert run.held_out == ((0, HeldOutRow(1, {"loss": 2.5})),) and run.snapshot().held_out == (run.held_out[0][1],)
     assert run.title == "run"
 
 
@@ -289,13 +291,13 @@ def test_a_file_that_is_no_gzip_is_refused(tmp_path: Path, path: Path, snapshots
         load_run(tmp_path)
 
 
-@pytest.mark.parametrize("version", [1, 5, 7])
+@pytest.mark.parametrize("version", [1, 6, 8])
 def test_another_version_of_the_format_is_refused(
     path: Path, snapshots: list[Snapshot], tmp_path: Path, version: int
 ) -> None:
     lines = change(path.read_text(encoding="utf-8").splitlines(), 1, version=version)
     (tmp_path / "run.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    message = rf"run.jsonl has version {version} of .*, and this release reads version 6: record the run again, or read .* with"
+    message = rf"run.jsonl has version {version} of .*, and this release reads version 7: record the run again, or read .* with"
     with pytest.raises(ValueError, match=message):
         load_run(tmp_path)
 
@@ -316,3 +318,37 @@ def test_trained_parameters_come_back() -> None:
     again = delta.decode(1, BranchHistories("main", ["main"]), None)
     assert again.shell_trained == relay.shell.num_trained and again.layers[0].num_trained == now.layers[0].num_trained
     assert AssumedCosts.of(again).layer_trained is not None
+
+
+def test_measurements_come_back_with_their_branch_and_moment(tmp_path: Path) -> None:
+    absolute = {"absolute": lambda outputs, batch: float((outputs - batch[1]).abs().mean())}
+    with make_relay() as relay:
+        loggers = [Recorder(tmp_path / "run.jsonl")]
+        with Session(relay, make_batches(), loggers=loggers) as session:
+            session.evaluate(make_batches(2), absolute, every=2).result(HANG_S)
+            train(session, 2)
+            session.fork("wide").result(HANG_S)
+            train(session, 2)
+            wide = session.snapshot()
+            session.switch("main").result(HANG_S)
+            main = session.wait(HANG_S)
+    run = load_run(tmp_path)
+    assert run.snapshot().held_out == main.held_out and [row.step for row in main.held_out] == [0, 2]
+    last_of_wide = max(number for number in range(len(run.moments)) if run.snapshot(number).branch == "wide")
+    assert run.snapshot(last_of_wide).held_out == wide.held_out and len(wide.held_out) == 3
+    assert [row.step for row in run.snapshot(0).held_out] == [0]
+    assert run.snapshot().steps == main.steps, "with epochs and operations"
+    page = render_report([run])
+    assert "The bold line is the loss on held-out data" in page and "held-out absolute" in page
+
+
+def test_a_damaged_measurement_is_named(tmp_path: Path) -> None:
+    with make_relay() as relay, Session(relay, make_batches(), loggers=[Recorder(tmp_path / "run.jsonl")]) as session:
+        train(session, 1)
+        session.evaluate(make_batches(1)).result(HANG_S)
+    file = tmp_path / "run.jsonl"
+    text = file.read_text(encoding="utf-8")
+    number = next(i for i, line in enumerate(text.splitlines(), start=1) if '"held_out"' in line)
+    file.write_text(text.replace('"values":{"loss"', '"values":{"other"'), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"line {number}.*a measurement without a loss"):
+        load_run(file)
