@@ -1387,7 +1387,7 @@ class Relay:
             yield
 
     @contextmanager
-    def _restored_state(self, *more: Callable[[], None]) -> Iterator[None]:
+    def _restored_state(self, *more: Callable[[], object]) -> Iterator[None]:
         """Restore everything but weights that a forward may change in a block; then call `more`."""
         parts, factory = self._runner.parts, self._editor.layer_factory
         restores = [self._runner.snapshot_attributes(), parts.snapshot_buffers(), self._runner.snapshot(), *more]

@@ -48,7 +48,7 @@ def _objects_used_by(function: object) -> list[object]:
 
 
 def settings_of(function: object) -> tuple[Hashable, ...]:
-    """Return the flags, names and types of the values that a loss refers to; of a number, whether it is 0.
+    """Return the settings of a loss: flags, strings and types of its values; of a number, whether it is 0.
 
     They change when a user switches a term on, or a mean to a sum; a counter changes them once.
     """

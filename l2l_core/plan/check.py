@@ -217,7 +217,7 @@ class _Check:
         self._require(
             above not in self._layers or action.k in self._undone[above],
             action,
-            f"its gradient comes from visit {above}, which was not back-propagated",
+            f"it needs the gradient of visit {above}, which was not back-propagated",
             f"move it behind B{action.k} of visit {above}",
         )
         self._require(

@@ -76,12 +76,13 @@ class BranchHistories:
             and (fork := _common_length(history.steps, self.current.steps)) < len(history.steps)
         }
 
-    def state_dict(self, number_of: Callable[[StepRow | Change], int]) -> dict[str, Any]:
+    def state_dict(self, number_of: Callable[[StepRow | Change | HeldOutRow], int]) -> dict[str, Any]:
         """Return the histories without steps to show, as plain data and arrays; `number_of` returns the number of a row."""
         branches = {
             name: {
                 "steps": list(map(number_of, history.steps)),
                 "changes": list(map(number_of, history.changes)),
+                "held_out": list(map(number_of, history.held_out)),
                 "statistics": history.statistics.state_dict(),
             }
             for name, history in self._by_name.items()
@@ -93,6 +94,7 @@ class BranchHistories:
         self._by_name = {}
         for name, plain in state["branches"].items():
             history = BranchHistory([rows[i] for i in plain["steps"]], [rows[i] for i in plain["changes"]])
+            history.held_out = [rows[i] for i in plain["held_out"]]
             history.statistics.load_state_dict(plain["statistics"])
             self._by_name[name] = history
         self.parents, self._recent = dict(state["parents"]), list(state["recent"])

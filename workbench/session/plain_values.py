@@ -17,10 +17,10 @@ import torch
 from l2l_core import Compress
 from l2l_core.model import Tensors, decode, encode, tensor_copier
 from workbench.session.probe_verdict import LossChange, ProbeLosses
-from workbench.session.snapshot_values import Change, StepRow
+from workbench.session.snapshot_values import Change, HeldOutRow, StepRow
 
 RECORDS: Mapping[str, type[Any]] = {
-    kind.__name__: kind for kind in (StepRow, Change, LossChange, ProbeLosses, Compress)
+    kind.__name__: kind for kind in (StepRow, Change, HeldOutRow, LossChange, ProbeLosses, Compress)
 }
 
 

@@ -26,15 +26,15 @@ from workbench.session.resume_check import ResumeCheck
 from workbench.session.save_folder import Autosave, SavedSession, SaveFolder
 from workbench.session.session_state import SessionState
 from workbench.session.settings import LINK_SETTINGS, apply_settings, read_settings
-from workbench.session.snapshot_values import Change, StepRow
+from workbench.session.snapshot_values import Change, HeldOutRow, StepRow
 
 _IDLE_SHARE = 10  # while nothing is trained, saves take at most this part of the time
 
 
 class _RowLine(NamedTuple):
-    """Line of a step or change, which it keeps alive, and its number in the file."""
+    """Line of a step, change or measurement, which it keeps alive, and its number in the file."""
 
-    row: StepRow | Change
+    row: StepRow | Change | HeldOutRow
     text: str
     number: int = 0
 
@@ -128,7 +128,9 @@ class SessionSaver:
         """Return a value that changes with everything that a save is for."""
         view = self._state.relay_view
         settings = tuple(self._state.settings_plan.settings.items())
-        return view.steps, view.branch, len(view.journal), view.branches, len(view.histories.current.changes), settings
+        history = view.histories.current
+        rows = len(history.changes), len(history.held_out)
+        return view.steps, view.branch, len(view.journal), view.branches, rows, settings
 
     # -- on the session's thread ---------------------------------------------------------------------------------------
 
@@ -167,7 +169,7 @@ class SessionSaver:
         tensors: Tensors = {}
         lines, self._lines = self._lines, {}
 
-        def number_of(row: StepRow | Change) -> int:
+        def number_of(row: StepRow | Change | HeldOutRow) -> int:
             """Return the number of a row, whose line is made once for all branches and saves."""
             if id(row) not in self._lines:
                 known = lines.get(id(row)) or _RowLine(row, json.dumps(pack(row, f"row/{len(lines)}", tensors)) + "\n")
@@ -201,6 +203,10 @@ class SessionSaver:
         }
 
     def _held_out_loss(self) -> float | None:
+        """Return the loss that `evaluate` measured after this step, or else that of the probe."""
+        view = self._state.relay_view
+        if measured := view.histories.current.held_out:
+            return measured[-1].values.get("loss") if measured[-1].step == view.steps else None
         if not (self._probe.row.is_on and self._probe.row.is_given):
             return None
         try:
