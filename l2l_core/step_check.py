@@ -92,7 +92,7 @@ class StepCheck:
         if not report.equal:
             remedy = find_remedy(compare, batch, config) or (
                 "If the loss or the model counts its calls or keeps other state outside of modules, which a comparison changes, "
-                "RelayConfig(verify='never') trains without one"
+                "RelayConfig(verify='never') trains without one; Relay(..., loss_over='micro-batch') tries it on no rows either"
             )
             raise UnequalStepError(f"{_different(report)}. Nothing has been trained. {remedy}", report)
         self._compared.add(kind)

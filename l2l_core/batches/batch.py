@@ -127,6 +127,11 @@ class BatchRows(RowsOfBatch):
         except NoRowsError as error:
             self.count, self._no_rows_error = 1, error
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether the batch can be cut along dim 0."""
+        return self._no_rows_error is None
+
     def split(self, micro_batches: int) -> list[Any]:
         """Cut the batch into `micro_batches` parts with `sizes` rows.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from l2l_core.batches.batch import Batch, BatchRows, PartChange, RowChoice, RowsOfBatch, check_record
-from l2l_core.batches.containers import is_record
+from l2l_core.batches.containers import is_record, named_leaves
 from l2l_core.batches.output_join import GetDivisors, OutputJoin, Placing, first_fitting
 from l2l_core.batches.target_counts import ROWS
 
@@ -134,8 +134,8 @@ class _PartRows(RowsOfBatch):
         return iter(())
 
     def item_counts(self) -> dict[str, list[int]]:
-        """Return the counts of every part, of all that each part has."""
-        counts = [BatchRows(part).item_counts() for part in self._parts()]
+        """Return the counts of every part, of all that each part has; without common rows, those of each tensor, too."""
+        counts = [BatchRows(part).item_counts() | _lengths_without_rows(part) for part in self._parts()]
         names = [name for name in counts[0] if all(name in each for each in counts)]
         return {name: [sum(each[name]) for each in counts] for name in names}
 
@@ -174,6 +174,14 @@ def cut_by(function: SplitFunction, batch: Any, count: int) -> list[Any]:
 
 def _name_of(function: SplitFunction) -> str:
     return getattr(function, "__name__", repr(function))
+
+
+def _lengths_without_rows(part: Any) -> dict[str, list[int]]:
+    """Return the length of each tensor of a part whose tensors have no common rows, such as tokens and offsets."""
+    if BatchRows(part).has_rows:
+        return {}
+    tensors = ((name, leaf) for name, leaf in named_leaves(part) if isinstance(leaf, torch.Tensor))
+    return {f"{ROWS} of {name}": [len(tensor)] for name, tensor in tensors if tensor.ndim}
 
 
 def _rows_in(part: Any) -> int:

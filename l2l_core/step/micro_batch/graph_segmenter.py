@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import is_
@@ -205,7 +205,7 @@ class GraphSegmenter(TorchFunctionMode):
             self._check_not_partial(args[0], node)
             self._segment_of(node).is_hooked |= func in HOOKS
         if acts_on_object(func) or len(self.segments) == 1 or not torch.is_grad_enabled():
-            return self.guard.register(func(*args, **kwargs), self._k)
+            return self._register(func, func(*args, **kwargs), args)
         if func in BACKWARD:
             raise RuntimeError(
                 f"the model calls {func.__name__}() in its own code after a layer call, but the graph before that call is "
@@ -265,7 +265,12 @@ class GraphSegmenter(TorchFunctionMode):
                 )
         if id(out) in replaced:
             return replaced[id(out)][0]  # `x.contiguous()` of a contiguous x is x
-        return self.guard.register(out, self._k)
+        return self._register(func, out, args)
+
+    def _register(self, func: Callable[..., Any], out: Any, args: Sequence[Any]) -> Any:
+        """Return the result of an operation, registered as made by this micro-batch unless it is an argument."""
+        is_argument = bool(args) and out is args[0] and not is_in_place(func)  # `buffer.to(device)` is the buffer
+        return out if is_argument else self.guard.register(out, self._k)
 
     def replace_inputs(self, tree: Any, replaced: Replacements) -> Any:
         """Return the arguments with segment inputs in place of tensors made before the last layer call."""

@@ -106,3 +106,52 @@ def test_a_part_without_targets_contradicts_those_who_count_some(labels: list[in
         config=RelayConfig(micro_batches=2),
     ) as relay:
         assert "equal to the step in core" in relay.step(batch).verified
+
+
+def cut_bags(batch: dict[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
+    """Cut tokens and offsets of bags, as equally as possible, the larger parts first."""
+    offsets, ids = batch["offsets"], batch["input"]
+    ends = [*offsets.tolist()[1:], len(ids)]
+    size = -(-len(offsets) // parts)
+    bags = [range(len(offsets))[start : start + size] for start in range(0, len(offsets), size)]
+    return [
+        {
+            "input": ids[int(offsets[own[0]]) : ends[own[-1]]],
+            "offsets": offsets[own[0] : own[-1] + 1] - offsets[own[0]],
+            "y": batch["y"][own[0] : own[-1] + 1],
+        }
+        for own in bags
+    ]
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(20, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+
+    def forward(self, input: Tensor, offsets: Tensor) -> Tensor:
+        hidden = self.embedding(input, offsets)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.sum(-1)
+
+
+def test_parts_without_common_rows_are_not_taken_for_equal_ones() -> None:
+    """Seven bags in parts of four and three: the mean over bags is not that over parts."""
+    torch.manual_seed(0)
+    lengths = torch.tensor([1, 4, 2, 3, 5, 1, 2])
+    ids = torch.randint(0, 20, (int(lengths.sum()),))
+    batch = {"input": ids, "offsets": lengths.cumsum(0) - lengths, "y": torch.randn(7)}
+
+    def relay(**how: Any) -> Relay:
+        model = Bags()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        config = RelayConfig(micro_batches=2)
+        loss = lambda out, part: F.mse_loss(out, part["y"])  # noqa: E731
+        return Relay(model, optimizer, "cpu", split=cut_bags, loss=loss, config=config, **how)
+
+    with relay() as undecided, pytest.raises(ValueError, match="weight="):
+        undecided.step(batch)
+    with relay(weight=lambda part: len(part["y"])) as weighed:
+        assert weighed.step(batch).verified.startswith("equal to the step in core")

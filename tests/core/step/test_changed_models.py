@@ -89,3 +89,33 @@ def test_a_relay_over_the_changed_model_goes_on(change: Change) -> None:
         got += [following.step(KIND.make_batch(4, step)).loss for step in range(2, 4)]
     assert got == losses
     assert_state(model, copy_state(plain))
+
+
+class WithPrior(nn.Module):
+    """Adds a buffer through an operation that returns its argument, in layers that are dropped at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4))
+        self.register_buffer("prior", torch.tensor([[0.2, 0.3, 0.5]]).log())
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if index and torch.rand([]) < 0.5:
+                continue
+            input = layer(input)
+        return input + self.prior.to(input.device)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_buffer_that_to_returns_belongs_to_no_micro_batch(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = WithPrior()
+    batch = torch.randn(6, 3), torch.randint(0, 3, (6,))
+    config = RelayConfig(micro_batches=3)
+    with Relay(
+        model, torch.optim.SGD(model.parameters(), 0.1), "cpu", loss=nn.CrossEntropyLoss(), config=config
+    ) as relay:
+        for _ in range(4):
+            relay.step(batch)
+        assert relay.verify(batch).equal
