@@ -154,11 +154,11 @@ class LossNormaliser:
         if number == 1:
             self.summary = "loss of the batch, in one micro-batch"
             return [1.0]
-        remaining, sums = self._candidates(rows, micro_batches)
+        remaining, sums, note = self._candidates(rows, micro_batches)
         found = _divisors_by_candidate({name: sums[name] for name in sums if name in remaining}, number)
         if not found:  # every remaining candidate counts nothing in the whole batch
             raise no_target_error(next(iter(remaining)))
-        self.summary = _describe([name for name in sums if name in remaining]) + (self._notes.get(tuple(sums)) or "")
+        self.summary = _describe([name for name in sums if name in remaining]) + note
         if self._warning:  # once, and not if the batch is refused
             warnings.warn(self._warning, stacklevel=2)
             self._warning = ""
@@ -184,7 +184,7 @@ class LossNormaliser:
         if self._loss_over == "batch":
             return count_rows
         try:
-            remaining, sums = self._candidates(rows, micro_batches)
+            remaining, sums, _ = self._candidates(rows, micro_batches)
         except ValueError:
             if len(micro_batches) * peers.count > 1:
                 raise
@@ -197,8 +197,8 @@ class LossNormaliser:
 
     def _candidates(
         self, rows: RowsOfBatch, micro_batches: Sequence[Any]
-    ) -> tuple[frozenset[str], dict[str, list[int] | None]]:
-        """Return the candidates that hold for the batch, and the counts of all micro-batches by candidate."""
+    ) -> tuple[frozenset[str], dict[str, list[int] | None], str]:
+        """Return the candidates that hold for the batch, the counts of all micro-batches by candidate, and a note on both."""
         peers, number = self._peers, len(micro_batches) * self._peers.count
         counted, compared = rows.counted_by(micro_batches), rows.compared_by(micro_batches)
         counts, sizes = normaliser_candidates(counted), counted.sizes(len(micro_batches))
@@ -212,7 +212,7 @@ class LossNormaliser:
         if _disagree(found, found):
             remaining = self._identify(found, peers.gather_rows(compared), len(micro_batches))
             self._remaining.put(key, remaining)
-        return remaining, sums
+        return remaining, sums, self._notes.get(key) or ""
 
     def _check_outputs(self, rows: RowsOfBatch, micro_batches: Sequence[Any]) -> None:
         """Compare the outputs of a few rows with those of their parts, once per structure.

@@ -48,6 +48,26 @@ from l2l_core.step.micro_batch import POLICIES, LayerCall, StepContext, Suspende
 from l2l_core.step.step_checks import PerMicroBatch, StepChecks, refuse_frozen_model
 from l2l_core.step.traffic import Gradient, GradientSlots, SlotStay, WeightSlots
 
+# By name: bound methods would refer to their executor in a circle, and keep the model until Python's collector runs.
+_METHODS = {
+    "A": "_load",
+    "L": "_load",
+    "V": "_begin_visit",
+    "I": "_start_forward",
+    "W": "_wait_for_stash",
+    "G": "_prefetch_stash",
+    "H": "_announce_turns",
+    "F": "_forward",
+    "X": "_loss",
+    "B": "_backward",
+    "D": "_drop_graph",
+    "S": "_offload",
+    "P": "_push",
+    "U": "_finish",
+    "E": "_end_visit",
+    "T": "_turn",
+}
+
 
 @dataclass(eq=False, slots=True)
 class Visit:
@@ -72,19 +92,6 @@ class ForwardExecutor:
         self._visit: Visit | None = None  # between `V` and `E`
         self._scope = ExitStack()  # of this visit
         self.actions: list[Action] = []
-        self._methods: dict[str, Callable[[Action], ActionResult | None]] = {
-            "A": slots.run,
-            "L": slots.run,  # [1]
-            "V": self._begin_visit,
-            "I": self._start_forward,
-            "W": self._wait_for_stash,
-            "G": self._prefetch_stash,
-            "H": self._announce_turns,
-            "F": self._forward,
-            "S": self._offload,
-            "D": self._drop_graph,
-            "E": self._end_visit,
-        }
 
     @property
     def layer_order(self) -> list[Unit]:
@@ -101,9 +108,12 @@ class ForwardExecutor:
                 except StopIteration:
                     return
                 self.actions.append(action)
-                answer = self._methods[action.kind](action)
+                answer = getattr(self, _METHODS[action.kind])(action)
 
     # -- visits --------------------------------------------------------------------------------------------------------
+
+    def _load(self, action: Action) -> None:  # [1]
+        self._weight_slots.run(action)
 
     def _begin_visit(self, action: Action) -> None:
         visit = self._visit_of(action)
@@ -236,7 +246,6 @@ class StepExecutor(ForwardExecutor):
         self._trains_loss_parameters = trains_loss_parameters
         self.losses: list[torch.Tensor] = []  # scaled losses of the micro-batches, which add up to the step's loss
         self._has_gradient = False
-        self._methods |= {"X": self._loss, "B": self._backward, "P": self._push, "U": self._finish, "T": self._turn}
 
     # -- visits --------------------------------------------------------------------------------------------------------
 

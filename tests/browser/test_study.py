@@ -49,6 +49,7 @@ one, two = (each.frame(seconds=False).to_csv().encode() for each in (study, othe
 (one == two, str(study.table()) == str(other.table()), len(one) > 1000)"""
 
 
+@pytest.mark.slow
 def test_a_study_survives_a_restart_of_the_kernel(open_notebook: Callable[..., Notebook], page: Page, lab: Lab) -> None:
     notebook = open_notebook(STUDY, EQUAL)
     notebook.run_cell(0)

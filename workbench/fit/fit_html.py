@@ -22,7 +22,7 @@ STYLE = """
 .l2l-fit-table td:last-child{white-space:normal;min-width:11em}
 .l2l-fit-table .l2l-origin{display:block;font-size:11px;opacity:.7}
 .l2l-fit-table tr.l2l-lacks>:not(th,:last-child){opacity:.55}
-.l2l-fit-table tr.l2l-lacks>:last-child::before{content:"✗ "}
+.l2l-fit-table tr.l2l-lacks>:last-child::before{content:"× "}
 .l2l-fit-table tr.l2l-fitting>:last-child::before{content:"✓ "}
 .l2l-fit-table tr[data-key]{cursor:pointer}
 .l2l-fit-table tr.l2l-chosen>*{background:color-mix(in srgb,currentColor 10%,transparent)}

@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -176,7 +176,7 @@ class FormulaWays:
         return max(least.shelf.min_bytes, min(least.shelf.max_useful_bytes, left))
 
     def _forecast(self, machine: Machine, count: int, shelf: PlannedShelf | None = None) -> Forecast:
-        settings = RelayConfig(precision=self.precision, stash="host")  # type: ignore[arg-type]  # RelayConfig checks it
+        settings = RelayConfig(precision=cast(Any, self.precision), stash="host")  # it checks the precision
         return forecast_config(
             self.config,
             machine,

@@ -39,7 +39,7 @@ border:1px solid var(--jp-border-color2,#8884);border-radius:6px}
 .l2l-workbench .widget-vbox,.l2l-workbench .widget-vbox>*{flex-shrink:0}
 .l2l-workbench .widget-html{width:100%;margin:0}
 .l2l-workbench .widget-html-content{line-height:1.35}
-.l2l-title{display:flex;gap:12px;align-items:center;font-size:13px;font-variant-numeric:tabular-nums}
+.l2l-title{display:flex;gap:12px;align-items:center;min-height:35px;font-size:13px;font-variant-numeric:tabular-nums}
 .l2l-state{border:2px solid;border-radius:12px;padding:1px 12px;font-weight:600;min-width:78px;
 text-align:center;white-space:nowrap}
 .l2l-progress{display:flex;gap:10px;align-items:center;padding-left:10px;font-size:12px;font-variant-numeric:tabular-nums;

@@ -7,9 +7,9 @@ Random generators, buffers, modes, metric objects and what hooks and losses coun
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -50,7 +50,7 @@ class Evaluation:
     def total(self) -> int | None:
         """Number of batches; None if the loader has no length."""
         try:
-            return len(self._loader)  # type: ignore[arg-type]
+            return len(cast(Sized, self._loader))
         except TypeError:  # of an iterable data set, too
             return None
 

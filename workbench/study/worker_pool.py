@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, cast
 
 import psutil
 import torch
@@ -28,7 +28,7 @@ def check_workers(workers: object) -> Workers:
         ValueError: it is neither.
     """
     if workers == "auto" or (isinstance(workers, int) and not isinstance(workers, bool) and workers >= 1):
-        return workers  # type: ignore[return-value]
+        return cast(Workers, workers)
     raise ValueError(f'workers={workers!r}: pass a number of processes of at least 1, or "auto"')
 
 

@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -94,10 +94,11 @@ def test_it_says_what_differs(what: str, folder: Path, monkeypatch: pytest.Monke
 def test_a_model_that_fails_meanwhile_leaves_no_trace(folder: Path) -> None:
     with compared(folder, CHAIN) as (relay, plain):
         train(relay, plain, 1)
-        files, calls = held(folder), count(1)  # not a list, which would be restored between the two sides
+        files, calls = held(folder), SimpleQueue[None]()  # a list or counter would be restored between the two sides
 
         def fail(*_: Any) -> None:
-            if next(calls) > relay.config.micro_batches + 1:  # past the in-core side
+            calls.put(None)
+            if calls.qsize() > relay.config.micro_batches + 1:  # past the in-core side
                 raise ZeroDivisionError
 
         handle = relay.model.layers[0].register_full_backward_hook(fail)
