@@ -34,12 +34,12 @@ _ARROW = (
 # `@container`: the width of the workbench decides, which can be small in a wide window with other panes.
 # `touch-action:none`: a finger drags a layer and does not scroll the page.
 _PANELS = """
-.l2l-workbench{container:l2l/inline-size;max-width:1240px;padding:6px 14px 6px;overflow:hidden;color:var(--jp-ui-font-color1);
+.l2l-workbench{container:l2l/inline-size;max-width:1240px;padding:2px 14px 2px;overflow:hidden;color:var(--jp-ui-font-color1);
 border:1px solid var(--jp-border-color2,#8884);border-radius:6px}
 .l2l-workbench .widget-vbox,.l2l-workbench .widget-vbox>*{flex-shrink:0}
 .l2l-workbench .widget-html{width:100%;margin:0}
 .l2l-workbench .widget-html-content{line-height:1.35}
-.l2l-title{display:flex;gap:12px;align-items:center;min-height:35px;font-size:13px;font-variant-numeric:tabular-nums}
+.l2l-title{display:flex;gap:12px;align-items:center;min-height:32px;font-size:13px;line-height:1.2;font-variant-numeric:tabular-nums}
 .l2l-state{border:2px solid;border-radius:12px;padding:1px 12px;font-weight:600;min-width:78px;
 text-align:center;white-space:nowrap}
 .l2l-progress{display:flex;gap:10px;align-items:center;padding-left:10px;font-size:12px;font-variant-numeric:tabular-nums;
@@ -112,7 +112,7 @@ margin:4px 0 6px;border-bottom:1px solid var(--jp-border-color2,#8884);overflow:
 height:26px;line-height:26px;white-space:nowrap;padding:0 9px}
 .l2l-tabs>div{display:flex;flex-wrap:wrap}
 .l2l-workbench .l2l-glossary{margin-top:0}
-.l2l-tabs .widget-toggle-button{background:none;box-shadow:none;height:30px;line-height:30px;font-size:13.5px;
+.l2l-tabs .widget-toggle-button{background:none;box-shadow:none;height:28px;line-height:28px;font-size:13.5px;
 padding:0 14px;margin:0;color:inherit;border:0;border-bottom:3px solid transparent}
 .l2l-tabs .widget-toggle-button.mod-active{font-weight:600;border-bottom-color:var(--jp-brand-color1,#1976d2)}
 .l2l-tour{align-items:center;gap:4px;padding:6px 10px;border-radius:4px;overflow:visible;
