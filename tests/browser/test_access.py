@@ -51,7 +51,9 @@ def test_every_view_is_whole_and_named(open_notebook: Callable[..., Notebook], p
 
     bench.root.locator(".l2l-present").click()
     until(lambda: page.evaluate("!!document.fullscreenElement"), page, "the whole screen")
-    until(lambda: bench.button("Presenting: leave").is_visible(), page, "the button that leaves")  # renamed after the change
+    until(
+        lambda: bench.button("Presenting: leave").is_visible(), page, "the button that leaves"
+    )  # renamed after the change
     assert bench.handle("layers ahead").is_visible()
     assert find_cut_parts(bench.root) == []
 
