@@ -93,8 +93,10 @@ class RelaySchedule:
         while (layer := self._next_layer()) is not None:
             visit = self._begin_visit(layer)
             yield from self._enter(slots, visit)
-            for k in self._run_turns(visit):
-                yield from self._fetch(self._forward_turns(visit, k))
+            waiting = self._waiting(layer)
+            for position, k in enumerate(waiting):
+                if self._settings.offloads:
+                    yield from self._fetch(self._forward_turns(visit, waiting, position))
                 yield from self._forward(k, visit)
                 yield from self._end_turn(k, visit)
             slots.end_visit()
@@ -108,8 +110,10 @@ class RelaySchedule:
         while (layer := self._next_layer()) is not None:
             visit = self._begin_visit(layer)
             yield from self._enter(slots, visit)  # [1]
-            for k in self._run_turns(visit):  # [2]
-                yield from self._fetch(self._forward_turns(visit, k))
+            waiting = self._waiting(layer)
+            for position, k in enumerate(waiting):  # [2]
+                if self._settings.offloads:
+                    yield from self._fetch(self._forward_turns(visit, waiting, position))
                 yield from self._forward(k, visit)
                 yield from self._run_losses(visit, k)
                 yield from self._end_turn(k, visit)
@@ -126,7 +130,8 @@ class RelaySchedule:
         for visit in rest:
             yield from self._enter(slots, visit, is_backward=True)  # [1]
             for k in list(visit.calls):  # [3] in ascending k, the order of gradient accumulation
-                yield from self._fetch(list(islice(turns, 2 + self._settings.later_turns)))  # this one is the first
+                if self._settings.offloads:
+                    yield from self._fetch(list(islice(turns, 2 + self._settings.later_turns)))  # this one is the first
                 turns.popleft()
                 yield self._backward(k, visit, is_backward=True)
                 yield from self._end_turn(k, visit, is_backward=True)
@@ -198,26 +203,22 @@ class RelaySchedule:
     def _waiting(self, layer: str) -> list[int]:
         return [k for k, waits_for in enumerate(self._waits_for) if waits_for == layer]
 
-    def _run_turns(self, visit: _ScheduledVisit) -> Iterator[int]:
-        """Yield the micro-batches that run in the visit."""
-        self._turns = self._waiting(visit.layer)
-        yield from self._turns
-
-    def _forward_turns(self, visit: _ScheduledVisit, k: int) -> list[Turn]:
-        """Return the present turn and those that are expected to follow it."""
-        if not self._settings.offloads:
-            return []
-        position = self._turns.index(k)
-        following = [Turn(j, visit.layer, visit.index) for j in self._turns[position + 1 : position + 1 + LATER_TURNS]]
+    def _forward_turns(self, visit: _ScheduledVisit, waiting: Sequence[int], position: int) -> list[Turn]:
+        """Return the present turn, that of `waiting[position]`, and those that are expected to follow it."""
+        later, k = self._settings.later_turns, waiting[position]
+        stop = position + 1 + min(1 + later, LATER_TURNS)
+        turns = [Turn(j, visit.layer, visit.index) for j in waiting[position:stop]]
+        if len(turns) > 1 + later:
+            return turns
         turned = [
             Turn(j, layer, visit.index + 1)
-            for j in self._turns[: min(position, LATER_TURNS)]
+            for j in waiting[: min(position, LATER_TURNS)]
             if (layer := self._waits_for[j]) is not None
         ]
-        if position + 1 == len(self._turns) and (first := self._first_turn_after(visit, k)) is not None:
-            following.append(first)
+        if position + 1 == len(waiting) and (first := self._first_turn_after(visit, k)) is not None:
+            turns.append(first)
             turned = [turn for turn in turned if turn != first]
-        return [Turn(k, visit.layer, visit.index), *following, *turned]
+        return turns + turned
 
     def _first_turn_after(self, visit: _ScheduledVisit, k: int) -> Turn | None:
         """Return the first turn of the next visit, as far as it is determined before the turn of `k`.
@@ -236,8 +237,6 @@ class RelaySchedule:
 
     def _fetch(self, turns: Sequence[Turn]) -> Iterator[Action]:
         """Wait for the tensors of the first of `turns`, start to fetch those of the second, announce the others."""
-        if not self._settings.offloads:
-            return
         yield _of_turn("W", turns[0])
         if self._settings.ahead:
             for turn in turns[1:2]:

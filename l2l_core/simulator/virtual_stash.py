@@ -113,7 +113,7 @@ class VirtualDiskStash(VirtualStashStore):
 
 
 def _upcoming_turns(stay: StayCost, position: int, following: Sequence[StayCost]) -> list[tuple[StayCost, TurnCost]]:
-    """Return the turns after the next one, as `Order.iter_turns` and, for backward, `TrainLoop.train` do."""
+    """Return the turns after the next one, as `RelaySchedule` announces them."""
     turns = [(stay, turn) for turn in stay.turns[position + 1 : position + 2 + READ_AHEAD]]
     if not stay.has("forward"):
         turns += [(each, turn) for each in following[: 1 + READ_AHEAD] for turn in each.turns]

@@ -40,6 +40,23 @@ LANES = {
     "disk write": "disk",
     "idle": "time between operations",
 }
+
+
+def relay_way(name: str, count: int, forecast: Forecast) -> FitWay:
+    """Return a relay in `count` micro-batches, in memory or on disk, with the bytes of its forecast and no seconds."""
+    bound, shelf = forecast.bound, forecast.shelf
+    return FitWay(
+        name,
+        count,
+        True,
+        device=Measure(forecast.peak_device_bytes, "forecast"),
+        host=Measure(forecast.needed_host_bytes, "forecast"),
+        disk=Measure(0 if shelf is None else shelf.needed_bytes, "forecast"),
+        binds="compute" if bound is None else LANES.get(bound.lane, bound.lane),
+        pool_bytes=0 if shelf is None else shelf.memory_bytes,
+    )
+
+
 NO_DISK = 'give a disk: disk="2TB", or a folder on it'
 adamw = partial(torch.optim.AdamW, lr=1e-4)
 
@@ -139,17 +156,7 @@ class FormulaWays:
         if forecast.shelf is not None:
             shelf = self._shelf(True, self._pool_bytes(forecast))
             forecast = self._forecast(self._speeds.middle, count, shelf)
-        on_disk, bound = forecast.shelf, forecast.bound
-        return FitWay(
-            name,
-            count,
-            True,
-            device=Measure(forecast.peak_device_bytes, "forecast"),
-            host=Measure(forecast.needed_host_bytes, "forecast"),
-            disk=Measure(0 if on_disk is None else on_disk.needed_bytes, "forecast"),
-            binds="compute" if bound is None else LANES.get(bound.lane, bound.lane),
-            pool_bytes=0 if on_disk is None else on_disk.memory_bytes,
-        )
+        return relay_way(name, count, forecast)
 
     def _timed_relay(self, way: FitWay) -> FitWay:
         on_disk = way.name == "relay on disk"

@@ -29,12 +29,12 @@ from workbench.fit.cards import SpeedRange
 from workbench.fit.fit_table import FitWay, MachineLimits, Measure, Origin
 from workbench.fit.formula_ways import (
     EIGHT_BIT_STATE,
-    LANES,
     NO_DISK,
     PlannedDisk,
     adamw,
     adapter_params,
     fewest_that_fit,
+    relay_way,
 )
 from workbench.lessons.strategy_costs import ADAM_BYTES, MASTER_BYTES
 
@@ -153,7 +153,7 @@ class MeasuredWays:
 
         key = "relay", count, str(self._unlimited.figures())
         forecast = self._remembered(key, rehearse)
-        return self._relay_way("relay", count, forecast, self._relay_seconds(forecast, key))
+        return replace(relay_way("relay", count, forecast), seconds=self._relay_seconds(forecast, key))
 
     def _relay_on_disk(self, count: int) -> FitWay:
         if self.disk is None:
@@ -166,7 +166,7 @@ class MeasuredWays:
         moved_s = max(shelf.read_bytes / disk.read_bytes_per_s, shelf.written_bytes / disk.write_bytes_per_s)
         if self.speeds is not None:
             seconds = replace(seconds, value=max(seconds.value, moved_s), origin="formula")
-        return self._relay_way("relay on disk", count, forecast, seconds)
+        return replace(relay_way("relay on disk", count, forecast), seconds=seconds)
 
     def _rehearse_on_disk(self, count: int, disk: Disk) -> Forecast:
         """Return the forecast with the smallest pool that works, which a first forecast states."""
@@ -192,20 +192,6 @@ class MeasuredWays:
         """The device without its budget, so that a forecast searches for no other settings."""
         figures = self.device.figures()
         return EmulatedDevice(None, figures["h2d_bytes_per_s"], figures["d2h_bytes_per_s"], figures["latency_s"])
-
-    def _relay_way(self, name: str, count: int, forecast: Forecast, seconds: Measure) -> FitWay:
-        bound, shelf = forecast.bound, forecast.shelf
-        return FitWay(
-            name,
-            count,
-            True,
-            device=Measure(forecast.peak_device_bytes, "forecast"),
-            host=Measure(forecast.needed_host_bytes, "forecast"),
-            disk=Measure(0 if shelf is None else shelf.needed_bytes, "forecast"),
-            seconds=seconds,
-            binds="compute" if bound is None else LANES.get(bound.lane, bound.lane),
-            pool_bytes=0 if shelf is None else shelf.memory_bytes,
-        )
 
     def _relay_seconds(self, forecast: Forecast, key: tuple[str, int, *tuple[str, ...]]) -> Measure:
         """Return the seconds of a forecast, corrected for the speed of the machine at the time of its rehearsal."""
