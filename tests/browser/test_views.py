@@ -69,7 +69,7 @@ def test_narrow_pages_lose_nothing(bench: Bench, page: Page, theme: str) -> None
     until(lambda: top(right) >= bottom(left), page, "the algorithm below the device")
     for name in VIEWS:
         bench.press(name.capitalize())
-        assert bench.root.evaluate(OUTSIDE) == [], name
+        assert bench.root.evaluate(OUTSIDE) == [], (name, bench.root.evaluate("e => e.getBoundingClientRect().width"))
     keep(page, f"narrow_{theme[11:].lower()}")
     page.set_viewport_size({"width": 800, "height": 900})  # as in half of a screen, with the list of files open
     bench.press("Run")

@@ -32,7 +32,7 @@ STYLE = """
 .l2l-what-if{gap:1px}
 .l2l-forecast{padding-left:4px;font-size:12px;line-height:1.5;min-height:36px;font-variant-numeric:tabular-nums}
 .l2l-what-if-answer{align-items:flex-start;gap:18px;overflow:visible}
-.l2l-what-if .l2l-what-if-answer>.widget-html{flex:0 0 660px;width:660px}
+.l2l-what-if .l2l-what-if-answer>.widget-html{flex:0 0 660px;width:660px;max-width:100%}
 .l2l-what-if .l2l-what-if-answer>.widget-html.l2l-words{flex:1 1 220px;min-width:0;max-height:374px;overflow:auto}
 .l2l-what-if-answer .widget-html-content{white-space:normal}
 .l2l-figures p{font-size:12px;opacity:.75;margin:4px 0;white-space:normal;max-width:540px}
