@@ -16,3 +16,4 @@ from l2l_core.plan.slot_choice import SlotChoice as SlotChoice
 from l2l_core.plan.slot_choice import forward_then_backward as forward_then_backward
 from l2l_core.plan.step_plan import PlanError as PlanError
 from l2l_core.plan.step_plan import StepPlan as StepPlan
+from l2l_core.plan.step_plan import run_schedule as run_schedule

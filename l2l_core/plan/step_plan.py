@@ -59,7 +59,7 @@ class StepPlan:
                 return ActionResult(visits[position[k]] if position[k] < len(visits) else None, action.kind == "F")
             return ActionResult(has_graph=kept[action.k]) if action.kind == "X" else None
 
-        return StepPlan(settings, tuple(_run(RelaySchedule(settings, layers, visits).train(), answer)))
+        return StepPlan(settings, tuple(run_schedule(RelaySchedule(settings, layers, visits).train(), answer)))
 
     def replay(self) -> Actions:
         """Yield the actions; a schedule for `StepExecutor`.
@@ -120,7 +120,7 @@ class StepPlan:
         return StepPlan(_parse_settings(head), tuple(actions))
 
 
-def _run(actions: Actions, answer: Callable[[Action], ActionResult | None]) -> Iterator[Action]:
+def run_schedule(actions: Actions, answer: Callable[[Action], ActionResult | None]) -> Iterator[Action]:
     """Yield the actions of a schedule that gets these answers."""
     action = next(actions)
     while True:

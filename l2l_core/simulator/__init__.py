@@ -1,7 +1,7 @@
 """Simulation of a step: costs, recorded from a trace or computed from shapes, are replayed on a virtual clock.
 
-May import `shelf`, `workers`, `eps.blocks`, `devices`, `trace`, `config`, `schedule_rules`.
-Begin reading at `step_costs.py`, `profile.py`, `virtual_relay.py`.
+May import `shelf`, `workers`, `eps.blocks`, `devices`, `plan`, `trace`, `config`, `schedule_rules`.
+Begin reading at `step_costs.py`, `profile.py`, `action_costs.py`, `virtual_relay.py`.
 """
 
 from l2l_core.simulator.cluster import BlockShards as BlockShards

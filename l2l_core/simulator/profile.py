@@ -103,18 +103,18 @@ class Profile:
         by_micro_batch = {part.layer for turn in self.turns for op in turn.ops for part in op.gradient_parts}
         return by_micro_batch | {key for key, layer in self.layers.items() if layer.push_bytes}
 
-    def jobs(self, update: str) -> tuple[dict[int, list[EPSJob]], list[EPSJob]]:
-        """Return the EPS's work that can start after each stay, by index, and at the end.
+    def jobs(self, update: str) -> tuple[dict[str, list[EPSJob]], list[EPSJob]]:
+        """Return the EPS's work that can start when a layer's gradients are complete, by layer, and at the end.
 
         With eager updates, a layer's own gradients are complete after its last stay; those of the shell and shared blocks
         at the end.
         """
-        last = {stay.layer: index for index, stay in enumerate(self.stays) if stay.is_backward}
-        by_stay, closing = defaultdict[int, list[EPSJob]](list), list[EPSJob]()
+        undone = {stay.layer for stay in self.stays if stay.is_backward} if self.closing else set()
+        by_layer, closing = defaultdict[str, list[EPSJob]](list), list[EPSJob]()
         for job in self.closing:
-            early = update == "eager" and job.layer in last and job.kind in ("reduce", "update")
-            (by_stay[last[job.layer]] if early else closing).append(job)
-        return by_stay, closing
+            early = update == "eager" and job.layer in undone and job.kind in ("reduce", "update")
+            (by_layer[job.layer] if early else closing).append(job)
+        return by_layer, closing
 
     def with_micro_batches(self, count: int) -> Profile:
         """Return the same step with `count` micro-batches: the recorded ones are repeated."""

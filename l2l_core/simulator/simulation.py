@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from l2l_core.config import Compress, RelayConfig
 from l2l_core.devices import Device
-from l2l_core.schedule_rules import chunks_per_copy, kept_layer_count, weight_itemsize
+from l2l_core.plan import ScheduleSettings, StepPlan, check_plan
+from l2l_core.schedule_rules import chunks_per_copy, kept_layer_count, weight_itemsize, weight_slots
+from l2l_core.simulator.action_costs import CostedAction, StepShape, actions_of_step
 from l2l_core.simulator.cluster import BlockShards, Cluster, shards_of_profile
+from l2l_core.simulator.plan_costs import cost_plan
 from l2l_core.simulator.profile import Profile
 from l2l_core.simulator.step_costs import ComputeOp, EPSJob, LayerCost
 from l2l_core.simulator.virtual_relay import VirtualRelay
@@ -49,8 +53,9 @@ def simulate(
     wire: str = "fp32",
     reduce: str | None = None,
     rank: int = 0,
+    plan: StepPlan | None = None,
 ) -> Trace:
-    """Replay a step with these costs on a virtual clock.
+    """Run a step with these costs on a virtual clock.
 
     Args:
         profile: costs, recorded or by formula.
@@ -64,13 +69,17 @@ def simulate(
         wire: type in which gradients are sent, as for `Workers`.
         reduce: as for `Workers`. Default: as in the profile, "sum" if it is of one worker.
         rank: worker whose trace is returned.
+        plan: run these actions, as `relay.step(batch, plan=plan)` does, in place of the relay's own schedule. Number of
+            micro-batches, of layers ahead, of slots and of kept graphs are the plan's. For its costs see `plan_costs.py`.
 
     Returns:
-        A trace on a virtual clock that starts at 0. Above 20,000 events, the micro-batches of a stay are merged.
+        A trace on a virtual clock that starts at 0. Above 20,000 events, the micro-batches of a stay are merged. That of a plan
+        has no memory samples unless its actions compute in the profile's order.
 
     Raises:
         ValueError, TypeError: the profile has another precision, stash or `reduce`, so its bytes do not apply; or a figure
-            is out of range.
+            is out of range; or the plan is of another step.
+        PlanError: the plan breaks a rule of a training step.
     """
     count = profile.settings.get("workers", 1) if workers is None else workers
     cluster = Cluster(
@@ -82,7 +91,7 @@ def simulate(
         rank=rank,
     )
     figures = device.figures() if isinstance(device, Device) else dict(device or {})
-    return simulate_step(profile, config, figures, cluster).trace
+    return simulate_step(profile, config, figures, cluster, plan=plan).trace
 
 
 def simulate_step(
@@ -92,11 +101,14 @@ def simulate_step(
     cluster: Cluster,
     shards: Mapping[str, Sequence[BlockShards]] | None = None,
     shelf: VirtualDiskBackend | None = None,
+    plan: StepPlan | None = None,
 ) -> SimulatedStep:
-    """Replay a step; see `simulate`.
+    """Run a step; see `simulate`.
 
     Without `shards`, a layer is split as if it were one parameter. A `shelf` has files with weights and state, for one worker.
     """
+    if plan is not None:
+        return SimulatedStep(_simulate_plan(profile, config, figures, cluster, plan, shelf is not None), {}, {})
     config = config.for_layers(len(profile.layers) - 1)
     stash_store = _make_stash_store(profile, config, shelf)
     _check_compatible(profile, config, cluster)
@@ -105,8 +117,9 @@ def simulate_step(
         profile = profile.aggregated()
     if cluster.count == 1:
         slowed = _slow_down(profile, cluster.slowdown(0))
-        relay = VirtualRelay(slowed, config, figures, shelf or VirtualLocalBackend(), stash_store)
-        return SimulatedStep(relay.run(), {}, {})
+        backend = shelf or VirtualLocalBackend()
+        relay = VirtualRelay(slowed, config, figures, backend, stash_store)
+        return SimulatedStep(relay.run(_actions_of(profile, config, backend, stash_store)), {}, {})
     shards = shards_of_profile(profile, cluster.count) if shards is None else shards
     rendezvous, itemsize = VirtualRendezvous(), weight_itemsize(config.precision)
     exchanges = profile.micro_batches if cluster.per_micro_batch else 1
@@ -116,13 +129,60 @@ def simulate_step(
         backends[rank] = VirtualDistributedBackend(cluster, rank, shards, itemsize, rendezvous, exchanges)
         slowed = _slow_down(_shard_profile(profile, shards, rank), cluster.slowdown(rank))
         both = {**figures, **cluster.figures()}
-        replays[rank] = VirtualRelay(slowed, config, both, backends[rank], stash_store).run
+        relay = VirtualRelay(slowed, config, both, backends[rank], stash_store)
+        replays[rank] = partial(relay.run, _actions_of(profile, config, backends[rank], stash_store))
     observed = backends[cluster.rank]
     trace = rendezvous.run(replays)[cluster.rank]
     return SimulatedStep(trace, observed.buffers, {name: observed.traffic[name] for name in ("gather", "reduce")})
 
 
-def _check_compatible(profile: Profile, config: RelayConfig, cluster: Cluster) -> None:
+def _simulate_plan(
+    profile: Profile, config: RelayConfig, figures: Mapping[str, Any], cluster: Cluster, plan: StepPlan, on_disk: bool
+) -> Trace:
+    """Run a plan in place of the schedule."""
+    check_plan(plan)
+    settings = plan.settings
+    differences = {
+        "several workers": max(cluster.count, profile.settings.get("workers", 1)) > 1,
+        "schedule='depth_first'": config.schedule == "depth_first",
+        "weights or a stash on disk": on_disk or config.stash == "disk",
+        f"stash={config.stash!r}, where the plan has offloads={settings.offloads}": settings.offloads
+        != (config.stash != "device"),
+        f"{settings.slots} slots, too few for the plan's ahead={settings.ahead}": settings.slots <= settings.ahead,
+    }
+    for difference, holds in differences.items():
+        if holds:
+            raise ValueError(
+                f"a plan cannot be simulated with {difference}: start from relay.plan(batch), which fits its relay, or leave "
+                "out the plan"
+            )
+    _check_compatible(profile, config, cluster, keeps_alike=False)
+    profile = profile.with_micro_batches(settings.micro_batches)
+    config = replace(
+        config, ahead=settings.ahead, resident=settings.slots - settings.ahead - 1, micro_batches=settings.micro_batches
+    )
+    costed, actions = cost_plan(_slow_down(profile, cluster.slowdown(0)), plan)
+    return VirtualRelay(costed, config, figures, VirtualLocalBackend(), VirtualStashStore()).run(actions)
+
+
+def _actions_of(
+    profile: Profile, config: RelayConfig, backend: VirtualLocalBackend, stash_store: VirtualStashStore
+) -> Sequence[CostedAction]:
+    """Return the actions of the relay's own schedule."""
+    shape, offloads = StepShape.of(profile), config.stash != "device"
+    settings = ScheduleSettings(
+        micro_batches=len(shape.start),
+        ahead=config.ahead,
+        slots=weight_slots(config.ahead, config.resident),
+        loss_per_micro_batch=shape.loss_per_micro_batch,
+        offloads=offloads,
+        later_turns=stash_store.prefetch_turns if offloads and config.ahead else 0,
+        announces_loads=backend.reads_ahead,
+    )
+    return actions_of_step(shape, settings, config.schedule == "depth_first")
+
+
+def _check_compatible(profile: Profile, config: RelayConfig, cluster: Cluster, keeps_alike: bool = True) -> None:
     recorded, several = profile.settings, max(cluster.count, profile.settings.get("workers", 1)) > 1
     was, wanted = recorded.get("reduce", "sum"), cluster.reduce if cluster.count > 1 else "sum"
     if several and was != wanted:
@@ -161,6 +221,8 @@ def _check_compatible(profile: Profile, config: RelayConfig, cluster: Cluster) -
             f"the profile is of a step with compress={was!r}, but compress={config.wire!r} pushes other bytes: record a step "
             f"with RelayConfig(compress={config.compress!r}), or rehearse one with relay.forecast(batch, config)"
         )
+    if not keeps_alike:
+        return
     layers = len(profile.layers) - 1  # without the shell
     was, wanted = kept_layer_count(recorded, layers), kept_layer_count(asdict(config), layers)
     if was != wanted:

@@ -1,8 +1,8 @@
-"""The schedule of a relay on a virtual clock, without computing or copying anything.
+"""Execution of a step's actions on a virtual clock, without computing or copying anything.
 
-Repeats the training loop with numbers instead of tensors: it runs through the stays of a profile, issues loads ahead,
-offloads and fetches the stash around every turn, and pushes gradients, on four serial lanes. A backend simulates other
-workers or a shelf. The numbers [1] to [3] are those of `loop.py`. A test replays recorded steps and compares the events.
+The mirror of `l2l_core/step/loop.py`: one method for each kind of action, with numbers instead of tensors, on four serial lanes.
+A backend simulates other workers or a shelf. The numbers [1] to [4] are those of `loop.py`. Tests compare the events with those
+of recorded steps.
 """
 
 from __future__ import annotations
@@ -15,24 +15,17 @@ from functools import partial
 from typing import Any
 
 from l2l_core.config import RelayConfig
-from l2l_core.plan import SlotChoice
-from l2l_core.schedule_rules import (
-    MAX_PENDING_GRADIENTS,
-    chunks_per_copy,
-    gradient_slots,
-    weight_itemsize,
-    weight_slots,
-)
-from l2l_core.shelf import READ_AHEAD
+from l2l_core.schedule_rules import MAX_PENDING_GRADIENTS, chunks_per_copy, gradient_slots, weight_itemsize
+from l2l_core.simulator.action_costs import CostedAction, CostPlace
 from l2l_core.simulator.profile import Profile
 from l2l_core.simulator.step_costs import (
+    BEFORE_FIRST_STAY,
     COPY_LANES,
     SHELL,
     CopySpeed,
     EPSJob,
     MemorySamples,
     StashMoves,
-    StayCost,
     TurnCost,
 )
 from l2l_core.simulator.virtual_lane import VirtualLane
@@ -51,8 +44,26 @@ class _QueuedJob:
     jobs: list[EPSJob]
 
 
+# By name: bound methods would refer to their relay in a circle.
+_METHODS = {
+    "A": "_announce_loads",
+    "L": "_load",
+    "V": "_begin_visit",
+    "I": "_start_forward",
+    "W": "_wait_for_stash",
+    "G": "_prefetch_stash",
+    "H": "_announce_turns",
+    "F": "_compute",
+    "X": "_compute",
+    "B": "_backward",
+    "S": "_offload",
+    "P": "_push",
+    "U": "_finish",
+}
+
+
 class VirtualRelay:
-    """One replay of a profile."""
+    """One run of a step's actions with the costs of a profile."""
 
     def __init__(
         self,
@@ -64,8 +75,8 @@ class VirtualRelay:
     ) -> None:
         self._backend, self._stash_store = backend, stash_store
         self._profile, self._config, self._figures = profile, config, figures
-        self._layers, self._handover_s = profile.layers, profile.handover_s
-        self._overlap, self._offloads = config.ahead > 0, config.stash != "device"
+        self._layers, self._handover_s, self._turns = profile.layers, profile.handover_s, profile.turns
+        self._overlap = config.ahead > 0
         self._itemsize = weight_itemsize(config.precision)
         self._events: list[Event] = []
         self._samples: list[MemorySample] = []
@@ -78,47 +89,28 @@ class VirtualRelay:
         self._stalled_s = 0.0  # wait since the last compute event
         self._eps_s = 0.0  # time at which the EPS is free
         self._jobs: deque[_QueuedJob] = deque()  # not started, in order
-        self._offloaded_s = self._fetched_s = 0.0  # end of the last offload and fetch
-        slots, visits = weight_slots(config.ahead, config.resident), [stay.layer for stay in profile.stays]
-        self._slot_choice = SlotChoice(config.ahead, slots, visits, announces=True)
+        self._stay = BEFORE_FIRST_STAY  # index of the present visit
+        self._offloaded_s = 0.0  # end of the last offload
+        self._fetched = BEFORE_FIRST_STAY, 0.0  # turn of the last fetch, and its end
+        self._turn = TurnCost(-1, ())  # whose stash was waited for last
         self._loaded_s: dict[str, float] = {}  # end of the load of each layer in a slot
-        self._last_backward = {stay.layer: index for index, stay in enumerate(profile.stays) if stay.is_backward}
+        self._has_buffer = False  # whether the present visit has a gradient buffer
         self._trained_layers = profile.trained
         self._num_buffers = gradient_slots(config.ahead, config.schedule, len(self._layers) - 1)
-        self._jobs_by_stay, self._closing = profile.jobs(config.update)
+        self._layer_jobs, self._closing = profile.jobs(config.update)
         self._pushed_s: deque[float] = deque()  # ends of the pushes of gradients that occupy a buffer
         self._updated_s: list[float] = []  # ends of updates
 
-    def run(self) -> Trace:
-        stays = self._profile.stays
+    def run(self, actions: Sequence[CostedAction]) -> Trace:
+        """Run the actions in order, each with its costs."""
         self._record_memory(self._profile.memory)
         self._wait_until(self._backend.acquire(0.0, SHELL))
         self._wait_until(self._h2d.send(self._now_s, "load", SHELL, self._layers[SHELL].load_bytes))
         self._backend.release(SHELL)
-        for turn in self._profile.start:
-            if turn.batch_bytes:
-                self._wait_until(self._h2d.send(self._now_s, "batch", "", turn.batch_bytes, turn.k))
-            self._compute_turn(turn)
-            self._offload(turn, -1)
-        following = ((stay, turn) for stay in stays for turn in stay.turns)
-        first = next(following)
-        for index, stay in enumerate(stays):
-            is_backward = stay.is_backward  # a search through all events of the stay
-            self._load(index)  # [1]
-            if is_backward:
-                self._acquire_buffer(stay.layer)
-            if self._overlap and index == 0:
-                self._start_fetch(*first)
-            for position, turn in enumerate(stay.turns):
-                self._fetch_stash(index, position, next(following, None))
-                self._compute_turn(turn, index)  # [2]
-                self._offload(turn, stay.visit)
-            if self._last_backward.get(stay.layer) == index:
-                self._push(stay.layer)  # [3]
-            if is_backward:
-                self._finish_blocks(index)
-        self._push(SHELL)
-        self._finish()
+        methods = {kind: getattr(self, name) for kind, name in _METHODS.items()}
+        for action in actions:
+            methods[action.kind](action)
+        self._end_step()
         return Trace.of(
             [*self._events, *self._backend.events],
             self._samples,
@@ -135,53 +127,95 @@ class VirtualRelay:
             self._stalled_s += until_s - self._now_s
             self._now_s = until_s
 
-    def _load(self, index: int) -> None:
-        """Wait for the weights of a stay, and issue loads for the next ones."""
-        for kind, layer, *_, slot, _, layers, _ in self._slot_choice.begin_visit(self._profile.stays[index].layer):
-            if kind == "A":
-                self._backend.prefetch(self._now_s, layers)
-            else:
-                self._loaded_s[layer] = math.inf
-                self._wait_until(self._backend.acquire(self._now_s, layer))
-                nbytes, on_done = self._layers[layer].load_bytes, partial(self._loaded_s.__setitem__, layer)
-                self._h2d.send_chunked(self._now_s, "load", layer, nbytes, self._itemsize, on_done, slot)
-        self._slot_choice.end_visit()
-        layer = self._profile.stays[index].layer
+    # -- visits --------------------------------------------------------------------------------------------------------
+
+    def _announce_loads(self, costed: CostedAction) -> None:
+        self._backend.prefetch(self._now_s, costed.action.layers)
+
+    def _load(self, costed: CostedAction) -> None:  # [1]
+        layer = costed.action.layer
+        self._loaded_s[layer] = math.inf
+        self._wait_until(self._backend.acquire(self._now_s, layer))
+        nbytes, on_done = self._layers[layer].load_bytes, partial(self._loaded_s.__setitem__, layer)
+        self._h2d.send_chunked(self._now_s, "load", layer, nbytes, self._itemsize, on_done, costed.action.slot)
+
+    def _begin_visit(self, costed: CostedAction) -> None:
+        layer = costed.action.layer
         if self._loaded_s[layer] == math.inf:  # pieces remain; they are sent at once, as in the loop
             self._h2d.flush(self._now_s)
         self._wait_until(self._loaded_s[layer])
         self._backend.release(layer)
+        self._stay += 1
+        self._has_buffer = False
+        if costed.action.is_backward:
+            self._acquire_buffer(layer)
 
-    def _fetch_stash(self, index: int, position: int, following: tuple[StayCost, TurnCost] | None) -> None:
-        """Wait for the stash of a turn, and start to fetch that of the following one."""
-        if not self._offloads:
-            return
-        stay = self._profile.stays[index]
+    # -- stash ---------------------------------------------------------------------------------------------------------
+
+    def _wait_for_stash(self, costed: CostedAction) -> None:
+        place = costed.place
+        assert place is not None
+        self._turn = turn = self._turns[place.turn]
+        if self._fetched[0] != place.turn:
+            self._start_fetch(place, costed.nbytes)
+        elif turn.late_bytes:
+            self._start_fetch(place, turn.late_bytes)
+        self._wait_until(self._fetched[1])
+
+    def _prefetch_stash(self, costed: CostedAction) -> None:
         if self._overlap:
-            self._wait_until(self._fetched_s)
-            if following is not None:
-                self._start_fetch(*following)
+            place, nbytes = costed.place, costed.nbytes
+            assert place is not None
+            turn = self._turns[place.turn]
+            self._start_fetch(place, (turn.fetch_bytes if nbytes < 0 else nbytes) - turn.late_bytes)
             self._h2d.send_chunk(self._now_s)
-            next_stays = self._profile.stays[index + 1 : index + 2 + READ_AHEAD]
-            self._wait_until(self._stash_store.prefetch(self._now_s, stay, position, next_stays))
-        else:
-            self._start_fetch(stay, stay.turns[position])
-            self._wait_until(self._fetched_s)
 
-    def _start_fetch(self, stay: StayCost, turn: TurnCost) -> None:
-        if turn.fetch_bytes:
+    def _announce_turns(self, costed: CostedAction) -> None:
+        later = [(place.layer, place.visit, self._turns[place.turn]) for place in costed.later]
+        self._wait_until(self._stash_store.prefetch(self._now_s, self._turn, later))
+
+    def _start_fetch(self, place: CostPlace, nbytes: int) -> None:
+        turn, fetched_s = self._turns[place.turn], -math.inf
+        if nbytes := turn.fetch_bytes if nbytes < 0 else nbytes:
             storages = (turn.moves or _NO_MOVES).fetched
-            self._wait_until(self._stash_store.sources(self._now_s, stay.layer, turn.k, stay.visit, storages))
-            self._fetched_s = self._h2d.send(self._now_s, "fetch", stay.layer, turn.fetch_bytes, turn.k, stay.visit)
-            self._stash_store.read_started(self._fetched_s, turn.k, storages)
+            self._wait_until(self._stash_store.sources(self._now_s, place.layer, turn.k, place.visit, storages))
+            fetched_s = self._h2d.send(self._now_s, "fetch", place.layer, nbytes, turn.k, place.visit)
+            self._stash_store.read_started(fetched_s, turn.k, storages)
+        self._fetched = place.turn, fetched_s
 
-    def _compute_turn(self, turn: TurnCost, stay: int = -1) -> None:
-        """Add the compute events of a turn in the stay of this index."""
-        add, k = self._events.append, turn.k
-        demanded = deque((turn.moves or _NO_MOVES).demanded)
-        for number, (kind, layer, visit, seconds, overhead_s, demand_bytes, parts, memory) in enumerate(turn.ops):
-            while demanded and demanded[0][0] == number:
-                storages = demanded.popleft()[1]
+    def _offload(self, costed: CostedAction) -> None:
+        """Start to offload the stash of a turn, after that of the turn before."""
+        self._wait_until(self._offloaded_s)
+        if costed.place is not None:
+            turn, visit = self._turns[costed.place.turn], costed.place.visit
+            moves = turn.moves or _NO_MOVES
+            self._wait_until(self._stash_store.targets(turn.k, moves))
+            if nbytes := turn.stash_bytes if costed.nbytes < 0 else costed.nbytes:
+                self._offloaded_s = self._d2h.send(self._now_s, "stash", "", nbytes, turn.k, visit)
+                self._stash_store.write_started(self._offloaded_s, turn.k, visit, moves)
+        if not self._overlap:
+            self._wait_until(self._offloaded_s)
+        self._d2h.send_chunk(self._now_s)  # after the stash, as in `Stash`
+
+    # -- compute -------------------------------------------------------------------------------------------------------
+
+    def _start_forward(self, costed: CostedAction) -> None:
+        if costed.place is not None:
+            turn = self._turns[costed.place.turn]
+            if turn.batch_bytes:
+                self._wait_until(self._h2d.send(self._now_s, "batch", "", turn.batch_bytes, turn.k))
+            self._compute(costed)
+
+    def _compute(self, costed: CostedAction) -> None:  # [2]
+        """Add the compute events of an action."""
+        if costed.place is None:
+            return
+        number, first, stop, *_ = costed.place
+        turn, add, stay = self._turns[number], self._events.append, self._stay
+        k, demanded = turn.k, turn.moves.demanded if turn.moves else ()
+        for index in range(first, stop):
+            kind, layer, visit, seconds, overhead_s, demand_bytes, parts, memory = turn.ops[index]
+            for storages in (each for number, each in demanded if number == index):
                 self._wait_until(self._stash_store.sources(self._now_s, SHELL, k, -1, storages))
                 self._stash_store.read_started(self._now_s, k, storages)
             if demand_bytes:
@@ -198,27 +232,22 @@ class VirtualRelay:
             if memory:
                 self._record_memory(memory)
 
-    def _offload(self, turn: TurnCost, visit: int) -> None:
-        """Start to offload the stash of a turn, after that of the turn before."""
-        if not self._offloads:
-            return
-        moves = turn.moves or _NO_MOVES
-        self._wait_until(self._offloaded_s)
-        self._wait_until(self._stash_store.targets(turn.k, moves))
-        if turn.stash_bytes:
-            self._offloaded_s = self._d2h.send(self._now_s, "stash", "", turn.stash_bytes, turn.k, visit)
-            self._stash_store.write_started(self._offloaded_s, turn.k, visit, moves)
-        if not self._overlap:
-            self._wait_until(self._offloaded_s)
-        self._d2h.send_chunk(self._now_s)  # after the stash, as in `Stash`
+    def _backward(self, costed: CostedAction) -> None:  # [3]
+        if not self._has_buffer:
+            self._acquire_buffer(costed.action.layer)
+        self._compute(costed)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
 
     def _acquire_buffer(self, layer: str) -> None:
         """Wait until a gradient buffer is free; frozen layers need none."""
+        self._has_buffer = True
         while layer in self._trained_layers and len(self._pushed_s) >= self._num_buffers:
             self._wait_until(self._pushed_s.popleft())
 
-    def _push(self, layer: str) -> None:
+    def _push(self, costed: CostedAction) -> None:  # [4]
         """Push a gradient and queue its EPS work."""
+        layer = costed.action.layer
         cost = self._layers[layer]
         if not cost.push_bytes:
             return
@@ -242,9 +271,9 @@ class VirtualRelay:
         # 4: gradients are float32 in every precision.
         self._d2h.send_chunked(self._now_s, "push", layer, cost.push_bytes, 4, on_pushed)
 
-    def _finish_blocks(self, index: int) -> None:
-        """Queue EPS work on gradients that were pushed by micro-batch, once no later stay adds to them."""
-        if not (jobs := self._jobs_by_stay.get(index)):
+    def _finish(self, costed: CostedAction) -> None:
+        """Queue EPS work on gradients of a layer that were pushed by micro-batch: no later visit adds to them."""
+        if not (jobs := self._layer_jobs.get(costed.action.layer)):
             return
         self._prefetch_updates(jobs)
         self._jobs.append(_QueuedJob(self._now_s, jobs))
@@ -278,7 +307,7 @@ class VirtualRelay:
         if not self._overlap:
             self._wait_until(self._eps_s)
 
-    def _finish(self) -> None:
+    def _end_step(self) -> None:
         """Run the EPS work that waits for all gradients."""
         self._d2h.flush(self._now_s)
         updates = [job for job in self._closing if job.kind == "update"]

@@ -55,6 +55,8 @@ class VirtualPool:
 class VirtualDiskBackend(VirtualLocalBackend):
     """Backend of one worker with weights and state in files."""
 
+    reads_ahead = True
+
     def __init__(self, blocks: Mapping[str, BlockFileSize], disk: Disk, loads: int, records: int) -> None:
         self.events: list[Event] = []
         self.load_pool, self.record_pool = VirtualPool(loads), VirtualPool(records)

@@ -6,12 +6,16 @@ import math
 from collections.abc import Sequence
 
 from l2l_core.shelf import PAGE, READ_AHEAD, BufferRotation, ExtentRead, FileExtent, StashBuffer
-from l2l_core.simulator.step_costs import StashMoves, StayCost, TurnCost
+from l2l_core.simulator.step_costs import StashMoves, TurnCost
 from l2l_core.simulator.virtual_lane import VirtualDiskLane
+
+LaterTurn = tuple[str, int, TurnCost]  # layer and visit of a turn, and its costs
 
 
 class VirtualStashStore:
     """A stash in host memory. Methods that return a time delay compute until then."""
+
+    prefetch_turns = 0  # turns that `prefetch` wants, beyond the one being fetched
 
     def targets(self, k: int, moves: StashMoves) -> float:
         """Return the time at which buffers for the offloaded storages are free."""
@@ -27,8 +31,8 @@ class VirtualStashStore:
     def read_started(self, t: float, k: int, numbers: Sequence[int]) -> None:
         """Record that they are copied from the buffers at `t`."""
 
-    def prefetch(self, t: float, stay: StayCost, position: int, following: Sequence[StayCost]) -> float:
-        """Start reads for the turns after the next one; turn `position` of the stay begins at `t`."""
+    def prefetch(self, t: float, current: TurnCost, later: Sequence[LaterTurn]) -> float:
+        """Start reads for turns after the next one; turn `current` begins at `t`."""
         return -math.inf
 
 
@@ -43,6 +47,8 @@ class _VirtualBuffer(StashBuffer):
 
 class VirtualDiskStash(VirtualStashStore):
     """A stash in a scratch file."""
+
+    prefetch_turns = READ_AHEAD
 
     def __init__(self, reads: VirtualDiskLane, writes: VirtualDiskLane) -> None:
         self._reads, self._writes = reads, writes
@@ -80,16 +86,14 @@ class VirtualDiskStash(VirtualStashStore):
         for extent in self._offloaded(k, numbers):
             _buffer_of(extent).copied_s = t
 
-    def prefetch(self, t: float, stay: StayCost, position: int, following: Sequence[StayCost]) -> float:
-        turns, until_s = _upcoming_turns(stay, position, following), -math.inf
-        current = stay.turns[position]
-        resident = {(current.k, number) for number in _moves_of(current).fetched}
-        storages = [[(turn.k, number) for number in _moves_of(turn).fetched] for _, turn in turns]
+    def prefetch(self, t: float, current: TurnCost, later: Sequence[LaterTurn]) -> float:
+        until_s, resident = -math.inf, {(current.k, number) for number in _moves_of(current).fetched}
+        storages = [[(turn.k, number) for number in _moves_of(turn).fetched] for _, _, turn in later]
         extents = [[self._extents[n] for n in each if n in self._extents and n not in resident] for each in storages]
         for read in self._rotation.plan_prefetch(extents):
-            upcoming, turn = turns[read.turn]
+            layer, visit, turn = later[read.turn]
             until_s = max(until_s, read.buffer.free_s)
-            self._start_read(max(t, until_s), read, upcoming.layer, turn.k, upcoming.visit)
+            self._start_read(max(t, until_s), read, layer, turn.k, visit)
         return until_s
 
     def _renew(self, buffer: _VirtualBuffer | None, nbytes: int) -> _VirtualBuffer:
@@ -110,16 +114,6 @@ class VirtualDiskStash(VirtualStashStore):
 
     def _offloading(self, k: int, moves: StashMoves) -> list[FileExtent]:
         return [self._extents[k, number] for number, _ in moves.offloaded]
-
-
-def _upcoming_turns(stay: StayCost, position: int, following: Sequence[StayCost]) -> list[tuple[StayCost, TurnCost]]:
-    """Return the turns after the next one, as `RelaySchedule` announces them."""
-    turns = [(stay, turn) for turn in stay.turns[position + 1 : position + 2 + READ_AHEAD]]
-    if not stay.has("forward"):
-        turns += [(each, turn) for each in following[: 1 + READ_AHEAD] for turn in each.turns]
-    elif following and following[0].has("forward"):  # only micro-batches that this layer has run
-        turns += [(following[0], turn) for turn in following[0].turns[: min(position, 1 + READ_AHEAD)]]
-    return turns[1 : 1 + READ_AHEAD]
 
 
 def _moves_of(turn: TurnCost) -> StashMoves:

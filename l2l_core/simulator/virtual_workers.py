@@ -27,6 +27,7 @@ class VirtualLocalBackend:
 
     worker: WorkerInfo = WorkerInfo()
     events: Sequence[Event] = ()
+    reads_ahead = False  # whether `prefetch` has an effect
 
     def prefetch(self, t: float, layers: Iterable[str]) -> None:
         """Announce at `t` the layers to be acquired next."""
@@ -132,6 +133,8 @@ class TrafficTotal(NamedTuple):
 
 class VirtualDistributedBackend(VirtualLocalBackend):
     """One of several workers."""
+
+    reads_ahead = True
 
     def __init__(
         self,

@@ -163,11 +163,10 @@ class ForwardExecutor:
 
     def _offload(self, action: Action) -> None:
         number = action.visit
-        if self._visit is not None and number >= 0:
-            if action.is_backward:
-                number = self._backward_number(self._visit)
-            else:
-                self._drop_graph(action)  # tensors saved by a graph that stays are offloaded with the rest
+        if action.is_backward:
+            number = self._backward_number(self.visits[number])
+        elif self._visit is not None and number >= 0:
+            self._drop_graph(action)  # tensors saved by a graph that stays are offloaded with the rest
         self._ctx.stash.offload(action.k, number)
 
     def _drop_graph(self, action: Action) -> None:

@@ -13,23 +13,11 @@ import torch
 from by_hand import stashes
 from oracle import assert_equal, both
 from patience import rarely
+from random_plans import shuffled
 from zoo import BY_NAME
 
 from l2l_core import PlanError, Relay, RelayConfig, StepPlan
-from l2l_core.plan import Action, ScheduleSettings, check_plan
-
-
-def shuffled(plan: StepPlan, rng: random.Random, swaps: int = 300) -> StepPlan:
-    """A plan whose actions are in another order, which keeps all rules."""
-    actions = list(plan.actions)
-    for _ in range(swaps):
-        i = rng.randrange(len(actions) - 1)
-        actions[i], actions[i + 1] = actions[i + 1], actions[i]
-        try:
-            check_plan(replace(plan, actions=tuple(actions)))
-        except PlanError:
-            actions[i], actions[i + 1] = actions[i + 1], actions[i]
-    return replace(plan, actions=tuple(actions))
+from l2l_core.plan import Action, ScheduleSettings
 
 
 @stashes
