@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from workbench.app import Workbench as Workbench
     from workbench.fit_bench import Fit as Fit
     from workbench.lab_bench import LabBench as LabBench
+    from workbench.panels.plan_view import PlanView as PlanView
     from workbench.panels.ways import Ways as Ways
     from workbench.pictures import text_view as text_view
     from workbench.rank_bench import launch as launch
@@ -32,6 +33,7 @@ _MODULE_OF = {
     "Fit": "workbench.fit_bench",
     "LabBench": "workbench.lab_bench",
     "launch": "workbench.rank_bench",
+    "PlanView": "workbench.panels.plan_view",
     "Ways": "workbench.panels.ways",
     "Autosave": "workbench.session",
     "EarlyStopping": "workbench.session",

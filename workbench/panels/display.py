@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from IPython.display import display
 
 from workbench.panels.notebook_cells import is_notebook
 from workbench.panels.refresh_loop import RefreshLoop
+from workbench.pictures import encodable
 from workbench.session import Snapshot, SnapshotSource
 
 Bundle = dict[str, Any]  # by MIME type
@@ -111,6 +113,51 @@ class Display:
 
     def _still_bundle(self, snapshot: Snapshot) -> Bundle:
         return hide_behind_widget(self._name, self._still(snapshot))
+
+
+class StillDisplay:
+    """Displays a widget that no session updates, and keeps a still picture in the notebook.
+
+    Args:
+        widget: the live widget.
+        still: returns the MIME bundle for a page without a kernel.
+    """
+
+    def __init__(self, widget: ipywidgets.DOMWidget, still: Callable[[], Bundle]) -> None:
+        self._widget, self._still = widget, still
+        self._name = f"l2l-{widget.model_id[:12]}"
+        widget.add_class(f"{self._name}-live")
+        self._output: Any = None
+        self._closed = False
+
+    def open(self) -> None:
+        """Display widget and still below the running cell; outside of a notebook, print the still."""
+        if not is_notebook():
+            print(encodable(self._still()["text/plain"], sys.stdout.encoding or "utf-8"))
+            return
+        if not self._closed:
+            display({WIDGET_VIEW_TYPE: widget_view(self._widget)}, raw=True)
+        same = self._output.display_id if self._output is not None else True  # one update for all copies
+        self._output = display(self._still_bundle(), raw=True, display_id=same)
+
+    def bundle(self) -> Bundle:
+        """Return widget and still as one output; after `close`, only the still."""
+        still = self._still_bundle()
+        return still if self._closed else {WIDGET_VIEW_TYPE: widget_view(self._widget), **still}
+
+    def update(self) -> None:
+        """Replace the still in the notebook by the present one."""
+        if self._output is not None and not self._closed:
+            self._output.update(self._still_bundle(), raw=True)
+
+    def close(self) -> None:
+        """Remove the widget from the page and leave the still. Does nothing the second time."""
+        if not self._closed:
+            self._closed = True
+            close_all(self._widget)
+
+    def _still_bundle(self) -> Bundle:
+        return hide_behind_widget(self._name, self._still())
 
 
 def hide_behind_widget(name: str, bundle: Bundle) -> Bundle:

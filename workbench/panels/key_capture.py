@@ -13,7 +13,7 @@ import anywidget
 # The element is attached to the page after `render`, hence the wait for a frame. Keys with Ctrl or Cmd, such as Ctrl+S,
 # remain shortcuts of the notebook.
 _ESM = """
-const choices = "select, .noUi-handle, .l2l-layers-box";
+const choices = "select, .noUi-handle, .l2l-layers-box, .l2l-plan-lines";
 const isOurs = (event) => !event.ctrlKey && !event.metaKey;
 export default {
   render({ el }) {

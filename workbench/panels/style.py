@@ -7,7 +7,7 @@ from pathlib import Path
 import anywidget
 import ipywidgets
 
-from workbench.panels import layer_switches
+from workbench.panels import layer_switches, plan_editor
 from workbench.pictures import (
     VERMILION,
     edit_journal,
@@ -165,6 +165,7 @@ STYLE = (
         + inside_lens.STYLE
         + next_words.STYLE
         + layer_switches.STYLE
+        + plan_editor.STYLE
         + what_if_picture.STYLE
         + strategy_comparison.STYLE
         + _PANELS

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from html import escape
 from typing import Any
 
 import ipywidgets
-from IPython.display import display
 
 from l2l_core.strategies import StrategyResult, StrategyTable
 from workbench.panels.controls import make_box
-from workbench.panels.display import WIDGET_VIEW_TYPE, Bundle, close_all, hide_behind_widget, widget_view
+from workbench.panels.display import Bundle, StillDisplay
 from workbench.panels.folded_table import FoldedTable
 from workbench.panels.layer_picker import LayerPicker, make_pickable
-from workbench.panels.notebook_cells import is_notebook, register_in_cell
+from workbench.panels.notebook_cells import register_in_cell
 from workbench.panels.selection import shared_selection
 from workbench.panels.style import style_sheet
 from workbench.pictures import (
@@ -22,7 +20,6 @@ from workbench.pictures import (
     best_strategy,
     bundle_of,
     draw_strategies,
-    encodable,
     page_bundle,
     round_up,
     row_key,
@@ -63,11 +60,8 @@ class Ways:
         side_by_side = make_box(ipywidgets.Box, "l2l-ways", *pictures)
         picker = LayerPicker(self, hint=_PICKER_HINT)
         self.widget = ipywidgets.VBox([style_sheet(), side_by_side, self._plan, self._fold.widget, picker])
-        self._name = f"l2l-{self.widget.model_id[:12]}"
-        for name in ("l2l-workbench", f"{self._name}-live"):
-            self.widget.add_class(name)
-        self._output: Any = None
-        self._closed = False
+        self.widget.add_class("l2l-workbench")
+        self._display = StillDisplay(self.widget, self.still)
         self._draw()
         register_in_cell(self)
 
@@ -79,9 +73,7 @@ class Ways:
 
     def close(self, wait: bool = True) -> None:
         """Remove the widget from the page and leave the still in the notebook. Does nothing the second time."""
-        if not self._closed:
-            self._closed = True
-            close_all(self.widget)
+        self._display.close()
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 
@@ -91,8 +83,7 @@ class Ways:
 
     def _on_selection(self) -> None:
         self._draw()
-        if self._output is not None and not self._closed:
-            self._output.update(self._still_bundle(), raw=True)
+        self._display.update()
 
     def _draw(self) -> None:
         row, plan = self.chosen, self._plan_picture()
@@ -123,18 +114,8 @@ class Ways:
         beside = f"<div>{picture.svg}</div><div>{strategies_html(self.table, self._row_index)}</div>"
         return {**bundle, "text/html": f'<style>{_STILL_STYLE}</style><div class="l2l-ways">{beside}</div>{below}'}
 
-    def _still_bundle(self) -> Bundle:
-        return hide_behind_widget(self._name, self.still())
-
     def _ipython_display_(self) -> None:
-        if not is_notebook():
-            print(encodable(self.still()["text/plain"], sys.stdout.encoding or "utf-8"))
-            return
-        if not self._closed:
-            display({WIDGET_VIEW_TYPE: widget_view(self.widget)}, raw=True)
-        same = self._output.display_id if self._output is not None else True  # one update for all copies
-        self._output = display(self._still_bundle(), raw=True, display_id=same)
+        self._display.open()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Bundle:
-        still = self._still_bundle()
-        return still if self._closed else {WIDGET_VIEW_TYPE: widget_view(self.widget), **still}
+        return self._display.bundle()

@@ -22,23 +22,8 @@ from workbench.what_if.question import CONFIG_FIELDS, Question
 from workbench.what_if.rescale import formula_notes, rescale
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Answer(StepFigures):
-    """Figures of a simulated step, or of a measured step in the same form.
-
-    Attributes:
-        question: settings of the step.
-        by_formula: descriptions of the figures that were scaled by formula.
-        simulated: False for a measured step.
-        guessed: True if no step was measured at all.
-        per_layer: largest number of layers that one layer of the trace represents.
-    """
-
-    question: Question
-    by_formula: tuple[str, ...] = ()
-    simulated: bool = True
-    guessed: bool = False
-    per_layer: int = 1
+class TracedStep(StepFigures):
+    """Figures of a step that are read from the columns of its trace."""
 
     @property
     def columns(self) -> Columns:
@@ -59,6 +44,25 @@ class Answer(StepFigures):
     def overlap(self) -> float:
         """Share in [0, 1] of copy time hidden under compute."""
         return self.summary.overlap
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Answer(TracedStep):
+    """Figures of a simulated step, or of a measured step in the same form.
+
+    Attributes:
+        question: settings of the step.
+        by_formula: descriptions of the figures that were scaled by formula.
+        simulated: False for a measured step.
+        guessed: True if no step was measured at all.
+        per_layer: largest number of layers that one layer of the trace represents.
+    """
+
+    question: Question
+    by_formula: tuple[str, ...] = ()
+    simulated: bool = True
+    guessed: bool = False
+    per_layer: int = 1
 
     @property
     def fits(self) -> bool:

@@ -195,10 +195,11 @@ def _row(figure: Figure, was: Answer | None, now: Answer, margin: ForecastMargin
     if was is None:
         return figure.name, "–", figure.format(new), off, ""
     old = figure.read(was)
-    return figure.name, figure.format(old), figure.format(new), off, _difference(figure, old, new)
+    return figure.name, figure.format(old), figure.format(new), off, describe_change(figure, old, new)
 
 
-def _difference(figure: Figure, old: float, new: float) -> str:
+def describe_change(figure: Figure, old: float, new: float) -> str:
+    """Return the difference of a figure with its sign and its share; "=" if none is visible."""
     change = new - old
     if figure is HIDDEN:
         return _signed(100 * change, lambda n: f"{n:.0f} points") if round(100 * change) else "="

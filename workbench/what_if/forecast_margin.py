@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from l2l_core.trace import CATEGORIES, LANES, format_bytes
 from workbench.pictures import LANE_NAMES, format_seconds
-from workbench.what_if.answer import Answer, answer_question, measured_answer
+from workbench.what_if.answer import Answer, TracedStep, answer_question, measured_answer
 from workbench.what_if.measured_step import MeasuredStep
 from workbench.what_if.question import Question
 
@@ -27,30 +27,30 @@ class Figure(NamedTuple):
 
     Attributes:
         name: name in the table.
-        read: returns the figure of an answer.
+        read: returns the figure of a step.
         format: formats it with its unit.
-        whole: returns the total of an answer to which errors of the figure are relative.
+        whole: returns the total of a step to which errors of the figure are relative.
     """
 
     name: str
-    read: Callable[[Answer], float]
+    read: Callable[[TracedStep], float]
     format: Callable[[float], str]
-    whole: Callable[[Answer], float]
+    whole: Callable[[TracedStep], float]
 
 
-def _seconds(answer: Answer) -> float:
+def _seconds(answer: TracedStep) -> float:
     return answer.seconds
 
 
-def _device_bytes(answer: Answer) -> float:
+def _device_bytes(answer: TracedStep) -> float:
     return answer.peak_device_bytes
 
 
-def _exposed_s(lane: str, answer: Answer) -> float:
+def _exposed_s(lane: str, answer: TracedStep) -> float:
     return answer.summary.exposed_s[lane]
 
 
-def _category_bytes(category: str, answer: Answer) -> float:
+def _category_bytes(category: str, answer: TracedStep) -> float:
     return answer.device_bytes.get(category, 0)
 
 

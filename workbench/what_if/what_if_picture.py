@@ -107,6 +107,21 @@ def draw_what_if(before: PicturedStep | None, changed: PicturedStep, span_s: flo
     )
 
 
+def draw_lanes(upper: PicturedStep, lower: PicturedStep, span_s: float, title: str) -> str:
+    """Draw the lanes of two steps as SVG, without memory, on a time axis that ends at `span_s`."""
+    time = Scale(0.0, span_s, LEFT, RIGHT)
+    axis_y = LANES_TOP + ROW + 4 * PITCH + 3
+    parts = [*_kinds([upper, lower]), *_lanes(upper, time, LANES_TOP), *_lanes(lower, time, LANES_TOP + ROW)]
+    parts += _time_axis(time, axis_y)
+    return svg.document(WIDTH, axis_y + 24, title, _describe([upper, lower]), parts)
+
+
+def lower_lane(lane: str) -> tuple[float, float]:
+    """Return top and bottom of a lane of the lower step, in px of the picture."""
+    top = LANES_TOP + ROW + LANES.index(lane) * PITCH
+    return top, top + LANE
+
+
 # -- lanes -----------------------------------------------------------------------------------------------------------
 
 
