@@ -59,10 +59,13 @@ def kernel(folder: Path) -> Iterator[tuple[BlockingKernelClient, int]]:
     client.start_channels()
     try:
         client.wait_for_ready(timeout=HANG_S)
-        reply = client.execute_interactive("import os; print(os.getpid())", timeout=HANG_S)
-        assert reply["content"]["status"] == "ok"
-        assert manager.provisioner is not None
-        yield client, manager.provisioner.process.pid
+        printed: list[str] = []
+        client.execute_interactive(
+            "import os; print(os.getpid())",
+            timeout=HANG_S,
+            output_hook=lambda message: printed.append(message["content"].get("text", "")),
+        )
+        yield client, int("".join(printed))
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
