@@ -253,8 +253,9 @@ MAY_IMPORT = {
         "eps": "eps.optimizers eps.blocks devices model rounding trace config schedule_rules",
         "step.graph": "eps.blocks model",
         "step.traffic": "step.graph eps eps.blocks devices model plan trace schedule_rules",
-        "step.micro_batch": "step.traffic step.graph eps.blocks devices model plan",
-        "step": "step.micro_batch step.traffic step.graph eps eps.optimizers eps.blocks devices batches "
+        "step.guards": "step.traffic step.graph eps.blocks devices model",
+        "step.micro_batch": "step.guards step.traffic step.graph eps.blocks model plan",
+        "step": "step.micro_batch step.guards step.traffic step.graph eps eps.optimizers eps.blocks devices batches "
         "model plan trace config schedule_rules",
         "edits": "eps eps.optimizers eps.blocks surgery.identity surgery devices batches model trace config",
         "saves": "edits eps eps.optimizers eps.blocks surgery devices model config",

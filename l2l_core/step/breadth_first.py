@@ -14,14 +14,12 @@ import torch
 from l2l_core.eps.blocks import refuse_cached
 from l2l_core.plan import RelaySchedule
 from l2l_core.step.graph import BufferOrder, TensorGuard
+from l2l_core.step.guards import ModuleAttributes, SideOutputs, UserHooks
 from l2l_core.step.micro_batch import (
     CompiledRegionGuard,
     GraphSegmenter,
-    ModuleAttributes,
-    SideOutputs,
     StepContext,
     SuspendedForward,
-    UserHooks,
     patch_function_apply,
     patch_layers,
     suspending_forward,

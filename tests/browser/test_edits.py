@@ -113,7 +113,7 @@ def assert_branches_are_forked_and_compared(bench: Bench, page: Page) -> None:
 def test_a_span_is_one_layer_again_after_apply_and_what_waits_says_so(
     open_notebook: Callable[..., Notebook], page: Page
 ) -> None:
-    notebook = open_notebook(RELAY.replace("0.03", "0.4"), WORKBENCH, WORKBENCH)
+    notebook = open_notebook(RELAY.replace("0.03", "0.06"), WORKBENCH, WORKBENCH)
     notebook.run_cell(0), notebook.run_cell(1)
     bench = notebook.bench(1)
     choice(bench, "edit").select_option("Drop")

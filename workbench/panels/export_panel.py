@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import mimetypes
 import traceback
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
 import ipywidgets
 
@@ -15,6 +18,7 @@ from workbench.pictures import Picture, Table
 from workbench.runs import EXPORTS, ExportedFile, export
 from workbench.session import Snapshot
 
+_MAX_DOWNLOAD_BYTES = 8 << 20  # the file travels in the page's messages
 DEFAULT_FOLDER = "exports"  # relative to the kernel's working folder
 
 
@@ -72,5 +76,14 @@ def _written_html(written: ExportedFile) -> str:
     size = f", {format_bytes(path.stat().st_size)}" if path.is_file() else ""  # a folder for TensorBoard
     site = f'At <a href="{escape(written.viewer_url)}" target="_blank" rel="noopener"><u>{escape(written.viewer_url)}</u></a>: '
     description = f"{written.description[:1].upper()}{written.description[1:]}"
-    words = f"{escape(description)} written{size}: <code>{escape(str(path))}</code><br>"
+    words = f"{escape(description)} written{size}: <code>{escape(str(path))}</code>{_download_link(path)}<br>"
     return f'<div class="l2l-written" role="status">{words}{site if written.viewer_url else ""}{escape(written.next_step)}.</div>'
+
+
+def _download_link(path: Path) -> str:
+    """Return a link that saves a file from the page, which works where the kernel's folder is on another machine."""
+    if not path.is_file() or path.stat().st_size > _MAX_DOWNLOAD_BYTES:
+        return ""
+    kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    data = base64.b64encode(path.read_bytes()).decode("ascii")
+    return f' <a download="{escape(path.name)}" href="data:{kind};base64,{data}"><u>Download</u></a>'

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ipywidgets
 
+from l2l_core import Edit
 from workbench.panels.controls import control_layout, make_box, make_dropdown, make_row, set_options
 from workbench.panels.folded_table import FoldedTable
 from workbench.panels.panel import ControlPanel
 from workbench.pictures import AXES, Picture, Table, draw_race, race_table, show_race
-from workbench.session import Race, Session, Snapshot
+from workbench.session import Race, Session, Snapshot, race_variants
 
 _EMPTY = '<p class="l2l-empty">In a race, branches train on the same batches. {}</p>'
-_FORK = "Make a second branch first: press Fork in the view Edits."
+_FORK = "Make a second branch first: choose a change and press Fork and race, or press Fork in the view Edits."
 _CHOOSE = "Choose two or more, then press Start race."
 
 
@@ -27,6 +28,7 @@ class RacePanel(ControlPanel):
     def build(self) -> ipywidgets.DOMWidget:
         self._snapshot: Snapshot | None = None
         self._drawn_inputs: tuple[object, ...] = ()
+        self._variants: Mapping[str, Sequence[Edit]] = {}
         self._names = ipywidgets.SelectMultiple(options=[], description="branches", rows=4, **control_layout("300px"))
         self._first = make_dropdown("compared with", [], "240px")
         self._names.observe(lambda _: self._on_choice(), "value")
@@ -42,13 +44,19 @@ class RacePanel(ControlPanel):
         self._error_html = ipywidgets.HTML(layout={"display": "none"})
         self._picture, self._fold = ipywidgets.HTML(), FoldedTable("The race as a table")
         buttons = make_row(self._first, self._steps, self._race, self._pause, self._stop)
+        self._variant = make_dropdown("race this model against a copy: ", [], "520px")
+        tip = "Fork a branch, edit it, and train both on the same batches"
+        self._race_variant = self._button("Fork and race", "code-branch", tip, self._start_variant)
+        variant = make_row(self._variant, self._race_variant)
         axis = make_box(ipywidgets.HBox, "l2l-settings", self._axis)
-        form = make_box(ipywidgets.HBox, "l2l-form", self._names, ipywidgets.VBox([buttons, axis]))
+        form = make_box(ipywidgets.HBox, "l2l-form", self._names, ipywidgets.VBox([variant, buttons, axis]))
         return ipywidgets.VBox([self._picture, form, self._error_html, self._fold.widget])
 
     def draw(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
         self._update_branches([branch.name for branch in snapshot.branches])
+        self._variants = race_variants(snapshot.layers)
+        set_options(self._variant, [(label, label) for label in self._variants])
         self._enable_start()
         race = snapshot.race
         self._pause.disabled = self._stop.disabled = race is None or race.is_over
@@ -87,7 +95,12 @@ class RacePanel(ControlPanel):
 
     def _enable_start(self) -> None:
         race = self._snapshot.race if self._snapshot is not None else None
-        self._race.disabled = (race is not None and not race.is_over) or len(self._names.value) < 2
+        is_racing = race is not None and not race.is_over
+        self._race.disabled = is_racing or len(self._names.value) < 2
+        self._race_variant.disabled = is_racing or not self._variants
+
+    def _start_variant(self) -> None:
+        self.session.race_variant(*self._variants[self._variant.value], steps=self._steps.value)
 
     def _start_race(self) -> None:
         first = self._first.value  # the others are compared with the first branch

@@ -116,6 +116,7 @@ class LabSession(RunController):
                 step=lab.steps,
                 done=run.done,
                 target=run.target,
+                dropped=run.dropped,
                 steps=tuple(self._steps),
                 changes=tuple(self._changes),
                 layers=self._layers,

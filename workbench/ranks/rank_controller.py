@@ -56,6 +56,7 @@ class RankController(RunController):
                 tickets=tuple(command.ticket for command in queue),
                 done=run.done,
                 target=run.target,
+                dropped=run.dropped,
                 failure=run.failure,
                 ended=self._ended,
                 probe=None,

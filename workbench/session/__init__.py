@@ -24,6 +24,7 @@ from workbench.session.experiment_loggers import Trackio as Trackio
 from workbench.session.experiment_loggers import Wandb as Wandb
 from workbench.session.layer_edits import edit_code as edit_code
 from workbench.session.layer_edits import edits_for_layer as edits_for_layer
+from workbench.session.layer_edits import race_variants as race_variants
 from workbench.session.layer_facts import LayerFacts as LayerFacts
 from workbench.session.layer_trial import TRIAL_EDITS as TRIAL_EDITS
 from workbench.session.layer_trial import LayerTrial as LayerTrial

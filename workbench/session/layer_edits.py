@@ -1,4 +1,4 @@
-"""Edits that apply to one layer, and the Python code of an edit."""
+"""Edits of one layer, edits that make a variant of the model, and the Python code of an edit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 import numpy
 
 from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Move, Unfreeze
+from workbench.readings import full_name, number_layers
 from workbench.session.snapshot_values import LayerRow
+
+_FEW = 3  # layers that are dropped together, of a stack with at least twice as many
 
 
 def edits_for_layer(row: LayerRow, layers: Sequence[LayerRow]) -> Mapping[str, Edit]:
@@ -36,6 +39,39 @@ def edits_for_layer(row: LayerRow, layers: Sequence[LayerRow]) -> Mapping[str, E
         "Insert after": Insert(next_place, like=row.key),
         **{label: Move(row.key, to[0]) for label, to in moves.items() if to},
     }
+
+
+def race_variants(layers: Sequence[LayerRow]) -> Mapping[str, Sequence[Edit]]:
+    """Return the edits of each variant to race against by its label; empty if the layers are in no stack.
+
+    The edits are of the longest stack. Layers with the least influence are those of the last step.
+    """
+    names = [row.stack for row in layers if row.stack is not None]
+    if not names:
+        return {}
+    rows = [row for row in layers if row.stack == max(names, key=names.count)]
+    variants: dict[str, Sequence[Edit]] = {}
+    if len(rows) > 1:
+        variants |= _drops(rows, [row.key for row in layers])
+    whole: Any = (rows[0].key, rows[-1].key) if len(rows) > 1 else rows[0].key
+    variants["insert a layer at the end"] = [Insert((rows[0].stack or "", len(rows)))]
+    variants["double the stack, copies in between"] = [Duplicate(whole, "interleaved")]
+    return variants
+
+
+def _drops(rows: Sequence[LayerRow], keys: Sequence[str]) -> Mapping[str, Sequence[Edit]]:
+    numbers = number_layers(keys)
+    drops: dict[str, Sequence[Edit]] = {}
+    measured = [row for row in rows if row.influence is not None]
+    least = sorted(measured, key=lambda row: row.influence or 0.0)
+    if len(measured) == len(rows):
+        drops[f"drop the layer of least influence, {full_name(least[0].key, numbers)}"] = [Drop(least[0].key)]
+        if len(rows) >= 2 * _FEW:
+            drops[f"drop the {_FEW} layers of least influence"] = [Drop(row.key) for row in least[:_FEW]]
+    drops[f"drop the last layer, {full_name(rows[-1].key, numbers)}"] = [Drop(rows[-1].key)]
+    if len(rows) > 3:
+        drops["drop every second layer"] = [Drop(row.key) for row in rows[1::2]]
+    return drops
 
 
 def edit_code(edit: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -39,11 +39,11 @@ class RaceController:
 
     # -- on any thread -------------------------------------------------------------------------------------------------
 
-    def submit(self, names: Sequence[str], steps: int) -> Future[Race]:
-        """Queue a race; see `Session.race`."""
+    def submit(self, names: Sequence[str], steps: int, prepare: Callable[[], object] = lambda: None) -> Future[Race]:
+        """Queue a race; see `Session.race`. `prepare` is called first; if it fails, there is no race."""
         self._check(names, steps)
         race: Future[Race] = Future()  # done when the race is over; the command's future, when it has begun
-        command = Command(f"race {', '.join(names)}", partial(self._begin, names, steps, race), is_atomic=True)
+        command = Command(f"race {', '.join(names)}", partial(self._begin, names, steps, race, prepare), is_atomic=True)
         command.future.add_done_callback(partial(_forward_failure, race))
         self._commands.submit(command)
         return race
@@ -110,7 +110,8 @@ class RaceController:
             self._race_run.close()
             self._release()
 
-    def _begin(self, names: Sequence[str], steps: int, race: Future[Race]) -> None:
+    def _begin(self, names: Sequence[str], steps: int, race: Future[Race], prepare: Callable[[], object]) -> None:
+        prepare()
         race_run = RaceRun(names, steps, self._trainer, self._state, race)
         if race.set_running_or_notify_cancel():  # False: cancelled while it waited
             with self._commands.changed:

@@ -207,6 +207,22 @@ class Session(ResumableSession):
         """
         return self._races.submit(names, steps)
 
+    def race_variant(self, *edits: Edit, steps: int = 200, name: str = "") -> Future[Race]:
+        """Fork a branch, edit it, and race it against the active branch, which stays active; see `race`.
+
+        If the edits are refused, the branch is discarded and no race begins.
+
+        Args:
+            edits: applied to the new branch, all or none.
+            steps: number of steps of each branch.
+            name: of the branch. Default: "variant", with a number if that is in use.
+        """
+        home, used = self.relay.branch, {branch.name for branch in self.snapshot().branches}
+        names = (name,) if name else ("variant", *(f"variant {i}" for i in range(2, len(used) + 3)))
+        variant = next((each for each in names if each not in used), name)
+        words = partial(describe_edits, edits, "", is_done=True)
+        return self._races.submit((home, variant), steps, partial(self._trainer.make_variant, variant, edits, words))
+
     def cancel(self, ticket: int) -> bool:
         """Remove a command from the queue by its `Snapshot.tickets` entry; return False if it is not queued any more."""
         with self._changed:  # both at once: a snapshot shows the queue and the settings that follow from it

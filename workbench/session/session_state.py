@@ -103,6 +103,7 @@ class SessionState:
                 step=view.steps,
                 done=run.done,
                 target=run.target,
+                dropped=run.dropped,
                 steps=tuple(history.steps),
                 changes=tuple(history.changes),
                 layers=view.layers,

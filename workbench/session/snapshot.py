@@ -46,6 +46,7 @@ class Snapshot:
         queued: descriptions of the commands that wait for the current step.
         step: number of finished steps of the relay.
         done, target: steps finished and requested in this run; None: no end but that of the batches.
+        dropped: steps of this run that were requested and that Stop has left out.
         held_out: measurements on held-out data that led to the current state, in order.
         steps: finished steps of this session that led to the current state, in order.
         changes: settings and edits between them, in order.
@@ -89,6 +90,7 @@ class Snapshot:
     step: int
     done: int
     target: int | None
+    dropped: int = 0
     steps: Sequence[StepRow]
     changes: Sequence[Change] = ()
     layers: Sequence[LayerRow]

@@ -249,6 +249,20 @@ class Trainer:
         self._state.notify_loggers(lambda logger: logger.log_change(change))
         return branch
 
+    def make_variant(self, name: str, edits: Sequence[Edit], describe: Callable[[Layers], str]) -> None:
+        """Create a branch, edit it, and return to the active one; without the branch if the edits are refused."""
+        home = self.relay.branch
+        self.fork(name)
+        try:
+            self.apply(edits, False, describe)
+            if self._state.pending is not None:
+                self.complete_verdict()  # while the edited branch is active
+        except BaseException:
+            self.switch(home)
+            self.discard(name)
+            raise
+        self.switch(home)
+
     def discard(self, name: str) -> None:
         """Delete another branch."""
         self._change_branch(self.relay.discard, name)

@@ -33,6 +33,7 @@ class TrainingRun:
         first_step_pending: the run has just begun, and commands wait for its first step.
         failure: why it stopped.
         notice: why it paused by itself; "" if it did not.
+        dropped: steps that were requested and left out by `stop`; of a run without end 0.
     """
 
     def __init__(self, changed: Condition) -> None:
@@ -44,6 +45,7 @@ class TrainingRun:
         self.first_step_pending = False
         self.failure: Failure | None = None
         self.notice = ""
+        self.dropped = 0
 
     @property
     def target(self) -> int | None:
@@ -66,7 +68,7 @@ class TrainingRun:
                 self.remaining, self.done = steps, 0
             elif steps is not None and self.remaining is not None:
                 self.remaining += steps
-            self.state, self.failure, self.notice = "running", None, ""
+            self.state, self.failure, self.notice, self.dropped = "running", None, "", 0
             self.pause_after_step, self.first_step_pending = pause_after_step, True
 
     def begin_single_step(self) -> None:
@@ -104,6 +106,7 @@ class TrainingRun:
     def stop(self) -> None:
         """Drop the remaining steps and the failure."""
         with self._changed:
+            self.dropped = self.remaining or self.dropped
             self.remaining, self.failure, self.state, self.notice = 0, None, "idle", ""
 
     def fail(self, failure: Failure) -> None:

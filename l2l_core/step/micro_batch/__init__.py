@@ -1,6 +1,6 @@
 """One micro-batch: its suspended forward, its layer calls, and the segments of shell code between them.
 
-May import `step.traffic`, `step.graph`, `eps.blocks`, `model`.
+May import `step.guards`, `step.traffic`, `step.graph`, `eps.blocks`, `model`.
 Begin reading at `suspended_forward.py`, `layer_call.py`, `graph_segmenter.py`.
 """
 
@@ -14,9 +14,6 @@ from l2l_core.step.micro_batch.influence import Influence as Influence
 from l2l_core.step.micro_batch.influence import hidden_states as hidden_states
 from l2l_core.step.micro_batch.layer_call import LayerCall as LayerCall
 from l2l_core.step.micro_batch.layer_call import suspend_all as suspend_all
-from l2l_core.step.micro_batch.module_attributes import ModuleAttributes as ModuleAttributes
-from l2l_core.step.micro_batch.module_hooks import SideOutputs as SideOutputs
-from l2l_core.step.micro_batch.module_hooks import UserHooks as UserHooks
 from l2l_core.step.micro_batch.step_context import CallObserver as CallObserver
 from l2l_core.step.micro_batch.step_context import StepContext as StepContext
 from l2l_core.step.micro_batch.suspended_forward import SuspendedForward as SuspendedForward

@@ -14,10 +14,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from l2l_core.model import is_cache, refuse_hidden_tensors
 from l2l_core.step.graph import BoundaryGradient, detach_to
-from l2l_core.step.micro_batch.empty_cache import CacheView, EmptyCache
+from l2l_core.step.guards import CacheView, EmptyCache, Locator
 from l2l_core.step.micro_batch.fast_pytree import flatten, unflatten
 from l2l_core.step.micro_batch.graph_segmenter import GraphSegmenter
-from l2l_core.step.micro_batch.module_hooks import Locator
 
 
 @dataclass(slots=True)

@@ -22,8 +22,8 @@ from l2l_core._torch import dispatch_modes, dynamo_is_imported, optimized_module
 from l2l_core.eps.blocks import ModuleBuffers, Unit
 from l2l_core.model import call_attribute, compiled_modules, function_modes_without, is_compile_wrapper
 from l2l_core.step.graph import sequence_number, walk_graph
+from l2l_core.step.guards import InstancePatch, temporarily
 from l2l_core.step.micro_batch.graph_segmenter import GraphSegmenter, active_segmenter, run_as_operation
-from l2l_core.step.micro_batch.module_hooks import InstancePatch, temporarily
 from l2l_core.step.micro_batch.step_context import StepContext
 from l2l_core.step.traffic import StashMode
 

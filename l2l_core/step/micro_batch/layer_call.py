@@ -30,17 +30,25 @@ from l2l_core.step.graph import (
     run_backward,
     sequence_number,
     take_gradients,
-    unguarded,
     walk_graph,
+)
+from l2l_core.step.guards import (
+    ArgumentVersions,
+    AttributeKey,
+    Checksum,
+    LayerState,
+    Locator,
+    StateDiff,
+    alive_outputs,
+    checksums_of,
+    difference_message,
+    find_layer_graph,
+    preserved_attributes,
 )
 from l2l_core.step.micro_batch.activation_policy import RECOMPUTE, ActivationPolicy
 from l2l_core.step.micro_batch.arguments import NO_ARGUMENTS, Arguments, LayerGraph, LayerOutputs
 from l2l_core.step.micro_batch.fast_pytree import unflatten
 from l2l_core.step.micro_batch.graph_segmenter import GraphSegmenter
-from l2l_core.step.micro_batch.module_attributes import AttributeKey
-from l2l_core.step.micro_batch.module_hooks import Locator, alive_outputs
-from l2l_core.step.micro_batch.recompute_check import Checksum, checksums_of, difference_message
-from l2l_core.step.micro_batch.state_diff import LayerState, StateDiff, preserved_attributes
 from l2l_core.step.micro_batch.step_context import StepContext
 from l2l_core.step.traffic import SlotStay
 
@@ -58,7 +66,7 @@ class LayerCall:
         segment: the shell code before the call; back-propagated after it.
         stay: stay of the layer whose weights the kept graph has saved.
         buffers: the unit's buffers as the forward read them.
-        versions: version counters of `tensors` at the first run.
+        versions: of `tensors`, at the first run.
         state: the layer's plain attributes as the first run found them, if it changed them.
         has_side_effects: whether the run changed other state than buffers, so that the recompute may differ.
         output_checksums: checksums of the first run's outputs, for comparison with the recompute.
@@ -78,7 +86,7 @@ class LayerCall:
     thread_state: ThreadState | None = None
     context: contextvars.Context | None = field(default_factory=contextvars.copy_context)
     buffers: list[torch.Tensor | None] | None = None
-    versions: list[int] = field(default_factory=list)
+    versions: ArgumentVersions | None = None
     side_attributes: dict[AttributeKey, torch.Tensor] = field(default_factory=dict)
     state: LayerState | None = None
     has_side_effects: bool = False
@@ -111,6 +119,35 @@ class LayerCall:
         """Whether the layer made a differentiable output; returning an argument is not enough."""
         return bool(self.output_boundaries or self.side_boundaries)
 
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def run_first(self, ctx: StepContext, segmenter: GraphSegmenter) -> Any:
+        """Run the layer in its micro-batch's coroutine; return the outputs for the shell.
+
+        Its graph is cut off at the outputs, and dropped unless backward follows before the layer leaves.
+        """
+        # Nodes with this sequence number or a later one are made by the layer.
+        began, check_params, find_changes = sequence_number(), self._watch_params(), self._watch_state(ctx)
+        ctx.user_hooks.wrap_layer(self.unit.module)
+        stop = ctx.time_event("forward", self.unit.key, self.k, self.visit)
+        with ctx.side_outputs.watch(self.unit) as submodule_outputs:
+            result, graph = self._run_layer(ctx)
+        segmenter.record_layer_run(self.unit.name, began)
+        result.check_caches()
+        outputs = self._detach_outputs(ctx, result, segmenter)
+        stop()
+        check_params()
+        find_partial_outputs = self._check_first_graph(ctx, graph, began, segmenter)
+        self._record_changes(ctx, find_changes)
+        self.output_checksums = checksums_of(result.differentiable)
+        # A graph that outlives the turn is never verified by a recompute, so side effects require one at once.
+        if self.policy.keeps_graph and not (self.policy.outlives_turn and self.has_side_effects):
+            self.kept_graph = graph
+        boundaries = dict(zip(map(id, result.differentiable), self.output_boundaries, strict=True))
+        del result, graph  # side outputs are the tensors that are alive without the graph
+        self._cut_side_outputs(ctx, submodule_outputs, boundaries, find_partial_outputs, segmenter)
+        return outputs
+
     def record_first_run(self, ctx: StepContext, outputs: Any) -> None:
         """Record the changes that the first run made to buffers and to the hidden state."""
         if self.buffers:
@@ -121,66 +158,68 @@ class LayerCall:
             leaves = pytree.tree_leaves(outputs)
             self.kept_graph.kept_outputs = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
-    # -- forward -------------------------------------------------------------------------------------------------------
+    def _watch_params(self) -> Callable[[], None]:
+        """Return the check that the run changes neither parameters nor arguments in place."""
+        self.versions, stamps = ArgumentVersions(self.unit.name, self.tensors), stamps_of(self.unit.params)
 
-    def run_first(self, ctx: StepContext, segmenter: GraphSegmenter) -> Any:
-        """Run the layer in its micro-batch's coroutine; return the outputs for the shell."""
-        with unguarded():
-            self.versions = [tensor._version for tensor in self.tensors]
-        # Nodes with this sequence number or a later one are made by the layer.
-        began, stamps = sequence_number(), stamps_of(self.unit.params)
+        def check() -> None:
+            check_stamps(self.unit, stamps, f"layer {self.unit.name}")
+            self.check_arguments_unchanged("the layer itself changed it in place")
+
+        return check
+
+    def _watch_state(self, ctx: StepContext) -> StateDiff | None:
+        """Keep the state for a recompute if runs change it; return the diff of this run, if needed."""
+        metering, module = ctx.stash.metering, self.unit.module
         find_changes: StateDiff | None = None
-        if ctx.stash.metering or self.policy.outlives_turn:
-            diffs = ctx.state_diffs
-            find_changes = (diffs.full_diff if ctx.stash.metering else diffs.quick_diff)(self.unit.module)
-        record = ctx.meter.record
-        if ctx.stash.metering or self.unit.key in record.stateful_layers:
-            self.state = LayerState(self.unit.module)
-        ctx.user_hooks.wrap_layer(self.unit.module)
-        stop = ctx.time_event("forward", self.unit.key, self.k, self.visit)
-        with ctx.side_outputs.watch(self.unit) as submodule_outputs:
-            result, graph = self._run_layer(ctx)
-        segmenter.record_layer_run(self.unit.name, began)
-        result.check_caches()
-        outputs = self._detach_outputs(ctx, result, segmenter)
-        stop()
-        check_stamps(self.unit, stamps, f"layer {self.unit.name}")
-        self.check_arguments_unchanged("the layer itself changed it in place")
-        subgraph = self._check_graph(graph.output_edges, began)
+        if metering or self.policy.outlives_turn:
+            find_changes = (ctx.state_diffs.full_diff if metering else ctx.state_diffs.quick_diff)(module)
+        if metering or self.unit.key in ctx.meter.record.stateful_layers:
+            self.state = LayerState(module)
+        return find_changes
+
+    def _record_changes(self, ctx: StepContext, find_changes: StateDiff | None) -> None:
+        """Record the changes of the run to the layer's state."""
+        stateful = ctx.meter.record.stateful_layers
+        if find_changes is not None:
+            self.has_side_effects, changed = find_changes()
+            for key in changed:
+                ctx.attributes.record_change(key)
+            if ctx.stash.metering and LayerState.includes(changed):
+                stateful.add(self.unit.key)
+        if self.unit.key not in stateful:
+            self.state = None
+
+    def _check_first_graph(
+        self, ctx: StepContext, graph: LayerGraph, began: int, segmenter: GraphSegmenter
+    ) -> Callable[[Iterable[torch.Tensor]], None]:
+        """Refuse a graph that cannot be cut; return the search for outputs that others are made from."""
+        subgraph = self._find_graph(graph.output_edges, began)
         starts = [(edge.node._sequence_nr(), edge.output_nr) for edge in graph.output_edges]  # without their nodes
+
+        def mark_partial_outputs(subgraph: Subgraph) -> None:
+            # Outputs that the layer reads itself: only a part of their gradient is from the shell.
+            reads = subgraph.internal_reads()
+            for boundary, start in zip(self.output_boundaries, starts, strict=True):
+                boundary.is_partial |= start in reads
+
+        def find_partial_outputs(sides: Iterable[torch.Tensor]) -> None:
+            edges = [get_gradient_edge(tensor) for tensor in sides]
+            new = [edge for edge in edges if edge.node._sequence_nr() >= began]
+            mark_partial_outputs(self._find_graph(new, began))
+
         if any(edge.node in subgraph.shared_nodes for edge in graph.output_edges):
-            self._mark_partial_outputs(starts, subgraph)
+            mark_partial_outputs(subgraph)
         if segmenter.has_autocast:
             segmenter.record_casts(subgraph.cast_leaves)
         if subgraph.has_reentrant:
             ctx.reentrant_layers.add(self.unit)
             if any(block.shared for block in self.unit.blocks):
                 raise RuntimeError(reentrant_message(f"layer {self.unit.name}"))
-        if find_changes is not None:
-            self.has_side_effects, changed = find_changes()
-            for key in changed:
-                ctx.attributes.record_change(key)
-            if ctx.stash.metering and LayerState.includes(changed):
-                record.stateful_layers.add(self.unit.key)
-        if self.unit.key not in record.stateful_layers:
-            self.state = None
-        self.output_checksums = checksums_of(result.differentiable)
-        # A graph that outlives the turn is never verified by a recompute, so side effects require one at once.
-        if self.policy.keeps_graph and not (self.policy.outlives_turn and self.has_side_effects):
-            self.kept_graph = graph
-        # Side outputs are the tensors that are alive after the graph is dropped, so drop every reference to it.
-        boundaries = dict(zip(map(id, result.differentiable), self.output_boundaries, strict=True))
-        del result, graph, subgraph
-        sides = {**alive_outputs(submodule_outputs), **ctx.side_outputs.attribute_tensors(self.unit)}
-        submodule_outputs.clear()
-        if sides:
-            ctx.side_outputs.record_layer(self.unit)
-            self.kept_graph = None  # tensors saved by a graph cannot be detached
-            edges = [get_gradient_edge(tensor) for tensor in sides.values()]
-            new = [edge for edge in edges if edge.node._sequence_nr() >= began]
-            self._mark_partial_outputs(starts, self._check_graph(new, began))
-        self._detach_side_outputs(ctx, sides, boundaries, segmenter)
-        return outputs
+        return find_partial_outputs
+
+    def _find_graph(self, outputs: Iterable[GradientEdge], began: int) -> Subgraph:
+        return find_layer_graph(self.unit, (boundary for _, boundary in self.arguments.inputs), outputs, began)
 
     def suspend(self, ctx: StepContext) -> None:
         """Drop the graph when the micro-batch is suspended, unless the policy keeps it."""
@@ -206,28 +245,6 @@ class LayerCall:
                 ctx.attributes.checking_recompute(),
             ):
                 self._recompute(ctx)
-
-    def _mark_partial_outputs(self, starts: Sequence[tuple[int, int]], graph: Subgraph) -> None:
-        """Mark outputs that the layer reads itself: only a part of their gradient is from the shell."""
-        reads = graph.internal_reads()
-        for boundary, start in zip(self.output_boundaries, starts, strict=True):
-            boundary.is_partial |= start in reads
-
-    def _check_graph(self, outputs: Iterable[GradientEdge], began: int) -> Subgraph:
-        """Return the graph behind outputs; refuse differentiable tensors that are not arguments."""
-        graph = walk_graph(outputs)
-        own, params = {id(boundary) for _, boundary in self.arguments.inputs}, {id(param) for param in self.unit.params}
-        foreign = sum(id(leaf) not in params and isinstance(leaf, torch.nn.Parameter) for leaf in graph.leaves)
-        foreign += sum(id(node.boundary) not in own for node in graph.inputs)
-        if graph.first < began:
-            foreign += sum(node._sequence_nr() < began for node in graph.nodes)
-        if foreign:
-            raise RuntimeError(
-                f"layer {self.unit.name} reads {foreign} differentiable tensor(s) that it was not given as arguments (taken "
-                "from an attribute, a closure or another layer): their gradients would miss the relay. Pass them as "
-                "arguments of the layer"
-            )
-        return graph
 
     def _run_layer(self, ctx: StepContext) -> tuple[LayerOutputs, LayerGraph]:
         buffers = [buffer for buffer in self.unit.buffers.tensors() if buffer is not None]
@@ -258,15 +275,23 @@ class LayerCall:
                 ctx.stash.track(ctx.guard.register(output, self.k), self.k, "activations", "", fresh=True)
         return unflatten([shown.get(id(item), item) for item in outputs.flat], outputs.spec)
 
-    def _detach_side_outputs(
+    def _cut_side_outputs(
         self,
         ctx: StepContext,
-        tensors: dict[Locator, torch.Tensor],
+        submodule_outputs: dict[Locator, Any],
         boundaries: dict[int, BoundaryGradient],
+        find_partial_outputs: Callable[[Iterable[torch.Tensor]], None],
         segmenter: GraphSegmenter,
     ) -> None:
         """Make side outputs segment inputs; `boundaries` are those of outputs by id, which may be among them."""
-        if tensors and not self.output_boundaries:
+        tensors = {**alive_outputs(submodule_outputs), **ctx.side_outputs.attribute_tensors(self.unit)}
+        submodule_outputs.clear()
+        if not tensors:
+            return
+        ctx.side_outputs.record_layer(self.unit)
+        self.kept_graph = None  # tensors saved by a graph cannot be detached
+        find_partial_outputs(tensors.values())
+        if not self.output_boundaries:
             self.segment = segmenter.begin_segment()
         for locator, tensor in tensors.items():
             if tensor.grad_fn is None or is_segment_input(tensor.grad_fn):
@@ -323,16 +348,10 @@ class LayerCall:
         self.check_arguments_unchanged()
         return self.context.run(self._recompute_in_context, ctx, self.thread_state)
 
-    def check_arguments_unchanged(self, cause: str = "the model changed it in place after the call") -> None:
+    def check_arguments_unchanged(self, *cause: str) -> None:
         """Refuse to recompute from arguments that were changed in place; `cause` explains it in the error."""
-        with unguarded():
-            now = [tensor._version for tensor in self.tensors]
-        if now != self.versions:
-            index = next(i for i, (a, b) in enumerate(zip(now, self.versions, strict=True)) if a != b)
-            raise RuntimeError(
-                f"tensor argument {index} of layer {self.unit.name} (shape {tuple(self.tensors[index].shape)}) cannot be "
-                f"recomputed from: {cause}. Change a copy instead (x = x + y rather than x += y, ReLU(inplace=False))"
-            )
+        if self.versions is not None:
+            self.versions.check(self.tensors, *cause)
 
     def _recompute_in_context(self, ctx: StepContext, thread_state: ThreadState) -> LayerGraph:
         with (

@@ -13,11 +13,16 @@ import torch
 from l2l_core.eps.blocks import Unit
 from l2l_core.model import ThreadState
 from l2l_core.step.graph import BufferOrder, TensorGuard
+from l2l_core.step.guards import (
+    AttributeKey,
+    ModuleAttributes,
+    NumpyDrawOrder,
+    RecomputeCheck,
+    SideOutputs,
+    StateDiffs,
+    UserHooks,
+)
 from l2l_core.step.micro_batch.influence import Influence
-from l2l_core.step.micro_batch.module_attributes import AttributeKey, ModuleAttributes
-from l2l_core.step.micro_batch.module_hooks import SideOutputs, UserHooks
-from l2l_core.step.micro_batch.recompute_check import RecomputeCheck
-from l2l_core.step.micro_batch.state_diff import NumpyDrawOrder, StateDiffs
 from l2l_core.step.traffic import ComputeClock, CurrentTurn, MemoryMeter, Stash, StashMode, time_event
 
 CallObserver = Callable[[Any, Callable[..., Any]], Callable[..., Any]]  # (call, layer's forward) -> forward to run

@@ -18,11 +18,10 @@ import torch
 from l2l_core._torch import DisableTorchFunction, transforms_are_active
 from l2l_core.eps.blocks import SHELL, Unit
 from l2l_core.model import ThreadState, call_attribute
+from l2l_core.step.guards import AttributeKey, InstancePatch, attribute_dict
 from l2l_core.step.micro_batch.arguments import Arguments
 from l2l_core.step.micro_batch.graph_segmenter import GraphSegmenter
 from l2l_core.step.micro_batch.layer_call import LayerCall
-from l2l_core.step.micro_batch.module_attributes import AttributeKey, attribute_dict
-from l2l_core.step.micro_batch.module_hooks import InstancePatch
 from l2l_core.step.micro_batch.step_context import StepContext
 
 

@@ -35,7 +35,7 @@ from l2l_core.devices import cuda as cuda_module
 from l2l_core.devices import resolve_device
 from l2l_core.devices.pinned_memory import PinnedMemory
 from l2l_core.model.thread_state import RandomState
-from l2l_core.step.micro_batch import recompute_check
+from l2l_core.step.guards import recompute_check
 from l2l_core.trace.trace import Trace
 
 LATE = [

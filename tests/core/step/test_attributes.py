@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zoo import BY_NAME, WIDTH, Chain, Kind, ResidualMlp
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
-from l2l_core.step.micro_batch.attribute_tracer import AttributeTracer
+from l2l_core.step.guards.attribute_tracer import AttributeTracer
 
 
 class NotesNumber(Chain):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from zoo import WIDTH, Chain, Kind
 
 from l2l_core import Relay, RelayConfig
-from l2l_core.step.micro_batch import recompute_check
-from l2l_core.step.micro_batch.recompute_check import RecomputeCheck, checksums_of
+from l2l_core.step.guards import recompute_check
+from l2l_core.step.guards.recompute_check import RecomputeCheck, checksums_of
 
 DRAWN = random.Random()  # no part of the engine restores its state
 OWN = torch.Generator()

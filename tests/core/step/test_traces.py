@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from l2l_core.step.micro_batch.state_diff import StateDiffs
+from l2l_core.step.guards.state_diff import StateDiffs
 
 
 class Keeping(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import platform
 import re
@@ -54,6 +55,13 @@ def test_button_writes_files_and_names_the_next_step(panel: ExportPanel, tmp_pat
     page = html_of(panel)
     shown(panel)
     assert html_of(panel) == page, "the status stays"
+
+
+def test_link_downloads_the_written_file(panel: ExportPanel, tmp_path: Path) -> None:
+    train(panel.session, 1)
+    find(panel, next(name for name in EXPORTS if "eport" in name)).click()
+    (link,) = re.findall('<a download="step_1_report.html" href="data:text/html;base64,([^"]+)">', html_of(panel))
+    assert base64.b64decode(link) == (tmp_path / "exports" / "step_1_report.html").read_bytes()
 
 
 def test_folder_can_be_changed(panel: ExportPanel, tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from panel_reading import find, html_of, shown
 from patience import HANG_S
-from sessions import enter, held, train, wait_until
+from sessions import enter, held, train, wait_until, weights_of
 
 from l2l_core import Drop, Relay
 from workbench.panels.header_panel import HeaderPanel
@@ -102,3 +104,40 @@ def test_refused_race_shows_the_reason(session: Session) -> None:
     session.close()
     find(panel, "Start race").click()
     assert "this session is closed" in html_of(panel)
+
+
+def test_one_press_forks_edits_and_races(session: Session) -> None:
+    train(session, 1)
+    panel = RacePanel(session)
+    shown(panel)
+    find(panel, "steps").value = 3
+    choices = find(panel, "race this model against a copy: ")
+    assert [label for label, _ in choices.options][-2:] == [
+        "insert a layer at the end",
+        "double the stack, copies in between",
+    ]
+    assert choices.value.startswith("drop the layer of least influence, ")
+    least = min(session.snapshot().layers, key=lambda row: row.influence or 0.0)
+    before = weights_of(session.relay)
+    find(panel, "Fork and race").click()
+    now = session.wait(HANG_S)
+    assert now.refusal is None and now.race is not None and now.race.is_over
+    assert [(one.name, len(one.steps)) for one in now.race.racers] == [("main", 3), ("variant", 3)]
+    assert now.branch == "main" and least.key in [row.key for row in now.layers]
+    session.switch("variant").result(HANG_S)
+    assert least.key not in [row.key for row in session.snapshot().layers]
+    session.switch("main").result(HANG_S)
+    assert any(not torch.equal(a, b) for a, b in zip(before, weights_of(session.relay), strict=True)), "it trained"
+    shown(panel)
+    find(panel, "Fork and race").click()
+    assert [one.name for one in (session.wait(HANG_S).race or now.race).racers] == ["main", "variant 2"]
+
+
+def test_refused_variant_leaves_no_branch_and_no_race(session: Session) -> None:
+    train(session, 1)
+    race = session.race_variant(Drop("L999"), steps=2)
+    with pytest.raises(ValueError, match="L999"):
+        race.result(HANG_S)
+    now = session.wait(HANG_S)
+    assert now.race is None and [one.name for one in now.branches] == ["main"] and now.branch == "main"
+    assert now.refusal is not None and "L999" in now.refusal.message

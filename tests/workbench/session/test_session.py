@@ -16,6 +16,7 @@ from sessions import assert_equal, make_batches, make_relay, weights_of
 from torch import nn
 
 from l2l_core import Relay, RelayConfig
+from workbench.pictures.session_header import progress_html
 from workbench.session.session import Session
 
 # Running --------------------------------------------------------------------------------------------------------------
@@ -55,6 +56,9 @@ def test_pause_keeps_the_remaining_steps_and_stop_drops_them(relay: Relay) -> No
         session.stop()
         now = session.wait(HANG_S)
         assert now.state == "idle" and now.done == now.target and now.step == 4, "one step, then the queue"
+        assert now.dropped == 49 and "1 of 1 steps, stopped (50 asked)" in progress_html(now)
+        session.run(1)
+        assert session.wait(HANG_S).dropped == 0
 
 
 def test_single_step_of_a_paused_run_counts(relay: Relay) -> None:

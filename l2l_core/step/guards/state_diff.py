@@ -18,7 +18,7 @@ from torch import nn
 from l2l_core.devices import NoTorchModes
 from l2l_core.model import is_state, snapshot_user_state
 from l2l_core.step.graph import unguarded
-from l2l_core.step.micro_batch.module_attributes import MODULE_INTERNALS, AttributeKey, attributes_of, is_plain
+from l2l_core.step.guards.module_attributes import MODULE_INTERNALS, AttributeKey, attributes_of, is_plain
 
 StateDiff = Callable[[], tuple[bool, list[AttributeKey]]]
 

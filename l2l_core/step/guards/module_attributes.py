@@ -24,8 +24,8 @@ from torch import nn
 from l2l_core.eps.blocks import Unit
 from l2l_core.model import ModuleKey
 from l2l_core.step.graph import TensorGuard
-from l2l_core.step.micro_batch.attribute_tracer import AttributeTracer
-from l2l_core.step.micro_batch.module_hooks import SideOutputs, temporarily
+from l2l_core.step.guards.attribute_tracer import AttributeTracer
+from l2l_core.step.guards.module_hooks import SideOutputs, temporarily
 
 AttributeKey = ModuleKey
 
