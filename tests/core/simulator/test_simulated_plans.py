@@ -105,7 +105,9 @@ def test_a_plan_is_simulated_as_it_runs(name: str, seed: int, stash: Any, monkey
 @pytest.mark.parametrize(
     "micro_batches, ahead", [(1, 1), (3, 1), rarely(1, 2), rarely(2, 1), rarely(1, 0), rarely(2, 0)]
 )
-@pytest.mark.parametrize("name", [*NAMES, *map(rarely, ["bert", "t5", "albert", "frozen_prefix", "lora"])])
+@pytest.mark.parametrize(
+    "name", [*NAMES, "mixtral", *map(rarely, ["spectral_norm_old", "t5", "albert", "frozen_prefix"])]
+)
 def test_a_replay_issues_in_the_order_of_the_step(
     name: str, micro_batches: int, ahead: int, stash: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +121,9 @@ def test_a_replay_issues_in_the_order_of_the_step(
             trace = pair.relay.step(kind.make_batch(6, 2)).trace
         replay = simulate(Profile.of(trace), config, pair.relay.device)
         assert_same_events(replay, trace, issued)
-        if name != "frozen_prefix":  # its first layers need no backward, and take no plan
+        if (
+            name in NAMES
+        ):  # layers that change their state, or need no backward, run by another plan than the expected one
             plan = pair.relay.plan(kind.make_batch(6, 2))
             by_plan = simulate(Profile.of(trace), config, pair.relay.device, plan=plan)
             assert by_plan.events_since(0) == replay.events_since(0)
