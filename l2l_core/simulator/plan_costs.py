@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import pairwise
 
 from l2l_core.plan import Action, StepPlan
 from l2l_core.schedule_rules import kept_layer_count
 from l2l_core.simulator.action_costs import ActionWalk, CostedAction, CostPlace, CostPlaces, StepShape
+from l2l_core.simulator.plan_memory import plan_memory
 from l2l_core.simulator.profile import Profile
 from l2l_core.simulator.step_costs import ComputeOp, TurnCost
 
@@ -38,9 +37,9 @@ def cost_plan(profile: Profile, plan: StepPlan) -> tuple[Profile, list[CostedAct
     forward_s = {call: _forward_seconds(profile.turns, place) for call, place in places.forward.items()}
     more_s = {places.backward[call].turn: forward_s[call] for call in walk.recomputed & kept}
     more_s |= {places.backward[call].turn: -forward_s[call] for call in calls - walk.recomputed - kept}
-    if more_s or not _computes_in_order(actions):
-        profile = _without_memory(profile)
-    return _change_recomputes(profile, more_s), actions
+    if more_s:  # the bytes of a graph are not in a profile
+        return _change_recomputes(profile.map_memory(lambda memory: ()), more_s), actions
+    return plan_memory(profile, actions, plan), actions
 
 
 def _check_profile(profile: Profile, plan: StepPlan, places: CostPlaces) -> None:
@@ -90,20 +89,6 @@ def _forward_seconds(turns: Sequence[TurnCost], place: CostPlace) -> float:
     return sum(op.seconds for op in turns[place.turn].ops[place.start : place.stop] if op.kind == "forward")
 
 
-def _computes_in_order(actions: Sequence[CostedAction]) -> bool:
-    """Whether operations are in the profile's order, so that its memory samples apply."""
-    places = [costed.place for costed in actions if costed.kind in "IFXB" and costed.place is not None]
-    return all(before[:2] <= after[:2] for before, after in pairwise(places))
-
-
-def _without_memory(profile: Profile) -> Profile:
-    def changed(_: int, turns: Sequence[TurnCost]) -> Iterator[TurnCost]:
-        for turn in turns:
-            yield turn._replace(ops=tuple(op._replace(memory=()) for op in turn.ops))
-
-    return replace(profile.map_turns(changed), memory=())
-
-
 def _change_recomputes(profile: Profile, seconds: Mapping[int, float]) -> Profile:
     """Return the profile with other seconds of backward, by number of turn."""
     numbers = iter(range(len(profile.turns)))
@@ -116,7 +101,7 @@ def _change_recomputes(profile: Profile, seconds: Mapping[int, float]) -> Profil
             more_s = seconds.get(number, 0.0)
             yield turn._replace(ops=tuple(op(one, more_s) for one in turn.ops)) if more_s else turn
 
-    return profile.map_turns(changed) if seconds else profile
+    return profile.map_turns(changed)
 
 
 class _PlanWalk(ActionWalk):

@@ -97,6 +97,15 @@ class Profile:
         stays = tuple(stay._replace(turns=turns) for stay, turns in zip(self.stays, rest, strict=True))
         return replace(self, start=start, stays=stays, **others)
 
+    def map_memory(self, change: Callable[[MemorySamples], MemorySamples]) -> Profile:
+        """Return the profile with its memory samples changed."""
+
+        def changed(_: int, turns: Sequence[TurnCost]) -> Iterator[TurnCost]:
+            for turn in turns:
+                yield turn._replace(ops=tuple(op._replace(memory=change(op.memory)) for op in turn.ops))
+
+        return replace(self.map_turns(changed), memory=change(self.memory))
+
     @property
     def trained(self) -> set[str]:
         """Keys of the layers with gradients."""

@@ -28,6 +28,12 @@ def removed(kind: str, layer: str, k: int = -1, is_backward: bool = False) -> Ca
     return lambda actions: actions.pop(find(actions, kind, layer, k, is_backward)) and None
 
 
+def both_removed(actions: Actions) -> None:
+    """Push and update of a layer."""
+    for kind in "PU":
+        actions.pop(find(actions, kind, "L001", -1, True))
+
+
 def twice(kind: str, layer: str, k: int = -1, is_backward: bool = False) -> Callable[[Actions], None]:
     def change(actions: Actions) -> None:
         index = find(actions, kind, layer, k, is_backward)
@@ -92,7 +98,7 @@ BROKEN: dict[str, tuple[Callable[[Actions], None], Place, str]] = {
     "backward left out": (removed("B", "L001", 0, True), ("B", "L001", 1, True), "micro-batch 0 is next"),
     "push left out": (removed("P", "L001", -1, True), ("U", "L001", -1, True), "was not pushed"),
     "push and update left out": (
-        lambda actions: [removed(kind, "L001", -1, True)(actions) for kind in "PU"] and None,
+        both_removed,
         ("E", "L001", -1, True),
         "add P before the end",
     ),
