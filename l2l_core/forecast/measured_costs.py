@@ -11,7 +11,7 @@ from l2l_core.config import Compress, RelayConfig
 from l2l_core.eps.blocks import Block
 from l2l_core.forecast.block_inventory import Inventory
 from l2l_core.forecast.cost_forecast import ForecastCosts
-from l2l_core.forecast.profile_transforms import map_memory, with_slots
+from l2l_core.forecast.profile_transforms import with_slots
 from l2l_core.forecast.rehearsal import Rehearsal
 from l2l_core.forecast.representatives import Representatives, choose_representatives
 from l2l_core.schedule_rules import kept_layer_count, weight_itemsize
@@ -102,7 +102,7 @@ def _make_costs(
     state = host.get("optimizer", 0) / trained if trained else 0.0  # per byte of a trained master
     own = {u.key: _master_bytes(b for b in u.blocks if not b.shared) for u in rehearsal.parts.layers}
     return ForecastCosts(
-        profile=map_memory(profile, _only_host_stash),
+        profile=profile.map_memory(_only_host_stash),
         representatives=representatives,
         overhead_s=overhead_s,
         host_bytes={name: n for name, n in host.items() if n},

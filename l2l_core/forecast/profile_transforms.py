@@ -6,7 +6,7 @@ Memory changes of turns add up, which is exact where micro-batches, or layers, a
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,16 +15,6 @@ from l2l_core.forecast.memory_timeline import MemoryTimeline, add_bytes
 from l2l_core.forecast.representatives import RepresentedLayer
 from l2l_core.schedule_rules import weight_slots
 from l2l_core.simulator import BEFORE_FIRST_STAY, ComputeOp, MemorySamples, Profile, StayCost, TurnCost
-
-
-def map_memory(profile: Profile, change: Callable[[MemorySamples], MemorySamples]) -> Profile:
-    """Return the profile with its memory samples changed."""
-
-    def changed(index: int, turns: Sequence[TurnCost]) -> Iterator[TurnCost]:
-        for turn in turns:
-            yield turn._replace(ops=tuple(op._replace(memory=change(op.memory)) for op in turn.ops))
-
-    return replace(profile.map_turns(changed), memory=change(profile.memory))
 
 
 def extrapolate_profile(profile: Profile, representatives: Sequence[int]) -> Profile:
@@ -105,7 +95,7 @@ def with_slots(profile: Profile, config: RelayConfig, slot_bytes: int) -> Profil
         return tuple((place, add_bytes(held, more.get(place, {}))) for place, held in memory)
 
     settings = {**profile.settings, **{name: getattr(config, name) for name in ("ahead", "resident", "keep")}}
-    return replace(map_memory(profile, with_more) if nbytes else profile, settings=settings)
+    return replace(profile.map_memory(with_more) if nbytes else profile, settings=settings)
 
 
 class RepeatedStay(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 from l2l_core.analysis import OVERLAPPING, VisitWork, micro_batches_to_hide
 from l2l_core.config import Compress, RelayConfig
 from l2l_core.forecast.memory_timeline import MemoryTimeline
-from l2l_core.forecast.profile_transforms import extrapolate_profile, map_memory
+from l2l_core.forecast.profile_transforms import extrapolate_profile
 from l2l_core.forecast.representatives import order_from_middle, repeat_middle
 from l2l_core.forecast.shelf_costs import ShelfCosts
 from l2l_core.schedule_rules import kept_layer_count, weight_slots
@@ -88,7 +88,7 @@ def hiding_micro_batches(
 
     Short steps are simulated; for longer ones `micro_batches_to_hide` computes the number.
     """
-    bare = map_memory(profile, lambda memory: ())  # bounds depend on events alone
+    bare = profile.map_memory(lambda memory: ())  # bounds depend on events alone
     events_per_turn = 20 if config.stash == "disk" else 2  # at least
     most = max(_MIN_SIMULATED, MAX_EVENTS // (events_per_turn * len(profile.stays)))
 

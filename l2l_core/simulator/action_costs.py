@@ -6,11 +6,12 @@ whose micro-batches are merged, have no such schedule: their stays are taken one
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from l2l_core.plan import SHELL, Action, ActionResult, RelaySchedule, ScheduleSettings, SlotChoice, Turn, run_schedule
+from l2l_core.plan import SHELL, Action, ActionResult, RelaySchedule, ScheduleSettings, SlotChoice, run_schedule
 from l2l_core.simulator.profile import Profile
 from l2l_core.simulator.step_costs import BEFORE_FIRST_STAY, TurnCost
 
@@ -35,24 +36,21 @@ class CostedAction(NamedTuple):
     later: tuple[CostPlace, ...] = ()  # of `H`
 
 
-class TurnShape(NamedTuple):
-    """Where the operations of a turn are divided: forward up to `loss`, loss up to `backward`, backward up to `stop`."""
+# Micro-batch of a turn, and where its operations are divided: forward up to the first number, loss up to the second, backward
+# up to the third, the number of operations. A plain tuple, since a step has thousands.
+TurnShape = tuple[int, int, int, int]
 
-    k: int
-    loss: int
-    backward: int
-    stop: int
 
-    @staticmethod
-    def of(turn: TurnCost) -> TurnShape:
-        """Divide the operations of a turn."""
-        kinds = [op[0] for op in turn.ops]
-        stop = len(kinds)
-        backward = kinds.index("backward") if "backward" in kinds else stop
-        loss = kinds.index("loss") if "loss" in kinds[:backward] else backward
-        if "forward" in kinds[:loss]:
-            return TurnShape(turn.k, loss, backward, stop)
-        return TurnShape(turn.k, 0, backward if loss < backward else 0, stop)
+def _turn_shape(turn: TurnCost) -> TurnShape:
+    kinds = [op[0] for op in turn.ops]
+    stop = len(kinds)
+    if stop and kinds[0] == "backward":
+        return turn.k, 0, 0, stop
+    backward = kinds.index("backward") if "backward" in kinds else stop
+    loss = kinds.index("loss") if "loss" in kinds[:backward] else backward
+    if "forward" in kinds[:loss]:
+        return turn.k, loss, backward, stop
+    return turn.k, 0, backward if loss < backward else 0, stop
 
 
 class StayShape(NamedTuple):
@@ -75,19 +73,19 @@ class StepShape(NamedTuple):
         """Return the shape of a profile."""
         return StepShape(
             tuple(key for key in profile.layers if key != SHELL),
-            tuple(TurnShape.of(turn) for turn in profile.start),
-            tuple(StayShape(stay.layer, stay.visit, tuple(map(TurnShape.of, stay.turns))) for stay in profile.stays),
+            tuple(map(_turn_shape, profile.start)),
+            tuple(StayShape(stay.layer, stay.visit, tuple(map(_turn_shape, stay.turns))) for stay in profile.stays),
         )
 
     @property
     def is_merged(self) -> bool:
         """True if the micro-batches of a stay are merged."""
-        return any(turn.k < 0 for turn in self.start)
+        return any(k < 0 for k, *_ in self.start)
 
     @property
     def loss_per_micro_batch(self) -> bool:
         """True if every micro-batch has a loss."""
-        return any(turn.k >= 0 and turn.loss < turn.backward for stay in self.stays for turn in stay.turns)
+        return any(k >= 0 and loss < backward for stay in self.stays for k, loss, backward, _ in stay.turns)
 
 
 class CostPlaces:
@@ -101,13 +99,13 @@ class CostPlaces:
         self.visits: list[str] = []  # layers of the forward visits
         self.ways: dict[int, list[int]] = {}  # visits of each micro-batch
         number = 0
-        for turn in shape.start:
-            self.start[turn.k] = CostPlace(number, 0, turn.stop, SHELL, BEFORE_FIRST_STAY)
-            self.ways[turn.k] = []
+        for k, _, _, stop in shape.start:
+            self.start[k] = CostPlace(number, 0, stop, SHELL, BEFORE_FIRST_STAY)
+            self.ways[k] = []
             number += 1
-        count = sum(any(turn.loss for turn in stay.turns) for stay in shape.stays)
+        count = sum(any(loss for _, loss, _, _ in stay.turns) for stay in shape.stays)
         for layer, visit, turns in shape.stays:
-            is_forward = any(turn.loss for turn in turns)
+            is_forward = any(loss for _, loss, _, _ in turns)
             undone = len(self.visits) if is_forward else 2 * count - 1 - visit
             for k, loss, backward, stop in turns:
                 if loss:
@@ -120,10 +118,6 @@ class CostPlaces:
                 number += 1
             if is_forward:
                 self.visits.append(layer)
-
-    def of_turn(self, turn: Turn) -> CostPlace | None:
-        """Return the costs of a turn; None if the micro-batch has none in that visit."""
-        return (self.backward if turn.is_backward else self.forward).get((turn.visit, turn.k))
 
     def has_graph(self, k: int) -> bool:
         """Whether the last layer's backward is in the turn of the loss."""
@@ -138,7 +132,8 @@ def actions_of_step(shape: StepShape, settings: ScheduleSettings, depth_first: b
         return tuple(_recorded_actions(shape, settings))
     places = CostPlaces(shape)
     schedule = RelaySchedule(settings, shape.layers, places.visits).train()
-    return tuple(add_costs(list(run_schedule(schedule, _Answers(places).answer)), places))
+    walk = ActionWalk(places)
+    return tuple(filter(None, map(walk.run, run_schedule(schedule, _Answers(places).answer))))
 
 
 class _Answers:
@@ -160,30 +155,71 @@ class _Answers:
         return ActionResult(waits_for, (action.visit, k) in self._places.backward)
 
 
-def add_costs(actions: Sequence[Action], places: CostPlaces) -> Iterator[CostedAction]:
-    """Yield the actions with their costs, without those that take neither time nor space."""
-    last_push = {action.layer: index for index, action in enumerate(actions) if action.kind == "P"}
-    finished: set[int] = set()  # micro-batches whose loss has run
-    for index, action in enumerate(actions):
-        kind, layer, k, visit, is_backward = action[:5]
-        if kind == "F":
-            yield CostedAction(kind, action, places.forward[visit, k])
+class ActionWalk:
+    """Finds the costs of actions, one after another: those of a turn depend on where its micro-batch is."""
+
+    def __init__(self, places: CostPlaces) -> None:
+        self.places = places
+        self._position = dict.fromkeys(places.ways, 0)
+        self._begun = 0  # visits of forward
+        self._calls: dict[tuple[int, int], None] = {}  # visit and micro-batch, not back-propagated yet
+        self._pushes = Counter(places.visits[visit] for visit in {visit for visit, _ in places.backward})
+        self._finished: set[int] = set()  # micro-batches whose loss has run
+
+    def run(self, action: Action) -> CostedAction | None:
+        """Return the action with its costs; None if it takes neither time nor space."""
+        kind, layer, k, visit, is_backward, *_ = action
+        place: CostPlace | None = None
+        if kind in "WG":
+            if (place := self._find_turn((k, layer, visit, is_backward))) is None:
+                return None
+        elif kind == "F":
+            self._position[k] += 1
+            self._calls[visit, k] = None
+            place = self.places.forward[visit, k]
         elif kind == "B":
-            yield CostedAction(kind, action, places.backward[visit, k])
+            del self._calls[visit, k]
+            place = self.places.backward[visit, k]
+        elif kind == "S":
+            place = self._offloaded_turn(action)
         elif kind == "X":
-            finished.add(k)
-            yield CostedAction(kind, action, places.loss.get(k))
-        elif kind == "S" and layer == SHELL:
-            yield CostedAction(kind, action, None if k in finished else places.start.get(k))
-        elif kind in "WGS":
-            yield CostedAction(kind, action, places.of_turn(Turn(k, layer, visit, is_backward)))
+            self._finished.add(k)
+            place = self.places.loss.get(k)
         elif kind == "I":
-            yield CostedAction(kind, action, places.start.get(k))
+            place = self.places.start.get(k)
+        elif kind == "V":
+            self._begun += not is_backward
         elif kind == "H":
-            later = (places.of_turn(turn) for turn in action.turns)
-            yield CostedAction(kind, action, later=tuple(place for place in later if place is not None))
-        elif kind in "ALVU" or (kind == "P" and last_push[layer] == index):
-            yield CostedAction(kind, action)
+            return CostedAction(kind, action, later=tuple(filter(None, map(self._find_turn, action.turns))))
+        elif kind in "DET" or (kind == "P" and not self._is_last_push(layer)):
+            return None
+        return CostedAction(kind, action, place)
+
+    def _offloaded_turn(self, action: Action) -> CostPlace | None:
+        _, layer, k, visit, is_backward, *_ = action
+        if layer == SHELL:  # a profile counts the bytes of this offload in the start
+            return None if k in self._finished else self.places.start.get(k)
+        return (self.places.backward if is_backward else self.places.forward).get((visit, k))
+
+    def _find_turn(self, turn: tuple[int, str, int, bool]) -> CostPlace | None:
+        """Return the costs of a turn; None if the micro-batch is elsewhere, and the loop does nothing."""
+        k, layer, visit, is_backward = turn
+        if is_backward:
+            if (visit, k) not in self._calls or self.places.visits[visit] != layer:
+                return None
+            # The number that the loop gives it: the visits that have begun are counted, whether or not others follow
+            place, number = self.places.backward.get((visit, k)), 2 * self._begun - 1 - visit
+        else:
+            way, position = self.places.ways[k], self._position[k]
+            if position == len(way) or self.places.visits[way[position]] != layer:
+                return None
+            place, number = self.places.forward[way[position], k], visit
+        return place if place is None or place.visit == number else place._replace(visit=number)
+
+    def _is_last_push(self, layer: str) -> bool:
+        """Whether no later visit adds to the layer's gradient."""
+        self._pushes[layer] -= 1
+        return self._pushes[layer] <= 0
 
 
 # -- steps without a schedule --------------------------------------------------------------------------------------------
@@ -191,19 +227,21 @@ def add_costs(actions: Sequence[Action], places: CostPlaces) -> Iterator[CostedA
 
 def _recorded_actions(shape: StepShape, settings: ScheduleSettings) -> Iterator[CostedAction]:
     """Yield the actions of the stays in their order."""
-    for number, turn in enumerate(shape.start):
-        place = CostPlace(number, 0, turn.stop, SHELL, BEFORE_FIRST_STAY)
-        yield CostedAction("I", Action("I", SHELL, turn.k), place)
+    for number, (k, _, _, stop) in enumerate(shape.start):
+        place = CostPlace(number, 0, stop, SHELL, BEFORE_FIRST_STAY)
+        yield CostedAction("I", Action("I", SHELL, k), place)
         if settings.offloads:
-            yield CostedAction("S", Action("S", SHELL, turn.k), place)
+            yield CostedAction("S", Action("S", SHELL, k), place)
     last_backward = {
-        stay.layer: index for index, stay in enumerate(shape.stays) if any(t.backward < t.stop for t in stay.turns)
+        stay.layer: index
+        for index, stay in enumerate(shape.stays)
+        if any(backward < stop for _, _, backward, stop in stay.turns)
     }
     slots = SlotChoice(settings.ahead, settings.slots, [stay.layer for stay in shape.stays], settings.announces_loads)
     places = list(_turn_places(shape))
     number = 0
     for index, (layer, visit, turns) in enumerate(shape.stays):
-        is_backward = not any(turn.loss for turn in turns)
+        is_backward = not any(loss for _, loss, _, _ in turns)
         yield from _without_costs(slots.begin_visit(layer))
         yield CostedAction("V", Action("V", layer, visit=visit, is_backward=is_backward))
         slots.end_visit()
@@ -233,8 +271,8 @@ def _turn_actions(turn: TurnShape, places: Sequence[CostPlace], settings: Schedu
 def _turn_places(shape: StepShape) -> Iterator[CostPlace]:
     number = len(shape.start)
     for layer, visit, turns in shape.stays:
-        for turn in turns:
-            yield CostPlace(number, 0, turn.stop, layer, visit)
+        for _, _, _, stop in turns:
+            yield CostPlace(number, 0, stop, layer, visit)
             number += 1
 
 

@@ -97,6 +97,15 @@ class Profile:
         stays = tuple(stay._replace(turns=turns) for stay, turns in zip(self.stays, rest, strict=True))
         return replace(self, start=start, stays=stays, **others)
 
+    def map_memory(self, change: Callable[[MemorySamples], MemorySamples]) -> Profile:
+        """Return the profile with its memory samples changed."""
+
+        def changed(_: int, turns: Sequence[TurnCost]) -> Iterator[TurnCost]:
+            for turn in turns:
+                yield turn._replace(ops=tuple(op._replace(memory=change(op.memory)) for op in turn.ops))
+
+        return replace(self.map_turns(changed), memory=change(self.memory))
+
     @property
     def trained(self) -> set[str]:
         """Keys of the layers with gradients."""
@@ -120,10 +129,14 @@ class Profile:
         """Return the same step with `count` micro-batches: the recorded ones are repeated."""
         if count == self.micro_batches:
             return self
-        return self.map_turns(
-            lambda _, turns: [turns[k % len(turns)]._replace(k=k) for k in range(count)] if turns else (),
-            settings={**self.settings, "micro_batches": count},
-        )
+
+        def repeated(_: int, turns: Sequence[TurnCost]) -> Iterator[TurnCost]:
+            recorded = [turn for turn in turns if turn.k >= 0] or turns
+            for k in range(count if turns else 0):
+                yield recorded[k % len(recorded)]._replace(k=k)
+            yield from (turn for turn in turns if turn.k < 0 and recorded is not turns)  # the loss of the whole batch
+
+        return self.map_turns(repeated, settings={**self.settings, "micro_batches": count})
 
     def aggregated(self) -> Profile:
         """Merge the micro-batches of every stay into one: far fewer events, the same sums."""

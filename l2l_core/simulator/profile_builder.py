@@ -47,7 +47,7 @@ class ProfileBuilder:
         self._moved_bytes: dict[str, dict[tuple[int, int], int]] = {
             kind: defaultdict(int) for kind in ("batch", "fetch", "stash")
         }
-        self._late_bytes: dict[tuple[int, int], int] = defaultdict(int)
+        self._fetch_parts: dict[tuple[int, int], list[int]] = defaultdict(list)
 
     def profile_fields(self) -> dict[str, Any]:
         """Return the fields of a `Profile`."""
@@ -80,10 +80,9 @@ class ProfileBuilder:
             if event.visit < 0 and (event.kind == "fetch" or (event.kind == "batch" and event.k < 0)):
                 self._demand_bytes[self._next_compute(event)] += event.nbytes
             elif event.kind in self._moved_bytes:
-                moved, turn = self._moved_bytes[event.kind], (event.visit, event.k)
-                if event.kind == "fetch" and turn in moved:  # the first one ran ahead
-                    self._late_bytes[turn] += event.nbytes
-                moved[turn] += event.nbytes
+                self._moved_bytes[event.kind][event.visit, event.k] += event.nbytes
+                if event.kind == "fetch":
+                    self._fetch_parts[event.visit, event.k].append(event.nbytes)
 
     def _collect_gradients(self) -> list[EPSJob]:
         """Collect gradients pushed by micro-batch with the events that compute them; return the EPS work for the end."""
@@ -123,6 +122,7 @@ class ProfileBuilder:
         by_k: dict[int, list[ComputeOp]] = {k: [] for of, k in self._moved_bytes["batch"] if of == visit}
         for event, op in group:
             by_k.setdefault(event.k, []).append(op)
+        parts = {k: self._fetch_parts.get((visit, k), []) for k in by_k}
         return tuple(
             TurnCost(
                 k,
@@ -130,7 +130,7 @@ class ProfileBuilder:
                 batch_bytes=self._moved_bytes["batch"].get((visit, k), 0),
                 fetch_bytes=self._moved_bytes["fetch"].get((visit, k), 0),
                 stash_bytes=self._moved_bytes["stash"].get((visit, k), 0),
-                late_bytes=self._late_bytes.get((visit, k), 0),
+                fetch_parts=tuple(parts[k] if len(parts[k]) > 1 else ()),
             )
             for k, ops in by_k.items()
         )

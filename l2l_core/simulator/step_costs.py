@@ -57,7 +57,9 @@ class TurnCost(NamedTuple):
     fetch_bytes: int = 0  # stash fetched for it while the turn before computes
     stash_bytes: int = 0  # stash offloaded when it ends
     moves: StashMoves | None = None  # the storages of both, if the stash is on disk
-    late_bytes: int = 0  # part of `fetch_bytes` that exists only after the turn before, which a fetch ahead leaves out
+    fetch_parts: tuple[
+        int, ...
+    ] = ()  # `fetch_bytes` by event, if several: fetched ahead, anew after a wrong guess, and late
 
 
 class StayCost(NamedTuple):

@@ -8,7 +8,7 @@ of recorded steps.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -91,7 +91,8 @@ class VirtualRelay:
         self._jobs: deque[_QueuedJob] = deque()  # not started, in order
         self._stay = BEFORE_FIRST_STAY  # index of the present visit
         self._offloaded_s = 0.0  # end of the last offload
-        self._fetched = BEFORE_FIRST_STAY, 0.0  # turn of the last fetch, and its end
+        self._fetched_s: dict[int, float] = {}  # end of the fetch for each turn
+        self._prefetches = defaultdict[int, int](int)  # fetches that ran ahead, by turn
         self._turn = TurnCost(-1, ())  # whose stash was waited for last
         self._loaded_s: dict[str, float] = {}  # end of the load of each layer in a slot
         self._has_buffer = False  # whether the present visit has a gradient buffer
@@ -155,19 +156,26 @@ class VirtualRelay:
     def _wait_for_stash(self, costed: CostedAction) -> None:
         place = costed.place
         assert place is not None
-        self._turn = turn = self._turns[place.turn]
-        if self._fetched[0] != place.turn:
-            self._start_fetch(place, costed.nbytes)
-        elif turn.late_bytes:
-            self._start_fetch(place, turn.late_bytes)
-        self._wait_until(self._fetched[1])
+        number = place.turn
+        self._turn = turn = self._turns[number]
+        if number not in self._fetched_s:
+            self._start_fetch(place, turn.fetch_bytes if costed.nbytes < 0 else costed.nbytes)
+        elif turn.fetch_parts:
+            for nbytes in turn.fetch_parts[self._prefetches[number] :]:
+                self._start_fetch(place, nbytes)
+        self._wait_until(self._fetched_s[number])
 
     def _prefetch_stash(self, costed: CostedAction) -> None:
         if self._overlap:
-            place, nbytes = costed.place, costed.nbytes
+            place, is_given = costed.place, costed.nbytes >= 0
             assert place is not None
-            turn = self._turns[place.turn]
-            self._start_fetch(place, (turn.fetch_bytes if nbytes < 0 else nbytes) - turn.late_bytes)
+            if is_given:
+                self._fetched_s.clear()  # another fetch ahead cancels the one before
+            turn, count = self._turns[place.turn], self._prefetches[place.turn]
+            self._prefetches[place.turn] = count + 1
+            parts = turn.fetch_parts or (turn.fetch_bytes,)
+            if is_given or count < len(parts):  # after a wrong guess, the bytes of a turn move once
+                self._start_fetch(place, parts[min(count, len(parts) - 1)] if costed.nbytes else 0)
             self._h2d.send_chunk(self._now_s)
 
     def _announce_turns(self, costed: CostedAction) -> None:
@@ -176,12 +184,12 @@ class VirtualRelay:
 
     def _start_fetch(self, place: CostPlace, nbytes: int) -> None:
         turn, fetched_s = self._turns[place.turn], -math.inf
-        if nbytes := turn.fetch_bytes if nbytes < 0 else nbytes:
-            storages = (turn.moves or _NO_MOVES).fetched
-            self._wait_until(self._stash_store.sources(self._now_s, place.layer, turn.k, place.visit, storages))
-            fetched_s = self._h2d.send(self._now_s, "fetch", place.layer, nbytes, turn.k, place.visit)
-            self._stash_store.read_started(fetched_s, turn.k, storages)
-        self._fetched = place.turn, fetched_s
+        if nbytes:
+            k, storages = turn.k, (turn.moves or _NO_MOVES).fetched
+            self._wait_until(self._stash_store.sources(self._now_s, place.layer, k, place.visit, storages))
+            fetched_s = self._h2d.send(self._now_s, "fetch", place.layer, nbytes, k, place.visit)
+            self._stash_store.read_started(fetched_s, k, storages)
+        self._fetched_s[place.turn] = fetched_s
 
     def _offload(self, costed: CostedAction) -> None:
         """Start to offload the stash of a turn, after that of the turn before."""
@@ -212,12 +220,11 @@ class VirtualRelay:
             return
         number, first, stop, *_ = costed.place
         turn, add, stay = self._turns[number], self._events.append, self._stay
-        k, demanded = turn.k, turn.moves.demanded if turn.moves else ()
+        k, ops, demanded = turn.k, turn.ops, turn.moves.demanded if turn.moves else ()
         for index in range(first, stop):
-            kind, layer, visit, seconds, overhead_s, demand_bytes, parts, memory = turn.ops[index]
-            for storages in (each for number, each in demanded if number == index):
-                self._wait_until(self._stash_store.sources(self._now_s, SHELL, k, -1, storages))
-                self._stash_store.read_started(self._now_s, k, storages)
+            kind, layer, visit, seconds, overhead_s, demand_bytes, parts, memory = ops[index]
+            if demanded:
+                self._demand_storages(k, [each for number, each in demanded if number == index])
             if demand_bytes:
                 self._wait_until(self._h2d.send(self._now_s, "fetch", SHELL, demand_bytes, k))
             start_s = self._now_s + overhead_s
@@ -231,6 +238,11 @@ class VirtualRelay:
                 self._run_eps()
             if memory:
                 self._record_memory(memory)
+
+    def _demand_storages(self, k: int, moves: Sequence[Sequence[int]]) -> None:
+        for storages in moves:
+            self._wait_until(self._stash_store.sources(self._now_s, SHELL, k, -1, storages))
+            self._stash_store.read_started(self._now_s, k, storages)
 
     def _backward(self, costed: CostedAction) -> None:  # [3]
         if not self._has_buffer:
