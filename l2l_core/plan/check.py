@@ -74,7 +74,8 @@ class _Check:
         micro_batch = f", micro-batch {action.k}" if action.k >= 0 else ""
         visit = f", visit {action.visit}{' in backward' if action.is_backward else ''}" if action.visit >= 0 else ""
         layer = f" of {action.layer}" if action.layer else ""
-        text = f"action {self._index} ({action.kind}{layer}{micro_batch}{visit})"
+        kind = {"V": "|", "E": "end"}.get(action.kind, action.kind)  # as in the text
+        text = f"action {self._index} ({kind}{layer}{micro_batch}{visit})"
         raise PlanError(self._index, f"{text}: {rule}. Remedy: {remedy}")
 
     def _require(self, holds: bool, action: Action, rule: str, remedy: str) -> None:

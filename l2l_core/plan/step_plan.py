@@ -233,6 +233,8 @@ def _parse_word(word: str, line: str, visit: Action | None) -> Action:
             f"{word!r} in {line!r} is no action: write a letter of {KINDS} and its micro-batch, as in `F0`"
         )
     kind, k = match["kind"], int(match["k"] or -1)
+    if (form := _missing_part(match, visit)) is not None:
+        raise ValueError(f"{word!r} in {line!r} lacks its layer, slot or visit: write it as in `{form}`")
     if kind == "A":
         return Action(kind, layers=tuple(each for each in match["layer"].split(",") if each != "-"))
     if kind in _OF_NO_VISIT:
@@ -249,6 +251,19 @@ def _parse_word(word: str, line: str, visit: Action | None) -> Action:
     if keep not in get_args(Keep):
         raise ValueError(f"{word!r} in {line!r}: a forward keeps its input, or `turn` or `graph`")
     return Action(kind, layer, k, own_visit, own_backward, keep=cast(Keep, keep))
+
+
+def _missing_part(match: re.Match[str], visit: Action | None) -> str | None:
+    """Return how a word is written in full if it lacks a part that its line does not have either."""
+    kind, layer = match["kind"], match["layer"]
+    if kind == "A" and not layer:
+        return "A:L001,L002"
+    if kind == "L" and not (layer and match["slot"]):
+        return "L:L001>0"
+    of_visit = kind not in _OF_NO_VISIT + _OF_SHELL and layer != SHELL
+    if of_visit and visit is None and not (layer and match["visit"]):
+        return f"{kind}{match['k']}:L001@1"
+    return None
 
 
 def _parse_turns(word: str) -> tuple[Turn, ...]:

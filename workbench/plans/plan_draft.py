@@ -222,32 +222,14 @@ class PlanDraft:
 
 
 def parse_plan(text: str) -> StepPlan:
-    """Parse the text of a plan.
+    """Parse the text of a plan; see `StepPlan.parse`.
 
     Raises:
         ValueError: with the line and the word that cannot be read.
     """
     if not text.strip():
         raise ValueError("the text is empty: Undo brings the plan back")
-    try:
-        plan = StepPlan.parse(text)
-    except AttributeError:  # the parser reads the layers of every `A`
-        raise ValueError("an `A` names no layers: write `A:L001,L002`") from None
-    bare = next(filter(_is_incomplete, plan.actions), None)
-    if bare is not None:
-        whole = "`L:L002>0`" if bare.kind == "L" else f"`{bare.kind}0:L002@2`, or in the line of its visit"
-        raise ValueError(
-            f"`{bare.kind}` lacks its layer, {'slot' if bare.kind == 'L' else 'visit'} or both: write {whole}"
-        )
-    return plan
-
-
-def _is_incomplete(action: Action) -> bool:
-    """Return whether an action lacks a part, which then has no text."""
-    kind, layer, _, visit, *_ = action
-    if kind == "L":
-        return not layer or action.slot < 0
-    return kind not in _WITHOUT_VISIT and layer != SHELL and (not layer or visit < 0)
+    return StepPlan.parse(text)
 
 
 def _bar_of(line: PlanLine) -> int | None:

@@ -81,7 +81,7 @@ def test_words_are_written_added_and_removed() -> None:
     assert draft.selected_action is not None and draft.selected_action.layer == "L001"
     assert draft.remove() and row(draft, 2) == "L:L002>1 | F0 F1"
     assert draft.selected == draft.lines[2].words[0][0], "the bar behind it is no action to select"
-    for word, why in [("Q0", "is no action"), ("F0 F1", "not one action"), ("", "not one action"), ("A", "write `A:")]:
+    for word, why in [("Q0", "is no action"), ("F0 F1", "not one action"), ("", "not one action"), ("A", "as in `A:")]:
         before = draft.plan
         with pytest.raises(ValueError, match=why):
             draft.write(draft.lines[2].words[0][0], word)
