@@ -187,7 +187,7 @@ def _progress_bar(snapshot: Snapshot) -> str:
     if not snapshot.target:
         return "<span>no run yet</span>"
     share = snapshot.done / snapshot.target
-    left = f", stopped ({snapshot.target + snapshot.dropped} asked)" if snapshot.dropped else ""
+    left = f", stopped ({snapshot.target + snapshot.dropped} requested)" if snapshot.dropped else ""
     if snapshot.steps and snapshot.state == "running" and snapshot.target > snapshot.done:
         left = f", {format_seconds((snapshot.target - snapshot.done) * _step_seconds(snapshot))} left"
     return (

@@ -122,7 +122,7 @@ def test_a_text_that_is_typed_is_one_change() -> None:
     ):
         assert draft.set_text(text)
     assert draft.plan.settings.ahead == 0 and not draft.set_text(str(draft.plan))
-    for text, why in [("", "empty"), ("plan\n0 L000 F0", "one `|`"), (OWN.replace("I0", "A"), "write `A:")]:
+    for text, why in [("", "empty"), ("plan\n0 L000 F0", "one `|`"), (OWN.replace("I0", "A"), "as in `A:")]:
         with pytest.raises(ValueError, match=why):
             draft.set_text(text)
     assert draft.undo() and draft.plan is start

@@ -56,7 +56,7 @@ def test_pause_keeps_the_remaining_steps_and_stop_drops_them(relay: Relay) -> No
         session.stop()
         now = session.wait(HANG_S)
         assert now.state == "idle" and now.done == now.target and now.step == 4, "one step, then the queue"
-        assert now.dropped == 49 and "1 of 1 steps, stopped (50 asked)" in progress_html(now)
+        assert now.dropped == 49 and "1 of 1 steps, stopped (50 requested)" in progress_html(now)
         session.run(1)
         assert session.wait(HANG_S).dropped == 0
 
