@@ -115,7 +115,8 @@ class RelaySchedule:
                 if self._settings.offloads:
                     yield from self._fetch(self._forward_turns(visit, waiting, position))
                 yield from self._forward(k, visit)
-                yield from self._run_losses(visit, k)
+                if self._finished[k]:
+                    yield from self._run_losses(visit, k)
                 yield from self._end_turn(k, visit)
             if visit.has_gradient:
                 yield from self._push(visit)
@@ -190,7 +191,7 @@ class RelaySchedule:
                 yield Action("S", SHELL, k)
 
     def _forward(self, k: int, visit: _ScheduledVisit) -> Actions:
-        answer = yield Action("F", visit.layer, k, visit.index, keep=visit.keep)
+        answer = yield Action("F", visit.layer, k, visit.index, False, -1, visit.keep)
         if self._take(k, answer).needs_backward:
             visit.calls.append(k)
             self._pending[visit.layer] += 1
@@ -244,11 +245,12 @@ class RelaySchedule:
             if self._settings.later_turns:
                 yield Action("H", turns=tuple(turns[2 : 2 + self._settings.later_turns]))
 
-    def _end_turn(self, k: int, visit: _ScheduledVisit, is_backward: bool = False) -> Iterator[Action]:
+    def _end_turn(self, k: int, visit: _ScheduledVisit, is_backward: bool = False) -> Sequence[Action]:
         if self._settings.offloads:
-            yield Action("S", visit.layer, k, visit.index, is_backward)
-        elif not is_backward and visit.keep == "turn" and k in visit.calls:
-            yield Action("D", visit.layer, k, visit.index)
+            return (Action("S", visit.layer, k, visit.index, is_backward),)
+        if not is_backward and visit.keep == "turn" and k in visit.calls:
+            return (Action("D", visit.layer, k, visit.index),)
+        return ()
 
     # -- losses and backward -------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ whose micro-batches are merged, have no such schedule: their stays are taken one
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -27,12 +27,15 @@ class CostPlace(NamedTuple):
 
 
 class CostedAction(NamedTuple):
-    """An action with its costs."""
+    """What the simulator needs of an action: fields of `Action`, and the place of its costs."""
 
     kind: str
-    action: Action
+    layer: str
     place: CostPlace | None = None
     nbytes: int = -1  # of a copy of the stash; -1 if the turn's are meant
+    slot: int = -1
+    is_backward: bool = False
+    layers: tuple[str, ...] = ()  # of `A`
     later: tuple[CostPlace, ...] = ()  # of `H`
 
 
@@ -125,7 +128,7 @@ class CostPlaces:
         return loss is not None and last is not None and last.turn == loss.turn
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def actions_of_step(shape: StepShape, settings: ScheduleSettings, depth_first: bool) -> tuple[CostedAction, ...]:
     """Return the actions of a step of this shape, as far as they take time or space."""
     if depth_first or shape.is_merged:
@@ -140,19 +143,24 @@ class _Answers:
     """Answers of a profile to a schedule."""
 
     def __init__(self, places: CostPlaces) -> None:
-        self._places, self._position = places, dict.fromkeys(places.ways, 0)
+        self._places = places
+        self._calls = {k: iter(self._results(k)) for k in places.ways}
+
+    def _results(self, k: int) -> Iterator[ActionResult]:
+        """Yield the results of starting micro-batch `k`, and of its forwards."""
+        way, needs_backward = self._places.ways[k], False
+        for visit in way:
+            yield ActionResult(self._places.visits[visit], needs_backward)
+            needs_backward = (visit, k) in self._places.backward
+        yield ActionResult(None, needs_backward)
 
     def answer(self, action: Action) -> ActionResult | None:
         """Return the result of an action."""
-        kind, k = action.kind, action.k
-        if kind == "X":
-            return ActionResult(has_graph=k >= 0 and self._places.has_graph(k))
-        if kind not in "IF":
-            return None
-        self._position[k] += kind == "F"
-        way, position = self._places.ways[k], self._position[k]
-        waits_for = self._places.visits[way[position]] if position < len(way) else None
-        return ActionResult(waits_for, (action.visit, k) in self._places.backward)
+        if action.kind in "IF":
+            return next(self._calls[action.k])
+        return (
+            ActionResult(has_graph=action.k >= 0 and self._places.has_graph(action.k)) if action.kind == "X" else None
+        )
 
 
 class ActionWalk:
@@ -168,7 +176,7 @@ class ActionWalk:
 
     def run(self, action: Action) -> CostedAction | None:
         """Return the action with its costs; None if it takes neither time nor space."""
-        kind, layer, k, visit, is_backward, *_ = action
+        kind, layer, k, visit, is_backward, slot, _, layers, _ = action
         place: CostPlace | None = None
         if kind in "WG":
             if (place := self._find_turn((k, layer, visit, is_backward))) is None:
@@ -190,10 +198,10 @@ class ActionWalk:
         elif kind == "V":
             self._begun += not is_backward
         elif kind == "H":
-            return CostedAction(kind, action, later=tuple(filter(None, map(self._find_turn, action.turns))))
+            return CostedAction(kind, layer, later=tuple(filter(None, map(self._find_turn, action.turns))))
         elif kind in "DET" or (kind == "P" and not self._is_last_push(layer)):
             return None
-        return CostedAction(kind, action, place)
+        return CostedAction(kind, layer, place, -1, slot, is_backward, layers)
 
     def _offloaded_turn(self, action: Action) -> CostPlace | None:
         _, layer, k, visit, is_backward, *_ = action
@@ -227,11 +235,11 @@ class ActionWalk:
 
 def _recorded_actions(shape: StepShape, settings: ScheduleSettings) -> Iterator[CostedAction]:
     """Yield the actions of the stays in their order."""
-    for number, (k, _, _, stop) in enumerate(shape.start):
+    for number, (_, _, _, stop) in enumerate(shape.start):
         place = CostPlace(number, 0, stop, SHELL, BEFORE_FIRST_STAY)
-        yield CostedAction("I", Action("I", SHELL, k), place)
+        yield CostedAction("I", SHELL, place)
         if settings.offloads:
-            yield CostedAction("S", Action("S", SHELL, k), place)
+            yield CostedAction("S", SHELL, place)
     last_backward = {
         stay.layer: index
         for index, stay in enumerate(shape.stays)
@@ -240,32 +248,34 @@ def _recorded_actions(shape: StepShape, settings: ScheduleSettings) -> Iterator[
     slots = SlotChoice(settings.ahead, settings.slots, [stay.layer for stay in shape.stays], settings.announces_loads)
     places = list(_turn_places(shape))
     number = 0
-    for index, (layer, visit, turns) in enumerate(shape.stays):
+    for index, (layer, _, turns) in enumerate(shape.stays):
         is_backward = not any(loss for _, loss, _, _ in turns)
-        yield from _without_costs(slots.begin_visit(layer))
-        yield CostedAction("V", Action("V", layer, visit=visit, is_backward=is_backward))
+        for action in slots.begin_visit(layer):
+            yield CostedAction(action.kind, action.layer, slot=action.slot, layers=action.layers)
+        yield CostedAction("V", layer, is_backward=is_backward)
         slots.end_visit()
         for turn in turns:
             yield from _turn_actions(turn, places[number : number + 2], settings)
             number += 1
         if last_backward.get(layer) == index:
-            yield from _without_costs(Action(kind, layer, visit=visit, is_backward=is_backward) for kind in "PU")
-    yield CostedAction("P", Action("P", SHELL))
+            yield CostedAction("P", layer)
+            yield CostedAction("U", layer)
+    yield CostedAction("P", SHELL)
 
 
 def _turn_actions(turn: TurnShape, places: Sequence[CostPlace], settings: ScheduleSettings) -> Iterator[CostedAction]:
     """Yield the actions of a turn; `places` are those of the turn and of the next one, if any."""
-    k, loss, backward, stop = turn
+    _, loss, backward, stop = turn
     place, layer = places[0], places[0].layer
     if settings.offloads:
-        yield CostedAction("W", Action("W", layer, k), place)
+        yield CostedAction("W", layer, place)
         for upcoming in places[1:] if settings.ahead else ():
-            yield CostedAction("G", Action("G", upcoming.layer, k), upcoming)
+            yield CostedAction("G", upcoming.layer, upcoming)
     for kind, first, end in (("F", 0, loss), ("X", loss, backward), ("B", backward, stop)):
         if first < end:
-            yield CostedAction(kind, Action(kind, layer, k), place._replace(start=first, stop=end))
+            yield CostedAction(kind, layer, place._replace(start=first, stop=end))
     if settings.offloads:
-        yield CostedAction("S", Action("S", layer, k), place)
+        yield CostedAction("S", layer, place)
 
 
 def _turn_places(shape: StepShape) -> Iterator[CostPlace]:
@@ -274,8 +284,3 @@ def _turn_places(shape: StepShape) -> Iterator[CostPlace]:
         for _, _, _, stop in turns:
             yield CostPlace(number, 0, stop, layer, visit)
             number += 1
-
-
-def _without_costs(actions: Iterable[Action]) -> Iterator[CostedAction]:
-    for action in actions:
-        yield CostedAction(action.kind, action)

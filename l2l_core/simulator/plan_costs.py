@@ -126,8 +126,8 @@ class _PlanWalk(ActionWalk):
         if costed is None or action.kind not in "IFXBWGS":
             return costed
         if action.kind in "WGS":
-            return costed._replace(nbytes=self._moved_bytes(costed))
-        self._add_new_bytes(costed)
+            return costed._replace(nbytes=self._moved_bytes(action, costed.place))
+        self._add_new_bytes(action, costed.place)
         return costed
 
     # -- graphs --------------------------------------------------------------------------------------------------------
@@ -163,16 +163,14 @@ class _PlanWalk(ActionWalk):
 
     # -- stash ---------------------------------------------------------------------------------------------------------
 
-    def _add_new_bytes(self, costed: CostedAction) -> None:
-        action, place = costed.action, costed.place
+    def _add_new_bytes(self, action: Action, place: CostPlace | None) -> None:
         if place is not None and place.start == 0:
             self._new_bytes[action.k] += self._turns[place.turn].stash_bytes
         if action.kind == "F":
             call = action.visit, action.k
             self._read[call] = self._made[action.visit + 1, action.k] = self._offloads[action.k]
 
-    def _moved_bytes(self, costed: CostedAction) -> int:
-        action, place = costed.action, costed.place
+    def _moved_bytes(self, action: Action, place: CostPlace | None) -> int:
         k = action.k
         if action.kind == "S":
             self._offloads[k] += 1

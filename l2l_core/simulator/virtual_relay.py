@@ -131,24 +131,24 @@ class VirtualRelay:
     # -- visits --------------------------------------------------------------------------------------------------------
 
     def _announce_loads(self, costed: CostedAction) -> None:
-        self._backend.prefetch(self._now_s, costed.action.layers)
+        self._backend.prefetch(self._now_s, costed.layers)
 
     def _load(self, costed: CostedAction) -> None:  # [1]
-        layer = costed.action.layer
+        layer = costed.layer
         self._loaded_s[layer] = math.inf
         self._wait_until(self._backend.acquire(self._now_s, layer))
         nbytes, on_done = self._layers[layer].load_bytes, partial(self._loaded_s.__setitem__, layer)
-        self._h2d.send_chunked(self._now_s, "load", layer, nbytes, self._itemsize, on_done, costed.action.slot)
+        self._h2d.send_chunked(self._now_s, "load", layer, nbytes, self._itemsize, on_done, costed.slot)
 
     def _begin_visit(self, costed: CostedAction) -> None:
-        layer = costed.action.layer
+        layer = costed.layer
         if self._loaded_s[layer] == math.inf:  # pieces remain; they are sent at once, as in the loop
             self._h2d.flush(self._now_s)
         self._wait_until(self._loaded_s[layer])
         self._backend.release(layer)
         self._stay += 1
         self._has_buffer = False
-        if costed.action.is_backward:
+        if costed.is_backward:
             self._acquire_buffer(layer)
 
     # -- stash ---------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class VirtualRelay:
 
     def _backward(self, costed: CostedAction) -> None:  # [3]
         if not self._has_buffer:
-            self._acquire_buffer(costed.action.layer)
+            self._acquire_buffer(costed.layer)
         self._compute(costed)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class VirtualRelay:
 
     def _push(self, costed: CostedAction) -> None:  # [4]
         """Push a gradient and queue its EPS work."""
-        layer = costed.action.layer
+        layer = costed.layer
         cost = self._layers[layer]
         if not cost.push_bytes:
             return
@@ -285,7 +285,7 @@ class VirtualRelay:
 
     def _finish(self, costed: CostedAction) -> None:
         """Queue EPS work on gradients of a layer that were pushed by micro-batch: no later visit adds to them."""
-        if not (jobs := self._layer_jobs.get(costed.action.layer)):
+        if not (jobs := self._layer_jobs.get(costed.layer)):
             return
         self._prefetch_updates(jobs)
         self._jobs.append(_QueuedJob(self._now_s, jobs))
