@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from l2l_core.config import Compress, RelayConfig
 from l2l_core.devices import Device
 from l2l_core.plan import ScheduleSettings, StepPlan, check_plan
-from l2l_core.schedule_rules import chunks_per_copy, kept_layer_count, weight_itemsize, weight_slots
-from l2l_core.simulator.action_costs import CostedAction, StepShape, actions_of_step
+from l2l_core.schedule_rules import chunks_per_copy, kept_layer_count, kept_layers, weight_itemsize, weight_slots
+from l2l_core.simulator.action_costs import CostedAction, CostPlaces, StepShape, actions_of_step
 from l2l_core.simulator.cluster import BlockShards, Cluster, shards_of_profile
 from l2l_core.simulator.plan_costs import cost_plan
 from l2l_core.simulator.profile import Profile
@@ -107,6 +107,9 @@ def simulate_step(
 
     Without `shards`, a layer is split as if it were one parameter. A `shelf` has files with weights and state, for one worker.
     """
+    if config.has_own_schedule:
+        plan = plan or _plan_of(profile, config)
+        config = replace(config, schedule="breadth_first")  # settings of the costs
     if plan is not None:
         return SimulatedStep(_simulate_plan(profile, config, figures, cluster, plan, shelf is not None), {}, {})
     config = config.for_layers(len(profile.layers) - 1)
@@ -163,6 +166,23 @@ def _simulate_plan(
     )
     costed, actions = cost_plan(_slow_down(profile, cluster.slowdown(0)), plan)
     return VirtualRelay(costed, config, figures, VirtualLocalBackend(), VirtualStashStore()).run(actions)
+
+
+def _plan_of(profile: Profile, config: RelayConfig) -> StepPlan:
+    """Return the plan of a step by a schedule of the user."""
+    if isinstance(config.schedule, StepPlan):
+        return config.schedule
+    shape = StepShape.of(profile)
+    assert isinstance(config.keep, int) and callable(config.schedule)
+    settings = ScheduleSettings(
+        micro_batches=config.micro_batches,
+        ahead=config.ahead,
+        slots=weight_slots(config.ahead, config.resident),
+        kept_graphs=kept_layers(config.keep, config.ahead, config.resident),
+        loss_per_micro_batch=shape.loss_per_micro_batch,
+        offloads=config.stash != "device",
+    )
+    return StepPlan.of(config.schedule, settings, CostPlaces(shape).visits)
 
 
 def _actions_of(

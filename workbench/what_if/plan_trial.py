@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from l2l_core import Device, Profile, Relay, RelayConfig, StepPlan, simulate
@@ -56,7 +56,7 @@ class PlanSimulator:
         Raises:
             ValueError, TypeError: the relay cannot train this batch, or its steps cannot be simulated.
         """
-        forecast = relay.forecast(batch)
+        forecast = relay.forecast(batch, replace(relay.config, schedule="breadth_first"))
         settings = forecast.trace.settings
         config = RelayConfig(**{f.name: settings[f.name] for f in fields(RelayConfig) if f.name in settings})
         return PlanSimulator(Profile.of(forecast.trace), config, relay.device, forecast.basis)
