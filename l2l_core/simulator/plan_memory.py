@@ -1,7 +1,7 @@
 """Memory samples of a plan, from those of a step by another schedule.
 
 They apply while operations, graphs and an offloaded stash keep the order of the profile's step; weight and gradient slots are
-then those of the plan. In another order the samples are left out: a profile does not tell which operation frees the bytes
+then those of the plan. In another order the samples are left out: a profile has no record of which operation frees the bytes
 that are missing from the next sample.
 """
 

@@ -73,9 +73,9 @@ def simulate(
             micro-batches, of layers ahead, of slots and of kept graphs are the plan's. For its costs see `plan_costs.py`.
 
     Returns:
-        A trace on a virtual clock that starts at 0. Above 20,000 events, the micro-batches of a stay are merged, except those of a
-        plan. The trace of a plan has no memory samples if it computes in another order than the profile's step, or keeps
-        other graphs: see `plan_memory.py`.
+        A trace on a virtual clock that starts at 0. Above 20,000 events, the micro-batches of a stay are merged, except those
+        of a plan. The trace of a plan has no memory samples if it computes in another order than the profile's step, or
+        keeps other graphs: see `plan_memory.py`.
 
     Raises:
         ValueError, TypeError: the profile has another precision, stash or `reduce`, so its bytes do not apply; or a figure
