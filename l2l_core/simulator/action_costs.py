@@ -27,7 +27,7 @@ class CostPlace(NamedTuple):
 
 
 class CostedAction(NamedTuple):
-    """What the simulator needs of an action: fields of `Action`, and the place of its costs."""
+    """Fields of an `Action` that the simulator uses, and the place of its costs."""
 
     kind: str
     layer: str

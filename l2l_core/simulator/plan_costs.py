@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 
 from l2l_core.plan import Action, StepPlan
 from l2l_core.schedule_rules import kept_layer_count
@@ -91,17 +92,22 @@ def _forward_seconds(turns: Sequence[TurnCost], place: CostPlace) -> float:
 
 def _change_recomputes(profile: Profile, seconds: Mapping[int, float]) -> Profile:
     """Return the profile with other seconds of backward, by number of turn."""
-    numbers = iter(range(len(profile.turns)))
-
-    def op(one: ComputeOp, more_s: float) -> ComputeOp:
-        return one._replace(seconds=max(0.0, one.seconds + more_s)) if one.kind == "backward" else one
+    numbers = count()
 
     def changed(_: int, turns: Sequence[TurnCost]) -> Iterator[TurnCost]:
-        for turn, number in zip(turns, numbers, strict=False):
-            more_s = seconds.get(number, 0.0)
-            yield turn._replace(ops=tuple(op(one, more_s) for one in turn.ops)) if more_s else turn
+        for turn in turns:
+            more_s = seconds.get(next(numbers), 0.0)
+            yield turn._replace(ops=tuple(_change_backward(turn.ops, more_s))) if more_s else turn
 
     return profile.map_turns(changed)
+
+
+def _change_backward(ops: Sequence[ComputeOp], more_s: float) -> Iterator[ComputeOp]:
+    """Yield operations whose backward takes so much longer; a wait may have split it in several."""
+    for op in ops:
+        seconds = max(0.0, op.seconds + more_s) if op.kind == "backward" else op.seconds
+        more_s -= seconds - op.seconds
+        yield op._replace(seconds=seconds)
 
 
 class _PlanWalk(ActionWalk):

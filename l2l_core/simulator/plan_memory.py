@@ -1,8 +1,8 @@
 """Memory samples of a plan, from those of a step by another schedule.
 
 They apply while operations, graphs and an offloaded stash keep the order of the profile's step; weight and gradient slots are
-then those of the plan. In another order the samples are left out, since a profile does not contain which operation frees the
-bytes that are missing from the next sample.
+then those of the plan. In another order the samples are left out: a profile has no record of which operation frees the bytes
+that are missing from the next sample.
 """
 
 from __future__ import annotations

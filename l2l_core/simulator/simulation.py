@@ -73,8 +73,9 @@ def simulate(
             micro-batches, of layers ahead, of slots and of kept graphs are the plan's. For its costs see `plan_costs.py`.
 
     Returns:
-        A trace on a virtual clock that starts at 0. Above 20,000 events, the micro-batches of a stay are merged. That of a plan
-        has no memory samples unless its actions compute in the profile's order.
+        A trace on a virtual clock that starts at 0. Above 20,000 events, the micro-batches of a stay are merged, except those
+        of a plan. The trace of a plan has no memory samples if it computes in another order than the profile's step, or
+        keeps other graphs: see `plan_memory.py`.
 
     Raises:
         ValueError, TypeError: the profile has another precision, stash or `reduce`, so its bytes do not apply; or a figure
@@ -148,6 +149,7 @@ def _simulate_plan(
     differences = {
         "several workers": max(cluster.count, profile.settings.get("workers", 1)) > 1,
         "schedule='depth_first'": config.schedule == "depth_first",
+        "a profile whose micro-batches are merged": any(turn.k < 0 for turn in profile.start),
         "weights or a stash on disk": on_disk or config.stash == "disk",
         f"stash={config.stash!r}, where the plan has offloads={settings.offloads}": settings.offloads
         != (config.stash != "device"),
@@ -162,7 +164,11 @@ def _simulate_plan(
     _check_compatible(profile, config, cluster, keeps_alike=False)
     profile = profile.with_micro_batches(settings.micro_batches)
     config = replace(
-        config, ahead=settings.ahead, resident=settings.slots - settings.ahead - 1, micro_batches=settings.micro_batches
+        config,
+        ahead=settings.ahead,
+        resident=settings.slots - settings.ahead - 1,
+        keep=len({action.visit for action in plan.actions if action.kind == "F" and action.keep == "graph"}),
+        micro_batches=settings.micro_batches,
     )
     costed, actions = cost_plan(_slow_down(profile, cluster.slowdown(0)), plan)
     return VirtualRelay(costed, config, figures, VirtualLocalBackend(), VirtualStashStore()).run(actions)

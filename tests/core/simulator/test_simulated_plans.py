@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,6 +27,7 @@ from l2l_core import (
     simulate,
 )
 from l2l_core.plan import ScheduleSettings
+from l2l_core.simulator import ComputeOp, TurnCost
 from l2l_core.step.traffic.compute_events import ComputeClock
 from l2l_core.step.traffic.lanes import Lane
 
@@ -200,6 +201,21 @@ def test_a_graph_that_is_dropped_costs_the_seconds_of_a_forward() -> None:
     assert not trace.memory, "its activations are unknown"
 
 
+def test_a_backward_that_was_split_by_a_wait_is_shortened_once() -> None:
+    profile = formula()
+
+    def halved(op: ComputeOp) -> list[ComputeOp]:
+        return [op._replace(seconds=op.seconds / 2)] * 2 if op.kind == "backward" else [op]
+
+    def split(_: int, turns: Sequence[TurnCost]) -> list[TurnCost]:
+        return [turn._replace(ops=tuple(half for op in turn.ops for half in halved(op))) for turn in turns]
+
+    plan = plan_of(ScheduleSettings(2, slots=3, kept_graphs=3))
+    trace = simulate(profile.map_turns(split), RelayConfig(micro_batches=2), plan=plan)
+    assert trace.busy_s("compute") == pytest.approx(2 * (LAYERS * FORWARD_S + LAYERS * 2 * FORWARD_S))
+    assert trace.settings["keep"] == 3
+
+
 def test_a_graph_does_not_outlive_the_slot_of_its_layer() -> None:
     """Two slots: by the time L000 goes back, another layer had its slot, so that it is recomputed."""
     text = str(plan_of()).replace("F0 F1", "F0/graph F1/graph")
@@ -259,6 +275,7 @@ def of_other_settings(**settings: Any) -> Callable[[Profile], Trace]:
         (of_other_settings(stash="host"), "stash='host', where the plan has offloads=False"),
         (of_other_settings(schedule="depth_first"), "schedule='depth_first'"),
         (lambda p: simulate(p, RelayConfig(), workers=2, plan=plan_of()), "several workers"),
+        (lambda p: simulate(p.aggregated(), RelayConfig(), plan=plan_of()), "micro-batches are merged"),
         (lambda p: simulate(p, RelayConfig(), plan=TOO_FAR_AHEAD), "2 slots, too few for the plan's ahead=2"),
         (
             lambda p: simulate(p, RelayConfig(), plan=plan_of(ScheduleSettings(2, loss_per_micro_batch=False))),
