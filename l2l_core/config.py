@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
+from l2l_core.plan import ScheduleFunction, StepPlan, schedule_name
 from l2l_core.trace import parse_bytes
 
 StashLocation = Literal["device", "host", "disk"]
@@ -15,7 +17,7 @@ UpdateMode = Literal["eager", "deferred", "whole"]
 Precision = Literal["fp32", "bf16"]
 MeterMode = Literal["on_change", "always"]
 WireFormat = Literal["bf16", "int8", "int4"]
-Schedule = Literal["breadth_first", "depth_first"]
+ScheduleName = Literal["breadth_first", "depth_first"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,9 @@ class RelayConfig:
             accumulation: a micro-batch runs through all layers and back before the next one. All layers then stay on the
             device, with the graph of one micro-batch and the gradients of all layers (4 bytes per trained parameter); `resident`
             and `keep` have no effect. It is the fastest. For one worker, with weights in memory and ``stash="device"``.
+            Or a schedule of your own: a function ``schedule(settings, visits)`` that is called before each step with
+            `ScheduleSettings` and the keys of the layers in the order of forward, and yields the `Action` values of the step; or
+            a `StepPlan`, for batches of one size. Its plan is checked before anything runs, see docs/PLANS.md. For one worker.
         update: ``"eager"`` updates each layer as soon as its gradient arrives; ``"deferred"`` waits for all gradients, as step
             hooks of the optimizer require. ``"whole"`` then calls the optimizer's ``step()`` once, as a plain loop does: for an
             optimizer that couples layers (a norm over all gradients, Prodigy, D-Adaptation, LAMB), or whose ``step`` was
@@ -108,7 +113,7 @@ class RelayConfig:
     resident: int = 0
     keep: int | str = 0
     stash: StashLocation = "device"
-    schedule: Schedule = "breadth_first"
+    schedule: ScheduleName | ScheduleFunction | StepPlan = "breadth_first"
     update: UpdateMode = "eager"
     precision: Precision = "fp32"
     max_grad_norm: float | None = None
@@ -133,7 +138,7 @@ class RelayConfig:
         else:
             check_int("keep", self.keep, least=0)
         _check_choice("stash", self.stash, StashLocation)
-        _check_choice("schedule", self.schedule, Schedule)
+        self._check_schedule()
         _check_choice("update", self.update, UpdateMode)
         _check_choice("precision", self.precision, Precision)
         _check_choice("meter", self.meter, MeterMode)
@@ -141,6 +146,11 @@ class RelayConfig:
         if isinstance(self.compress, Mapping):  # as in saves
             object.__setattr__(self, "compress", wire)
         _check_bool("rollback", self.rollback)
+        if self.has_own_schedule and not isinstance(self.schedule, StepPlan) and isinstance(self.keep, str):
+            raise ValueError(
+                f"keep={self.keep!r} with schedule={schedule_name(self.schedule)}: the layers that fit in these bytes are found "
+                "with the relay's own schedule. Give keep= as a number of layers"
+            )
         if self.schedule == "depth_first" and (isinstance(self.keep, str) or self.stash != "device"):
             raise ValueError(
                 f"schedule='depth_first' with keep={self.keep!r}, stash={self.stash!r}: it keeps all graphs of a micro-batch on "
@@ -158,6 +168,50 @@ class RelayConfig:
                 "the first update, and eager updates do not wait. Use RelayConfig(update='deferred', ...)"
             )
 
+    def _check_schedule(self) -> None:
+        if isinstance(self.schedule, str) and self.schedule.startswith("plan "):  # as in saves
+            object.__setattr__(self, "schedule", StepPlan.parse(self.schedule))
+        if not isinstance(self.schedule, StepPlan) and not callable(self.schedule):
+            _check_choice("schedule", self.schedule, ScheduleName, ", a function of settings and visits, or a StepPlan")
+
+    def __repr__(self) -> str:
+        values = {each.name: repr(getattr(self, each.name)) for each in fields(self)}
+        if self.has_own_schedule:  # by name: an address differs between processes, and a plan has many lines
+            values["schedule"] = schedule_name(self.schedule)
+        return f"RelayConfig({', '.join(f'{name}={value}' for name, value in values.items())})"
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the settings as plain data for JSON: a plan as its text, a function as its name."""
+        plain = asdict(replace(self, schedule="breadth_first"))
+        is_plan = isinstance(self.schedule, StepPlan)
+        return plain | {"schedule": str(self.schedule) if is_plan else schedule_name(self.schedule)}
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any], known: RelayConfig | None = None) -> RelayConfig:
+        """Return the settings from the result of `to_plain`.
+
+        A function is that of the `known` settings if they have one of this name. Otherwise the schedule is
+        "breadth_first", which trains the same weights to the bit, and a warning names the function.
+        """
+        name = schedule = plain["schedule"]
+        if known is not None and callable(known.schedule) and name == schedule_name(known.schedule):
+            schedule = known.schedule
+        elif name not in get_args(ScheduleName) and not name.startswith("plan "):
+            schedule = "breadth_first"
+            warnings.warn(
+                f"the settings were saved with schedule={name}, a function, and a save holds no code: the schedule is "
+                "'breadth_first' now, which trains the same weights to the bit. To go on with the function, set "
+                f"relay.config = dataclasses.replace(relay.config, schedule={name})",
+                stacklevel=4,  # the caller of Relay.load or Relay.restore
+            )
+        settings: dict[str, Any] = {**plain, "schedule": schedule}
+        return RelayConfig(**settings)
+
+    @property
+    def has_own_schedule(self) -> bool:
+        """Whether the schedule is a function or a plan of the user."""
+        return not isinstance(self.schedule, str)
+
     @property
     def wire(self) -> Compress | None:
         """The compression of gradients; None for float32."""
@@ -165,7 +219,7 @@ class RelayConfig:
 
     def for_layers(self, layers: int) -> RelayConfig:
         """Return the settings of a step over `layers` layers: depth first, all of them stay on the device."""
-        if self.schedule == "breadth_first":
+        if self.schedule != "depth_first":
             return self
         return replace(self, keep=layers, resident=max(0, layers - self.ahead - 1))
 
@@ -219,6 +273,6 @@ def _check_bool(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r}: must be True or False")
 
 
-def _check_choice(name: str, value: object, choices: object) -> None:
+def _check_choice(name: str, value: object, choices: object, others: str = "") -> None:
     if value not in get_args(choices):
-        raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, get_args(choices)))}")
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, get_args(choices)))}{others}")

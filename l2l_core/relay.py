@@ -74,7 +74,7 @@ from l2l_core.model import (
     resolve_layers,
     snapshot_except,
 )
-from l2l_core.plan import StepPlan
+from l2l_core.plan import PlanError, StepPlan, schedule_name
 from l2l_core.runner import BatchProbe, OnTrial, Runner
 from l2l_core.saves import EditedStacks, HistoryRestorer, Resumption, history_parts, register_restore, snapshot_parts
 from l2l_core.shelf import (
@@ -500,11 +500,9 @@ class Relay:
                 if self._store.has_hooks:  # inside: if only one worker has hooks, the others raise at once
                     why = "hooks would see shards of parameters; do it between steps, in `with relay.gathered()`"
                     self._backend.refuse("a hook around the optimizer's step", why)
-                config = self._runner.resolve_config(self.config, batch)
-                if plan is not None:
-                    self._refuse_plan(config, bool(skip))
-                    with self._runner.following(plan, batch, config) as config:
-                        return self._checked_step(batch, config, plan)
+                config = self._with_given_plan(plan)
+                self._refuse_own_schedule(config, bool(skip))
+                config = self._runner.resolve_config(config, batch)
                 if skip:
                     with self._skipping(skip, force):
                         return self._step(batch, config)
@@ -733,7 +731,7 @@ class Relay:
                     "schedule='depth_first' has no plan: autograd decides the order of its actions. Use "
                     "plan(batch, RelayConfig(schedule='breadth_first')), or read the trace of a step"
                 )
-            return self._runner.plan(batch, config)
+            return self._runner.plan(config)
 
     def forecast(
         self,
@@ -796,7 +794,9 @@ class Relay:
                 self._runner.pass_cache.last_kind,
                 self._runner.kind_of((), self.config),
             )
-            config = self._runner.resolve_config(self.config if config is None else config, batch)
+            config = self.config if config is None else config
+            _refuse_to_forecast("forecast", config)
+            config = self._runner.resolve_config(config, batch)
             device = self.device if device is None else device
             disk_costs = self._disk_costs(config, disk, cluster)
             return forecast_step(rehearsal, batch, config, device, host_bytes, recording, cluster, *disk_costs)
@@ -981,7 +981,9 @@ class Relay:
             register_restore(model, optimizer, back)
             with backend.synchronized("load a save", dict):
                 saved = saves.load_save(Path(folder), backend)
-                config = options.setdefault("config", saved.config)
+                if "config" not in options:
+                    options["config"] = saved.config()
+                config = options["config"]
                 seed = config.seed if isinstance(config, RelayConfig) else None
                 edited, parts = saved.edited, saved.past()
                 resumption = Resumption(saved, edited, parts, modules)
@@ -998,7 +1000,7 @@ class Relay:
             back.pop_all()
         relay._history.free_unreachable()  # layers of the model that the save lacks
         if seed is None:
-            relay._runner.config = replace(relay.config, seed=saved.config.seed)
+            relay._runner.config = replace(relay.config, seed=saved.seed)
         return relay
 
     def restore(self, folder: str | Path, modules: Mapping[str, nn.Module] = MappingProxyType({})) -> None:
@@ -1031,7 +1033,7 @@ class Relay:
             if not saved.edited.is_edited:  # else the stacks are compared after the edits
                 saves.check_compatible(saved, self._saved_state())
             settings = self.config, self._auto_fit
-            self.config = saved.config
+            self.config = saved.config(self.config)
             back.callback(self._set_config, *settings)
             self._why_closed = " since restoring a save into it failed half-way"
             back.callback(self._shut_down)
@@ -1063,6 +1065,7 @@ class Relay:
                     self.device.host_empty,
                     saved.read_snapshot,
                     backend.shard_of,
+                    self.config,
                 )
                 fill = past.restore(resumption.parts)
                 self._check_config(self.config, self._branches.others)
@@ -1096,35 +1099,45 @@ class Relay:
         self._history.loss = result.loss
         return result
 
-    def _refuse_plan(self, config: RelayConfig, skips: bool) -> None:
-        refused = {
-            "with several workers": self.workers > 1,
-            "with schedule='depth_first', where autograd decides the order": config.schedule == "depth_first",
-            "with `skip`": skips,
-        }
-        for case, holds in refused.items():
-            if holds:
-                raise ValueError(f"step(batch, plan=...) {case} is not possible: leave out the plan")
+    def _with_given_plan(self, plan: StepPlan | None) -> RelayConfig:
+        """Return the relay's settings, with the plan that a step was given."""
+        if plan is None:
+            return self.config
+        if self.config.schedule == "depth_first":
+            raise ValueError(
+                "step(batch, plan=...) with schedule='depth_first', where autograd decides the order, is not possible: leave out "
+                "the plan"
+            )
+        return replace(self.config, schedule=plan)
 
-    def _checked_step(self, batch: Batch, config: RelayConfig, plan: StepPlan | None = None) -> StepResult:
+    def _refuse_own_schedule(self, config: RelayConfig, skips: bool) -> None:
+        """Refuse a function or plan in a step that cannot run by one."""
+        case = "with several workers" if self.workers > 1 else "with `skip`" if skips else ""
+        if config.has_own_schedule and case:
+            raise ValueError(
+                f"a step by a user-defined schedule ({schedule_name(config.schedule)}) {case} is not possible: leave out the "
+                "plan, or set RelayConfig(schedule='breadth_first')"
+            )
+
+    def _checked_step(self, batch: Batch, config: RelayConfig) -> StepResult:
         """Train on a batch, after a comparison with training in core if one is due."""
         verified = ""
         try:
-            kind = partial(self._kind_of_check, batch, config, plan)
+            kind = partial(self._kind_of_check, batch, config)
             if config.verify != "never" and self._step_check.is_due(config, kind, self.steps):
                 reason = self._reason_not_to_compare(config)
                 verified = self._step_check.run(self._compare, batch, config, kind(), reason)
             result = self._step(batch, config)
         except (RuntimeError, TypeError, ValueError) as error:
-            has_remedy = isinstance(error, TornStep | UnequalStepError)
+            has_remedy = isinstance(error, TornStep | UnequalStepError | PlanError)
             if config.verify != "never" and not has_remedy and not self._reason_not_to_compare(config):
                 for remedy in filter(None, [find_remedy(self._compare, batch, config)]):
                     error.add_note(remedy)
             raise
         return replace(result, verified=verified)
 
-    def _kind_of_check(self, batch: Batch, config: RelayConfig, plan: StepPlan | None) -> Hashable:
-        layers = tuple((unit.key, unit.trained) for unit in self._runner.parts.units), self.model.training, plan
+    def _kind_of_check(self, batch: Batch, config: RelayConfig) -> Hashable:
+        layers = tuple((unit.key, unit.trained) for unit in self._runner.parts.units), self.model.training
         return kind_of_check(batch, config, layers)
 
     def _reason_not_to_compare(self, config: RelayConfig) -> str:
@@ -1185,6 +1198,7 @@ class Relay:
         self, batch: Batch, device_bytes: int | None, host_bytes: int | None, fixed: Iterable[str], most_s: float
     ) -> Fit:
         """Find settings and set them."""
+        _refuse_to_forecast("fit", self.config)
         fixed = _reusable(fixed)
         arguments = repr((device_bytes, host_bytes, sorted(fixed), most_s))  # the order of a set differs by process
         with self._backend.synchronized("fit", lambda: {**self._shared_facts(batch), "arguments of fit": arguments}):
@@ -1228,6 +1242,11 @@ class Relay:
                 )
             instead = "it keeps all weights in this process's memory: leave schedule out of RelayConfig"
             self._backend.refuse("schedule='depth_first'", instead)
+        if config.has_own_schedule and self.workers > 1:
+            raise ValueError(
+                f"schedule={schedule_name(config.schedule)} with several workers: a user-defined schedule does not order their "
+                "exchanges. Leave schedule out of RelayConfig, or train with one worker"
+            )
         if config.update == "whole":
             self._backend.refuse("update='whole'", "the optimizer's step needs all weights: use update='deferred'")
         if config.wire is None:
@@ -1453,6 +1472,20 @@ def _close_owners(model: nn.Module) -> None:
 def _reusable(values: Any) -> Any:
     """Return an iterable that can be read more than once."""
     return tuple(values) if isinstance(values, Iterator) else values
+
+
+def _refuse_to_forecast(verb: str, config: object) -> None:
+    """Refuse a user-defined schedule where steps are simulated by the relay's."""
+    if isinstance(config, RelayConfig) and config.has_own_schedule:
+        remedy = {
+            "forecast": "relay.forecast(batch, replace(relay.config, schedule='breadth_first')) forecasts the same layers in it, "
+            "and relay.step(batch) measures a step by yours",
+            "fit": "set relay.config = replace(relay.config, schedule='breadth_first') first",
+        }[verb]
+        raise ValueError(
+            f"{verb} with schedule={schedule_name(config.schedule)}: costs are computed for the relay's own order of actions. "
+            f"Remedy: {remedy}"
+        )
 
 
 def _check_update(config: RelayConfig, findings: Findings) -> None:

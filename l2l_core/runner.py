@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from socket import gethostname
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -51,7 +51,7 @@ from l2l_core.model import (
     snapshot_attributes,
     snapshot_user_state,
 )
-from l2l_core.plan import StepPlan, check_plan
+from l2l_core.plan import ScheduleFunction, ScheduleSettings, StepPlan, check_plan
 from l2l_core.step import (
     BatchLoss,
     BreadthFirstRuntime,
@@ -147,7 +147,6 @@ class Runner:
         measures = self._measure_losses, backend.batch_peers, loss_over, self._measure_outputs, model_call.settings
         self.normaliser, self.probe_normaliser = LossNormaliser(weight, *measures), LossNormaliser(weight, *measures)
         self.steps = 0
-        self._given_plan: StepPlan | None = None  # see `following`
         self.trace: Trace | None = None
         self.on_trial: OnTrial | None = None
         self._failed_inference: Trace | None = None  # of a device that was too small
@@ -202,12 +201,21 @@ class Runner:
         return PassKind(config, shapes, self._model.training, layers)
 
     def resolve_config(self, config: RelayConfig, batch: Batch) -> RelayConfig:
-        """Replace `keep` in bytes by the number of graphs that fit, and use no more micro-batches than rows."""
+        """Replace `keep` in bytes by the number of graphs that fit, and a user-defined schedule by its plan.
+
+        A batch of fewer rows has fewer micro-batches.
+
+        Raises:
+            PlanError: the plan breaks a rule of a step.
+            ValueError: a given plan was made for another batch, model or place of the stash.
+        """
         if not isinstance(config, RelayConfig):
             return config
         rows = self.rows_of(batch)
         config = config.for_layers(len(self.parts.layers))
         config = replace(config, micro_batches=self._most_parts(rows, config.micro_batches))
+        if config.has_own_schedule:
+            return self._with_plan(config)
         if not isinstance(config.keep, str):
             return config
         nbytes = parse_bytes(config.keep, "keep")
@@ -313,16 +321,14 @@ class Runner:
             self._advise(error, batch, config)
             raise
         kind = self.kind_of(micro_batches, config)
-        is_replayable = config.meter == "on_change" and self._given_plan is None  # memory depends on the plan
-        replay = self.pass_cache.find_step(kind) if is_replayable else None
+        replay = self.pass_cache.find_step(kind) if config.meter == "on_change" else None
         extras = StepExtras(self._model_call.objective_with_extras, self._model_call.metrics())
         batch_loss = self.batch_loss(rows, len(micro_batches), extras)
         losses, ran, trace = self._train(batch, micro_batches, divisors, batch_loss, config, replay, extras)
         loss = float(sum(self._backend.gather_items(losses)))
         self.steps += 1
         self._store.updated.clear()  # else it would keep layers that are dropped next in memory
-        if self._given_plan is None:
-            self.pass_cache.record_step(kind, ran.layer_order, ran.metered)
+        self.pass_cache.record_step(kind, ran.layer_order, ran.metered)
         events, _ = trace.events_since(0)
         return StepResult(
             loss=loss,
@@ -338,23 +344,32 @@ class Runner:
             plan=ran.plan,
         )
 
-    def plan(self, batch: Batch, config: RelayConfig) -> StepPlan:
-        """Return the plan of a step on a batch; see `Relay.plan`."""
-        config = replace(config, micro_batches=len(self.split(batch)[1]))
+    def plan(self, config: RelayConfig) -> StepPlan:
+        """Return the plan of a step with these settings, which were resolved; see `Relay.plan`."""
+        if isinstance(config.schedule, StepPlan):
+            return config.schedule
+        settings, visits = self._schedule_inputs(config)
+        return StepPlan.expected(settings, [unit.key for unit in self.parts.layers], visits)
+
+    def _schedule_inputs(self, config: RelayConfig) -> tuple[ScheduleSettings, list[str]]:
+        """Return the settings of a schedule, and the layers in the expected order of forward."""
         expected = PassPlan.of(config, self.pass_cache.layer_order, loss_per_micro_batch=not self._has_batch_loss)
-        layers, visits = ([unit.key for unit in units] for units in (self.parts.layers, expected.layer_order))
-        return StepPlan.expected(expected.settings(config, self.parts), layers, visits)
+        return expected.settings(config, self.parts), [unit.key for unit in expected.layer_order]
 
-    @contextmanager
-    def following(self, plan: StepPlan, batch: Batch, config: RelayConfig) -> Iterator[RelayConfig]:
-        """Run steps by a plan in the block; yield their settings.
+    def _with_plan(self, config: RelayConfig) -> RelayConfig:
+        """Return the settings of a step by a user-defined schedule, with its plan in place of it."""
+        plan = config.schedule
+        if not isinstance(plan, StepPlan):
+            plan = StepPlan.of(cast(ScheduleFunction, plan), *self._schedule_inputs(config))
+        self._check_plan(plan, config)
+        settings = plan.settings
+        kept = {action.visit for action in plan.actions if action.kind == "F" and action.keep == "graph"}
+        resident = settings.slots - settings.ahead - 1
+        return replace(config, schedule=plan, ahead=settings.ahead, resident=resident, keep=len(kept))
 
-        Raises:
-            PlanError: the plan breaks a rule of a step.
-            ValueError: it was made for another batch, model or place of the stash.
-        """
+    def _check_plan(self, plan: StepPlan, config: RelayConfig) -> None:
         check_plan(plan)
-        settings, count = plan.settings, len(self.split(batch)[1])
+        settings, count = plan.settings, config.micro_batches
         unknown = sorted({*plan.loads} - {unit.key for unit in self.parts.layers})
         differences = {
             f"{settings.micro_batches} micro-batches, and the batch is split into {count}": settings.micro_batches != count,
@@ -368,20 +383,9 @@ class Runner:
         for difference, holds in differences.items():
             if holds:
                 raise ValueError(
-                    f"the plan has {difference}. Start from relay.plan(batch), which fits this batch and relay"
+                    f"the plan has {difference}. Start from the relay's own plan, which fits this batch and relay: "
+                    "relay.plan(batch, dataclasses.replace(relay.config, schedule='breadth_first'))"
                 )
-        kept = {action.visit for action in plan.actions if action.kind == "F" and action.keep == "graph"}
-        self._given_plan = plan
-        try:
-            yield replace(
-                config,
-                ahead=settings.ahead,
-                resident=settings.slots - settings.ahead - 1,
-                keep=len(kept),
-                micro_batches=count,
-            )
-        finally:
-            self._given_plan = None
 
     def check_can_step(self, batch: Batch) -> None:
         """Refuse to train on a batch if the model, the optimizer's groups or the batch would make a step fail."""
@@ -413,7 +417,7 @@ class Runner:
             spec = self._make_spec(config, extras.run, list(enumerate(micro_batches)))
         else:
             spec = self._make_spec(config, batch_loss.outputs, micro_batches, batch_loss)
-        spec = replace(spec, check=self._backend.make_buffer_check(self.parts.units), given=self._given_plan)
+        spec = replace(spec, check=self._backend.make_buffer_check(self.parts.units))
         try:
             return *run_step(self.parts, self._store, spec, divisors, trace, replay), trace
         except BaseException as error:  # a second interrupt, too
@@ -433,8 +437,12 @@ class Runner:
         if self._backend.count == 1:
             from l2l_core.forecast import advise
 
+            searched = replace(config, schedule="breadth_first") if config.has_own_schedule else config
             with self.rehearsing(batch) as rehearsal:
-                advise(error, self._watched(rehearsal, error), batch, config)
+                advise(error, self._watched(rehearsal, error), batch, searched)
+            if config.has_own_schedule and error.settings:
+                error.settings = {**error.settings, "schedule": searched.schedule}
+                error.remedy += " These settings are for schedule='breadth_first'."
 
     def _watched(self, rehearsal: Rehearsal, error: DeviceOutOfMemory | None) -> Rehearsal:
         """Return the rehearsal, which calls `on_trial`, if there is one."""

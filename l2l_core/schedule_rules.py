@@ -67,7 +67,7 @@ def has_link(figures: Mapping[str, Any]) -> bool:
     return any(name not in figures or figures[name] for name in limits) or bool(figures.get("latency_s"))
 
 
-def gradient_slots(ahead: int, schedule: str = "breadth_first", layers: int = 0) -> int:
+def gradient_slots(ahead: int, schedule: object = "breadth_first", layers: int = 0) -> int:
     """Return the number of gradient slots: one per layer depth first, otherwise one or two."""
     if schedule == "depth_first":
         return layers

@@ -241,7 +241,7 @@ MAY_IMPORT = {
         "optim": "rounding",
         "plan": "",
         "trace": "plan",
-        "config": "trace",
+        "config": "plan trace",
         "analysis": "trace schedule_rules",
         "model": "",
         "batches": "model",

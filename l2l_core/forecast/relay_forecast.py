@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from l2l_core.batches import Batch, shapes_of
@@ -32,9 +32,11 @@ def last_recording(trace: Trace | None, number: int, kind: PassKind | None, curr
         return None
     if (kind.training, kind.layers) != (current_kind.training, current_kind.layers):
         return None
+    if kind.config.has_own_schedule:
+        return None
     if any(
         trace.settings.get(name) != value
-        for name, value in asdict(kind.config).items()
+        for name, value in kind.config.to_plain().items()
         if name not in ("seed", "verify")
     ):
         return None

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NoReturn
 
-from l2l_core.plan.actions import SHELL, Action
+from l2l_core.plan.actions import KINDS, SHELL, Action
 from l2l_core.plan.step_plan import PlanError, StepPlan
 
 
@@ -20,6 +20,9 @@ def check_plan(plan: StepPlan) -> None:
         PlanError: it names the first action that breaks a rule, the rule, and a remedy.
     """
     _Check(plan).run()
+
+
+_OF_MICRO_BATCH, _OF_VISIT = "IWGFXBDS", "WGFBDSPE"
 
 
 class _Check:
@@ -52,6 +55,7 @@ class _Check:
             "F": self._forward,
             "X": self._loss,
             "B": self._backward,
+            "D": self._require_open,
             "S": self._end_turn,
             "P": self._push,
             "U": self._finish,
@@ -62,6 +66,8 @@ class _Check:
             self._index = index
             if self._has_ended:
                 self._refuse(action, "the push of the shell ends the step", "remove it, or move it before P:shell")
+            self._require(action.kind in KINDS, action, "there is no such kind of action", f"write a letter of {KINDS}")
+            self._check_names(action)
             if action.kind in methods:
                 methods[action.kind](action)
         self._index = len(self._plan.actions)
@@ -80,6 +86,21 @@ class _Check:
     def _require(self, holds: bool, action: Action, rule: str, remedy: str) -> None:
         if not holds:
             self._refuse(action, rule, remedy)
+
+    def _check_names(self, action: Action) -> None:
+        """Check that micro-batch, visit and layer exist and belong together."""
+        count = self._settings.micro_batches
+        named = [action] if action.kind in _OF_MICRO_BATCH else [*action.turns]
+        is_known = all(0 <= each.k < count for each in named) or (action.kind == "X" and action.k == -1)
+        self._require(is_known, action, f"there are {count} micro-batches", f"name one from 0 to {count - 1}")
+        if (action.kind in _OF_VISIT and action.layer != SHELL) or action.kind == "U":
+            layer = self._layers.get(action.visit)
+            self._require(
+                action.layer == layer,
+                action,
+                f"visit {action.visit} is {f'of {layer}' if layer else 'none of the plan'}",
+                f"write {layer or 'a visit of forward'}",
+            )
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -133,7 +154,7 @@ class _Check:
         self._open = action
 
     def _end_visit(self, action: Action) -> None:
-        assert self._open is not None, "`E` without `V`"
+        self._require_open(action)
         if action.is_backward and action.visit not in self._pushed:
             self._refuse(action, "the visit's gradient was not pushed", "add P before the end of the visit")
         self._open = None
@@ -141,8 +162,6 @@ class _Check:
     # -- turns ---------------------------------------------------------------------------------------------------------
 
     def _start(self, action: Action) -> None:
-        count = self._settings.micro_batches
-        self._require(0 <= action.k < count, action, f"there are {count} micro-batches", "name one of them")
         self._require(action.k not in self._begun, action, "this micro-batch was started before", "remove the action")
         self._begun.add(action.k)
         self._position[action.k] = 0
@@ -155,7 +174,8 @@ class _Check:
             self._away.add(action.k)
 
     def _require_open(self, action: Action) -> None:
-        here = self._open is not None and (self._open.layer, self._open.visit) == (action.layer, action.visit)
+        opened, own = self._open, (action.layer, action.visit, action.is_backward)
+        here = opened is not None and (opened.layer, opened.visit, opened.is_backward) == own
         self._require(here, action, "its visit is not open", "move it into the line of its visit, behind the bar")
 
     def _require_arrived(self, action: Action) -> None:
@@ -232,6 +252,9 @@ class _Check:
 
     def _push(self, action: Action) -> None:
         if action.layer == SHELL:
+            self._require(
+                self._open is None, action, "a visit has not ended", "move it behind the end of the last visit"
+            )
             missing = [visit for visit in self._layers if visit not in self._pushed]
             if missing:
                 self._refuse(action, f"the gradient of visit {missing[0]} was not pushed", "add its backward and P")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import cast, get_args
 
 from l2l_core.plan.actions import KINDS, SHELL, Action, ActionResult, Actions, Keep, Turn
@@ -15,6 +16,7 @@ _OF_NO_VISIT = "ALHT"
 _WORD = re.compile(
     r"(?P<kind>[A-Z])(?P<k>\d*)(:(?P<layer>[^@>/\s]+))?(@(?P<visit>\d+)(?P<backward>'?))?(>(?P<slot>\d+))?(/(?P<keep>\w+))?"
 )
+ScheduleFunction = Callable[[ScheduleSettings, Sequence[str]], Iterable[Action]]
 _TURN = re.compile(r"(?P<k>\d+)\.(?P<layer>[^@,]+)@(?P<visit>\d+)(?P<backward>'?)")
 
 
@@ -40,10 +42,38 @@ class StepPlan:
 
     See `l2l_core/plan/actions.py` for the letters. A number after a letter is the micro-batch, `:` a layer, `>` a weight slot,
     `/` the activations that a forward keeps, `@` another visit than that of the line.
+
+    Attributes:
+        settings: of the schedule.
+        actions: in the order of issue.
+        name: of the function that made it; "plan" for others.
     """
 
     settings: ScheduleSettings
     actions: tuple[Action, ...]
+    name: str = field(default="plan", compare=False)
+
+    @staticmethod
+    def of(schedule: ScheduleFunction, settings: ScheduleSettings, visits: Sequence[str]) -> StepPlan:
+        """Return the actions of a function ``schedule(settings, visits)`` as a plan, not yet checked.
+
+        Raises:
+            TypeError: the function yields something else than actions.
+        """
+        name, made = schedule_name(schedule), schedule(settings, tuple(visits))
+        if not isinstance(made, Iterable):
+            raise TypeError(
+                f"schedule={name} returned {made!r}: write it with `yield`, or return a list of actions of l2l_core.plan"
+            )
+        actions: list[Action] = []
+        for action in made:
+            if not isinstance(action, Action):
+                raise TypeError(
+                    f"schedule={name} yielded {action!r} after {len(actions)} actions, which is no action: yield values of "
+                    "l2l_core.plan.Action, and write `yield from` before a function that yields several"
+                )
+            actions.append(action)
+        return StepPlan(settings, tuple(actions), name)
 
     @staticmethod
     def expected(settings: ScheduleSettings, layers: Sequence[str], visits: Sequence[str]) -> StepPlan:
@@ -84,14 +114,15 @@ class StepPlan:
                 raise PlanError(
                     index,
                     f"micro-batch {k} calls {answer.waits_for or 'no further layer'}, where the plan has "
-                    f"{planned[0] if planned else 'none'}. Nothing was trained. Run a step without a plan, which follows the "
-                    "model, and edit the plan that it returns: relay.step(batch).plan",
+                    f"{planned[0] if planned else 'none'}. Nothing was trained. Run a step with "
+                    "RelayConfig(schedule='breadth_first'), which follows the model: a function gets its order of layers in the "
+                    "next step, and relay.step(batch).plan is a plan to edit",
                 )
             if action.kind == "F" and not answer.needs_backward:
                 raise PlanError(
                     index,
                     f"layer {action.layer} needs no backward (frozen, before every trained parameter?), and the plan has one. "
-                    "Nothing was trained. Run the step without a plan",
+                    "Nothing was trained. Run the step without a plan, with RelayConfig(schedule='breadth_first')",
                 )
 
     @property
@@ -118,6 +149,17 @@ class StepPlan:
         for line in lines:
             actions += _parse_line(line)
         return StepPlan(_parse_settings(head), tuple(actions))
+
+
+def schedule_name(schedule: object) -> str:
+    """Return the name of a schedule of `RelayConfig`: of a function its own, of a `StepPlan` that of its maker."""
+    if isinstance(schedule, str):
+        return schedule
+    if isinstance(schedule, StepPlan):
+        return schedule.name
+    if isinstance(schedule, partial):
+        return schedule_name(schedule.func)
+    return getattr(schedule, "__name__", type(schedule).__name__)
 
 
 def _run(actions: Actions, answer: Callable[[Action], ActionResult | None]) -> Iterator[Action]:

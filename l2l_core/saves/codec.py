@@ -58,7 +58,7 @@ def plain_branch(
     """Return an inactive branch as plain data."""
     return {
         "name": name,
-        "config": asdict(state.config),
+        "config": state.config.to_plain(),
         "steps": state.steps,
         "stacks": {stack: _keys(units) for stack, units in state.stacks.items()},
         "values": {key: value and snapshot_names[value] for key, value in _by_key(state.snapshots).items()},
@@ -139,6 +139,7 @@ class PlainReader:
     editor: Editor
     units: Mapping[str, Unit]
     missing: Mapping[str, str]  # reasons for the absence of other layers, by key
+    config: RelayConfig  # of the relay
     blocks: dict[str, Block] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -157,7 +158,7 @@ class PlainReader:
         self.read_history(history, part, [JournalEntry(**row) for row in part["journal"]])
         values, trained = _select_present(self.blocks, part["values"]), _select_present(self.blocks, part["trained"])
         return BranchState(
-            config=RelayConfig(**part["config"]),
+            config=RelayConfig.from_plain(part["config"], self.config),
             steps=part["steps"],
             history=history,
             stacks={stack: self._layers(keys) for stack, keys in part["stacks"].items()},

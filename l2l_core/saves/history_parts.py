@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from l2l_core.config import RelayConfig
 from l2l_core.edits import BlockSnapshot, Branches, DetachedLayer, Editor, History
 from l2l_core.eps import BlockContents
 from l2l_core.eps.blocks import Block, EmptyFn, Layout, Unit
@@ -94,6 +95,7 @@ class HistoryRestorer:
     empty: EmptyFn
     read_snapshot: Callable[[str, Block, Layout | None, torch.Tensor], list[dict[str, Any] | None]]
     shard_of: Callable[[Block], tuple[Layout | None, int]]  # layout of this worker's part (None: whole), elements
+    config: RelayConfig  # of the relay
 
     def restore(self, parts: Mapping[str, PlainPart]) -> Callable[[], None]:
         """Restore the result of `history_parts`.
@@ -115,7 +117,7 @@ class HistoryRestorer:
             else:
                 units[unit.key] = unit  # also a pattern for later ones
                 to_fill.append((part, unit))
-        reader = PlainReader(self.editor, units, missing)
+        reader = PlainReader(self.editor, units, missing, self.config)
         branches = [*parts_of_kind("branch", parts).values()]
         keys = {name: key for branch in branches for key, name in branch["values"].items() if key in reader.blocks}
         snapshots = {

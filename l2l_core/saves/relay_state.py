@@ -242,7 +242,7 @@ def _common_content(state: RelayState) -> FolderContent:
     manifest: dict[str, Any] = {
         "torch": torch.__version__,
         "steps": state.steps,
-        "config": asdict(state.config),
+        "config": state.config.to_plain(),
         **state.outline(),
         "warmups": {block.key: block.warmup for block in state.blocks if block.warmup},
         "edits": asdict(state.edited),

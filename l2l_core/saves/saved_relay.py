@@ -65,9 +65,13 @@ class SavedRelay(Generation):
 
     __slots__ = ()
 
+    def config(self, known: RelayConfig | None = None) -> RelayConfig:
+        """Return the settings; a schedule that is a function is that of `known`, see `RelayConfig.from_plain`."""
+        return RelayConfig.from_plain(self.manifest["config"], known)
+
     @property
-    def config(self) -> RelayConfig:
-        return RelayConfig(**self.manifest["config"])
+    def seed(self) -> int:
+        return self.manifest["config"]["seed"]
 
     @property
     def steps(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,7 +12,7 @@ from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, HostStashStore, Ledger, StashStore
 from l2l_core.eps import WeightSource
 from l2l_core.eps.blocks import Unit, shell_modules
-from l2l_core.plan import ScheduleSettings, StepPlan
+from l2l_core.plan import ScheduleSettings, schedule_name
 from l2l_core.schedule_rules import kept_layers, weight_slots
 from l2l_core.step.batch_loss import BatchLoss
 from l2l_core.trace import Trace
@@ -70,7 +70,9 @@ class RelayParts:
 
     def new_trace(self, config: RelayConfig, step: int = 0) -> Trace:
         """Make the empty trace of a pass that begins now."""
-        settings = {**asdict(config), **self.device.figures()}
+        settings = {**config.to_plain(), **self.device.figures()}
+        if config.has_own_schedule:  # its passes are of the same kind
+            settings |= {"schedule": "breadth_first", "schedule_name": schedule_name(config.schedule)}
         return Trace(step=step, device=self.device.name, names=self.names, settings=settings)
 
 
@@ -120,4 +122,3 @@ class PassSpec:
     seeds: Sequence[int]  # one per micro-batch, for its random stream
     check: Callable[[], None] = lambda: None  # called after each forward; it may raise to refuse the step
     batch_loss: BatchLoss | None = None
-    given: StepPlan | None = None  # the actions of the step, in place of the relay's own schedule

@@ -268,7 +268,7 @@ def relay_table(state: StepState, keys: Sequence[str]) -> Table:
     pushing = ", ".join(f"{name(push.layer)} {100 * push.share:.0f} %" for push in state.pushing)
     rows.append(("gradient leaves", pushing or "none"))
     rows.append(("updated", f"{len(state.updated)} of {len(keys)}"))
-    if state.schedule == "breadth_first":
+    if state.schedule != "depth_first":
         rows.append(("stashed inputs", str(state.num_stashed)))
     else:
         rows.append(("layers with a graph", f"{state.num_graphs} of {len(keys)}"))

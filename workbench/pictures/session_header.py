@@ -7,6 +7,7 @@ from dataclasses import fields
 from html import escape
 
 from l2l_core import Compress, RelayConfig
+from l2l_core.plan import schedule_name
 from l2l_core.trace import format_bytes
 from workbench.pictures import svg
 from workbench.pictures.picture import Picture, Table
@@ -211,8 +212,12 @@ def in_force_html(snapshot: Snapshot) -> str:
 
 
 def _describe_setting(name: str, value: object, changed: Mapping[str, object]) -> str:
-    words = escape(f"{name}={value}")
-    return f"<strong>{words}</strong> (was {escape(str(changed[name]))})" if name in changed else words
+    words = escape(f"{name}={_value_text(name, value)}")
+    return f"<strong>{words}</strong> (was {escape(_value_text(name, changed[name]))})" if name in changed else words
+
+
+def _value_text(name: str, value: object) -> str:
+    return schedule_name(value) if name == "schedule" else str(value)
 
 
 def _settings(snapshot: Snapshot) -> dict[str, object]:
@@ -223,9 +228,10 @@ def _settings(snapshot: Snapshot) -> dict[str, object]:
         if name in figures  # a real link may have no stated bandwidth
     }
     stays = {"layers that stay": config.resident, "graphs kept": config.keep}
+    schedule = schedule_name(config.schedule)
     return {
         "micro-batches": config.micro_batches,
-        **({"schedule": "depth first"} if config.schedule == "depth_first" else {}),
+        **({"schedule": schedule.replace("_", " ")} if schedule != _DEFAULTS.schedule else {}),
         "layers ahead": config.ahead,
         **{words: count for words, count in stays.items() if count},
         "stash on": config.stash,

@@ -41,7 +41,6 @@ _DEPTH_FIRST_LINES = (
     AlgorithmLine(2, "last k: push gradient"),
     AlgorithmLine(2, "EPS: reduce, update layer"),
 )
-_LINES_OF_SCHEDULE = {"breadth_first": BREADTH_FIRST_LINES, "depth_first": _DEPTH_FIRST_LINES}
 
 _BACKWARD_LINE = 8
 _KEPT_GRAPH_LINE = "no recompute, back-propagate"  # replaces the line if the graph of forward was kept
@@ -51,12 +50,12 @@ _LINE_IN_PASS = {"load": 1, "stash": 3, "fetch": 3}
 _DEPTH_FIRST_LINE_OF_KIND = {"forward": 3, "loss": 4, "backward": 6, "push": 7, "reduce": 8, "update": 8, "clip": 8}
 
 
-def algorithm_lines(schedule: str) -> tuple[AlgorithmLine, ...]:
-    """Return the lines of a schedule of `RelayConfig`."""
-    return _LINES_OF_SCHEDULE[schedule]
+def algorithm_lines(schedule: object) -> tuple[AlgorithmLine, ...]:
+    """Return the lines of a schedule of `RelayConfig`; one of the user's own has those of the relay."""
+    return _DEPTH_FIRST_LINES if schedule == "depth_first" else BREADTH_FIRST_LINES
 
 
-def line_index(kind: str, layer: str, backward: bool, schedule: str = "breadth_first") -> int:
+def line_index(kind: str, layer: str, backward: bool, schedule: object = "breadth_first") -> int:
     """Return the line of an event, as an index into the lines of its schedule.
 
     Args:
@@ -74,8 +73,8 @@ def line_index(kind: str, layer: str, backward: bool, schedule: str = "breadth_f
     return (_FIRST_BACKWARD_LINE if backward else _FIRST_FORWARD_LINE) + _LINE_IN_PASS.get(kind, 0)
 
 
-def line_text(number: int, graph_kept: bool, schedule: str = "breadth_first") -> str:
+def line_text(number: int, graph_kept: bool, schedule: object = "breadth_first") -> str:
     """Return the text of a line; breadth first, the backward of a kept graph has no recompute."""
-    if graph_kept and number == _BACKWARD_LINE and schedule == "breadth_first":
+    if graph_kept and number == _BACKWARD_LINE and schedule != "depth_first":
         return _KEPT_GRAPH_LINE
-    return _LINES_OF_SCHEDULE[schedule][number].text
+    return algorithm_lines(schedule)[number].text

@@ -54,7 +54,7 @@ class StateTimeline:
         resident: int = 0,
         keep: int = 0,
         stash: str = "device",
-        schedule: str = "breadth_first",
+        schedule: object = "breadth_first",
         previous: StateTimeline | Columns | None = None,
         live: bool = False,
     ) -> None:
@@ -164,7 +164,7 @@ class StateTimeline:
         if phase not in ("tail", "idle"):
             computing = self._visits.compute_state(t_s, {slot.layer: slot.share for slot in slots})
         gradients, eps = self._gradients.at(t_s), lanes["eps"]
-        breadth_first = self.schedule == "breadth_first"
+        breadth_first = self.schedule != "depth_first"
         accumulating = next(iter(gradients.accumulating), None) if breadth_first else None
         if not breadth_first and kind == "backward" and computing.layer in gradients.accumulating:
             accumulating = computing.layer

@@ -94,7 +94,7 @@ class StepState:
     host: Mapping[str, int] = field(default_factory=dict)
     device_peak_bytes: int = 0
     stash_peak_bytes: int = 0
-    schedule: str = "breadth_first"
+    schedule: object = "breadth_first"
     line: int | None = None
     other_lines: tuple[tuple[int, str], ...] = ()
     graph_kept: bool = False

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from l2l_core import Event, RelayConfig, Trace
 from l2l_core.edits import Branch, JournalEntry
+from l2l_core.plan import Action, ScheduleFunction, ScheduleSettings
 from l2l_core.trace import ALL_LANES, PLACES, MemorySample, WorkerInfo
 from workbench.session import FIGURES, BranchHistories, Change, LayerRow, LossChange, Race, ShownStep, Snapshot, StepRow
 
@@ -50,6 +51,24 @@ JsonRow = dict[str, Any]
 T = TypeVar("T")
 
 
+# Settings ------------------------------------------------------------------------------------------------------------
+
+
+def _read_config(plain: Mapping[str, Any]) -> RelayConfig:
+    return RelayConfig.from_plain(plain, RelayConfig(schedule=_recorded_function(plain["schedule"])))
+
+
+@cache
+def _recorded_function(name: str) -> ScheduleFunction:
+    """Return a function in place of a schedule whose name alone was recorded."""
+
+    def schedule(settings: ScheduleSettings, visits: Sequence[str]) -> Iterable[Action]:
+        raise RuntimeError(f"a recorded run has only the name of the schedule {name}, not its code")
+
+    schedule.__name__ = name
+    return schedule
+
+
 # Snapshots -----------------------------------------------------------------------------------------------------------
 
 
@@ -66,7 +85,7 @@ class SnapshotDelta:
 
     def encode(self, snapshot: Snapshot) -> JsonRow:
         """Return the row of a snapshot: its difference to the snapshot before."""
-        plain = {name: getattr(snapshot, name) for name in PLAIN_FIELDS} | {"config": asdict(snapshot.config)}
+        plain = {name: getattr(snapshot, name) for name in PLAIN_FIELDS} | {"config": snapshot.config.to_plain()}
         plain |= {"figures": dict(snapshot.figures), "touched": sorted(snapshot.touched)}
         stack = [_constant_fields(layer) for layer in snapshot.layers]
         lists = {name: getattr(snapshot, name) for name in LIST_FIELDS} | {"stack": stack}
@@ -151,7 +170,7 @@ class SnapshotDelta:
         steps = values["steps"]
         return Snapshot(
             **values,
-            config=RelayConfig(**self._plain["config"]),
+            config=_read_config(self._plain["config"]),
             number=number,
             state="closed",
             pausing=False,

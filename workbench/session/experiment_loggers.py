@@ -10,7 +10,6 @@ import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from workbench.session.loggers import scalars_of, scalars_of_change, scalars_of_held_out, text_of
@@ -72,7 +71,7 @@ class _ExperimentLogger(ABC):
         if not self.has_settings:
             self.has_settings = True
             facts = {"model": now.model, "weights": now.num_params, "device": now.device, "depth": len(now.layers)}
-            self._log_settings(facts | asdict(now.config))
+            self._log_settings(facts | now.config.to_plain())
 
 
 class Wandb(_ExperimentLogger):

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy
 
-from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Move, Unfreeze
+from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Move, StepPlan, Unfreeze
+from l2l_core.plan import schedule_name
 from workbench.readings import full_name, number_layers
 from workbench.session.snapshot_values import LayerRow
 
@@ -94,6 +95,10 @@ def literal(value: Any) -> str:
             return f"slice({literal(value.start)}, {literal(value.stop)}, {literal(value.step)})"
         case float() if not math.isfinite(value):
             return f"float({str(value)!r})"
+        case StepPlan():
+            return repr(str(value))
+        case _ if callable(value):
+            return schedule_name(value)
         case _:
             return repr(value)
 

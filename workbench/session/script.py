@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import l2l_core
 from l2l_core import Edit, Relay, Schedule
+from l2l_core.plan import schedule_name
 from workbench.session.batches import Batches, SourceKind
 from workbench.session.layer_edits import edit_code, literal
 from workbench.session.notebook_source import find_notebook_source
@@ -111,6 +112,9 @@ class Script:
 
     def record_settings(self, settings: Mapping[str, Any]) -> None:
         """Record new settings of the relay."""
+        if callable(schedule := settings.get("schedule")):  # a function has no code here
+            self.record_manual(f"relay.config = replace(relay.config, schedule={schedule_name(schedule)})")
+            settings = {name: value for name, value in settings.items() if name != "schedule"}
         with self._changed:
             if not self._records or not isinstance(last := self._records[-1], _SettingsRecord):
                 self._records.append(last := _SettingsRecord({}, {}))
@@ -143,6 +147,7 @@ class Script:
                 lines=lines,
                 names=sorted({"RelayConfig", *self._names}),
                 config=edit_code(self._config),
+                own_schedule=schedule_name(self._config.schedule) if callable(self._config.schedule) else "",
                 start_state=self._start_state,
                 kind=self._kind,
                 scheduler_step=self._scheduler_step,

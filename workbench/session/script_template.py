@@ -21,6 +21,7 @@ class ScriptFrame:
         lines: lines that repeat the session, in order.
         names: names imported from the engine.
         config: code of the relay's configuration at the beginning.
+        own_schedule: name of a function in it that is the relay's schedule; "" for none.
         start_state: steps, branch, keys of layers and number of journal entries at the beginning.
         kind: kind of the source of batches.
         scheduler_step: line that steps the learning rate scheduler; "" without one.
@@ -32,6 +33,7 @@ class ScriptFrame:
     lines: Sequence[str]
     names: Sequence[str]
     config: str
+    own_schedule: str
     start_state: tuple[int, str, Sequence[str], int]
     kind: SourceKind
     scheduler_step: str
@@ -250,9 +252,12 @@ def _start_check(frame: ScriptFrame) -> str:
     """Return the check that the relay has the state at the beginning of the session."""
     steps, branch, keys, edits = frame.start_state
     listed = "\n".join(f"    {line}" for line in wrap(", ".join(map(repr, keys)) + ",", 110))
+    # The function has no code here: it is the one of make_relay().
+    own = frame.own_schedule
+    config = frame.config.replace(f"schedule={own}", "schedule=relay.config.schedule") if own else frame.config
     return f'''"""Repeat the session, and return the loss of every step in order."""
 losses = []
-begun = {steps}, {branch!r}, {edits}, {frame.config}, [
+begun = {steps}, {branch!r}, {edits}, {config}, [
 {listed}
 ]
 found = relay.steps, relay.branch, len(relay.journal), relay.config, [layer.key for layer in relay.stack]

@@ -10,6 +10,7 @@ from typing import Any
 from l2l_core import DeviceOutOfMemory, EmulatedDevice, Relay, StepResult, TornStep, Trace
 from l2l_core.batches import Batch
 from l2l_core.eps.blocks import Unit
+from l2l_core.plan import schedule_name
 from l2l_core.trace import format_bytes
 from workbench.readings import Columns, summarize_timeline
 from workbench.session.snapshot import Snapshot
@@ -194,4 +195,4 @@ def format_setting(name: str, value: Any) -> str:
     """Format the value of a setting."""
     if name.endswith("_bytes_per_s"):
         return "unlimited" if value is None else f"{format_bytes(value)}/s"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else schedule_name(value) if name == "schedule" else str(value)

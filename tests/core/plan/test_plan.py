@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from by_hand import stashes
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from oracle import both
+from random_plans import plans
 from zoo import BY_NAME
 
 from l2l_core import RelayConfig
@@ -29,26 +29,6 @@ plan micro_batches=2 ahead=1 slots=2
 -   -     P:shell
 """.strip()
 LAYERS = ["L000", "L001", "L002"]
-
-
-@st.composite
-def plans(draw: st.DrawFn) -> StepPlan:
-    """Plans of regular models, with layers that are visited several times."""
-    ahead, resident = draw(st.integers(0, 3)), draw(st.integers(0, 2))
-    offloads = draw(st.booleans())
-    made = ScheduleSettings(
-        micro_batches=draw(st.integers(1, 4)),
-        ahead=ahead,
-        slots=ahead + 1 + resident,
-        kept_graphs=draw(st.integers(0, ahead + 1 + resident)),
-        loss_per_micro_batch=draw(st.booleans()),
-        offloads=offloads,
-        later_turns=draw(st.sampled_from([0, 4])) if offloads and ahead else 0,
-        announces_loads=draw(st.booleans()),
-    )
-    visits = draw(st.lists(st.sampled_from(["L000", "L001", "L002", "L003"]), max_size=6))
-    visits = [layer for i, layer in enumerate(visits) if i == 0 or visits[i - 1] != layer]
-    return StepPlan.expected(made, list(dict.fromkeys(visits)), visits)
 
 
 def test_the_text_of_a_plan_is_the_one_in_the_docstring() -> None:
