@@ -194,9 +194,9 @@ class RelayConfig:
         "breadth_first", which trains the same weights to the bit, and a warning names the function.
         """
         name = schedule = plain["schedule"]
-        if known is not None and callable(known.schedule) and name == schedule_name(known.schedule):
-            schedule = known.schedule
-        elif name not in get_args(ScheduleName) and not name.startswith("plan "):
+        if name not in get_args(ScheduleName) and not name.startswith("plan "):
+            schedule = None if known is None or schedule_name(known.schedule) != name else known.schedule
+        if not callable(schedule) and not isinstance(schedule, str):
             schedule = "breadth_first"
             warnings.warn(
                 f"the settings were saved with schedule={name}, a function, and a save holds no code: the schedule is "

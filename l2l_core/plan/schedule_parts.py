@@ -47,21 +47,38 @@ def visits_of_step(settings: ScheduleSettings, visits: Sequence[str]) -> list[St
 
 
 class SlotTable:
-    """Weight slots of a step, and the layer in each."""
+    """Weight slots of a step, and the layer in each.
 
-    def __init__(self) -> None:
-        self._layers: dict[int, str] = {}
+    Args:
+        count: number of slots, at most `ScheduleSettings.slots`.
+    """
 
-    def load(self, layer: str, slot: int) -> Iterator[Action]:
-        """Yield the load of a layer into a slot, unless the layer is in a slot already."""
-        if layer not in self._layers.values():
-            self._layers[slot] = layer
-            yield Action("L", layer, slot=slot)
+    def __init__(self, count: int) -> None:
+        self._layers: list[str | None] = [None] * count
+
+    def load(self, layer: str, instead_of: str | None = None) -> Iterator[Action]:
+        """Yield the load of a layer, unless it is in a slot already: into an empty slot, or in the place of another layer.
+
+        Raises:
+            ValueError: no slot is empty, and none holds `instead_of`.
+        """
+        if layer in self._layers:
+            return
+        replaced = None if None in self._layers else instead_of
+        if replaced not in self._layers:
+            raise ValueError(
+                f"{layer} cannot be loaded instead of {instead_of}: the slots hold {', '.join(map(str, self._layers))}. Name one "
+                "of these layers"
+            )
+        slot = self._layers.index(replaced)
+        self._layers[slot] = layer
+        yield Action("L", layer, slot=slot)
 
 
 def serial(settings: ScheduleSettings, visits: Sequence[str]) -> Iterator[Action]:
     """Yield a step that loads a layer, runs it, and only then loads the next one, into the same slot."""
-    slots = SlotTable()
+    slots, previous = SlotTable(1), None
     for visit in visits_of_step(settings, visits):
-        yield from slots.load(visit.layer, slot=0)
+        yield from slots.load(visit.layer, instead_of=previous)
         yield from visit.actions
+        previous = visit.layer

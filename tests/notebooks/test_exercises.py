@@ -1,11 +1,12 @@
 """The exercises of the lessons: their own solution is right, a stub is no try, a plausible mistake is wrong."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from l2l_core.plan import Action, ScheduleSettings, SlotTable, visits_of_step
 from workbench.commands.notebook_runner import FOLDER, read_notebook
 from workbench.lessons.exercises import Exercise
 
@@ -45,6 +46,15 @@ def plan(n: int) -> list[tuple[str, int]]:
     return [("Fall", i) for i in range(n)] + [("B", i) for i in reversed(range(n))]  # plain training
 
 
+def two_slots(settings: ScheduleSettings, visits: Sequence[str]) -> Iterator[Action]:
+    slots, order, previous = SlotTable(2), visits_of_step(settings, visits), None
+    for i, visit in enumerate(order):  # prefetch, whatever the settings
+        for later in order[i : i + 2]:
+            yield from slots.load(later.layer, instead_of=previous)
+        yield from visit.actions
+        previous = visit.layer
+
+
 @pytest.mark.parametrize(
     "notebook, mistaken",
     [
@@ -53,6 +63,7 @@ def plan(n: int) -> list[tuple[str, int]]:
         ("03_overlap", smallest),
         ("06_when_to_relay", choose),
         ("07_memory_strategies", plan),
+        ("08_your_own_schedule", two_slots),
     ],
 )
 def test_exercise(notebook: str, mistaken: Callable[..., object]) -> None:

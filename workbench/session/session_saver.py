@@ -25,7 +25,13 @@ from workbench.session.random_states import RandomStates
 from workbench.session.resume_check import ResumeCheck
 from workbench.session.save_folder import Autosave, SavedSession, SaveFolder
 from workbench.session.session_state import SessionState
-from workbench.session.settings import LINK_SETTINGS, apply_settings, read_settings
+from workbench.session.settings import (
+    LINK_SETTINGS,
+    apply_settings,
+    plain_settings,
+    read_plain_settings,
+    read_settings,
+)
 from workbench.session.snapshot_values import Change, HeldOutRow, StepRow
 
 _IDLE_SHARE = 10  # while nothing is trained, saves take at most this part of the time
@@ -180,7 +186,7 @@ class SessionSaver:
             "histories": view.histories.state_dict(number_of),
             "touched": sorted(view.touched),
             "figures": {name: v for name, v in self._relay.device.figures().items() if name in LINK_SETTINGS},
-            "settings_at_start": state.settings_plan.start,
+            "settings_at_start": plain_settings(state.settings_plan.start),
             "run": {"done": state.run.done, "remaining": state.run.remaining},
             "scheduler": self._scheduler.state_dict(),
             "batches": self._batches.position().to_plain(),
@@ -259,7 +265,7 @@ class SessionSaver:
             state.relay_view.histories.load_state_dict(content["histories"], rows)
             state.refresh()
             state.relay_view.touched = frozenset(content["touched"])
-            state.settings_plan.start = content["settings_at_start"]
+            state.settings_plan.start = read_plain_settings(content["settings_at_start"], state.settings_plan.start)
             state.settings_plan.mark_used()
             state.run.restore(content["run"]["done"], content["run"]["remaining"])
 

@@ -22,6 +22,17 @@ def read_settings(relay: Relay) -> Settings:
     return {**{field.name: getattr(config, field.name) for field in fields(config)}, **relay.device.figures()}
 
 
+def plain_settings(settings: Settings) -> Settings:
+    """Return settings for a file, with a plan as text and a function by its name; see `RelayConfig.to_plain`."""
+    return {**settings, "schedule": make_config(settings).to_plain()["schedule"]}
+
+
+def read_plain_settings(plain: Settings, known: Settings) -> Settings:
+    """Return the settings of `plain_settings`; a function is that of the `known` settings, see `RelayConfig.from_plain`."""
+    found = RelayConfig.from_plain({"schedule": plain["schedule"]}, make_config(known))
+    return {**plain, "schedule": found.schedule}
+
+
 def check_names(names: Iterable[str], device: Device) -> None:
     """Check that settings exist and apply to a device.
 

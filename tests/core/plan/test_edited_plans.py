@@ -157,5 +157,6 @@ def test_the_programs_of_the_documentation_run(capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().out
     [shown] = re.findall(r"```\n(plan .*?)```", text, re.DOTALL)
     assert printed.startswith(shown)
-    assert "equal to the step in core" in printed
+    assert printed.count("equal to the step in core") == 2
     assert "['shell', 'L000', 'L001', 'L002', 'L001', 'L000']" in printed
+    assert "['L000', 'L001', 'L002', 'L001', 'L000']" in printed and printed.endswith("one_by_one\n")

@@ -37,13 +37,24 @@ from l2l_core.plan import (
 LAYERS = ["L000", "L001", "L002"]
 
 
-def ring(settings: ScheduleSettings, visits: Sequence[str]) -> Iterator[Action]:
-    """Load `ahead` layers before they are visited, into one slot after the other."""
-    slots, order = SlotTable(), visits_of_step(settings, visits)
+def ahead_of_visits(settings: ScheduleSettings, visits: Sequence[str]) -> Iterator[Action]:
+    """Load layers `ahead` visits before their own, each in the place of the layer that was visited last."""
+    slots, order, previous = SlotTable(settings.slots), visits_of_step(settings, visits), None
     for i, visit in enumerate(order):
-        for j in range(i, min(i + settings.ahead + 1, len(order))):
-            yield from slots.load(order[j].layer, j % settings.slots)
+        for later in order[i : i + settings.ahead + 1]:
+            yield from slots.load(later.layer, instead_of=previous)
         yield from visit.actions
+        previous = visit.layer
+
+
+def test_a_slot_table_loads_no_layer_twice_and_names_what_it_holds() -> None:
+    slots = SlotTable(2)
+    loads = [action for layer in ("a", "b", "a") for action in slots.load(layer)]
+    assert [(load.layer, load.slot) for load in loads] == [("a", 0), ("b", 1)]
+    with pytest.raises(ValueError, match=r"c cannot be loaded instead of None: the slots hold a, b\. Name one"):
+        list(slots.load("c"))
+    assert [load.slot for load in slots.load("c", instead_of="b")] == [1]
+    assert not [*slots.load("c", instead_of="a")] and [load.slot for load in slots.load("b", instead_of="a")] == [0]
 
 
 # -- parts of schedules --------------------------------------------------------------------------------------------------
@@ -82,7 +93,7 @@ def test_serial_as_text() -> None:
 
 
 @stashes
-@pytest.mark.parametrize("schedule", [serial, ring])
+@pytest.mark.parametrize("schedule", [serial, ahead_of_visits])
 @pytest.mark.parametrize("name", ["chain", "batch_norm", "gpt2", "tied_layers", rarely("t5"), rarely("vit")])
 def test_steps_have_the_bits_of_plain_training(name: str, schedule: ScheduleFunction, stash: Any) -> None:
     """The third batch has fewer rows than the others."""
@@ -124,7 +135,7 @@ def test_one_loss_of_the_batch() -> None:
 def test_a_shelf_takes_a_schedule(tmp_path: Path) -> None:
     kind = BY_NAME["chain"]
     by_shelf: list[float] = []
-    for schedule in ("breadth_first", ring):
+    for schedule in ("breadth_first", ahead_of_visits):
         folder = tmp_path / str(schedule)[:9]
         config = RelayConfig(micro_batches=2, stash="disk", seed=0, schedule=schedule)
         shelf = FileShelf(folder=folder, memory_bytes="8 MB")
@@ -165,7 +176,7 @@ def test_edits_give_the_function_other_layers() -> None:
 
 def test_later_steps_by_the_same_plan_are_not_metered_again() -> None:
     """Peaks of a step that replays the record equal those of the metered step."""
-    with make_relay(make_gpt(), config=RelayConfig(micro_batches=2, schedule=ring)) as relay:
+    with make_relay(make_gpt(), config=RelayConfig(micro_batches=2, schedule=ahead_of_visits)) as relay:
         metered, replayed = relay.step(make_batch(0)), relay.step(make_batch(1))
         assert replayed.peak_device_bytes == metered.peak_device_bytes
         kinds = [{event.kind for event in result.trace.events} for result in (metered, replayed)]
@@ -238,7 +249,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
 
 @pytest.mark.parametrize("schedule, error, match", REFUSED, ids=[f"{i}" for i in range(len(REFUSED))])
 def test_a_refused_schedule_changes_nothing(schedule: Any, error: type[Exception], match: str) -> None:
-    config = RelayConfig(micro_batches=2, schedule=ring)
+    config = RelayConfig(micro_batches=2, schedule=ahead_of_visits)
     kind = BY_NAME["batch_norm"]
     with both(kind, config) as pair:
         assert_equal([pair.step(kind.make_batch(4, 0))])
@@ -304,7 +315,7 @@ def test_a_forecast_after_a_step_does_not_take_its_costs_for_those_of_the_relay(
 
 
 def test_a_device_that_is_too_small_gets_settings_that_fit() -> None:
-    config = RelayConfig(micro_batches=2, resident=2, keep=3, schedule=ring)
+    config = RelayConfig(micro_batches=2, resident=2, keep=3, schedule=ahead_of_visits)
     with make_relay(make_gpt(), config=config) as relay:
         most = relay.step(make_batch(0)).peak_device_bytes
         relay.config = replace(relay.config, schedule="breadth_first", resident=0, keep=0, ahead=0)
@@ -406,7 +417,7 @@ def test_settings_as_text_and_in_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stored", ["function", "plan"])
 def test_saves_go_on_to_the_bit(tmp_path: Path, stored: str) -> None:
-    with make_relay(make_gpt(), config=RelayConfig(micro_batches=2, schedule=ring, seed=3)) as relay:
+    with make_relay(make_gpt(), config=RelayConfig(micro_batches=2, schedule=ahead_of_visits, seed=3)) as relay:
         relay.step(make_batch(0))
         if stored == "plan":
             relay.config = replace(relay.config, schedule=relay.plan(make_batch(0)))
@@ -433,7 +444,7 @@ def test_saves_go_on_to_the_bit(tmp_path: Path, stored: str) -> None:
         with Relay.load(tmp_path, make_gpt(), device=EmulatedDevice()) as relay:
             go_on(relay, schedule)
         return
-    with pytest.warns(UserWarning, match="saved with schedule=ring") as warned:
+    with pytest.warns(UserWarning, match="saved with schedule=ahead_of_visits") as warned:
         relay = Relay.load(tmp_path, make_gpt(), device=EmulatedDevice())
     assert [one.filename for one in warned][0] == __file__
     with relay:
