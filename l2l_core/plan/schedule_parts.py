@@ -57,7 +57,9 @@ class SlotTable:
         self._layers: list[str | None] = [None] * count
 
     def load(self, layer: str, instead_of: str | None = None) -> Iterator[Action]:
-        """Yield the load of a layer, unless it is in a slot already: into an empty slot, or in the place of another layer.
+        """Yield the load of a layer, unless it is in a slot already.
+
+        An empty slot is taken if there is one, otherwise that of the layer `instead_of`.
 
         Raises:
             ValueError: no slot is empty, and none holds `instead_of`.

@@ -449,7 +449,7 @@ def test_every_kind_of_change_is_written_and_read_alike(relay: Relay) -> None:
         commands.ImpossibleCommand("it is gone"),
     ]
     assert {type(each) for each in changes} == kinds(commands.EditCommand)
-    reader = PlainReader(relay._editor, {unit.key: unit for unit in relay.stack}, {})
+    reader = PlainReader(relay._editor, {unit.key: unit for unit in relay.stack}, {}, relay.config)
     for each in changes:
         again = reader.read_command(*plain_command(each))
         assert type(again) is type(each) and vars(again) == vars(each)
