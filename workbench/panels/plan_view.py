@@ -62,7 +62,8 @@ class PlanView:
         self._relay, self._batch = relay, batch
         relay.plan(batch)  # refuses a relay whose steps have no plan, with the reason
         self._simulator = PlanSimulator.of(relay, batch)  # finds the order of layers, too
-        self._presets = {OWN: relay.plan(batch), SERIAL: relay.plan(batch, replace(relay.config, ahead=0))}
+        alone = replace(relay.config, ahead=0, schedule="breadth_first")
+        self._presets = {OWN: relay.plan(batch), SERIAL: relay.plan(batch, alone)}
         self._draft = PlanDraft(self._presets[OWN])
         self._own = self._step = self._simulate_own()
         self._measured: PlannedStep | None = None
