@@ -151,17 +151,6 @@ class StepPlan:
         return StepPlan(_parse_settings(head), tuple(actions))
 
 
-def schedule_name(schedule: object) -> str:
-    """Return the name of a schedule of `RelayConfig`: of a function its own, of a `StepPlan` that of its maker."""
-    if isinstance(schedule, str):
-        return schedule
-    if isinstance(schedule, StepPlan):
-        return schedule.name
-    if isinstance(schedule, partial):
-        return schedule_name(schedule.func)
-    return getattr(schedule, "__name__", type(schedule).__name__)
-
-
 def run_schedule(actions: Actions, answer: Callable[[Action], ActionResult | None]) -> Iterator[Action]:
     """Yield the actions of a schedule that gets these answers."""
     action = next(actions)
@@ -171,6 +160,17 @@ def run_schedule(actions: Actions, answer: Callable[[Action], ActionResult | Non
             action = actions.send(answer(action))
         except StopIteration:
             return
+
+
+def schedule_name(schedule: object) -> str:
+    """Return the name of a schedule of `RelayConfig`: of a function its own, of a `StepPlan` that of its maker."""
+    if isinstance(schedule, str):
+        return schedule
+    if isinstance(schedule, StepPlan):
+        return schedule.name
+    if isinstance(schedule, partial):
+        return schedule_name(schedule.func)
+    return getattr(schedule, "__name__", type(schedule).__name__)
 
 
 # -- text ----------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Workers of `crew.py` with buffers of their own, or gradients in bfloat16 on the way."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 from zoo import BY_NAME
 
 from l2l_core import Relay, Workers
+from l2l_core.plan import serial
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -85,3 +88,21 @@ def train_in_bfloat16(rank: int, count: int, case: Case) -> dict[str, Any]:
         seen[wire] = {"losses": losses, "sent": sum(sent), "largest difference": largest}
     moved = max(differences(model, BY_NAME[case.kind].make_model()).values())
     return seen | {"expected": expected, "moved": moved}
+
+
+def refuse_schedules(rank: int, count: int, case: Case) -> dict[str, Any]:
+    """Try user-defined schedules in every way; return the messages, and the loss of a step by the relay's own."""
+    messages: list[str] = []
+    with relay_of(case, rank) as relay:
+        batch = case.rows_of(rank, 0)
+        plan = relay.plan(batch)
+
+        def refused(act: Callable[[], object]) -> None:
+            try:
+                act()
+            except ValueError as error:
+                messages.append(str(error))
+
+        refused(lambda: setattr(relay, "config", replace(relay.config, schedule=serial)))
+        refused(lambda: relay.step(batch, plan=plan))
+        return {"messages": messages, "loss": relay.step(batch).loss}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from crew import Crew
 from crew_cases import Case, sgd
-from crew_modes import train_in_bfloat16, train_with_own_buffers
+from crew_modes import refuse_schedules, train_in_bfloat16, train_with_own_buffers
 
 from l2l_core import Workers
 
@@ -39,3 +39,10 @@ def test_gradients_travel_in_bfloat16(reduce: str, two: Crew) -> None:
 def test_unknown_settings_are_refused(setting: str) -> None:
     with pytest.raises(ValueError, match=f"{setting}='fp16': must be one of"):
         Workers(**{setting: "fp16"})
+
+
+def test_schedules_of_the_user_are_refused_on_every_worker(two: Crew) -> None:
+    for seen in two.run(refuse_schedules, Case("chain", rows=(4, 4))):
+        setting, plan = seen["messages"]
+        assert "schedule=serial with several workers" in setting
+        assert "(plan) with several workers is not possible: leave out the plan" in plan and seen["loss"] > 0
