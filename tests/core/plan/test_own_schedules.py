@@ -236,7 +236,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
         without_last_load,
         PlanError,
-        r"V of L000, visit 0 in backward\): its weights are in no slot. Remedy: load it before",
+        r"\| of L000, visit 0 in backward\): its weights are in no slot. Remedy: load it before",
     ),
     (first_layers, PlanError, r"calls L002, where the plan has none. Nothing was trained"),
     (lambda settings, visits: [], PlanError, "append P:shell"),
