@@ -18,7 +18,7 @@ from by_hand import stashes
 from hypothesis import given, settings
 from oracle import assert_equal, both
 from patience import rarely
-from plan_strategies import plans
+from random_plans import plans
 from small import assert_same, make_batch, make_gpt, make_relay, whole
 from zoo import BY_NAME
 

@@ -11,7 +11,7 @@ import pytest
 from by_hand import stashes
 from hypothesis import given, settings
 from oracle import both
-from plan_strategies import plans
+from random_plans import plans
 from zoo import BY_NAME
 
 from l2l_core import RelayConfig
