@@ -49,13 +49,16 @@ lab: .venv/.stamp ## open JupyterLab on 127.0.0.1, with its token, at the first 
 # Tests keep all cores busy, and kernels of notebooks compute on all of them too: threads that wait give their core away.
 test test-fast: export OMP_WAIT_POLICY = passive
 
-# A file's tests stay in one process. More than four of them would take turns for memory, and for a GPU.
-test: .venv/.stamp ## run the tests, on up to four cores (ARGS="-m slow" for the long ones)
-	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist loadfile --no-loadscope-reorder $(ARGS)
+# One process more than there are cores, since tests wait for kernels and pages. More than four would take turns for memory, and
+# for a GPU. A file's tests stay in one process.
+WORKERS = $(shell n=$$(nproc 2>/dev/null || echo 3); [ $$n -lt 4 ] && echo $$((n + 1)) || echo 4)
+
+test: .venv/.stamp ## run the tests, in up to four processes (ARGS="-m slow" for the long ones)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # tests/support/fast.py says which.
 test-fast: .venv/.stamp ## run a quick sample of the tests, from every folder but browser and notebooks
-	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist loadfile --no-loadscope-reorder --fast $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --fast $(ARGS)
 
 # Helpers start with an underscore. A benchmark that needs what is not here (a GPU) says so and exits with 2.
 bench: .venv/.stamp ## run every benchmark in turn

@@ -3,6 +3,7 @@
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from l2l_core import _torch
@@ -23,6 +24,7 @@ FOREIGN = {  # private attributes of others
 }  # fmt: skip
 
 
+@cache
 def trees() -> dict[str, ast.Module]:
     paths = sorted(path for package in ("l2l_core", "workbench") for path in (ROOT / package).rglob("*.py"))
     return {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
