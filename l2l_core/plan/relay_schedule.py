@@ -76,8 +76,10 @@ class RelaySchedule:
         expected: keys of the layers in the expected order of visits, that of the last pass.
     """
 
+    name = "plan"  # of the plan that a step by it returns
+
     def __init__(self, settings: ScheduleSettings, layers: Sequence[str], expected: Sequence[str]) -> None:
-        self._settings, self._expected = settings, list(expected)
+        self.settings, self._expected = settings, list(expected)
         self._rank = {layer: position for position, layer in enumerate(layers)}
         self._waits_for: list[str | None] = [None] * settings.micro_batches
         self._finished = [False] * settings.micro_batches
@@ -95,7 +97,7 @@ class RelaySchedule:
             yield from self._enter(slots, visit)
             waiting = self._waiting(layer)
             for position, k in enumerate(waiting):
-                if self._settings.offloads:
+                if self.settings.offloads:
                     yield from self._fetch(self._forward_turns(visit, waiting, position))
                 yield from self._forward(k, visit)
                 yield from self._end_turn(k, visit)
@@ -112,7 +114,7 @@ class RelaySchedule:
             yield from self._enter(slots, visit)  # [1]
             waiting = self._waiting(layer)
             for position, k in enumerate(waiting):  # [2]
-                if self._settings.offloads:
+                if self.settings.offloads:
                     yield from self._fetch(self._forward_turns(visit, waiting, position))
                 yield from self._forward(k, visit)
                 if self._finished[k]:
@@ -122,7 +124,7 @@ class RelaySchedule:
                 yield from self._push(visit)
             slots.end_visit()
             yield Action("E", layer, visit=visit.index)
-        if not self._settings.loss_per_micro_batch:
+        if not self.settings.loss_per_micro_batch:
             yield Action("X", SHELL)
         rest = [visit for visit in reversed(self._visits) if visit.calls]
         slots.replan([visit.layer for visit in rest])
@@ -131,8 +133,8 @@ class RelaySchedule:
         for visit in rest:
             yield from self._enter(slots, visit, is_backward=True)  # [1]
             for k in list(visit.calls):  # [3] in ascending k, the order of gradient accumulation
-                if self._settings.offloads:
-                    yield from self._fetch(list(islice(turns, 2 + self._settings.later_turns)))  # this one is the first
+                if self.settings.offloads:
+                    yield from self._fetch(list(islice(turns, 2 + self.settings.later_turns)))  # this one is the first
                 turns.popleft()
                 yield self._backward(k, visit, is_backward=True)
                 yield from self._end_turn(k, visit, is_backward=True)
@@ -144,7 +146,7 @@ class RelaySchedule:
     # -- visits --------------------------------------------------------------------------------------------------------
 
     def _make_slots(self, expected: Sequence[str]) -> SlotChoice:
-        settings = self._settings
+        settings = self.settings
         return SlotChoice(settings.ahead, settings.slots, expected, settings.announces_loads)
 
     def _next_layer(self, excluding: int = -1) -> str | None:
@@ -174,9 +176,9 @@ class RelaySchedule:
 
     def _keep(self, visit: int) -> Keep:
         remaining = len(self._expected) - 1 - visit  # expected visits after this one
-        if 0 <= remaining < self._settings.kept_graphs:
+        if 0 <= remaining < self.settings.kept_graphs:
             return "graph"
-        return "input" if remaining or not self._settings.loss_per_micro_batch else "turn"
+        return "input" if remaining or not self.settings.loss_per_micro_batch else "turn"
 
     def _enter(self, slots: SlotChoice, visit: _ScheduledVisit, is_backward: bool = False) -> Iterator[Action]:
         yield from slots.begin_visit(visit.layer)
@@ -185,9 +187,9 @@ class RelaySchedule:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def _start(self) -> Actions:
-        for k in range(self._settings.micro_batches):
+        for k in range(self.settings.micro_batches):
             self._take(k, (yield Action("I", SHELL, k)))
-            if self._settings.offloads:
+            if self.settings.offloads:
                 yield Action("S", SHELL, k)
 
     def _forward(self, k: int, visit: _ScheduledVisit) -> Actions:
@@ -206,7 +208,7 @@ class RelaySchedule:
 
     def _forward_turns(self, visit: _ScheduledVisit, waiting: Sequence[int], position: int) -> list[Turn]:
         """Return the present turn, that of `waiting[position]`, and those that are expected to follow it."""
-        later, k = self._settings.later_turns, waiting[position]
+        later, k = self.settings.later_turns, waiting[position]
         stop = position + 1 + min(1 + later, LATER_TURNS)
         turns = [Turn(j, visit.layer, visit.index) for j in waiting[position:stop]]
         if len(turns) > 1 + later:
@@ -239,14 +241,14 @@ class RelaySchedule:
     def _fetch(self, turns: Sequence[Turn]) -> Iterator[Action]:
         """Wait for the tensors of the first of `turns`, start to fetch those of the second, announce the others."""
         yield _of_turn("W", turns[0])
-        if self._settings.ahead:
+        if self.settings.ahead:
             for turn in turns[1:2]:
                 yield _of_turn("G", turn)
-            if self._settings.later_turns:
-                yield Action("H", turns=tuple(turns[2 : 2 + self._settings.later_turns]))
+            if self.settings.later_turns:
+                yield Action("H", turns=tuple(turns[2 : 2 + self.settings.later_turns]))
 
     def _end_turn(self, k: int, visit: _ScheduledVisit, is_backward: bool = False) -> Sequence[Action]:
-        if self._settings.offloads:
+        if self.settings.offloads:
             return (Action("S", visit.layer, k, visit.index, is_backward),)
         if not is_backward and visit.keep == "turn" and k in visit.calls:
             return (Action("D", visit.layer, k, visit.index),)
@@ -259,7 +261,7 @@ class RelaySchedule:
 
         Another order would add up the gradients of the shell and of the last layer in another order.
         """
-        if not self._settings.loss_per_micro_batch:
+        if not self.settings.loss_per_micro_batch:
             return
         while self._losses < len(self._finished) and self._finished[self._losses]:
             k = self._losses
@@ -267,7 +269,7 @@ class RelaySchedule:
             self._losses += 1
             if visit is not None and answer is not None and answer.has_graph:  # no recompute of the last layer
                 yield self._backward(k, visit)
-            if k != current and self._settings.offloads:  # it finished in an earlier turn and was offloaded
+            if k != current and self.settings.offloads:  # it finished in an earlier turn and was offloaded
                 yield Action("S", SHELL, k)
 
     def _backward(self, k: int, visit: _ScheduledVisit, is_backward: bool = False) -> Action:

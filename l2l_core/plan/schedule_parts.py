@@ -59,7 +59,7 @@ class SlotTable:
     def load(self, layer: str, instead_of: str | None = None) -> Iterator[Action]:
         """Yield the load of a layer, unless it is in a slot already.
 
-        An empty slot is taken if there is one, otherwise that of the layer `instead_of`.
+        The load takes an empty slot. Without one, it replaces the layer `instead_of`.
 
         Raises:
             ValueError: no slot is empty, and none holds `instead_of`.

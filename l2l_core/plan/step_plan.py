@@ -91,8 +91,8 @@ class StepPlan:
 
         return StepPlan(settings, tuple(run_schedule(RelaySchedule(settings, layers, visits).train(), answer)))
 
-    def replay(self) -> Actions:
-        """Yield the actions; a schedule for `StepExecutor`.
+    def train(self) -> Actions:
+        """Yield the actions of a training step, as `RelaySchedule.train`.
 
         Raises:
             PlanError: the model calls other layers than the plan visits. No layer has been trained then: a gradient is pushed

@@ -161,8 +161,6 @@ def _simulate_plan(
                 f"a plan cannot be simulated with {difference}: start from relay.plan(batch), which fits its relay, or leave "
                 "out the plan"
             )
-    _check_compatible(profile, config, cluster, keeps_alike=False)
-    profile = profile.with_micro_batches(settings.micro_batches)
     config = replace(
         config,
         ahead=settings.ahead,
@@ -170,6 +168,8 @@ def _simulate_plan(
         keep=len({action.visit for action in plan.actions if action.kind == "F" and action.keep == "graph"}),
         micro_batches=settings.micro_batches,
     )
+    _check_compatible(profile, config, cluster, keeps_alike=False)
+    profile = profile.with_micro_batches(settings.micro_batches)
     costed, actions = cost_plan(_slow_down(profile, cluster.slowdown(0)), plan)
     return VirtualRelay(costed, config, figures, VirtualLocalBackend(), VirtualStashStore()).run(actions)
 
@@ -229,6 +229,7 @@ def _check_compatible(profile: Profile, config: RelayConfig, cluster: Cluster, k
             "schedule='depth_first' is not there for several workers, since it keeps all weights in one process's memory: "
             "leave schedule out of RelayConfig"
         )
+    _check_fetches(profile, config)
     for name in ("precision", "stash"):
         was, wanted = recorded.get(name), getattr(config, name)
         if was is not None and was != wanted:
@@ -257,6 +258,30 @@ def _check_compatible(profile: Profile, config: RelayConfig, cluster: Cluster, k
             f"other layers are recomputed: record a step with RelayConfig(keep={config.keep}, resident={config.resident}, "
             f"ahead={config.ahead}), or rehearse one with relay.forecast(batch, config)"
         )
+
+
+def _check_fetches(profile: Profile, config: RelayConfig) -> None:
+    """Check that a step with these settings fetches as much of an offloaded stash as the profile's step.
+
+    While copies overlap with compute, tensors leave the device during the next turn. With one or two micro-batches some are
+    still there when they are needed again, so they are not fetched.
+    """
+    recorded, is_merged = profile.settings, any(turn.k < 0 for turn in profile.start)
+    if config.stash == "device" or "ahead" not in recorded or "micro_batches" not in recorded:
+        return
+    was = recorded["micro_batches"], recorded["ahead"]
+    wanted = was[0] if is_merged else config.micro_batches, config.ahead
+    if _turns_between_uses(*was) != _turns_between_uses(*wanted):
+        raise ValueError(
+            f"the profile is of {was[0]} micro-batches with ahead={was[1]}, but {wanted[0]} with ahead={wanted[1]} fetch other "
+            f"bytes of a stash={config.stash!r}: record a step with RelayConfig(micro_batches={wanted[0]}, ahead={wanted[1]}), "
+            "or rehearse one with relay.forecast(batch, config)"
+        )
+
+
+def _turns_between_uses(micro_batches: int, ahead: int) -> int:
+    """Return the turns between two of a micro-batch that matter to its fetches: from 3 on, all is fetched."""
+    return min(micro_batches, 3) if ahead else 3
 
 
 def _make_stash_store(profile: Profile, config: RelayConfig, shelf: VirtualDiskBackend | None) -> VirtualStashStore:

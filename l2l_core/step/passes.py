@@ -12,7 +12,7 @@ import torch
 from l2l_core.batches import leaves_in, map_tensors
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Unit
-from l2l_core.plan import StepPlan, schedule_name
+from l2l_core.plan import StepPlan
 from l2l_core.step.batch_loss import BatchLoss
 from l2l_core.step.breadth_first import BreadthFirstRuntime
 from l2l_core.step.depth_first import DepthFirstRuntime
@@ -47,8 +47,9 @@ def run_step(
     by `divisors` add up to the step's loss. Without a record to `replay`, the step is metered.
     """
     store.begin(spec.config, trace)
-    schedule = spec.config.schedule
-    if schedule == "depth_first":
+    given = spec.config.schedule
+    assert isinstance(given, str | StepPlan), f"{given} was not called to make the plan of the step"
+    if given == "depth_first":
         with DepthFirstRuntime(parts, spec, trace, replay) as depth_first:
             losses = depth_first.train(store, divisors)
             _finish_step(depth_first, store)
@@ -78,15 +79,13 @@ def run_step(
             load,
             trains,
         )
-        assert isinstance(schedule, str | StepPlan), f"{schedule} was not called to make the plan of the step"
-        is_planned = isinstance(schedule, StepPlan)
-        executor.run(schedule.replay() if is_planned else runtime.make_schedule().train())
+        schedule = given if isinstance(given, StepPlan) else runtime.make_schedule()
+        executor.run(schedule.train())
         runtime.ctx.recompute_check.check_pending()  # before deferred updates, so that a wrong recompute trains nothing
         assert not any(visit.calls for visit in executor.visits), "a call was not back-propagated"
         _finish_step(runtime, store)
         runtime.ctx.influence.write_stats()
-        settings = schedule.settings if is_planned else spec.plan.settings(spec.config, parts)
-        ran = StepPlan(settings, tuple(executor.actions), schedule_name(schedule) if is_planned else "plan")
+        ran = StepPlan(schedule.settings, tuple(executor.actions), schedule.name)
     return executor.losses, PassResult(executor.layer_order, runtime.meter.record, ran)
 
 

@@ -9,7 +9,6 @@ from l2l_core import PlanError, StepPlan
 from l2l_core.plan import SHELL, Action, check_plan
 
 BAR = "|"  # the word of the action that begins a visit
-_WITHOUT_VISIT = "AHT"  # kinds that need neither layer nor visit
 _VISIT = "VE"  # kinds of the begin and the end of a visit, which is a line of the text
 
 

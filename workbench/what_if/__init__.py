@@ -1,7 +1,7 @@
 """Simulation of training steps with other settings or plans, and pictures of the results; no widgets.
 
 May import `pictures`, `readings`, `session`.
-Begin reading at `question.py`, `answer.py`, `plan_trial.py`.
+Begin reading at `question.py`, `answer.py`, `plan_simulation.py`.
 """
 
 from workbench.what_if.answer import Answer as Answer
@@ -24,13 +24,13 @@ from workbench.what_if.forecast_margin import ForecastRecord as ForecastRecord
 from workbench.what_if.forecast_margin import compare_with_step as compare_with_step
 from workbench.what_if.measured_step import DepthFirstStep as DepthFirstStep
 from workbench.what_if.measured_step import MeasuredStep as MeasuredStep
-from workbench.what_if.plan_trial import PlannedStep as PlannedStep
-from workbench.what_if.plan_trial import PlanSimulator as PlanSimulator
-from workbench.what_if.plan_trial import actions_of as actions_of
-from workbench.what_if.plan_trial import common_axis as common_axis
-from workbench.what_if.plan_trial import draw_plans as draw_plans
-from workbench.what_if.plan_trial import plans_table as plans_table
-from workbench.what_if.plan_trial import spans_of as spans_of
+from workbench.what_if.plan_simulation import PlannedStep as PlannedStep
+from workbench.what_if.plan_simulation import PlanSimulator as PlanSimulator
+from workbench.what_if.plan_simulation import actions_of as actions_of
+from workbench.what_if.plan_simulation import common_axis as common_axis
+from workbench.what_if.plan_simulation import draw_plans as draw_plans
+from workbench.what_if.plan_simulation import plans_table as plans_table
+from workbench.what_if.plan_simulation import spans_of as spans_of
 from workbench.what_if.question import CONFIG_FIELDS as CONFIG_FIELDS
 from workbench.what_if.question import Question as Question
 from workbench.what_if.step_cache import StepCache as StepCache

@@ -111,10 +111,16 @@ def answer_question(step: Trace | Profile | MeasuredStep, question: Question) ->
     return Answer(
         question=question,
         trace=simulate_profile(profile, question, settings),
-        basis=f"simulated with the costs of {base.name}",
+        basis=f"simulated with the costs of {base.name}{_in_own_order(settings)}",
         by_formula=tuple(formula_notes(base, question)),
         per_layer=per_layer,
     )
+
+
+def _in_own_order(settings: Mapping[str, Any]) -> str:
+    """Return a note for a step by a user-defined schedule, whose order a simulation with other settings does not have."""
+    name = settings.get("schedule_name")
+    return f", in the order of the relay's own schedule, not of {name}" if name else ""
 
 
 def simulate_profile(profile: Profile, question: Question, settings: Mapping[str, Any]) -> Trace:

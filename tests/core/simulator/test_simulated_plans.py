@@ -6,10 +6,13 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from by_hand import stashes
+from deep_models import Chain, chain_batch, squared_error
 from oracle import assert_equal, both
 from patience import rarely
 from random_plans import shuffled
@@ -20,13 +23,14 @@ from l2l_core import (
     Machine,
     PlanError,
     Profile,
+    Relay,
     RelayConfig,
     Shapes,
     StepPlan,
     Trace,
     simulate,
 )
-from l2l_core.plan import ScheduleSettings
+from l2l_core.plan import ScheduleSettings, serial
 from l2l_core.simulator import ComputeOp, TurnCost
 from l2l_core.step.traffic.compute_events import ComputeClock
 from l2l_core.step.traffic.lanes import Lane
@@ -241,6 +245,45 @@ def test_a_serial_plan_waits_for_every_copy_by_hand() -> None:
     assert [e.layer for e in trace.lanes["h2d"]] == ["shell", "L000", "L001", "L002", "L001", "L000"]
     assert trace.span_s == pytest.approx(compute_s + 5 * copy_s + 3 * (copy_s + update_s))
     assert (trace.settings["ahead"], trace.settings["resident"]) == (0, 0)
+
+
+SGD = partial(torch.optim.SGD, lr=0.01)
+
+
+@pytest.mark.parametrize("given", ["function", "plan"])
+def test_a_schedule_of_the_settings_is_simulated(given: str) -> None:
+    config, batch = RelayConfig(micro_batches=2, verify="never", seed=0), chain_batch(2)
+    with Relay(Chain(4), SGD, "cpu", loss=squared_error, config=config) as relay:
+        profile = Profile.of(relay.step(batch).trace)
+        plan = relay.plan(batch, replace(config, schedule=serial))
+        issued = relay.step(batch, plan=plan).trace
+    simulated = simulate(profile, replace(config, schedule=serial if given == "function" else plan))
+    for lane in ("compute", "h2d", "d2h"):
+        assert shape_of(simulated, lane) == shape_of(issued, lane)
+    own = simulate(profile, config)
+    assert own.span_s < simulated.span_s, "it waits for every load"
+
+
+@pytest.mark.parametrize("recorded", [(1, 1), (2, 1), (3, 1), (2, 0), (4, 2)])
+@pytest.mark.parametrize("wanted", [(1, 0), (1, 1), (2, 1), (3, 1), (4, 0)])
+def test_fetches_of_a_stash_are_simulated_or_refused(recorded: tuple[int, int], wanted: tuple[int, int]) -> None:
+    """With few micro-batches and overlapping copies, tensors are still on the device when they are needed again."""
+    was, config = (RelayConfig(micro_batches=k, ahead=ahead, stash="host", seed=0) for k, ahead in (recorded, wanted))
+    rows = 12 // was.micro_batches * config.micro_batches
+    with Relay(Chain(4), SGD, "cpu", loss=squared_error, config=was) as relay:
+        profile = Profile.of(relay.step(chain_batch(1, 12)).trace)
+        batch = chain_batch(1, rows)
+        plan, forecast = relay.plan(batch, config), relay.forecast(batch, config)
+        relay.config = config
+        step = relay.step(batch).trace
+    for given in (None, plan):
+        try:
+            simulated = simulate(profile, config, plan=given)
+        except ValueError as error:
+            assert "rehearse one with relay.forecast(batch, config)" in str(error)
+            simulated = simulate(Profile.of(forecast.trace), config, plan=given)
+        for lane in ("h2d", "d2h"):
+            assert shape_of(simulated, lane) == shape_of(step, lane)
 
 
 def test_a_plan_of_more_micro_batches_repeats_the_recorded_ones() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import NamedTuple
 
-from l2l_core import Device, Profile, Relay, RelayConfig, StepPlan, simulate
+from l2l_core import Device, Forecast, Profile, Relay, RelayConfig, StepPlan, simulate
 from l2l_core.batches import Batch
 from l2l_core.plan import SHELL, Action
 from l2l_core.trace import LANES, Event, StepResult, format_bytes
@@ -40,26 +41,32 @@ class PlanSimulator:
     """Simulates steps by plans.
 
     Args:
-        profile: costs of a step of the relay.
-        config: settings of that step.
+        forecasts: steps whose costs are taken, for plans that load ahead (True) and for those that do not (False).
         device: the relay's device, whose link is assumed.
-        basis: description of the source of the costs.
     """
 
-    def __init__(self, profile: Profile, config: RelayConfig, device: Device, basis: str = "") -> None:
-        self._profile, self._config, self._device, self.basis = profile, config, device, basis
+    def __init__(self, forecasts: Mapping[bool, Forecast], device: Device) -> None:
+        self._device = device
+        self._costs = {overlaps: _Costs.of(forecast) for overlaps, forecast in forecasts.items()}
 
     @staticmethod
     def of(relay: Relay, batch: Batch) -> PlanSimulator:
-        """Take the costs of a forecast of the next step, which trains nothing.
+        """Take the costs of forecasts of the next step, which train nothing.
 
         Raises:
             ValueError, TypeError: the relay cannot train this batch, or its steps cannot be simulated.
         """
-        forecast = relay.forecast(batch, replace(relay.config, schedule="breadth_first"))
-        settings = forecast.trace.settings
-        config = RelayConfig(**{f.name: settings[f.name] for f in fields(RelayConfig) if f.name in settings})
-        return PlanSimulator(Profile.of(forecast.trace), config, relay.device, forecast.basis)
+        config = replace(relay.config, schedule="breadth_first")
+        own = relay.forecast(batch, config)
+        other, overlaps = own, own.trace.settings["ahead"] > 0
+        if config.stash != "device":  # without overlap, other bytes are fetched
+            other = relay.forecast(batch, replace(config, ahead=0 if overlaps else 1))
+        return PlanSimulator({overlaps: own, not overlaps: other}, relay.device)
+
+    @property
+    def basis(self) -> str:
+        """Description of the source of the costs."""
+        return self._costs[True].basis
 
     def run(self, plan: StepPlan) -> PlannedStep:
         """Simulate a step by a plan that keeps the rules.
@@ -67,8 +74,21 @@ class PlanSimulator:
         Raises:
             ValueError: the plan is not one of a step with these costs.
         """
-        trace = simulate(self._profile, self._config, self._device, plan=plan)
-        return PlannedStep(plan=plan, trace=trace, basis=self.basis)
+        costs = self._costs[plan.settings.ahead > 0]
+        trace = simulate(costs.profile, costs.config, self._device, plan=plan)
+        return PlannedStep(plan=plan, trace=trace, basis=costs.basis)
+
+
+class _Costs(NamedTuple):
+    profile: Profile
+    config: RelayConfig
+    basis: str
+
+    @staticmethod
+    def of(forecast: Forecast) -> _Costs:
+        settings = forecast.trace.settings
+        config = RelayConfig(**{f.name: settings[f.name] for f in fields(RelayConfig) if f.name in settings})
+        return _Costs(Profile.of(forecast.trace), config, forecast.basis)
 
 
 # -- figures ---------------------------------------------------------------------------------------------------------
@@ -106,28 +126,28 @@ def plans_table(own: PlannedStep, edited: PlannedStep, measured: PlannedStep | N
         measured: by the edited plan, if it has run.
     """
     header = ["", "own plan, simulated", "this plan, simulated", "change"]
-    rows, has_memory = [], _has_memory_of(own, edited)
+    rows, has_memory = [], bool(edited.device_bytes)
     for figure in _FIGURES:
         old, new = figure.read(own), figure.read(edited)
         cells = [figure.name, figure.format(old), figure.format(new), describe_change(figure, old, new)]
         if figure is DEVICE and not has_memory:
             cells[2:] = ["–", ""]
         rows.append(cells if measured is None else [*cells, figure.format(figure.read(measured))])
-    note = f"Both simulations have the same costs: {edited.basis}."
+    if own.basis == edited.basis:
+        note = f"Both simulations have the same costs: {edited.basis}."
+    else:
+        note = (
+            "A step that loads nothing ahead fetches more of the stash, so the simulations have costs of two forecasts. "
+            f"Own plan: {own.basis}. This plan: {edited.basis}."
+        )
     if not has_memory:
         note += (
-            " This plan has other slots, graphs or order of compute, whose memory is not simulated: Apply measures it."
+            " This plan has other graphs or another order of compute, whose memory is not simulated: Apply measures it."
         )
     if measured is not None:
         header.append(f"this plan, {measured.basis}")
         note += " A measured step differs from its simulation as steps differ from each other; compare simulated with simulated."
     return Table("The plan beside the relay's own, in figures", header, rows, note)
-
-
-def _has_memory_of(own: PlannedStep, edited: PlannedStep) -> bool:
-    """Whether the memory of the relay's own plan, which a simulation repeats, applies to the edited plan."""
-    kept = [{action[:5]: action.keep for action in each.plan.actions if action.kind == "F"} for each in (own, edited)]
-    return own.plan.settings == edited.plan.settings and kept[0] == kept[1] and bool(edited.device_bytes)
 
 
 def draw_plans(own: PlannedStep, edited: PlannedStep, span_s: float) -> str:
