@@ -106,6 +106,7 @@ class Workbench(Dashboard):
     look = forward_to_session(Session.look)
     evaluate = forward_to_session(Session.evaluate)
     race = forward_to_session(Session.race)
+    race_variant = forward_to_session(Session.race_variant)
     fork = forward_to_session(Session.fork)
     switch = forward_to_session(Session.switch)
     discard = forward_to_session(Session.discard)

@@ -137,11 +137,9 @@ class WhatIfPanel(Panel):
             self._record.clear()
         self._last_inputs = inputs
         self._next_s = time.monotonic() + max(MIN_INTERVAL_S, self._cost_s / TIME_SHARE)
-        self._executor.submit(self._update_forecast)
-        view = self._ensure_view()
-        view.controls.set_base(following)
+        self._ensure_view().controls.set_base(following)
         self._suggest_depth_edits()
-        view.refresh()
+        self._executor.submit(self._update)
 
     def still(self, snapshot: Snapshot) -> Sequence[Picture | Table]:
         self._step_cache.add(snapshot)
@@ -169,6 +167,12 @@ class WhatIfPanel(Panel):
         if self._rehearsed is not None and self._rehearsed[1] == self._snapshot.branch:
             return ComparedAnswer(answer_question(self._rehearsed[0], question))
         return ComparedAnswer(assumed_answer(AssumedCosts.of(self._snapshot), question))
+
+    def _update(self) -> None:
+        """Update the forecast, then answer the question of the controls: its ± includes the newest error."""
+        self._update_forecast()
+        if self._view is not None:
+            self._view.refresh()
 
     def _update_forecast(self) -> None:
         """Forecast the next step and compare the last forecast with the measured step."""
@@ -225,9 +229,7 @@ class WhatIfPanel(Panel):
         except Exception as error:
             self._show_rehearsal_error(error)
             return
-        self._executor.submit(self._update_forecast)
-        if self._view is not None:
-            self._view.refresh()
+        self._executor.submit(self._update)
 
     def _show_rehearsal_error(self, error: Exception) -> None:
         reason = "it was removed from the queue" if isinstance(error, CancelledError) else error

@@ -137,8 +137,8 @@ class Batches:
             return self._take(lambda: next(self._iterator))
         except StopIteration:  # would end the run without an error
             raise ValueError(
-                "batches holds no batch, so there is nothing to train on: give a source that has one; a DataLoader with "
-                "drop_last=True is empty if its dataset is smaller than a batch"
+                "batches holds no batch, so there is nothing to train on: give a source with at least one batch; a DataLoader "
+                "with drop_last=True is empty if its dataset is smaller than a batch"
             ) from None
 
     def _iterate(self) -> Iterator[Any]:
