@@ -110,6 +110,7 @@ def assert_branches_are_forked_and_compared(bench: Bench, page: Page) -> None:
     bench.screenshot("branches")
 
 
+@pytest.mark.slow
 def test_a_span_is_one_layer_again_after_apply_and_what_waits_says_so(
     open_notebook: Callable[..., Notebook], page: Page
 ) -> None:

@@ -49,6 +49,7 @@ def test_look_shows_pictures_of_the_tiny_model(open_notebook: Callable[..., Note
     until(lambda: "old: after step 1, now it is step 2" in seen.inner_text(), page, "that it is old")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", ["JupyterLab Light", rarely("JupyterLab Dark")])
 def test_a_decoder_shows_attention_and_what_it_says_at_each_depth(
     open_notebook: Callable[..., Notebook], page: Page, lab: Lab, theme: str

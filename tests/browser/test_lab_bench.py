@@ -33,6 +33,7 @@ SHOW = """bench = workbench.LabBench(lab, [batch], ways=[Plain(), Full(), Offloa
 bench"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", ["Dark", pytest.param("Light", marks=pytest.mark.slow)])
 def test_a_plan_that_does_not_fit_fails_and_another_one_trains(
     open_notebook: Callable[..., Notebook], page: Page, lab: Lab, theme: str

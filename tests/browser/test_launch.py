@@ -25,6 +25,7 @@ def ranks_of(lab: Lab) -> list[psutil.Process]:
     return [process for process in below if "spawn_main" in " ".join(process.cmdline())]
 
 
+@pytest.mark.slow
 def test_two_workers_are_seen_side_by_side_and_steered_as_one(open_notebook: Callable[..., Notebook], lab: Lab) -> None:
     pids = "print(*(one.process.pid for one in bench.session.ranks))"
     notebook = open_notebook(f"%%writefile my_train.py\n{MODULE}", LAUNCH, pids, "print(6 * 7)")

@@ -27,6 +27,7 @@ FOLDS = [
 ]
 
 
+@pytest.mark.slow
 def test_nothing_is_clipped_or_dark_on_dark_and_folds_open(
     open_notebook: Callable[..., Notebook], page: Page, lab: Lab
 ) -> None:

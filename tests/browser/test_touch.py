@@ -17,6 +17,7 @@ pytestmark = pytest.mark.browser
 BOARD = "workbench = Workbench(relay, batches, view='relay')\nworkbench"
 
 
+@pytest.mark.slow
 def test_a_layer_is_touched_while_training_runs(open_notebook: Callable[..., Notebook], page: Page) -> None:
     bench = start(open_notebook)
     bench.press("Run")

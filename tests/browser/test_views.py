@@ -61,6 +61,7 @@ def test_views_fit_a_screen(bench: Bench, page: Page, theme: str) -> None:
     assert below <= 0, f"with a layer's card the view is {below:.0f} px too high"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", [DARK, rarely(LIGHT)])
 def test_narrow_pages_lose_nothing(bench: Bench, page: Page, theme: str) -> None:
     page.set_viewport_size({"width": 900, "height": 900})

@@ -33,6 +33,7 @@ table = StrategyTable(rows, (rows[0].peak_device_bytes + rows[1].peak_device_byt
 SHOW = "ways = workbench.Ways(table)\nways"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", ["Dark", pytest.param("Light", marks=pytest.mark.slow)])
 def test_a_way_is_chosen_and_its_plan_is_shown(
     open_notebook: Callable[..., Notebook], page: Page, lab: Lab, theme: str

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "out" / "browser"  # screenshots of the last run
 TOKEN = "browser-tests"
+# A kernel that gets this signal writes where its threads are, for a test that has waited in vain.
+STACKS = """import faulthandler, os, signal
+faulthandler.register(signal.SIGUSR1, open(f"stacks_{os.getpid()}.txt", "w"))"""
 THEMES = "lab/user-settings/@jupyterlab/apputils-extension/themes.jupyterlab-settings"
 
 
@@ -78,6 +82,15 @@ class Lab:
         """The processes of all kernels."""
         return [process for process in self.process.children() if "ipykernel" in " ".join(process.cmdline())]
 
+    def condition(self) -> str:
+        """Where the threads of all kernels are, and the end of the server's log."""
+        kernels = self.kernels()
+        for kernel in kernels:
+            kernel.send_signal(signal.SIGUSR1)
+        time.sleep(1)
+        stacks = [(self.folder / f"stacks_{kernel.pid}.txt").read_text() for kernel in kernels]
+        return "\n\n".join([*stacks, (self.folder / "server.log").read_text()[-3000:]])
+
     def shut_down_kernels(self) -> None:
         """End all kernels, as a person does in the list of running kernels."""
         old = self.process.children(recursive=True)
@@ -96,6 +109,9 @@ class Lab:
 def serve_lab(folder: Path) -> Iterator[Lab]:
     """JupyterLab on `folder`, with settings of its own as on a first launch; nothing of it is left at the end."""
     port = free_port()
+    startup = folder / ".jupyter/ipython/profile_default/startup"
+    startup.mkdir(parents=True, exist_ok=True)
+    (startup / "stacks.py").write_text(STACKS)
     command = lab_command(folder, "", port, no_browser=True, as_root=True)
     command += [
         f"--IdentityProvider.token={TOKEN}",
@@ -178,7 +194,7 @@ class Notebook:
     """A notebook open in JupyterLab, as a person sees it."""
 
     def __init__(self, page: Page, lab: Lab, path: str) -> None:
-        self.page, self.path = page, path
+        self.page, self.lab, self.path = page, lab, path
         if not page.evaluate(_OPEN, [path, lab.theme]):
             page.goto(f"{lab.address}/lab/tree/{path}?token={TOKEN}&reset")
         self.panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
@@ -216,13 +232,17 @@ class Notebook:
     def wait_for_cell(self, number: int, timeout_s: float = HANG_S) -> None:
         """Wait until a cell has run that has started."""
         prompt = self.cell(number).locator(".jp-InputPrompt")
-        until(
-            lambda: re.search(r"\[\d+\]", prompt.inner_text()),
-            self.page,
-            f"cell {number} to end",
-            timeout_s,
-            step_ms=10,
-        )
+        try:
+            until(
+                lambda: re.search(r"\[\d+\]", prompt.inner_text()),
+                self.page,
+                f"cell {number} to end",
+                timeout_s,
+                step_ms=10,
+            )
+        except AssertionError as error:
+            bar = self.page.locator("#jp-main-statusbar").inner_text()
+            raise AssertionError(f"{error}; status bar: {bar!r}\n{self.lab.condition()}") from None
 
     def restart(self) -> None:
         """Restart the kernel, from the menu, and confirm."""
@@ -349,10 +369,15 @@ _WATCH = """root => {
 
 
 def until(holds: Callable[[], Any], page: Page, what: str, timeout_s: float = HANG_S, step_ms: float = 40) -> None:
-    """Wait until a condition holds; `what` is said when it never does."""
-    until_s = time.monotonic() + timeout_s
+    """Wait until a condition holds; `what` is said when it never does.
+
+    A machine that stands still, as shared ones do, is not what is waited for: of a pause of this process a second counts.
+    """
+    waited_s, then_s = 0.0, time.monotonic()
     while not holds():
-        assert time.monotonic() < until_s, f"waited {timeout_s} s for {what}"
+        now_s = time.monotonic()
+        waited_s, then_s = waited_s + min(1.0, now_s - then_s), now_s
+        assert waited_s < timeout_s, f"waited {timeout_s} s for {what}"
         page.wait_for_timeout(step_ms)
 
 

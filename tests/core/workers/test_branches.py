@@ -33,6 +33,7 @@ def test_branches_of_four_workers(four: Crew, tmp_path: Path) -> None:
     assert_same(four.run(branches_beside_alone, Case("chain", rows=ROWS), str(tmp_path)))
 
 
+@pytest.mark.slow
 def test_workers_that_go_to_different_branches_stay_where_they_are(two: Crew) -> None:
     answers = two.run(switch_apart)
     for seen in answers:

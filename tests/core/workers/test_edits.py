@@ -1,9 +1,11 @@
 """Edits of several workers are those of one."""
 
+import pytest
 from crew import Crew
 from crew_cases import EDITS, edit_beside_alone
 
 
+@pytest.mark.slow
 def test_edits_undo_and_redo_are_those_of_one_worker(two: Crew) -> None:
     for seen in two.run(edit_beside_alone, EDITS):
         assert seen["losses"] == seen["expected"] and not seen["differences"] and not seen["state differs in"], seen

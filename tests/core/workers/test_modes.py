@@ -25,6 +25,7 @@ def test_spectral_norm_goes_on_each_with_its_own(two: Crew, tmp_path: Path) -> N
         assert seen["losses"] == seen["expected"] and not seen["buffers differ in"] and not seen["differences"], seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", ["sum", "ordered"])
 def test_gradients_travel_in_bfloat16(reduce: str, two: Crew) -> None:
     """Half the bytes; of three steps losses agree to 1e-5, and weights to 1/256 of what the most moved one has moved."""
