@@ -183,6 +183,19 @@ def load_onto_files(rank: int, count: int, case: Case, folder: Path) -> dict[str
         return seen | {"begun": unlike_weights(relay, twin)}
 
 
+def begin_without_a_layer(rank: int, count: int, case: Case, folder: Path) -> dict[str, Tensor]:
+    """Make a relay from the weights of a model that was edited; return them."""
+    kind = BY_NAME[case.kind]
+    model = kind.make_model()
+    del model.layers[1]  # type: ignore[operator, union-attr]
+    shelf = FileShelf(folder=folder / "fourth", memory_bytes=ENOUGH, weights=folder / "edited")
+    options: dict[str, Any] = {"loss": kind.loss, "workers": Workers(reduce="ordered"), "config": case.settings}
+    with Relay(model, case.optimizer(model), shelf=shelf, **options) as relay:
+        weights = weights_of(relay)
+        relay.step(case.rows_of(rank, 0))
+        return weights
+
+
 def bytes_in_memory(rank: int, count: int, depth: int, nbytes: int, folder: Path) -> Any:
     """Train a chain of so many layers in so much memory; return what was held, or why it does not suffice."""
     kind, case = stack(depth), Case("chain", micro_batches=1)

@@ -8,6 +8,7 @@ import pytest
 from crew import Crew
 from crew_cases import Case, adafactor, sgd
 from crew_shelf import (
+    begin_without_a_layer,
     bytes_in_memory,
     fail_once,
     go_on_from_files,
@@ -17,7 +18,7 @@ from crew_shelf import (
     train_a_step,
     train_from_files_beside_plain,
 )
-from on_shelf import relay_on
+from on_shelf import assert_same, relay_on
 from zoo import BY_NAME
 
 from l2l_core import Drop, FileShelf, Relay
@@ -101,6 +102,9 @@ def test_saves_and_weights_go_on_anywhere(two: Crew, tmp_path: Path) -> None:
         relay.apply(Drop(1))  # the remedy of edits
         assert relay.shelf is not None
         relay.shelf.save_pretrained(tmp_path / "edited")
+        expected = {name: tensor.clone() for name, tensor in relay.shelf.weights()}
+    for weights in two.run(begin_without_a_layer, case, tmp_path):
+        assert_same(weights, expected)
 
 
 def test_memory_of_a_worker_does_not_grow_with_depth(two: Crew, tmp_path: Path) -> None:
