@@ -158,6 +158,7 @@ class Relay:
             with the weights and buffers of worker 0. Each worker keeps a shard of every layer, so between steps the model's
             parameters are NaN; `gathered` shows their values, and `close` restores them.
         shelf: keep weights and optimizer state in files, see `FileShelf`. The model's parameters are NaN, also after `close`.
+            Each of several workers has files of its shard.
 
     Raises:
         ValueError, TypeError: the model, the optimizer or a setting is not supported; the message has a remedy.
@@ -197,9 +198,9 @@ class Relay:
         self._auto_fit, self._loss_over = config == "auto", loss_over
         settings = RelayConfig() if config == "auto" else checked_config(config, has_disk=shelf is not None)
         self._model_call, self._kv_caches = ModelCall(model, loss, objective), KVCaches(model)
-        self._backend = (
-            make_backend(workers, model) if shelf is None else make_disk_backend(shelf, workers, model, config)
-        )
+        self._backend = make_backend(workers, model)
+        if shelf is not None:
+            self._backend = make_disk_backend(shelf, self._backend, model, config)
         settings = settings.with_seed(self._backend.initial_seed())
         self._check_config(settings, ())
         if loss_over == "batch" and split is not None:
@@ -991,7 +992,7 @@ class Relay:
             if shelf is not None:
                 refuse_edited_save(saved)
                 options["workers"] = backend = make_disk_backend(
-                    shelf, workers, model, options["config"], from_save=True
+                    shelf, backend, model, options["config"], from_save=True
                 )
                 back.callback(backend.close)
             relay = cls(model, optimizer, **options)
@@ -1079,9 +1080,11 @@ class Relay:
         """Gather all weights and optimizer state on this worker for the length of a block; yield the model.
 
         All workers enter it together, and each needs the host memory of a relay without workers. Values written to weights
-        must be the same on all workers: each keeps its own shard. With one worker this does nothing.
+        must be the same on all workers: each keeps its own shard. With one worker in memory this does nothing. A shelf is read
+        at the beginning and written at the end; an error in the block leaves its files as they were.
 
         Raises:
+            ValueError: the weights are in files, and there is no room for all of them.
             WorkerError: a worker does not enter it.
         """
         with (

@@ -78,7 +78,7 @@ class RewriteCommand(_LayerCommand):
     def execute(self, editor: Editor) -> UndoInfo:
         inverse = RewriteCommand(self.unit, editor.swap_values(self.unit, self.values))
         editor.book_snapshots(inverse, inverse.values.values())  # for as long as some history or branch holds it
-        return UndoInfo(inverse, editor.store.edit_storage.undo_for(partial(inverse.execute, editor)))
+        return UndoInfo(inverse, editor.store.storage.undo_for(partial(inverse.execute, editor)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +167,7 @@ class Transaction:
 def transaction(editor: Editor) -> Iterator[Transaction]:
     """Run the commands of a block as a group; undo them if anything fails."""
     with ExitStack() as rollbacks:
-        rollbacks.callback(editor.store.edit_storage.rollback)  # called last, when memory is restored
+        rollbacks.callback(editor.store.storage.rollback)  # called last, when memory is restored
         yield Transaction(editor, rollbacks)
         editor.check_shared()
         editor.commit()

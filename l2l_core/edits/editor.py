@@ -61,11 +61,11 @@ class Editor:
         Layers made in the block are stored at its end.
         """
         views = {block: StateView(*self.optimizer_state_of(block)) for unit in units for block in unit.blocks}
-        with self.store.edit_storage.lease(views, writable):
+        with self.store.storage.lease(views, "write" if writable else "load"):
             try:
                 yield
                 for unit in self.layer_factory.unstored:
-                    self.store.edit_storage.store_unit(unit, self.detached[unit].entries)
+                    self.store.storage.store_unit(unit, self.detached[unit].entries)
                     self.detached.add(self.detached.pop(unit))  # books its new size
             finally:
                 self.layer_factory.unstored.clear()
@@ -74,17 +74,17 @@ class Editor:
         """Return weights and state of a detached layer by block, read-only; memory-mapped if it is on disk."""
         if layer.path is not None:
             return layer.read_spilled()
-        read = self.store.edit_storage.read
+        read = self.store.storage.read
         return {block: read(block, StateView(entry.masters, entry.state)) for block, entry in layer.entries.items()}
 
     def commit(self) -> None:
         """Commit the edits to the storage."""
         order = self.group_order.to_plain(self.registry.first_names)
-        self.store.edit_storage.commit(self.registry.units, {"made": self.registry.key_count, "order": order})
+        self.store.storage.commit(self.registry.units, {"made": self.registry.key_count, "order": order})
 
     def restore_notes(self) -> None:
         """Restore the number of keys and the group order that an earlier process committed."""
-        if notes := self.store.edit_storage.notes:
+        if notes := self.store.storage.notes:
             self.registry.key_count = notes["made"]
             self.group_order.load_plain(notes["order"], self.registry.first_names)
 
@@ -277,5 +277,5 @@ class Editor:
     def _free_unit(self, unit: Unit) -> DetachedLayer:
         layer = self.detached.pop(unit)
         self.registry.remove(unit)
-        self.store.edit_storage.delete(layer.entries)
+        self.store.storage.delete(layer.entries)
         return layer

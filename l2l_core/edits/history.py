@@ -130,7 +130,7 @@ class History:
         editor, remove_new_layers = self._editor, self._new_layers_remover()
         try:
             with ExitStack() as rollbacks:
-                rollbacks.callback(editor.store.edit_storage.rollback)
+                rollbacks.callback(editor.store.storage.rollback)
                 group = Transaction(editor, rollbacks)
                 for edit in edits:
                     edit.execute(editor, group.execute)
@@ -201,7 +201,7 @@ class History:
     def _sizes(self) -> tuple[int, int]:
         """Count the weights of all layers, shared ones once, and their bytes with the optimizer's state."""
         blocks = {block for unit in self._editor.registry.layers for block in unit.blocks}
-        return sum(block.layout.used for block in blocks), self._editor.store.edit_storage.nbytes(blocks)
+        return sum(block.layout.used for block in blocks), self._editor.store.storage.nbytes(blocks)
 
     def free_unreachable(self) -> None:
         """Free detached layers that no command can restore."""

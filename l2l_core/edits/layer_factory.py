@@ -145,7 +145,7 @@ class LayerFactory:
         """
         if self.run_model is None:
             raise ValueError("init='identity' is found by running layers: make a step first, or use init='copy'")
-        model, layers, storage = self._registry.model, stack.layers, self._store.edit_storage
+        model, layers, storage = self._registry.model, stack.layers, self._store.storage
         if {unit.module for unit in self._registry.layers} - set(layers):
             storage.require_all_in_memory("init='identity' in a model with layers outside of this stack", _REMEDY)
         neighbours = list(dict.fromkeys(layers[max(0, at - 1) : at + 1]))

@@ -7,7 +7,7 @@ May import `eps.optimizers`, `eps.blocks`, `devices`, `model`, `rounding`, `trac
 from l2l_core.eps.block_storage import BlockContents as BlockContents
 from l2l_core.eps.block_storage import BlockStates as BlockStates
 from l2l_core.eps.block_storage import BlockStorage as BlockStorage
-from l2l_core.eps.block_storage import EditStorage as EditStorage
+from l2l_core.eps.block_storage import LeaseMode as LeaseMode
 from l2l_core.eps.block_storage import Notes as Notes
 from l2l_core.eps.block_storage import StateView as StateView
 from l2l_core.eps.block_storage import WeightSource as WeightSource

@@ -1,4 +1,4 @@
-"""Storage of blocks and their optimizer state: between steps, for edits, and as a source of loads.
+"""Storage of blocks and their optimizer state: between steps, and as a source of loads.
 
 The classes are those of blocks in memory, and the bases of other storage, such as files. A pass over a whole model leases one
 block after another, each as briefly as possible, so that it also works if only one block at a time fits into memory.
@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -28,21 +28,59 @@ from l2l_core.trace import Trace
 BlockStates = list[dict[str, Any] | None]  # optimizer state of each parameter of a block, or None
 BlockContents = tuple[torch.Tensor, BlockStates]  # weights and state
 Notes = dict[str, Any]
+LeaseMode = Literal["read", "load", "write"]
+
+
+class StateView(NamedTuple):
+    """The optimizer's parameters of a block, and a mapping with their state (and possibly that of others)."""
+
+    masters: Sequence[nn.Parameter]
+    state: MutableMapping[nn.Parameter, dict[str, Any]]
 
 
 class BlockStorage:
-    """Holds the blocks of an EPS; not used in the middle of a step."""
+    """Storage of the blocks of an EPS between two steps: saves, loads, comparisons and edits go through it.
+
+    This class has blocks in memory, where an edit takes effect at once. With other storage a block is in memory while it is
+    leased, and all changes of an edit, from the first one to `commit` or `rollback`, take effect together.
+
+    Attributes:
+        notes: plain data given to the last `commit`, also by an earlier process.
+    """
 
     def __init__(self, masters: Masters) -> None:
         self._masters = masters
+        self.notes: Notes = {}
 
-    def lease(self, block: Block) -> AbstractContextManager[None]:
-        """Make `values` of a block and its optimizer state available inside the context, read-only."""
+    def views(self, blocks: Iterable[Block]) -> dict[Block, StateView]:
+        """Return the arguments of `lease` for blocks that are not of detached layers."""
+        state: Any = self._masters.optimizer.state
+        return {block: StateView(self._masters.params_of(block), state) for block in blocks}
+
+    def lease(self, blocks: Mapping[Block, StateView], mode: LeaseMode) -> AbstractContextManager[None]:
+        """Keep weights and state of blocks in memory inside the context.
+
+        "read" is for `values` and the optimizer's state, of blocks in the stack; "load" for the parameters of modules too; with
+        "write", changes take effect at `commit`.
+        """
         return nullcontext()
 
-    def nbytes(self, block: Block) -> int:
-        """Return the bytes of weights and state."""
-        return block.nbytes + self._masters.entry_of(block).nbytes
+    def read(self, block: Block, view: StateView) -> BlockContents:
+        """Return weights and state of a block, read-only; files are memory-mapped."""
+        return block.values, [view.state.get(master) for master in view.masters]
+
+    def nbytes(self, blocks: Iterable[Block]) -> int:
+        """Return the bytes of weights and optimizer state of blocks."""
+        return sum(block.nbytes + self._masters.entry_of(block).nbytes for block in blocks)
+
+    def snapshot(self) -> Callable[[], None]:
+        """Copy all weights, versions and optimizer state; call the result to restore them exactly."""
+        return self._masters.snapshot()
+
+    def require_all_in_memory(self, what: str, remedy: str) -> None:
+        """Prepare for an operation that needs all weights at once, or raise ValueError."""
+
+    # -- loading a save ------------------------------------------------------------------------------------------------
 
     def load(
         self, blocks: Iterable[Block], read_state: Callable[[Block], BlockStates], fill: Callable[[Block], None]
@@ -63,41 +101,10 @@ class BlockStorage:
             state.update((param, each) for param, each in pairs if each is not None)
         masters.book_state()
 
-    def snapshot(self) -> Callable[[], None]:
-        """Copy all weights, versions and optimizer state; call the result to restore them exactly."""
-        return self._masters.snapshot()
-
     def commit_load(self, steps: int) -> None:
         """Commit a load after everything else (settings, versions, buffers, random states) is that of step `steps`."""
 
-
-class StateView(NamedTuple):
-    """The optimizer's parameters of a block, and a mapping with their state (and possibly that of others)."""
-
-    masters: Sequence[nn.Parameter]
-    state: MutableMapping[nn.Parameter, dict[str, Any]]
-
-
-class EditStorage:
-    """Loads blocks between two steps. One edit lasts from the first change to `commit` or `rollback`.
-
-    In memory, an edit takes effect at once. With other storage, a block is loaded while it is read or changed, and all changes
-    of an edit take effect together, at `commit`.
-
-    Attributes:
-        notes: plain data given to the last `commit`, also by an earlier process.
-    """
-
-    def __init__(self, masters: Masters, notes: Notes) -> None:
-        self._masters, self.notes = masters, notes
-
-    def lease(self, blocks: Mapping[Block, StateView], writable: bool) -> AbstractContextManager[None]:
-        """Keep weights and state of blocks in memory inside the context; changes take effect at `commit`."""
-        return nullcontext()
-
-    def read(self, block: Block, view: StateView) -> BlockContents:
-        """Return weights and state of a block, read-only; files are memory-mapped."""
-        return block.values, [view.state.get(master) for master in view.masters]
+    # -- edits ---------------------------------------------------------------------------------------------------------
 
     def store_unit(self, unit: Unit, entries: Mapping[Block, OptimizerEntry]) -> None:
         """Store a new layer, in memory so far, before it joins the stack.
@@ -122,13 +129,6 @@ class EditStorage:
 
     def delete(self, blocks: Iterable[Block]) -> None:
         """Delete blocks that can no longer be restored."""
-
-    def nbytes(self, blocks: Iterable[Block]) -> int:
-        """Return the bytes of weights and optimizer state of blocks."""
-        return sum(block.nbytes for block in blocks) + self._masters.state_bytes
-
-    def require_all_in_memory(self, what: str, remedy: str) -> None:
-        """Prepare for an operation that needs all weights at once, or raise ValueError."""
 
 
 class WeightSource:

@@ -84,7 +84,7 @@ class DryRunUpdater(Updater):
         form = gradient.trained.layout, gradient.covers, tuple(groups[i] for i in gradient.trained.indices)
         if form not in self._by_layout:
             masters = self._masters.params_of(block)
-            with self._storage.lease(block):
+            with self._storage.lease(self._storage.views([block]), "read"):
                 known = [masters[i] for i in gradient.trained.indices]
                 self._by_layout[form] = _ScratchWeights(gradient, form[2], self._optimizer, known)
         return self._by_layout[form]

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Copy, InlineExecutor, Ticket
-from l2l_core.eps.block_storage import BlockStorage, EditStorage
+from l2l_core.eps.block_storage import BlockStorage
 from l2l_core.eps.blocks import Block, BlockGradient, Unit, check_no_stray_grads
 from l2l_core.eps.gradient_buffers import GradientBuffers, Reducer, check_finite, joint_norm
 from l2l_core.eps.gradient_codec import GradientCodec, Residuals, make_codec
@@ -44,7 +44,7 @@ class LayerStore:
 
     Invariant: a block is updated at most once per step, after all of its gradient has arrived; `Block.version` counts the
     updates. During a step, only work submitted here writes masters, one job after another.
-    Updater, reducer and storages may be replaced before the first step. `thread` runs jobs in order.
+    Updater, reducer and storage may be replaced before the first step. `thread` runs jobs in order.
 
     Attributes:
         grad_norm: norm of all gradients of the last step, before clipping; of this worker's own ones without clipping.
@@ -55,7 +55,7 @@ class LayerStore:
     ) -> None:
         self.masters, self.gradients, self.residuals, self.thread = masters, gradients, residuals, thread
         self.updater, self.reducer = Updater(masters), Reducer()
-        self.storage, self.edit_storage = BlockStorage(masters), EditStorage(masters, {})
+        self.storage = BlockStorage(masters)
         self._codec = GradientCodec(residuals)
         self._executor: Executor = thread
         self._received_parts: set[tuple[Block, int]] = set()  # (block, k) of parts pushed in this step

@@ -94,7 +94,7 @@ class HistoryRestorer:
     resumption: Resumption
     empty: EmptyFn
     read_snapshot: Callable[[str, Block, Layout | None, torch.Tensor], list[dict[str, Any] | None]]
-    shard_of: Callable[[Block], tuple[Layout | None, int]]  # layout of this worker's part (None: whole), elements
+    shard_of: Callable[[Block], Layout | None]  # layout of this worker's part; None: whole
     config: RelayConfig  # of the relay
 
     def restore(self, parts: Mapping[str, PlainPart]) -> Callable[[], None]:
@@ -174,7 +174,7 @@ class HistoryRestorer:
         if "master" in plain:
             master = self.empty(plain["master"].numel(), dtype=plain["master"].dtype).copy_(plain["master"])
             return self.branches.booked(BlockSnapshot(master, plain["version"], plain["states"]))
-        layout, numel = self.shard_of(block)
-        master = self.empty(numel, dtype=block.values.dtype).zero_()
+        layout = self.shard_of(block)
+        master = self.empty((layout or block.layout).numel, dtype=block.values.dtype).zero_()
         states = self.read_snapshot(name, block, layout, master)
         return self.branches.booked(BlockSnapshot(master, plain["version"], states, layout))

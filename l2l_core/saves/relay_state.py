@@ -144,7 +144,7 @@ class RelayState:
         """Bytes of this worker's weights, optimizer state and buffers, without settings and `past`."""
         pieces = [piece for name in self.snapshots for piece in self.snapshot_pieces(name)]
         snapshots = sum(weight.view.nbytes + state_bytes(state or {}) for weight, state in pieces)
-        blocks = sum(self.store.storage.nbytes(block) for block in self.blocks)
+        blocks = self.store.storage.nbytes(self.blocks)
         return snapshots + blocks + sum(buffer.nbytes for _, _, buffer in self.buffers())
 
     def buffers(self) -> Iterator[tuple[Unit, str, torch.Tensor]]:
@@ -223,8 +223,9 @@ def _own_content(state: RelayState, with_buffers: bool) -> FolderContent:
         for unit in state.units:
             if unit not in with_block:
                 yield unit.key, buffers[unit]
+        storage = state.store.storage
         for block, unit in state.blocks.items():
-            with state.store.storage.lease(block):
+            with storage.lease(storage.views([block]), "read"):
                 name = quote(block.key, safe=" ") if block.shared else unit.key
                 yield name, file_of(state.pieces(block), {} if block.shared else buffers[unit])
         for name in state.snapshots:

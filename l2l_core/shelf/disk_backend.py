@@ -1,16 +1,20 @@
 """Backend of a relay whose weights and optimizer state are in files.
 
-It supplies the EPS with a weight source and an updater (`disk_step.py`), and storage for blocks and edits (`disk_storage.py`).
+It supplies the EPS with a weight source and an updater (`disk_step.py`), and storage between steps (`disk_storage.py`).
+
+With several workers each has the records of its shards in a separate folder. The backend of the workers exchanges gradients as
+in memory, and its weight source gathers layers from shards that are read from records.
 """
 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -18,44 +22,53 @@ from torch.optim import Optimizer
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, Ledger, StashStore
-from l2l_core.eps import LayerStore, Masters, Updater, WeightSource
+from l2l_core.eps import LayerStore, Masters, Reducer, Updater, WeightSource
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.shelf.direct_io import BufferPool, round_to_pages
 from l2l_core.shelf.disk_stash import DiskStashStore
 from l2l_core.shelf.disk_step import DiskUpdater, DiskWeightSource
-from l2l_core.shelf.disk_storage import DiskBlockStorage, DiskEditStorage
-from l2l_core.shelf.file_shelf import FileShelf, check_folder, lock_folder
+from l2l_core.shelf.disk_storage import DiskStorage
+from l2l_core.shelf.file_shelf import FileShelf, check_folder, lock_folder, worker_folder
 from l2l_core.shelf.initial_weights import (
     InitialWeights,
     SafetensorsShards,
     check_buffers,
     check_disk_space,
     check_weights_source,
+    fill_block,
     refuse_placeholder_state,
-    refuse_state,
     replace_meta_params,
     write_initial,
     write_shards,
 )
 from l2l_core.shelf.memory_sizes import MemoryBudget
 from l2l_core.shelf.record_store import RecordStore, weights_in
-from l2l_core.shelf.shelf_manifest import ShelfManifest, layer_keys_in
+from l2l_core.shelf.shelf_manifest import ShelfManifest, complete_commit, layer_keys_in
 from l2l_core.surgery import ties_of
 from l2l_core.trace import Trace
-from l2l_core.workers import WorkerBackend, numbered_keys
+from l2l_core.workers import DistributedBackend, FactsFn, WorkerBackend, WorkerError, numbered_keys
 
 _DEFAULT_REMEDY = "use masters in memory (no shelf=) where the model fits"
 _SUPPORTED = (
     *("make a step", "run forward", "evaluate", "probe", "look inside", "put traces together"),
-    *("edit", "undo", "redo", "try edits", "take edits back"),
-    *("save", "take a save over", "verify", "forecast"),
+    *("save", "take a save over", "verify", "gather weights"),
 )
+_EDITS = ("edit", "undo", "redo", "try edits", "take edits back")
 _REMEDIES = {
     "fit": "it might choose to load more layers ahead than the pool has room for; forecast single settings with "
     "relay.forecast(batch, config), or use fit_config before the model is made",
     "schedule='depth_first'": "it keeps all layers on the device; leave schedule out of RelayConfig",
-    "make a branch": "copy the folder between two steps, and resume each copy with resume=True",
+    "make a branch": "branches share weights in memory; copy the folder between two steps, and resume each copy with resume=True",
 }
+_SHARDED_EDIT = (
+    "an edit needs whole layers, and each worker has only shards of them: save the relay, load the save onto another shelf in "
+    "one process without workers, edit it there, and write its weights by relay.shelf.save_pretrained(folder) for "
+    "FileShelf(weights=folder). The optimizer begins anew then"
+)
+_SHARDED_REHEARSAL = (
+    "each worker rehearses alone, without the shards of the others: choose the settings of RelayConfig yourself, keep as a "
+    "number of layers"
+)
 
 
 class DiskBackend(WorkerBackend):
@@ -66,9 +79,10 @@ class DiskBackend(WorkerBackend):
         model: model whose parameters move to the files; those on ``meta`` are replaced by placeholders.
         ahead: number of layers that will be loaded ahead.
         from_save: a save will be loaded: until then the folder has no step, and the model keeps its weights.
+        workers: backend of the workers that divide the files between them.
 
     Attributes:
-        folder: folder of the files.
+        folder: folder of this worker's files.
         memory_bytes: memory for all buffers.
         budget: division of that memory.
     """
@@ -76,12 +90,23 @@ class DiskBackend(WorkerBackend):
     shares_params = False
     budget: MemoryBudget
 
-    def __init__(self, shelf: FileShelf, model: nn.Module, ahead: int, from_save: bool) -> None:
+    def __init__(self, shelf: FileShelf, model: nn.Module, ahead: int, from_save: bool, workers: WorkerBackend) -> None:
         self._shelf, self._model, self._ahead, self._from_save = shelf, model, ahead, from_save
-        self.folder, self.memory_bytes = Path(shelf.folder), shelf.nbytes
-        check_folder(self.folder, shelf.resume)
-        check_weights_source(shelf, model, from_save)
-        check_buffers(model)
+        self._workers, self._distributed = workers, workers if isinstance(workers, DistributedBackend) else None
+        self.rank, self.count, self.batch_peers, self.settings = (
+            workers.rank,
+            workers.count,
+            workers.batch_peers,
+            workers.settings,
+        )
+        self.gather_items, self.shard_of = workers.gather_items, workers.shard_of
+        self.announce_failure, self.agree_on_failure = workers.announce_failure, workers.agree_on_failure
+        self.make_buffer_check, self.initial_seed = workers.make_buffer_check, workers.initial_seed
+        self.folder, self.memory_bytes = worker_folder(Path(shelf.folder), self.rank, self.count), shelf.nbytes
+        with workers.synchronized("open a shelf", dict):
+            check_folder(Path(shelf.folder), shelf.resume, self.rank, self.count)
+            check_weights_source(shelf, model, from_save)
+            check_buffers(model)
         replace_meta_params(model.modules())
         self._initial_weights: InitialWeights = {}
         self._resources = ExitStack()
@@ -108,54 +133,105 @@ class DiskBackend(WorkerBackend):
         self._update_pool = BufferPool(0, device.host_empty, host, "optimizer")
         self._resources.callback(self._load_pool.close)
         self._resources.callback(self._update_pool.close)
+        if self._distributed is not None:
+            return self._distributed.make_weight_source(device, host, self._lease_shard)
         return self.make_rehearsal_source(device, host)
 
+    @contextmanager
+    def _lease_shard(self, block: Block, trace: Trace) -> Iterator[torch.Tensor]:
+        """Read this worker's shard of a block into a buffer; gathers need one at a time."""
+        self._records.trace = trace
+        with self._load_pool.lease(round_to_pages(4 * block.master_layout.numel)) as flat:
+            self._records.read(block, flat).result()
+            yield weights_in(flat, block)
+
     def make_rehearsal_source(self, device: Device, host: Ledger) -> WeightSource:
+        if self.count > 1:
+            self.refuse("a rehearsal (a forecast, keep in bytes)", _SHARDED_REHEARSAL)
         # The same pool: only one pass runs at a time
         return DiskWeightSource(self._records, self._load_pool, casts=not device.in_host_memory)
 
     def make_disk_stash(self, device: Device, host: Ledger) -> StashStore | None:
         return DiskStashStore(self.folder / "stash.tmp", self._records, device.host_empty, host)
 
+    def make_reducer(self, has_batch_loss: bool) -> Reducer:
+        return self._workers.make_reducer(has_batch_loss)
+
     def adopt_blocks(
-        self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: Callable[[], Any]
+        self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: FactsFn
     ) -> int:
+        if self._distributed is None:
+            self._adopt(units, store, host, device, self._ahead, casts=not device.in_host_memory)
+            return self._manifest.steps
+        with self._distributed.adopting(store, host, device, facts):
+            self._distributed.sharding.shard()
+            self._distributed.sharding.broadcast_buffers(units)
+            self._adopt(units, store, host, device, ahead=0, casts=False)  # one shard at a time is read for loads
+        return self._manifest.steps
+
+    def _adopt(
+        self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, ahead: int, casts: bool
+    ) -> None:
         masters, pools = store.masters, (self._load_pool, self._update_pool)
-        self.budget = MemoryBudget(self.memory_bytes, self._ahead, not device.in_host_memory, masters, *pools)
+        self.budget = MemoryBudget(self.memory_bytes, ahead, casts, masters, *pools)
         self.budget.plan_split(units)()
-        self._manifest = ShelfManifest(self.folder, units, masters, self._records)
-        self._load_records(masters)
+        wait_for_all = partial(self.gather_items, list[None](), "commit")
+        self._manifest = ShelfManifest(self.folder, units, masters, self._records, self.count, wait_for_all)
+        self._load_records(masters, host)
         manifest, budget = self._manifest, self.budget
         store.updater = DiskUpdater(
             Updater(store.masters, can_undo=False), manifest, budget, host
         )  # the old copy serves for undo
-        store.storage = DiskBlockStorage(manifest, budget, host, partial(self._weights_moved, masters.optimizer))
-        store.edit_storage = DiskEditStorage(manifest, budget, device, host, self._guard_state_dict)
-        return self._manifest.steps
+        self._storage = store.storage = DiskStorage(
+            manifest, budget, device, host, partial(self._weights_moved, masters.optimizer), self._guard_state_dict
+        )
 
     def record_bytes(self, block: Block) -> int:
         """Return the bytes of a block's committed record."""
         return self._records.committed[block].layout.nbytes
 
-    def _load_records(self, masters: Masters) -> None:
+    def _load_records(self, masters: Masters, host: Ledger) -> None:
         """Write the first records unless they come from a save, or load those in the folder."""
         if self._shelf.resume:
+            complete_commit(self.folder, self.gather_items)
             self._manifest.load()()
         else:
-            given, state_sizes = self._shelf.weights, self.budget.state_sizes
-            fill = SafetensorsShards(Path(given), ties_of(self._model)) if isinstance(given, str | Path) else given
+            state_sizes = self.budget.state_sizes
             check_disk_space(self.folder, masters.blocks, state_sizes)
             if self._from_save:
                 return
+            fill = self._make_fill(host)
             write_initial(masters, self._records, self._update_pool, state_sizes, self._initial_weights, fill)
             self._manifest.commit(0)
         self._weights_moved(masters.optimizer)
+
+    def _make_fill(self, host: Ledger) -> Callable[[Block, torch.Tensor], None]:
+        """Return the function that writes the first weights of a block, or of this worker's shard, into its record."""
+        if self.rank:
+            given = None
+        elif isinstance(given := self._shelf.weights, str | Path):
+            given = SafetensorsShards(Path(given), ties_of(self._model))
+
+        def fill_whole(block: Block, into: torch.Tensor) -> None:
+            fill_block(into, block, self._initial_weights[block], given)
+
+        def fill_shard(block: Block, into: torch.Tensor) -> None:
+            assert self._distributed is not None
+            whole = torch.zeros(block.layout.numel)
+            host.book("weights", "whole", whole.nbytes)
+            if self.rank == 0:
+                fill_whole(block, whole)
+            shard = self._distributed.sharding.broadcast_block(block, whole)
+            into[: len(shard)].copy_(shard)
+            host.release("weights", "whole", whole.nbytes)
+
+        return fill_whole if self._distributed is None else fill_shard
 
     def _weights_moved(self, optimizer: Optimizer) -> None:
         """Complete the move of weights and optimizer state to files."""
         self._initial_weights.clear()
         self._guard_state_dict(self._model)
-        optimizer.register_state_dict_pre_hook(partial(refuse_state, self.folder))
+        optimizer.register_state_dict_pre_hook(partial(refuse_placeholder_state, self.folder))
 
     def _guard_state_dict(self, module: nn.Module) -> None:
         """Make modules refuse a state dict while their parameters have no values."""
@@ -166,12 +242,18 @@ class DiskBackend(WorkerBackend):
 
     def sign_trace(self, trace: Trace) -> Trace:
         trace.settings |= {"shelf": "direct" if self._records.files.is_direct else "buffered"}
-        return trace
+        return self._workers.sign_trace(trace)
 
-    def synchronized(self, what: str, facts: Callable[[], Mapping[str, str]]) -> AbstractContextManager[None]:
-        if what not in _SUPPORTED:
-            self.refuse(what)
-        return nullcontext()
+    @property
+    def lost(self) -> WorkerError | None:
+        return self._workers.lost
+
+    def synchronized(self, what: str, facts: FactsFn) -> AbstractContextManager[None]:
+        if what not in _SUPPORTED and (what not in (*_EDITS, "forecast") or self.count > 1):
+            self.refuse(
+                what, _SHARDED_EDIT if what in _EDITS else _SHARDED_REHEARSAL if what in ("forecast", "fit") else ""
+            )
+        return self._workers.synchronized(what, facts)
 
     def layer_keys(self, names: Sequence[str]) -> list[str]:
         """Return the keys in the folder; if it has other layers, it is refused later."""
@@ -179,8 +261,18 @@ class DiskBackend(WorkerBackend):
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        self.refuse("having all weights in memory at once, as branches and gathered() do,")
-        yield
+        whole_copies = self.count if self.count > 1 else 0
+        with self.storage_unsharded(), self._storage.all_in_memory(1 + whole_copies):
+            yield
+
+    @contextmanager
+    def storage_unsharded(self) -> Iterator[None]:
+        if self._distributed is not None:
+            self._storage.unshard = self._distributed.sharding.unsharded
+        try:
+            yield
+        finally:
+            self._storage.unshard = nullcontext
 
     def refuse(self, verb: str, instead: str = "") -> None:
         """Refuse an operation that a shelf cannot do.
@@ -188,10 +280,14 @@ class DiskBackend(WorkerBackend):
         Raises:
             ValueError: always.
         """
+        remedy = instead if self.count > 1 and instead else _REMEDIES.get(verb, _DEFAULT_REMEDY)
         raise ValueError(
-            f"{verb} is not possible for a relay with weights in files ({self.folder}): "
-            f"{_REMEDIES.get(verb, _DEFAULT_REMEDY)}. Nothing was done"
+            f"{verb} is not possible for a relay with weights in files ({self.folder}): {remedy}. Nothing was done"
         )
+
+    def leave(self) -> None:
+        if self._distributed is not None:
+            self._distributed.leave_after(lambda: None)
 
     def close(self) -> None:
         for block, values in self._initial_weights.items():  # set-up has failed: restore the model
@@ -199,6 +295,7 @@ class DiskBackend(WorkerBackend):
                 param.data = value
         self._initial_weights.clear()
         self._resources.close()
+        self._workers.close()
 
     # -- interface of the user ----------------------------------------------------------------------------------------------
 
@@ -210,16 +307,21 @@ class DiskBackend(WorkerBackend):
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and values of each parameter, between two steps; a tensor is valid until the next iteration.
 
+        Several workers iterate together, to the end.
+
         Raises:
             RuntimeError: a step is running, or the relay is closed.
         """
+        with self._workers.synchronized("read weights", dict):
+            pass  # not longer: the caller may end the iteration
         for tensors in self._read_blocks():
             yield from tensors.items()
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write weights and persistent buffers as safetensors shards, one per block, and the model's configuration.
 
-        ``from_pretrained`` of transformers and ``FileShelf(weights=folder)`` read them.
+        ``from_pretrained`` of transformers and ``FileShelf(weights=folder)`` read them. Several workers call it together, and
+        worker 0 writes.
 
         Raises:
             OSError: a file cannot be written.
@@ -236,28 +338,36 @@ class DiskBackend(WorkerBackend):
             if buffers:
                 yield buffers
 
-        write_shards(Path(folder), parts(), len(self._manifest.blocks) + bool(buffers))
-        if callable(save := getattr(getattr(self._model, "config", None), "save_pretrained", None)):
-            save(folder)
+        with self._workers.synchronized("write weights", dict):
+            if self.rank:
+                deque(parts(), maxlen=0)  # sends this worker's shards
+            else:
+                write_shards(Path(folder), parts(), len(self._manifest.blocks) + bool(buffers))
+                if callable(save := getattr(getattr(self._model, "config", None), "save_pretrained", None)):
+                    save(folder)
+            self.gather_items([None], "finish writing")
         return Path(folder)
 
     def _read_blocks(self) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the parameters of each block by name."""
         self._records.trace = Trace()  # the last step, whose trace this was, is over
         for block in self._manifest.blocks:
-            buffer = self._load_pool.acquire(round_to_pages(4 * block.layout.numel))
+            buffer = self._load_pool.acquire(round_to_pages(4 * block.master_layout.numel))
             if buffer is None:
                 raise RuntimeError("the shelf has no free memory during a step: read its weights between two steps")
             try:
                 self._records.read(block, buffer.flat).result()
-                yield dict(zip(block.names, block.layout.views(weights_in(buffer.flat, block)), strict=True))
+                values = weights_in(buffer.flat, block)
+                if self._distributed is not None:
+                    values = self._distributed.sharding.gather_block(block, values)
+                yield dict(zip(block.names, block.layout.views(values), strict=True))
             finally:
                 self._load_pool.release(buffer)
 
 
 def make_disk_backend(
     shelf: FileShelf,
-    workers: object,
+    workers: WorkerBackend,
     model: nn.Module,
     config: RelayConfig | Literal["auto"],
     from_save: bool = False,
@@ -266,20 +376,15 @@ def make_disk_backend(
 
     Raises:
         TypeError: `shelf` is not a `FileShelf`.
-        ValueError: the folder cannot be used, the model has no weights, or there are several workers.
+        ValueError: the folder cannot be used, or the model has no weights.
     """
     if not isinstance(shelf, FileShelf):
         raise TypeError(
             f"shelf={shelf!r}: give FileShelf(folder=..., memory_bytes=...), or leave it out for masters in memory"
-        )
-    if workers is not None:
-        raise ValueError(
-            "a shelf cannot be used with workers yet: train with one worker, or keep masters in memory (no shelf=), where each "
-            "of several workers holds a shard"
         )
     if isinstance(config, str):
         raise ValueError(
             'config="auto" might choose to load more layers ahead than the pool of a shelf has room for: give a RelayConfig; '
             "relay.forecast(batch, config) returns the needs of one, and fit_config finds one before the model is made"
         )
-    return DiskBackend(shelf, model, config.ahead, from_save)
+    return DiskBackend(shelf, model, config.ahead, from_save, workers)

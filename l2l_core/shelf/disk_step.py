@@ -177,7 +177,7 @@ class DiskUpdater(Updater):
         self._versions[block] = block.version
         with bind_record(self._masters, block, before, buffer.flat) as states:
             stats = self._inner.update(block, gradient)
-        layout, tensors = RecordLayout.of(block.layout, states)
+        layout, tensors = RecordLayout.of(block.master_layout, states)
         if layout.nbytes > len(buffer.flat):
             raise ValueError(
                 f"the optimizer keeps {layout.nbytes - layout.weights_bytes:,} bytes of state for {block.key}, but a trial with "

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from l2l_core.shelf.direct_io import PAGE, DirectFiles, page_aligned, round_to_pages
-from l2l_core.shelf.shelf_manifest import has_step
+from l2l_core.shelf.shelf_manifest import has_step, read_plain
 from l2l_core.trace import format_bytes, parse_bytes
 
 Initialiser = Callable[[str, torch.Tensor], None]
@@ -25,13 +25,15 @@ class FileShelf:
     """Keep weights and optimizer state in files, for models that do not fit in memory: ``Relay(..., shelf=FileShelf(...))``.
 
     The disk holds two copies of every layer, so that a crash at any moment leaves the last whole step: 24 bytes per parameter
-    with AdamW. See `docs/CAPACITY.md`.
+    with AdamW. Each of several workers keeps its shard in a folder inside `folder`. See `docs/CAPACITY.md`.
 
     Args:
         folder: a separate folder on a local disk.
-        memory_bytes: host memory for buffers of weights and state, as a number or as text: ``"2 GB"``.
+        memory_bytes: host memory for buffers of weights and state, as a number or as text: ``"2 GB"``. Each of several workers
+            takes as much, and gathers about ``ahead + 2`` whole layers beside it.
         weights: for a model without weights (see `empty_weights`): a function that fills a parameter, given its name; a
             safetensors file; or a folder of such files, as written by ``save_pretrained``. None uses the weights of the model.
+            Worker 0 of several reads them.
         resume: continue from the last whole step or edit in the folder, ignoring the weights of the model. The model must have
             the layers that the edits have left, in their order; keys and ``requires_grad`` are taken from the folder.
 
@@ -61,18 +63,30 @@ class FileShelf:
         return parse_bytes(given, "memory_bytes") if isinstance(given, str) else given
 
 
-def check_folder(folder: Path, resume: bool) -> None:
-    """Check that a folder has a whole step if it is to be resumed, and none otherwise.
+def worker_folder(folder: Path, rank: int, count: int) -> Path:
+    """Return the folder with the files of one of `count` workers."""
+    return folder if count == 1 else folder / f"rank-{rank:03d}"
+
+
+def check_folder(folder: Path, resume: bool, rank: int, count: int) -> None:
+    """Check that a worker's folder has a whole step if it is to be resumed, and none otherwise.
 
     Raises:
         ValueError: it does not.
     """
-    if resume and not has_step(folder):
+    own = worker_folder(folder, rank, count)
+    found = next((each for each in (own, folder, *sorted(folder.glob("rank-*"))) if has_step(each)), None)
+    if resume and found is not None and (before := read_plain(found)["workers"]) != count:
         raise ValueError(
-            f"{folder} has no whole step to resume: no shelf was ever filled there. Give the folder of one, or leave "
+            f"{folder} is the shelf of {before} worker(s), and this relay has {count}: resume it with {before}, save it "
+            "(relay.save), and load that save with any number of workers onto another shelf (Relay.load). Nothing was changed"
+        )
+    if resume and not has_step(own):
+        raise ValueError(
+            f"{own} has no whole step to resume: no shelf was ever filled there. Give the folder of one, or leave "
             "out resume=True"
         )
-    if not resume and has_step(folder):
+    if not resume and found is not None:
         raise ValueError(
             f"{folder} is the shelf of a model already: resume it with FileShelf(..., resume=True), delete it, or give another "
             "folder. Nothing was changed"

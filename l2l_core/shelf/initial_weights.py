@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch.optim import Optimizer
 
 from l2l_core.devices import write_tensors
 from l2l_core.eps import Masters
@@ -77,18 +78,18 @@ def replace_meta_params(modules: Iterable[nn.Module]) -> None:
                 module._parameters[name] = replacements[param]
 
 
-def refuse_placeholder_state(folder: Path, module: nn.Module, *_: Any) -> None:
-    """Refuse the state dict of a module whose parameters have no values; a state-dict pre-hook."""
-    if any(is_placeholder(param) for param in module.parameters()):
-        refuse_state(folder)
+def refuse_placeholder_state(folder: Path, owner: nn.Module | Optimizer, *_: Any) -> None:
+    """Refuse the state dict of a module or an optimizer whose parameters have no values; a state-dict pre-hook.
 
-
-def refuse_state(folder: Path, *_: Any) -> NoReturn:
-    """Raise the error for a state dict while weights and optimizer state are on disk."""
-    raise RuntimeError(
-        f"the weights of this model and the optimizer's state are in {folder}; in memory they are NaN. Read weights with "
-        "`for name, tensor in relay.shelf.weights()`, or write them with relay.shelf.save_pretrained(folder)"
-    )
+    Raises:
+        RuntimeError: weights and optimizer state are on disk.
+    """
+    groups = [owner.parameters()] if isinstance(owner, nn.Module) else [group["params"] for group in owner.param_groups]
+    if any(is_placeholder(param) for params in groups for param in params):
+        raise RuntimeError(
+            f"the weights of this model and the optimizer's state are in {folder}; in memory they are NaN. Read weights with "
+            "`for name, tensor in relay.shelf.weights()`, or write them with relay.shelf.save_pretrained(folder)"
+        )
 
 
 InitialWeights = dict[Block, list[torch.Tensor]]  # parameters of each block before it was offloaded
@@ -136,7 +137,7 @@ def check_disk_space(folder: Path, blocks: Sequence[Block], state_sizes: StateSi
         OSError: it has not; gives the bytes needed and free.
     """
     needed = 2 * sum(
-        round_to_pages(4 * block.layout.numel) + round_to_pages(state_sizes(block, only_trained=True))
+        round_to_pages(4 * block.master_layout.numel) + round_to_pages(state_sizes(block, only_trained=True))
         for block in blocks
     )
     free = shutil.disk_usage(folder).free
@@ -155,11 +156,11 @@ def write_initial(
     pool: BufferPool,
     state_sizes: StateSizes,
     weights: InitialWeights,
-    fill: Initialiser | None,
+    fill: Callable[[Block, torch.Tensor], None],
 ) -> None:
     """Write the first record of every block, and free its weights and optimizer state in memory.
 
-    The records have the values in `weights`, which is emptied, or those that `fill` sets.
+    `fill` writes the weights of a block into a record; its entry in `weights` is then removed.
 
     Raises:
         ValueError: a parameter has no values.
@@ -168,9 +169,9 @@ def write_initial(
     state = masters.optimizer.state
     for block in masters.blocks:
         params = masters.params_of(block)
-        layout, tensors = RecordLayout.of(block.layout, [state.get(param) for param in params])
+        layout, tensors = RecordLayout.of(block.master_layout, [state.get(param) for param in params])
         with pool.lease(max(BlockSize.of(block, state_sizes(block)).record, layout.nbytes)) as flat:
-            _fill(block, weights_in(flat, block).zero_(), weights[block], fill)
+            fill(block, weights_in(flat, block).zero_())
             layout.write_states(flat, tensors, layout)
             records.write(block, layout, flat[: layout.nbytes])
             records.wait_for_writes()
@@ -180,7 +181,12 @@ def write_initial(
 
 
 @torch.no_grad()
-def _fill(block: Block, weights: torch.Tensor, values: Sequence[torch.Tensor], fill: Initialiser | None) -> None:
+def fill_block(weights: torch.Tensor, block: Block, values: Sequence[torch.Tensor], fill: Initialiser | None) -> None:
+    """Fill the weights of a whole block, (block.layout.numel,), with `values` of its parameters, or by `fill`.
+
+    Raises:
+        ValueError: a parameter has no values.
+    """
     for name, view, value in zip(block.names, block.layout.views(weights), values, strict=True):
         if fill is None:
             view.copy_(value)

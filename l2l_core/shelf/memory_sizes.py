@@ -35,6 +35,8 @@ class StateSizeTrial:
     def __call__(self, shape: Sequence[int], index: int = 0) -> int:
         """Return the bytes of state for a parameter of `shape` in the parameter group `index`."""
         numel, shape = math.prod(shape), tuple(shape)
+        if not numel:  # as large as one element's
+            shape = (1,)
         if numel > _TRIAL_NUMEL:
             side = math.ceil(_TRIAL_NUMEL ** (1 / len(shape)))
             shape = (side,) * len(shape)
@@ -67,9 +69,15 @@ class StateSizes:
         self._group_of = {p: i for i, group in enumerate(masters.optimizer.param_groups) for p in group["params"]}
 
     def __call__(self, block: Block, only_trained: bool = False) -> int:
-        """Return the bytes of state for all parameters of a block, or only for the trained ones."""
+        """Return the bytes of state for all parameters of a block or shard, or only for the trained ones."""
         params = [p for p in self._masters.params_of(block) if p.requires_grad or not only_trained]
         return self.of_params(params, [self._group_of.get(p, -1) for p in params])
+
+    def of_whole(self, block: Block) -> int:
+        """Return the bytes of state for the trained parameters of a whole block."""
+        groups = [self._group_of.get(p, -1) for p in self._masters.params_of(block)]
+        trained = block.trained.indices
+        return self.of_params([block.params[i] for i in trained], [groups[i] for i in trained])
 
     def of_params(self, params: Sequence[nn.Parameter], groups: Sequence[int]) -> int:
         """Return the bytes of state for parameters, given the index of each one's group, -1 for none."""
@@ -85,7 +93,7 @@ def check_in_core_fits(masters: Masters, host_bytes: int) -> None:
     state_sizes = StateSizes(masters)
     weights = sum(4 * block.layout.used for block in masters.blocks)
     gradients = sum(4 * block.trained.layout.used for block in masters.blocks)
-    state = sum(state_sizes(block, only_trained=True) for block in masters.blocks)
+    state = sum(state_sizes.of_whole(block) for block in masters.blocks)
     if (needed := weights + gradients + state) > host_bytes:
         raise ValueError(
             f"verify compares with training in core, which takes {needed:,} bytes of host memory ({weights:,} for weights, "
@@ -110,7 +118,7 @@ class BlockSize(NamedTuple):
     @staticmethod
     def of(block: Block, state: int) -> BlockSize:
         """Return the size of a block with `state` bytes of optimizer state."""
-        return BlockSize(block.key, block.layout.numel, state)
+        return BlockSize(block.key, block.master_layout.numel, state)
 
     @property
     def weights(self) -> int:

@@ -98,8 +98,8 @@ class RecordLayout:
 
 
 def weights_in(flat: torch.Tensor, block: Block) -> torch.Tensor:
-    """Return the weights in the record of a block, a view of shape (block.layout.numel,), float32."""
-    return flat[: 4 * block.layout.numel].view(torch.float32)
+    """Return the weights in the record of a block, a view of shape (block.master_layout.numel,), float32."""
+    return flat[: 4 * block.master_layout.numel].view(torch.float32)
 
 
 @contextmanager

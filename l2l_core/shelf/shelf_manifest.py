@@ -8,6 +8,9 @@
 
 The copies are flushed to the disk before the manifest; a rename then makes the step the current one. A crash before the rename
 leaves the old step, a crash after it the new one.
+
+Each of several workers has such a folder, and renames its manifest when all have written theirs. If some are killed between their
+renames, the others' manifests wait under their temporary names, and `complete_commit` renames them.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from l2l_core.model import RandomState, Tensors, decode, encode, tensor_copier
 from l2l_core.saves import describe_differences, plain_random, read_random, sync, write_bytes
 from l2l_core.shelf.record_store import BlockRecord, RecordLayout, RecordStore
 
-_NAME, _NEXT, _SCHEMA = "step.json", "step.json.tmp", 2
+_NAME, _NEXT, _SCHEMA = "step.json", "step.json.tmp", 3
 
 
 class ShelfManifest:
@@ -40,13 +43,27 @@ class ShelfManifest:
 
     Invariant: `steps` is the number of the whole step in the folder.
 
+    Args:
+        workers: number of workers, each with a folder.
+        wait_for_all: returns when all workers have written their next manifest, and raises if one cannot.
+
     Attributes:
+        units: the shell and the layers.
         notes: plain data that edits store.
         is_rehearsal: whether steps are not to be recorded in the folder.
     """
 
-    def __init__(self, folder: Path, units: Sequence[Unit], masters: Masters, records: RecordStore) -> None:
-        self.steps = 0
+    def __init__(
+        self,
+        folder: Path,
+        units: Sequence[Unit],
+        masters: Masters,
+        records: RecordStore,
+        workers: int,
+        wait_for_all: Callable[[], object],
+    ) -> None:
+        self.steps = self._commits = 0
+        self._workers, self._wait_for_all = workers, wait_for_all
         self.notes: dict[str, Any] = {}
         self.is_rehearsal = False
         self.masters, self.records, self._folder = masters, records, folder
@@ -58,8 +75,8 @@ class ShelfManifest:
 
         The outline is computed here, where the stack has all its layers, also those that sit out a step.
         """
-        before = {name: vars(self).get(name) for name in ("_units", "_params", "_outline", "notes")}
-        self._units, self.notes = tuple(units), notes
+        before = {name: vars(self).get(name) for name in ("units", "_params", "_outline", "notes")}
+        self.units, self.notes = tuple(units), notes
         self._params = {block: self.masters.params_of(block) for unit in units for block in unit.blocks}
         self._outline = self._describe()
         return lambda: vars(self).update(before)
@@ -94,6 +111,8 @@ class ShelfManifest:
         plain = {
             "schema": _SCHEMA,
             "torch": torch.__version__,
+            "workers": self._workers,
+            "commits": self._commits + 1,
             "steps": steps,
             "tensors": name,
             "notes": self.notes,
@@ -102,13 +121,14 @@ class ShelfManifest:
             "own_settings": encode(own_settings, "own_settings", tensors),
             "settings": encode(settings, "settings", tensors),
             "random": encode(plain_random(self._random), "random", tensors),
-            "buffers": encode({unit.key: unit.buffers.copy() for unit in self._units}, "buffers", tensors),
+            "buffers": encode({unit.key: unit.buffers.copy() for unit in self.units}, "buffers", tensors),
         }
         self._next_tensors = name
         write_tensors({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, self._folder / name)
         sync(self._folder / name)
         sync(self.records.folder)  # new files
         write_bytes(self._folder / _NEXT, json.dumps(plain).encode())
+        self._wait_for_all()
 
     def _activate(self, steps: int) -> None:
         """Replace the manifest by the one that `_write_next` has written; after an error either may be the current one."""
@@ -119,7 +139,7 @@ class ShelfManifest:
             if path.name != self._tensors:
                 with suppress(OSError):  # the next step tries again
                     path.unlink()
-        self.steps = steps
+        self.steps, self._commits = steps, self._commits + 1
 
     def load(self) -> Callable[[], None]:
         """Read the manifest; the function returned restores records, optimizer settings, buffers and generators from it.
@@ -143,10 +163,10 @@ class ShelfManifest:
                     param.requires_grad_(trained)
                     master.requires_grad_(trained)
             load_settings(self.masters.optimizer, settings, exact=False)
-            for unit in self._units:
+            for unit in self.units:
                 unit.buffers.restore(buffers[unit.key])
             random.restore()
-            self.steps, self.notes = plain["steps"], plain["notes"]
+            self.steps, self._commits, self.notes = plain["steps"], plain["commits"], plain["notes"]
             self._random, self._tensors = random, plain["tensors"]
             self.records.delete_orphans()
 
@@ -162,7 +182,7 @@ class ShelfManifest:
         }
         groups = [[names[param] for param in group] for group in self.masters.groups]
         return {
-            "layers": {unit.key: unit.name for unit in self._units},
+            "layers": {unit.key: unit.name for unit in self.units},
             "parameters": parameters,
             "the optimizer": {"class": type(self.masters.optimizer).__name__},
             "parameter groups": {name: str(index) for index, group in enumerate(groups) for name in group},
@@ -172,6 +192,28 @@ class ShelfManifest:
 def has_step(folder: Path) -> bool:
     """Return whether the folder has a whole step."""
     return (folder / _NAME).exists()
+
+
+def complete_commit(folder: Path, gather: Callable[[list[int]], list[int]]) -> None:
+    """Rename the next manifest if another worker has renamed its own; `gather` returns the numbers of all workers.
+
+    Raises:
+        ValueError: the folders of the workers do not belong together.
+    """
+    commits = gather([read_plain(folder)["commits"]])
+    try:
+        prepared = json.loads((folder / _NEXT).read_bytes())["commits"]
+    except (OSError, ValueError):  # none, or not written to its end: no worker has renamed its own then
+        prepared = -1
+    if read_plain(folder)["commits"] == (latest := max(commits)):
+        return
+    if prepared != latest:
+        raise ValueError(
+            f"{folder} is older than the folders of other workers (number of commits by worker: {commits}): restore all of them "
+            "from copies of one time. Nothing was changed"
+        )
+    os.replace(folder / _NEXT, folder / _NAME)
+    sync(folder)
 
 
 def read_plain(folder: Path) -> dict[str, Any]:

@@ -134,7 +134,7 @@ class InCoreStep:
         weights = dict(zip(model.parameters(), twin.parameters(), strict=True))
         states: dict[nn.Parameter, dict[str, Any]] = {}
         for block in store.masters.blocks:  # weights and state may be in files
-            with store.storage.lease(block):
+            with store.storage.lease(store.storage.views([block]), "read"):
                 for param, master, view in zip(block.params, store.masters.params_of(block), block.views, strict=True):
                     # Masters may be bfloat16; the step computes in float32.
                     weights[param].data = view.detach().to(torch.float32, copy=True)
@@ -202,7 +202,7 @@ class InCoreStep:
         names: list[str] = []
         store = self._store
         for block in store.masters.blocks:
-            with store.storage.lease(block):
+            with store.storage.lease(store.storage.views([block]), "read"):
                 # An optimizer that rounds to bfloat16 does so in float32 memory too: the cast is exact.
                 views = (view.detach().float() for view in block.views)
                 expected = (self._weights[param].detach() for param in block.params)

@@ -5,6 +5,8 @@ Begin reading at `channel.py` (why no collective hangs) and `worker_group.py`, t
 `distributed_reducer.py`, which the EPS calls.
 """
 
+from l2l_core.workers.backend import DistributedBackend as DistributedBackend
+from l2l_core.workers.backend import FactsFn as FactsFn
 from l2l_core.workers.backend import WorkerBackend as WorkerBackend
 from l2l_core.workers.backend import make_backend as make_backend
 from l2l_core.workers.backend import numbered_keys as numbered_keys

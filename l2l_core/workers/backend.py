@@ -24,7 +24,7 @@ from l2l_core.trace import Trace
 from l2l_core.workers.distributed_reducer import DistributedReducer
 from l2l_core.workers.health_monitor import WorkerError
 from l2l_core.workers.rendezvous import find_launcher, init_process_group
-from l2l_core.workers.sharded_weight_source import ShardedWeightSource
+from l2l_core.workers.sharded_weight_source import LeaseShard, ShardedWeightSource, lease_master
 from l2l_core.workers.sharding import Sharding
 from l2l_core.workers.worker_group import WorkerGroup
 from l2l_core.workers.worker_settings import Workers
@@ -92,9 +92,9 @@ class WorkerBackend:
         """Return permanent keys for layers with these names."""
         return numbered_keys(names)
 
-    def shard_of(self, block: Block) -> tuple[Layout | None, int]:
-        """Return the layout of this worker's shard of a block (None if whole) and its number of elements."""
-        return None, block.layout.numel
+    def shard_of(self, block: Block) -> Layout | None:
+        """Return the layout of this worker's shard of a block; None if it holds the whole block."""
+        return None
 
     def reshard(self, detached: Mapping[Block, OptimizerEntry]) -> None:
         """After an edit, shard the blocks of stacks and make those of detached layers whole."""
@@ -136,24 +136,28 @@ class WorkerBackend:
 
 
 class DistributedBackend(WorkerBackend):
-    """Backend of several workers with their shards in memory."""
+    """Backend of several workers with their shards in memory.
+
+    Attributes:
+        sharding: divides blocks between the workers; from `adopt_blocks` or `adopting` on.
+    """
 
     shares_params = False
+    sharding: Sharding
 
     def __init__(self, group: WorkerGroup, settings: Workers) -> None:
         self._group, self.settings = group, settings
         self.rank, self.count, self.batch_peers = group.rank, group.count, group
         self.synchronized, self.gather_items = group.synchronized, group.gather_items
         self.announce_failure, self.agree_on_failure = group.announce_failure, group.agree_on_failure
-        self._sharding: Sharding  # from `adopt_blocks` on
         self._is_unsharded = False
 
     @property
     def lost(self) -> WorkerError | None:
         return self._group.lost
 
-    def make_weight_source(self, device: Device, host: Ledger) -> WeightSource:
-        return ShardedWeightSource(device, host, self._group)
+    def make_weight_source(self, device: Device, host: Ledger, lease_shard: LeaseShard = lease_master) -> WeightSource:
+        return ShardedWeightSource(device, host, self._group, lease_shard)
 
     def make_reducer(self, has_batch_loss: bool) -> Reducer:
         wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.wire]
@@ -165,14 +169,20 @@ class DistributedBackend(WorkerBackend):
     def adopt_blocks(
         self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: FactsFn
     ) -> int:
+        with self.adopting(store, host, device, facts):
+            self.sharding.broadcast_weights()
+            self.sharding.broadcast_buffers(units)
+        self.sharding.shard()
+        return 0
+
+    @contextmanager
+    def adopting(self, store: LayerStore, host: Ledger, device: Device, facts: FactsFn) -> Iterator[None]:
+        """Set `sharding`, and run a block of code in which all workers take over the blocks of a new relay."""
         self._group.elementwise = store.masters.findings.elementwise
-        self._sharding = Sharding(self._group, store.masters, host, device.host_empty)
+        self.sharding = Sharding(self._group, store.masters, host, device.host_empty)
         modes = {name: getattr(self.settings, name) for name in ("reduce", "wire", "buffers")}
         with self.synchronized("make a relay", lambda: {**modes, **facts()}):
-            self._sharding.broadcast_weights()
-            self._sharding.broadcast_buffers(units)
-        self._sharding.shard()
-        return 0
+            yield
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
@@ -181,26 +191,25 @@ class DistributedBackend(WorkerBackend):
             return
         self._is_unsharded = True
         try:
-            self._sharding.unshard()
+            self.sharding.unshard()
             yield
         finally:
             self._is_unsharded = False
-            self._sharding.shard()  # the blocks that are whole by now
+            self.sharding.shard()  # the blocks that are whole by now
 
     storage_unsharded = unsharded
 
-    def shard_of(self, block: Block) -> tuple[Layout | None, int]:
-        layout = self._group.shard_layout(block)
-        return layout.shard(self.rank), layout.shard_numel(self.rank)
+    def shard_of(self, block: Block) -> Layout | None:
+        return self._group.shard_layout(block).shard(self.rank)
 
     def reshard(self, detached: Mapping[Block, OptimizerEntry]) -> None:
-        self._sharding.shard()
-        self._sharding.unshard_detached(detached)
+        self.sharding.shard()
+        self.sharding.unshard_detached(detached)
 
     def broadcast_state(self, units: Sequence[Unit]) -> None:
-        self._sharding.broadcast_weights()
+        self.sharding.broadcast_weights()
         if self.settings.buffers == "same":
-            self._sharding.broadcast_buffers(units)
+            self.sharding.broadcast_buffers(units)
 
     def make_buffer_check(self, units: Sequence[Unit]) -> Callable[[], None]:
         if self.settings.buffers == "own":
@@ -222,8 +231,12 @@ class DistributedBackend(WorkerBackend):
         raise ValueError(f"{what} is not possible with {self.count} workers: {why}. Nothing was done")
 
     def leave(self) -> None:
+        self.leave_after(self.sharding.unshard)
+
+    def leave_after(self, finish: Callable[[], None]) -> None:
+        """Run `finish` together with all workers, unless one is lost or does not take part."""
         if self._group.lost is None:
-            self._group.leave(self._sharding.unshard)
+            self._group.leave(finish)
 
     def close(self) -> None:
         self._group.close()

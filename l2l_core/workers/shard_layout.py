@@ -40,7 +40,7 @@ class ShardLayout:
 
     def shard(self, rank: int) -> Layout:
         """Return the layout of the block within a worker's buffer."""
-        return self.layout.slice(self.edges[rank], self.edges[rank + 1])
+        return self.layout.slice(self.edges[rank], self.edges[rank] + self.shard_numel(rank))
 
     def gradient_edges(self, trained: TrainedParameters) -> list[int]:
         """Return the edges of the ranges in a buffer with the gradient of the trained parameters."""

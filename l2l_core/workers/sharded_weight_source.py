@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 
@@ -18,19 +19,29 @@ from l2l_core.eps import WeightSource
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.trace import Trace
 from l2l_core.workers.channel import record_collective
+from l2l_core.workers.health_monitor import cause_of
 from l2l_core.workers.worker_group import WorkerGroup
+
+LeaseShard = Callable[[Block, Trace], AbstractContextManager[torch.Tensor]]
+
+
+def lease_master(block: Block, trace: Trace) -> AbstractContextManager[torch.Tensor]:
+    """Lend this worker's shard of a block in memory; a `LeaseShard`."""
+    return nullcontext(block.values)
 
 
 class ShardedWeightSource(WeightSource):
-    """Weight source that gathers blocks from all workers.
+    """Weight source that gathers blocks from all workers; `lease_shard` lends this worker's shards, on the thread for gathers.
 
     Invariant: gathers start in the order of `prefetch` and `acquire` calls, which is the same on all workers.
     """
 
     reads_ahead = True
 
-    def __init__(self, device: Device, host: Ledger, group: WorkerGroup) -> None:
-        self._device, self._host, self._group = device, host, group
+    def __init__(
+        self, device: Device, host: Ledger, group: WorkerGroup, lease_shard: LeaseShard = lease_master
+    ) -> None:
+        self._device, self._host, self._group, self._lease_shard = device, host, group, lease_shard
         self._dtype, self._trace = torch.float32, Trace()
         self._free: defaultdict[tuple[int, torch.dtype], deque[tuple[torch.Tensor, Ticket | None]]] = defaultdict(deque)
         self._gathers: dict[Block, Future[torch.Tensor]] = {}
@@ -75,8 +86,14 @@ class ShardedWeightSource(WeightSource):
         return self._group.thread.submit(self._gather, block, buffer)
 
     def _gather(self, block: Block, buffer: torch.Tensor) -> torch.Tensor:
-        handshake = self._group.gathers.handshake(f"load {block.key}")
-        self._group.gather_weights(self._group.gathers, block, buffer)
+        with ExitStack() as stack:
+            try:
+                shard = stack.enter_context(self._lease_shard(block, self._trace))
+            except BaseException as error:  # later gathers of this thread must not meet those of other blocks
+                self._group.gathers.announce_failure(cause_of(error))
+                raise
+            handshake = self._group.gathers.handshake(f"load {block.key}")
+            self._group.gather_weights(self._group.gathers, block, shard, buffer)
         received = buffer.numel() - self._group.shard_layout(block).shard_numel(self._group.rank)
         record_collective(self._trace, "gather", "gather", block.key, handshake, received * buffer.itemsize)
         return buffer

@@ -7,7 +7,7 @@ a part of the parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from l2l_core._torch import pytree
 from l2l_core.devices import Ledger
-from l2l_core.eps import Masters, OptimizerEntry
+from l2l_core.eps import Masters, OptimizerEntry, StateView
 from l2l_core.eps.blocks import Block, Layout, Piece, Unit, assemble_new, is_absent
 from l2l_core.workers.worker_group import WorkerGroup
 
@@ -34,8 +34,21 @@ class Sharding:
     def broadcast_weights(self) -> None:
         """Copy the weights of worker 0, whose blocks are whole, to all workers."""
         for block in self._masters.blocks:
-            self._group.control.handshake(f"take over {block.key}")
-            self._group.control.broadcast(block.values, 0, f"take over {block.key}")
+            self.broadcast_block(block, block.values)
+
+    def broadcast_block(self, block: Block, values: torch.Tensor) -> torch.Tensor:
+        """Copy `values` of a whole block, (numel,), from worker 0 to all workers; return this worker's shard of them."""
+        self._group.control.handshake(f"take over {block.key}")
+        self._group.control.broadcast(values, 0, f"take over {block.key}")
+        start, stop = self._group.shard_layout(block).edges[self._group.rank :][:2]
+        return values[start:stop]
+
+    def gather_block(self, block: Block, shard: torch.Tensor) -> torch.Tensor:
+        """Return the weights of a whole block, (numel,); `shard` is this worker's part of them."""
+        values = self._empty(self._group.shard_layout(block).numel)
+        self._group.control.handshake(f"gather {block.key}")
+        self._group.gather_weights(self._group.control, block, shard, values)
+        return values[: block.layout.numel]
 
     def broadcast_buffers(self, units: Sequence[Unit]) -> None:
         """Copy the buffers of worker 0 to all workers."""
@@ -46,16 +59,9 @@ class Sharding:
 
     def shard(self) -> None:
         """Reduce every whole block and its state to this worker's shard."""
-        rank, state = self._group.rank, self._masters.optimizer.state
         for block in [block for block in self._masters.blocks if block.local_layout is None]:
-            layout, params = self._group.shard_layout(block), self._masters.params_of(block)
-            part, start, stop = layout.shard(rank), layout.edges[rank], layout.edges[rank + 1]
-            shard = self._empty(layout.shard_numel(rank)).zero_()
-            shard[: stop - start].copy_(block.values[start:stop])
-            pieces = zip(block.layout.pieces, map(state.get, params), part.pieces, strict=True)
-            states = [_reshard_state([(whole, old)], whole, piece) for whole, old, piece in pieces]
             with self._rebooked(block):
-                _set_block(block, part, shard, params, state, states)
+                self._shard_block(block, self._masters.params_of(block), self._masters.optimizer.state)
         self._masters.book_state()
 
     def unshard(self) -> None:
@@ -71,11 +77,35 @@ class Sharding:
             if block.local_layout is not None:
                 self._unshard_block(block, entry.masters, entry.state)
 
+    @contextmanager
+    def unsharded(self, blocks: Mapping[Block, StateView]) -> Iterator[None]:
+        """Make leased blocks whole on all workers in a block of code; then each keeps its shard."""
+        with ExitStack() as back:
+            for block, view in blocks.items():
+                self._unshard_block(block, view.masters, view.state)
+                back.callback(self._shard_block, block, view.masters, view.state)
+                self._host.book("weights", "whole", block.nbytes)
+                back.callback(self._host.release, "weights", "whole", block.nbytes)
+            self._masters.book_state()
+            yield
+
+    def _shard_block(self, block: Block, params: Sequence[nn.Parameter], state: _StateMapping) -> None:
+        layout, rank = self._group.shard_layout(block), self._group.rank
+        part, start, stop = layout.shard(rank), layout.edges[rank], layout.edges[rank + 1]
+        pieces = zip(block.layout.pieces, map(state.get, params), part.pieces, strict=True)
+        states = [_reshard_state([(whole, old)], whole, piece) for whole, old, piece in pieces]
+        if block.offloaded:  # its weights will be stored as a shard
+            block.local_layout = part
+            block.offload(params)
+            _set_states(params, state, states)
+            return
+        shard = self._empty(part.numel).zero_()
+        shard[: stop - start].copy_(block.values[start:stop])
+        _set_block(block, part, shard, params, state, states)
+
     def _unshard_block(self, block: Block, params: Sequence[nn.Parameter], state: _StateMapping) -> None:
         layout, control = self._group.shard_layout(block), self._group.control
-        values = self._empty(layout.numel)
-        control.handshake(f"gather {block.key}")
-        self._group.gather_weights(control, block, values)
+        values = self.gather_block(block, block.values)
         parts = [layout.shard(rank) for rank in range(self._group.count)]
         what = f"gather the optimizer state of {block.key}"
         by_worker = list(zip(parts, control.all_gather_object([*map(state.get, params)], what), strict=True))
@@ -83,7 +113,7 @@ class Sharding:
             _reshard_state([(part.pieces[i], own[i]) for part, own in by_worker], whole, whole)
             for i, whole in enumerate(block.layout.pieces)
         ]
-        _set_block(block, None, values[: block.layout.numel], params, state, states)
+        _set_block(block, None, values, params, state, states)
 
     @contextmanager
     def _rebooked(self, block: Block) -> Iterator[None]:
@@ -104,6 +134,10 @@ def _set_block(
 ) -> None:
     """Replace the master, the layout and the optimizer state of a block."""
     block.set_local_master(local_layout, master, params)
+    _set_states(params, state, states)
+
+
+def _set_states(params: Sequence[nn.Parameter], state: _StateMapping, states: Sequence[MaybeParamState]) -> None:
     for param, param_state in zip(params, states, strict=True):
         state.pop(param, None)
         if param_state is not None:

@@ -139,9 +139,9 @@ class WorkerGroup:
         """Return the ranges of a block that the workers hold."""
         return ShardLayout.of(block.layout, self.count, self.elementwise)
 
-    def gather_weights(self, channel: Channel, block: Block, output: torch.Tensor) -> None:
-        """Gather a block into `output`, (numel of its shard layout,), in the type of `output`."""
-        layout, shard = self.shard_layout(block), block.values.to(output.dtype)
+    def gather_weights(self, channel: Channel, block: Block, shard: torch.Tensor, output: torch.Tensor) -> None:
+        """Gather a block into `output`, (numel of its shard layout,), in the type of `output`; `shard` is this worker's part."""
+        layout, shard = self.shard_layout(block), shard.to(output.dtype)
         if layout.uniform_numel:
             channel.all_gather(output, shard, f"load {block.key}")
         else:

@@ -73,6 +73,11 @@ class Block:
         return [nan_placeholder(piece.size) for piece in self.layout.pieces]
 
     @property
+    def _placeholders(self) -> list[torch.Tensor]:
+        """Data of the optimizer's parameters while the block is offloaded."""
+        return [nan_placeholder(piece.size) for piece in self.master_layout.pieces]
+
+    @property
     def trained(self) -> TrainedParameters:
         """Parameters that require a gradient now, and the layout of their gradients."""
         flags = tuple(param.requires_grad for param in self.params)
@@ -112,23 +117,23 @@ class Block:
     def offload(self, optimizer_params: Sequence[nn.Parameter] = ()) -> None:
         """Drop the weights, which are stored elsewhere; parameters become placeholders."""
         self.offloaded, self.master, self.cast = True, _NO_MASTER, None
-        self.views = self.host_views
-        _set_data(self.params, self.views)
+        self.views = self._placeholders
+        _set_data(self.params, self.host_views)
         if optimizer_params:
             _set_data(optimizer_params, self.views)
 
     def bind(self, master: torch.Tensor, optimizer_params: Sequence[nn.Parameter]) -> None:
-        """Make a buffer with the whole block the optimizer's view of an offloaded block, until `unbind`.
+        """Make a buffer, (master_layout.numel,), the optimizer's view of an offloaded block, until `unbind`.
 
         The model's own parameters are unchanged, since a layer may be computing with their data.
         """
         assert self.offloaded, self.key
-        self.master, self.views = master, self.layout.views(master)
+        self.master, self.views = master, self.master_layout.views(master)
         _set_data(optimizer_params, self.views)
 
     def unbind(self, optimizer_params: Sequence[nn.Parameter]) -> None:
         """Undo `bind`."""
-        self.master, self.views = _NO_MASTER, self.host_views
+        self.master, self.views = _NO_MASTER, self._placeholders
         _set_data(optimizer_params, self.views)
 
     def leave_master(self, optimizer_params: Sequence[nn.Parameter]) -> None:

@@ -29,7 +29,7 @@ from zoo import BY_NAME, KINDS, Kind
 
 from l2l_core import EmulatedDevice, FileShelf, Relay, RelayConfig
 from l2l_core.devices import Ledger
-from l2l_core.shelf import direct_io
+from l2l_core.shelf import direct_io, disk_storage
 from l2l_core.shelf.direct_io import BufferPool
 from l2l_core.shelf.disk_step import DiskWeightSource
 from l2l_core.trace import Trace
@@ -229,11 +229,7 @@ def test_what_cannot_be_had_says_what_can(folder: Path) -> None:
         for read in (relay.model.state_dict, relay.model.layers[0].state_dict, relay.optimizer.state_dict):
             with pytest.raises(RuntimeError, match=re.escape("relay.shelf.save_pretrained")):
                 read()
-        for verb in (
-            lambda: relay.fit(batch),
-            lambda: relay.fork("b"),
-            lambda: relay.gathered().__enter__(),
-        ):
+        for verb in (lambda: relay.fit(batch), lambda: relay.fork("b")):
             with pytest.raises(ValueError, match="in files"):
                 verb()
         assert relay.probe([batch]) == [relay.evaluate(batch)]
@@ -244,6 +240,26 @@ def test_what_cannot_be_had_says_what_can(folder: Path) -> None:
         relay.model.state_dict()
     with pytest.raises(ValueError, match="has no values here"):
         Relay(relay.model, adamw(relay.model), EmulatedDevice(), loss=kind.loss, loss_over=kind.loss_over)
+
+
+def test_all_weights_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written inside of `gathered` is in the files afterwards, and an error leaves them as they were."""
+    kind = BY_NAME["chain"]
+    with relay_on(folder, kind) as relay:
+        plain = in_core(kind)
+        relay.step(kind.make_batch(ROWS, 0))
+        plain.step(kind.make_batch(ROWS, 0))
+        with pytest.raises(KeyError), relay.gathered() as model:
+            next(model.parameters()).data.zero_()
+            raise KeyError
+        with relay.gathered() as model:
+            assert_same(dict(model.state_dict()), dict(plain.model.state_dict()))
+            for each in (model, plain.model):
+                next(each.parameters()).data.mul_(2.0)
+        assert relay.step(kind.make_batch(ROWS, 1)).loss == plain.step(kind.make_batch(ROWS, 1))
+        monkeypatch.setattr(disk_storage, "free_bytes", lambda device: 1000)
+        with pytest.raises(ValueError, match=re.escape("and 1,000 are free: read weights by relay.shelf.weights()")):
+            relay.gathered().__enter__()
 
 
 @pytest.mark.slow

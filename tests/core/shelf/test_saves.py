@@ -328,11 +328,11 @@ def test_a_shelf_of_another_schema_is_refused(folder: Path) -> None:
     with relay_on(folder, CHAIN) as relay:
         relay.step(CHAIN.make_batch(ROWS, 0))
     path = folder / "step.json"
-    path.write_text(path.read_text().replace('"schema": 2', '"schema": 1'))
+    path.write_text(path.read_text().replace('"schema": 3', '"schema": 1'))
     model = CHAIN.make_model()
     before = state_of(model)
     with pytest.raises(
-        ValueError, match="step.json has schema 1, and this release of l2l_core reads schema 2: use the"
+        ValueError, match="step.json has schema 1, and this release of l2l_core reads schema 3: use the"
     ):
         relay_on(folder, CHAIN, model=model, resume=True)
     assert_same(state_of(model), before)
