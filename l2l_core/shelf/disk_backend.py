@@ -43,7 +43,7 @@ from l2l_core.shelf.initial_weights import (
 )
 from l2l_core.shelf.memory_sizes import MemoryBudget
 from l2l_core.shelf.record_store import RecordStore, weights_in
-from l2l_core.shelf.shelf_manifest import ShelfManifest, complete_commit, layer_keys_in
+from l2l_core.shelf.shelf_manifest import ShelfManifest, complete_commit, has_step, layer_keys_in
 from l2l_core.surgery import ties_of
 from l2l_core.trace import Trace
 from l2l_core.workers import DistributedBackend, FactsFn, WorkerBackend, WorkerError, numbered_keys
@@ -110,6 +110,7 @@ class DiskBackend(WorkerBackend):
         replace_meta_params(model.modules())
         self._initial_weights: InitialWeights = {}
         self._resources = ExitStack()
+        self._is_gathered = self._is_closed = False
 
     # -- set-up, in the order of calls -----------------------------------------------------------------------------------------
 
@@ -257,13 +258,18 @@ class DiskBackend(WorkerBackend):
 
     def layer_keys(self, names: Sequence[str]) -> list[str]:
         """Return the keys in the folder; if it has other layers, it is refused later."""
-        return (layer_keys_in(self.folder, names) if self._shelf.resume else None) or numbered_keys(names)
+        found = layer_keys_in(self.folder, names) if self._shelf.resume and has_step(self.folder) else None
+        return found or numbered_keys(names)
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         whole_copies = self.count if self.count > 1 else 0
         with self.storage_unsharded(), self._storage.all_in_memory(1 + whole_copies):
-            yield
+            self._is_gathered = True
+            try:
+                yield
+            finally:
+                self._is_gathered = False
 
     @contextmanager
     def storage_unsharded(self) -> Iterator[None]:
@@ -282,10 +288,14 @@ class DiskBackend(WorkerBackend):
         """
         remedy = instead if self.count > 1 and instead else _REMEDIES.get(verb, _DEFAULT_REMEDY)
         raise ValueError(
-            f"{verb} is not possible for a relay with weights in files ({self.folder}): {remedy}. Nothing was done"
+            f"{verb} is not possible for a relay with weights in files ({self._shelf.folder}): {remedy}. Nothing was done"
         )
 
     def leave(self) -> None:
+        if self._is_gathered:
+            raise RuntimeError(
+                "close() inside of relay.gathered(), whose values are stored at its end: leave that block first. Nothing was done"
+            )
         if self._distributed is not None:
             self._distributed.leave_after(lambda: None)
 
@@ -294,6 +304,7 @@ class DiskBackend(WorkerBackend):
             for param, value in zip(block.params, values, strict=True):
                 param.data = value
         self._initial_weights.clear()
+        self._is_closed = True
         self._resources.close()
         self._workers.close()
 
@@ -350,6 +361,11 @@ class DiskBackend(WorkerBackend):
 
     def _read_blocks(self) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the parameters of each block by name."""
+        if self._is_closed:
+            raise RuntimeError(
+                f"the relay of this shelf is closed: resume it with FileShelf(folder={str(self._shelf.folder)!r}, resume=True, "
+                "...), and read its weights then"
+            )
         self._records.trace = Trace()  # the last step, whose trace this was, is over
         for block in self._manifest.blocks:
             buffer = self._load_pool.acquire(round_to_pages(4 * block.master_layout.numel))

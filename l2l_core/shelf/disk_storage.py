@@ -17,14 +17,14 @@ import errno
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from l2l_core.devices import Device, Ledger, free_bytes
 from l2l_core.eps import BlockContents, BlockStates, BlockStorage, LeaseMode, Notes, OptimizerEntry, StateView
-from l2l_core.eps.blocks import Block, Unit
+from l2l_core.eps.blocks import Block, Unit, check_values_in_place
 from l2l_core.eps.optimizers import state_bytes
 from l2l_core.model import snapshot_value
 from l2l_core.shelf.direct_io import BufferPool
@@ -243,8 +243,9 @@ class DiskStorage(BlockStorage):
 
         Raises:
             ValueError: there is no room for them.
+            RuntimeError: at the end, if a parameter has other memory; no value is stored then.
         """
-        blocks = self._manifest.blocks
+        blocks, optimizer = self._manifest.blocks, self._masters.optimizer
         if (needed := copies * self.nbytes(blocks)) > (free := free_bytes(None)):
             raise ValueError(
                 f"all weights and the optimizer's state take {needed:,} bytes of host memory, and {free:,} are free: read "
@@ -252,7 +253,14 @@ class DiskStorage(BlockStorage):
             )
         try:
             with self.lease(self.views(blocks), "write"):
+                leased: Any = optimizer.state
                 yield
+                if optimizer.state is not leased:  # load_state_dict replaces it
+                    new, optimizer.state = dict(optimizer.state), leased
+                    leased.clear()
+                    leased.update(new)
+                for block in blocks:
+                    check_values_in_place(block)
             self.commit(self._manifest.units, self.notes)
         except BaseException:
             self.rollback()

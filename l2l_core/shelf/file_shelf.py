@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from l2l_core.shelf.direct_io import PAGE, DirectFiles, page_aligned, round_to_pages
-from l2l_core.shelf.shelf_manifest import has_step, read_plain
+from l2l_core.shelf.shelf_manifest import has_prepared_step, has_step, read_plain
 from l2l_core.trace import format_bytes, parse_bytes
 
 Initialiser = Callable[[str, torch.Tensor], None]
@@ -81,7 +81,7 @@ def check_folder(folder: Path, resume: bool, rank: int, count: int) -> None:
             f"{folder} is the shelf of {before} worker(s), and this relay has {count}: resume it with {before}, save it "
             "(relay.save), and load that save with any number of workers onto another shelf (Relay.load). Nothing was changed"
         )
-    if resume and not has_step(own):
+    if resume and not has_step(own) and not (found is not None and has_prepared_step(own)):
         raise ValueError(
             f"{own} has no whole step to resume: no shelf was ever filled there. Give the folder of one, or leave "
             "out resume=True"

@@ -36,6 +36,7 @@ from l2l_core.saves import describe_differences, plain_random, read_random, sync
 from l2l_core.shelf.record_store import BlockRecord, RecordLayout, RecordStore
 
 _NAME, _NEXT, _SCHEMA = "step.json", "step.json.tmp", 3
+_FORMER = {2: {"workers": 1, "commits": 0}}  # by readable older schema, what it lacks
 
 
 class ShelfManifest:
@@ -200,20 +201,30 @@ def complete_commit(folder: Path, gather: Callable[[list[int]], list[int]]) -> N
     Raises:
         ValueError: the folders of the workers do not belong together.
     """
-    commits = gather([read_plain(folder)["commits"]])
-    try:
-        prepared = json.loads((folder / _NEXT).read_bytes())["commits"]
-    except (OSError, ValueError):  # none, or not written to its end: no worker has renamed its own then
-        prepared = -1
-    if read_plain(folder)["commits"] == (latest := max(commits)):
+    committed = read_plain(folder)["commits"] if has_step(folder) else 0
+    commits = gather([committed])
+    if committed == (latest := max(commits)):
         return
-    if prepared != latest:
+    if _prepared_commits(folder) != latest:
         raise ValueError(
             f"{folder} is older than the folders of other workers (number of commits by worker: {commits}): restore all of them "
             "from copies of one time. Nothing was changed"
         )
     os.replace(folder / _NEXT, folder / _NAME)
     sync(folder)
+
+
+def has_prepared_step(folder: Path) -> bool:
+    """Return whether the folder has no whole step, but the first one of several workers, which only needs a rename."""
+    return not has_step(folder) and _prepared_commits(folder) == 1
+
+
+def _prepared_commits(folder: Path) -> int:
+    """Return the number of commits of the next manifest; -1 if there is none, or it was not written to its end."""
+    try:
+        return json.loads((folder / _NEXT).read_bytes())["commits"]
+    except (OSError, ValueError):  # no worker has renamed its own then
+        return -1
 
 
 def read_plain(folder: Path) -> dict[str, Any]:
@@ -231,6 +242,8 @@ def read_plain(folder: Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}): restore the whole folder from a copy") from error
+    if plain["schema"] in _FORMER:
+        return {**_FORMER[plain["schema"]], **plain}
     if plain["schema"] != _SCHEMA:
         raise ValueError(
             f"{path} has schema {plain['schema']!r}, and this release of l2l_core reads schema {_SCHEMA}: use the release that "

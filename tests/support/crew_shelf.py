@@ -87,15 +87,17 @@ def _die_in(where: str) -> None:
         shelf_manifest.os = SimpleNamespace(replace=kill)  # type: ignore[assignment]
 
 
-def lose_one_in_the_third_step(rank: int, count: int, case: Case, folder: Path, where: str) -> str:
-    """Make two steps; in the third, worker 1 is killed. The other returns what it heard."""
+def lose_one_in_a_step(rank: int, count: int, case: Case, folder: Path, where: str, steps: int) -> str:
+    """Worker 1 is killed in the step after so many, or in making the shelf (-1). The other returns what it heard."""
+    if rank == 1 and steps < 0:
+        _die_in(where)
     relay = on_shelf(case, rank, folder, workers=Workers(reduce="ordered", timeout_s=10.0))
-    for step in range(2):
+    for step in range(steps):
         relay.step(case.rows_of(rank, step))
     if rank == 1:
         _die_in(where)
     try:
-        relay.step(case.rows_of(rank, 2))
+        relay.step(case.rows_of(rank, max(0, steps)))
     except WorkerLostError as error:
         return str(error)
     finally:

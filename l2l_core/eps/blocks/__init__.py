@@ -18,6 +18,7 @@ from l2l_core.eps.blocks.model_checks import check_model as check_model
 from l2l_core.eps.blocks.model_checks import check_no_stray_grads as check_no_stray_grads
 from l2l_core.eps.blocks.model_checks import check_stamps as check_stamps
 from l2l_core.eps.blocks.model_checks import check_step as check_step
+from l2l_core.eps.blocks.model_checks import check_values_in_place as check_values_in_place
 from l2l_core.eps.blocks.model_checks import gradient_hook_message as gradient_hook_message
 from l2l_core.eps.blocks.model_checks import refuse_cached as refuse_cached
 from l2l_core.eps.blocks.model_checks import refuse_checkpointing as refuse_checkpointing

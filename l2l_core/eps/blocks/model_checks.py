@@ -46,20 +46,27 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
                     f"{_SAME_OPTIMIZER}"
                 )
         for block in unit.blocks:
-            for param, home, name in zip(block.params, block.host_views, block.names, strict=True):
-                if param.data_ptr() != home.data_ptr() or param.dtype != home.dtype:
-                    raise RuntimeError(
-                        f"parameter {name} ({param.dtype} of {tuple(param.shape)} on {param.device}) is no longer the EPS's "
-                        "master: while a relay owns it, the model was moved or cast (model.to, .half, .cuda), resized "
-                        "(resize_token_embeddings), or got other values (.data = ...). Close the relay, which leaves those, and "
-                        "make a new one over the model as it is; leave moving to it: Relay(..., device=...)"
-                    )
+            check_values_in_place(block)
+            for param, name in zip(block.params, block.names, strict=True):
                 if param.grad is not None:
                     raise RuntimeError(
                         f"parameter {name} has a gradient from outside: call model.zero_grad() before a step; "
                         "a penalty that was back-propagated beside the step belongs into the loss: "
                         "Relay(..., objective=lambda model, batch: loss + penalty, config=RelayConfig(schedule='depth_first'))"
                     )
+
+
+def check_values_in_place(block: Block) -> None:
+    """Raise RuntimeError if a parameter's values are no longer those of the block."""
+    for param, home, name in zip(block.params, block.host_views, block.names, strict=True):
+        if param.data_ptr() != home.data_ptr() or param.dtype != home.dtype:
+            raise RuntimeError(
+                f"parameter {name} ({param.dtype} of {tuple(param.shape)} on {param.device}) is no longer the EPS's "
+                "master: while a relay owns it, the model was moved or cast (model.to, .half, .cuda), resized "
+                "(resize_token_embeddings), or got other values (.data = ...). Write values in place (param.data.copy_(new)); "
+                "or close the relay, which leaves those, and make a new one over the model as it is; leave moving to it: "
+                "Relay(..., device=...)"
+            )
 
 
 def check_no_stray_grads(block: Block, indices: Iterable[int]) -> None:

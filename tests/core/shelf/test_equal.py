@@ -1,5 +1,6 @@
 """Training from files is training in core, to the bit, in memory that does not grow with the model."""
 
+import copy
 import json
 import re
 import time
@@ -260,6 +261,55 @@ def test_all_weights_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(disk_storage, "free_bytes", lambda device: 1000)
         with pytest.raises(ValueError, match=re.escape("and 1,000 are free: read weights by relay.shelf.weights()")):
             relay.gathered().__enter__()
+
+
+def test_a_loaded_state_is_stored_too(folder: Path) -> None:
+    """`load_state_dict` of the optimizer replaces its state, and what it has put there is in the files after the block."""
+    kind = BY_NAME["chain"]
+    with relay_on(folder, kind) as relay:
+        plain = in_core(kind)
+        for seed in range(2):
+            relay.step(kind.make_batch(ROWS, seed))
+            plain.step(kind.make_batch(ROWS, seed))
+            if not seed:
+                early = copy.deepcopy(plain.optimizer.state_dict())
+        with relay.gathered():
+            relay.optimizer.load_state_dict(early)
+        plain.optimizer.load_state_dict(early)
+        for seed in range(2, 4):
+            assert relay.step(kind.make_batch(ROWS, seed)).loss == plain.step(kind.make_batch(ROWS, seed))
+        assert_same(weights_of(relay), state_of(plain.model))
+
+
+def test_replaced_weights_are_refused_and_written_ones_are_stored(folder: Path) -> None:
+    with relay_on(folder, BY_NAME["chain"]) as relay:
+        before = weights_of(relay)
+        with (
+            pytest.raises(RuntimeError, match=re.escape("in place (param.data.copy_(new))")),
+            relay.gathered() as model,
+        ):
+            for param in model.parameters():
+                param.data = param.data + 1
+        assert_same(weights_of(relay), before)
+        with relay.gathered() as model:
+            for param in model.parameters():
+                param.data.copy_(param.data + 1)
+        assert_same(weights_of(relay), {name: tensor + 1 for name, tensor in before.items()})
+
+
+def test_a_relay_is_not_closed_before_its_gathered_weights_are_stored(folder: Path) -> None:
+    with relay_on(folder, BY_NAME["chain"]) as relay:
+        with relay.gathered() as model:
+            next(model.parameters()).data.zero_()
+            with pytest.raises(RuntimeError, match="leave that block first. Nothing was done"):
+                relay.close()
+        shelf = relay.shelf
+        relay.close()
+    assert shelf is not None
+    with pytest.raises(RuntimeError, match="is closed: resume it with FileShelf"):
+        next(shelf.weights())
+    with relay_on(folder, BY_NAME["chain"], resume=True) as relay:
+        assert not next(iter(weights_of(relay).values())).any()
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Saves of a shelf and in memory are one format: whoever loads goes on to the bit, with a block at a time in memory."""
 
 import errno
+import json
 import resource
 from collections.abc import Callable
 from dataclasses import replace
@@ -322,6 +323,21 @@ def test_what_a_load_does_not_go_with(save: Path, folder: Path) -> None:
         load(save, CHAIN, shelf=folder / "new", memory_bytes=1)
     with load(save, CHAIN, shelf=folder / "new", config=RelayConfig(seed=0, micro_batches=2)) as relay:
         assert relay.config.micro_batches == 2 and relay.steps == 2
+
+
+def test_a_shelf_of_the_former_schema_is_resumed(folder: Path) -> None:
+    """It lacks what only several workers need."""
+    with relay_on(folder, CHAIN) as relay:
+        relay.step(CHAIN.make_batch(ROWS, 0))
+        before = weights_of(relay)
+    path = folder / "step.json"
+    plain = json.loads(path.read_text())
+    del plain["workers"], plain["commits"]
+    path.write_text(json.dumps({**plain, "schema": 2}))
+    with relay_on(folder, CHAIN, resume=True) as relay:
+        assert relay.steps == 1
+        assert_same(weights_of(relay), before)
+        relay.step(CHAIN.make_batch(ROWS, 1))
 
 
 def test_a_shelf_of_another_schema_is_refused(folder: Path) -> None:

@@ -13,7 +13,7 @@ from crew_shelf import (
     fail_once,
     go_on_from_files,
     load_onto_files,
-    lose_one_in_the_third_step,
+    lose_one_in_a_step,
     save_from_files,
     train_a_step,
     train_from_files_beside_plain,
@@ -44,12 +44,15 @@ def test_two_workers_on_disk_equal_plain_training(case: Case, two: Crew, tmp_pat
         assert seen["nan"] and seen["verified"], seen["report"]
 
 
-@pytest.mark.parametrize(("where", "whole"), [("update", 2), ("write", 2), ("rename", 3)])
-def test_a_worker_is_killed_in_the_third_step(where: str, whole: int, tmp_path: Path) -> None:
-    """Both go on from the same step: the second, or the third if one worker has renamed its manifest already."""
+@pytest.mark.all_cases
+@pytest.mark.parametrize(
+    ("where", "steps", "whole"), [("update", 2, 2), ("write", 2, 2), ("rename", 2, 3), ("rename", -1, 0)]
+)
+def test_a_worker_is_killed(where: str, steps: int, whole: int, tmp_path: Path) -> None:
+    """Both go on from the same step: that before, or the next if one worker has renamed its manifest already."""
     case = Case("chain")
     with Crew(2) as crew:
-        said, _ = crew.run_while_one_dies(lose_one_in_the_third_step, case, tmp_path, where)
+        said, _ = crew.run_while_one_dies(lose_one_in_a_step, case, tmp_path, where, steps)
         assert "worker 1 of 2 is lost" in said
         for seen in crew.run(go_on_from_files, case, tmp_path, 4):
             assert seen == {"began": whole, "losses": True, "unlike": []}
