@@ -87,7 +87,7 @@ class RowsOfBatch(ABC):
         return self
 
     def compared_by(self, micro_batches: Sequence[Any]) -> RowsOfBatch:
-        """Return the rows of which a few are compared with their parts: by default these."""
+        """Return rows; a few of them are compared with their parts. By default these."""
         return self
 
     @abstractmethod
