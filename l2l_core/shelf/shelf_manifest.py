@@ -215,7 +215,7 @@ def complete_commit(folder: Path, gather: Callable[[list[int]], list[int]]) -> N
 
 
 def has_prepared_step(folder: Path) -> bool:
-    """Return whether the folder has no whole step, but the first one of several workers, which only needs a rename."""
+    """Return whether the folder has no whole step, but one that only needs to be renamed."""
     return not has_step(folder) and _prepared_commits(folder) == 1
 
 
