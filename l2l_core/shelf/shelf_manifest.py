@@ -220,7 +220,7 @@ def has_prepared_step(folder: Path) -> bool:
 
 
 def _prepared_commits(folder: Path) -> int:
-    """Return the number of commits of the next manifest; -1 if there is none, or it was not written to its end."""
+    """Return the number of commits of the next manifest; -1 if none was written to its end."""
     try:
         return json.loads((folder / _NEXT).read_bytes())["commits"]
     except (OSError, ValueError):  # no worker has renamed its own then
