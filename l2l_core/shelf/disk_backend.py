@@ -69,6 +69,7 @@ _SHARDED_REHEARSAL = (
     "each worker rehearses alone, without the shards of the others: choose the settings of RelayConfig yourself, keep as a "
     "number of layers"
 )
+_SHARDED_REMEDIES = dict.fromkeys(_EDITS, _SHARDED_EDIT) | dict.fromkeys(("forecast", "fit"), _SHARDED_REHEARSAL)
 
 
 class DiskBackend(WorkerBackend):
@@ -93,12 +94,8 @@ class DiskBackend(WorkerBackend):
     def __init__(self, shelf: FileShelf, model: nn.Module, ahead: int, from_save: bool, workers: WorkerBackend) -> None:
         self._shelf, self._model, self._ahead, self._from_save = shelf, model, ahead, from_save
         self._workers, self._distributed = workers, workers if isinstance(workers, DistributedBackend) else None
-        self.rank, self.count, self.batch_peers, self.settings = (
-            workers.rank,
-            workers.count,
-            workers.batch_peers,
-            workers.settings,
-        )
+        self.rank, self.count, self.settings = workers.rank, workers.count, workers.settings
+        self.batch_peers = workers.batch_peers
         self.gather_items, self.shard_of = workers.gather_items, workers.shard_of
         self.announce_failure, self.agree_on_failure = workers.announce_failure, workers.agree_on_failure
         self.make_buffer_check, self.initial_seed = workers.make_buffer_check, workers.initial_seed
@@ -250,10 +247,8 @@ class DiskBackend(WorkerBackend):
         return self._workers.lost
 
     def synchronized(self, what: str, facts: FactsFn) -> AbstractContextManager[None]:
-        if what not in _SUPPORTED and (what not in (*_EDITS, "forecast") or self.count > 1):
-            self.refuse(
-                what, _SHARDED_EDIT if what in _EDITS else _SHARDED_REHEARSAL if what in ("forecast", "fit") else ""
-            )
+        if what not in (_SUPPORTED if self.count > 1 else (*_SUPPORTED, *_EDITS, "forecast")):
+            self.refuse(what, _SHARDED_REMEDIES.get(what, ""))
         return self._workers.synchronized(what, facts)
 
     def layer_keys(self, names: Sequence[str]) -> list[str]:
