@@ -9,6 +9,7 @@ in memory, and its weight source gathers layers from shards that are read from r
 from __future__ import annotations
 
 import os
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -69,7 +70,10 @@ _SHARDED_REHEARSAL = (
     "each worker rehearses alone, without the shards of the others: choose the settings of RelayConfig yourself, keep as a "
     "number of layers"
 )
-_SHARDED_REMEDIES = dict.fromkeys(_EDITS, _SHARDED_EDIT) | dict.fromkeys(("forecast", "fit"), _SHARDED_REHEARSAL)
+_SHARDED_REMEDIES: dict[str, str] = {
+    **dict.fromkeys(_EDITS, _SHARDED_EDIT),
+    **dict.fromkeys(("forecast", "fit"), _SHARDED_REHEARSAL),
+}
 
 
 class DiskBackend(WorkerBackend):
@@ -194,6 +198,7 @@ class DiskBackend(WorkerBackend):
             complete_commit(self.folder, self.gather_items)
             self._manifest.load()()
         else:
+            self._manifest.run = self.gather_items([uuid.uuid4().hex], "begin a shelf")[0]
             state_sizes = self.budget.state_sizes
             check_disk_space(self.folder, masters.blocks, state_sizes)
             if self._from_save:

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -36,7 +36,7 @@ from l2l_core.saves import describe_differences, plain_random, read_random, sync
 from l2l_core.shelf.record_store import BlockRecord, RecordLayout, RecordStore
 
 _NAME, _NEXT, _SCHEMA = "step.json", "step.json.tmp", 3
-_FORMER = {2: {"workers": 1, "commits": 0}}  # by readable older schema, what it lacks
+_FORMER = {2: {"workers": 1, "commits": 0, "run": ""}}  # by readable older schema, what it lacks
 
 
 class ShelfManifest:
@@ -51,6 +51,7 @@ class ShelfManifest:
     Attributes:
         units: the shell and the layers.
         notes: plain data that edits store.
+        run: identifier of the shelf, the same for all workers.
         is_rehearsal: whether steps are not to be recorded in the folder.
     """
 
@@ -66,6 +67,7 @@ class ShelfManifest:
         self.steps = self._commits = 0
         self._workers, self._wait_for_all = workers, wait_for_all
         self.notes: dict[str, Any] = {}
+        self.run = ""
         self.is_rehearsal = False
         self.masters, self.records, self._folder = masters, records, folder
         self._random, self._tensors = RandomState.capture(), ""
@@ -114,6 +116,7 @@ class ShelfManifest:
             "torch": torch.__version__,
             "workers": self._workers,
             "commits": self._commits + 1,
+            "run": self.run,
             "steps": steps,
             "tensors": name,
             "notes": self.notes,
@@ -168,6 +171,7 @@ class ShelfManifest:
                 unit.buffers.restore(buffers[unit.key])
             random.restore()
             self.steps, self._commits, self.notes = plain["steps"], plain["commits"], plain["notes"]
+            self.run = plain["run"]
             self._random, self._tensors = random, plain["tensors"]
             self.records.delete_orphans()
 
@@ -195,20 +199,26 @@ def has_step(folder: Path) -> bool:
     return (folder / _NAME).exists()
 
 
-def complete_commit(folder: Path, gather: Callable[[list[int]], list[int]]) -> None:
-    """Rename the next manifest if another worker has renamed its own; `gather` returns the numbers of all workers.
+def complete_commit(folder: Path, gather: Callable[[list[_Commit]], list[_Commit]]) -> None:
+    """Rename the next manifest if another worker has renamed its own; `gather` returns the commits of all workers.
 
     Raises:
         ValueError: the folders of the workers do not belong together.
     """
-    committed = read_plain(folder)["commits"] if has_step(folder) else 0
-    commits = gather([committed])
-    if committed == (latest := max(commits)):
-        return
-    if _prepared_commits(folder) != latest:
+    prepared = _prepared_commit(folder)
+    plain = read_plain(folder) if has_step(folder) else {"run": prepared.run, "commits": 0}
+    commits = gather([own := _Commit(plain["run"], plain["commits"])])
+    if len({commit.run for commit in commits}) > 1:
         raise ValueError(
-            f"{folder} is older than the folders of other workers (number of commits by worker: {commits}): restore all of them "
-            "from copies of one time. Nothing was changed"
+            f"{folder} and the folders of other workers are not of one shelf (identifiers by worker: "
+            f"{[commit.run[:8] for commit in commits]}): put the folders of one shelf side by side. Nothing was changed"
+        )
+    if own.number == (latest := max(commit.number for commit in commits)):
+        return
+    if prepared != (own.run, latest):
+        raise ValueError(
+            f"{folder} is older than the folders of other workers (number of commits by worker: "
+            f"{[commit.number for commit in commits]}): restore all of them from copies of one time. Nothing was changed"
         )
     os.replace(folder / _NEXT, folder / _NAME)
     sync(folder)
@@ -216,15 +226,21 @@ def complete_commit(folder: Path, gather: Callable[[list[int]], list[int]]) -> N
 
 def has_prepared_step(folder: Path) -> bool:
     """Return whether the folder has no whole step, but one that only needs to be renamed."""
-    return not has_step(folder) and _prepared_commits(folder) == 1
+    return not has_step(folder) and _prepared_commit(folder).number == 1
 
 
-def _prepared_commits(folder: Path) -> int:
-    """Return the number of commits of the next manifest; -1 if none was written to its end."""
+class _Commit(NamedTuple):
+    run: str
+    number: int
+
+
+def _prepared_commit(folder: Path) -> _Commit:
+    """Return the commit of the next manifest; its number is -1 if none was written to its end."""
     try:
-        return json.loads((folder / _NEXT).read_bytes())["commits"]
-    except (OSError, ValueError):  # no worker has renamed its own then
-        return -1
+        plain = json.loads((folder / _NEXT).read_bytes())
+        return _Commit(plain["run"], plain["commits"])
+    except (OSError, ValueError, KeyError):  # no worker has renamed its own then; a KeyError: of a former schema
+        return _Commit("", -1)
 
 
 def read_plain(folder: Path) -> dict[str, Any]:

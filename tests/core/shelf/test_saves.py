@@ -332,7 +332,7 @@ def test_a_shelf_of_the_former_schema_is_resumed(folder: Path) -> None:
         before = weights_of(relay)
     path = folder / "step.json"
     plain = json.loads(path.read_text())
-    del plain["workers"], plain["commits"]
+    del plain["workers"], plain["commits"], plain["run"]
     path.write_text(json.dumps({**plain, "schema": 2}))
     with relay_on(folder, CHAIN, resume=True) as relay:
         assert relay.steps == 1

@@ -83,6 +83,21 @@ def test_folders_of_different_times_are_refused(two: Crew, tmp_path: Path) -> No
         assert seen == {"began": 2, "losses": True, "unlike": []}
 
 
+def test_folders_of_two_runs_are_refused(two: Crew, tmp_path: Path) -> None:
+    """They have as many steps. With the right one, which the error asks for, both go on."""
+    case, own, other = Case("chain"), tmp_path / "one" / "rank-001", tmp_path / "other" / "rank-001"
+    for folder in ("one", "other"):
+        two.run(train_a_step, case, tmp_path / folder, False)
+    own.rename(tmp_path / "kept")
+    shutil.copytree(other, own)
+    for said in two.run(train_a_step, case, tmp_path / "one", True):
+        assert "are not of one shelf" in said and "put the folders of one shelf side by side" in said
+    shutil.rmtree(own)
+    (tmp_path / "kept").rename(own)
+    for seen in two.run(go_on_from_files, case, tmp_path / "one", 3):
+        assert seen == {"began": 1, "losses": True, "unlike": []}
+
+
 def test_saves_and_weights_go_on_anywhere(two: Crew, tmp_path: Path) -> None:
     """On two workers and another shelf, and on one; what is refused says why, and its remedy works."""
     case = Case("chain")
