@@ -275,7 +275,7 @@ def _check_fetches(profile: Profile, config: RelayConfig) -> None:
         raise ValueError(
             f"the profile is of {was[0]} micro-batches with ahead={was[1]}, but {wanted[0]} with ahead={wanted[1]} fetch other "
             f"bytes of a stash={config.stash!r}: record a step with RelayConfig(micro_batches={wanted[0]}, ahead={wanted[1]}), "
-            "or rehearse one with relay.forecast(batch, config)"
+            "or rehearse one with relay.forecast(batch, config). With 3 or more micro-batches all fetch the same"
         )
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import NamedTuple
 
-from l2l_core import Device, Forecast, Profile, Relay, RelayConfig, StepPlan, simulate
+from l2l_core import Device, Profile, Relay, RelayConfig, StepPlan, simulate
 from l2l_core.batches import Batch
 from l2l_core.plan import SHELL, Action
 from l2l_core.trace import LANES, Event, StepResult, format_bytes
@@ -41,32 +40,26 @@ class PlanSimulator:
     """Simulates steps by plans.
 
     Args:
-        forecasts: steps whose costs are taken, for plans that load ahead (True) and for those that do not (False).
+        profile: costs of a step of the relay.
+        config: settings of that step.
         device: the relay's device, whose link is assumed.
+        basis: description of the source of the costs.
     """
 
-    def __init__(self, forecasts: Mapping[bool, Forecast], device: Device) -> None:
-        self._device = device
-        self._costs = {overlaps: _Costs.of(forecast) for overlaps, forecast in forecasts.items()}
+    def __init__(self, profile: Profile, config: RelayConfig, device: Device, basis: str = "") -> None:
+        self._profile, self._config, self._device, self.basis = profile, config, device, basis
 
     @staticmethod
     def of(relay: Relay, batch: Batch) -> PlanSimulator:
-        """Take the costs of forecasts of the next step, which train nothing.
+        """Take the costs of a forecast of the next step, which trains nothing.
 
         Raises:
             ValueError, TypeError: the relay cannot train this batch, or its steps cannot be simulated.
         """
-        config = replace(relay.config, schedule="breadth_first")
-        own = relay.forecast(batch, config)
-        other, overlaps = own, own.trace.settings["ahead"] > 0
-        if config.stash != "device":  # without overlap, other bytes are fetched
-            other = relay.forecast(batch, replace(config, ahead=0 if overlaps else 1))
-        return PlanSimulator({overlaps: own, not overlaps: other}, relay.device)
-
-    @property
-    def basis(self) -> str:
-        """Description of the source of the costs."""
-        return self._costs[True].basis
+        forecast = relay.forecast(batch, replace(relay.config, schedule="breadth_first"))
+        settings = forecast.trace.settings
+        config = RelayConfig(**{f.name: settings[f.name] for f in fields(RelayConfig) if f.name in settings})
+        return PlanSimulator(Profile.of(forecast.trace), config, relay.device, forecast.basis)
 
     def run(self, plan: StepPlan) -> PlannedStep:
         """Simulate a step by a plan that keeps the rules.
@@ -74,21 +67,8 @@ class PlanSimulator:
         Raises:
             ValueError: the plan is not one of a step with these costs.
         """
-        costs = self._costs[plan.settings.ahead > 0]
-        trace = simulate(costs.profile, costs.config, self._device, plan=plan)
-        return PlannedStep(plan=plan, trace=trace, basis=costs.basis)
-
-
-class _Costs(NamedTuple):
-    profile: Profile
-    config: RelayConfig
-    basis: str
-
-    @staticmethod
-    def of(forecast: Forecast) -> _Costs:
-        settings = forecast.trace.settings
-        config = RelayConfig(**{f.name: settings[f.name] for f in fields(RelayConfig) if f.name in settings})
-        return _Costs(Profile.of(forecast.trace), config, forecast.basis)
+        trace = simulate(self._profile, self._config, self._device, plan=plan)
+        return PlannedStep(plan=plan, trace=trace, basis=self.basis)
 
 
 # -- figures ---------------------------------------------------------------------------------------------------------
@@ -133,13 +113,7 @@ def plans_table(own: PlannedStep, edited: PlannedStep, measured: PlannedStep | N
         if figure is DEVICE and not has_memory:
             cells[2:] = ["–", ""]
         rows.append(cells if measured is None else [*cells, figure.format(figure.read(measured))])
-    if own.basis == edited.basis:
-        note = f"Both simulations have the same costs: {edited.basis}."
-    else:
-        note = (
-            "A step that loads nothing ahead fetches more of the stash, so the simulations have costs of two forecasts. "
-            f"Own plan: {own.basis}. This plan: {edited.basis}."
-        )
+    note = f"Both simulations have the same costs: {edited.basis}."
     if not has_memory:
         note += (
             " This plan has other graphs or another order of compute, whose memory is not simulated: Apply measures it."

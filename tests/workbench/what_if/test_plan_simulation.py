@@ -22,8 +22,8 @@ def slow_link() -> EmulatedDevice:
     return EmulatedDevice(h2d_bytes_per_s=1e6, d2h_bytes_per_s=1e6)
 
 
-def config_of(stash: Any, ahead: int = 1) -> RelayConfig:
-    return RelayConfig(seed=0, micro_batches=2, verify="never", stash=stash, ahead=ahead)
+def config_of(stash: Any, ahead: int = 1, micro_batches: int = 2) -> RelayConfig:
+    return RelayConfig(seed=0, micro_batches=micro_batches, verify="never", stash=stash, ahead=ahead)
 
 
 def check_events(plan: StepPlan, events: Sequence[Event]) -> None:
@@ -57,7 +57,7 @@ def test_each_event_belongs_to_its_action_in_simulations_and_steps(stash: str, a
 @pytest.mark.parametrize("stash", ["device", "host"])
 def test_another_plan_is_simulated_as_it_runs(stash: str) -> None:
     batch = make_batches(1)[0]
-    with make_relay(config_of(stash), slow_link()) as relay:
+    with make_relay(config_of(stash, micro_batches=3), slow_link()) as relay:
         simulator, own = PlanSimulator.of(relay, batch), relay.plan(batch)
         serial = relay.plan(batch, replace(relay.config, ahead=0))
         before, after = simulator.run(own), simulator.run(serial)
@@ -71,11 +71,22 @@ def test_another_plan_is_simulated_as_it_runs(stash: str) -> None:
             assert rows[name][3] == rows[name][1], "the step moves the simulated bytes"
         peak = rows["device at its peak"]
         assert peak[3] != peak[0], "one slot less, measured"
-        assert peak[1] == peak[3], "and simulated"
-        assert table.header[-1] == "this plan, step 1, measured"
-        assert ("the same costs" if stash == "device" else "costs of two forecasts") in table.note
+        if stash == "device":
+            assert peak[1] == peak[3], "and simulated"
+        else:  # the stash moves at other times
+            assert peak[1:3] == ["–", ""] and "is not simulated" in table.note
+        assert table.header[-1] == "this plan, step 1, measured" and "the same costs" in table.note
         loads = [e.layer for e in measured.trace.events if e.kind == "load" and e.layer != "shell"]
         assert loads == serial.loads
+
+
+def test_a_plan_that_fetches_other_bytes_is_refused() -> None:
+    """Of two micro-batches, without overlap: the test above has the three that the error asks for."""
+    batch = make_batches(1)[0]
+    with make_relay(config_of("host"), slow_link()) as relay:
+        serial = relay.plan(batch, replace(relay.config, ahead=0))
+        with pytest.raises(ValueError, match="With 3 or more micro-batches all fetch the same"):
+            PlanSimulator.of(relay, batch).run(serial)
 
 
 def test_the_spans_of_an_action_are_where_its_events_are_drawn() -> None:
