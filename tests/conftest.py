@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fast import is_left_out, rare_cases, sample
+from fast import changing_names, is_left_out, rare_cases, sample
 from hypothesis import settings
 
 settings.register_profile(
@@ -47,6 +47,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Choose; and let the longest files begin, so that no worker is left alone with one of them in the end."""
+    if changing := changing_names(item.nodeid for item in items):
+        raise pytest.UsageError(f"give ids= without addresses to the parameters of {changing[0]}")
     rare = rare_cases(item.nodeid for item in items if not item.get_closest_marker("all_cases"))
     for item in items:
         if item.nodeid in rare:

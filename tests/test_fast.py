@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from fast import FEW, FOLDERS, ONE_OF, is_left_out, rare_cases, sample
+from fast import FEW, FOLDERS, ONE_OF, changing_names, is_left_out, rare_cases, sample
 
 TESTS = Path(__file__).resolve().parent
 
@@ -72,3 +72,8 @@ def test_of_many_cases_one_runs_by_default_and_functions_draw_different_ones() -
 
 def test_a_case_that_is_asked_for_by_name_runs() -> None:
     assert not rare_cases(["tests/a/test_a.py::test_one[29]"])
+
+
+def test_names_with_addresses_are_noticed() -> None:
+    name = f"tests/a/test_a.py::test_one[{test_names_with_addresses_are_noticed}]"
+    assert changing_names(["tests/a/test_a.py::test_one[0x12]", name]) == [name]

@@ -281,7 +281,7 @@ def test_layers_in_another_order_than_the_stack_need_one_step_to_be_known() -> N
         (dict(schedule=serial, keep="1 MB"), "keep='1 MB' with schedule=serial: .*Give keep= as a number"),
         (dict(schedule="plan nonsense"), "'nonsense' is no setting of a plan"),
     ],
-    ids=str,
+    ids=["name", "number", "bytes to keep", "text"],
 )
 def test_settings_that_are_no_schedule(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
