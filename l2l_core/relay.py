@@ -65,6 +65,7 @@ from l2l_core.eps.optimizers import (
     user_hooks,
     without_step_hooks,
 )
+from l2l_core.layer_evidence import LayerEvidence
 from l2l_core.model import (
     KVCaches,
     LayerRef,
@@ -234,6 +235,7 @@ class Relay:
             parts, self._store, self._model_call, weight, loss_over, self._backend, self._kv_caches, settings, rule
         )
         self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, self._runner.seed)
+        self._evidence = LayerEvidence(self._runner, self._editor, self._backend.gather_items)
         self._history = History(self._editor)
         self._branches = Branches(self._editor, self.host, self.device.host_empty)
         self._step_check = StepCheck()
@@ -469,17 +471,19 @@ class Relay:
         Args:
             batch: rows to slice into micro-batches, see `batch.py`. If micro-batches hold unequal shares of targets, the
                 first such step evaluates a few rows to find the divisor of the mean loss.
-            skip: layers, named as in edits, that this step runs without, as if they had been dropped: they are neither
-                loaded nor updated. For LayerDrop (Fan et al., arXiv 1909.11556) and stochastic depth (Huang et al., arXiv
-                1603.09382).
+            skip: layers, named as in edits, that this step runs without: they are neither loaded nor updated. The model's
+                code around a layer runs, and the layer returns its input, so that every other layer keeps its position and
+                what is read by it. All layers may be skipped. Layers whose output is not like their input (a residual sum
+                outside of the layer) are taken out of their list, one must stay, and nothing may be read by position. For
+                LayerDrop (Fan et al., arXiv 1909.11556) and stochastic depth (Huang et al., arXiv 1603.09382).
             force: skip layers even if the check of the model's structure is against it; see `apply`.
             plan: run these actions, made by `plan` and perhaps edited, in place of the relay's own schedule. Number of layers
                 ahead, of slots and of kept graphs are the plan's; `update` and the place of the stash are the relay's.
 
         Raises:
             PlanError: the plan breaks a rule of a step, or the model calls other layers. Nothing has changed.
-            ValueError, TypeError: `skip` has an unknown layer or a whole stack, or the batch cannot be split or weighed.
-                Nothing has changed.
+            ValueError, TypeError: `skip` has an unknown layer or one that cannot be left out, or the batch cannot be split or
+                weighed. Nothing has changed.
             TornStep: an error after the first eager update; names the updated layers. After any other exception, weights and
                 optimizer state are as before the step.
             WorkerError: another worker failed, runs another operation, or is lost; after an error on this worker, the
@@ -505,7 +509,7 @@ class Relay:
                 self._refuse_own_schedule(config, bool(skip))
                 config = self._runner.resolve_config(config, batch)
                 if skip:
-                    with self._skipping(skip, force):
+                    with self._skipping(skip, batch, force):
                         return self._step(batch, config)
                 return self._checked_step(batch, config)
 
@@ -631,7 +635,7 @@ class Relay:
         with (
             self._together("look inside", facts=facts),
             self._restored_state(),
-            self._skipping(leave_out, force=False),
+            self._skipping(leave_out, batch),
         ):
             [batch] = self._backend.gather_items([batch] if self.rank == 0 else [], "send the rows of worker 0")
             rows, parts = self._runner.split(batch)
@@ -644,7 +648,7 @@ class Relay:
             )
             passes = InspectionPasses(
                 self._run_observed,
-                partial(self._skipping, force=False),
+                partial(self._skipping, batch=batch),
                 tuple(self._runner.parts.layers),
                 self._runner.objective,
                 self._runner.rows_of,
@@ -1266,6 +1270,8 @@ class Relay:
         """Return the layers to inspect, in order, each once."""
         from l2l_core.inside import evenly_spaced
 
+        if not self._runner.parts.layers:
+            raise ValueError("all layers are left out, so that none can be inspected: leave out fewer")
         if layers is None:
             return [self._runner.parts.layers[i] for i in evenly_spaced(len(self._runner.parts.layers))]
         if isinstance(layers, str | nn.Module) or not isinstance(layers, Iterable):
@@ -1366,20 +1372,30 @@ class Relay:
             self._editor.force = False
 
     @contextmanager
-    def _skipping(self, skip: Iterable[LayerRef], force: bool) -> Iterator[None]:
+    def _skipping(self, skip: Iterable[LayerRef], batch: Batch, force: bool = False) -> Iterator[None]:
         """Run a block without some layers; meter records of the full stack are kept."""
         if not (units := self._editor.registry.units_at(skip)):
             yield
             return
-        with self._editor.without_layers(units, force), self._runner.without(units, self._editor.registry.layers):
+        with self._restored_state():
+            forms = self._evidence.forms(units, self._few_rows(self._runner.rows_of(batch)))
+        with (
+            self._editor.without_layers(units, forms, force),
+            self._runner.without(units, self._editor.registry.layers),
+        ):
             yield
         for unit in units:
             unit.stats.clear()
 
     def _sample_call(self, rows: RowsOfBatch) -> Callable[[], Any]:
         """Return a function that runs the model on a few rows, for edits that must run layers."""
-        few = min(2, rows.sizes(rows.most_parts(self.config.micro_batches))[0])
-        return partial(self._runner.run_sample, rows.first(few))  # not a method of the relay: it would never be freed
+        return partial(
+            self._runner.run_sample, self._few_rows(rows)
+        )  # not a method of the relay: it would never be freed
+
+    def _few_rows(self, rows: RowsOfBatch) -> Any:
+        """Return one or two rows of a batch, on which edits and evidence of layers rest."""
+        return rows.first(min(2, rows.sizes(rows.most_parts(self.config.micro_batches))[0]))
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

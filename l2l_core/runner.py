@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from socket import gethostname
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -55,6 +55,7 @@ from l2l_core.plan import ScheduleFunction, ScheduleSettings, StepPlan, check_pl
 from l2l_core.step import (
     BatchLoss,
     BreadthFirstRuntime,
+    CallObserver,
     MeterRecord,
     OutsideGradients,
     PassCache,
@@ -478,8 +479,9 @@ class Runner:
         config: RelayConfig | None = None,
         prepare: Callable[[BreadthFirstRuntime], None] = _change_nothing,
         batch_loss: BatchLoss | None = None,
+        mode: Literal["evaluation", "present"] = "evaluation",
     ) -> list[Any]:
-        """Run a forward relay in evaluation mode, without gradients.
+        """Run a forward relay without gradients, in evaluation mode or in the modes that the modules are in.
 
         Returns:
             The micro-batches' results on the host; with `batch_loss` that loss alone.
@@ -495,7 +497,9 @@ class Runner:
         spec = self._make_spec(config, task, micro_batches, batch_loss)
         trace = self._backend.sign_trace(self.parts.new_trace(config, self.steps))
         try:
-            for module in modes:  # not model.eval(), which a model may override: to merge adapters, for one
+            for module in (
+                modes if mode == "evaluation" else ()
+            ):  # not model.eval(), which may be overridden: to merge adapters
                 module.training = False
             with torch.no_grad(), self._kv_caches.disabled():
                 replay = self.pass_cache.inferences.get((kind, task))
@@ -562,6 +566,37 @@ class Runner:
         With `perturbed`, the shell's weights are perturbed on the device only. One layer and one micro-batch are on the device at
         a time: in float32, weights need twice the memory of bfloat16.
         """
+        prepare = BreadthFirstRuntime.perturb_shell if perturbed else _change_nothing
+        try:
+            return self._infer_apart(batches, task, prepare)
+        except Exception as error:
+            error.add_note(
+                "The relay ran a few rows, to compare them with the same rows in parts. Nothing was trained. With weight=... or "
+                'loss_over="micro-batch", this is not needed'
+            )
+            raise
+
+    def observe(self, rows: Any, task: PassTask, observers: Sequence[CallObserver]) -> None:
+        """Run a task on a few rows with observers, in the model's present mode; all state is as before."""
+
+        def prepare(runtime: BreadthFirstRuntime) -> None:
+            runtime.ctx.observers.extend(observers)
+
+        try:
+            self._infer_apart([rows], task, prepare, mode="present")
+        except Exception as error:
+            error.add_note(
+                "The relay ran a few rows, to find what the model reads by the position of a layer. Nothing was trained"
+            )
+            raise
+
+    def _infer_apart(
+        self, batches: Sequence[Any], task: PassTask, prepare: Callable[[BreadthFirstRuntime], None], **options: Any
+    ) -> list[Any]:
+        """Return the results of a few rows each, in float32; all state is as before.
+
+        One layer is on the device at a time.
+        """
         least = {"schedule": "breadth_first", "ahead": 0, "resident": 0, "keep": 0, "stash": "host"}
         config = replace(self.config, micro_batches=len(batches), precision="fp32", **least)
         restores = [self.parts.snapshot_buffers(), self.snapshot_attributes(), self.snapshot_user_state()]
@@ -569,14 +604,7 @@ class Runner:
         try:
             # Eager: compiled code would be compiled anew for these shapes.
             with preserve_random_state(), full_precision(self._device.torch_device), force_eager():
-                prepare = BreadthFirstRuntime.perturb_shell if perturbed else _change_nothing
-                return self.infer(batches, task, config, prepare)
-        except Exception as error:
-            error.add_note(
-                "The relay ran a few rows, to compare them with the same rows in parts. Nothing was trained. With weight=... or "
-                'loss_over="micro-batch", this is not needed'
-            )
-            raise
+                return self.infer(batches, task, config, prepare, **options)
         finally:
             for restore in restores:
                 restore()

@@ -266,9 +266,10 @@ MAY_IMPORT = {
         "trace config schedule_rules",
         "inside": "step.micro_batch eps.blocks batches model",
         "runner": "workers step eps eps.blocks devices batches model plan trace config",
+        "layer_evidence": "runner edits step eps.blocks surgery.identity surgery model",
         "step_check": "step devices config",
-        "relay": "step_check runner shelf workers saves edits step eps eps.optimizers eps.blocks devices batches model "
-        "plan trace config",
+        "relay": "layer_evidence step_check runner shelf workers saves edits step eps eps.optimizers eps.blocks devices "
+        "batches model plan trace config",
         "integrations": "relay step devices batches trace config",
         "strategies": "relay simulator step step.traffic step.graph eps eps.optimizers eps.blocks devices "
         "batches model trace schedule_rules config",

@@ -41,3 +41,8 @@ from l2l_core.edits.schedules import Freezing as Freezing
 from l2l_core.edits.schedules import LayerDrop as LayerDrop
 from l2l_core.edits.schedules import SchedulableRelay as SchedulableRelay
 from l2l_core.edits.schedules import Schedule as Schedule
+from l2l_core.edits.stand_ins import LayerReturn as LayerReturn
+from l2l_core.edits.stand_ins import Place as Place
+from l2l_core.edits.stand_ins import ReturnForm as ReturnForm
+from l2l_core.edits.stand_ins import StandIn as StandIn
+from l2l_core.edits.stand_ins import tensor_arguments as tensor_arguments

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from l2l_core.edits.detached_layers import DetachedLayer, DetachedLayers
 from l2l_core.edits.layer_factory import LayerFactory
 from l2l_core.edits.layer_registry import LayerRegistry
 from l2l_core.edits.optimizer_state import ParameterSnapshot
+from l2l_core.edits.stand_ins import ReturnForm, StandIn
 from l2l_core.eps import BlockContents, LayerStore, StateView
 from l2l_core.eps.blocks import Block, EmptyFn, Layout, Unit
 from l2l_core.eps.optimizers import GroupOrder, ParameterIndex, clone_state
-from l2l_core.surgery import describe_layer, replace_layers
+from l2l_core.model import Stack
+from l2l_core.surgery import DepthRead, describe_layer, lists_that_follow, replace_layers, substitute_modules
 
 
 class Editor:
@@ -42,6 +45,8 @@ class Editor:
         self.detached = DetachedLayers(host, empty)
         self.layer_factory = LayerFactory(self.registry, store, self.detached, empty, seed)
         self.force = False  # skip the refusals that rest on evidence; see `replace_layers`
+        # Things read by the position of layers, as far as observed; by first name of the stack and by name.
+        self.depth_reads: dict[str, dict[str, DepthRead]] = {}
         self.units_in_branches: Callable[[], set[Unit]] = set  # the layers that other branches need
         self.group_order = GroupOrder(store.masters.groups, ParameterIndex(model, self.registry.stacks))
         for unit in layers:
@@ -122,10 +127,9 @@ class Editor:
         inserted = {unit.module for unit in before if unit.key not in self.registry.first_structure.layers}
         modules, force = [unit.module for unit in after], force or self.force
         layers, stacks = self.registry.layers, self.registry.stacks
-        groups = [
-            {name: group[name] for name in ("params", "param_names") if name in group}
-            for group in self.store.optimizer.param_groups
-        ]
+        groups = self._snapshot_groups()
+        if not force:
+            self._check_depth_reads(name, stack, before, after, temporary)
         # May raise without having changed anything, so it runs before EPS and ledger change.
         restore_model = replace_layers(self.registry.model, stack, modules, twins, force, inserted)
         self._update_store(name, before, after)
@@ -139,20 +143,37 @@ class Editor:
             # Exactly: `update_stack` makes the layers of a stack adjacent, `add_units` appends to the groups, and sorting
             # would change an order that the user has made.
             self.registry.layers, self.registry.stacks = layers, stacks
-            for group, members in zip(self.store.optimizer.param_groups, groups, strict=True):
-                group.update(members)
+            self._restore_groups(groups)
 
         return restore
 
+    def _check_depth_reads(
+        self, name: str, stack: Stack, before: Sequence[Unit], after: Sequence[Unit], temporary: bool
+    ) -> None:
+        """Refuse to change positions of layers by which the model reads other things."""
+        stays = len(before) == len(after) and not any(
+            new is not old and new in before for old, new in zip(before, after, strict=True)
+        )
+        if stays or not (reads := self.depth_reads.get(name)):
+            return
+        following = lists_that_follow(self.registry.model, stack)
+        if left := [read for read in reads.values() if read.name not in following]:
+            raise ValueError(_depth_message(stack, left, temporary))
+
+    def _snapshot_groups(self) -> list[dict[str, Any]]:
+        """Return the members of the optimizer's groups, in order."""
+        return [
+            {name: group[name] for name in ("params", "param_names") if name in group}
+            for group in self.store.optimizer.param_groups
+        ]
+
+    def _restore_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        for group, members in zip(self.store.optimizer.param_groups, groups, strict=True):
+            group.update(members)
+
     def _update_store(self, name: str, before: Sequence[Unit], after: Sequence[Unit]) -> None:
         """Update EPS, registry and ledger for the model, which has the layers `after` in place of `before`."""
-        staying = set(after)
-        removed = dict.fromkeys(unit for unit in before if unit not in staying)
-        # Removed first: that replaces the lists of the groups, so that the old lists keep their contents.
-        for unit, entries in self.store.masters.remove_units(removed).items():
-            self.detached.add(DetachedLayer(unit, entries))
-        added = [unit for unit in after if unit in self.detached]
-        self.store.masters.add_units({unit: self.detached.pop(unit).entries for unit in added})
+        self._exchange_units(before, after)
         shell_moves, shell = self.registry.update_stack(name, after), self.registry.shell
         stale = [block for block in self.registry.blocks if block.shared or (shell_moves and block in shell.blocks)]
         if stale:  # a shared weight has the name of its first place in the model, which may have changed
@@ -161,25 +182,67 @@ class Editor:
                 old = zip(block.params, block.names, strict=True)
                 self.store.masters.rename(block, [now.get(param, name) for param, name in old])
 
+    def _exchange_units(self, before: Sequence[Unit], after: Sequence[Unit]) -> None:
+        """Detach the layers that are only in `before`, and put those that are only in `after` into the EPS."""
+        staying = set(after)
+        removed = dict.fromkeys(unit for unit in before if unit not in staying)
+        # Removed first: that replaces the lists of the groups, so that the old lists keep their contents.
+        for unit, entries in self.store.masters.remove_units(removed).items():
+            self.detached.add(DetachedLayer(unit, entries))
+        added = [unit for unit in after if unit in self.detached]
+        self.store.masters.add_units({unit: self.detached.pop(unit).entries for unit in added})
+
     @contextmanager
-    def without_layers(self, units: Collection[Unit], force: bool = False) -> Iterator[None]:
-        """Run a block without some layers, then restore them; raise ValueError if the model needs them."""
+    def without_layers(
+        self, units: Collection[Unit], forms: Mapping[Unit, ReturnForm], force: bool = False
+    ) -> Iterator[None]:
+        """Run a block without some layers, then restore them; raise ValueError if the model needs them.
+
+        If all layers that a stack is to lose have a form in `forms`, stand-ins take their places. Else its list is shorter in the
+        block, as after a drop.
+        """
         registry = self.registry
         with ExitStack() as rollbacks:
             for stack in registry.stacks:
                 before = registry.units_of(stack)
                 after = [unit for unit in before if unit not in units]
+                removed = dict.fromkeys(unit for unit in before if unit in units)
+                if not removed:
+                    continue
+                if {*removed} <= forms.keys() and len(removed) == len(before) - len(after):
+                    rollbacks.callback(self._put_stand_ins(stack, {unit: forms[unit] for unit in removed}))
+                    continue
                 if not after:
                     first, *others = before
                     keys = f"{first.key} to {others[-1].key}, {len(before)} layers" if others else first.key
                     raise ValueError(
                         f"all of {stack.title} ({keys}) would be skipped, but one layer must run: skip fewer"
                     )
-                if len(after) < len(before):
-                    name = registry.first_name(stack)
-                    rollbacks.callback(self.restack(name, before, after, {}, force, temporary=True))
+                rollbacks.callback(self.restack(registry.first_name(stack), before, after, {}, force, temporary=True))
             self.check_shared()
             yield
+
+    def _put_stand_ins(self, stack: Stack, forms: Mapping[Unit, ReturnForm]) -> Callable[[], None]:
+        """Put stand-ins in the places of layers, which become detached; return the way back.
+
+        No position, name or configuration changes.
+        """
+        registry, before, groups = self.registry, self.registry.units_of(stack), self._snapshot_groups()
+        layers, stacks = registry.layers, registry.stacks
+        stand_ins = {unit.module: StandIn(unit.module, unit.name, form) for unit, form in forms.items()}
+        restore_model = substitute_modules(registry.model, stand_ins)
+        self._exchange_units(before, after := [unit for unit in before if unit not in forms])
+        registry.layers = [unit for unit in layers if unit not in forms]
+        left = replace(stack, layers=tuple(unit.module for unit in after))
+        registry.stacks = tuple(left if each is stack else each for each in stacks)
+
+        def restore() -> None:
+            restore_model()
+            self._exchange_units(after, before)
+            registry.layers, registry.stacks = layers, stacks
+            self._restore_groups(groups)
+
+        return restore
 
     def check_shared(self) -> None:
         """Raise ValueError if all layers with a shared weight are detached: no single layer could keep it."""
@@ -279,3 +342,19 @@ class Editor:
         self.registry.remove(unit)
         self.store.storage.delete(layer.entries)
         return layer
+
+
+def _depth_message(stack: Stack, reads: Sequence[DepthRead], temporary: bool) -> str:
+    """Return the message for things beside a stack that would not follow its layers."""
+    listed = f"the model reads by the position of the layers of {stack.title}: {'; '.join(map(str, reads))}"
+    if temporary:
+        cause = (
+            "A layer that is skipped cannot keep its place, because its output is not like its input: without it, later layers "
+            "would get the entries of their neighbours"
+        )
+    else:
+        cause = "These would stay where they are, so that layers would get the entries of others, or none"
+    return (
+        f"{listed}. {cause}. Give each layer its own entry as a member (in its __init__: self.scale = "
+        "nn.Parameter(torch.ones(()))), and read it from the layer: it then moves with it. force=True leaves them as they are"
+    )

@@ -4,10 +4,15 @@ May import `model`.
 Begin reading at `layer_replacement.py`.
 """
 
+from l2l_core.surgery.depth_reads import DepthRead as DepthRead
+from l2l_core.surgery.depth_reads import DepthWatch as DepthWatch
+from l2l_core.surgery.depth_reads import NaNWatch as NaNWatch
 from l2l_core.surgery.layer_features import describe_layer as describe_layer
 from l2l_core.surgery.layer_features import layer_fingerprint as layer_fingerprint
 from l2l_core.surgery.layer_features import ties_of as ties_of
 from l2l_core.surgery.layer_replacement import replace_layers as replace_layers
+from l2l_core.surgery.layer_replacement import substitute_modules as substitute_modules
+from l2l_core.surgery.stack_context import lists_that_follow as lists_that_follow
 from l2l_core.surgery.trial_runs import CallSample as CallSample
 from l2l_core.surgery.trial_runs import capture_samples as capture_samples
 from l2l_core.surgery.trial_runs import check_fit as check_fit

@@ -85,6 +85,38 @@ def replace_layers(
     return _apply(assignments, stack, members)
 
 
+def substitute_modules(model: nn.Module, substitutes: Mapping[nn.Module, nn.Module]) -> Callable[[], None]:
+    """Put other modules in the places of layers, wherever the model refers to these; return a function that undoes it.
+
+    Nothing else changes: every place keeps its name, its position and its part of the configuration.
+    """
+    old: list[tuple[dict[str, Any], str, Any]] = []
+    for _, module in list(model.named_modules(memo={*substitutes})):
+        for attributes in (module._modules, vars(module)):
+            for name, value in attributes.items():
+                if value is not module._modules and (new := _substituted(value, substitutes)) is not value:
+                    old.append((attributes, name, value))
+                    attributes[name] = new
+
+    def undo() -> None:
+        for attributes, name, value in old:
+            attributes[name] = value
+
+    return undo
+
+
+def _substituted(value: Any, substitutes: Mapping[nn.Module, nn.Module]) -> Any:
+    """Return a module's substitute, or a container with the substitutes of its members; other values unchanged."""
+    if isinstance(value, nn.Module):
+        return substitutes.get(value, value)
+    if type(value) is dict:
+        new = {key: _substituted(each, substitutes) for key, each in value.items()}
+        return new if any(new[key] is not value[key] for key in new) else value
+    if type(value) in (list, tuple, set) and any(isinstance(each, nn.Module) and each in substitutes for each in value):
+        return type(value)(_substituted(each, substitutes) for each in value)
+    return value
+
+
 def _apply(assignments: list[Assignment], stack: Stack, members: dict[str, Any]) -> Callable[[], None]:
     """Make the assignments and put `members` into the container; return a function that undoes both."""
     held = stack.container._modules

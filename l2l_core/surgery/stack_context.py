@@ -95,6 +95,13 @@ def layer_list_assignments(context: StackContext, new: tuple[nn.Module, ...]) ->
             yield vars(module), attribute, type(value)(new)
 
 
+def lists_that_follow(model: nn.Module, stack: Stack) -> set[str]:
+    """Return the dotted names of the lists whose entries move with the layers of a stack; see `move_entries`."""
+    context = StackContext.of(model, stack)
+    found = config_depth.find_per_layer_fields(vars(context.owner), context.location)
+    return {f"{context.chain[-1][0]}.{field.name}".lstrip(".") for field in found}
+
+
 def check_companions(context: StackContext) -> None:
     """Refuse lists and parameters beside the container with one member or row per layer: they would have to grow, too."""
     owner, stack, count = context.owner, context.stack, len(context.stack)

@@ -341,6 +341,57 @@ class Mixture(Chain):
         return SimpleNamespace(loss=F.cross_entropy(logits, target) + 0.1 * balance, logits=logits)
 
 
+class DepthBlock(nn.Module):
+    """Attention over a window, a value embedding in some layers, and its own number."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, value: Tensor | None, window: int) -> Tensor:
+        q, k, v = self.qkv(F.rms_norm(x, (WIDTH,))).chunk(3, dim=-1)
+        v = v if value is None else v + value
+        at = torch.arange(x.shape[1], device=x.device)
+        mask = (at[:, None] >= at) & (at[:, None] - at < window)
+        x = x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))
+        return x + self.drop(self.down(F.relu(self.up(F.rms_norm(x, (WIDTH,)))).square()))
+
+
+class ByDepth(nn.Module):
+    """Things per layer beside the layers, as in nanochat: two scalars, a window, an embedding for every other one."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(DepthBlock(i) for i in range(depth))
+        self.resid_lambdas = nn.Parameter(torch.linspace(1.0, 0.7, depth))
+        self.x0_lambdas = nn.Parameter(torch.linspace(0.05, 0.2, depth))
+        self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(VOCAB, WIDTH) for i in range(depth - 1, -1, -2)})
+        self.windows = [2 + i for i in range(depth - 1)] + [TOKENS]
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def mix(self, i: int, x: Tensor, x0: Tensor) -> Tensor:
+        return self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
+
+    def call(self, i: int, layer: nn.Module, x: Tensor, input_ids: Tensor) -> Tensor:
+        value = self.value_embeds[str(i)](input_ids) if str(i) in self.value_embeds else None
+        return layer(x, value, self.windows[i])
+
+    def walk(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        x0 = x
+        for i, layer in enumerate(self.layers):
+            x = self.call(i, layer, self.mix(i, x, x0), input_ids)
+        return x
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        x = self.walk(F.rms_norm(self.embed(input_ids), (WIDTH,)), input_ids)
+        logits = self.head(F.rms_norm(x, (WIDTH,)))
+        return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits)
+
+
 class UNet(nn.Module):
     """Late layers read what early ones left, last in first out. Takes the target, returns a namespace with `.loss`."""
 
@@ -615,6 +666,9 @@ KINDS: list[Kind] = [
         sequences,
         note="an expert may get no steps",
         loss_over="micro-batch",
+    ),
+    _kind(
+        "by_depth", ByDepth, tokens, note="scalars, windows and embeddings beside the layers, read by their position"
     ),
     _kind("unet", UNet, unet_pairs),
     _kind("gpt2", _gpt2, tokens, note="tied embeddings"),

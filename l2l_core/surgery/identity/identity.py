@@ -25,6 +25,7 @@ before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -84,6 +85,22 @@ def sample_after(layer: nn.Module, sample: CallSample) -> CallSample:
         f"{type(layer).__name__} has an output of shape {tuple(output.shape)} but no argument of that shape, so that no layer "
         "like it can be inserted after it; insert it at another position"
     )
+
+
+def hidden_argument(layer: nn.Module, sample: CallSample, places: Sequence[int | str]) -> int | str | None:
+    """Return the argument that `layer` returns with all parameters at 0; None if there is none.
+
+    Such a layer adds to its hidden state. `places` are positions and keywords of arguments, which are tried in order.
+    """
+    with clean_torch_state():
+        for place in places:
+            value = sample.args[place] if isinstance(place, int) else sample.kwargs[place]
+            slot = next(i for i, leaf in enumerate(sample.leaves) if leaf is value)
+            probe = LayerProbe(layer, sample, slot)
+            zero_all(probe, [*probe.values])
+            if is_close(probe.run(), probe.hidden):
+                return place
+    return None
 
 
 def _plan_by_argument(

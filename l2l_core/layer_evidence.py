@@ -1,0 +1,181 @@
+"""Evidence from one forward: how layers pass their hidden state on, and what is read by their position.
+
+A step without some layers and an edit of a stack need it. It is taken once, and from what the model does rather than from names:
+the relay runs the rows in the model's present mode without gradients, and restores all state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from l2l_core.edits import Editor, LayerReturn, Place, ReturnForm, tensor_arguments
+from l2l_core.eps.blocks import Unit
+from l2l_core.model import Stack
+from l2l_core.runner import Runner
+from l2l_core.step import CallObserver, LayerCall
+from l2l_core.surgery import CallSample, DepthRead, DepthWatch, NaNWatch, describe_layer
+from l2l_core.surgery.identity import hidden_argument
+
+Share = Callable[[list[Any], str], list[Any]]  # gathers the items of all workers
+
+
+@dataclass(frozen=True)
+class _WatchedTask:
+    """Task of a pass that watches the model's own code; equal tasks need equal device memory."""
+
+    objective: Callable[[nn.Module, Any], torch.Tensor]
+    watch: DepthWatch | NaNWatch = field(compare=False)
+
+    def __call__(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
+        with self.watch.watching():
+            return self.objective(model, micro_batch)
+
+
+@dataclass
+class _StackCalls:
+    """The calls of the layers of one stack in one forward.
+
+    Attributes:
+        returns: by layer, the return of its first call.
+        links: (layer, the argument of the next call that is its hidden output; None if there is none).
+        last: the layer called last, with its hidden output.
+        samples: for each kind of layer, the arguments of one call.
+    """
+
+    returns: dict[Unit, LayerReturn] = field(default_factory=dict)
+    links: list[tuple[Unit, Place | None]] = field(default_factory=list)
+    last: tuple[Unit, Any] | None = None
+    samples: dict[int, tuple[Unit, CallSample]] = field(default_factory=dict)
+
+    def begin(self, unit: Unit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Record that a layer is called with these arguments."""
+        if self.last is not None:
+            before, hidden = self.last
+            places = (place for place, tensor in tensor_arguments(args, kwargs) if tensor is hidden)
+            self.links.append((before, next(places, None)))
+        kind = id(describe_layer(unit.module).features)
+        if kind not in self.samples:
+            self.samples[kind] = unit, CallSample(args, {**kwargs}).clone()
+
+    def end(self, unit: Unit, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any) -> None:
+        """Record what the layer returned."""
+        found = LayerReturn.of(args, kwargs, outputs)
+        self.returns.setdefault(unit, found)
+        self.last = unit, found.hidden_of(outputs)
+
+    @property
+    def hidden_at(self) -> Place | None:
+        """The argument in which each layer gets what the one before has returned; None if the model's code changes it."""
+        places = {place for _, place in self.links}
+        return places.pop() if len(places) == 1 else None
+
+
+class LayerEvidence:
+    """Evidence of one relay, collected when it is first needed.
+
+    Args:
+        runner: runs the passes.
+        editor: has the stacks.
+        share: gathers items of all workers, so that they decide alike.
+    """
+
+    def __init__(self, runner: Runner, editor: Editor, share: Share) -> None:
+        self._runner, self._editor, self._share = runner, editor, share
+        self._forms: dict[tuple[Unit, bool], ReturnForm | None] = {}  # by layer and the model's mode
+
+    def forms(self, units: Iterable[Unit], rows: Any) -> dict[Unit, ReturnForm]:
+        """Return the forms in which stand-ins of these layers return; of layers that can have one.
+
+        Raises:
+            Exception: errors of the model itself on the rows.
+        """
+        training = self._editor.registry.model.training
+        if any((unit, training) not in self._forms for unit in units):
+            self._collect(rows)
+        found = {unit: self._forms.get((unit, training)) for unit in units}
+        return {unit: form for unit, form in found.items() if form is not None}
+
+    # -- passes --------------------------------------------------------------------------------------------------------
+
+    def _collect(self, rows: Any) -> None:
+        registry, training = self._editor.registry, self._editor.registry.model.training
+        watch = DepthWatch(registry.model, [stack.layers for stack in registry.stacks])
+        stack_of = {unit: stack for stack in registry.stacks for unit in registry.units_of(stack)}
+        calls = {stack.name: _StackCalls() for stack in registry.stacks}
+
+        def observe(call: LayerCall, forward: Callable[..., Any]) -> Callable[..., Any]:
+            def observed(*args: Any, **kwargs: Any) -> Any:
+                stack = stack_of.get(call.unit)
+                with watch.clock.call(call.unit.module):
+                    if stack is None:
+                        return forward(*args, **kwargs)
+                    calls[stack.name].begin(call.unit, args, kwargs)
+                    outputs = forward(*args, **kwargs)
+                    calls[stack.name].end(call.unit, args, kwargs, outputs)
+                    return outputs
+
+            return observed
+
+        self._run(rows, watch, [observe])
+        for stack in registry.stacks:
+            reads = watch.reads_by_depth(stack.layers)
+            reads += self._reads_by_nan(watch.suspects(stack.layers), stack, rows)
+            # Together with those in the other mode
+            known = self._editor.depth_reads.setdefault(registry.first_name(stack), {})
+            known |= {read.name: read for read in reads}
+            forms = self._forms_of(stack, calls[stack.name], bool(known))
+            # Only what all workers have seen
+            shared = self._share(
+                [{unit.key for unit, form in forms.items() if form is not None}], "share forms of layers"
+            )
+            for unit, form in forms.items():
+                self._forms[unit, training] = form if all(unit.key in keys for keys in shared) else None
+
+    def _forms_of(self, stack: Stack, calls: _StackCalls, by_depth: bool) -> dict[Unit, ReturnForm | None]:
+        units, hidden_at = dict.fromkeys(self._editor.registry.units_of(stack)), calls.hidden_at
+        forms: dict[Unit, ReturnForm | None] = dict.fromkeys(units)
+        for unit, returned in calls.returns.items():
+            at = hidden_at if hidden_at is not None or not by_depth else self._residual_at(unit, returned, calls)
+            forms[unit] = None if at is None else returned.form(at)
+        return forms
+
+    def _residual_at(self, unit: Unit, returned: LayerReturn, calls: _StackCalls) -> Place | None:
+        """Return the argument that layers of this kind return with all weights at 0; None if there is none."""
+        like, sample = calls.samples[id(describe_layer(unit.module).features)]
+        with self._editor.load_layers([like]):
+            return hidden_argument(like.module, sample, returned.alike)
+
+    def _reads_by_nan(self, names: Sequence[str], stack: Stack, rows: Any) -> list[DepthRead]:
+        """Return those of the tensors whose first and last row reach different layers first."""
+        found = []
+        for name in names:
+            ends = [0, len(stack) - 1]
+            reached = [self._reached_by_nan(name, row, stack, rows) for row in ends]
+            if None not in reached and reached[0] != reached[1]:
+                entries = {at: (row,) for row, at in zip(ends, reached, strict=True) if at is not None}
+                found.append(DepthRead(name, "tensor", entries))
+        return found
+
+    def _reached_by_nan(self, name: str, row: int, stack: Stack, rows: Any) -> int | None:
+        watch = NaNWatch(self._editor.registry.model, name, row)
+
+        def observe(call: LayerCall, forward: Callable[..., Any]) -> Callable[..., Any]:
+            def observed(*args: Any, **kwargs: Any) -> Any:
+                with watch.clock.call(call.unit.module):
+                    watch.look((args, kwargs))
+                    outputs = forward(*args, **kwargs)
+                    watch.look(outputs)
+                    return outputs
+
+            return observed
+
+        self._run(rows, watch, [observe])
+        return watch.position(stack.layers)
+
+    def _run(self, rows: Any, watch: DepthWatch | NaNWatch, observers: list[CallObserver]) -> None:
+        self._runner.observe(rows, _WatchedTask(self._runner.objective, watch), observers)
