@@ -43,20 +43,21 @@ class _StackCalls:
     Attributes:
         returns: by layer, the return of its first call.
         links: (layer, the argument of the next call that is its hidden output; None if there is none).
-        last: the layer called last, with its hidden output.
+        last: the layer called last, its hidden output, and how often that was changed in place.
         samples: for each kind of layer, the arguments of one call.
     """
 
     returns: dict[Unit, LayerReturn] = field(default_factory=dict)
     links: list[tuple[Unit, Place | None]] = field(default_factory=list)
-    last: tuple[Unit, Any] | None = None
+    last: tuple[Unit, Any, int] | None = None
     samples: dict[int, tuple[Unit, CallSample]] = field(default_factory=dict)
 
     def begin(self, unit: Unit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record that a layer is called with these arguments."""
         if self.last is not None:
-            before, hidden = self.last
-            places = (place for place, tensor in tensor_arguments(args, kwargs) if tensor is hidden)
+            before, hidden, version = self.last
+            arguments = tensor_arguments(args, kwargs)
+            places = (place for place, tensor in arguments if tensor is hidden and tensor._version == version)
             self.links.append((before, next(places, None)))
         kind = id(describe_layer(unit.module).features)
         if kind not in self.samples:
@@ -66,7 +67,8 @@ class _StackCalls:
         """Record what the layer returned."""
         found = LayerReturn.of(args, kwargs, outputs)
         self.returns.setdefault(unit, found)
-        self.last = unit, found.hidden_of(outputs)
+        hidden = found.hidden_of(outputs)
+        self.last = unit, hidden, 0 if hidden is None else hidden._version
 
     @property
     def hidden_at(self) -> Place | None:
@@ -87,6 +89,7 @@ class LayerEvidence:
     def __init__(self, runner: Runner, editor: Editor, share: Share) -> None:
         self._runner, self._editor, self._share = runner, editor, share
         self._forms: dict[tuple[Unit, bool], ReturnForm | None] = {}  # by layer and the model's mode
+        self._observed: set[tuple[str, bool]] = set()  # first names of stacks, with the mode
 
     def forms(self, units: Iterable[Unit], rows: Any) -> dict[Unit, ReturnForm]:
         """Return the forms in which stand-ins of these layers return; of layers that can have one.
@@ -99,6 +102,14 @@ class LayerEvidence:
             self._collect(rows)
         found = {unit: self._forms.get((unit, training)) for unit in units}
         return {unit: form for unit, form in found.items() if form is not None}
+
+    def observe(self, rows: Any) -> None:
+        """Record in the editor what the model reads by the positions of layers, unless it was observed in this mode."""
+        registry = self._editor.registry
+        if any(
+            (registry.first_name(stack), registry.model.training) not in self._observed for stack in registry.stacks
+        ):
+            self._collect(rows)
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
@@ -128,6 +139,7 @@ class LayerEvidence:
             # Together with those in the other mode
             known = self._editor.depth_reads.setdefault(registry.first_name(stack), {})
             known |= {read.name: read for read in reads}
+            self._observed.add((registry.first_name(stack), training))
             forms = self._forms_of(stack, calls[stack.name], bool(known))
             # Only what all workers have seen
             shared = self._share(

@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial, wraps
 from pathlib import Path
@@ -40,7 +40,7 @@ from l2l_core.batches import (
 )
 from l2l_core.config import RelayConfig, check_int, checked_config
 from l2l_core.devices import Device, ForkGuard, Ledger, free_bytes, resolve_device, serial_executor
-from l2l_core.edits import Branch, Branches, Edit, Editor, History, JournalEntry
+from l2l_core.edits import Branch, Branches, Edit, Editor, History, JournalEntry, SampleRun
 from l2l_core.edits import BranchState as BranchState
 from l2l_core.eps import GradientBuffers, LayerStore, Masters, Residuals, TornStep
 from l2l_core.eps.blocks import (
@@ -556,7 +556,7 @@ class Relay:
             defer_interrupts(),
             self._exclusive(),
             self._restored_state(),
-            self._trial_edits(edits, force, len(batches)),
+            self._trial_edits(edits, force, batches),
         ):
             return [self._probe(batch) for batch in batches]
 
@@ -857,7 +857,8 @@ class Relay:
         Args:
             edits: in order.
             force: apply an edit that is refused only because of the model's structure: layers of different kinds at a
-                position, modules beside the stack with one member per layer, a configuration without the depth.
+                position, modules beside the stack with one member per layer, things that the model reads by the position of
+                a layer (found by one forward on rows of the last batch), a configuration without the depth.
 
         Returns:
             The inverse edit: applied next, it restores weights, optimizer state and loss to the bit.
@@ -866,6 +867,9 @@ class Relay:
             ValueError, TypeError: an edit cannot be applied; the message lists valid ones. Nothing has changed.
             OSError: a shelf's disk fails or has no room for new layers. Nothing has changed.
         """
+        if not force and (sample := self._editor.layer_factory.run_model) is not None:
+            with self._exclusive():
+                self._observe_positions(edits, sample.rows)
         with self._editing_together("edit", edits):
             self._editor.force = force
             return self._history.apply(edits, self.steps)
@@ -1344,15 +1348,17 @@ class Relay:
             self._runner.set_layers(self._editor.registry.layers)
 
     @contextmanager
-    def _trial_edits(self, edits: Sequence[Edit], force: bool, probes: int) -> Iterator[None]:
-        """Apply edits for the length of a block that evaluates `probes` batches."""
+    def _trial_edits(self, edits: Sequence[Edit], force: bool, batches: Sequence[Batch]) -> Iterator[None]:
+        """Apply edits for the length of a block that evaluates some batches."""
         if not edits:
             yield
             return
+        if not force and batches:
+            self._observe_positions(edits, self._few_rows(self._runner.rows_of(batches[0])))
         self._editor.force = force
         try:
             with (
-                self._backend.synchronized("try edits", partial(self._edit_facts, edits, probes)),
+                self._backend.synchronized("try edits", partial(self._edit_facts, edits, len(batches))),
                 self._backend.storage_unsharded(),
                 ExitStack() as undo,
             ):
@@ -1387,9 +1393,21 @@ class Relay:
         for unit in units:
             unit.stats.clear()
 
-    def _sample_call(self, rows: RowsOfBatch) -> Callable[[], Any]:
+    def _observe_positions(self, edits: Sequence[Edit], rows: Any) -> None:
+        """Observe which things the model reads by the position of layers, once, before edits that change positions."""
+        if not any(getattr(edit, "moves_layers", False) for edit in edits):
+            return
+        # An error belongs to the batch and not to the edit, which then is refused only if something may be read by position.
+        with (
+            suppress(Exception),
+            self._restored_state(),
+            self._backend.synchronized("observe layers", self._shared_facts),
+        ):
+            self._evidence.observe(rows)
+
+    def _sample_call(self, rows: RowsOfBatch) -> SampleRun:
         """Return a function that runs the model on a few rows, for edits that must run layers."""
-        return partial(
+        return SampleRun(
             self._runner.run_sample, self._few_rows(rows)
         )  # not a method of the relay: it would never be freed
 

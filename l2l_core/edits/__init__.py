@@ -34,6 +34,7 @@ from l2l_core.edits.history import History as History
 from l2l_core.edits.history import InverseEdit as InverseEdit
 from l2l_core.edits.history import JournalEntry as JournalEntry
 from l2l_core.edits.history import UndoStep as UndoStep
+from l2l_core.edits.layer_factory import SampleRun as SampleRun
 from l2l_core.edits.layer_registry import LayerRegistry as LayerRegistry
 from l2l_core.edits.layer_registry import ModelStructure as ModelStructure
 from l2l_core.edits.optimizer_state import ParameterSnapshot as ParameterSnapshot

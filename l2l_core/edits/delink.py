@@ -39,6 +39,7 @@ class Delink(LayerMakingEdit):
     optimizer: Policy = "copy"
     warmup: int = 0
     preserves_function = True
+    moves_layers = False
 
     def execute(self, editor: Editor, run: RunCommand) -> None:
         stack, span = editor.registry.resolver.span(self.layers)

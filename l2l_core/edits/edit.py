@@ -50,8 +50,10 @@ class Edit(ABC):
     Attributes:
         preserves_function: whether the model's outputs stay the same.
         optimizer_policy: the effect on the optimizer's state, for the journal.
+        moves_layers: whether layers change their position, or their number changes.
     """
 
+    moves_layers: ClassVar[bool] = True
     preserves_function: bool = False
     optimizer_policy: str = "kept"
 
@@ -269,6 +271,7 @@ class Replace(LayerMakingEdit):
     module: nn.Module
     warmup: int = 0
     optimizer = "fresh"
+    moves_layers = False
 
     @property
     def optimizer_policy(self) -> str:
@@ -298,6 +301,7 @@ class Interpolate(Edit):
     other: LayerRef
     weight: float = 0.5
     optimizer_policy = "interpolated"
+    moves_layers = False
 
     def __post_init__(self) -> None:
         if not is_finite(self.weight):
@@ -323,6 +327,7 @@ class _SetTrainedEdit(Edit):
     layers: Span
     trained: ClassVar[bool]
     preserves_function = True
+    moves_layers = False
 
     def execute(self, editor: Editor, run: RunCommand) -> None:
         stack, span = editor.registry.resolver.span(self.layers)

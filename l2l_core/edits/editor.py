@@ -24,7 +24,14 @@ from l2l_core.eps import BlockContents, LayerStore, StateView
 from l2l_core.eps.blocks import Block, EmptyFn, Layout, Unit
 from l2l_core.eps.optimizers import GroupOrder, ParameterIndex, clone_state
 from l2l_core.model import Stack
-from l2l_core.surgery import DepthRead, describe_layer, lists_that_follow, replace_layers, substitute_modules
+from l2l_core.surgery import (
+    DepthRead,
+    describe_layer,
+    lists_that_follow,
+    possible_depth_reads,
+    replace_layers,
+    substitute_modules,
+)
 
 
 class Editor:
@@ -154,10 +161,13 @@ class Editor:
         stays = len(before) == len(after) and not any(
             new is not old and new in before for old, new in zip(before, after, strict=True)
         )
-        if stays or not (reads := self.depth_reads.get(name)):
+        if stays:
             return
         following = lists_that_follow(self.registry.model, stack)
-        if left := [read for read in reads.values() if read.name not in following]:
+        if name not in self.depth_reads:  # before the first step, without an example of a batch
+            if unknown := [each for each in possible_depth_reads(self.registry.model, stack) if each not in following]:
+                raise ValueError(_unobserved_message(stack, unknown))
+        elif left := [read for key, read in self.depth_reads[name].items() if key not in following]:
             raise ValueError(_depth_message(stack, left, temporary))
 
     def _snapshot_groups(self) -> list[dict[str, Any]]:
@@ -344,6 +354,15 @@ class Editor:
         return layer
 
 
+def _unobserved_message(stack: Stack, names: Sequence[str]) -> str:
+    """Return the message for things that may be read by position, as no forward has shown."""
+    return (
+        f"{', '.join(names)} may be read by the position of the {len(stack)} layers of {stack.title}, and would not follow them. "
+        "A forward shows whether that is so: make a step first, or give an example of a batch (relay.expect(batch)); "
+        "force=True leaves them as they are"
+    )
+
+
 def _depth_message(stack: Stack, reads: Sequence[DepthRead], temporary: bool) -> str:
     """Return the message for things beside a stack that would not follow its layers."""
     listed = f"the model reads by the position of the layers of {stack.title}: {'; '.join(map(str, reads))}"
@@ -356,5 +375,6 @@ def _depth_message(stack: Stack, reads: Sequence[DepthRead], temporary: bool) ->
         cause = "These would stay where they are, so that layers would get the entries of others, or none"
     return (
         f"{listed}. {cause}. Give each layer its own entry as a member (in its __init__: self.scale = "
-        "nn.Parameter(torch.ones(()))), and read it from the layer: it then moves with it. force=True leaves them as they are"
+        "nn.Parameter(torch.ones(()))), and use it in the layer's forward: it then moves with the layer. force=True leaves them as "
+        "they are"
     )

@@ -9,6 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,17 @@ from l2l_core.surgery import check_fit, describe_layer, replace_layers
 from l2l_core.surgery.identity import CallSample, IdentityPlan, capture_samples, plan_identity, sample_after
 
 
+@dataclass(frozen=True)
+class SampleRun:
+    """A run of the model on a few rows of a batch."""
+
+    run: Callable[[Any], Any]
+    rows: Any
+
+    def __call__(self) -> Any:
+        return self.run(self.rows)
+
+
 class LayerFactory:
     """Factory of the new layers of one relay."""
 
@@ -40,7 +52,7 @@ class LayerFactory:
         self._registry, self._store, self._detached = registry, store, detached
         self._empty, self._seed, self._bf16 = empty, seed, rounds_weights(store.optimizer)
         # Runs the model on a few rows of the last batch; None before the first step.
-        self.run_model: Callable[[], Any] | None = None
+        self.run_model: SampleRun | None = None
         self.unverified: list[Unit] = []  # the user's modules inserted by the current group, to be checked at its end
         self.unstored: list[Unit] = []  # new layers whose values are not in the storage yet
         self._plans: dict[int, IdentityPlan] = {}  # the last plan by kind of layer, which is tried first

@@ -13,6 +13,7 @@ from l2l_core.surgery.layer_features import ties_of as ties_of
 from l2l_core.surgery.layer_replacement import replace_layers as replace_layers
 from l2l_core.surgery.layer_replacement import substitute_modules as substitute_modules
 from l2l_core.surgery.stack_context import lists_that_follow as lists_that_follow
+from l2l_core.surgery.stack_context import possible_depth_reads as possible_depth_reads
 from l2l_core.surgery.trial_runs import CallSample as CallSample
 from l2l_core.surgery.trial_runs import capture_samples as capture_samples
 from l2l_core.surgery.trial_runs import check_fit as check_fit

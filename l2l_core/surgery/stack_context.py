@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import nn
 
 from l2l_core.model import Stack
@@ -100,6 +101,31 @@ def lists_that_follow(model: nn.Module, stack: Stack) -> set[str]:
     context = StackContext.of(model, stack)
     found = config_depth.find_per_layer_fields(vars(context.owner), context.location)
     return {f"{context.chain[-1][0]}.{field.name}".lstrip(".") for field in found}
+
+
+def possible_depth_reads(model: nn.Module, stack: Stack) -> list[str]:
+    """List the attributes of the modules around a stack that have an entry for every layer, or are numbered as layers."""
+    context, count = StackContext.of(model, stack), len(stack)
+    found: list[str] = []
+    for path, module in context.chain if count > 1 else ():
+        for held in (module._parameters, module._buffers, vars(module), module._modules):
+            for name, value in held.items():
+                if not name.startswith("_") and value is not stack.container and _may_be_by_depth(value, context):
+                    found.append(f"{path}.{name}".lstrip("."))
+    return found
+
+
+def _may_be_by_depth(value: Any, context: StackContext) -> bool:
+    count = len(context.stack)
+    if isinstance(value, torch.Tensor):
+        return value.ndim > 0 and value.shape[0] == count
+    if isinstance(value, nn.ModuleDict):
+        return len(value) > 0 and all(key.isdigit() and int(key) < count for key in value)
+    if isinstance(value, nn.ModuleList | nn.ParameterList):
+        return len(value) == count and context.inside.isdisjoint(value)
+    if type(value) is dict:
+        return {*value} == {*range(count)}
+    return type(value) in (list, tuple) and len(value) == count and not any(isinstance(e, nn.Module) for e in value)
 
 
 def check_companions(context: StackContext) -> None:

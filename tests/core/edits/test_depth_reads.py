@@ -1,0 +1,295 @@
+"""Edits of models that read things beside a stack by the position of its layers: refused, with a remedy that works."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import InCore, adamw, assert_state, copy_state
+from torch import Tensor, nn
+from zoo import BY_NAME, WIDTH, Chain, Kind, ResidualMlp, cross_entropy, sequences
+
+from l2l_core import Drop, Duplicate, EmulatedDevice, Freeze, Insert, Move, Relay, RelayConfig, Swap
+
+EDITS = [Drop(1), Drop(-1), Swap(0, 2), Move(0, 3), Insert(2), Insert(4, init="copy"), Duplicate(0)]
+DEPTH = 4
+
+
+class Beside(Chain):
+    """Layers, and one thing of some kind beside them."""
+
+    def __init__(self) -> None:
+        super().__init__([ResidualMlp() for _ in range(DEPTH)])
+
+    def walk(self, h: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            h = layer(self.at(i, h))
+        return h
+
+    def at(self, i: int, h: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(1 + 0.1 * torch.randn(shape))
+
+
+class Scalars(Beside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = parameter(DEPTH)
+
+    def at(self, i: int, h: Tensor) -> Tensor:
+        return h * self.gain[i]
+
+
+class Squashed(Scalars):
+    """No row is read by its index: NaN shows where it goes."""
+
+    def at(self, i: int, h: Tensor) -> Tensor:
+        return h * torch.tanh(self.gain)[i]
+
+
+class Unbound(Scalars):
+    def walk(self, h: Tensor) -> Tensor:
+        for gain, layer in zip(self.gain, self.layers, strict=True):
+            h = layer(gain * h)
+        return h
+
+
+class Behind(Scalars):
+    """Read behind its layer."""
+
+    def walk(self, h: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            h = layer(h) * self.gain[i]
+        return h
+
+
+class Mirrored(Scalars):
+    def at(self, i: int, h: Tensor) -> Tensor:
+        return h * self.gain[DEPTH - 1 - i]
+
+
+class Embedded(Beside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = nn.Embedding(DEPTH, WIDTH)
+
+    def at(self, i: int, h: Tensor) -> Tensor:
+        return h + self.number(torch.tensor(i))
+
+
+class Buffer(Beside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.arange(float(DEPTH)))
+
+    def at(self, i: int, h: Tensor) -> Tensor:
+        return h + self.shift[i]
+
+
+class Numbers(Beside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = [1.0, 0.9, 0.8, 0.7]
+
+    def at(self, i: int, h: Tensor) -> Tensor:
+        return h * self.factors[i]
+
+
+class ByKey(Beside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = {0: 0.5, 1: 0.6, 2: 0.7, 3: 0.8}
+
+    def at(self, i: int, h: Tensor) -> Tensor:
+        return h * self.factors[i]
+
+
+class SomeNorms(Beside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.ModuleDict({"1": nn.LayerNorm(WIDTH), "3": nn.LayerNorm(WIDTH)})
+
+    def at(self, i: int, h: Tensor) -> Tensor:
+        return self.extra[str(i)](h) if str(i) in self.extra else h
+
+
+class Listed(Beside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifts = nn.ParameterList([parameter(WIDTH) for _ in range(DEPTH)])
+
+    def at(self, i: int, h: Tensor) -> Tensor:
+        return h + self.shifts[i]
+
+
+NAMES: dict[type[Beside], str] = {
+    Scalars: "gain", Squashed: "gain", Unbound: "gain", Behind: "gain", Mirrored: "gain", Embedded: "number.weight",
+    Buffer: "shift", Numbers: "factors", ByKey: "factors", SomeNorms: "extra", Listed: "shifts",
+}  # fmt: skip
+
+
+class Unrelated(Beside):
+    """As many rows and entries as layers, which have nothing to do with their positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.bias, self.sizes = parameter(DEPTH, DEPTH), parameter(DEPTH), [1, 2, 3, 4]
+        self.ends = nn.ModuleDict({"0": nn.LayerNorm(WIDTH), "1": nn.LayerNorm(WIDTH)})
+        self.table = nn.Embedding(DEPTH, WIDTH)
+
+    def walk(self, h: Tensor) -> Tensor:
+        h = h + self.table(torch.arange(DEPTH)).sum(0) + (self.mix @ self.bias).sum()
+        for size in self.sizes:
+            h = h * size
+        return self.ends["1"](self.ends["0"](super().walk(h)))
+
+    def at(self, i: int, h: Tensor) -> Tensor:
+        return h + self.bias.sum() * 0.01 + self.sizes[0]
+
+
+class Gained(ResidualMlp):
+    """The remedy: the number is a member of the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = parameter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.gain)
+
+
+class OwnGains(Chain):
+    def __init__(self) -> None:
+        super().__init__([Gained() for _ in range(DEPTH)])
+
+
+def kind_of(model: Callable[[], nn.Module]) -> Kind:
+    def make_model() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return model().train()
+
+    return Kind("beside", make_model, sequences, loss=cross_entropy)
+
+
+def relay_of(kind: Kind) -> Relay:
+    model = kind.make_model()
+    return Relay(model, adamw(model), EmulatedDevice(), loss=kind.loss, config=RelayConfig(micro_batches=2))
+
+
+def assert_refused(relay: Relay, edit: Any, match: str) -> None:
+    """Refused, and nothing has changed."""
+    before, stack, held = copy_state(relay.model), relay.stack, copy.copy(vars(relay.model))
+    with pytest.raises(ValueError, match=match):
+        relay.apply(edit)
+    assert relay.stack == stack and relay.journal == () and vars(relay.model) == held
+    assert_state(relay.model, before)
+
+
+@pytest.mark.parametrize("model", NAMES, ids=lambda model: model.__name__)
+def test_edits_of_positions_are_refused_with_the_name_of_what_is_read(model: type[Beside]) -> None:
+    kind = kind_of(model)
+    with relay_of(kind) as relay:
+        relay.step(kind.make_batch(4))
+        for edit in EDITS:
+            assert_refused(
+                relay, edit, rf"by the position of the layers of layers: \w+ '{NAMES[model]}' \(entry .*as a member"
+            )
+        relay.apply(Freeze(0))
+        assert relay.verify(kind.make_batch(4)).equal
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=repr)
+def test_a_model_with_many_such_things_names_all_of_them(edit: Any) -> None:
+    kind = BY_NAME["by_depth"]
+    with relay_of(kind) as relay:
+        relay.step(kind.make_batch(4))
+        names = "'resid_lambdas'.*'x0_lambdas'.*'windows'.*'value_embeds' .entry 1 for layer 1; 3 for layer 3"
+        assert_refused(relay, edit, names)
+        with pytest.raises(ValueError, match="'windows'"):
+            relay.probe([kind.make_batch(4)], edit)
+        assert relay.verify(kind.make_batch(4)).equal
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=repr)
+def test_as_many_rows_as_layers_are_no_reason(edit: Any) -> None:
+    kind = kind_of(Unrelated)
+    with relay_of(kind) as relay:
+        relay.step(kind.make_batch(4))
+        relay.apply(edit)
+        assert relay.verify(kind.make_batch(4)).equal
+        relay.undo()
+        assert relay.verify(kind.make_batch(4)).equal
+
+
+def test_before_the_first_step_an_example_of_a_batch_decides() -> None:
+    for model, allowed in ((Scalars, False), (Unrelated, True)):
+        kind = kind_of(model)
+        with relay_of(kind) as relay:
+            assert_refused(
+                relay, Drop(1), r"(gain|bias).* may be read by the position of the 4 layers.*relay.expect\(batch\)"
+            )
+            with relay.expect(kind.make_batch(4)):
+                if allowed:
+                    relay.apply(Drop(1))
+                else:
+                    assert_refused(relay, Drop(1), "parameter 'gain'")
+    with relay_of(BY_NAME["chain"]) as relay:
+        relay.apply(Drop(1))  # nothing there could be read so
+
+
+def test_the_remedy_works() -> None:
+    """A number that is a member of its layer moves with it, as in a list by hand."""
+    kind, config = kind_of(OwnGains), RelayConfig(micro_batches=2)
+    model, plain = kind.make_model(), kind.make_model()
+    in_core = InCore(kind, plain, adamw(plain), config)
+    with Relay(model, adamw(model), EmulatedDevice(), loss=kind.loss, config=config) as relay:
+        assert relay.step(kind.make_batch(4)).loss == in_core.step(kind.make_batch(4))
+        relay.apply(Swap(0, 2))
+        relay.apply(Drop(1))
+        first, _, third, fourth = plain.layers
+        plain.layers = nn.ModuleList([third, first, fourth])
+        assert relay.step(kind.make_batch(4, 1)).loss == in_core.step(kind.make_batch(4, 1))
+        assert_state(model, copy_state(plain))
+
+
+def test_force_leaves_things_as_they_are() -> None:
+    kind = kind_of(Scalars)
+    with relay_of(kind) as relay:
+        relay.step(kind.make_batch(4))
+        relay.apply(Swap(0, 2), force=True)
+        assert relay.verify(kind.make_batch(4)).equal
+        relay.undo()
+        assert relay.verify(kind.make_batch(4)).equal
+
+
+def test_things_are_observed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = kind_of(Unrelated)
+    with relay_of(kind) as relay:
+        passes, observe = list[Any](), relay._runner.observe
+        monkeypatch.setattr(relay._runner, "observe", lambda *given: passes.append(given[0]) or observe(*given))
+        relay.step(kind.make_batch(4))
+        relay.apply(Freeze(3))
+        assert not passes
+        relay.apply(Swap(0, 2))
+        assert len(passes) == 7, "one, and two for each of three tensors of four rows"
+        relay.apply(Swap(0, 1), Drop(0))
+        assert len(passes) == 7
+
+
+def test_a_batch_that_fails_does_not_decide() -> None:
+    """Its error belongs to the step, and edits of a model without such things go on."""
+    model = nn.Sequential(nn.Embedding(8, 4), *(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    loss = lambda outputs, batch: F.mse_loss(outputs, torch.zeros_like(outputs))  # noqa: E731
+    with Relay(model, partial(torch.optim.SGD, lr=0.1), EmulatedDevice(), [*model][1:], loss) as relay:
+        with relay.expect((torch.full((2, 3), 99),)):
+            relay.apply(Drop(1))
+        assert relay.verify((torch.ones(2, 3, dtype=torch.long),)).equal
