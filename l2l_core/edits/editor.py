@@ -375,6 +375,6 @@ def _depth_message(stack: Stack, reads: Sequence[DepthRead], temporary: bool) ->
         cause = "These would stay where they are, so that layers would get the entries of others, or none"
     return (
         f"{listed}. {cause}. Give each layer its own entry as a member (in its __init__: self.scale = "
-        "nn.Parameter(torch.ones(()))), and use it in the layer's forward: it then moves with the layer. force=True leaves them as "
-        "they are"
+        "nn.Parameter(torch.ones(()))), and use it in the layer's forward: it then moves with the layer. force=True leaves them "
+        "as they are"
     )

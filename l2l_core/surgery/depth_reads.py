@@ -95,7 +95,7 @@ class DepthWatch:
         self._reads: Reads = defaultdict(set)
         self._kinds: dict[str, str] = {}
         self._most = _ENTRIES_PER_LAYER * max(map(len, stacks), default=0)
-        inside = {layer for layers in stacks for layer in layers}
+        self._inside = inside = {layer for layers in stacks for layer in layers}
         modules = list(model.named_modules(memo={*inside}))
         self._modules = [(name, module) for name, module in modules if inside.isdisjoint(module._modules.values())]
         # Modules that hold layers themselves: they may hold lists, too
@@ -142,6 +142,8 @@ class DepthWatch:
         """Record calls of the members of a container of modules."""
         if not isinstance(module, nn.ModuleList | nn.ModuleDict) or not len(module):
             return
+        if not self._inside.isdisjoint(module.modules()):
+            return  # stages, whose members hold the layers
         self._kinds[path] = "modules"
         for name, member in module._modules.items():
             key = int(name) if name.isdigit() else name

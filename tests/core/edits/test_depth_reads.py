@@ -230,6 +230,15 @@ def test_as_many_rows_as_layers_are_no_reason(edit: Any) -> None:
         assert relay.verify(kind.make_batch(4)).equal
 
 
+@pytest.mark.parametrize("name", ["resnet", "swin", "t5", "unet"])
+def test_stages_that_hold_layers_are_no_reason(name: str) -> None:
+    kind = BY_NAME[name]
+    with relay_of(kind) as relay:
+        relay.step(kind.make_batch(4))
+        relay.apply(Swap(*[(next(iter(relay.stacks)), i) for i in (0, 0)]))
+        assert len(relay.journal) == 1 and not any(relay._editor.depth_reads.values())
+
+
 def test_before_the_first_step_an_example_of_a_batch_decides() -> None:
     for model, allowed in ((Scalars, False), (Unrelated, True)):
         kind = kind_of(model)
