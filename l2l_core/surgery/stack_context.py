@@ -104,7 +104,7 @@ def lists_that_follow(model: nn.Module, stack: Stack) -> set[str]:
 
 
 def possible_depth_reads(model: nn.Module, stack: Stack) -> list[str]:
-    """List the attributes of the modules around a stack that have an entry for every layer, or are numbered as layers."""
+    """List attributes of the modules around a stack that have an entry per layer, or are numbered as layers."""
     context, count = StackContext.of(model, stack), len(stack)
     found: list[str] = []
     for path, module in context.chain if count > 1 else ():
