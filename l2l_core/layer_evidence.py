@@ -6,19 +6,28 @@ the relay runs the rows in the model's present mode without gradients, and resto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from l2l_core.edits import Editor, LayerReturn, Place, ReturnForm, tensor_arguments
+from l2l_core.edits import BOTH_READINGS, Editor, LayerReturn, Place, ReturnForm, tensor_arguments
 from l2l_core.eps.blocks import Unit
 from l2l_core.model import Stack
 from l2l_core.runner import Runner
-from l2l_core.step import CallObserver, LayerCall
-from l2l_core.surgery import CallSample, DepthRead, DepthWatch, NaNWatch, describe_layer
+from l2l_core.step import LayerCall
+from l2l_core.surgery import (
+    CallSample,
+    CodeBetweenLayers,
+    DepthWatch,
+    EqualOutputs,
+    copy_outputs,
+    describe_layer,
+    different_arguments,
+    outputs_are_alike,
+)
 from l2l_core.surgery.identity import hidden_argument
 
 Share = Callable[[list[Any], str], list[Any]]  # gathers the items of all workers
@@ -29,7 +38,7 @@ class _WatchedTask:
     """Task of a pass that watches the model's own code; equal tasks need equal device memory."""
 
     objective: Callable[[nn.Module, Any], torch.Tensor]
-    watch: DepthWatch | NaNWatch = field(compare=False)
+    watch: DepthWatch = field(compare=False)
 
     def __call__(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
         with self.watch.watching():
@@ -45,12 +54,14 @@ class _StackCalls:
         links: (layer, the argument of the next call that is its hidden output; None if there is none).
         last: the layer called last, its hidden output, and how often that was changed in place.
         samples: for each kind of layer, the arguments of one call.
+        outputs: copies of the first outputs; None if those of other calls differ in structure, shapes or types.
     """
 
     returns: dict[Unit, LayerReturn] = field(default_factory=dict)
     links: list[tuple[Unit, Place | None]] = field(default_factory=list)
     last: tuple[Unit, Any, int] | None = None
     samples: dict[int, tuple[Unit, CallSample]] = field(default_factory=dict)
+    outputs: Any = None
 
     def begin(self, unit: Unit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record that a layer is called with these arguments."""
@@ -65,6 +76,10 @@ class _StackCalls:
 
     def end(self, unit: Unit, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any) -> None:
         """Record what the layer returned."""
+        if not self.returns:
+            self.outputs = copy_outputs(outputs)
+        elif self.outputs is not None and not outputs_are_alike(self.outputs, outputs):
+            self.outputs = None
         found = LayerReturn.of(args, kwargs, outputs)
         self.returns.setdefault(unit, found)
         hidden = found.hidden_of(outputs)
@@ -90,6 +105,8 @@ class LayerEvidence:
         self._runner, self._editor, self._share = runner, editor, share
         self._forms: dict[tuple[Unit, bool], ReturnForm | None] = {}  # by layer and the model's mode
         self._observed: set[tuple[str, bool]] = set()  # first names of stacks, with the mode
+        # Rows, and the outputs that all layers of a stack return on them, by first name of the stack; by mode.
+        self._outputs: dict[bool, tuple[Any, dict[str, Any]]] = {}
 
     def forms(self, units: Iterable[Unit], rows: Any) -> dict[Unit, ReturnForm]:
         """Return the forms in which stand-ins of these layers return; of layers that can have one.
@@ -110,6 +127,25 @@ class LayerEvidence:
             (registry.first_name(stack), registry.model.training) not in self._observed for stack in registry.stacks
         ):
             self._collect(rows)
+        else:  # anew, since weights that were equal may have been trained
+            self._editor.code_between = self.code_between()
+
+    def check_arguments(self, before: Mapping[str, CodeBetweenLayers]) -> None:
+        """Refuse edits, which are in force, if a layer is given other arguments by the model's own code than before.
+
+        Raises:
+            ValueError: names the layer and the arguments.
+        """
+        now, names = self.code_between(), {unit.module: unit.name for unit in self._editor.registry.layers}
+        for stack, code in before.items():
+            for layer, given in code.arguments.items():
+                if stack not in now or layer not in now[stack].arguments:
+                    continue
+                if changed := different_arguments(given, now[stack].arguments[layer]):
+                    raise ValueError(
+                        f"layer {names[layer]} would be given another argument {', '.join(changed)} than before, because the "
+                        f"model's own code makes it from the layer's position or from the depth. {BOTH_READINGS}"
+                    )
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
@@ -132,15 +168,18 @@ class LayerEvidence:
 
             return observed
 
-        self._run(rows, watch, [observe])
+        self._runner.observe(rows, _WatchedTask(self._runner.objective, watch), [observe])
+        outputs = {registry.first_name(stack): calls[stack.name].outputs for stack in registry.stacks}
+        self._outputs[training] = rows, {name: each for name, each in outputs.items() if each is not None}
+        self._editor.code_between = between = self.code_between()
         for stack in registry.stacks:
             reads = watch.reads_by_depth(stack.layers)
-            reads += self._reads_by_nan(watch.suspects(stack.layers), stack, rows)
             # Together with those in the other mode
-            known = self._editor.depth_reads.setdefault(registry.first_name(stack), {})
+            known = self._editor.depth_reads.setdefault(name := registry.first_name(stack), {})
             known |= {read.name: read for read in reads}
-            self._observed.add((registry.first_name(stack), training))
-            forms = self._forms_of(stack, calls[stack.name], bool(known))
+            self._observed.add((name, training))
+            by_depth = bool(known) or (name in between and between[name].odd_position is not None)
+            forms = self._forms_of(stack, calls[stack.name], by_depth)
             # Only what all workers have seen
             shared = self._share(
                 [{unit.key for unit, form in forms.items() if form is not None}], "share forms of layers"
@@ -162,32 +201,31 @@ class LayerEvidence:
         with self._editor.load_layers([like]):
             return hidden_argument(like.module, sample, returned.alike)
 
-    def _reads_by_nan(self, names: Sequence[str], stack: Stack, rows: Any) -> list[DepthRead]:
-        """Return those of the tensors whose first and last row reach different layers first."""
-        found = []
-        for name in names:
-            ends = [0, len(stack) - 1]
-            reached = [self._reached_by_nan(name, row, stack, rows) for row in ends]
-            if None not in reached and reached[0] != reached[1]:
-                entries = {at: (row,) for row, at in zip(ends, reached, strict=True) if at is not None}
-                found.append(DepthRead(name, "tensor", entries))
-        return found
+    def code_between(self) -> dict[str, CodeBetweenLayers]:
+        """Return what the model's own code gives to the layers of each stack, by its first name, where that can be told.
 
-    def _reached_by_nan(self, name: str, row: int, stack: Stack, rows: Any) -> int | None:
-        watch = NaNWatch(self._editor.registry.model, name, row)
+        `observe` must have been called in this mode.
+        """
+        registry = self._editor.registry
+        rows, outputs = self._outputs[registry.model.training]
+        stack_of = {u: registry.first_name(stack) for stack in registry.stacks for u in registry.units_of(stack)}
+        passes = []
+        for factor in (1.0, 2.0):
+            returned = {name: EqualOutputs(value, factor) for name, value in outputs.items()}
 
-        def observe(call: LayerCall, forward: Callable[..., Any]) -> Callable[..., Any]:
-            def observed(*args: Any, **kwargs: Any) -> Any:
-                with watch.clock.call(call.unit.module):
-                    watch.look((args, kwargs))
-                    outputs = forward(*args, **kwargs)
-                    watch.look(outputs)
-                    return outputs
+            def observe(
+                call: LayerCall, forward: Callable[..., Any], returned: dict[str, EqualOutputs] = returned
+            ) -> Callable[..., Any]:
+                in_place = returned.get(stack_of.get(call.unit, ""))
+                if in_place is None:
+                    return forward
+                return lambda *args, **kwargs: in_place.call(call.unit.module, args, kwargs)
 
-            return observed
-
-        self._run(rows, watch, [observe])
-        return watch.position(stack.layers)
-
-    def _run(self, rows: Any, watch: DepthWatch | NaNWatch, observers: list[CallObserver]) -> None:
-        self._runner.observe(rows, _WatchedTask(self._runner.objective, watch), observers)
+            # In evaluation mode, where the code between drops nothing out
+            self._runner.observe(rows, self._runner.objective, [observe], mode="evaluation")
+            passes.append(returned)
+        found = {
+            name: CodeBetweenLayers.of(registry.find_stack(name).layers, *(each[name] for each in passes))
+            for name in outputs
+        }
+        return {name: code for name, code in found.items() if code is not None}

@@ -556,8 +556,11 @@ class Relay:
             defer_interrupts(),
             self._exclusive(),
             self._restored_state(),
-            self._trial_edits(edits, force, batches),
+            ExitStack() as trial,
         ):
+            if not force and batches:
+                self._check_positions(edits, self._few_rows(self._runner.rows_of(batches[0])))
+            trial.enter_context(self._trial_edits(edits, force, len(batches)))
             return [self._probe(batch) for batch in batches]
 
     def probe_batch(self, batch: Batch, *, outputs: bool = False) -> BatchProbe:
@@ -869,7 +872,7 @@ class Relay:
         """
         if not force and (sample := self._editor.layer_factory.run_model) is not None:
             with self._exclusive():
-                self._observe_positions(edits, sample.rows)
+                self._check_positions(edits, sample.rows)
         with self._editing_together("edit", edits):
             self._editor.force = force
             return self._history.apply(edits, self.steps)
@@ -1348,17 +1351,15 @@ class Relay:
             self._runner.set_layers(self._editor.registry.layers)
 
     @contextmanager
-    def _trial_edits(self, edits: Sequence[Edit], force: bool, batches: Sequence[Batch]) -> Iterator[None]:
-        """Apply edits for the length of a block that evaluates some batches."""
+    def _trial_edits(self, edits: Sequence[Edit], force: bool, probes: int) -> Iterator[None]:
+        """Apply edits for the length of a block that evaluates `probes` batches."""
         if not edits:
             yield
             return
-        if not force and batches:
-            self._observe_positions(edits, self._few_rows(self._runner.rows_of(batches[0])))
         self._editor.force = force
         try:
             with (
-                self._backend.synchronized("try edits", partial(self._edit_facts, edits, len(batches))),
+                self._backend.synchronized("try edits", partial(self._edit_facts, edits, probes)),
                 self._backend.storage_unsharded(),
                 ExitStack() as undo,
             ):
@@ -1393,17 +1394,23 @@ class Relay:
         for unit in units:
             unit.stats.clear()
 
-    def _observe_positions(self, edits: Sequence[Edit], rows: Any) -> None:
-        """Observe which things the model reads by the position of layers, once, before edits that change positions."""
+    def _check_positions(self, edits: Sequence[Edit], rows: Any) -> None:
+        """Refuse edits after which layers would get what the model keeps for the position of others; see `LayerEvidence`."""
         if not any(getattr(edit, "moves_layers", False) for edit in edits):
             return
         # An error belongs to the batch and not to the edit, which then is refused only if something may be read by position.
-        with (
-            suppress(Exception),
-            self._restored_state(),
-            self._backend.synchronized("observe layers", self._shared_facts),
-        ):
+        with suppress(Exception), self._observing():
             self._evidence.observe(rows)
+        before = self._editor.code_between
+        uneven = {name: code for name, code in before.items() if not code.has_equal_arguments}
+        if uneven and all(code.odd_position is None for code in before.values()):
+            with self._restored_state(), self._trial_edits(edits, False, 1), self._observing():
+                self._evidence.check_arguments(uneven)
+
+    @contextmanager
+    def _observing(self) -> Iterator[None]:
+        with self._restored_state(), self._backend.synchronized("observe layers", self._shared_facts):
+            yield
 
     def _sample_call(self, rows: RowsOfBatch) -> SampleRun:
         """Return a function that runs the model on a few rows, for edits that must run layers."""

@@ -102,6 +102,7 @@ class BatchProbe(NamedTuple):
 
 
 OnTrial = Callable[[DeviceOutOfMemory | None, RelayConfig], None]
+PassMode = Literal["evaluation", "present"]  # of the modules: evaluation, or the modes that they are in
 
 
 class Runner:
@@ -479,7 +480,7 @@ class Runner:
         config: RelayConfig | None = None,
         prepare: Callable[[BreadthFirstRuntime], None] = _change_nothing,
         batch_loss: BatchLoss | None = None,
-        mode: Literal["evaluation", "present"] = "evaluation",
+        mode: PassMode = "evaluation",
     ) -> list[Any]:
         """Run a forward relay without gradients, in evaluation mode or in the modes that the modules are in.
 
@@ -497,9 +498,8 @@ class Runner:
         spec = self._make_spec(config, task, micro_batches, batch_loss)
         trace = self._backend.sign_trace(self.parts.new_trace(config, self.steps))
         try:
-            for module in (
-                modes if mode == "evaluation" else ()
-            ):  # not model.eval(), which may be overridden: to merge adapters
+            # Not model.eval(), which a model may override: to merge adapters, for one
+            for module in modes if mode == "evaluation" else ():
                 module.training = False
             with torch.no_grad(), self._kv_caches.disabled():
                 replay = self.pass_cache.inferences.get((kind, task))
@@ -576,14 +576,14 @@ class Runner:
             )
             raise
 
-    def observe(self, rows: Any, task: PassTask, observers: Sequence[CallObserver]) -> None:
-        """Run a task on a few rows with observers, in the model's present mode; all state is as before."""
+    def observe(self, rows: Any, task: PassTask, observers: Sequence[CallObserver], mode: PassMode = "present") -> None:
+        """Run a task on a few rows with observers; all state is as before."""
 
         def prepare(runtime: BreadthFirstRuntime) -> None:
             runtime.ctx.observers.extend(observers)
 
         try:
-            self._infer_apart([rows], task, prepare, mode="present")
+            self._infer_apart([rows], task, prepare, mode=mode)
         except Exception as error:
             error.add_note(
                 "The relay ran a few rows, to find what the model reads by the position of a layer. Nothing was trained"

@@ -29,6 +29,7 @@ from l2l_core.edits.edit import Move as Move
 from l2l_core.edits.edit import Replace as Replace
 from l2l_core.edits.edit import Swap as Swap
 from l2l_core.edits.edit import Unfreeze as Unfreeze
+from l2l_core.edits.editor import BOTH_READINGS as BOTH_READINGS
 from l2l_core.edits.editor import Editor as Editor
 from l2l_core.edits.history import History as History
 from l2l_core.edits.history import InverseEdit as InverseEdit

@@ -25,6 +25,7 @@ from l2l_core.eps.blocks import Block, EmptyFn, Layout, Unit
 from l2l_core.eps.optimizers import GroupOrder, ParameterIndex, clone_state
 from l2l_core.model import Stack
 from l2l_core.surgery import (
+    CodeBetweenLayers,
     DepthRead,
     describe_layer,
     lists_that_follow,
@@ -54,6 +55,8 @@ class Editor:
         self.force = False  # skip the refusals that rest on evidence; see `replace_layers`
         # Things read by the position of layers, as far as observed; by first name of the stack and by name.
         self.depth_reads: dict[str, dict[str, DepthRead]] = {}
+        # What the model's own code gives to layers, by first name of the stack, where it was observed.
+        self.code_between: Mapping[str, CodeBetweenLayers] = {}
         self.units_in_branches: Callable[[], set[Unit]] = set  # the layers that other branches need
         self.group_order = GroupOrder(store.masters.groups, ParameterIndex(model, self.registry.stacks))
         for unit in layers:
@@ -169,6 +172,17 @@ class Editor:
                 raise ValueError(_unobserved_message(stack, unknown))
         elif left := [read for key, read in self.depth_reads[name].items() if key not in following]:
             raise ValueError(_depth_message(stack, left, temporary))
+        elif (code := self.code_between.get(name)) and code.odd_position is not None:
+            raise ValueError(
+                f"the model's own code changes the hidden state in another way before layer {code.odd_position} of {stack.title} "
+                f"than before layer 1: with a number of that position, or a formula of it. {BOTH_READINGS}"
+            )
+        elif temporary and code and not code.has_equal_arguments and not following:
+            raise ValueError(
+                f"the model's own code gives other arguments to each layer of {stack.title}, and a layer that is skipped cannot "
+                "keep its place, because its output is not like its input: later layers would get those of their neighbours. "
+                f"{BOTH_READINGS}"
+            )
 
     def _snapshot_groups(self) -> list[dict[str, Any]]:
         """Return the members of the optimizer's groups, in order."""
@@ -354,6 +368,12 @@ class Editor:
         return layer
 
 
+BOTH_READINGS = (
+    "If that belongs to the layer, make it its member (in its __init__: self.scale = nn.Parameter(torch.ones(()))) and "
+    "use it in the layer's forward: it then moves with the layer. If it belongs to the position, force=True leaves it there"
+)
+
+
 def _unobserved_message(stack: Stack, names: Sequence[str]) -> str:
     """Return the message for things that may be read by position, as no forward has shown."""
     return (
@@ -375,6 +395,6 @@ def _depth_message(stack: Stack, reads: Sequence[DepthRead], temporary: bool) ->
         cause = "These would stay where they are, so that layers would get the entries of others, or none"
     return (
         f"{listed}. {cause}. Give each layer its own entry as a member (in its __init__: self.scale = "
-        "nn.Parameter(torch.ones(()))), and use it in the layer's forward: it then moves with the layer. force=True leaves them "
-        "as they are"
+        "nn.Parameter(torch.ones(()))), and use it in the layer's forward: it then moves with the layer. If entries belong to "
+        "the positions, force=True leaves them there"
     )

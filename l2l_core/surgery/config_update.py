@@ -7,15 +7,16 @@ configuration has).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from l2l_core.model import Stack
 from l2l_core.surgery import config_depth
 from l2l_core.surgery.config_depth import DepthField, PerLayerField
 from l2l_core.surgery.layer_features import attributes_at, describe_layer
-from l2l_core.surgery.stack_context import REMEDY, Assignment, StackContext
+from l2l_core.surgery.stack_context import REMEDY, Assignment, StackContext, named_configs
 
 
 def find_depth_fields(context: StackContext, is_resized: bool, force: bool) -> list[DepthField]:
@@ -50,6 +51,23 @@ def find_depth_fields(context: StackContext, is_resized: bool, force: bool) -> l
                 f"the layers of {context.stack.title}; {REMEDY}"
             )
     return followed
+
+
+def per_layer_lists(context: StackContext, depth_fields: Sequence[DepthField]) -> list[PerLayerField]:
+    """List the lists of configurations and of the stack's owner with one entry per layer; they move with the layers."""
+    configs = {id(field.config): field.config for field in depth_fields}.values()
+    # With stages the lists of a configuration have one entry per stage.
+    holders = [*(configs if context.location.stage is None else ()), vars(context.owner)]
+    return [each for holder in holders for each in config_depth.find_per_layer_fields(holder, context.location)]
+
+
+def lists_that_follow(model: nn.Module, stack: Stack) -> set[str]:
+    """Return the dotted names of the lists whose entries move with the layers of a stack."""
+    context = StackContext.of(model, stack)
+    found = per_layer_lists(context, find_depth_fields(context, is_resized=False, force=True))
+    names = {id(config): name for name, config in named_configs(model.named_modules(memo={*context.inside}))}
+    names[id(vars(context.owner))] = context.chain[-1][0]
+    return {f"{names.get(id(field.config), '')}.{field.name}".lstrip(".") for field in found}
 
 
 def _refuse_unknown_depth(context: StackContext, config: Any) -> None:

@@ -2,12 +2,10 @@
 
 Names and lengths prove nothing: a parameter with as many rows as layers may have nothing to do with them, and there is no word
 for depth in `resid_lambdas`. So the reads of one forward are recorded, each with the layer that is called next or runs. An entry
-that is read for one layer alone, and another one for another layer, belongs to the position. Values that are read in another
-way (``tanh(w)[i]``, a row of an embedding) are found by a second witness: NaN in the first or the last row, and the first
-layer that it reaches.
+that is read for one layer alone, and another one for another layer, belongs to the position.
 
-Not found: rows that reach every layer (``softmax(w)[i]``), lists that are read in full before the first layer, and things
-that the model reads in other batches only.
+Not found: values that are read in another way (``tanh(w)[i]``, a row of an embedding), which `code_between_layers.py` finds, and
+things that the model reads in other batches only.
 """
 
 from __future__ import annotations
@@ -25,6 +23,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from l2l_core._torch import pytree
+from l2l_core.surgery import config_depth
+from l2l_core.surgery.stack_context import named_configs
 
 _ENTRIES_PER_LAYER = 4  # as one parameter of 3 n scalars has
 _TORCH = "torch.nn."  # modules of torch have lists for dimensions of space (kernel_size), and none for layers
@@ -96,17 +96,17 @@ class DepthWatch:
         self._kinds: dict[str, str] = {}
         self._most = _ENTRIES_PER_LAYER * max(map(len, stacks), default=0)
         self._inside = inside = {layer for layers in stacks for layer in layers}
-        modules = list(model.named_modules(memo={*inside}))
-        self._modules = [(name, module) for name, module in modules if inside.isdisjoint(module._modules.values())]
-        # Modules that hold layers themselves: they may hold lists, too
-        self._holders = [(name, module) for name, module in modules if not inside.isdisjoint(module._modules.values())]
+        self._all_modules = list(model.named_modules(memo={*inside}))
+        self._modules = [(name, each) for name, each in self._all_modules if inside.isdisjoint(each._modules.values())]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Record reads in the block."""
         tensors = _TensorReads(self.clock, self._reads)
         with ExitStack() as undo:
-            for path, module in [*self._modules, *self._holders]:
+            for name, config in named_configs(self._all_modules):
+                self._record_containers(name, config_depth.stored_fields(config), undo)
+            for path, module in self._all_modules:
                 for name, tensor in _tensors_of(module):
                     if isinstance(module, nn.ParameterList | nn.ParameterDict):
                         self._kinds[path] = "modules"
@@ -114,19 +114,22 @@ class DepthWatch:
                     elif tensor.ndim and 2 <= tensor.shape[0] <= self._most:
                         tensors.add(tensor, full := f"{path}.{name}".lstrip("."))
                         self._kinds[full] = _kind_of(module, name)
-                self._record_containers(path, module, undo)
+                if not type(module).__module__.startswith(_TORCH):
+                    self._record_containers(path, vars(module), undo)
             for path, module in self._modules:
                 self._record_members(path, module, undo)
             undo.enter_context(tensors)
             yield
 
-    def _record_containers(self, path: str, module: nn.Module, undo: ExitStack) -> None:
-        """Put recording lists and dicts in the place of the module's own."""
-        if type(module).__module__.startswith(_TORCH):
-            return
-        attributes = vars(module)
+    def _record_containers(self, path: str, attributes: dict[str, Any], undo: ExitStack) -> None:
+        """Put recording lists and dicts in the place of those among the attributes of a module or a configuration."""
         for name, value in list(attributes.items()):
-            if name.startswith("_") or type(value) not in _RECORDING or not 2 <= len(value) <= self._most:
+            if (
+                not isinstance(name, str)
+                or name.startswith("_")
+                or type(value) not in _RECORDING
+                or not 2 <= len(value) <= self._most
+            ):
                 continue
             held = value.values() if isinstance(value, dict) else value
             if any(isinstance(each, nn.Module) for each in held):
@@ -171,54 +174,6 @@ class DepthWatch:
                 found.append(DepthRead(name, self._kinds[name], entries))
         return found
 
-    def suspects(self, layers: Sequence[nn.Module]) -> list[str]:
-        """List the tensors with one row per layer that were not read row by row."""
-        found = []
-        for path, module in [*self._modules, *self._holders]:
-            for name, tensor in _tensors_of(module):
-                full = f"{path}.{name}".lstrip(".")
-                by_row = any(key is not None for key, _ in self._reads.get(full, ()))
-                if tensor.ndim and len(tensor) == len(layers) > 1 and tensor.is_floating_point() and not by_row:
-                    found.append(full)
-        return found
-
-
-class NaNWatch:
-    """Finds the first layer of a stack that NaN in one row of a tensor reaches.
-
-    Args:
-        model: the model.
-        name: dotted name of the tensor.
-        row: the row.
-    """
-
-    def __init__(self, model: nn.Module, name: str, row: int) -> None:
-        path, _, self._name = name.rpartition(".")
-        self._module, self._row = model.get_submodule(path), row
-        self.clock = LayerClock()
-        self._reached: int | None = None  # number of layer calls begun
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Hold NaN in the row in the block."""
-        tensor = getattr(self._module, self._name)
-        with torch.no_grad():
-            old = tensor.data[self._row].clone()
-            tensor.data[self._row] = float("nan")
-            try:
-                yield
-            finally:
-                tensor.data[self._row] = old
-
-    def look(self, tree: Any) -> None:
-        """Record whether NaN is in the arguments or outputs of the layer that runs."""
-        if self._reached is None and any(_has_nan(leaf) for leaf in pytree.tree_leaves(tree)):
-            self._reached = len(self.clock.calls) - 1
-
-    def position(self, layers: Sequence[nn.Module]) -> int | None:
-        """Return the position of the first layer that it reached; None if it reached none."""
-        return None if self._reached is None else self.clock.position(self._reached, layers)
-
 
 def _is_by_depth(by_position: Mapping[int, set[Key]]) -> bool:
     """Return whether every entry is read for one layer alone, or the entries read ascend with the layers."""
@@ -243,10 +198,6 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _kind_of(module: nn.Module, name: str) -> str:
     return "parameter" if name in module._parameters else "buffer" if name in module._buffers else "tensor"
-
-
-def _has_nan(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and bool(torch.isnan(leaf).any())
 
 
 # -- recorders ---------------------------------------------------------------------------------------------------------

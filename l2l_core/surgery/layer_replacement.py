@@ -14,8 +14,7 @@ from typing import Any
 from torch import nn
 
 from l2l_core.model import Stack
-from l2l_core.surgery import config_depth
-from l2l_core.surgery.config_update import config_assignments, copy_configs, find_depth_fields
+from l2l_core.surgery.config_update import config_assignments, copy_configs, find_depth_fields, per_layer_lists
 from l2l_core.surgery.layer_entries import move_entries, position_assignments, save_removed_entries
 from l2l_core.surgery.layer_features import forget_description
 from l2l_core.surgery.position_check import check_interchangeable
@@ -68,10 +67,7 @@ def replace_layers(
     if len(new) != len(stack) > 1 and not force:
         check_companions(context)
     followed = find_depth_fields(context, len(new) != len(stack), force)
-    configs = {id(field.config): field.config for field in followed}.values()
-    # With stages the lists of a configuration have one entry per stage.
-    holders = [*(configs if context.location.stage is None else ()), vars(context.owner)]
-    lists = [each for holder in holders for each in config_depth.find_per_layer_fields(holder, context.location)]
+    lists = per_layer_lists(context, followed)
     moved = move_entries(lists, stack, new, like or {})
     copies = copy_configs(context, followed, lists, moved, len(new))
     if not force:

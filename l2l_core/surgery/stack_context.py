@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -96,11 +96,15 @@ def layer_list_assignments(context: StackContext, new: tuple[nn.Module, ...]) ->
             yield vars(module), attribute, type(value)(new)
 
 
-def lists_that_follow(model: nn.Module, stack: Stack) -> set[str]:
-    """Return the dotted names of the lists whose entries move with the layers of a stack; see `move_entries`."""
-    context = StackContext.of(model, stack)
-    found = config_depth.find_per_layer_fields(vars(context.owner), context.location)
-    return {f"{context.chain[-1][0]}.{field.name}".lstrip(".") for field in found}
+def named_configs(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Any]]:
+    """Yield each config that modules hold, and those inside it, once, with its dotted name."""
+    seen: set[int] = set()
+    for path, module in modules:
+        for name, value in vars(module).items():
+            for prefix, inner in config_depth.nested_configs(value) if config_depth.is_config(name, value) else ():
+                if id(inner) not in seen:
+                    seen.add(id(inner))
+                    yield f"{path}.{name}.{prefix}".strip("."), inner
 
 
 def possible_depth_reads(model: nn.Module, stack: Stack) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ class Scalars(Beside):
 
 
 class Squashed(Scalars):
-    """No row is read by its index: NaN shows where it goes."""
+    """No row is read by its index."""
 
     def at(self, i: int, h: Tensor) -> Tensor:
         return h * torch.tanh(self.gain)[i]
@@ -130,10 +131,96 @@ class Listed(Beside):
         return h + self.shifts[i]
 
 
+class InConfig(Beside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(n_layer=DEPTH, text_config=SimpleNamespace(factors=[1.0, 0.9, 0.8, 0.7]))
+
+    def at(self, i: int, h: Tensor) -> Tensor:
+        return h * self.config.text_config.factors[i]
+
+
 NAMES: dict[type[Beside], str] = {
-    Scalars: "gain", Squashed: "gain", Unbound: "gain", Behind: "gain", Mirrored: "gain", Embedded: "number.weight",
-    Buffer: "shift", Numbers: "factors", ByKey: "factors", SomeNorms: "extra", Listed: "shifts",
+    Scalars: "gain", Unbound: "gain", Behind: "gain", Mirrored: "gain", Buffer: "shift", Numbers: "factors",
+    ByKey: "factors", SomeNorms: "extra", Listed: "shifts", InConfig: "config.text_config.factors",
 }  # fmt: skip
+
+
+class Weighed(Scalars):
+    """Every row acts on every layer."""
+
+    def at(self, i: int, h: Tensor) -> Tensor:
+        return h * torch.softmax(self.gain, 0)[i]
+
+
+class Column(Beside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifts = parameter(WIDTH, DEPTH)
+
+    def at(self, i: int, h: Tensor) -> Tensor:
+        return h + self.shifts[:, i]
+
+
+class ReadInFull(Buffer):
+    """All entries are read before the first layer."""
+
+    def walk(self, h: Tensor) -> Tensor:
+        for factor, layer in zip(self.shift.tolist(), self.layers, strict=True):
+            h = layer(h * factor)
+        return h
+
+
+class Projected(Beside):
+    """One projection gives the shifts of all layers, as in adaptive norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifts = nn.Linear(WIDTH, DEPTH * WIDTH)
+
+    def walk(self, h: Tensor) -> Tensor:
+        for shift, layer in zip(self.shifts(h.mean(1, keepdim=True)).chunk(DEPTH, -1), self.layers, strict=True):
+            h = layer(h + shift)
+        return h
+
+
+class EveryOther(Beside):
+    """A module for every other position, which is in no container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def at(self, i: int, h: Tensor) -> Tensor:
+        return self.norm(h) if i % 2 else h
+
+
+class Formula(Beside):
+    def at(self, i: int, h: Tensor) -> Tensor:
+        return h * (1 - i / len(self.layers))
+
+
+class Windowed(ResidualMlp):
+    """The model gives it a number in each call."""
+
+    def forward(self, x: Tensor, window: int = 1) -> Tensor:
+        return super().forward(x[:, :window].mean(1, keepdim=True) + x)
+
+
+class Arguments(Beside):
+    """The numbers are arguments of the layers, and nowhere kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Windowed() for _ in range(DEPTH))
+
+    def walk(self, h: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            h = layer(h, window=1 + i)
+        return h
+
+
+UNNAMED = [Squashed, Embedded, Weighed, Column, ReadInFull, Projected, EveryOther, Formula]
 
 
 class Unrelated(Beside):
@@ -204,6 +291,31 @@ def test_edits_of_positions_are_refused_with_the_name_of_what_is_read(model: typ
                 relay, edit, rf"by the position of the layers of layers: \w+ '{NAMES[model]}' \(entry .*as a member"
             )
         relay.apply(Freeze(0))
+        assert relay.verify(kind.make_batch(4)).equal
+
+
+@pytest.mark.parametrize("model", UNNAMED, ids=lambda model: model.__name__)
+def test_a_change_between_layers_by_position_is_refused(model: type[Beside]) -> None:
+    kind = kind_of(model)
+    with relay_of(kind) as relay:
+        relay.step(kind.make_batch(4))
+        for edit in EDITS:
+            assert_refused(relay, edit, "before layer 2 of layers than before layer 1.*its member .*force=True leaves")
+        if model is not Projected:
+            relay.apply(Swap(0, 2), force=True)
+        assert relay.verify(kind.make_batch(4)).equal
+
+
+def test_an_argument_by_position_is_refused_where_a_layer_would_get_another_one() -> None:
+    kind = kind_of(Arguments)
+    with relay_of(kind) as relay:
+        relay.step(kind.make_batch(4))
+        for edit in (Drop(1), Swap(0, 2), Insert(1, init="copy")):
+            assert_refused(
+                relay, edit, r"layer layers.\d would be given another argument window than before.*its member"
+            )
+        relay.apply(Drop(-1))  # no other layer is given another number
+        relay.apply(Duplicate(slice(None), mode="top"))
         assert relay.verify(kind.make_batch(4)).equal
 
 
@@ -284,14 +396,16 @@ def test_things_are_observed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = kind_of(Unrelated)
     with relay_of(kind) as relay:
         passes, observe = list[Any](), relay._runner.observe
-        monkeypatch.setattr(relay._runner, "observe", lambda *given: passes.append(given[0]) or observe(*given))
+        monkeypatch.setattr(
+            relay._runner, "observe", lambda *given, **how: passes.append(how) or observe(*given, **how)
+        )
         relay.step(kind.make_batch(4))
         relay.apply(Freeze(3))
         assert not passes
         relay.apply(Swap(0, 2))
-        assert len(passes) == 7, "one, and two for each of three tensors of four rows"
+        assert len(passes) == 3, "what is read, and twice what the code between the layers does"
         relay.apply(Swap(0, 1), Drop(0))
-        assert len(passes) == 7
+        assert len(passes) == 5, "the latter again, since weights that were equal may have been trained"
 
 
 def test_a_batch_that_fails_does_not_decide() -> None:

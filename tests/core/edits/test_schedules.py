@@ -70,7 +70,7 @@ def test_depth_follows_the_step(relay: Relay, schedule: Schedule, expected: list
     if len(expected[0]) < 4:
         relay.apply(Drop(slice(len(expected[0]), None)))
     assert run(schedule, relay, len(expected)) == expected
-    assert schedule.edits(relay) == () or not isinstance(schedule.depth_of, dict)
+    assert schedule.edits(relay) == () or not isinstance(schedule.depth, dict)
     assert relay.verify(make_batch()).equal and relay.model.config.n_layer == len(relay.stack)
 
 

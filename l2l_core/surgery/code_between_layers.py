@@ -1,0 +1,134 @@
+"""Find out whether the model's own code treats the positions of a stack's layers alike, from what it makes of equal outputs.
+
+Every layer returns the same tensors, whatever it is given. Then what the next layer is given shows the code between them alone:
+a factor, an embedding, a window, in whatever way the model keeps it. A second forward, in which the first layer's outputs are
+doubled, tells which arguments are made of them. No weights of layers are needed.
+
+Not found: positions that the model tells apart within the layers, or after the last one (a weighted mean of all hidden states);
+and changes of the hidden state where the code between carries more than the last outputs on (a residual sum outside of layers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from l2l_core._torch import pytree
+from l2l_core.model import is_cache
+
+Arguments = dict[str, Any]  # by name or position, with tensors on the host
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+
+
+class EqualOutputs:
+    """Returns the same tensors for every call of a layer, and records the calls.
+
+    Args:
+        outputs: what every call returns.
+        factor: of floating-point tensors that the first call returns.
+    """
+
+    def __init__(self, outputs: Any, factor: float = 1.0) -> None:
+        self._outputs, self._factor = outputs, factor
+        self.calls: list[tuple[nn.Module, Arguments]] = []
+
+    def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Record a call and return copies of the outputs, on the device of the arguments."""
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self.calls.append((layer, _arguments(args, kwargs)))
+        device = tensors[0].device if tensors else torch.device("cpu")
+        factor = self._factor if len(self.calls) == 1 else 1.0
+        return pytree.tree_map(lambda leaf: _scaled_copy(leaf, device, factor), self._outputs)
+
+
+def _scaled_copy(leaf: Any, device: torch.device, factor: float) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    copied = leaf.to(device, copy=True)
+    return copied * factor if copied.is_floating_point() else copied
+
+
+def copy_outputs(outputs: Any) -> Any | None:
+    """Copy the outputs of a layer to the host; return None if they hold other things than tensors and plain data."""
+    leaves, spec = pytree.tree_flatten(outputs)
+    if not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves):
+        return None
+    copies = [leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return pytree.tree_unflatten(copies, spec)
+
+
+def outputs_are_alike(a: Any, b: Any) -> bool:
+    """Return whether two outputs have the same structure, shapes and types, so that one may stand for the other."""
+    (ours, spec), (theirs, other) = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    return spec == other and all(_form_of(x) == _form_of(y) for x, y in zip(ours, theirs, strict=True))
+
+
+@dataclass(frozen=True)
+class CodeBetweenLayers:
+    """What the model's own code gives to the layers of a stack, with equal outputs of all layers.
+
+    Attributes:
+        odd_position: first position before which it changes the hidden state otherwise than before position 1; None if it
+            changes it alike everywhere, or carries more than the last outputs on.
+        arguments: by layer, the arguments that are not made of the hidden state.
+    """
+
+    odd_position: int | None
+    arguments: Mapping[nn.Module, Arguments]
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Module], one: EqualOutputs, doubled: EqualOutputs) -> CodeBetweenLayers | None:
+        """Compare two forwards; return None if they call the layers otherwise than once each, in order."""
+        order = [layer for layer, _ in one.calls]
+        if order != list(layers) or order != [layer for layer, _ in doubled.calls]:
+            return None
+        changed = [different_arguments(a, b) for (_, a), (_, b) in zip(one.calls, doubled.calls, strict=True)]
+        of_hidden, carries_more = set(changed[1]) if len(changed) > 1 else set[str](), any(changed[2:])
+        odd, seen = None, dict[frozenset[str], Arguments]()
+        for i, (_, given) in enumerate(one.calls[1:], 1):
+            hidden = {name: value for name, value in given.items() if name in of_hidden}
+            if not carries_more and different_arguments(seen.setdefault(frozenset(hidden), hidden), hidden):
+                odd = i
+                break
+        rest = {layer: {n: v for n, v in given.items() if n not in of_hidden} for layer, given in one.calls}
+        return cls(odd, rest)
+
+    @property
+    def has_equal_arguments(self) -> bool:
+        """Whether all layers are given the same, besides the hidden state."""
+        first, *others = self.arguments.values()
+        return not any(different_arguments(first, other) for other in others)
+
+
+def different_arguments(a: Arguments, b: Arguments) -> list[str]:
+    """List the names of arguments that are not equal to the bit, or that only one of the calls has."""
+    return [name for name in {**a, **b} if name not in a or name not in b or not _is_equal(a[name], b[name])]
+
+
+def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+    found: Arguments = {}
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        leaves = pytree.tree_leaves(value, is_leaf=is_cache)
+        for i, leaf in enumerate(leaves):
+            copied = leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf
+            found[f"{name}" if len(leaves) == 1 else f"{name}[{i}]"] = copied
+    return found
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if _form_of(a) != _form_of(b):
+            return False
+        return torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+    if isinstance(a, _PLAIN) or isinstance(b, _PLAIN):
+        return type(a) is type(b) and bool(a == b)
+    return type(a) is type(b)  # such as a cache or a module
+
+
+def _form_of(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
