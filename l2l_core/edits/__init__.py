@@ -39,10 +39,15 @@ from l2l_core.edits.layer_factory import SampleRun as SampleRun
 from l2l_core.edits.layer_registry import LayerRegistry as LayerRegistry
 from l2l_core.edits.layer_registry import ModelStructure as ModelStructure
 from l2l_core.edits.optimizer_state import ParameterSnapshot as ParameterSnapshot
+from l2l_core.edits.recipes import RECIPES as RECIPES
+from l2l_core.edits.recipes import Recipe as Recipe
+from l2l_core.edits.schedules import ActiveLayers as ActiveLayers
 from l2l_core.edits.schedules import Freezing as Freezing
 from l2l_core.edits.schedules import LayerDrop as LayerDrop
 from l2l_core.edits.schedules import SchedulableRelay as SchedulableRelay
 from l2l_core.edits.schedules import Schedule as Schedule
+from l2l_core.edits.schedules import Schedules as Schedules
+from l2l_core.edits.schedules import WarmupStableDecay as WarmupStableDecay
 from l2l_core.edits.stand_ins import LayerReturn as LayerReturn
 from l2l_core.edits.stand_ins import Place as Place
 from l2l_core.edits.stand_ins import ReturnForm as ReturnForm

@@ -7,7 +7,7 @@ skipped in it. It has no state, so that it does the same after loading a save an
     for batch in batches:
         schedule.step(relay, batch)
 
-`Freezing` and `LayerDrop` are here, `Depth` is in `depth.py`.
+`Freezing`, `LayerDrop`, `ActiveLayers` and `WarmupStableDecay` are here, `Depth` is in `depth.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from torch.optim import Optimizer
 
 from l2l_core.batches import Batch
 from l2l_core.config import RelayConfig
@@ -44,6 +46,9 @@ class SchedulableRelay(Protocol):
     @property
     def stacks(self) -> Mapping[str, tuple[Unit, ...]]: ...
 
+    @property
+    def optimizer(self) -> Optimizer: ...
+
     def apply(self, *edits: Edit) -> object: ...
 
     def expect(self, batch: Batch) -> AbstractContextManager[object]: ...
@@ -68,14 +73,21 @@ class Schedule:
         """List the keys of the layers to skip in the next step."""
         return ()
 
+    def lr_factor(self, relay: SchedulableRelay) -> float | None:
+        """Return the factor of the optimizer's learning rates in the next step; None leaves them as they are."""
+        return None
+
     def prepare(self, relay: SchedulableRelay) -> None:
-        """Apply the edits before the next step.
+        """Apply the edits before the next step, and set the learning rates if the schedule has a factor for them.
 
         Raises:
             ValueError: an edit is not possible; the relay has not changed.
         """
         if edits := self.edits(relay):
             relay.apply(*edits)
+        if (factor := self.lr_factor(relay)) is not None:
+            for group in relay.optimizer.param_groups:  # as torch's schedulers do
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
     def step(self, relay: SchedulableRelay, batch: Batch) -> StepResult:
         """Apply the edits and train on one batch; raise as `Relay.apply` and `Relay.step` do."""
@@ -104,6 +116,10 @@ class Schedules(Schedule):
 
     def skip(self, relay: SchedulableRelay) -> Sequence[str]:
         return list(dict.fromkeys(key for part in self.parts for key in part.skip(relay)))
+
+    def lr_factor(self, relay: SchedulableRelay) -> float | None:
+        """Return the factor of the last part that has one, since parts are prepared in order."""
+        return next((factor for part in reversed(self.parts) if (factor := part.lr_factor(relay)) is not None), None)
 
     def prepare(self, relay: SchedulableRelay) -> None:
         for part in self.parts:
@@ -199,6 +215,75 @@ class LayerDrop(Schedule):
             return dict.fromkeys(keys, float(rate))
         args, last = ((step,) if _accepts(rate, 2) else ()), max(1, len(keys) - 1)
         return {key: _checked(rate(i / last, *args), f" for {key} in step {step}") for i, key in enumerate(keys)}
+
+
+@dataclass(frozen=True)
+class ActiveLayers(Schedule):
+    """Run the first layers of a stack and skip all others, which keep their values until they run.
+
+    With as many layers as the stack has, it is trained as without this schedule. Layers that have not run yet have the initial
+    values of the whole model and no optimizer state, so that growth by this schedule is growth by new random layers. 0 layers
+    are valid where a layer's output is as its input, see `Relay.step`.
+
+    Args:
+        active: number of layers that run, by step, as `depth` of `Depth`.
+        stack: dotted name of the container, if there are several.
+    """
+
+    active: PerStep
+    stack: str | None = None
+
+    def __post_init__(self) -> None:
+        check_step_values("active", self.active, least=0)
+
+    def skip(self, relay: SchedulableRelay) -> Sequence[str]:
+        count = value_at("active", self.active, relay.steps, least=0)
+        return [] if count is None else [unit.key for unit in stack_of(relay, self.stack)[count:]]
+
+
+@dataclass(frozen=True)
+class WarmupStableDecay(Schedule):
+    """Learning rate that rises linearly, stays constant, and falls linearly towards zero at the end of the run.
+
+    Runs of different lengths are equal up to the first decay, so that one run at constant rate is the trunk of all of them (Hu
+    et al., arXiv 2404.06395). The rate of a group is its first one times the factor of the step. Use this in place of a
+    scheduler of torch, since both set the rates: ``Depth({0: 4, 500: 8}) + WarmupStableDecay(1000, warmup=20, decay=200)``.
+
+    Args:
+        steps: number of steps of the run; beyond it the rate is that of the last step.
+        warmup: steps over which the rate rises.
+        decay: steps over which it falls, the last ones of the run.
+        restarts: steps at which the rate rises again over `warmup` steps, for all layers. For new layers alone, see `warmup`
+            of `Insert`, `Duplicate` and `Depth`.
+    """
+
+    steps: int
+    warmup: int = 0
+    decay: int = 0
+    restarts: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        check_int("steps", self.steps, 1)
+        for name, value in (
+            ("warmup", self.warmup),
+            ("decay", self.decay),
+            *(("a restart", at) for at in self.restarts),
+        ):
+            check_int(name, value, 0)
+        if self.warmup + self.decay > self.steps:
+            raise ValueError(
+                f"warmup={self.warmup} and decay={self.decay} are more than steps={self.steps}: shorten one of them"
+            )
+
+    def lr_factor(self, relay: SchedulableRelay) -> float:
+        return self.factor(relay.steps)
+
+    def factor(self, step: int) -> float:
+        """Return the factor of the step after `step` finished ones."""
+        step = min(step, self.steps - 1)
+        began = max([0, *(at for at in self.restarts if at <= step)])
+        rise = min(1.0, (step - began + 1) / self.warmup) if self.warmup else 1.0
+        return min(rise, (self.steps - step) / (self.decay + 1) if self.decay else 1.0, 1.0)
 
 
 def draw_skipped(seed: int | None, step: int, rates: Mapping[str, float]) -> list[str]:

@@ -63,6 +63,11 @@ class TrainingPlan:
     autosave_s: float
     counted: dict[str, CountedShapes] = field(default_factory=dict)
 
+    def budget_of(self, name: str) -> Budget:
+        """Return the budget of the runs of a variant."""
+        steps = self.variants[name].steps
+        return self.budget if steps is None else Budget(steps, None)
+
 
 class StudyStopped(Exception):
     """The user has stopped the study; it resumes after the last step."""
@@ -127,9 +132,12 @@ class _SegmentTrainer:
     def train(self, report: Callable[[Counts, float | None], None]) -> None:
         """Train until the budget is spent, or until the variants differ."""
         report(self._counts, None)
-        while not self._plan.budget.is_spent(self._counts):
-            groups = group_by_next_step(self._relay, self._variants)
+        while running := {name: v for name, v in self._variants.items() if not self._is_spent(name)}:
+            spent = [name for name in self._variants if name not in running]
+            groups = [*([spent] if spent else []), *group_by_next_step(self._relay, running)]
             if len(groups) > 1:
+                if spent:  # their last loss
+                    self._measure()
                 self._save()
                 self._segment.finish(self._counts, self._flop.formula, groups)
                 return
@@ -142,9 +150,15 @@ class _SegmentTrainer:
         self._measure()
         self._segment.finish(self._counts, self._flop.formula)
 
+    def _is_spent(self, name: str) -> bool:
+        return self._plan.budget_of(name).is_spent(self._counts)
+
     def _train_step(self) -> float:
-        batch, rate = self._stream.draw(), self._relay.optimizer.param_groups[0]["lr"]
+        batch, group = self._stream.draw(), self._relay.optimizer.param_groups[0]
+        rate = group["lr"]
         result = self._schedule.step(self._relay, batch)
+        if self._schedule.lr_factor(self._relay) is not None:
+            rate = group["lr"]  # the schedule has set it before the step
         before, samples = self._counts, result.samples
         flop = before.flop + self._flop.count(batch, result.trace, samples)
         self._counts = Counts(self._relay.steps, flop, before.tokens + count_tokens(batch, samples))

@@ -152,7 +152,8 @@ class StudyRecords:
         shares = []
         for run in self.runs:
             spec, counts = self._specs[self._places[run].folder], self.last_counts(*run)
-            share = counts.step / spec["steps"] if spec["steps"] is not None else counts.flop / spec["flop"]
+            steps = spec["variants"][self._places[run].variant].get("steps", spec["steps"])
+            share = counts.step / steps if steps is not None else counts.flop / spec["flop"]
             shares.append(min(1.0, share))
         return sum(shares) / len(shares)
 

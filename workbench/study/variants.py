@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from l2l_core import Edit, Relay, Schedule
-from l2l_core.edits import SchedulableRelay
+from l2l_core.edits import SchedulableRelay, Schedules
 
 EditFunction = Callable[[Any, int], Edit | Sequence[Edit] | None]
 # Columns of every frame.
@@ -41,13 +41,19 @@ class Variant:
         schedule: a schedule as `Depth`, or a function ``(relay, step) -> edits`` without a state; None: no edits.
         factors: keyword arguments for `make_relay`; also columns of the frame, see `columns`.
         labels: further columns of the frame, which `make_relay` does not get.
+        steps: budget of its runs in place of the study's. Runs of different lengths share their common beginning.
     """
 
     schedule: Schedule | EditFunction | None = None
     factors: Mapping[str, Any] = field(default_factory=dict)
     labels: Mapping[str, Any] = field(default_factory=dict)
+    steps: int | None = None
 
     def __post_init__(self) -> None:
+        if self.steps is not None and (
+            not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1
+        ):
+            raise ValueError(f"steps={self.steps!r}: pass a positive integer, or None for the study's budget")
         object.__setattr__(self, "schedule", _as_schedule(self.schedule))
         if twice := [name for name in self.factors if name in self.labels]:
             raise ValueError(f"{twice[0]!r} is a factor and a label: rename one of them")
@@ -63,7 +69,8 @@ class Variant:
         schedule = (
             "no edits" if type(self.schedule) is Schedule else re.sub(r" at 0x[0-9a-f]+", "", repr(self.schedule))
         )
-        return {"schedule": schedule, "columns": self.columns, "factors": [*self.factors]}
+        steps = {} if self.steps is None else {"steps": self.steps}
+        return {"schedule": schedule, "columns": self.columns, "factors": [*self.factors], **steps}
 
 
 def grid(make: Callable[..., Any] | None = None, **factors: Sequence[Any]) -> dict[str, Variant]:
@@ -125,14 +132,25 @@ def group_by_next_step(relay: Relay, variants: Mapping[str, Variant]) -> list[li
 
 def _next_decision(schedule: Any, relay: Any) -> object:
     """Return a value that is equal for two schedules only if their next step is the same."""
-    edits = tuple(schedule.edits(relay))
+    factor = schedule.lr_factor(relay)
+    if isinstance(schedule, Schedules):
+        # A part that only sets the rate does not depend on what the others do.
+        acting = [part for part in schedule.parts if not _only_sets_rate(part)]
+        if len(acting) <= 1:
+            schedule = acting[0] if acting else Schedule()
     kind = type(schedule)
+    edits = tuple(schedule.edits(relay))
     if kind.step is not Schedule.step:
-        return schedule
+        return schedule, factor
     # A sum of schedules prepares its parts one after another, and layers to skip are chosen after the edits.
     if edits and (kind.prepare is not Schedule.prepare or kind.skip is not Schedule.skip):
-        return schedule
-    return edits, tuple(schedule.skip(relay)), schedule.force
+        return schedule, factor
+    return edits, tuple(schedule.skip(relay)), schedule.force, factor
+
+
+def _only_sets_rate(schedule: Schedule) -> bool:
+    kind = type(schedule)
+    return all(getattr(kind, name) is getattr(Schedule, name) for name in ("edits", "skip", "prepare", "step", "force"))
 
 
 def _as_schedule(given: Any) -> Schedule:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from small import keys, make_batch, make_gpt, make_relay
+from small import keys, make_batch, make_gpt, make_relay, state_of
 from torch import nn
 
 from l2l_core import (
+    ActiveLayers,
     Depth,
     Drop,
     EmulatedDevice,
     Freezing,
     LayerDrop,
     Relay,
+    RelayConfig,
     Schedule,
+    WarmupStableDecay,
     dropping_by_influence,
     gradual_stacking,
     growing_by_identity,
@@ -254,3 +259,101 @@ def test_what_does_not_fit_the_relay_is_refused_before_the_step(relay: Relay, sc
     with pytest.raises(ValueError, match=message):
         schedule.step(relay, make_batch())
     assert relay.steps == 0 and len(relay.stack) == 4
+
+
+# -- layers that begin to run later --------------------------------------------------------------------------------------
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def train_plainly(model: nn.Module, steps: int, layers: int) -> list[float]:
+    """Losses of plain training by AdamW, of a model whose first `layers` layers run."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    model.transformer.h = model.transformer.h[:layers]
+    for step in range(steps):
+        loss = model(**make_batch(step), use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_model_with_few_running_layers_trains_as_the_shallow_one(count: int) -> None:
+    plain = without_dropout(make_gpt())
+    initial = copy.deepcopy(plain).state_dict()
+    expected = train_plainly(plain, 4, count)
+    with make_relay(without_dropout(make_gpt()), config=RelayConfig(micro_batches=1)) as relay:
+        schedule = ActiveLayers({0: count, 4: 4})
+        assert [schedule.step(relay, make_batch(step)).loss for step in range(4)] == expected
+        trained = dict(plain.named_parameters())
+        for name, param in relay.model.named_parameters():
+            assert torch.equal(param, trained.get(name, initial[name])), name
+        idle = [key for key in state_of(relay) if key.startswith(f"transformer.h.{count}.") and "/" in key]
+        assert not idle  # no optimizer state
+        assert schedule.skip(relay) == [] and schedule.step(relay, make_batch(4)).loss > 0
+        assert relay.verify(make_batch(5)).equal
+
+
+def test_zero_running_layers_are_refused_where_no_layer_can_stand_aside() -> None:
+    """A residual sum around the layer: the layer's output is not as its input."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 2) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> SimpleNamespace:
+            for layer in self.layers:
+                x = torch.cat([x[:, :2], layer(x)], 1)
+            return SimpleNamespace(loss=x.square().mean())
+
+    relay = Relay(Model(), partial(torch.optim.SGD, lr=0.1), EmulatedDevice(), config=RelayConfig())
+    with relay:
+        with pytest.raises(ValueError, match="one layer must run"):
+            ActiveLayers(0).step(relay, {"x": torch.ones(2, 4)})
+        assert ActiveLayers(1).step(relay, {"x": torch.ones(2, 4)}).loss > 0  # the remedy
+
+
+# -- the learning rate ---------------------------------------------------------------------------------------------------
+
+
+def test_the_rate_rises_stays_and_falls() -> None:
+    schedule = WarmupStableDecay(10, warmup=2, decay=4)
+    factors = [schedule.factor(step) for step in range(12)]
+    assert factors == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
+    restarted = WarmupStableDecay(10, warmup=2, decay=2, restarts=(4,))
+    assert [restarted.factor(step) for step in range(3, 7)] == [1, 0.5, 1, 1]
+    assert {WarmupStableDecay(3).factor(step) for step in range(5)} == {1}
+
+
+def test_every_group_of_the_optimizer_gets_the_factor(relay: Relay) -> None:
+    """From its own rate, in every step anew, for layers that grow too, and in a loaded relay."""
+    relay.optimizer.param_groups[0]["lr"] = 0.5
+    schedule = Depth({0: 4, 2: 6}) + WarmupStableDecay(4, warmup=2, decay=1)
+    rates = []
+    for step in range(4):
+        schedule.step(relay, make_batch(step))
+        rates.append(relay.optimizer.param_groups[0]["lr"])
+    assert rates == [0.25, 0.5, 0.5, 0.25] and len(relay.stack) == 6
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ActiveLayers(-1), "active"),
+        (lambda: WarmupStableDecay(0), "steps is 0"),
+        (lambda: WarmupStableDecay(10, warmup=-1), "warmup is -1"),
+        (lambda: WarmupStableDecay(10, warmup=6, decay=5), "more than steps=10: shorten"),
+        (lambda: WarmupStableDecay(10, restarts=[-2]), "a restart is -2"),
+    ],
+)
+def test_schedules_of_rate_and_running_layers_check_their_values(make: Callable[[], Schedule], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -7,7 +7,7 @@ from torch import nn
 
 from l2l_core import Depth, Drop, Insert, Relay, Swap
 from workbench.commands.notebook_runner import FOLDER, read_notebook
-from workbench.lessons.recipes import ByBranch
+from workbench.lessons.recipe_races import ByBranch
 from workbench.lessons.tasks import EDIT, FORK, RACE, UNDO, Tasks
 from workbench.session import Session
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from study_program import VARIANTS, batches, make_batch, make_relay, make_study
 
-from l2l_core import Depth, Relay
+from l2l_core import Depth, Relay, WarmupStableDecay
 from workbench import Study, Variant, grid
 from workbench.study.segment import SEGMENTS, SharedSegment
 from workbench.study.segment_relay import BatchStream
@@ -321,3 +321,57 @@ def test_two_processes_do_not_run_one_study(undisturbed: Study) -> None:
             undisturbed.run(report=None)
     finally:
         (undisturbed.folder / "running").unlink()
+
+
+# -- runs of different lengths -------------------------------------------------------------------------------------------
+
+RATE_VARIANTS: dict[str, Any] = {
+    "six": Depth(2, shrink="top") + WarmupStableDecay(6, 1, 2),
+    "four": Variant(WarmupStableDecay(4, 1, 2), steps=4),
+    "grown": Depth({0: 2, 4: 3}, grow="top") + WarmupStableDecay(6, 1, 2),
+}
+
+
+def make_plain_relay(seed: int) -> Relay:
+    return make_relay(seed)[0]
+
+
+def rate_study(folder: Path, *names: str) -> Study:
+    variants = {name: RATE_VARIANTS[name] for name in names or RATE_VARIANTS}
+    options: dict[str, Any] = {"make_relay": make_plain_relay, "seeds": [1], "steps": 6, "batches": batches}
+    return trained(Study(variants=variants, held_out=[make_batch()], folder=folder, evaluate_every=100, **options))
+
+
+def test_runs_of_different_lengths_and_decays_share_their_beginning(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    study = rate_study(tmp_path / "all")
+    # Two steps at full rate are of all three; the decay of the long runs begins with step 4, as does the growth.
+    assert (study.saving.steps, study.saving.trained_steps) == (16, 2 + 2 + 2 + 2 * 2)
+    frame = study.frame(seconds=False)
+    rates = frame.query("split == 'train'").groupby("variant")["lr"].apply(list)
+    assert rates["four"] == pytest.approx([1e-2, 1e-2, 2e-2 / 3, 1e-2 / 3])
+    assert rates["grown"] == rates["six"] == pytest.approx([*[1e-2] * 4, 2e-2 / 3, 1e-2 / 3])
+    ends = frame.query("split == 'held out'").groupby("variant")["step"].apply(list)
+    assert ends["four"] == [4] and ends["grown"] == ends["six"] == [6]
+    for name in RATE_VARIANTS:
+        torch.manual_seed(7)
+        alone = rate_study(tmp_path / name, name).frame(seconds=False)
+        assert alone.equals(frame.query("variant == @name").reset_index(drop=True))
+
+
+def test_a_variant_ends_with_its_own_budget_in_the_middle_of_a_shared_run(tmp_path: Path) -> None:
+    variants = {"long": None, "short": Variant(steps=2)}
+    study = trained(make_study_of(tmp_path, variants))
+    assert study.saving.trained_steps == 4 and [study.last_counts(name, 0).step for name in variants] == [4, 2]
+    ends = study.frame().query("split == 'held out' and variant == 'short'")
+    assert [*ends["step"]] == [2] and study.is_complete("short", 0) and study.share_done() == 1
+    with pytest.raises(ValueError, match="holds another study"):
+        make_study_of(tmp_path, {**variants, "short": Variant(steps=3)})
+    with pytest.raises(ValueError, match="steps=0"):
+        Variant(steps=0)
+
+
+def make_study_of(folder: Path, variants: dict[str, Any]) -> Study:
+    torch.manual_seed(7)
+    options: dict[str, Any] = {"seeds": [0], "steps": 4, "evaluate_every": 100, "batches": batches}
+    return Study(make_plain_relay, variants, held_out=[make_batch()], folder=folder, **options)

@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 import torch
 
-from l2l_core import Depth, EmulatedDevice, LayerDrop, Relay, RelayConfig
+from l2l_core import RECIPES, ActiveLayers, Depth, EmulatedDevice, LayerDrop, Relay, RelayConfig
 from workbench.lessons.corpus import load_corpus
 from workbench.lessons.demo import draw_batch, make_model
 from workbench.lessons.demo_values import Settings
-from workbench.lessons.recipes import RECIPES, ByBranch, start_race
+from workbench.lessons.recipe_races import ByBranch, start_race
 from workbench.session import Session
 
 STEPS, DEPTH = 16, 4
@@ -18,17 +18,27 @@ DRAWN = torch.Generator().manual_seed(0)
 TEXT = load_corpus().train
 BATCHES = [draw_batch(TEXT, SMALL, DRAWN) for _ in range(STEPS + 2)]
 DEPTHS = {
+    "scratch": [4] * 16,
     "stacking": [1] * 2 + [2] * 2 + [4] * 12,
     "G_stack": [1] * 2 + [4] * 14,
     "MIDAS": [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4,
+    "staged training": [2] * 8 + [4] * 8,
+    "doubling once": [2] * 8 + [4] * 8,
+    "one layer, late": [1] * 12 + [4] * 4,  # running
+    "zero layers, late": [0] * 12 + [4] * 4,
     "LayerDrop": [4] * 16,
     "progressive drop": [4] * 16,
     "pruning": [4] * 8 + [3] * 8,
 }
 SOURCES = {
+    "scratch": "control",
     "stacking": "gong19a",
     "G_stack": "2405.15319",
     "MIDAS": "2409.19044",
+    "staged training": "2203.06211",
+    "doubling once": "2605.13405",
+    "one layer, late": "2511.04981",
+    "zero layers, late": "2511.04981",
     "LayerDrop": "1909.11556",
     "progressive drop": "2010.13369",
     "pruning": "2403.03853",
@@ -49,8 +59,9 @@ def alone(name: str) -> tuple[list[int], list[float]]:
     with make_relay() as relay:
         plan, depths, losses = RECIPES[name].plan(relay.steps, STEPS, DEPTH), [], []
         for batch in BATCHES[:STEPS]:
+            left_out = len(plan.skip(relay)) if isinstance(plan, ActiveLayers) else 0
             losses.append(plan.step(relay, batch).loss)
-            depths.append(len(relay.stack))
+            depths.append(len(relay.stack) - left_out)
     return depths, losses
 
 
@@ -83,7 +94,7 @@ def test_progressive_drop_rises_as_it_says() -> None:
 
 
 def test_every_recipe_names_its_source() -> None:
-    assert {name: [source for source in SOURCES.values() if source in RECIPES[name].source] for name in RECIPES} == {
+    assert {name: [source for source in {*SOURCES.values()} if source in RECIPES[name].source] for name in RECIPES} == {
         name: [source] for name, source in SOURCES.items()
     }
 
@@ -118,7 +129,7 @@ def test_branches_of_a_race_train_as_if_alone() -> None:
     [
         (["new", "main"], 2, "'main' is a branch already"),
         (["new", "new"], 2, "given twice"),
-        (["new", " "], 2, "needs a name"),
+        (["new", " "], 2, "is no name"),
         (["new", "newer"], 0, "steps=0"),
     ],
 )
