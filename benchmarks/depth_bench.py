@@ -18,7 +18,8 @@ branch of it that decays. All parts are studies (`workbench.Study`), which conti
 
 A recipe is compared with training from scratch at equal tokens, and with shallow models at equal compute: their losses at the
 three budgets, interpolated over the logarithm of compute. The gap is that between one layer and scratch at equal tokens. Held-out
-loss in nats per byte, of 16 batches, after the last step. Compute as `FlopCounter` counts it.
+loss in nats per byte, of 16 batches, after the last step. Compute is that of plain training: the matrix products of forward and
+backward of the layers that run, attention's and the shell's included, without the relay's recompute.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class DepthBench:
 
     def best_rates(self) -> dict[int, float]:
         """Return the learning rate of the sweep with the lowest loss, by depth."""
-        ends = ends_in(Study.load(self.folder / "rates"))
+        ends = self.ends_in(Study.load(self.folder / "rates"))
         losses = {name: loss for name, by_seed in ends.items() for _, loss in by_seed.values()}
         return {layers: min(RATES, key=lambda lr: losses[f"{layers} layers, {lr:g}"]) for layers in self.depths}
 
@@ -148,7 +149,7 @@ class DepthBench:
         if not (self.folder / "regime" / "study.json").exists():
             return found
         print(f"learning rates: {self.best_rates()}")
-        regime = ends_in(Study.load(self.folder / "regime"))
+        regime = self.ends_in(Study.load(self.folder / "regime"))
         deep = regime[f"{self.depth} layers, 1 of the compute"]
         rows = []
         for share in SHARES:
@@ -160,7 +161,7 @@ class DepthBench:
         show(header, rows)
         found["regime"] = [dict(zip(header, row, strict=True)) for row in rows]
         if (self.folder / "recipes" / "study.json").exists():
-            recipes = ends_in(Study.load(self.folder / "recipes"))
+            recipes = self.ends_in(Study.load(self.folder / "recipes"))
             found["recipes"] = self._show_recipes({"scratch": deep, **recipes}, regime, deep)
         return found
 
@@ -185,33 +186,41 @@ class DepthBench:
             seeds = [seed for seed in mine if all(seed in each for each in (deep, shallow, *lines))]
             if not seeds:
                 continue
-            gap = statistics.fmean(shallow[s][1] - deep[s][1] for s in seeds)
-            closed = statistics.fmean(shallow[s][1] - mine[s][1] for s in seeds) / gap
+            gap = paired_interval([shallow[s][1] for s in seeds], [deep[s][1] for s in seeds])
+            closed = "no gap"  # none that an interval shows
+            if gap is not None and gap[0] > 0:
+                parts = [statistics.fmean(shallow[s][1] - each[s][1] for s in seeds) for each in (mine, deep)]
+                closed = f"{parts[0] / parts[1]:.2f}"
             compute = statistics.fmean(mine[s][0] / deep[s][0] for s in seeds)
-            row = [name, *_summary(mine), f"{compute:.2f}", *_difference(mine, deep), f"{closed:.2f}"]
+            row = [name, *_summary(mine), f"{compute:.2f}", *_difference(mine, deep), closed]
             for layers in self.depths[:-1]:
                 row += _difference(mine, {s: (0.0, self._line(regime, layers, s, mine[s][0])) for s in seeds})
             rows.append(row)
         show(tuple(header), [tuple(row) for row in rows])
         return [{"header": header, "row": row} for row in rows]
 
+    def ends_in(self, study: RecordedStudy) -> Ends:
+        """Return compute and loss at the end of every finished run."""
+        found: Ends = {name: {} for name in study.names}
+        for (name, seed), rows in study.frame(seconds=False).groupby(["variant", "seed"]):
+            if study.is_complete(name, seed):
+                counted = rows[rows.split == "train"].flop.to_numpy()
+                flop = sum(self._plain_flop(step) for step in np.diff(counted, prepend=0))
+                found[name][int(seed)] = (flop, float(rows[rows.split == "held out"].loss.iloc[-1]))
+        return found
+
+    def _plain_flop(self, counted: int) -> float:
+        """Return the compute of a plain step with as many layers as a step of the relay, which recomputes all but the last."""
+        layer = (self.flops[self.depth] - self.flops[1]) / (self.depth - 1)
+        shell = self.flops[1] - layer
+        running = max(0, round((counted - shell + layer / 3) / (4 / 3 * layer)))
+        assert abs(counted - shell - layer * (4 * running - 1) / 3 if running else counted - shell) < 1, counted
+        return shell + layer * running
+
     def _line(self, regime: Ends, layers: int, seed: int, flop: float) -> float:
         """Return the loss of a shallow model at an amount of compute, between its ends."""
         ends = sorted(regime[f"{layers} layers, {share:g} of the compute"][seed] for share in SHARES)
         return float(np.interp(np.log(flop), np.log([end for end, _ in ends]), [loss for _, loss in ends]))
-
-
-def ends_in(study: RecordedStudy) -> Ends:
-    """Return compute and loss at the end of every finished run."""
-    curves = study.curves("flop")
-    return {
-        name: {
-            seed: (float(flop[-1]), losses[-1])
-            for seed, (flop, losses) in curves[name].items()
-            if study.is_complete(name, seed)
-        }
-        for name in study.names
-    }
 
 
 def _summary(ends: dict[int, tuple[float, float]]) -> tuple[int, str]:
