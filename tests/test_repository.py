@@ -242,6 +242,7 @@ MAY_IMPORT = {
         "plan": "",
         "trace": "plan",
         "config": "plan trace",
+        "pipelines": "trace",
         "analysis": "trace schedule_rules",
         "model": "",
         "batches": "model",
@@ -300,7 +301,7 @@ MAY_IMPORT = {
 LAZY = {"workbench", "l2l_core"}  # names of theirs are imported when they are asked for
 
 # The engine is every room but these, which plan, compare, analyse or look; it trains without them.
-OUTSIDE = {"analysis", "forecast", "inside", "integrations", "optim", "strategies"}
+OUTSIDE = {"analysis", "forecast", "inside", "integrations", "optim", "pipelines", "strategies"}
 # Files of the facade: what they import when one of their verbs is called, and for the annotations of that verb.
 WHEN_CALLED = {
     "l2l_core.trace.trace": "analysis",
