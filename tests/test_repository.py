@@ -272,7 +272,7 @@ MAY_IMPORT = {
         "relay": "layer_evidence step_check runner shelf workers saves edits step eps eps.optimizers eps.blocks devices "
         "batches model plan trace config",
         "integrations": "relay step devices batches trace config",
-        "strategies": "relay simulator step step.traffic step.graph eps eps.optimizers eps.blocks devices "
+        "strategies": "relay pipelines simulator step step.traffic step.graph eps eps.optimizers eps.blocks devices "
         "batches model trace schedule_rules config",
     },
     "workbench": {

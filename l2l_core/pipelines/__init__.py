@@ -1,6 +1,6 @@
 """Pipelines over several ranks: schedules as data, with a check, a text form, slot diagrams and a simulation.
 
-Imports nothing but `trace`, not even torch. `strategies.distributed` runs these plans with torch's own engine.
+May import `trace`; no file here imports torch. `strategies` chooses what each stage keeps, recomputes and offloads.
 Begin reading at `pipeline_plan.py`, then `pipeline_schedules.py`.
 """
 

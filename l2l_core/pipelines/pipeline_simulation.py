@@ -1,8 +1,9 @@
 """Simulation of a pipeline's plan: seconds, waits, and exact bytes on every rank.
 
 Each rank has one compute lane, two copy lanes to and from the host, and a link to every other rank; each is serial, and
-messages overlap with compute. A recompute right before its backward starts so late that the two meet; a fetch from the host
-starts with the action before the one that reads it. Updates take no time here.
+messages overlap with compute. A recompute right before its backward starts so late that the two meet. A copy to the host
+may take until the next action has run; then compute waits for it, so that bytes stay bounded. A fetch starts some actions
+before its reader. A record that the next action reads stays. Updates take no time here.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class StageCost:
         record_bytes: what backward reads, the input included.
         weight_record_bytes: what W reads, from the end of I; default the whole record.
         host_bytes: part of the record that waits on the host between forward and backward.
+        fetch_ahead: number of actions before the backward with whose start the fetch may start.
         forward_extra_bytes, backward_extra_bytes: needed beside the record while the action runs.
         output_bytes: of the message to the next stage, and of its gradient.
         weight_bytes: of weights, gradients and optimizer state, which stay on the rank.
@@ -42,6 +44,7 @@ class StageCost:
     record_bytes: int = 1
     weight_record_bytes: int | None = None
     host_bytes: int = 0
+    fetch_ahead: int = 2
     forward_extra_bytes: int = 0
     backward_extra_bytes: int = 0
     output_bytes: int = 0
@@ -179,6 +182,7 @@ class _VirtualRanks:
         self._arrival: dict[tuple[PipelineAction, int], float] = {}  # of an action's message at a rank
         self._free: dict[tuple[int | str, ...], float] = defaultdict(float)  # when a lane or a link is free
         self._on_host: dict[tuple[int, int], float] = {}  # when a record is on the host
+        self._sends: list[list[tuple[int, float]]] = [[] for _ in range(count)]  # position of the action, end
         self._wire = [0] * count
 
     def run(self) -> PipelineSimulation:
@@ -197,13 +201,14 @@ class _VirtualRanks:
         stage, kind, k = action
         cost, timed = self._costs[stage], self._timed[rank]
         seconds = cost.seconds(kind) * self._speeds.slowdown_of(rank)
-        before_s, free_s = (timed[-1].start_s, timed[-1].stop_s) if timed else (0.0, 0.0)
+        free_s = max(timed[-1].stop_s if timed else 0.0, self._sent_before(rank, len(timed) - 1))
         needs = {need: self._arrival[need, rank] for need in self._plan.needs(action)}
         gradient = self._plan.gradient_of(stage + 1, k)
         late = needs.pop(gradient, 0.0) - seconds if kind == "R" else 0.0
         start_s = max(free_s, late, *needs.values(), 0.0)
         if kind in "BI" and cost.host_bytes:
-            start_s = max(start_s, self._fetch(rank, action, cost, before_s))
+            ahead_s = timed[max(0, len(timed) - cost.fetch_ahead)].start_s
+            start_s = max(start_s, self._fetch(rank, action, cost, ahead_s))
         stop_s = start_s + seconds
         timed.append(TimedAction(action, start_s, stop_s))
         self._deliver(action, rank, stop_s)
@@ -254,14 +259,19 @@ class _VirtualRanks:
     def _offload(self, rank: int, action: PipelineAction, cost: StageCost, stop_s: float) -> None:
         end_s = self._copy(rank, "d2h", "stash", action, cost, stop_s)
         self._on_host[action.stage, action.k] = end_s
+        self._sends[rank].append((len(self._timed[rank]) - 1, end_s))
         self._changes[rank].append((end_s, -cost.host_bytes))
 
-    def _fetch(self, rank: int, action: PipelineAction, cost: StageCost, before_s: float) -> float:
+    def _sent_before(self, rank: int, position: int) -> float:
+        """Return when all records of actions before a position are on the host."""
+        return max((end_s for sent, end_s in self._sends[rank][-2:] if sent < position), default=0.0)
+
+    def _fetch(self, rank: int, action: PipelineAction, cost: StageCost, ahead_s: float) -> float:
         """Fetch a record from the host; return when it is there."""
         out_s = self._on_host.get((action.stage, action.k))
         if out_s is None:  # recomputed, or read at once
             return 0.0
-        end_s = self._copy(rank, "h2d", "fetch", action, cost, max(before_s, out_s))
+        end_s = self._copy(rank, "h2d", "fetch", action, cost, max(ahead_s, out_s))
         self._changes[rank].append((self._copies[rank][-1].start_s, cost.host_bytes))
         return end_s
 

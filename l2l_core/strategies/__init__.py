@@ -1,7 +1,7 @@
 """Strategies: other ways to train in less memory, as plans on one executor, with exact bytes before and after.
 
-May import `relay`, `simulator`, `step`, `step.traffic`, `step.graph`, `eps`, `eps.optimizers`, `eps.blocks`, `devices`,
-`batches`, `model`, `trace`, `schedule_rules`, `config`.
+May import `relay`, `pipelines`, `simulator`, `step`, `step.traffic`, `step.graph`, `eps`, `eps.optimizers`, `eps.blocks`,
+`devices`, `batches`, `model`, `trace`, `schedule_rules`, `config`.
 Begin reading at `plan.py`, `plan_execution.py`, `plan_memory.py`; `lab.py` is the facade.
 """
 
@@ -11,6 +11,10 @@ from l2l_core.strategies.few_bits import FewBit as FewBit
 from l2l_core.strategies.few_bits import few_bit as few_bit
 from l2l_core.strategies.lab import Lab as Lab
 from l2l_core.strategies.lab import LabResult as LabResult
+from l2l_core.strategies.pipeline_treatments import StageTreatment as StageTreatment
+from l2l_core.strategies.pipeline_treatments import TreatedPipeline as TreatedPipeline
+from l2l_core.strategies.pipeline_treatments import stage_chain as stage_chain
+from l2l_core.strategies.pipeline_treatments import treat_pipeline as treat_pipeline
 from l2l_core.strategies.plan import Operation as Operation
 from l2l_core.strategies.plan import Plan as Plan
 from l2l_core.strategies.plan import check_operations as check_operations

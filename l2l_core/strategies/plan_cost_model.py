@@ -142,10 +142,19 @@ class PlanCostModel:
     @cached_property
     def rotor_solution(self) -> RotorSolution:
         """Rotor's plans for every budget up to twice the need of the plan that keeps everything."""
-        costs = max(self.costs, key=lambda each: each.base_bytes)
-        s, stages = costs.structure, range(self.stages)
+        costs = self._largest_costs
         plain = simulate_memory(costs, plain_plan(self.stages))
         unit = max(each.peak_bytes - costs.base_bytes for each in plain) / ROTOR_UNITS
+        return solve(self.chain(unit), 2 * ROTOR_UNITS)
+
+    @property
+    def _largest_costs(self) -> StageCosts:
+        return max(self.costs, key=lambda each: each.base_bytes)
+
+    def chain(self, unit: float = 1) -> Chain:
+        """Return the stages as a chain, with sizes in units of so many bytes, rounded up."""
+        costs = self._largest_costs
+        s, stages = costs.structure, range(self.stages)
         inputs = [s.storage_bytes(s.live[i]) for i in stages]
         records = [
             max(costs.record_bytes.get((i, True), 0), costs.record_bytes.get((i, False), 0))
@@ -154,7 +163,7 @@ class PlanCostModel:
         ]
         run_extra = [max(0, costs.max_extra_bytes(F0, i) - s.storage_bytes(s.live[i + 1])) for i in stages]
         keep_extra = [max(0, costs.max_extra_bytes(FALL, i) - records[i]) for i in stages]
-        chain = Chain(
+        return Chain(
             inputs=round_up_to_units([*inputs, 0], unit),
             records=round_up_to_units(records, unit),
             run_s=tuple(costs.seconds_of(F0, i) for i in stages),
@@ -164,4 +173,3 @@ class PlanCostModel:
             keep_extra=round_up_to_units(keep_extra, unit),
             backward_extra=round_up_to_units([costs.max_extra_bytes(B, i) for i in stages], unit),
         )
-        return solve(chain, 2 * ROTOR_UNITS)

@@ -35,16 +35,16 @@ def test_a_slow_link_is_a_serial_lane() -> None:
 
 
 def test_records_on_the_host_free_the_rank_and_cost_nothing_on_a_fast_link() -> None:
-    plan, record = one_forward_one_backward(4, 16), 100
+    plan, record = one_forward_one_backward(8, 16), 100
     kept = simulate_pipeline(plan, StageCost(record_bytes=record))
-    assert kept.peak_bytes == (400, 300, 200, 100)
+    assert kept.peak_bytes == (800, 700, 600, 500, 400, 300, 200, 100)
     moved = StageCost(record_bytes=record, host_bytes=90)
     fast = simulate_pipeline(plan, moved, RankSpeeds(host_bytes_per_s=90))
     assert fast.seconds == kept.seconds and fast.peak_bytes[0] < kept.peak_bytes[0]
     slow = simulate_pipeline(plan, moved, RankSpeeds(host_bytes_per_s=9))
     assert slow.seconds > 2 * kept.seconds
     lanes = {event.lane for event in fast.trace(0).events}
-    assert lanes == {"compute", "d2h", "h2d"} and fast.trace(0).worker.count == 4
+    assert lanes == {"compute", "d2h", "h2d"} and fast.trace(0).worker.count == 8
 
 
 def test_recomputed_records_are_short() -> None:
