@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from workbench.replay_bench import replay as replay
     from workbench.runs import Recorder as Recorder
     from workbench.runs import load_run as load_run
+    from workbench.runs import write_player as write_player
     from workbench.session import Autosave as Autosave
     from workbench.session import EarlyStopping as EarlyStopping
     from workbench.session import Session as Session
@@ -44,6 +45,7 @@ _MODULE_OF = {
     "grid": "workbench.study",
     "Recorder": "workbench.runs",
     "load_run": "workbench.runs",
+    "write_player": "workbench.runs",
     "text_view": "workbench.pictures",
     "replay": "workbench.replay_bench",
     "compare": "workbench.replay_bench",

@@ -1,4 +1,4 @@
-"""The command line: `python -m workbench demo|lab|report|replay|study|notebooks|fit|doctor|calibrate`.
+"""The command line: `python -m workbench demo|lab|report|player|replay|study|notebooks|fit|doctor|calibrate`.
 
 Each command imports its packages when it is selected, so that `doctor` runs without the others' packages.
 """
@@ -24,6 +24,9 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write one HTML page from a recorded run, or from several side by side")
     report.add_argument("runs", nargs="+", type=Path, help="files of Recorder, or folders that contain run.jsonl.gz")
     report.add_argument("-o", "--out", type=Path, help="the page (default: report.html beside the first run)")
+    player = commands.add_parser("player", help="write one script that plays a recorded step in any page")
+    player.add_argument("run", type=Path, help="a file of Recorder, or a folder that contains run.jsonl.gz")
+    player.add_argument("-o", "--out", type=Path, help="the script (default: player.js beside the run)")
     replay = commands.add_parser("replay", help="open recorded runs in JupyterLab, without a model")
     replay.add_argument("runs", nargs="+", type=Path, help="one run, or two to show side by side")
     study = commands.add_parser("study", help="run or resume a study without a notebook, and print its table")
@@ -75,6 +78,10 @@ def run(args: argparse.Namespace) -> int | None:
         from workbench.runs import html_report
 
         return html_report.main(args.runs, args.out)
+    if args.command == "player":
+        from workbench.runs import player_script
+
+        return player_script.main(args.run, args.out)
     if args.command == "replay":
         from workbench.commands import replay
 

@@ -70,8 +70,10 @@ function start(root, step) {
   part("without").hidden = true;
 }
 
-for (const root of document.querySelectorAll(".player")) {
-  unpack(root.querySelector("script").textContent)
-    .then((step) => start(root, step))
-    .catch((error) => { root.querySelector('[data-part="without"]').textContent = `The player does not run here: ${error}`; });
+function playAll(within) {
+  for (const root of within.querySelectorAll(".player")) {
+    unpack(root.querySelector("script").textContent)
+      .then((step) => start(root, step))
+      .catch((error) => { root.querySelector('[data-part="without"]').textContent = `The player does not run here: ${error}`; });
+  }
 }

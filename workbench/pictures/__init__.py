@@ -48,6 +48,7 @@ from workbench.pictures.next_words import TOP_TOKENS as TOP_TOKENS
 from workbench.pictures.next_words import NextWords as NextWords
 from workbench.pictures.next_words import next_words_html as next_words_html
 from workbench.pictures.next_words import show_next_words as show_next_words
+from workbench.pictures.packed_frames import PackedFrames as PackedFrames
 from workbench.pictures.packed_frames import relay_frames as relay_frames
 from workbench.pictures.page_bundle import bundle_of as bundle_of
 from workbench.pictures.page_bundle import with_caption as with_caption

@@ -10,6 +10,7 @@ from workbench.runs.exports import export as export
 from workbench.runs.html_report import write_report as write_report
 from workbench.runs.html_report import write_session_report as write_session_report
 from workbench.runs.look_lines import RecordedLook as RecordedLook
+from workbench.runs.player_script import write_player as write_player
 from workbench.runs.recorded_run import RecordedRun as RecordedRun
 from workbench.runs.recorded_run import RunCursor as RunCursor
 from workbench.runs.recorded_run import name_runs as name_runs

@@ -17,7 +17,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from l2l_core import Trace
 from l2l_core.trace import format_bytes
@@ -160,12 +160,12 @@ def render_report(runs: Sequence[RecordedRun]) -> str:
 
 def _render(named: Sequence[NamedRun], when: str = "began") -> str:
     """Return the page; `when` is the verb for the time of a run."""
-    script = _page_file("player.js")
+    script = f"{page_file('player.js')}playAll(document);\n"
     schedules = {_schedule_of(one.snapshot.last) for one in named if one.snapshot.last is not None}
-    return _template().render(
+    return page_template("report.html").render(
         title=named[0].run.title if len(named) == 1 else f"{len(named)} runs side by side",
         lead=SCHEDULE_TEXTS[min(schedules, default="breadth_first")].lead,  # breadth_first if both occur
-        style=_page_file("report.css"),
+        style=page_file("player.css") + page_file("report.css"),  # the page overrides
         script=script,
         # The Content-Security-Policy of the page allows only the script with this hash.
         script_hash=b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -310,11 +310,13 @@ def _heat_pictures(snapshot: Snapshot) -> list[Any]:
 # The page ------------------------------------------------------------------------------------------------------------
 
 
-def _page_file(name: str) -> str:
+def page_file(name: str) -> str:
+    """Return the text of a file in `pages/`."""
     return (files("workbench.pages") / name).read_text(encoding="utf-8")
 
 
 @cache
-def _template() -> Any:
+def page_template(name: str) -> Any:
+    """Return a template in `pages/`, which may include others."""
     # Values that are not marked safe in the template are escaped, because names and messages are user input.
-    return Environment(autoescape=True, undefined=StrictUndefined).from_string(_page_file("report.html"))
+    return Environment(autoescape=True, undefined=StrictUndefined, loader=FunctionLoader(page_file)).get_template(name)
