@@ -202,9 +202,10 @@ class LayerEvidence:
             return hidden_argument(like.module, sample, returned.alike)
 
     def code_between(self) -> dict[str, CodeBetweenLayers]:
-        """Return what the model's own code gives to the layers of each stack, by its first name, where that can be told.
+        """Return the arguments of layers that return equal outputs, by the first name of their stack.
 
-        `observe` must have been called in this mode.
+        Without stacks whose layers return unlike outputs, or are not called once each, in order. `observe` must have been called
+        in this mode.
         """
         registry = self._editor.registry
         rows, outputs = self._outputs[registry.model.training]

@@ -55,7 +55,7 @@ class Editor:
         self.force = False  # skip the refusals that rest on evidence; see `replace_layers`
         # Things read by the position of layers, as far as observed; by first name of the stack and by name.
         self.depth_reads: dict[str, dict[str, DepthRead]] = {}
-        # What the model's own code gives to layers, by first name of the stack, where it was observed.
+        # Arguments that the model's own code gives to layers, by first name of the stack, as last observed.
         self.code_between: Mapping[str, CodeBetweenLayers] = {}
         self.units_in_branches: Callable[[], set[Unit]] = set  # the layers that other branches need
         self.group_order = GroupOrder(store.masters.groups, ParameterIndex(model, self.registry.stacks))

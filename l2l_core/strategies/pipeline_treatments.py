@@ -26,7 +26,7 @@ _MOST = 2000  # choices that the dynamic program carries from layer to layer; be
 
 @dataclass(frozen=True)
 class StageTreatment:
-    """What one stage of a pipeline keeps, recomputes and offloads.
+    """Activations of one pipeline stage that are kept, recomputed or offloaded.
 
     Attributes:
         name: letters of its layers, or "Rotor".

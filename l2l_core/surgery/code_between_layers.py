@@ -1,10 +1,10 @@
-"""Find out whether the model's own code treats the positions of a stack's layers alike, from what it makes of equal outputs.
+"""Check whether the model's own code treats the positions of a stack's layers alike.
 
-Every layer returns the same tensors, whatever it is given. Then what the next layer is given shows the code between them alone:
-a factor, an embedding, a window, in whatever way the model keeps it. A second forward, in which the first layer's outputs are
-doubled, tells which arguments are made of them. No weights of layers are needed.
+In a forward, every layer returns the same tensors. Then the arguments of the next layer show the code between them alone: a
+factor, an embedding, a window, read from a table or computed from the position. A second forward, in which the first layer's
+outputs are doubled, shows which arguments depend on the outputs. No weights of layers are needed.
 
-Not found: positions that the model tells apart within the layers, or after the last one (a weighted mean of all hidden states);
+Not found: code that depends on the position inside the layers, or after the last one (a weighted mean of all hidden states);
 and changes of the hidden state where the code between carries more than the last outputs on (a residual sum outside of layers).
 """
 
@@ -54,7 +54,7 @@ def _scaled_copy(leaf: Any, device: torch.device, factor: float) -> Any:
 
 
 def copy_outputs(outputs: Any) -> Any | None:
-    """Copy the outputs of a layer to the host; return None if they hold other things than tensors and plain data."""
+    """Copy a layer's outputs to the host; return None if they are not tensors and plain data alone."""
     leaves, spec = pytree.tree_flatten(outputs)
     if not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves):
         return None
@@ -70,7 +70,7 @@ def outputs_are_alike(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True)
 class CodeBetweenLayers:
-    """What the model's own code gives to the layers of a stack, with equal outputs of all layers.
+    """Arguments that the model's own code gives to the layers of a stack if all of them return equal outputs.
 
     Attributes:
         odd_position: first position before which it changes the hidden state otherwise than before position 1; None if it
