@@ -26,7 +26,8 @@ class ModelCall:
     """Calls the model and the loss on a micro-batch.
 
     A mapping gives keyword arguments; with `loss`, keys that the model's ``forward`` does not take are for the loss only. A
-    sequence gives positional arguments; with `loss`, its last element is the target. A dataclass needs an `objective`.
+    sequence gives positional arguments; with `loss`, its last element is the target, unless ``forward`` needs all of them. A
+    dataclass needs an `objective`.
 
     A loss or an objective returns a scalar, or ``(scalar, extras)`` with any tree of tensors and values for `StepResult.extras`.
     """
@@ -48,6 +49,8 @@ class ModelCall:
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._names = frozenset(parameters)
         self._fixed = no_cache_arguments(model)
+        needed = [p for name, p in parameters.items() if p.default is p.empty and name not in self._fixed]
+        self._needs = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in needed)
 
     def settings(self) -> Hashable:
         """Return the settings of the loss or objective; see `settings_of`."""
@@ -145,7 +148,8 @@ class ModelCall:
         _check_arguments(micro_batch)
         if isinstance(micro_batch, Mapping):
             return model(**{**self._fixed, **self._model_arguments(micro_batch)})  # the batch takes precedence
-        has_target = self._loss is not None and len(micro_batch) > 1
+        # A forward that needs all of them leaves no target, as with two views of each row.
+        has_target = self._loss is not None and len(micro_batch) > max(1, 0 if self._criterion else self._needs)
         return model(*(micro_batch[:-1] if has_target else micro_batch), **self._fixed)
 
     def _model_arguments(self, micro_batch: Mapping[str, Any]) -> Mapping[str, Any]:

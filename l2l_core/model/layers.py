@@ -231,9 +231,21 @@ def _no_layers_message(model: nn.Module) -> str:
 
 
 def layer_candidates(model: nn.Module, count: int = 5) -> list[str]:
-    """List `count` names of modules that have a forward and parameters, shallow ones first."""
-    names = [name for name, m in model.named_modules() if name and can_run(m) and _is_parameterised(m)]
-    return sorted(names, key=lambda name: name.count("."))[:count]
+    """List up to `count` names of modules with a forward and parameters, side by side and as shallow as possible."""
+    names = _parts_of(model, "")
+    while len(names) == 1 and (inner := _parts_of(model.get_submodule(names[0]), names[0])):
+        names = inner
+    return names[:count]
+
+
+def _parts_of(module: nn.Module, path: str) -> list[str]:
+    """List the parts of a module; a container that cannot run counts as its members."""
+    found: list[str] = []
+    for part, child in module.named_children():
+        name = _join(path, part)
+        if _is_parameterised(child):
+            found += [name] if can_run(child) else _parts_of(child, name)
+    return found
 
 
 def format_names(names: Iterable[str]) -> str:

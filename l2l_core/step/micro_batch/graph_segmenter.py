@@ -209,7 +209,8 @@ class GraphSegmenter(TorchFunctionMode):
         if func in BACKWARD:
             raise RuntimeError(
                 f"the model calls {func.__name__}() in its own code after a layer call, but the graph before that call is "
-                "detached, since layers run backward one at a time. Do it before the first layer, or within one layer"
+                "detached, since layers run backward one at a time. Use RelayConfig(schedule='depth_first'), or do it before the "
+                "first layer, or within one layer"
             )
         for target in (*args[: is_in_place(func)], *pytree.tree_leaves(kwargs.get("out"))):
             if isinstance(target, torch.Tensor):
@@ -364,9 +365,9 @@ def layer_parameter_message(reader: str, layer: str, name: str) -> str:
         f"{reader} reads a parameter of layer {layer}, {name}, outside of the layer: it is not on the device then, and the "
         "gradient would miss the relay. Where such code calls a part of a layer, use RelayConfig(schedule='depth_first'), or "
         f"layers=[...] with the names of all layers but {layer}. In place of a penalty over model.parameters(), use the "
-        "optimizer's weight_decay, or compute it in the layer's forward, or in a forward hook on a module in it that returns the "
-        "output, and keep it on an attribute of the layer (self.penalty = ...), where the loss may read it. AdaLoRA (peft) also "
-        "reads gradients between steps: train a LoraConfig instead"
+        "optimizer's weight_decay, or compute it in the layer's forward, or in a forward hook on a submodule (not on the layer "
+        "itself) that returns the output, and keep it on an attribute of the layer (self.penalty = ...), where the loss may read "
+        "it. AdaLoRA (peft) also reads gradients between steps: train a LoraConfig instead"
     )
 
 

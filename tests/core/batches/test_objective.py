@@ -30,6 +30,21 @@ def test_with_a_loss_the_target_stays_with_the_loss() -> None:
     assert seen[-1][0].x == 1 and seen[-1][1]["target"] == 2
 
 
+class TwoViews(nn.Module):
+    """Needs two inputs, as a model with two encoders does."""
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return x, y
+
+
+def test_an_input_that_forward_needs_is_no_target() -> None:
+    model, seen = TwoViews(), []
+    call = ModelCall(model, loss=lambda outputs, batch: seen.append(outputs) or torch.tensor(2.0))
+    call.objective(model, ("x", "y"))
+    call.objective(model, ("x", "y", "target"))
+    assert seen == [("x", "y")] * 2
+
+
 def test_without_a_loss_everything_goes_to_the_model() -> None:
     model = Records()
     assert ModelCall(model).outputs(model, ("x", "m")).mask == "m"

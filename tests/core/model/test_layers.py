@@ -10,6 +10,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import register_parametrization
 from zoo import BY_NAME, BatchNormMlp, Expert, MixtureBlock, ResidualMlp
 
+from l2l_core import Relay
 from l2l_core.model.layer_selection import resolve_layers
 from l2l_core.model.layers import find_layers
 
@@ -383,3 +384,24 @@ def test_wrong_layers(model: nn.Module, name: str) -> None:
     make_layers, error, message = WRONG[name]
     with pytest.raises(error, match=message):
         resolve_layers(model, make_layers(model))
+
+
+def test_layers_of_the_example_are_side_by_side_and_train() -> None:
+    """The remedy that the message names can be taken as it is."""
+
+    class Unlike(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            inner = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
+            self.whole = nn.Sequential(nn.Sequential(inner["up"], nn.Tanh()), nn.LayerNorm(8), inner["down"])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.whole(x)
+
+    with pytest.raises(ValueError, match=r"layers=\['whole.0', 'whole.1', 'whole.2'\]") as caught:
+        find_layers(Unlike())
+    named = eval(str(caught.value).partition("layers=")[2].partition("]")[0] + "]")
+    model = Unlike()
+    loss = lambda y, batch: y.square().mean()  # noqa: E731
+    with Relay(model, torch.optim.SGD(model.parameters(), 0.1), layers=named, loss=loss) as relay:
+        assert relay.step((torch.ones(2, 4),)).loss > 0
