@@ -118,6 +118,7 @@ class Crew:
                 answers.append(pipe.recv())
             except EOFError:
                 assert may_die, f"worker {rank} has died"
+                self.processes[rank].join(limit_s)  # its pipe ends first, and `run` asks whether it is alive
                 answers.append((True, None))
         errors = [f"worker {rank}:\n{text}" for rank, (good, text) in enumerate(answers) if not good]
         assert not errors, "\n".join(errors)

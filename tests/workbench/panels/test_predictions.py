@@ -107,7 +107,7 @@ def test_refused_look_shows_the_reason(panel: CardPanel) -> None:
     panel.session.edit(Drop("L000"), Drop("L002"), Drop("L003"))
     panel.session.wait(HANG_S)
     shown(panel)
-    assert "one layer must run" in press(panel)
+    assert "all layers are left out" in press(panel)
     assert panel.session.snapshot().refusal is None
 
 
