@@ -17,7 +17,7 @@ from l2l_core.edits import BOTH_READINGS, Editor, LayerReturn, Place, ReturnForm
 from l2l_core.eps.blocks import Unit
 from l2l_core.model import Stack
 from l2l_core.runner import Runner
-from l2l_core.step import LayerCall
+from l2l_core.step import LayerCall, PassTask
 from l2l_core.surgery import (
     CallSample,
     CodeBetweenLayers,
@@ -43,6 +43,17 @@ class _WatchedTask:
     def __call__(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
         with self.watch.watching():
             return self.objective(model, micro_batch)
+
+
+@dataclass(frozen=True)
+class _WithOtherRandom:
+    """The same task with other random numbers."""
+
+    objective: Callable[[nn.Module, Any], torch.Tensor]
+
+    def __call__(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
+        torch.rand(7)
+        return self.objective(model, micro_batch)
 
 
 @dataclass
@@ -104,6 +115,7 @@ class LayerEvidence:
     def __init__(self, runner: Runner, editor: Editor, share: Share) -> None:
         self._runner, self._editor, self._share = runner, editor, share
         self._forms: dict[tuple[Unit, bool], ReturnForm | None] = {}  # by layer and the model's mode
+        self._layers: dict[bool, list[Unit]] = {}  # those of the last evidence, by mode
         self._observed: set[tuple[str, bool]] = set()  # first names of stacks, with the mode
         # Rows, and the outputs that all layers of a stack return on them, by first name of the stack; by mode.
         self._outputs: dict[bool, tuple[Any, dict[str, Any]]] = {}
@@ -114,8 +126,8 @@ class LayerEvidence:
         Raises:
             Exception: errors of the model itself on the rows.
         """
-        training = self._editor.registry.model.training
-        if any((unit, training) not in self._forms for unit in units):
+        training, layers = self._editor.registry.model.training, self._editor.registry.layers
+        if self._layers.get(training) != layers:  # an edit may change how a layer is called
             self._collect(rows)
         found = {unit: self._forms.get((unit, training)) for unit in units}
         return {unit: form for unit, form in found.items() if form is not None}
@@ -171,27 +183,27 @@ class LayerEvidence:
         self._runner.observe(rows, _WatchedTask(self._runner.objective, watch), [observe])
         outputs = {registry.first_name(stack): calls[stack.name].outputs for stack in registry.stacks}
         self._outputs[training] = rows, {name: each for name, each in outputs.items() if each is not None}
-        self._editor.code_between = between = self.code_between()
+        self._editor.code_between = self.code_between()
         for stack in registry.stacks:
             reads = watch.reads_by_depth(stack.layers)
             # Together with those in the other mode
             known = self._editor.depth_reads.setdefault(name := registry.first_name(stack), {})
             known |= {read.name: read for read in reads}
             self._observed.add((name, training))
-            by_depth = bool(known) or (name in between and between[name].odd_position is not None)
-            forms = self._forms_of(stack, calls[stack.name], by_depth)
+            forms = self._forms_of(stack, calls[stack.name])
             # Only what all workers have seen
             shared = self._share(
                 [{unit.key for unit, form in forms.items() if form is not None}], "share forms of layers"
             )
             for unit, form in forms.items():
                 self._forms[unit, training] = form if all(unit.key in keys for keys in shared) else None
+        self._layers[training] = list(registry.layers)
 
-    def _forms_of(self, stack: Stack, calls: _StackCalls, by_depth: bool) -> dict[Unit, ReturnForm | None]:
+    def _forms_of(self, stack: Stack, calls: _StackCalls) -> dict[Unit, ReturnForm | None]:
         units, hidden_at = dict.fromkeys(self._editor.registry.units_of(stack)), calls.hidden_at
         forms: dict[Unit, ReturnForm | None] = dict.fromkeys(units)
         for unit, returned in calls.returns.items():
-            at = hidden_at if hidden_at is not None or not by_depth else self._residual_at(unit, returned, calls)
+            at = hidden_at if hidden_at is not None else self._residual_at(unit, returned, calls)
             forms[unit] = None if at is None else returned.form(at)
         return forms
 
@@ -210,23 +222,28 @@ class LayerEvidence:
         registry = self._editor.registry
         rows, outputs = self._outputs[registry.model.training]
         stack_of = {u: registry.first_name(stack) for stack in registry.stacks for u in registry.units_of(stack)}
-        passes = []
-        for factor in (1.0, 2.0):
-            returned = {name: EqualOutputs(value, factor) for name, value in outputs.items()}
 
-            def observe(
-                call: LayerCall, forward: Callable[..., Any], returned: dict[str, EqualOutputs] = returned
-            ) -> Callable[..., Any]:
+        def run(task: PassTask, **factors: float) -> dict[str, EqualOutputs]:
+            returned = {name: EqualOutputs(value, **factors) for name, value in outputs.items()}
+
+            def observe(call: LayerCall, forward: Callable[..., Any]) -> Callable[..., Any]:
                 in_place = returned.get(stack_of.get(call.unit, ""))
                 if in_place is None:
                     return forward
                 return lambda *args, **kwargs: in_place.call(call.unit.module, args, kwargs)
 
             # In evaluation mode, where the code between drops nothing out
-            self._runner.observe(rows, self._runner.objective, [observe], mode="evaluation")
-            passes.append(returned)
+            self._runner.observe(rows, task, [observe], mode="evaluation")
+            return returned
+
+        objective = self._runner.objective
+        one, doubled = run(objective), run(objective, factor=2.0)
         found = {
-            name: CodeBetweenLayers.of(registry.find_stack(name).layers, *(each[name] for each in passes))
-            for name in outputs
+            name: CodeBetweenLayers.of(registry.find_stack(name).layers, one[name], doubled[name]) for name in outputs
         }
-        return {name: code for name, code in found.items() if code is not None}
+        between = {name: code for name, code in found.items() if code is not None}
+        if any(code.odd_position is not None or not code.has_equal_arguments for code in between.values()):
+            first = run(objective, factor_first=2.0)
+            others = run(_WithOtherRandom(objective))
+            between = {name: code.settled(one[name], first[name], others[name]) for name, code in between.items()}
+        return between

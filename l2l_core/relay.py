@@ -474,7 +474,8 @@ class Relay:
             skip: layers, named as in edits, that this step runs without: they are neither loaded nor updated. The model's
                 code around a layer runs, and the layer returns its input, so that every other layer keeps its position and
                 what is read by it. All layers may be skipped. Layers whose output is not like their input (a residual sum
-                outside of the layer) are taken out of their list, one must stay, and nothing may be read by position. For
+                outside of the layer) are taken out of their list, one must stay, and nothing may be read by position, as far as
+                `code_between_layers.py` finds it. Hidden states that a library collects lack those of skipped layers. For
                 LayerDrop (Fan et al., arXiv 1909.11556) and stochastic depth (Huang et al., arXiv 1603.09382).
             force: skip layers even if the check of the model's structure is against it; see `apply`.
             plan: run these actions, made by `plan` and perhaps edited, in place of the relay's own schedule. Number of layers

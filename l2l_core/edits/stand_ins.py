@@ -18,7 +18,7 @@ from l2l_core._torch import pytree
 
 Place = int | str  # of an argument: its position, or its keyword
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONSTANT = (bool, str, type(None))  # numbers may be counted or measured in the layer
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,18 @@ class ReturnForm:
         spec: structure of the outputs.
         places: for each output, the argument that it is; None for a constant.
         constants: the outputs that are no tensors.
+        absent: arguments that were None where an output was, which may be one of them.
     """
 
     spec: Any
     places: tuple[Place | None, ...]
     constants: tuple[Any, ...]
+    absent: tuple[Place, ...] = ()
 
     def fill(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the outputs for a call with these arguments; raise LookupError if one of them is missing."""
+        """Return the outputs for a call with these arguments; raise LookupError if it has others than the observed one."""
+        if any(_argument(args, kwargs, place) is not None for place in self.absent):
+            raise LookupError("an argument is given now that was None")
         pairs = zip(self.places, self.constants, strict=True)
         leaves = [value if place is None else _argument(args, kwargs, place) for place, value in pairs]
         return pytree.tree_unflatten(leaves, self.spec)
@@ -49,7 +53,8 @@ class LayerReturn:
     Attributes:
         spec: structure of the outputs.
         passed: for each output, the argument that it is, or None.
-        constants: for each output, its value if it is plain data; else None.
+        constants: for each output, its value if it is a constant; else None.
+        absent: the arguments that are None, if an output is None.
         other: numbers of the outputs that are neither.
         hidden: number of the first floating-point output; None if there is none.
         alike: arguments of the shape and type of the hidden output, in order.
@@ -58,6 +63,7 @@ class LayerReturn:
     spec: Any
     passed: tuple[Place | None, ...]
     constants: tuple[Any, ...]
+    absent: tuple[Place, ...]
     other: tuple[int, ...]
     hidden: int | None
     alike: tuple[Place, ...]
@@ -68,12 +74,14 @@ class LayerReturn:
         arguments = dict(tensor_arguments(args, kwargs))
         place_of = {id(tensor): place for place, tensor in reversed(arguments.items())}
         passed = tuple(place_of.get(id(leaf)) for leaf in leaves)
-        other = [i for i, leaf in enumerate(leaves) if passed[i] is None and not isinstance(leaf, _PLAIN)]
-        constants = tuple(leaf if isinstance(leaf, _PLAIN) else None for leaf in leaves)
+        other = [i for i, leaf in enumerate(leaves) if passed[i] is None and not isinstance(leaf, _CONSTANT)]
+        constants = tuple(leaf if isinstance(leaf, _CONSTANT) else None for leaf in leaves)
+        given: list[tuple[Place, Any]] = [*enumerate(args), *kwargs.items()]
+        absent = tuple(place for place, value in given if value is None) if any(leaf is None for leaf in leaves) else ()
         hidden = next((i for i, leaf in enumerate(leaves) if _is_floating(leaf)), None)
         out = None if hidden is None else leaves[hidden]
         alike = [p for p, t in arguments.items() if out is not None and t.shape == out.shape and t.dtype == out.dtype]
-        return cls(spec, passed, constants, tuple(other), hidden, tuple(alike))
+        return cls(spec, passed, constants, absent, tuple(other), hidden, tuple(alike))
 
     def hidden_of(self, outputs: Any) -> torch.Tensor | None:
         """Return the hidden output among the outputs of this call."""
@@ -84,17 +92,21 @@ class LayerReturn:
         if self.hidden is None or hidden_at not in self.alike or not {*self.other} <= {self.hidden}:
             return None
         places = tuple(hidden_at if i == self.hidden else place for i, place in enumerate(self.passed))
-        return ReturnForm(self.spec, places, self.constants)
+        return ReturnForm(self.spec, places, self.constants, self.absent)
 
 
 class StandIn(nn.Module):
     """Takes the place of a layer that does not run; it has no parameters.
 
-    It shows the plain attributes of the layer, since the model may choose a mask or a window by them.
+    It shows the plain attributes of the layer, and is an instance of its class, since the model may choose a mask or a window by
+    them.
     """
 
+    def __new__(cls, layer: nn.Module, name: str, form: ReturnForm) -> StandIn:
+        return object.__new__(type(cls.__name__, (cls, type(layer)), {}))
+
     def __init__(self, layer: nn.Module, name: str, form: ReturnForm) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not that of the layer, which would make its parameters
         self.training = layer.training
         # Not by `__setattr__`, which would make the layer a part of the model again.
         vars(self).update(_layer=layer, _layer_name=name, _form=form)

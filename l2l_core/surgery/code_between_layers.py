@@ -1,11 +1,12 @@
 """Check whether the model's own code treats the positions of a stack's layers alike.
 
 In a forward, every layer returns the same tensors. Then the arguments of the next layer show the code between them alone: a
-factor, an embedding, a window, read from a table or computed from the position. A second forward, in which the first layer's
-outputs are doubled, shows which arguments depend on the outputs. No weights of layers are needed.
+factor, an embedding, a window, read from a table or computed from the position. A second forward, in which all outputs are
+doubled, shows which arguments depend on them. No weights of layers are needed.
 
-Not found: code that depends on the position inside the layers, or after the last one (a weighted mean of all hidden states);
-and changes of the hidden state where the code between carries more than the last outputs on (a residual sum outside of layers).
+Not found: code that depends on the position inside the layers, after the last one (a weighted mean of all hidden states), or in
+training alone; and changes of the hidden state where the code between draws random numbers, or carries more than the last
+outputs on (a residual sum outside of layers).
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ class EqualOutputs:
 
     Args:
         outputs: what every call returns.
-        factor: of floating-point tensors that the first call returns.
+        factor: of its floating-point tensors.
+        factor_first: of those that the first call returns.
     """
 
-    def __init__(self, outputs: Any, factor: float = 1.0) -> None:
+    def __init__(self, outputs: Any, factor: float = 1.0, factor_first: float | None = None) -> None:
         self._outputs, self._factor = outputs, factor
+        self._factor_first = factor if factor_first is None else factor_first
         self.calls: list[tuple[nn.Module, Arguments]] = []
 
     def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -42,7 +45,7 @@ class EqualOutputs:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self.calls.append((layer, _arguments(args, kwargs)))
         device = tensors[0].device if tensors else torch.device("cpu")
-        factor = self._factor if len(self.calls) == 1 else 1.0
+        factor = self._factor_first if len(self.calls) == 1 else self._factor
         return pytree.tree_map(lambda leaf: _scaled_copy(leaf, device, factor), self._outputs)
 
 
@@ -73,8 +76,8 @@ class CodeBetweenLayers:
     """Arguments that the model's own code gives to the layers of a stack if all of them return equal outputs.
 
     Attributes:
-        odd_position: first position before which it changes the hidden state otherwise than before position 1; None if it
-            changes it alike everywhere, or carries more than the last outputs on.
+        odd_position: first position before which it changes the hidden state otherwise than before an earlier one; None if it
+            changes it alike everywhere.
         arguments: by layer, the arguments that are not made of the hidden state.
     """
 
@@ -87,16 +90,36 @@ class CodeBetweenLayers:
         order = [layer for layer, _ in one.calls]
         if order != list(layers) or order != [layer for layer, _ in doubled.calls]:
             return None
-        changed = [different_arguments(a, b) for (_, a), (_, b) in zip(one.calls, doubled.calls, strict=True)]
-        of_hidden, carries_more = set(changed[1]) if len(changed) > 1 else set[str](), any(changed[2:])
+        changed = [{*different_arguments(a, b)} for (_, a), (_, b) in zip(one.calls, doubled.calls, strict=True)]
         odd, seen = None, dict[frozenset[str], Arguments]()
-        for i, (_, given) in enumerate(one.calls[1:], 1):
-            hidden = {name: value for name, value in given.items() if name in of_hidden}
-            if not carries_more and different_arguments(seen.setdefault(frozenset(hidden), hidden), hidden):
+        for i, (_, given) in enumerate(one.calls):
+            hidden = {name: value for name, value in given.items() if name in changed[i]}
+            # Of three layers, code that carries two streams (reversible layers) would look odd
+            if i > 0 and len(order) > 3 and different_arguments(seen.setdefault(frozenset(hidden), hidden), hidden):
                 odd = i
                 break
-        rest = {layer: {n: v for n, v in given.items() if n not in of_hidden} for layer, given in one.calls}
+        first = set[str]().union(*changed[1:])  # of the first layer, these are made of the model's input
+        rest = {
+            layer: {n: v for n, v in given.items() if n not in (changed[i] if i else first)}
+            for i, (layer, given) in enumerate(one.calls)
+        }
         return cls(odd, rest)
+
+    def settled(self, one: EqualOutputs, first_doubled: EqualOutputs, other_random: EqualOutputs) -> CodeBetweenLayers:
+        """Return the same without what proves nothing.
+
+        That are arguments that depend on random numbers, and an odd position if there are any, or if arguments beyond position 1
+        depend on the first outputs.
+        """
+        drawn = [different_arguments(a, b) for (_, a), (_, b) in zip(one.calls, other_random.calls, strict=True)]
+        carries = any(
+            different_arguments(a, b) for (_, a), (_, b) in zip(one.calls[2:], first_doubled.calls[2:], strict=True)
+        )
+        rest = {
+            layer: {name: value for name, value in given.items() if name not in random}
+            for (layer, given), random in zip(self.arguments.items(), drawn, strict=True)
+        }
+        return CodeBetweenLayers(None if carries or any(drawn) else self.odd_position, rest)
 
     @property
     def has_equal_arguments(self) -> bool:

@@ -27,6 +27,7 @@ from l2l_core.surgery import config_depth
 from l2l_core.surgery.stack_context import named_configs
 
 _ENTRIES_PER_LAYER = 4  # as one parameter of 3 n scalars has
+_OF_MODULE = frozenset(vars(nn.Module()))  # parameters, hooks and so on
 _TORCH = "torch.nn."  # modules of torch have lists for dimensions of space (kernel_size), and none for layers
 
 Key = int | str
@@ -126,7 +127,7 @@ class DepthWatch:
         for name, value in list(attributes.items()):
             if (
                 not isinstance(name, str)
-                or name.startswith("_")
+                or name in _OF_MODULE
                 or type(value) not in _RECORDING
                 or not 2 <= len(value) <= self._most
             ):
@@ -169,16 +170,22 @@ class DepthWatch:
             for key, at in reads:
                 if key is not None:
                     by_position[self.clock.position(at, layers)].add(key)
-            if _is_by_depth(by_position):
+            if _is_by_depth(by_position, len(layers)):
                 entries = {at: tuple(sorted(keys, key=str)) for at, keys in by_position.items()}
                 found.append(DepthRead(name, self._kinds[name], entries))
         return found
 
 
-def _is_by_depth(by_position: Mapping[int, set[Key]]) -> bool:
-    """Return whether every entry is read for one layer alone, or the entries read ascend with the layers."""
-    if len(by_position) < 2:
+def _is_by_depth(by_position: Mapping[int, set[Key]], count: int) -> bool:
+    """Return whether every entry is read for one layer alone, or the entries read ascend with the layers.
+
+    Entries that are read before the first or behind the last of the `count` layers may have nothing to do with them.
+    """
+    between = [keys for at, keys in by_position.items() if 0 < at < count]
+    if not between or len(by_position) < 2:
         return False
+    if len(between) > 1 and all(keys == between[0] for keys in between) and by_position.get(0) in (None, between[0]):
+        return False  # one entry between all layers, and another one behind the last
     every = [key for keys in by_position.values() for key in keys]
     if len(every) == len({*every}):
         return True

@@ -93,8 +93,9 @@ def hidden_argument(layer: nn.Module, sample: CallSample, places: Sequence[int |
     Such a layer adds to its hidden state. `places` are positions and keywords of arguments, which are tried in order.
     """
     with clean_torch_state():
-        for place in places:
-            value = sample.args[place] if isinstance(place, int) else sample.kwargs[place]
+        given = {**dict(enumerate(sample.args)), **sample.kwargs}
+        for place in (each for each in places if each in given):  # another layer may be called in another way
+            value = given[place]
             slot = next(i for i, leaf in enumerate(sample.leaves) if leaf is value)
             probe = LayerProbe(layer, sample, slot)
             zero_all(probe, [*probe.values])

@@ -258,6 +258,37 @@ class OwnGains(Chain):
         super().__init__([Gained() for _ in range(DEPTH)])
 
 
+class Ends(Beside):
+    """Entries that are read before the first layer, between all of them alike, and behind the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
+        self.scales = {"in": 2.0, "out": 0.5}
+
+    def walk(self, h: Tensor) -> Tensor:
+        h = self.norms[0](h) * self.scales["in"]
+        for layer in self.layers:
+            h = self.norms[0](layer(h))
+        return self.norms[1](h) * self.scales["out"]
+
+
+class Noisy(Beside):
+    """Draws random numbers between the layers in every mode."""
+
+    def at(self, i: int, h: Tensor) -> Tensor:
+        return h + 0.01 * torch.randn_like(h)
+
+
+class Alternate(Beside):
+    """Calls its layers in two ways."""
+
+    def walk(self, h: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            h = layer(x=h) if i % 2 else layer(h)
+        return h
+
+
 def kind_of(model: Callable[[], nn.Module]) -> Kind:
     def make_model() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -340,6 +371,18 @@ def test_as_many_rows_as_layers_are_no_reason(edit: Any) -> None:
         assert relay.verify(kind.make_batch(4)).equal
         relay.undo()
         assert relay.verify(kind.make_batch(4)).equal
+
+
+@pytest.mark.parametrize("model", [Ends, Noisy, Alternate], ids=lambda model: model.__name__)
+def test_code_that_treats_positions_alike_is_no_reason(model: type[Beside]) -> None:
+    kind = kind_of(model)
+    for edit in EDITS[:4]:
+        with relay_of(kind) as relay:
+            relay.step(kind.make_batch(4))
+            relay.apply(edit)
+            if model is not Noisy:
+                relay.step(kind.make_batch(4), skip=[1])
+            assert len(relay.journal) == 1
 
 
 @pytest.mark.parametrize("name", ["resnet", "swin", "t5", "unet"])

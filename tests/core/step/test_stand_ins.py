@@ -214,6 +214,43 @@ def test_other_models_train_as_without_the_layers_in_their_lists(name: str) -> N
         assert_state(model, copy_state(plain))
 
 
+class Counting(DepthBlock):
+    """Returns the number of rows and a mask, which may be None."""
+
+    def forward(self, x: Tensor, rows: int, mask: Tensor | None) -> Any:  # type: ignore[override]
+        x = super().forward(x, None, 3) * (rows / len(x))
+        return x if mask is None else x * mask, len(x), mask
+
+
+class Counts(ByDepth):
+    """Hands on what its layers return beside the hidden state."""
+
+    masked, skip = False, ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Counting(i) for i in range(4))
+
+    def walk(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        rows, mask = len(x), (input_ids > 3)[..., None] if self.masked else None
+        for i, layer in enumerate(self.layers):
+            if i not in self.skip or type(self) is Counts:
+                x, rows, mask = layer(x, rows, mask)
+        return x
+
+
+class PlainCounts(Counts):
+    pass
+
+
+def test_numbers_that_a_layer_returns_are_not_those_of_another_batch() -> None:
+    kind, by_hand = kind_of(Counts), kind_of(PlainCounts).make_model()
+    model, in_core = kind.make_model(), InCore(kind, by_hand, adamw(by_hand), RelayConfig())
+    with Relay(model, adamw(model), EmulatedDevice()) as relay:
+        by_hand.skip = (1,)
+        assert relay.step(kind.make_batch(7), skip=[1]).loss == in_core.step(kind.make_batch(7))
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
