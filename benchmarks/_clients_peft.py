@@ -120,7 +120,7 @@ def prefix(side: Side) -> None:
     trains(side, lora if side.is_remedied else partial(attached, "PrefixTuningConfig", num_virtual_tokens=3))
 
 
-@adapter_case("LoRA on a base of bitsandbytes' Linear4bit", "make it a buffer (register_buffer)")
+@adapter_case("LoRA on a base of bitsandbytes' Linear4bit")
 def on_four_bits(side: Side) -> None:
     import bitsandbytes
     import peft
@@ -133,8 +133,4 @@ def on_four_bits(side: Side) -> None:
             new.weight = bitsandbytes.nn.Params4bit(old.weight.data, requires_grad=False, quant_type="nf4")
             setattr(layer.self_attn, name, new.to("cpu"))
     model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=4, **ON_ATTENTION)).train()
-    if side.is_remedied:
-        for module in model.modules():
-            if isinstance(module, bitsandbytes.nn.Linear4bit):
-                module.register_buffer("weight", module._parameters.pop("weight"))
     trains(side, lambda: model)

@@ -208,7 +208,7 @@ class Relay:
             self._backend.refuse(
                 f'split={split!r} with loss_over="batch"', "give rows along dim 0, or train with one worker"
             )
-        if any(param.dtype == torch.bfloat16 for param in model.parameters()):
+        if any(param.dtype == torch.bfloat16 and param.requires_grad for param in model.parameters()):
             self._backend.refuse("a model in bfloat16", "call model.float()")
         self.device, self._owns_device = resolve_device(device), not isinstance(device, Device)
         self.host = Ledger("host", "Host memory")
@@ -217,7 +217,9 @@ class Relay:
         _check_update(settings, findings)
         modules = dict(zip(keys or self._backend.layer_keys([*found]), found.values(), strict=True))
         init_master = self._backend.master_init(self.device.host_empty)
-        shell, units = build_units(model, modules, init_master, rounds_weights(made))
+        shell, units = build_units(
+            model, modules, init_master, rounds_weights(made), keeps_dtypes=self._backend.shares_params
+        )
         source = self._backend.make_weight_source(self.device, self.host)
         disk_stash = self._backend.make_disk_stash(self.device, self.host)
         parts = RelayParts(model, self.device, self.host, shell, units, source, disk_stash)
@@ -1164,7 +1166,9 @@ class Relay:
             f"precision={config.precision!r} rounds": config.precision != "fp32",
             "compressed gradients are rounded": config.compress is not None,
             "the optimizer has step hooks": bool(user_hooks(self.optimizer)),
-            "weights are bfloat16": any(param.dtype != torch.float32 for param in self.model.parameters()),
+            "weights are bfloat16": any(
+                block.values.dtype != torch.float32 for block in self._store.masters.blocks if not block.in_bytes
+            ),
             "a layer warms up": any(block.warmup for block in self._store.masters.blocks),
         }
         reason = next((reason for reason, holds in reasons.items() if holds), "")
@@ -1301,7 +1305,7 @@ class Relay:
     def _shared_facts(self, batch: Batch | None = None, skip: Iterable[LayerRef] = ()) -> dict[str, str]:
         """Return the state that must be equal on all workers, by name."""
         units = self._runner.parts.units
-        layers = [f"{u.key} {u.numel} {''.join('-+'[flag] for flag in u.trained)}" for u in units]
+        layers = [f"{u.key} {u.slot_numel(torch.float32)} {''.join('-+'[flag] for flag in u.trained)}" for u in units]
         return {
             "branch": self.branch,
             "number of the step": str(self.steps),

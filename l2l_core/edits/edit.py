@@ -24,7 +24,7 @@ from l2l_core.edits.commands import (
     SpillCommand,
 )
 from l2l_core.edits.editor import Editor
-from l2l_core.edits.layer_factory import copy_module, pair_parameters, set_to_mean
+from l2l_core.edits.layer_factory import copy_module, pair_parameters, params_in_bytes, set_to_mean
 from l2l_core.edits.optimizer_state import (
     ParameterSnapshot,
     Policy,
@@ -347,13 +347,20 @@ class Freeze(_SetTrainedEdit):
 
 @dataclass(frozen=True)
 class Unfreeze(_SetTrainedEdit):
-    """Train layers again; parameters that are not in the optimizer stay frozen."""
+    """Train layers again; parameters that are not in the optimizer, or that keep their dtype, stay frozen."""
 
     trained = True
 
     def _params_of(self, unit: Unit, editor: Editor) -> Sequence[nn.Parameter]:
         groups = [group for block in unit.blocks for group in editor.store.masters.entry_of(block).groups]
-        params = [param for param, group in zip(unit.params, groups, strict=True) if group >= 0]
+        kept = params_in_bytes(unit)
+        params = [p for p, group in zip(unit.params, groups, strict=True) if group >= 0 and p not in kept]
+        if kept and not params:
+            raise ValueError(
+                f"layer {unit.key} ({unit.name}) has nothing to train: its parameters that are in the optimizer were frozen when "
+                f"the relay was made, and keep their dtypes ({next(iter(kept)).dtype}). Add an adapter to the layer, or give it "
+                "float32 weights that require gradients, and make a new relay"
+            )
         if unit.params and not params:
             raise ValueError(
                 f"layer {unit.key} ({unit.name}) is in no group of the optimizer, so it would not be trained: pass all "

@@ -80,6 +80,12 @@ class LayerFactory:
 
     def initialise(self, module: nn.Module) -> None:
         """Initialise a module as in a new model, from seed and number of keys; raise ValueError if it stays constant."""
+        for name, param in module.named_parameters():
+            if _is_code(param):
+                raise ValueError(
+                    f"init='fresh': {name} is {param.dtype}, and codes cannot be drawn at random. Use init='copy', or "
+                    "make and quantise a new layer yourself and pass it as module="
+                )
         with preserve_random_state():
             # Not `hash`, which differs between processes.
             RandomState.from_seed(zlib.crc32(f"{self._seed()}/layer/{self._registry.key_count}".encode())).restore()
@@ -106,7 +112,9 @@ class LayerFactory:
         state. One without a counterpart joins the group of most parameters of its kind: matrices, or others.
         """
         key = self._registry.new_key()
-        unit = build_layer(key, key, module, self._empty, bf16=self._bf16)
+        unit = build_layer(
+            key, key, module, self._empty, bf16=self._bf16, keeps_dtypes=self._store.masters.shares_params
+        )
         self._registry.origin[key] = self._registry.origin[like.key]
         self._registry.add(unit)
         named = {(name, param.shape): param for name, param in like.module.named_parameters()}
@@ -116,7 +124,9 @@ class LayerFactory:
             names = [name.removeprefix(f"{key}.") for name in block.names]
             twins = [named.get((name, param.shape)) for name, param in zip(names, block.params, strict=True)]
             inherited = [
-                (_most_common_group(param, infos), {}) if twin is None else infos[twin]
+                ((_most_common_group(param, infos) if isinstance(param, nn.Parameter) else -1), {})
+                if twin is None
+                else infos[twin]
                 for twin, param in zip(twins, block.params, strict=True)
             ]
             masters, groups = self._store.masters.make_params(block), [group for group, _ in inherited]
@@ -129,7 +139,7 @@ class LayerFactory:
     def make_empty(self, key: str, module: nn.Module) -> Unit:
         """Return a detached layer for a save, without values, state and groups yet; it may share weights."""
         shared = {param: block for block in self._registry.blocks if block.shared for param in block.params}
-        unit = build_layer(key, key, module, self._empty, shared, self._bf16)
+        unit = build_layer(key, key, module, self._empty, shared, self._bf16, self._store.masters.shares_params)
         self._registry.add(unit)
         own = [block for block in unit.blocks if not block.shared]
         entries = {
@@ -241,9 +251,17 @@ def _most_common_group(param: nn.Parameter, infos: Mapping[nn.Parameter, tuple[i
 
 
 def copy_module(unit: Unit) -> nn.Module:
-    """Copy a layer's module; the copy of a frozen layer is trained."""
-    module = deep_copy(unit.module)
-    return module.requires_grad_(True) if unit.frozen else module
+    """Copy a layer's module; the copy of a frozen layer is trained, except what keeps its dtype."""
+    module, kept = deep_copy(unit.module), params_in_bytes(unit)
+    if unit.frozen:
+        for old, new in zip(unit.module.parameters(), module.parameters(), strict=True):
+            new.requires_grad_(old not in kept)
+    return module
+
+
+def params_in_bytes(unit: Unit) -> set[nn.Parameter]:
+    """Return the parameters of a layer that are never trained, since they keep their dtypes."""
+    return {param for block in unit.blocks if block.in_bytes for param in block.params}
 
 
 def set_to_mean(module: nn.Module, a: nn.Module, b: nn.Module) -> None:
@@ -253,13 +271,28 @@ def set_to_mean(module: nn.Module, a: nn.Module, b: nn.Module) -> None:
             param.copy_(torch.lerp(x, y, 0.5))
 
 
+def _form(param: nn.Parameter) -> tuple[torch.Size, torch.dtype]:
+    return param.shape, param.dtype
+
+
+def _is_code(param: nn.Parameter) -> bool:
+    """Return whether a parameter's values are codes or flags, not numbers: integers, bools and floats of one byte."""
+    return param.dtype.itemsize == 1 or not (param.is_floating_point() or param.is_complex())
+
+
 def pair_parameters(a: nn.Module, b: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Pair the parameters of two layers by their names; raise ValueError if names or shapes differ."""
+    """Pair the parameters of two layers by their names; raise ValueError if they differ in form or are codes."""
     of_a, of_b = dict(a.named_parameters()), dict(b.named_parameters())
-    unlike = [n for n in {**of_a, **of_b} if n not in of_a or n not in of_b or of_a[n].shape != of_b[n].shape]
+    unlike = [n for n in {**of_a, **of_b} if n not in of_a or n not in of_b or _form(of_a[n]) != _form(of_b[n])]
     if unlike:
         raise ValueError(
             f"a {type(a).__name__} and a {type(b).__name__} cannot be mixed: {unlike[0]} is not in both of them with the same "
-            "shape; use two layers of one kind"
+            "shape and dtype; use two layers of one kind"
+        )
+    codes = [name for name, param in of_a.items() if _is_code(param)]
+    if codes:
+        raise ValueError(
+            f"a {type(a).__name__} and a {type(b).__name__} cannot be mixed: {codes[0]} is {of_a[codes[0]].dtype}, codes that "
+            "have no mean. Use Insert(init='copy'), or make the mean yourself and pass it as module="
         )
     return [(param, of_b[name]) for name, param in of_a.items()]

@@ -143,14 +143,16 @@ class WeightSource:
     reads_ahead = False
 
     def __init__(self, device: Device, host: Ledger) -> None:
-        self._device, self._host = device, host
+        self._device, self._host, self._dtype = device, host, torch.float32
         self._thread: ThreadPoolExecutor | None = None
         self._cast_jobs: dict[Block, Future[torch.Tensor]] = {}
 
     def begin(self, units: Sequence[Unit], dtype: torch.dtype, trace: Trace) -> None:
         """Begin a pass that will load these units, in about this order, as `dtype`; events are added to `trace`."""
         self.end()
-        blocks = dict.fromkeys(block for unit in units for block in unit.blocks if block.master.dtype != dtype)
+        self._dtype = dtype
+        every = dict.fromkeys(block for unit in units for block in unit.blocks)
+        blocks = [block for block in every if not block.in_bytes and block.master.dtype != dtype]
         if self._device.in_host_memory or not blocks:
             return
         if self._thread is None:
@@ -166,7 +168,9 @@ class WeightSource:
         """Announce the units that will probably be acquired next, in order."""
 
     def acquire(self, block: Block) -> torch.Tensor:
-        """Return a host buffer, (numel,), with the block's weights as of `begin`."""
+        """Return a host buffer, (slot_numel,), with the block's weights as of `begin`; bytes are shown in the pass's dtype."""
+        if block.in_bytes:
+            return block.master.view(self._dtype)  # so that a load is of one dtype
         cast = self._cast_jobs.get(block)
         return block.master if cast is None else cast.result()
 

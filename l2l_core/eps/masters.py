@@ -60,6 +60,7 @@ class Masters:
         blocks: all blocks, each once.
         owner: the unit of every block that is not shared.
         params: the optimizer's parameters of every block, in the block's order.
+        shares_params: whether the optimizer has the model's own parameters.
         model_params: the model's parameter for each of the optimizer's.
         state_bytes: bytes of the optimizer's state, as of the last step or edit.
         before_write: called before a block's weights change, so that branches can copy them.
@@ -75,7 +76,7 @@ class Masters:
         shares_params: bool = False,
     ) -> None:
         self.units, self.optimizer, self.findings = list(units), optimizer, findings
-        self._shares_params = shares_params
+        self.shares_params = shares_params
         self._model_order, self._host = order, host
         self.blocks = list(dict.fromkeys(block for unit in units for block in unit.blocks))
         self.owner = {block: unit for unit in units for block in unit.blocks if not block.shared}
@@ -98,14 +99,14 @@ class Masters:
 
     def make_params(self, block: Block) -> list[nn.Parameter]:
         """Return the optimizer's parameters of a new block: the model's own, or others over its master."""
-        return list(block.params) if self._shares_params else make_masters(block)
+        return list(block.params) if self.shares_params else make_masters(block)
 
     def return_params(self, block: Block) -> None:
         """Point a block's parameters to the master until the step ends; call it before an update is submitted.
 
         Nothing computes with the block any more in this step.
         """
-        if self._shares_params:
+        if self.shares_params:
             block.return_params()
 
     # -- of a block ----------------------------------------------------------------------------------------------------
@@ -132,8 +133,9 @@ class Masters:
 
     def params_in_model_order(self) -> list[nn.Parameter]:
         """Return the optimizer's parameters in the model's order, in which a joint norm is summed."""
-        order = {param: index for index, param in enumerate(self._model_order())}
-        return sorted(self.model_params, key=lambda master: order[self.model_params[master]])
+        order = {param: index for index, param in enumerate(self._model_order())}  # without parts of quantised ones
+        own = (master for master, param in self.model_params.items() if param in order)
+        return sorted(own, key=lambda master: order[self.model_params[master]])
 
     # -- edits ---------------------------------------------------------------------------------------------------------
 
@@ -269,7 +271,7 @@ class Masters:
         """Give the optimizer the model's parameters again, move weights out of the masters, and release the masters' bytes."""
         self.step_guard.remove()
         self.before_write = _change_nothing
-        if not self._shares_params:
+        if not self.shares_params:
             replace_params(self.optimizer, self.model_params)
             self._load_hook.remove()
             self.optimizer.state = defaultdict(dict, self.optimizer.state)
@@ -278,7 +280,7 @@ class Masters:
         for block in self.blocks:
             self._host.release("weights", block.key, block.nbytes)
             with torch.inference_mode(False):
-                block.leave_master(() if self._shares_params else self.params[block])
+                block.leave_master(() if self.shares_params else self.params[block])
 
     def _before_user_step(self) -> None:
         for block in self.blocks:

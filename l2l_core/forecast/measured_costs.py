@@ -14,8 +14,9 @@ from l2l_core.forecast.cost_forecast import ForecastCosts
 from l2l_core.forecast.profile_transforms import with_slots
 from l2l_core.forecast.rehearsal import Rehearsal
 from l2l_core.forecast.representatives import Representatives, choose_representatives
-from l2l_core.schedule_rules import kept_layer_count, weight_itemsize
+from l2l_core.schedule_rules import kept_layer_count
 from l2l_core.simulator import MemorySamples, Profile
+from l2l_core.step import WEIGHT_DTYPES
 from l2l_core.trace import Trace
 
 _SAME_SETTINGS = ("schedule", "stash", "precision", "update", "max_grad_norm", "rollback", "meter")
@@ -80,7 +81,7 @@ def _choose_representatives(rehearsal: Rehearsal, shapes: Sequence[Any], config:
 
 def slot_bytes(rehearsal: Rehearsal, config: RelayConfig) -> int:
     """Return the bytes of a weight slot on the device, which fits the largest layer."""
-    return weight_itemsize(config.precision) * rehearsal.parts.slot_numel
+    return rehearsal.parts.slot_bytes(WEIGHT_DTYPES[config.precision])
 
 
 def _make_costs(
@@ -97,8 +98,8 @@ def _make_costs(
     host = {name: n for name, n in held.items() if name not in ("gradients", "stash")}
     if wire_bytes is not None:
         host |= {"optimizer": inventory.state_bytes, "weights": host.get("weights", 0) + wire_bytes}
-    weights, trained = _master_bytes(dict.fromkeys(b for unit in rehearsal.parts.units for b in unit.blocks))
-    wire = (wire_bytes or 0) / weights if weights else 0.0  # per byte of a master
+    _, weights, trained = _master_bytes(dict.fromkeys(b for unit in rehearsal.parts.units for b in unit.blocks))
+    wire = (wire_bytes or 0) / weights if weights else 0.0  # per byte of a master that may be cast
     state = host.get("optimizer", 0) / trained if trained else 0.0  # per byte of a trained master
     own = {u.key: _master_bytes(b for b in u.blocks if not b.shared) for u in rehearsal.parts.layers}
     return ForecastCosts(
@@ -107,16 +108,17 @@ def _make_costs(
         overhead_s=overhead_s,
         host_bytes={name: n for name, n in host.items() if n},
         pooled_bytes=held.get("gradients", 0),
-        layer_host_bytes={key: round(n * (1 + wire) + learned * state) for key, (n, learned) in own.items()},
+        layer_host_bytes={key: round(n + cast * wire + learned * state) for key, (n, cast, learned) in own.items()},
         basis=basis,
         inventory=inventory,
     )
 
 
-def _master_bytes(blocks: Iterable[Block]) -> tuple[int, int]:
-    """Return the bytes of masters, and of the trained ones."""
-    each = [(block.nbytes, 4 * block.trained.numel) for block in blocks]
-    return sum(nbytes for nbytes, _ in each), sum(trained for _, trained in each)
+def _master_bytes(blocks: Iterable[Block]) -> tuple[int, int, int]:
+    """Return the bytes of masters, of those that may be cast, and of the trained ones."""
+    blocks = list(blocks)
+    casts = sum(block.nbytes for block in blocks if not block.in_bytes)
+    return sum(block.nbytes for block in blocks), casts, sum(4 * block.trained.numel for block in blocks)
 
 
 def _only_host_stash(memory: MemorySamples) -> MemorySamples:

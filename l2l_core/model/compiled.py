@@ -96,7 +96,8 @@ def deep_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     """Copy a module deeply, with attributes of parameters and compiled code, which `copy.deepcopy` drops or shares."""
     twin = copy.deepcopy(module, memo)
     for param, own in zip(module.parameters(), twin.parameters(), strict=True):
-        vars(own).update(vars(param))  # attributes, which `deepcopy` drops
+        for attribute, value in vars(param).items():
+            vars(own).setdefault(attribute, value)  # `deepcopy` drops them, unless a class copies its own
     copies = dict(twin.named_modules())
     for name, own in module.named_modules():
         for entry in [] if is_compile_wrapper(own) else _COMPILED_ATTRIBUTES:

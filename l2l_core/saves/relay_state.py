@@ -63,9 +63,11 @@ WeightPieces = list[tuple[WeightPiece, Mapping[str, Any] | None]]  # each with i
 
 
 def weights_of(names: Sequence[str], whole: Layout, here: Layout, master: torch.Tensor) -> list[WeightPiece | None]:
-    """Return the parts of a block's parameters in a buffer, None for a parameter with none."""
-    weights = map(WeightPiece, names, whole.pieces, here.pieces, here.views(master))
-    return [None if is_absent(each.piece, each.whole) else each for each in weights]
+    """Return the parts of a block's parameters in a buffer, None for one with none or in another's place."""
+    weights = [*map(WeightPiece, names, whole.pieces, here.pieces, here.views(master))]
+    first = {(w.whole if w.whole.dtype is not None else i): i for i, w in reversed([*enumerate(weights)])}
+    own = set(first.values())
+    return [None if i not in own or is_absent(w.piece, w.whole) else w for i, w in enumerate(weights)]
 
 
 def _pieces(
@@ -166,7 +168,7 @@ class RelayState:
     def shapes(self) -> dict[str, str]:
         """Return shape and type of all whole weights and buffers, by their names in a save."""
         weights = {
-            f"weights/{name}": describe_tensor(whole.size, block.values.dtype)
+            f"weights/{name}": describe_tensor(whole.size, whole.dtype or block.values.dtype)
             for block in self.blocks
             for name, whole in zip(block.names, block.layout.pieces, strict=True)
         }

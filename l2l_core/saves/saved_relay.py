@@ -141,7 +141,8 @@ class SavedRelay(Generation):
         """Return the optimizer state of this worker's part of a block."""
         # One copier per part for all parameters, so that tensors they share stay shared
         takes = [tensor_copier(part.tensors) for part in self.parts]
-        weights = weights_of(names, whole, here, torch.empty(here.numel, device="meta"))
+        dtype = torch.uint8 if here.in_bytes else torch.float32
+        weights = weights_of(names, whole, here, torch.empty(here.numel, dtype=dtype, device="meta"))
         return [
             None if weight is None else self._param_state(weight, self._find_pieces(weight), takes)
             for weight in weights

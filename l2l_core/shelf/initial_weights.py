@@ -71,6 +71,12 @@ def replace_meta_params(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         for name, param in module._parameters.items():
             if param is not None and param.is_meta:
+                if not param.requires_grad and param.dtype != torch.float32:
+                    raise ValueError(
+                        f"parameter {name} of a {type(module).__name__} is {param.dtype} and not trained: it would keep its "
+                        "dtype, and weights in files are float32. Make it a buffer (register_buffer), which stays in memory, "
+                        "or train without a shelf"
+                    )
                 if param not in replacements:
                     new = replacements[param] = nn.Parameter(torch.empty(0), param.requires_grad)
                     # Not made from the placeholder: all parameters would share one version counter

@@ -229,6 +229,11 @@ def _check_compatible(profile: Profile, config: RelayConfig, cluster: Cluster, k
             "schedule='depth_first' is not there for several workers, since it keeps all weights in one process's memory: "
             "leave schedule out of RelayConfig"
         )
+    if several and recorded.get("keeps_dtypes"):
+        raise ValueError(
+            "the step has frozen parameters that keep their dtypes (a quantised base), which several workers cannot train: "
+            "leave workers= out, or make these parameters buffers (register_buffer) and record a step"
+        )
     _check_fetches(profile, config)
     for name in ("precision", "stash"):
         was, wanted = recorded.get(name), getattr(config, name)

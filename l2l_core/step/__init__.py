@@ -17,6 +17,7 @@ from l2l_core.step.micro_batch import LayerCall as LayerCall
 from l2l_core.step.outside_gradients import OutsideGradients as OutsideGradients
 from l2l_core.step.pass_cache import PassCache as PassCache
 from l2l_core.step.pass_cache import PassKind as PassKind
+from l2l_core.step.pass_inputs import WEIGHT_DTYPES as WEIGHT_DTYPES
 from l2l_core.step.pass_inputs import PassPlan as PassPlan
 from l2l_core.step.pass_inputs import PassSpec as PassSpec
 from l2l_core.step.pass_inputs import PassTask as PassTask

@@ -73,11 +73,11 @@ class BreadthFirstRuntime(PassRuntime):
     def perturb_shell(self) -> None:
         """Add noise to the shell's device weights: a zero head gives every input the same loss.
 
-        The masters stay unchanged.
+        The masters stay unchanged. So do parameters kept as bytes, which may be codes.
         """
         generator = torch.Generator().manual_seed(0)  # on the host, apart from all streams: equal on every device
         with torch.no_grad():
-            for param in self.parts.shell.params:
+            for param in (p for block in self.parts.shell.blocks if not block.in_bytes for p in block.params):
                 noise = torch.randn(param.shape, generator=generator) * _PERTURBATION
                 param.data.add_(noise.to(param.device, param.dtype))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from l2l_core.config import RelayConfig
@@ -17,6 +18,7 @@ from l2l_core.schedule_rules import kept_layers, weight_slots
 from l2l_core.step.batch_loss import BatchLoss
 from l2l_core.trace import Trace
 
+WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # on the device, by `RelayConfig.precision`
 PassTask = Callable[[nn.Module, Any], Any]
 
 
@@ -63,16 +65,17 @@ class RelayParts:
 
         return restore
 
-    @property
-    def slot_numel(self) -> int:
-        """Elements of the largest layer."""
-        return max((unit.numel for unit in self.layers), default=0)
+    def slot_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a weight slot of `dtype`, which fits the largest layer."""
+        return dtype.itemsize * max((unit.slot_numel(dtype) for unit in self.layers), default=0)
 
     def new_trace(self, config: RelayConfig, step: int = 0) -> Trace:
         """Make the empty trace of a pass that begins now."""
         settings = {**config.to_plain(), **self.device.figures()}
         if config.has_own_schedule:  # its passes are of the same kind
             settings |= {"schedule": "breadth_first", "schedule_name": schedule_name(config.schedule)}
+        if any(block.in_bytes for unit in self.units for block in unit.blocks):
+            settings |= {"keeps_dtypes": True}  # then bytes do not follow from numbers of elements
         return Trace(step=step, device=self.device.name, names=self.names, settings=settings)
 
 

@@ -23,7 +23,7 @@ from l2l_core.eps.blocks import Block, Unit
 from l2l_core.model import RandomState, ThreadState, dense_parts, is_sparse
 from l2l_core.schedule_rules import chunks_per_copy, gradient_slots, weight_slots
 from l2l_core.step.failure import suggest_remedy
-from l2l_core.step.pass_inputs import PassSpec, RelayParts
+from l2l_core.step.pass_inputs import WEIGHT_DTYPES, PassSpec, RelayParts
 from l2l_core.step.traffic import (
     NO_MICRO_BATCH,
     ComputeClock,
@@ -41,8 +41,6 @@ from l2l_core.step.traffic import (
 )
 from l2l_core.trace import Trace
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
 
 class PassRuntime(ABC):
     """Runtime of one pass, as far as all passes are alike. Use as a context manager.
@@ -57,7 +55,7 @@ class PassRuntime(ABC):
         self.clock = ComputeClock(parts.device, trace)
         stalled = None if config.ahead else self.clock.stalled
         self.h2d, self.d2h = (Lane(parts.device, trace, name, turns, stalled) for name in ("h2d", "d2h"))
-        self._dtype = _DTYPES[config.precision]  # of weights on the device
+        self._dtype = WEIGHT_DTYPES[config.precision]  # of weights on the device
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -99,7 +97,7 @@ class PassRuntime(ABC):
     def _set_up(self) -> None:
         parts, enter, later = self.parts, self._stack.enter_context, self._stack.callback
         ledger = parts.device.ledger
-        slot_bytes = self._dtype.itemsize * parts.slot_numel
+        slot_bytes = parts.slot_bytes(self._dtype)
         ledger.advise = partial(
             suggest_remedy, ledger, self.config, slot_bytes, slot_bytes + self._min_bytes_beside_slot()
         )
@@ -159,12 +157,12 @@ class PassRuntime(ABC):
         layers = [sum(block.trained.numel for block in unit.blocks) for unit in self.parts.layers]
         shell = sum(block.trained.numel for block in self.parts.shell.blocks)
         gradients = 4 * (shell + max(layers, default=0)) if torch.is_grad_enabled() else 0
-        return self._dtype.itemsize * self.parts.shell.numel + gradients
+        return self._dtype.itemsize * self.parts.shell.slot_numel(self._dtype) + gradients
 
     def _load_shell(self) -> Mapping[nn.Parameter, torch.Tensor]:
         """Load the shell for the length of the pass; return its parameters' tensors on the device."""
         shell, device = self.parts.shell, self.parts.device
-        flat = device.empty(shell.numel, self._dtype)
+        flat = device.empty(shell.slot_numel(self._dtype), self._dtype)
         self._stack.callback(device.recycle, flat)
         # Booking may raise: then the buffer is recycled, and nothing is released.
         device.ledger.book("weights", "shell", flat.nbytes)

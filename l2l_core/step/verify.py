@@ -136,8 +136,11 @@ class InCoreStep:
         for block in store.masters.blocks:  # weights and state may be in files
             with store.storage.lease(store.storage.views([block]), "read"):
                 for param, master, view in zip(block.params, store.masters.params_of(block), block.views, strict=True):
-                    # Masters may be bfloat16; the step computes in float32.
-                    weights[param].data = view.detach().to(torch.float32, copy=True)
+                    if param not in weights:  # a part of a quantised parameter, which the copy has too
+                        continue
+                    # Masters may be bfloat16; the step computes in float32. Bytes keep their dtypes.
+                    dtype = view.dtype if block.in_bytes else torch.float32
+                    weights[param].data = view.detach().to(dtype, copy=True)
                     if master in store.optimizer.state:
                         states[master] = clone_state(store.optimizer.state[master])
         optimizer = store.masters.copy_optimizer(twin, model, states)
@@ -203,12 +206,16 @@ class InCoreStep:
         store = self._store
         for block in store.masters.blocks:
             with store.storage.lease(store.storage.views([block]), "read"):
-                # An optimizer that rounds to bfloat16 does so in float32 memory too: the cast is exact.
-                views = (view.detach().float() for view in block.views)
-                expected = (self._weights[param].detach() for param in block.params)
-                weights[block] = _differing(zip(block.names, views, expected, strict=True))
+                expected = [self._weights.get(param, param).detach() for param in block.params]
+                if block.in_bytes:
+                    pairs = zip(block.names, block.views, expected, strict=True)
+                    weights[block] = {name: math.inf for name, ours, theirs in pairs if not _same_bytes(ours, theirs)}
+                else:
+                    # An optimizer that rounds to bfloat16 does so in float32 memory too: the cast is exact.
+                    views = (view.detach().float() for view in block.views)
+                    weights[block] = _differing(zip(block.names, views, expected, strict=True))
                 for param, master in zip(block.params, store.masters.params_of(block), strict=True):
-                    names += differing_state(self._expected[param], store.optimizer.state.get(master, {}))
+                    names += differing_state(self._expected.get(param, {}), store.optimizer.state.get(master, {}))
         return weights, list(dict.fromkeys(f"state {name!r}" for name in names))
 
 
@@ -247,6 +254,14 @@ def _differing(pairs: Iterable[TensorPair]) -> dict[str, float]:
     """Return the largest difference of each pair that differs, by name."""
     alike = ((name, *_of_one_class(ours, theirs)) for name, ours, theirs in pairs)
     return {name: _difference(ours, theirs) for name, ours, theirs in alike if not is_same(ours, theirs)}
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of any dtype have the same dtype, shape and bits."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    ours, theirs = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(ours, theirs)
 
 
 def _of_one_class(

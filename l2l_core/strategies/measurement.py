@@ -120,6 +120,6 @@ def measure_losses(model: nn.Module, objective: Objective, batches: Sequence[Any
     with preserve_random_state(), torch.no_grad():
         if perturbed:
             torch.manual_seed(_SEED)
-            for param in twin.parameters():
+            for param in (p for p in twin.parameters() if p.requires_grad or p.dtype == torch.float32):  # else codes
                 param.add_(torch.randn_like(param), alpha=0.02)
         return [float(objective(twin, each)) for each in batches]

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import BY_NAME, KINDS, Kind, loss_of
+from zoo import BY_NAME, KEPT_DTYPES, KINDS, Kind, loss_of
 
 from l2l_core.model.layer_selection import resolve_layers
 
@@ -33,7 +33,10 @@ def test_names_are_unique() -> None:
 def test_trains(kind: Kind) -> None:
     model, losses = train_twice(kind)
     assert all(loss.isfinite() and loss.ndim == 0 for loss in losses)
-    assert all(p.dtype == torch.float32 and p.isfinite().all() for p in model.parameters())
+    kept = {KEPT_DTYPES[kind.name]} if kind.name in KEPT_DTYPES else set()
+    assert {p.dtype for p in model.parameters()} == {torch.float32, *kept}
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert all(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
     assert all(module.training for module in model.modules())
 
 

@@ -474,6 +474,43 @@ def adapted(model: nn.Module, *names: str) -> nn.Module:
     return model
 
 
+class Codes(nn.Module):
+    """A linear layer of integers of one byte, with a scale for each row."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        scale = base.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter((base.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
+        self.scale, self.bias = nn.Parameter(scale, requires_grad=False), base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * self.scale, self.bias)
+
+
+class Halves(nn.Module):
+    """A linear layer in float16, which computes in the dtype of its input."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = (
+            nn.Parameter(p.detach().half(), requires_grad=False) for p in (base.weight, base.bias)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
+def _lora_on(base: Callable[[nn.Linear], nn.Module]) -> nn.Module:
+    """Adapters on bases of another dtype, which layers.2 and the shell have without adapters too."""
+    model = adapted(Chain(_blocks()), "fc1", "fc2")
+    model.layers[2].requires_grad_(False)
+    model.head.requires_grad_(True)
+    for module in [m for m in model.modules() if isinstance(m, Adapted)]:
+        module.base = base(module.base)
+    model.embed = base(model.embed)
+    return model
+
+
 def _lora() -> nn.Module:
     model = adapted(Chain(_blocks()), "fc1", "fc2")
     model.layers[2].requires_grad_(False)
@@ -652,6 +689,8 @@ KINDS: list[Kind] = [
     _pairs("frozen_layer", _frozen_layer, note="layers.1 frozen; unused parameters in layers.2 and in the shell"),
     _pairs("frozen_prefix", _frozen_prefix, note="the input of layers.2 needs no gradient"),
     _pairs("lora", _lora, note="adapters; layers.2 and the stem frozen, the head and a bias trained"),
+    _pairs("lora_int8", lambda: _lora_on(Codes), note="adapters on frozen 8-bit integers, which keep their bytes"),
+    _pairs("lora_float16", lambda: _lora_on(Halves), note="adapters on frozen weights in float16"),
     _pairs("lora_tied", _lora_tied, note="an adapter of layers.0 and layers.2 is one, and a frozen weight of 1 and 3"),
     _pairs("tied_layers", _tied_layers, note="layers.0 and layers.2 share fc1.weight"),
     _pairs("spectral_norm_old", lambda: _spectral(nn.utils.spectral_norm), note="weight is recomputed by a hook"),
@@ -725,3 +764,5 @@ KINDS: list[Kind] = [
     ),
 ]
 BY_NAME: dict[str, Kind] = {kind.name: kind for kind in KINDS}
+# Kinds with frozen parameters of other dtypes than float32, which neither a shelf nor several workers take.
+KEPT_DTYPES = {"lora_int8": torch.int8, "lora_float16": torch.float16}

@@ -43,7 +43,16 @@ def rescale(base: MeasuredStep, question: Question, graph_bytes: int = 0) -> tup
         base: the measured step.
         question: the new settings.
         graph_bytes: graph size per layer and micro-batch for steps without memory samples.
+
+    Raises:
+        ValueError: another precision, and frozen weights that keep their dtypes, so that bytes do not follow from it.
     """
+    was = base.profile.settings.get("precision", question.precision)
+    if base.profile.settings.get("keeps_dtypes") and question.precision != was:
+        raise ValueError(
+            f"precision={question.precision!r}: the measured step has frozen weights that keep their dtypes (a quantised base), "
+            "whose bytes do not change with it. relay.forecast(batch, config) rehearses a step with this precision"
+        )
     is_long = count_events(base, question) > MAX_EVENTS
     keeps_graphs = not is_long and _has_same_graphs(base, question)
     base = base if keeps_graphs else base.without_kept_graphs

@@ -5,6 +5,8 @@ their path, and so their rounding, by alignment. Strides are kept: a channels-la
 
 Weights travel whole; gradients and their buffers contain only trained parameters. A step fixes these at its beginning, so a later
 change of `requires_grad` does not affect its gradients.
+
+Frozen parameters of other dtypes than the master's lie in a buffer of bytes, each with its dtype.
 """
 
 from __future__ import annotations
@@ -29,22 +31,34 @@ class Piece:
 
     Attributes:
         first: index of the range's first element in the tensor, in memory order.
+        dtype: of the tensor, in a buffer of bytes, where `offset` counts bytes; else None.
     """
 
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     first: int = 0
+    dtype: torch.dtype | None = None
+
+    @property
+    def stop(self) -> int:
+        """Offset of the end of the piece."""
+        return self.offset + math.prod(self.size) * (1 if self.dtype is None else self.dtype.itemsize)
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this piece of `flat` as a view: (numel,) -> `size`."""
+        if self.dtype is not None:
+            own = flat[self.offset : self.stop].view(self.dtype)
+            return own.as_strided(self.size, self.stride, own.storage_offset())
         # `as_strided` counts from the start of the storage, and `flat` may be a range of a slot
         return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Layout:
-    """Places of several tensors of one dtype in a flat buffer of `numel` elements, `used` without padding.
+    """Places of several tensors in a flat buffer of `numel` elements of one dtype, or of bytes.
+
+    `used` are the elements of the tensors, without padding.
 
     Equal results of `of` and `select` are one object, so that equal layers share cached views.
     """
@@ -62,8 +76,28 @@ class Layout:
             offset = aligned(offset + tensor.numel(), tensor.element_size())
         return Layout(tuple(pieces), offset, sum(tensor.numel() for tensor in tensors))._interned()
 
+    @staticmethod
+    def of_bytes(tensors: Sequence[torch.Tensor]) -> Layout:
+        """Place `tensors` of any dtypes one after another in a buffer of bytes, each aligned; those of one memory once."""
+        pieces, offset, places = [], 0, dict[tuple[Any, ...], Piece]()
+        for tensor in tensors:
+            form = tuple(tensor.shape), _dense_strides(tensor), tensor.dtype
+            memory = (tensor.data_ptr(), *form)
+            if not tensor.numel() or memory not in places:
+                places[memory] = Piece(offset, form[0], form[1], dtype=tensor.dtype)
+                offset = aligned(places[memory].stop, 1)
+            pieces.append(places[memory])
+        used = sum(math.prod(piece.size) for piece in dict.fromkeys(pieces))
+        return Layout(tuple(pieces), offset, used)._interned()
+
+    @property
+    def in_bytes(self) -> bool:
+        """True for a buffer of bytes."""
+        return any(piece.dtype is not None for piece in self.pieces)
+
     def select(self, indices: Sequence[int]) -> Layout:
         """Place only the tensors with these indices, each aligned; dtype float32."""
+        assert not (indices and self.in_bytes), "parameters in a buffer of bytes are not trained"
         if len(indices) == len(self.pieces):
             return self
         pieces, offset = [], 0
@@ -92,6 +126,8 @@ class Layout:
 
         `torch.save` writes whole storages, and `safetensors` refuses tensors that share one.
         """
+        if self.in_bytes:
+            return [_separate_view(piece, flat.detach()) for piece in self.pieces]
         numbers = (
             flat.detach().view(torch.int16) if flat.dtype == torch.bfloat16 else flat.detach()
         )  # NumPy has no bfloat16
@@ -101,6 +137,13 @@ class Layout:
             torch.from_numpy(each).view(flat.dtype).as_strided(piece.size, piece.stride)
             for each, piece in zip(ranges, self.pieces, strict=True)
         ]
+
+
+def _separate_view(piece: Piece, flat: torch.Tensor) -> torch.Tensor:
+    """Return a piece of a buffer of bytes with a separate storage."""
+    assert piece.dtype is not None
+    own = torch.from_numpy(flat.numpy()[piece.offset : piece.stop])
+    return own.view(piece.dtype).as_strided(piece.size, piece.stride)
 
 
 def _slice_piece(piece: Piece, start: int, stop: int) -> Piece:

@@ -46,6 +46,7 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
                     f"{_SAME_OPTIMIZER}"
                 )
         for block in unit.blocks:
+            _refuse_thawed(block)
             check_values_in_place(block)
             for param, name in zip(block.params, block.names, strict=True):
                 if param.grad is not None:
@@ -67,6 +68,22 @@ def check_values_in_place(block: Block) -> None:
                 "or close the relay, which leaves those, and make a new one over the model as it is; leave moving to it: "
                 "Relay(..., device=...)"
             )
+
+
+def _refuse_thawed(block: Block) -> None:
+    """Raise ValueError if a parameter that travels as bytes is to be trained now."""
+    for param, name in zip(block.params, block.names, strict=True):
+        if block.in_bytes and param.requires_grad:
+            raise ValueError(thawed_message(name, param))
+
+
+def thawed_message(name: str, param: torch.Tensor) -> str:
+    """Return the message for a parameter that was frozen when the relay took it over, and is to be trained."""
+    return (
+        f"parameter {name} ({param.dtype}) was not trained when the relay was made, so it keeps its dtype and has neither a "
+        "gradient nor a master: leave it frozen (requires_grad_(False)). To train it, close the relay, make it float32 "
+        "(p.data = p.data.float()), and make a new relay"
+    )
 
 
 def check_no_stray_grads(block: Block, indices: Iterable[int]) -> None:

@@ -2,7 +2,8 @@
 
 A unit's weights are `Block`s: parameters that move, reduce and update together. Normally a unit has one block. A parameter that
 several units use (a tied embedding) is a separate block, part of each of them: it is loaded with every one of them, and its
-gradient is complete only when all have pushed theirs.
+gradient is complete only when all have pushed theirs. Frozen parameters of other dtypes than the master's (a quantised base) are
+a second block of the unit, in bytes: copies move these as they are, in every precision.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _NO_MASTER = torch.empty(0)
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Parameters side by side in one flat host buffer, the master: float32, or bfloat16 if the optimizer rounds to it.
+    """Parameters side by side in one flat host buffer, the master.
+
+    It is float32, or bfloat16 if the optimizer rounds to it, or bytes if the parameters keep their dtypes.
 
     Invariant: between steps every parameter's data is its view of `master`, if the whole block is in memory. With several
     workers, each may hold a part of a block. Then `master` is that part, `views` are the parts of the parameters in it, and
@@ -58,7 +61,21 @@ class Block:
     def left_bytes(self) -> int:
         """Bytes of the master that the weights have left at the end of the relay; else 0."""
         has_weights = not self.master.nbytes and any(param.numel() for param in self.params)
-        return self.layout.numel * self.params[0].element_size() if has_weights else 0
+        itemsize = 1 if self.in_bytes else self.params[0].element_size()
+        return self.layout.numel * itemsize if has_weights else 0
+
+    @property
+    def in_bytes(self) -> bool:
+        """True for frozen parameters that keep their dtypes: the master is uint8, and nothing casts or updates it."""
+        return self.layout.in_bytes
+
+    def slot_numel(self, dtype: torch.dtype) -> int:
+        """Return the elements of the block in a slot of `dtype`, padding included."""
+        return self.layout.numel // dtype.itemsize if self.in_bytes else self.layout.numel
+
+    def slot_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return a range of a slot, (slot_numel,), as views of the block's parameters."""
+        return self.layout.views(flat.view(torch.uint8) if self.in_bytes else flat)
 
     @property
     def master_layout(self) -> Layout:
@@ -79,8 +96,8 @@ class Block:
 
     @property
     def trained(self) -> TrainedParameters:
-        """Parameters that require a gradient now, and the layout of their gradients."""
-        flags = tuple(param.requires_grad for param in self.params)
+        """Parameters that require a gradient now, and the layout of their gradients; none in bytes, see `check_model`."""
+        flags = tuple(param.requires_grad and not self.in_bytes for param in self.params)
         if self._trained is None or self._trained.flags != flags:
             self._trained = TrainedParameters.of(self.layout, flags)
         return self._trained
@@ -174,10 +191,9 @@ class Unit:
     def params(self) -> list[nn.Parameter]:
         return [param for block in self.blocks for param in block.params]
 
-    @property
-    def numel(self) -> int:
-        """Elements of a slot for all blocks, padding included."""
-        return sum(block.layout.numel for block in self.blocks)
+    def slot_numel(self, dtype: torch.dtype) -> int:
+        """Return the elements of a slot of `dtype` for all blocks, padding included."""
+        return sum(block.slot_numel(dtype) for block in self.blocks)
 
     @property
     def num_params(self) -> int:
@@ -200,7 +216,7 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the unit's weights, padding included; float32 is assumed for offloaded blocks."""
+        """Bytes of the unit's weights, padding included; float32 is assumed for offloaded blocks, which are never in bytes."""
         return sum(
             4 * block.layout.numel if block.offloaded else block.nbytes or block.left_bytes for block in self.blocks
         )
@@ -221,13 +237,14 @@ class Unit:
         return max((block.version for block in self.blocks), default=0)
 
     def ranges(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Split `flat` (numel,) into one range per block."""
-        return list(flat.split([block.layout.numel for block in self.blocks]))
+        """Split a slot, or its beginning, into one range per block."""
+        sizes = [block.slot_numel(flat.dtype) for block in self.blocks]
+        return list(flat[: sum(sizes)].split(sizes))
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return `flat` (numel,) as views of the unit's parameters, in the order of `params`."""
+        """Return a slot, or its beginning, as views of the unit's parameters, in the order of `params`."""
         pairs = zip(self.blocks, self.ranges(flat), strict=True)
-        return [view for block, part in pairs for view in block.layout.views(part)]
+        return [view for block, part in pairs for view in block.slot_views(part)]
 
     def rename(self, name: str) -> None:
         """Set the layer's name in the model, after an edit."""

@@ -46,7 +46,7 @@ class WeightSlot:
         """Return the unit's parameters as views of the slot; layers of one layout share them."""
         layouts = tuple(block.layout for block in unit.blocks)
         if layouts not in self.view_cache:
-            self.view_cache[layouts] = unit.views(self.flat[: unit.numel])
+            self.view_cache[layouts] = unit.views(self.flat)
         return self.view_cache[layouts]
 
 
@@ -68,7 +68,7 @@ class WeightSlots:
         self._weight_source, self._on_visit = weight_source, on_visit
         self._device, self._load, self._clock, self._shell = device, load, clock, shell
         self._units = {unit.key: unit for unit in layers}
-        numel = max((unit.numel for unit in layers), default=0)
+        numel = max((unit.slot_numel(dtype) for unit in layers), default=0)
         self._nbytes = dtype.itemsize * numel * count
         device.ledger.book("weights", "slots", self._nbytes)
         self.slots = [WeightSlot(number, device.empty(numel, dtype)) for number in range(count)]
@@ -82,7 +82,7 @@ class WeightSlots:
         self._abandon_load(slot)  # of a layer that was loaded and not visited
         slot.stay.is_over = True
         slot.unit, slot.stay, copies = unit, SlotStay(), []
-        for target, block in zip(unit.ranges(slot.flat[: unit.numel]), unit.blocks, strict=True):
+        for target, block in zip(unit.ranges(slot.flat), unit.blocks, strict=True):
             with self._clock.stalled():
                 copies.append((target, self._weight_source.acquire(block)))
             slot.borrowed.append(block)

@@ -36,7 +36,9 @@ class LayerProbe:
         self.sample, self.slot = sample, slot
         self.hidden: Any = sample.leaves[slot] if slot >= 0 else None  # the default of runs
         self.module = _copy(layer)
-        self._params = {n: p.requires_grad_() for n, p in self.module.named_parameters() if p.is_floating_point()}
+        own = self.module.named_parameters()
+        # Not integers, nor floats of one byte, which are codes
+        self._params = {n: p.requires_grad_() for n, p in own if p.is_floating_point() and p.dtype.itemsize > 1}
         if noise is not None:
             for parameter in self._params.values():
                 _perturb(parameter, noise)

@@ -16,10 +16,10 @@ from crew_cases import (
     train_beside_alone,
     train_beside_plain,
 )
-from zoo import KINDS
+from zoo import KEPT_DTYPES, KINDS
 
 # What changes buffers in its forward is refused, and so is what takes another way for every micro-batch
-CANNOT = {"batch_norm", "resnet", "spectral_norm", "spectral_norm_old", "random_skip"}
+CANNOT = {"batch_norm", "resnet", "spectral_norm", "spectral_norm_old", "random_skip", *KEPT_DTYPES}
 BY_DEFAULT = ["chain", "gpt2", "bert"]
 CLIPPED = {"update": "deferred", "max_grad_norm": 0.1}
 CASES = [
