@@ -93,7 +93,7 @@ class Layout:
     @property
     def in_bytes(self) -> bool:
         """True for a buffer of bytes."""
-        return any(piece.dtype is not None for piece in self.pieces)
+        return bool(self.pieces) and self.pieces[0].dtype is not None
 
     def select(self, indices: Sequence[int]) -> Layout:
         """Place only the tensors with these indices, each aligned; dtype float32."""

@@ -97,7 +97,7 @@ class Block:
     @property
     def trained(self) -> TrainedParameters:
         """Parameters that require a gradient now, and the layout of their gradients; none in bytes, see `check_model`."""
-        flags = tuple(param.requires_grad and not self.in_bytes for param in self.params)
+        flags = tuple([False] * len(self.params) if self.in_bytes else [param.requires_grad for param in self.params])
         if self._trained is None or self._trained.flags != flags:
             self._trained = TrainedParameters.of(self.layout, flags)
         return self._trained
