@@ -267,7 +267,8 @@ class RelaySchedule:
             k = self._losses
             answer = yield Action("X", SHELL, k)
             self._losses += 1
-            if visit is not None and answer is not None and answer.has_graph:  # no recompute of the last layer
+            # No recompute of the last layer, unless an earlier micro-batch needs one
+            if visit is not None and answer is not None and answer.has_graph and visit.calls[:1] == [k]:
                 yield self._backward(k, visit)
             if k != current and self.settings.offloads:  # it finished in an earlier turn and was offloaded
                 yield Action("S", SHELL, k)

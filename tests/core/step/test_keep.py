@@ -109,8 +109,19 @@ class SometimesAveraged(Averaged):
         return y
 
 
+class ReadyOnce(Rectified):
+    """Its first run sets a flag, so that of all micro-batches only the first one's graph is not kept."""
+
+    is_ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.is_ready = True
+        return super().forward(x)
+
+
+@pytest.mark.all_cases
 @stashes
-@pytest.mark.parametrize("layer", [Rectified, Averaged, SometimesAveraged])
+@pytest.mark.parametrize("layer", [Rectified, Averaged, SometimesAveraged, ReadyOnce])
 def test_what_graphs_save_is_there(layer: type[nn.Module], stash: Any) -> None:
     kind = chain_of(layer, count=5)
     with both(kind, RelayConfig(micro_batches=3, stash=stash, resident=3, keep=5)) as pair:
