@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from l2l_core.devices import Ledger
-from l2l_core.eps.blocks import Block, Unit, make_masters, shared_key
+from l2l_core.eps.blocks import Block, Unit, make_masters, restore_packing, shared_key
 from l2l_core.eps.optimizers import (
     Findings,
     OptimizerList,
@@ -281,6 +281,7 @@ class Masters:
             self._host.release("weights", block.key, block.nbytes)
             with torch.inference_mode(False):
                 block.leave_master(() if self.shares_params else self.params[block])
+        restore_packing(module for unit in self.units for module, _, _ in unit.owners)
 
     def _before_user_step(self) -> None:
         for block in self.blocks:

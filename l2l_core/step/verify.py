@@ -19,7 +19,7 @@ from torch import nn
 from l2l_core._torch import pytree
 from l2l_core.batches import map_tensors
 from l2l_core.eps import LayerStore
-from l2l_core.eps.blocks import Block, Unit
+from l2l_core.eps.blocks import Block, Unit, quantised_parts
 from l2l_core.eps.optimizers import clone_state, differing_settings, differing_state, is_same, settings_of
 from l2l_core.model import accumulate, accumulate_together, deep_copy, is_sparse, preserve_random_state, update_after
 from l2l_core.step.batch_loss import BatchLoss
@@ -98,7 +98,7 @@ class InCoreStep:
     ) -> None:
         self._store = store
         twin, optimizer = (model, store.optimizer) if in_place else self._make_copies(model, torch_device)
-        self._weights = dict(zip(model.parameters(), twin.parameters(), strict=True))
+        self._weights = _pair_weights(model, twin)
         buffers = _named_buffers(model, twin)
         self.outside = OutsideGradients((*model.parameters(), *twin.parameters()))
         objective = self.outside.keeping(objective)
@@ -120,7 +120,7 @@ class InCoreStep:
         self._loss = float(sum(losses))
         twin.cpu()  # frees device memory for the relay
         self._buffers = {id(own): (name, own, module._buffers.get(key)) for name, own, module, key in buffers}
-        self._expected = {
+        self._expected: dict[torch.Tensor, Any] = {
             param: pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), dict(optimizer.state.get(own, {})))
             for param, own in self._weights.items()
         }
@@ -131,13 +131,11 @@ class InCoreStep:
     def _make_copies(self, model: nn.Module, torch_device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Copy the model and its optimizer to a device, with weights and state of the relay's."""
         twin, store = _copy_model(model), self._store
-        weights = dict(zip(model.parameters(), twin.parameters(), strict=True))
+        weights = _pair_weights(model, twin)
         states: dict[nn.Parameter, dict[str, Any]] = {}
         for block in store.masters.blocks:  # weights and state may be in files
             with store.storage.lease(store.storage.views([block]), "read"):
                 for param, master, view in zip(block.params, store.masters.params_of(block), block.views, strict=True):
-                    if param not in weights:  # a part of a quantised parameter, which the copy has too
-                        continue
                     # Masters may be bfloat16; the step computes in float32. Bytes keep their dtypes.
                     dtype = view.dtype if block.in_bytes else torch.float32
                     weights[param].data = view.detach().to(dtype, copy=True)
@@ -206,7 +204,7 @@ class InCoreStep:
         store = self._store
         for block in store.masters.blocks:
             with store.storage.lease(store.storage.views([block]), "read"):
-                expected = [self._weights.get(param, param).detach() for param in block.params]
+                expected = [self._weights[param].detach() for param in block.params]
                 if block.in_bytes:
                     pairs = zip(block.names, block.views, expected, strict=True)
                     weights[block] = {name: math.inf for name, ours, theirs in pairs if not _same_bytes(ours, theirs)}
@@ -215,7 +213,7 @@ class InCoreStep:
                     views = (view.detach().float() for view in block.views)
                     weights[block] = _differing(zip(block.names, views, expected, strict=True))
                 for param, master in zip(block.params, store.masters.params_of(block), strict=True):
-                    names += differing_state(self._expected.get(param, {}), store.optimizer.state.get(master, {}))
+                    names += differing_state(self._expected[param], store.optimizer.state.get(master, {}))
         return weights, list(dict.fromkeys(f"state {name!r}" for name in names))
 
 
@@ -225,6 +223,16 @@ def _copy_model(model: nn.Module) -> nn.Module:
     values = [value for module in model.modules() for value in vars(module).values()]
     copies = {id(v): v.detach().clone() for v in values if isinstance(v, torch.Tensor) and not v.is_leaf}
     return deep_copy(model, copies)
+
+
+def _pair_weights(model: nn.Module, twin: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
+    """Pair the parameters of a model, and the scales and tables of quantised ones, with those of its copy."""
+    pairs: dict[torch.Tensor, torch.Tensor] = dict(zip(model.parameters(), twin.parameters(), strict=True))
+    ours, theirs = quantised_parts(model.modules()), quantised_parts(twin.modules())
+    for param, parts in ours.items():
+        copies = theirs[pairs[param]]
+        pairs |= {tensor: copies[name] for name, tensor in parts.items()}
+    return pairs
 
 
 def _visit_counts(trace: Trace) -> dict[str, int]:

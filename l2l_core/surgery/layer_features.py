@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -23,6 +23,7 @@ Feature = tuple[str, str]  # ("parameter" | "attribute", dotted name)
 Features = Mapping[Feature, Hashable]
 
 _TORCH_OWN = frozenset(vars(nn.Module())) | {"training"}
+_FLAG_4BIT = "compute_type_is_set"  # of bitsandbytes' Linear4bit, which takes its dtype from the first input
 _POSITION_WORDS = {"id", "idx", "index", "number"}
 
 
@@ -72,12 +73,19 @@ def layer_fingerprint(layer: nn.Module) -> str:
         for name, value in () if is_compile_wrapper(module) else vars(module).items():
             if (
                 not name.startswith("_")
-                and name not in _TORCH_OWN
+                and name not in _own_names(module)
                 and (path, name) not in positions
                 and (setting := _plain_setting(value)) is not None
             ):
                 rows.append((path, name, setting))
     return hashlib.sha256(repr((sorted(rows, key=repr), ties_of(layer))).encode()).hexdigest()
+
+
+def _own_names(module: nn.Module) -> Set[str]:
+    """Return the attributes that are no settings: torch's own, and those that a first forward or the CPU decides."""
+    if _FLAG_4BIT not in vars(module):
+        return _TORCH_OWN
+    return _TORCH_OWN | {_FLAG_4BIT, "compute_dtype", "support_avx512bf16_for_cpu"}
 
 
 def _plain_setting(value: Any) -> Any:
@@ -111,7 +119,7 @@ def read_description(layer: nn.Module) -> LayerDescription:
                 features["parameter", f"{path}.{name}".lstrip(".")] = tuple(param.shape)
         is_dropout = "drop" in type(module).__name__.lower()
         for name, value in vars(module).items():
-            if name in _TORCH_OWN or name.startswith("_"):
+            if name in _own_names(module) or name.startswith("_"):
                 continue
             if is_config(name, value):
                 configs.append((path, name))

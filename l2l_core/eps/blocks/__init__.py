@@ -35,6 +35,8 @@ from l2l_core.eps.blocks.unit_builder import build_layer as build_layer
 from l2l_core.eps.blocks.unit_builder import build_units as build_units
 from l2l_core.eps.blocks.unit_builder import host_master_init as host_master_init
 from l2l_core.eps.blocks.unit_builder import make_masters as make_masters
+from l2l_core.eps.blocks.unit_builder import quantised_parts as quantised_parts
+from l2l_core.eps.blocks.unit_builder import restore_packing as restore_packing
 from l2l_core.eps.blocks.unit_builder import shared_key as shared_key
 from l2l_core.eps.blocks.unit_builder import shell_modules as shell_modules
 from l2l_core.eps.blocks.units import SHELL as SHELL

@@ -15,7 +15,8 @@ from l2l_core.eps.blocks.module_buffers import ModuleBuffers
 from l2l_core.eps.blocks.units import SHELL, Block, Unit, is_placeholder
 
 EmptyFn = Callable[..., torch.Tensor]  # (numel, dtype=...) -> host buffer
-_Parts = Mapping[nn.Parameter, Mapping[str, torch.Tensor]]  # of quantised parameters, by name
+QuantisedParts = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]  # of quantised parameters, by name
+_PACKS, _PACKED_BEFORE = "support_avx512bf16_for_cpu", "_packed_before_relay"  # attributes of a Linear4bit
 
 
 def build_units(
@@ -44,7 +45,7 @@ def build_units(
     members = {SHELL: shell, **{key: list(module.modules()) for key, module in layers.items()}}
     names = {param: name for name, param in model.named_parameters()}
     _check_parameters(names, bf16, keeps_dtypes)
-    parts = _quantised_parts(model.modules())
+    parts = quantised_parts(model.modules())
     users = Counter(param for modules in members.values() for param in _parameters(modules))
     several = [param for param, count in users.items() if count > 1]
     shared = {
@@ -74,7 +75,7 @@ def build_layer(
     """
     names = {param: f"{name}.{inner}" for inner, param in module.named_parameters()}
     _check_parameters(names, bf16, keeps_dtypes)
-    parts = _quantised_parts(module.modules())
+    parts = quantised_parts(module.modules())
     return _make_unit(key, name, module, list(module.modules()), names, shared, host_master_init(empty), bf16, parts)
 
 
@@ -125,6 +126,12 @@ def _check_parameters(names: Mapping[nn.Parameter, str], bf16: bool, keeps_dtype
                 f"parameter {name} is a {type(param.data).__name__} ({param.dtype}), whose values are in other tensors than its "
                 "own: a relay moves parameters as plain memory. Give the layer its parts, integers and scales, as parameters "
                 "that are not trained (nn.Parameter(integers, requires_grad=False)), and compute with them in forward"
+            )
+        if getattr(getattr(param, "quant_state", None), "packing_format_for_cpu", False):
+            raise ValueError(
+                f"parameter {name} was packed anew by bitsandbytes when the model was evaluated on this CPU (AVX512-BF16): its "
+                "scales are rounded, and adapters get no gradient through it, in core neither. Load or quantise the base again, "
+                "and evaluate it by the relay (relay.evaluate), which keeps it as it is"
             )
         if not _is_kept(param, bf16):
             continue
@@ -187,7 +194,7 @@ def _make_unit(
     shared: Mapping[nn.Parameter, Block],
     init_master: Callable[[Block], None],
     bf16: bool,
-    parts: _Parts,
+    parts: QuantisedParts,
 ) -> Unit:
     params = _parameters(members)
     own = [param for param in params if param not in shared]
@@ -218,7 +225,7 @@ def _make_block(
     shared: bool,
     init_master: Callable[[Block], None],
     in_bytes: bool = False,
-    parts: _Parts = MappingProxyType({}),
+    parts: QuantisedParts = MappingProxyType({}),
 ) -> Block:
     kinds = {param.dtype: names[param] for param in params}
     if len(kinds) > 1 and not in_bytes:
@@ -235,22 +242,29 @@ def _make_block(
     return block
 
 
-def _quantised_parts(modules: Iterable[nn.Module]) -> _Parts:
+def quantised_parts(modules: Iterable[nn.Module]) -> QuantisedParts:
     """Return the tensors that quantised parameters need beside their own memory; they are loaded with them.
 
     Of bitsandbytes: the `quant_state` of a `Linear4bit`'s parameter, and the `state` with which a `Linear8bitLt` computes. These
     are ordinary tensors, so their data can be exchanged while all objects stay. State that a first forward would move is moved
     now. On CPUs with AVX512-BF16 bitsandbytes packs weights anew in evaluation, and then adapters get no gradient: this is
-    disabled.
+    disabled until `restore_packing`.
     """
-    found: dict[nn.Parameter, Mapping[str, torch.Tensor]] = {}
+    found: dict[torch.Tensor, Mapping[str, torch.Tensor]] = {}
     for module in modules:
-        if getattr(module, "support_avx512bf16_for_cpu", False):
-            vars(module)["support_avx512bf16_for_cpu"] = False
+        if vars(module).get(_PACKS, False):
+            vars(module).update({_PACKS: False, _PACKED_BEFORE: True})
         for param in module._parameters.values():
             if param is not None and not param.requires_grad and (parts := dict(_parts_of(module, param))):
                 found[param] = parts
     return found
+
+
+def restore_packing(modules: Iterable[nn.Module]) -> None:
+    """Let modules pack their weights in evaluation again, at the end of a relay."""
+    for module in modules:
+        if vars(module).pop(_PACKED_BEFORE, False):
+            vars(module)[_PACKS] = True
 
 
 def _is_quantised(param: nn.Parameter) -> bool:

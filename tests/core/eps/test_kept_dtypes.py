@@ -356,6 +356,31 @@ def test_verify_compares_their_bytes(optimizer: Any, monkeypatch: pytest.MonkeyP
         assert not report.equal and block.names[0] in report.rows[1].different, str(report)
 
 
+@pytest.mark.parametrize("kind", LIBRARY)
+def test_verify_compares_scales_and_tables(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that a relay alone changes is found, in the step's own rows."""
+    with make_relay(make_model(kind)) as relay:
+        relay.step(batch_of(0))
+        block, run = next(block for block in relay.stack[0].blocks if block.in_bytes), relay._runner.step
+        first = block.layout.pieces.index  # 8-bit codes have two names
+        parts = [i for i, piece in enumerate(block.layout.pieces) if first(piece) == i and i]
+        assert len(parts) == {"nf4": 5, "nf4 without nested statistics": 2, "fp4": 5, "8 bits": 1}[kind]
+        for index in parts:
+            damaged, before = block.views[index], block.views[index].clone()
+
+            def damaging(*args: Any, damaged: Tensor = damaged, **given: Any) -> Any:
+                result = run(*args, **given)
+                damaged.view(-1)[0] += 1  # after the step: neither losses nor gradients show it
+                return result
+
+            monkeypatch.setattr(relay._runner, "step", damaging)
+            report = relay.verify(batch_of(1))
+            damaged.copy_(before)
+            assert not report.equal and report.rows[1].different == (block.names[index],), str(report)
+        monkeypatch.undo()
+        assert relay.verify(batch_of(1)).equal
+
+
 def test_half_the_precision_leaves_them_as_they_are() -> None:
     with make_relay(make_model(torch.int8), replace(CONFIG, precision="bf16")) as relay:
         result = relay.step(batch_of(0))
@@ -465,8 +490,6 @@ def test_edits_and_their_inverses(name: str, dtype: Any, tmp_path: Path) -> None
     """The edited model trains as in core, a save of it goes on, and an undo is exact."""
     if name == "identity" and dtype in LIBRARY:
         pytest.skip("no scale of it can be 0")
-    if name == "module" and dtype in LIBRARY:
-        pytest.skip("its first forward changes a setting of the module, so a load takes a new one for another kind")
     with make_relay(make_model(dtype), optimizer=every_adamw) as relay:
         relay.step(batch_of(0))
         before = {name: bits(tensor) for name, tensor in state_of(relay.model).items()}
@@ -649,6 +672,35 @@ def test_tensors_whose_values_are_elsewhere_are_refused() -> None:
     model.layers[0].base.weight = frozen(scaled)
     with pytest.raises(ValueError, match=r"layers.0.base.weight .*values are in other tensors"):
         make_relay(model)
+
+
+@pytest.mark.skipif(bitsandbytes is None, reason="bitsandbytes is not installed: the extra quant")
+def test_weights_that_an_evaluation_packed_anew_are_refused() -> None:
+    """As on a CPU with AVX512-BF16, where adapters would get no gradient."""
+
+    def wide_model() -> Any:
+        model = make_model(torch.int8)
+        for layer in model.layers:
+            middle = bitsandbytes.nn.Linear4bit(64, 64, bias=False, quant_type="nf4").requires_grad_(False).to("cpu")
+            middle.support_avx512bf16_for_cpu = True
+            layer.base = nn.Sequential(nn.Linear(WIDTH, 64), middle, nn.Linear(64, WIDTH)).requires_grad_(False)
+        return model
+
+    model = wide_model()
+    weight = model.layers[1].base[1].weight
+    weight.data, weight.quant_state = bitsandbytes.functional._convert_weight_packed_for_cpu(
+        weight.data, weight.quant_state
+    )
+    with pytest.raises(ValueError, match=r"layers.1.base.1.weight was packed anew .* Load or quantise the base again"):
+        make_relay(model)
+    model = wide_model()
+    with make_relay(model) as relay:
+        relay.evaluate(batch_of(0))
+        relay.step(batch_of(0))
+        relay.apply(Duplicate(1))
+        assert relay.verify(batch_of(1)).equal
+        assert not any(layer.base[1].support_avx512bf16_for_cpu for layer in model.layers)
+    assert all(layer.base[1].support_avx512bf16_for_cpu for layer in model.layers)  # as they were
 
 
 def test_layers_with_them_are_refused_where_the_relay_cannot_keep_them(tmp_path: Path) -> None:
