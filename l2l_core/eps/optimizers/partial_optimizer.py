@@ -173,7 +173,7 @@ def check_hooks(optimizer: Optimizer, blocks: Sequence[Block], deferred: bool) -
         ValueError: weights are not float32, or updates are eager.
     """
     names = [getattr(hook, "__qualname__", type(hook).__name__) for hook in user_hooks(optimizer)]
-    rounded = [block for block in blocks if block.values.dtype != torch.float32]
+    rounded = [block for block in blocks if not block.in_bytes and block.values.dtype != torch.float32]
     if names and rounded:
         raise ValueError(
             f"the step hook {names[0]} would see {rounded[0].values.dtype} weights ({rounded[0].key}) with float32 gradients, "
