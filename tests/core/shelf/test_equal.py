@@ -150,7 +150,7 @@ def test_lanes_of_the_disk_are_in_the_trace(folder: Path, tmp_path: Path) -> Non
     with relay_on(folder, kind) as relay:
         relay.step(kind.make_batch(ROWS, 0))
         trace = relay.step(kind.make_batch(ROWS, 1)).trace
-        weights = {unit.key: 4 * unit.numel for unit in (relay.shell, *relay.stack)}
+        weights = {unit.key: 4 * unit.slot_numel(torch.float32) for unit in (relay.shell, *relay.stack)}
     assert list(trace.lanes)[-2:] == ["disk read", "disk write"]
     reads, writes = trace.lanes["disk read"], trace.lanes["disk write"]
     assert sorted(e.layer for e in writes) == sorted(weights)  # each block once
