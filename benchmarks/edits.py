@@ -73,7 +73,7 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = {}
     with Relay(model, make_optimizer, EmulatedDevice(), config=RelayConfig(micro_batches=2)) as relay:
         relay.step(batch)
-        numel = 4 * relay.stack[0].numel  # weights, two moments, a gradient
+        numel = 4 * relay.stack[0].slot_numel(torch.float32)  # weights, two moments, a gradient
         results["mere allocation of a layer"] = told(
             [seconds_of(partial(torch.zeros, numel)) for _ in range(args.rounds)]
         )

@@ -128,7 +128,7 @@ def make_sides(relay: Relay, batch: object, copy_mb: int, cores: int) -> dict[st
     counts = sorted({1, cores})
     source = torch.ones(copy_mb * 250_000)
     target = torch.zeros_like(source)
-    layer_sizes = [unit.numel for unit in relay.stack]
+    layer_sizes = [unit.slot_numel(torch.float32) for unit in relay.stack]
     flats = [[nn.Parameter(torch.ones(numel))] for numel in layer_sizes]
     blocks = [[nn.Parameter(torch.ones_like(view)) for view in unit.blocks[0].views] for unit in relay.stack]
     sides: dict[str, Callable[[], dict[str, float]]] = {}

@@ -167,7 +167,11 @@ def bytes_held(rank: int, count: int, reduce: str) -> dict[str, int]:
         mine = relay.host.by_owner("weights")
         seen = {"gathered": mine.pop("gathered"), "weights": sum(mine.values())}
         seen |= {"optimizer": relay.host.by_category()["optimizer"]}
-        seen |= {"largest layer": 4 * max(unit.numel for unit in relay.stack), "shell": 4 * relay.shell.numel}
+        layer, shell = (
+            max(unit.slot_numel(torch.float32) for unit in relay.stack),
+            relay.shell.slot_numel(torch.float32),
+        )
+        seen |= {"largest layer": 4 * layer, "shell": 4 * shell}
     with relay_of(case, 0, workers=None) as alone:
         alone.step(case.rows_of(rank, 0))
         seen |= {"weights alone": sum(alone.host.by_owner("weights").values())}

@@ -216,5 +216,6 @@ def bytes_in_memory(rank: int, count: int, depth: int, nbytes: int, folder: Path
         return {
             "held": max(sample.get("weights", 0) + sample.get("optimizer", 0) for sample in samples) - gathered,
             "gathered": gathered,
-            "at most gathered": 16 * max(unit.numel for unit in relay.stack) + 4 * relay.shell.numel,
+            "at most gathered": 16 * max(unit.slot_numel(torch.float32) for unit in relay.stack)
+            + 4 * relay.shell.slot_numel(torch.float32),
         }
