@@ -1,7 +1,7 @@
-"""Evidence from one forward: how layers pass their hidden state on, and what is read by their position.
+"""Evidence from forwards on a few rows: how layers pass their hidden state on, and what depends on their position.
 
-A step without some layers and an edit of a stack need it. It is taken once, and from what the model does rather than from names:
-the relay runs the rows in the model's present mode without gradients, and restores all state.
+Steps without some layers and edits of a stack need it. It is from what the model does rather than from names: the relay runs the
+rows without gradients, and restores all state.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from l2l_core.edits import BOTH_READINGS, Editor, LayerReturn, Place, ReturnForm, tensor_arguments
+from l2l_core.edits import Editor, LayerReturn, Place, ReturnForm, tensor_arguments
 from l2l_core.eps.blocks import Unit
 from l2l_core.model import Stack
 from l2l_core.runner import Runner
@@ -25,7 +25,6 @@ from l2l_core.surgery import (
     EqualOutputs,
     copy_outputs,
     describe_layer,
-    different_arguments,
     outputs_are_alike,
 )
 from l2l_core.surgery.identity import hidden_argument
@@ -52,7 +51,7 @@ class _WithOtherRandom:
     objective: Callable[[nn.Module, Any], torch.Tensor]
 
     def __call__(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
-        torch.rand(7)
+        torch.manual_seed(1)  # on all devices; the runner restores their states
         return self.objective(model, micro_batch)
 
 
@@ -133,31 +132,20 @@ class LayerEvidence:
         return {unit: form for unit, form in found.items() if form is not None}
 
     def observe(self, rows: Any) -> None:
-        """Record in the editor what the model reads by the positions of layers, unless it was observed in this mode."""
+        """Record in the editor what depends on the positions of layers."""
         registry = self._editor.registry
+        self._editor.positions.code_between = {}  # for rows that fail
         if any(
             (registry.first_name(stack), registry.model.training) not in self._observed for stack in registry.stacks
         ):
             self._collect(rows)
         else:  # anew, since weights that were equal may have been trained
-            self._editor.code_between = self.code_between()
+            self._editor.positions.code_between = self.code_between()
 
-    def check_arguments(self, before: Mapping[str, CodeBetweenLayers]) -> None:
-        """Refuse edits, which are in force, if a layer is given other arguments by the model's own code than before.
-
-        Raises:
-            ValueError: names the layer and the arguments.
-        """
-        now, names = self.code_between(), {unit.module: unit.name for unit in self._editor.registry.layers}
-        for stack, code in before.items():
-            for layer, given in code.arguments.items():
-                if stack not in now or layer not in now[stack].arguments:
-                    continue
-                if changed := different_arguments(given, now[stack].arguments[layer]):
-                    raise ValueError(
-                        f"layer {names[layer]} would be given another argument {', '.join(changed)} than before, because the "
-                        f"model's own code makes it from the layer's position or from the depth. {BOTH_READINGS}"
-                    )
+    def check_arguments(self) -> None:
+        """Refuse edits, tried by now, if a layer is given other arguments than when it was observed; see there."""
+        names = {unit.module: unit.name for unit in self._editor.registry.layers}
+        self._editor.positions.check_arguments(self.code_between(), names)
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
@@ -183,11 +171,11 @@ class LayerEvidence:
         self._runner.observe(rows, _WatchedTask(self._runner.objective, watch), [observe])
         outputs = {registry.first_name(stack): calls[stack.name].outputs for stack in registry.stacks}
         self._outputs[training] = rows, {name: each for name, each in outputs.items() if each is not None}
-        self._editor.code_between = self.code_between()
+        self._editor.positions.code_between = self.code_between()
         for stack in registry.stacks:
             reads = watch.reads_by_depth(stack.layers)
             # Together with those in the other mode
-            known = self._editor.depth_reads.setdefault(name := registry.first_name(stack), {})
+            known = self._editor.positions.reads.setdefault(name := registry.first_name(stack), {})
             known |= {read.name: read for read in reads}
             self._observed.add((name, training))
             forms = self._forms_of(stack, calls[stack.name])
@@ -245,5 +233,8 @@ class LayerEvidence:
         if any(code.odd_position is not None or not code.has_equal_arguments for code in between.values()):
             first = run(objective, factor_first=2.0)
             others = run(_WithOtherRandom(objective))
-            between = {name: code.settled(one[name], first[name], others[name]) for name, code in between.items()}
+            between = {
+                name: code.settled(one[name], doubled[name], first[name], others[name])
+                for name, code in between.items()
+            }
         return between

@@ -5,13 +5,14 @@ Every public method holds one lock and delegates to the rooms; `runner.py` runs 
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial, wraps
 from pathlib import Path
@@ -102,6 +103,7 @@ _COMPARISON = (
 )
 _FIT_SECONDS = 30.0  # time limit of a search for settings, once it has found some
 _OPEN: WeakSet[Relay] = WeakSet()  # relays of this process that are not closed
+logger = logging.getLogger("l2l_core")
 _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
 
@@ -476,8 +478,8 @@ class Relay:
             skip: layers, named as in edits, that this step runs without: they are neither loaded nor updated. The model's
                 code around a layer runs, and the layer returns its input, so that every other layer keeps its position and
                 what is read by it. All layers may be skipped. Layers whose output is not like their input (a residual sum
-                outside of the layer) are taken out of their list, one must stay, and nothing may be read by position, as far as
-                `code_between_layers.py` finds it. Hidden states that a library collects lack those of skipped layers. For
+                outside of the layer) are taken out of their list, one must stay, and nothing may depend on positions, as far as
+                forwards on a few rows show. Hidden states that a library collects lack those of skipped layers. For
                 LayerDrop (Fan et al., arXiv 1909.11556) and stochastic depth (Huang et al., arXiv 1603.09382).
             force: skip layers even if the check of the model's structure is against it; see `apply`.
             plan: run these actions, made by `plan` and perhaps edited, in place of the relay's own schedule. Number of layers
@@ -1403,14 +1405,21 @@ class Relay:
         """Refuse edits after which layers would get what the model keeps for the position of others; see `LayerEvidence`."""
         if not any(getattr(edit, "moves_layers", False) for edit in edits):
             return
-        # An error belongs to the batch and not to the edit, which then is refused only if something may be read by position.
-        with suppress(Exception), self._observing():
-            self._evidence.observe(rows)
-        before = self._editor.code_between
-        uneven = {name: code for name, code in before.items() if not code.has_equal_arguments}
-        if uneven and all(code.odd_position is None for code in before.values()):
+        positions = self._editor.positions
+        positions.failure = None
+        try:
+            with self._observing():
+                self._evidence.observe(rows)
+        except Exception as error:
+            # Of the batch and not of the edit, which is refused if something may be read by position
+            positions.failure = error
+            logger.warning(
+                "the rows of a batch failed, so edits are not checked for what depends on positions: %s", error
+            )
+        found = positions.code_between.values()
+        if not all(code.has_equal_arguments for code in found) and all(code.odd_position is None for code in found):
             with self._restored_state(), self._trial_edits(edits, False, 1), self._observing():
-                self._evidence.check_arguments(uneven)
+                self._evidence.check_arguments()
 
     @contextmanager
     def _observing(self) -> Iterator[None]:
@@ -1421,7 +1430,7 @@ class Relay:
         """Return a function that runs the model on a few rows, for edits that must run layers."""
         return SampleRun(
             self._runner.run_sample, self._few_rows(rows)
-        )  # not a method of the relay: it would never be freed
+        )  # no method of the relay, which would not be freed
 
     def _few_rows(self, rows: RowsOfBatch) -> Any:
         """Return one or two rows of a batch, on which edits and evidence of layers rest."""

@@ -29,7 +29,6 @@ from l2l_core.edits.edit import Move as Move
 from l2l_core.edits.edit import Replace as Replace
 from l2l_core.edits.edit import Swap as Swap
 from l2l_core.edits.edit import Unfreeze as Unfreeze
-from l2l_core.edits.editor import BOTH_READINGS as BOTH_READINGS
 from l2l_core.edits.editor import Editor as Editor
 from l2l_core.edits.history import History as History
 from l2l_core.edits.history import InverseEdit as InverseEdit
@@ -41,13 +40,13 @@ from l2l_core.edits.layer_registry import ModelStructure as ModelStructure
 from l2l_core.edits.optimizer_state import ParameterSnapshot as ParameterSnapshot
 from l2l_core.edits.recipes import RECIPES as RECIPES
 from l2l_core.edits.recipes import Recipe as Recipe
-from l2l_core.edits.schedules import ActiveLayers as ActiveLayers
 from l2l_core.edits.schedules import Freezing as Freezing
-from l2l_core.edits.schedules import LayerDrop as LayerDrop
 from l2l_core.edits.schedules import SchedulableRelay as SchedulableRelay
 from l2l_core.edits.schedules import Schedule as Schedule
 from l2l_core.edits.schedules import Schedules as Schedules
 from l2l_core.edits.schedules import WarmupStableDecay as WarmupStableDecay
+from l2l_core.edits.skip_schedules import ActiveLayers as ActiveLayers
+from l2l_core.edits.skip_schedules import LayerDrop as LayerDrop
 from l2l_core.edits.stand_ins import LayerReturn as LayerReturn
 from l2l_core.edits.stand_ins import Place as Place
 from l2l_core.edits.stand_ins import ReturnForm as ReturnForm

@@ -18,21 +18,14 @@ from l2l_core.devices import Ledger
 from l2l_core.edits.detached_layers import DetachedLayer, DetachedLayers
 from l2l_core.edits.layer_factory import LayerFactory
 from l2l_core.edits.layer_registry import LayerRegistry
+from l2l_core.edits.observed_positions import ObservedPositions
 from l2l_core.edits.optimizer_state import ParameterSnapshot
 from l2l_core.edits.stand_ins import ReturnForm, StandIn
 from l2l_core.eps import BlockContents, LayerStore, StateView
 from l2l_core.eps.blocks import Block, EmptyFn, Layout, Unit
 from l2l_core.eps.optimizers import GroupOrder, ParameterIndex, clone_state
 from l2l_core.model import Stack
-from l2l_core.surgery import (
-    CodeBetweenLayers,
-    DepthRead,
-    describe_layer,
-    lists_that_follow,
-    possible_depth_reads,
-    replace_layers,
-    substitute_modules,
-)
+from l2l_core.surgery import describe_layer, replace_layers, substitute_modules
 
 
 class Editor:
@@ -53,10 +46,7 @@ class Editor:
         self.detached = DetachedLayers(host, empty)
         self.layer_factory = LayerFactory(self.registry, store, self.detached, empty, seed)
         self.force = False  # skip the refusals that rest on evidence; see `replace_layers`
-        # Things read by the position of layers, as far as observed; by first name of the stack and by name.
-        self.depth_reads: dict[str, dict[str, DepthRead]] = {}
-        # Arguments that the model's own code gives to layers, by first name of the stack, as last observed.
-        self.code_between: Mapping[str, CodeBetweenLayers] = {}
+        self.positions = ObservedPositions()
         self.units_in_branches: Callable[[], set[Unit]] = set  # the layers that other branches need
         self.group_order = GroupOrder(store.masters.groups, ParameterIndex(model, self.registry.stacks))
         for unit in layers:
@@ -138,8 +128,10 @@ class Editor:
         modules, force = [unit.module for unit in after], force or self.force
         layers, stacks = self.registry.layers, self.registry.stacks
         groups = self._snapshot_groups()
-        if not force:
-            self._check_depth_reads(name, stack, before, after, temporary)
+        if not force and _moves_layers(before, after):
+            (self.positions.check_shorter_list if temporary else self.positions.check_move)(
+                self.registry.model, stack, name
+            )
         # May raise without having changed anything, so it runs before EPS and ledger change.
         restore_model = replace_layers(self.registry.model, stack, modules, twins, force, inserted)
         self._update_store(name, before, after)
@@ -156,33 +148,6 @@ class Editor:
             self._restore_groups(groups)
 
         return restore
-
-    def _check_depth_reads(
-        self, name: str, stack: Stack, before: Sequence[Unit], after: Sequence[Unit], temporary: bool
-    ) -> None:
-        """Refuse to change positions of layers by which the model reads other things."""
-        stays = len(before) == len(after) and not any(
-            new is not old and new in before for old, new in zip(before, after, strict=True)
-        )
-        if stays:
-            return
-        following = lists_that_follow(self.registry.model, stack)
-        if name not in self.depth_reads:  # before the first step, without an example of a batch
-            if unknown := [each for each in possible_depth_reads(self.registry.model, stack) if each not in following]:
-                raise ValueError(_unobserved_message(stack, unknown))
-        elif left := [read for key, read in self.depth_reads[name].items() if key not in following]:
-            raise ValueError(_depth_message(stack, left, temporary))
-        elif (code := self.code_between.get(name)) and code.odd_position is not None:
-            raise ValueError(
-                f"the model's own code changes the hidden state in another way before layer {code.odd_position} of {stack.title} "
-                f"than before layer 1: with a number of that position, or a formula of it. {BOTH_READINGS}"
-            )
-        elif temporary and code and not code.has_equal_arguments and not following:
-            raise ValueError(
-                f"the model's own code gives other arguments to each layer of {stack.title}, and a layer that is skipped cannot "
-                "keep its place, because its output is not like its input: later layers would get those of their neighbours. "
-                f"{BOTH_READINGS}"
-            )
 
     def _snapshot_groups(self) -> list[dict[str, Any]]:
         """Return the members of the optimizer's groups, in order."""
@@ -368,33 +333,8 @@ class Editor:
         return layer
 
 
-BOTH_READINGS = (
-    "If that belongs to the layer, make it its member (in its __init__: self.scale = nn.Parameter(torch.ones(()))) and "
-    "use it in the layer's forward: it then moves with the layer. If it belongs to the position, force=True leaves it there"
-)
-
-
-def _unobserved_message(stack: Stack, names: Sequence[str]) -> str:
-    """Return the message for things that may be read by position, as no forward has shown."""
-    return (
-        f"{', '.join(names)} may be read by the position of the {len(stack)} layers of {stack.title}, and would not follow them. "
-        "A forward shows whether that is so: make a step first, or give an example of a batch (relay.expect(batch)); "
-        "force=True leaves them as they are"
-    )
-
-
-def _depth_message(stack: Stack, reads: Sequence[DepthRead], temporary: bool) -> str:
-    """Return the message for things beside a stack that would not follow its layers."""
-    listed = f"the model reads by the position of the layers of {stack.title}: {'; '.join(map(str, reads))}"
-    if temporary:
-        cause = (
-            "A layer that is skipped cannot keep its place, because its output is not like its input: without it, later layers "
-            "would get the entries of their neighbours"
-        )
-    else:
-        cause = "These would stay where they are, so that layers would get the entries of others, or none"
-    return (
-        f"{listed}. {cause}. Give each layer its own entry as a member (in its __init__: self.scale = "
-        "nn.Parameter(torch.ones(()))), and use it in the layer's forward: it then moves with the layer. If entries belong to "
-        "the positions, force=True leaves them there"
+def _moves_layers(before: Sequence[Unit], after: Sequence[Unit]) -> bool:
+    """Return whether layers change their position or their number, not only one for another."""
+    return len(before) != len(after) or any(
+        new is not old and new in before for old, new in zip(before, after, strict=True)
     )

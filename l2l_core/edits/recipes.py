@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from l2l_core.edits.depth import Depth
-from l2l_core.edits.schedules import ActiveLayers, LayerDrop, Schedule
+from l2l_core.edits.schedules import Schedule
+from l2l_core.edits.skip_schedules import ActiveLayers, LayerDrop
 
 ScheduleFactory = Callable[[int, int, int], Schedule]  # of the first step, the number of steps, the depth
 

@@ -38,9 +38,14 @@ class ReturnForm:
     absent: tuple[Place, ...] = ()
 
     def fill(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the outputs for a call with these arguments; raise LookupError if it has others than the observed one."""
-        if any(_argument(args, kwargs, place) is not None for place in self.absent):
-            raise LookupError("an argument is given now that was None")
+        """Return the outputs for a call with these arguments.
+
+        Raises:
+            LookupError: an argument is missing that the observed call had.
+            ValueError: one is given that was None, so that it is not known which output it is.
+        """
+        if given := [place for place in self.absent if _argument(args, kwargs, place) is not None]:
+            raise ValueError(f"argument {given[0]!r}")
         pairs = zip(self.places, self.constants, strict=True)
         leaves = [value if place is None else _argument(args, kwargs, place) for place, value in pairs]
         return pytree.tree_unflatten(leaves, self.spec)
@@ -119,6 +124,11 @@ class StandIn(nn.Module):
             raise RuntimeError(
                 f"layer {self._layer_name} sits out, and the model calls it with other arguments than in its first forward, so "
                 "that its hidden state is not known: pass the hidden state in the same argument in every call"
+            ) from None
+        except ValueError as error:
+            raise RuntimeError(
+                f"layer {self._layer_name} sits out, and the model gives it {error} now, which was None when layers were first "
+                "skipped, and the layer returns a None: pass the argument in every batch (a mask of ones, for one), or in none"
             ) from None
 
     def __getattr__(self, name: str) -> Any:

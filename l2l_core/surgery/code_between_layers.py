@@ -4,15 +4,19 @@ In a forward, every layer returns the same tensors. Then the arguments of the ne
 factor, an embedding, a window, read from a table or computed from the position. A second forward, in which all outputs are
 doubled, shows which arguments depend on them. No weights of layers are needed.
 
+Where the code carries more than the last outputs on, as a residual sum outside of the layers does, the growth of the hidden state
+is compared in its place, if it doubles with the outputs.
+
 Not found: code that depends on the position inside the layers, after the last one (a weighted mean of all hidden states), or in
-training alone; and changes of the hidden state where the code between draws random numbers, or carries more than the last
-outputs on (a residual sum outside of layers).
+training alone; and changes of the hidden state where the code between draws random numbers, or carries on what is no such sum
+(reversible layers, states of other kinds).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -77,7 +81,7 @@ class CodeBetweenLayers:
 
     Attributes:
         odd_position: first position before which it changes the hidden state otherwise than before an earlier one; None if it
-            changes it alike everywhere.
+            changes it alike everywhere, or carries other state on.
         arguments: by layer, the arguments that are not made of the hidden state.
     """
 
@@ -105,11 +109,13 @@ class CodeBetweenLayers:
         }
         return cls(odd, rest)
 
-    def settled(self, one: EqualOutputs, first_doubled: EqualOutputs, other_random: EqualOutputs) -> CodeBetweenLayers:
+    def settled(
+        self, one: EqualOutputs, doubled: EqualOutputs, first_doubled: EqualOutputs, other_random: EqualOutputs
+    ) -> CodeBetweenLayers:
         """Return the same without what proves nothing.
 
-        That are arguments that depend on random numbers, and an odd position if there are any, or if arguments beyond position 1
-        depend on the first outputs.
+        That are arguments that depend on random numbers, and an odd position if there are any. If arguments beyond position 1
+        depend on the first outputs, the position is that of an odd growth, see `_odd_growth`.
         """
         drawn = [different_arguments(a, b) for (_, a), (_, b) in zip(one.calls, other_random.calls, strict=True)]
         carries = any(
@@ -119,13 +125,42 @@ class CodeBetweenLayers:
             layer: {name: value for name, value in given.items() if name not in random}
             for (layer, given), random in zip(self.arguments.items(), drawn, strict=True)
         }
-        return CodeBetweenLayers(None if carries or any(drawn) else self.odd_position, rest)
+        odd = _odd_growth(one, doubled) if carries else self.odd_position
+        return CodeBetweenLayers(None if any(drawn) else odd, rest)
 
     @property
     def has_equal_arguments(self) -> bool:
         """Whether all layers are given the same, besides the hidden state."""
         first, *others = self.arguments.values()
         return not any(different_arguments(first, other) for other in others)
+
+
+def _odd_growth(one: EqualOutputs, doubled: EqualOutputs) -> int | None:
+    """Return the first position before which a sum of all outputs grows otherwise than before position 1.
+
+    None if the growth is the same everywhere up to rounding, or does not double with the outputs, so that it is no such sum.
+    """
+    for name, first in one.calls[0][1].items():
+        values: list[list[Any]] = [[given.get(name) for _, given in each.calls] for each in (one, doubled)]
+        if not all(_is_floating(value) and value.shape == first.shape for each in values for value in each):
+            continue
+        growth, of_doubled = ([after - before for before, after in pairwise(each)] for each in values)
+        rounding = 1e-5 * max(float(value.abs().max()) for value in values[1])
+        doubles = all(_is_close(b, 2 * a, rounding) for a, b in zip(growth, of_doubled, strict=True))
+        if not doubles or max(float(each.abs().max()) for each in growth) < 100 * rounding:
+            continue
+        odd = [i for i, each in enumerate(growth, 1) if not _is_close(each, growth[0], rounding)]
+        if odd:
+            return odd[0]
+    return None
+
+
+def _is_close(a: torch.Tensor, b: torch.Tensor, atol: float) -> bool:
+    return bool(torch.allclose(a, b, rtol=0, atol=atol))
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 0
 
 
 def different_arguments(a: Arguments, b: Arguments) -> list[str]:

@@ -210,32 +210,28 @@ def _kind_of(module: nn.Module, name: str) -> str:
 # -- recorders ---------------------------------------------------------------------------------------------------------
 
 
-class _RecordingList(list[Any]):
+class _RecordingEntries:
+    """Reports the entries that are read of the list or tuple that it is mixed into."""
+
     see: Callable[[Key], None]
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self: Any, index: Any) -> Any:
         if isinstance(index, int):
             self.see(index % len(self) if len(self) else index)
-        return super().__getitem__(index)
+        return super().__getitem__(index)  # type: ignore[misc] - of the list or tuple
 
-    def __iter__(self) -> Iterator[Any]:
-        for i, value in enumerate(super().__iter__()):
+    def __iter__(self: Any) -> Iterator[Any]:
+        for i, value in enumerate(super().__iter__()):  # type: ignore[misc] - of the list or tuple
             self.see(i)
             yield value
 
 
-class _RecordingTuple(tuple[Any, ...]):
-    see: Callable[[Key], None]
+class _RecordingList(_RecordingEntries, list[Any]):
+    pass
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, int):
-            self.see(index % len(self) if len(self) else index)
-        return super().__getitem__(index)
 
-    def __iter__(self) -> Iterator[Any]:
-        for i, value in enumerate(super().__iter__()):
-            self.see(i)
-            yield value
+class _RecordingTuple(_RecordingEntries, tuple[Any, ...]):
+    pass
 
 
 class _RecordingDict(dict[Any, Any]):

@@ -70,5 +70,5 @@ def difference_message(layer: str, details: str = "") -> str:
     return (
         f"layer {layer} gave other outputs when it was recomputed{details}: it depends on something besides its arguments, "
         "weights and buffers (an attribute that changes between calls, NumPy's random numbers, a counter). Pass it as an "
-        "argument of the layer, or use torch's global random numbers, without a generator of its own"
+        "argument of the layer, or use torch's global random numbers, not a separate generator"
     )

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from oracle import InCore, adamw, assert_state, copy_state
 from torch import Tensor, nn
-from zoo import BY_NAME, WIDTH, Chain, Kind, ResidualMlp, cross_entropy, sequences
+from zoo import BY_NAME, KINDS, WIDTH, Chain, Kind, Mlp, ResidualMlp, cross_entropy, sequences
 
 from l2l_core import Drop, Duplicate, EmulatedDevice, Freeze, Insert, Move, Relay, RelayConfig, Swap
 
@@ -200,6 +200,28 @@ class Formula(Beside):
         return h * (1 - i / len(self.layers))
 
 
+class SumOutside(Formula):
+    """The residual sum is outside of the layers, and so is a number for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp() for _ in range(DEPTH))
+
+    def walk(self, h: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            h = h + layer(h) * (i + 1) ** -0.5
+        return h
+
+
+class PlainSum(SumOutside):
+    """The same without numbers."""
+
+    def walk(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = h + layer(h)
+        return h
+
+
 class Windowed(ResidualMlp):
     """The model gives it a number in each call."""
 
@@ -220,7 +242,7 @@ class Arguments(Beside):
         return h
 
 
-UNNAMED = [Squashed, Embedded, Weighed, Column, ReadInFull, Projected, EveryOther, Formula]
+UNNAMED = [Squashed, Embedded, Weighed, Column, ReadInFull, Projected, EveryOther, Formula, SumOutside]
 
 
 class Unrelated(Beside):
@@ -300,7 +322,14 @@ def kind_of(model: Callable[[], nn.Module]) -> Kind:
 
 def relay_of(kind: Kind) -> Relay:
     model = kind.make_model()
-    return Relay(model, adamw(model), EmulatedDevice(), loss=kind.loss, config=RelayConfig(micro_batches=2))
+    return Relay(
+        model,
+        adamw(model),
+        EmulatedDevice(),
+        loss=kind.loss,
+        loss_over=kind.loss_over,
+        config=RelayConfig(micro_batches=2),
+    )
 
 
 def assert_refused(relay: Relay, edit: Any, match: str) -> None:
@@ -330,8 +359,10 @@ def test_a_change_between_layers_by_position_is_refused(model: type[Beside]) -> 
     kind = kind_of(model)
     with relay_of(kind) as relay:
         relay.step(kind.make_batch(4))
-        for edit in EDITS:
-            assert_refused(relay, edit, "before layer 2 of layers than before layer 1.*its member .*force=True leaves")
+        for edit in EDITS[:4] if model is SumOutside else EDITS:  # there is no identity without a residual sum
+            assert_refused(
+                relay, edit, "before layer 2 of layers than before an earlier one.*its member .*force=True leaves"
+            )
         if model is not Projected:
             relay.apply(Swap(0, 2), force=True)
         assert relay.verify(kind.make_batch(4)).equal
@@ -373,7 +404,7 @@ def test_as_many_rows_as_layers_are_no_reason(edit: Any) -> None:
         assert relay.verify(kind.make_batch(4)).equal
 
 
-@pytest.mark.parametrize("model", [Ends, Noisy, Alternate], ids=lambda model: model.__name__)
+@pytest.mark.parametrize("model", [Ends, Noisy, Alternate, PlainSum], ids=lambda model: model.__name__)
 def test_code_that_treats_positions_alike_is_no_reason(model: type[Beside]) -> None:
     kind = kind_of(model)
     for edit in EDITS[:4]:
@@ -385,13 +416,44 @@ def test_code_that_treats_positions_alike_is_no_reason(model: type[Beside]) -> N
             assert len(relay.journal) == 1
 
 
-@pytest.mark.parametrize("name", ["resnet", "swin", "t5", "unet"])
-def test_stages_that_hold_layers_are_no_reason(name: str) -> None:
+BY_POSITION = {"by_depth", "norm_outside"}
+STACKED = [kind.name for kind in KINDS if kind.name != "unlike"]  # in which layers must be named
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_kinds_are_refused_for_positions_only_if_they_depend_on_them(name: str) -> None:
     kind = BY_NAME[name]
     with relay_of(kind) as relay:
         relay.step(kind.make_batch(4))
-        relay.apply(Swap(*[(next(iter(relay.stacks)), i) for i in (0, 0)]))
-        assert len(relay.journal) == 1 and not any(relay._editor.depth_reads.values())
+        refused = list[str]()
+        for stack, layers in relay.stacks.items():
+            last = len(layers) - 1
+            moves = [Swap((stack, 0), (stack, last)), Move((stack, 0), (stack, last)), Drop((stack, 0))] if last else []
+            for edit in (*moves, Duplicate((stack, slice(0, 1)))):
+                try:
+                    relay.apply(edit)
+                    relay.undo()
+                except ValueError as error:
+                    refused.append(str(error))
+        about_positions = [text for text in refused if "by the position" in text or "the model's own code" in text]
+        assert bool(about_positions) == (name in BY_POSITION), about_positions
+
+
+class Strict(Numbers):
+    """A list of one entry per layer whose type the model checks."""
+
+    def walk(self, h: Tensor) -> Tensor:
+        assert type(self.factors) is list, "factors is no list"
+        return super().walk(h)
+
+
+def test_a_model_that_cannot_be_observed_is_told_why(caplog: pytest.LogCaptureFixture) -> None:
+    kind = kind_of(Strict)
+    with relay_of(kind) as relay:
+        relay.step(kind.make_batch(4))
+        assert_refused(relay, Swap(0, 2), r"factors may be read .*failed: AssertionError: factors is no list")
+        assert "factors is no list" in caplog.text
+        relay.apply(Swap(0, 2), force=True)
 
 
 def test_before_the_first_step_an_example_of_a_batch_decides() -> None:

@@ -31,7 +31,7 @@ from l2l_core import (
     growing_by_identity,
     stacking_by_doubling,
 )
-from l2l_core.edits.schedules import draw_skipped
+from l2l_core.edits.skip_schedules import draw_skipped
 
 
 @pytest.fixture

@@ -251,6 +251,50 @@ def test_numbers_that_a_layer_returns_are_not_those_of_another_batch() -> None:
         assert relay.step(kind.make_batch(7), skip=[1]).loss == in_core.step(kind.make_batch(7))
 
 
+class Masked(PlainByDepth):
+    """A mask that not every batch has, and that layers return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MaskedBlock(i) for i in range(4))
+
+    def forward(self, input_ids: Tensor, labels: Tensor, mask: Tensor | None = None) -> Any:
+        self.mask = mask
+        return super().forward(input_ids, labels)
+
+    def walk(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        mask = self.mask
+        for i, layer in enumerate(self.layers):
+            if i not in self.skip:
+                x, mask = layer(x, mask)
+        return x
+
+
+class MaskedBlock(DepthBlock):
+    def forward(self, x: Tensor, mask: Tensor | None) -> Any:  # type: ignore[override]
+        x = super().forward(x, None, 3)
+        return (x if mask is None else x * mask[..., None]), mask
+
+
+def test_an_argument_that_was_none_is_refused_and_the_remedy_works() -> None:
+    kind = kind_of(Masked)
+    without, ones = (
+        kind.make_batch(4),
+        {**kind.make_batch(4), "mask": torch.ones(4, kind.make_batch(4)["labels"].shape[1])},
+    )
+    with Relay(model := kind.make_model(), adamw(model), EmulatedDevice()) as relay:
+        relay.step(without, skip=[1])
+        with pytest.raises(RuntimeError, match="gives it argument 1 now, which was None .* in every batch"):
+            relay.step(ones, skip=[1])
+        assert relay.steps == 1
+    by_hand = kind.make_model()
+    in_core, by_hand.skip = InCore(kind, by_hand, adamw(by_hand), RelayConfig()), (1,)
+    with Relay(model := kind.make_model(), adamw(model), EmulatedDevice()) as relay:
+        for mask in (ones["mask"], (ones["mask"].cumsum(1) < 9).float()):
+            batch = {**without, "mask": mask}
+            assert relay.step(batch, skip=[1]).loss == in_core.step(batch)
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
