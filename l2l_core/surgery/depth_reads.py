@@ -190,9 +190,10 @@ def _is_by_depth(by_position: Mapping[int, set[Key]], count: int) -> bool:
     if len(every) == len({*every}):
         return True
     single = [next(iter(keys)) for _, keys in sorted(by_position.items()) if len(keys) == 1]
-    if len(single) < len(by_position) or not all(isinstance(key, int) for key in single):
+    numbers = [key for key in single if isinstance(key, int)]
+    if len(numbers) < len(by_position):
         return False
-    return len({*single}) > 1 and all(a <= b for a, b in pairwise(single))  # type: ignore[operator] - integers, see above
+    return len({*numbers}) > 1 and all(a <= b for a, b in pairwise(numbers))
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -218,10 +219,12 @@ class _RecordingEntries:
     def __getitem__(self: Any, index: Any) -> Any:
         if isinstance(index, int):
             self.see(index % len(self) if len(self) else index)
-        return super().__getitem__(index)  # type: ignore[misc] - of the list or tuple
+        entries: Any = super()  # the list or tuple
+        return entries.__getitem__(index)
 
     def __iter__(self: Any) -> Iterator[Any]:
-        for i, value in enumerate(super().__iter__()):  # type: ignore[misc] - of the list or tuple
+        entries: Any = super()
+        for i, value in enumerate(entries.__iter__()):
             self.see(i)
             yield value
 
