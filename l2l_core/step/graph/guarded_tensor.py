@@ -124,6 +124,12 @@ class TensorGuard:
             elif k is None or tensor._relay_guard.k == k:
                 tensor._relay_guard.guard.check_read(tensor)
 
+    def check_arguments(self, tensors: Iterable[torch.Tensor], k: int) -> None:
+        """Check the tensors that micro-batch `k` gives to a layer and has not made; the stash fetches its own."""
+        for tensor in tensors:
+            if type(tensor) is GuardedTensor and tensor._relay_guard.k != k:
+                self.check_read(tensor)
+
     def forget(self, tensor: torch.Tensor) -> None:
         """Drop the weak references to a tensor, with which `swap_tensors` would refuse it."""
         unguard(tensor)

@@ -5,7 +5,7 @@ May import `step.traffic`, `step.graph`, `eps.blocks`, `devices`, `model`. Begin
 
 file                  class of failure                                                     tests in tests/core/step
 layer_reads.py        arguments changed in place; tensors that a layer reads and is not    test_in_place.py,
-                      given, from attributes, closures or other layers                     test_checks.py
+                      given, from attributes, closures or other layers                     test_layer_reads.py
 module_hooks.py       side outputs: outputs of submodules that the model reads elsewhere   test_hooks.py
 module_attributes.py  attributes that carry values from one call to another                test_attributes.py
 attribute_tracer.py   reads and writes of these attributes, by descriptors on classes      test_attributes.py

@@ -126,14 +126,17 @@ class SideOutputs:
         finally:
             self._handle = nn_module.register_module_forward_hook(self._hook)
 
-    def attribute_tensors(self, unit: Unit) -> dict[Locator, torch.Tensor]:
-        """Return the tensors with a graph that the layer's modules keep as plain attributes."""
+    def attribute_tensors(self, unit: Unit, began: int) -> dict[Locator, torch.Tensor]:
+        """Return the tensors that the layer has made and its modules keep as plain attributes.
+
+        Older ones, of nodes before the sequence number `began`, are the model's own: it has left them on the layer.
+        """
         found: dict[Locator, torch.Tensor] = {}
         if not self._is_watched(unit):
             return found
         for path, module in unit.module.named_modules():
             for name, value in vars(module).items():
-                if isinstance(value, torch.Tensor) and _has_own_graph(value):
+                if isinstance(value, torch.Tensor) and _has_own_graph(value) and value.grad_fn._sequence_nr() >= began:
                     found["attribute", path, name] = value
         return found
 

@@ -145,7 +145,7 @@ class LayerCall:
             self.kept_graph = graph
         boundaries = dict(zip(map(id, result.differentiable), self.output_boundaries, strict=True))
         del result, graph  # side outputs are the tensors that are alive without the graph
-        self._cut_side_outputs(ctx, submodule_outputs, boundaries, find_partial_outputs, segmenter)
+        self._cut_side_outputs(ctx, submodule_outputs, boundaries, find_partial_outputs, segmenter, began)
         return outputs
 
     def record_first_run(self, ctx: StepContext, outputs: Any) -> None:
@@ -282,9 +282,10 @@ class LayerCall:
         boundaries: dict[int, BoundaryGradient],
         find_partial_outputs: Callable[[Iterable[torch.Tensor]], None],
         segmenter: GraphSegmenter,
+        began: int,
     ) -> None:
         """Make side outputs segment inputs; `boundaries` are those of outputs by id, which may be among them."""
-        tensors = {**alive_outputs(submodule_outputs), **ctx.side_outputs.attribute_tensors(self.unit)}
+        tensors = {**alive_outputs(submodule_outputs), **ctx.side_outputs.attribute_tensors(self.unit, began)}
         submodule_outputs.clear()
         if not tensors:
             return
@@ -359,16 +360,19 @@ class LayerCall:
             thread_state.activate(ctx.outer_state),
             ctx.side_outputs.watch(self.unit, strong=True) as submodule_outputs,
         ):
+            began = sequence_number()
             result, graph = self._run_layer(ctx)
             ctx.recompute_check.compare(self.unit.name, self.output_checksums, result.differentiable)
             if self.side_boundaries or self.side_attributes:
-                graph.side_edges = self._find_side_edges(ctx, submodule_outputs)
+                graph.side_edges = self._find_side_edges(ctx, submodule_outputs, began)
             if thread_state.has_autocast:  # its casts are of weights that are evicted after the visit
                 torch.clear_autocast_cache()
         return graph
 
-    def _find_side_edges(self, ctx: StepContext, outputs: dict[Locator, Any]) -> dict[Locator, GradientEdge]:
-        tensors = {**outputs, **ctx.side_outputs.attribute_tensors(self.unit)}
+    def _find_side_edges(
+        self, ctx: StepContext, outputs: dict[Locator, Any], began: int
+    ) -> dict[Locator, GradientEdge]:
+        tensors = {**outputs, **ctx.side_outputs.attribute_tensors(self.unit, began)}
         for _, path, *rest in [locator for locator in tensors if locator[0] == "attribute"]:
             # Without a graph, as after backward of plain training.
             setattr(self.unit.module.get_submodule(path), rest[0], tensors["attribute", path, rest[0]].detach())

@@ -137,6 +137,7 @@ class SuspendedForward:
         self._ctx.check_call()
         with DisableTorchFunction():  # hides the engine's operations from the segmenter
             arguments = Arguments.of(unit.name, args, kwargs, self.segmenter)
+            self._ctx.guard.check_arguments(arguments.tensors, self.k)
             self.waiting_call = call = LayerCall(unit, layer_forward, self.k, arguments)
             for tensor, _ in arguments.inputs:
                 self._ctx.stash.track(tensor, self.k, "stash", "")

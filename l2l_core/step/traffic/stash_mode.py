@@ -141,8 +141,8 @@ class StashMode(TorchDispatchMode):
         return (
             f"{self.current_turn.reader} reads a tensor of shape {tuple(tensor.shape)} that was made for micro-batch {made_by} "
             "and not passed as an argument (left on an attribute or in a shared container?). Micro-batches take turns, so "
-            "it may be another micro-batch's value. Pass it as an argument of the layer, or return it; a loss may return "
-            "(scalar, extras)"
+            "it may be another micro-batch's value. Keep it in a local variable, and pass it as an argument of the layer, or "
+            "return it; a loss may return (scalar, extras)"
         )
 
 
