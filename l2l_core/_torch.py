@@ -101,10 +101,8 @@ run_engine = _engine_run_backward
 engine_will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 # Tensors. `data_ptr` is the base class's method, which traces of reads do not replace: without it, the engine's reads would count
-# as the model's. `storage_of_weak_ptr` makes a storage from a `StorageWeakRef`: without it, an output that a recompute skipped
-# but that is read later is lost. `foreach_norm` computes many norms at once: without it, they are computed one by one.
+# as the model's. `foreach_norm` computes many norms at once: without it, they are computed one by one.
 data_ptr: Callable[[torch.Tensor], int] = torch._C.TensorBase.data_ptr
-storage_of_weak_ptr: Callable[[int], torch.UntypedStorage] = torch.UntypedStorage._new_with_weak_ptr
 foreach_norm: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = torch._foreach_norm
 
 # Modules. `NormBase` is the base of batch and instance norm: without it, running statistics that differ between workers are not
