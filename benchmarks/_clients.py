@@ -258,7 +258,8 @@ def compared(of: Case, side: Side, expected: dict[str, Any]) -> Outcome:
     except TornStep as error:
         return Outcome("torn", reason=first_line(error))
     except Exception as error:
-        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        words = ". ".join([str(error), *(note for note in getattr(error, "__notes__", []) if "RelayConfig(" in note)])
+        message = f"{type(error).__name__}: {' '.join(words.split())}"
         clear = isinstance(error, ValueError | TypeError | RuntimeError) and is_of_relay(error)
         if clear and not side.losses and not side.has_changed:
             return Outcome("refused", reason=message[:1500])

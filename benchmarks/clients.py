@@ -46,7 +46,15 @@ declare_vision_operators()  # before transformers, which imports torchvision
 from _common import show  # noqa: E402
 
 PAGE = Path("docs/CLIENTS.md")
-SUBJECTS = ["optimizers", "averages of weights", "adapters", "models", "trainers", "metrics, data, files, inspection"]
+SUBJECTS = [
+    "optimizers",
+    "averages of weights",
+    "adapters",
+    "models",
+    "trainers",
+    "loops of the user",
+    "metrics, data, files, inspection",
+]
 HEADER = ["subject", "cases", "equal", "refused; equal with the remedy", "refused", "bad", "not installed"]
 
 SHARED = {  # library -> module that takes seconds to import, so that processes do not
@@ -100,6 +108,7 @@ def register() -> None:
     """Import what the children share, and the files of cases, which register them."""
     import _clients_averages  # noqa: F401
     import _clients_lightning  # noqa: F401
+    import _clients_loops  # noqa: F401
     import _clients_models  # noqa: F401
     import _clients_optimizers  # noqa: F401
     import _clients_peft  # noqa: F401

@@ -391,6 +391,12 @@ class Runner:
 
     def check_can_step(self, batch: Batch) -> None:
         """Refuse to train on a batch if the model, the optimizer's groups or the batch would make a step fail."""
+        if (default := torch.get_default_device()).type != "cpu":
+            raise RuntimeError(
+                f"the default device is {str(default)!r}, where PyTorch would make the relay's buffers of host memory: call "
+                "torch.set_default_device('cpu'), or step outside of the torch.device block. Relay(..., device=...) says where "
+                "layers compute"
+            )
         check_model(self._model, self.parts.units)
         check_step(self._model, self.parts.shell_modules(), self.parts.units)
         self._store.masters.check_groups()

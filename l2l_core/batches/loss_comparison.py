@@ -78,10 +78,10 @@ def compare_losses(rows: RowsOfBatch, size: int, counts: CandidateCounts, measur
     others = [_split(rows, counts, *parts) for parts in _parts_by_label(rows, size)]
     found: list[LossComparison] = []
     for perturbed, trials in ((False, [first]), (True, [first, *others])):
-        *losses, again = measure(
-            [*(batch for trial in trials for batch in _batches_of(trial)), first.together], perturbed
-        )
-        if _is_random(losses[0], again):
+        # Twice again: of a layer that counts its calls, one of the two has another number modulo any period.
+        batches = [*(batch for trial in trials for batch in _batches_of(trial)), first.together, first.together]
+        *losses, once, twice = measure(batches, perturbed)
+        if _is_random(losses[0], once) or _is_random(losses[0], twice):
             found.append(_compare_random(first, measure, perturbed))
         else:
             found += [_compare(trial, losses[3 * i : 3 * i + 3]) for i, trial in enumerate(trials)]
@@ -189,9 +189,11 @@ def _compare(trial: SplitBatch, losses: Sequence[float], noise: float = 0.0) -> 
 
 
 def _compare_random(trial: SplitBatch, measure: Measure, perturbed: bool) -> LossComparison:
-    """Compare means of repeated losses, whose uncertainty is a few standard errors."""
-    measured = measure(_batches_of(trial) * _REPEATS, perturbed)
-    losses = [measured[i::3] for i in range(3)]
+    """Compare means of repeated losses that differ, whose uncertainty is a few standard errors."""
+    # Each in all three positions: with a fixed order, a layer that counts its calls would have other numbers for each.
+    order = [(start + i) % 3 for start in range(_REPEATS) for i in range(3)]
+    measured = measure([_batches_of(trial)[i] for i in order], perturbed)
+    losses = [[loss for i, loss in zip(order, measured, strict=True) if i == which] for which in range(3)]
     noise = _STANDARD_ERRORS * math.sqrt(sum(stdev(each) ** 2 for each in losses) / _REPEATS)
     return _compare(trial, [fmean(each) for each in losses], noise)
 

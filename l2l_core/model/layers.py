@@ -222,11 +222,13 @@ def _numel(modules: Iterable[nn.Module]) -> int:
 
 
 def _no_layers_message(model: nn.Module) -> str:
+    remedy = f"Pass the layers as modules or dotted names, for example layers=[{format_names(layer_candidates(model))}]"
+    if not layer_candidates(model):
+        remedy = "It has no submodules with parameters; with own ones, give nn.Sequential(model), layers=['0']"
     return (
         f"found no layers in {type(model).__name__}: it has no nn.ModuleList, nn.Sequential or nn.ModuleDict with two or "
         "more parameterised modules of one class, no ModuleList of one, and no attributes of one class with several "
-        "operations each. Pass the layers as modules or "
-        f"dotted names, for example layers=[{format_names(layer_candidates(model))}]."
+        f"operations each. {remedy}."
     )
 
 

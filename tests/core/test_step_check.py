@@ -91,6 +91,52 @@ def test_what_no_check_sees_is_refused_and_the_remedy_works(leave: Any, read: An
     assert all(torch.equal(a, b) for a, b in zip(expected, model.parameters(), strict=True))
 
 
+class Counting(nn.Module):
+    """A layer whose outputs depend on the number of calls of all its layers, or of itself."""
+
+    calls = 0
+
+    def __init__(self, period: int, of_class: bool) -> None:
+        super().__init__()
+        self.f, self.period, self.of_class = nn.Linear(8, 8), period, of_class
+
+    def forward(self, x: Tensor) -> Tensor:
+        (type(self) if self.of_class else self).calls += 1
+        return x + torch.tanh(self.f(x)) / (1 + self.calls % self.period)
+
+
+def counting(period: int, of_class: bool) -> nn.Module:
+    torch.manual_seed(0)
+    Counting.calls = 0
+    layers = [Counting(period, of_class) for _ in range(3)]
+    return nn.Sequential(*layers, nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("period", [2, 3])
+def test_layers_that_count_calls_on_their_class_do_not_mix_rows(period: int) -> None:
+    """Counts of layers that take turns are others than in core; a comparison of rows met the same count again and again."""
+    expected = trained_plainly(counting(period, of_class=True))
+    model = counting(period, of_class=True)
+    with relay_over(model) as relay:
+        with pytest.raises(RuntimeError) as info:
+            relay.step(BATCH)
+        words = " ".join([str(info.value), *getattr(info.value, "__notes__", [])])
+        assert "rows" not in words and "RelayConfig(schedule='depth_first') trains it" in words
+        assert Counting.calls == 0
+        relay.config = RelayConfig(micro_batches=2, schedule="depth_first")
+        relay.step(BATCH)
+    assert all(torch.equal(a, b) for a, b in zip(expected, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("period", [2, 3])
+def test_layers_that_count_their_own_calls_train(period: int) -> None:
+    expected = trained_plainly(counting(period, of_class=False))
+    model = counting(period, of_class=False)
+    with relay_over(model) as relay:
+        relay.step(BATCH)
+    assert all(torch.equal(a, b) for a, b in zip(expected, model.parameters(), strict=True))
+
+
 class ClipsSpikes(torch.optim.SGD):
     """Clips the joint norm above a threshold that small weights do not reach."""
 

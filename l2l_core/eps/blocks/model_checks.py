@@ -20,6 +20,10 @@ _SAME_OPTIMIZER = (
     "the same optimizer can be used again, with the new parameters in its groups and without those that the model no longer "
     "has"
 )
+_ALL_GRADIENTS = (
+    "To read or change gradients, use optimizer.register_step_pre_hook with RelayConfig(update='deferred'), "
+    "where param.grad has all of them"
+)
 
 Stamp = tuple[int, int]  # of a parameter: changes when it is written to or gets other data
 
@@ -139,7 +143,8 @@ def check_step(model: nn.Module, shell: Sequence[nn.Module], units: Sequence[Uni
                 if getattr(param, "_post_accumulate_grad_hooks", None):
                     raise ValueError(
                         f"parameter {name} has a post-accumulate-grad hook (an update in backward?): in a relay "
-                        "the EPS accumulates and updates. Remove the hook; the relay updates each layer as its gradient arrives"
+                        "the EPS accumulates and updates. Remove the hook; the relay updates each layer as its gradient "
+                        f"arrives. {_ALL_GRADIENTS}"
                     )
                 if block.shared and param._backward_hooks:
                     raise ValueError(gradient_hook_message(name))
@@ -163,7 +168,8 @@ def gradient_hook_message(name: str) -> str:
     """Return the message for a gradient hook on a shared parameter."""
     return (
         f"parameter {name} has a gradient hook and is used in several places: a relay adds their gradients one by one, so the "
-        "hook would see each alone. Remove the hook, and clip or scale between backward and update (max_grad_norm), or untie it"
+        "hook would see each alone. Remove the hook, and clip or scale between backward and update (max_grad_norm), or untie "
+        f"it. {_ALL_GRADIENTS}"
     )
 
 

@@ -308,6 +308,17 @@ def test_a_step_inside_inference_mode_is_refused() -> None:
         assert relay.step(batch).loss > 0
 
 
+def test_a_step_under_another_default_device_is_refused() -> None:
+    batch = {"x": torch.ones(ROWS, WIDTH), "y": torch.ones(ROWS, WIDTH)}
+    with Relay(Net(), sgd, layers=["layers.0"], objective=mean_square) as relay:
+        with torch.device("meta"):
+            with pytest.raises(RuntimeError, match=r"'meta', .*torch.set_default_device\('cpu'\)"):
+                relay.step(batch)
+            with torch.device("cpu"):
+                assert relay.step(batch).loss > 0
+        assert relay.steps == 1
+
+
 class Perturbed(Net):
     """Trains an addition to each row of its input."""
 

@@ -154,6 +154,55 @@ def test_hooks_are_refused_with_eager_updates_and_the_remedy_works(which: str, o
         assert equal(relay.model, in_core(nothing))
 
 
+@pytest.mark.parametrize("kind", ["post-accumulate", "of a tied weight"])
+def test_a_hook_that_logs_norms_of_gradients_is_refused_and_the_remedy_works(kind: str) -> None:
+    def net() -> nn.Module:
+        model = Net()
+        if kind == "of a tied weight":
+            model.layers[2].weight = model.stem.weight
+        return model
+
+    def logs_by_the_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, list[float]]:
+        log: dict[str, list[float]] = {name: [] for name, _ in model.named_parameters()}
+
+        def hook(*_: Any) -> None:
+            for name, param in model.named_parameters():
+                log[name].append(param.grad.norm().item())
+
+        optimizer.register_step_pre_hook(hook)
+        return log
+
+    plain = net()
+    norms: dict[str, list[float]] = {name: [] for name, _ in plain.named_parameters()}
+    for name, param in plain.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda p, name=name: norms[name].append(p.grad.norm().item()))
+    optimizer = make(plain.parameters())
+    for seed in range(3):
+        for part in batch(seed)[0].chunk(2):
+            (mean_square(plain(part)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: each[1::2] for name, each in norms.items()}  # of both micro-batches together
+
+    model = net()
+    if kind == "post-accumulate":
+        handle = model.layers[1].weight.register_post_accumulate_grad_hook(lambda p: None)
+    else:
+        handle = model.stem.weight.register_hook(lambda grad: grad)
+    optimizer = make(model.parameters())
+    with Relay(model, optimizer, "cpu", loss=mean_square, config=EAGER) as relay:
+        before = weights(model)
+        with pytest.raises(ValueError, match=r"register_step_pre_hook with RelayConfig\(update='deferred'\)"):
+            relay.step(batch(0))
+        assert equal(model, before)
+        handle.remove()
+        relay.config = DEFERRED
+        log = logs_by_the_optimizer(model, optimizer)
+        for seed in range(3):
+            relay.step(batch(seed))
+        assert equal(model, weights(plain)) and log == expected
+
+
 @pytest.mark.parametrize("register", PRE_HOOKS)
 def test_gradients_are_there_in_deferred_updates(register: Any) -> None:
     expected = in_core(register)

@@ -324,6 +324,12 @@ def test_nothing_found() -> None:
         find_layers(model)
 
 
+def test_nothing_found_in_one_module() -> None:
+    with pytest.raises(ValueError, match=r"give nn.Sequential\(model\), layers=\['0'\]"):
+        find_layers(nn.Linear(2, 2))
+    assert list(resolve_layers(nn.Sequential(nn.Linear(2, 2)), ["0"])) == ["0"]
+
+
 def test_nothing_found_without_parameters() -> None:
     with pytest.raises(ValueError, match="no layers in Sequential"):
         find_layers(nn.Sequential(nn.ReLU(), nn.ReLU()))
