@@ -25,7 +25,7 @@ from l2l_core.eps import BlockContents, LayerStore, StateView
 from l2l_core.eps.blocks import Block, EmptyFn, Layout, Unit
 from l2l_core.eps.optimizers import GroupOrder, ParameterIndex, clone_state
 from l2l_core.model import Stack
-from l2l_core.surgery import describe_layer, replace_layers, substitute_modules
+from l2l_core.surgery import describe_layer, numbers_around, replace_layers, set_numbers, substitute_modules
 
 
 class Editor:
@@ -85,13 +85,17 @@ class Editor:
     def commit(self) -> None:
         """Commit the edits to the storage."""
         order = self.group_order.to_plain(self.registry.first_names)
-        self.store.storage.commit(self.registry.units, {"made": self.registry.key_count, "order": order})
+        registry = self.registry
+        notes = {"made": registry.key_count, "order": order, "loops": registry.loops}
+        self.store.storage.commit(registry.units, notes)
 
     def restore_notes(self) -> None:
-        """Restore the number of keys and the group order that an earlier process committed."""
+        """Restore the number of keys, the group order and the numbers of loops that an earlier process committed."""
         if notes := self.store.storage.notes:
             self.registry.key_count = notes["made"]
             self.group_order.load_plain(notes["order"], self.registry.first_names)
+            for name, numbers in notes.get("loops", {}).items():
+                self.set_loops(name, numbers)
 
     # -- the order of layers -------------------------------------------------------------------------------------------
 
@@ -244,6 +248,29 @@ class Editor:
                         f"layers {', '.join(users)} share the weights {', '.join(block.names)}, and would all be removed: keep "
                         "one of them, or untie the weights before you create the relay"
                     )
+
+    def set_loops(self, name: str, numbers: Mapping[str, int]) -> tuple[dict[str, int], Callable[[], None]]:
+        """Set the numbers that determine how often the forward runs the stack `name`.
+
+        Returns:
+            The old numbers, and a function that restores the same configuration objects.
+
+        Raises:
+            ValueError: the model has no such number.
+        """
+        registry = self.registry
+        stack, loops, first = registry.find_stack(name), registry.loops, registry.first_structure.loops
+        held = numbers_around(registry.model, stack)
+        restore_model = set_numbers(registry.model, stack, numbers)
+        old = {number: held[number] for number in numbers}
+        first[name] = {**old, **first.get(name, {})}
+        registry.loops = {**loops, name: {**loops.get(name, {}), **numbers}}
+
+        def restore() -> None:
+            restore_model()
+            registry.loops = loops
+
+        return old, restore
 
     # -- values and flags ----------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -21,6 +21,7 @@ class ModelStructure:
     stacks: dict[str, list[str]]  # first name -> keys of the layers in order
     sizes: dict[str, int]  # first name -> number of members of the container
     ties: list[list[str]]  # names of each tensor with several
+    loops: dict[str, dict[str, int]] = field(default_factory=dict)  # see `LayerRegistry.loops`
 
 
 class LayerRegistry:
@@ -38,6 +39,8 @@ class LayerRegistry:
         self.first_names: dict[nn.Module, str] = {stack.container: stack.name for stack in self.stacks}
         self.origin = {unit.key: unit.key for unit in layers}  # key -> key of the original layer from which it was made
         self.key_count = len(layers)  # number of keys given out or skipped
+        # Numbers that edits have set for the loops of a stack, by its first name and their dotted names
+        self.loops: dict[str, dict[str, int]] = {}
         self.first_structure = self.structure  # before any edit
 
     @property
@@ -60,6 +63,7 @@ class LayerRegistry:
             {name: [unit.key for unit in self.units_of(stack)] for name, stack in stacks.items()},
             {name: len(stack.container._modules) for name, stack in stacks.items()},
             ties_of(self.model),
+            dict(self.loops),
         )
 
     # -- stacks --------------------------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ Loss = Callable[[Any, Batch], Tensor]
 Order = tuple[str, nn.Module, list[nn.Module]]  # ("order", container, its layers from now on)
 Values = tuple[str, dict[nn.Parameter, tuple[Tensor, Known | None]]]
 Flags = tuple[str, dict[nn.Parameter, bool]]
-Change = Order | Values | Flags
+Loops = tuple[str, int]
+Change = Order | Values | Flags | Loops
 
 
 @dataclass
@@ -207,6 +208,10 @@ class Shadow:
                 if known is not None:
                     world.states[param] = copy.deepcopy(known)
             return "values", old
+        if kind == "loops":
+            model: Any = world.model
+            before, model.n_loops = model.n_loops, what[0]
+            return "loops", before
         old = {param: param.requires_grad for param in what[0]}
         for param, trained in what[0].items():
             param.requires_grad_(trained)
