@@ -106,8 +106,8 @@ class Shadow:
     def step(self, batch: Batch, skip: Collection[tuple[str, int]] = ()) -> float:
         """One step, without some layers."""
         world = self.world
-        whole = {name: list(layers) for name, layers in world.layers.items()}
-        for name, layers in whole.items():
+        whole = {name: (layers, dict(world.containers[name]._modules)) for name, layers in world.layers.items()}
+        for name, (layers, _) in whole.items():
             self._put(name, [layer for i, layer in enumerate(layers) if (name, i) not in skip])
         losses = []
         random = torch.get_rng_state()
@@ -121,8 +121,10 @@ class Shadow:
         if self.config.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(world.model.parameters(), self.config.max_grad_norm)
         self._update()
-        for name, layers in whole.items():
-            self._put(name, layers)
+        for name, (layers, members) in whole.items():  # not by `_put`: all layers may have been skipped
+            world.layers[name] = layers
+            world.containers[name]._modules.clear()
+            world.containers[name]._modules.update(members)
         world.steps += 1
         return float(sum(losses))
 
