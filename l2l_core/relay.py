@@ -1497,7 +1497,7 @@ class Relay:
             tuple(self._runner.parts.units),
             self._store,
             RandomState.capture(),
-            EditedStacks.from_editor(self._editor, self._history),
+            EditedStacks.from_editor(self._editor, self._history, self._runner.pass_cache.layer_order),
             history_parts(self._editor, self._history, self._branches),
             snapshot_parts(self._branches),
             {block.key: block for unit in self._editor.units_with_values for block in unit.blocks},

@@ -9,7 +9,7 @@ from torch import nn
 
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.model import LayerRef, LayerResolver, Stack, find_stacks
-from l2l_core.surgery import ties_of
+from l2l_core.surgery import numbers_around, ties_of
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class LayerRegistry:
         # Numbers that edits have set for the loops of a stack, by its first name and their dotted names
         self.loops: dict[str, dict[str, int]] = {}
         self.first_structure = self.structure  # before any edit
+        self._first_numbers = {stack.name: numbers_around(model, stack) for stack in self.stacks}
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -65,6 +66,27 @@ class LayerRegistry:
             ties_of(self.model),
             dict(self.loops),
         )
+
+    def structures_to_save(self, order: Sequence[Unit]) -> tuple[ModelStructure, ModelStructure]:
+        """Return the structure before any edit and the present one, with numbers of loops that were set by hand.
+
+        Those are numbers that have changed since the relay was made, and that equal how often layers run in `order`, the order
+        of the last step.
+        """
+        first, now = dict(self.first_structure.loops), dict(self.loops)
+        for stack in self.stacks:
+            name, held, runs = (
+                self.first_name(stack),
+                numbers_around(self.model, stack),
+                order.count(self.units_of(stack)[0]),
+            )
+            before = self._first_numbers.get(name, {}) | first.get(name, {})
+            by_hand = {
+                number for number, value in before.items() if held.get(number) == runs != value and max(runs, value) > 1
+            }
+            if found := {number: held[number] for number in [*before] if number in {*by_hand, *now.get(name, {})}}:
+                now[name], first[name] = found, {number: before[number] for number in found}
+        return replace(self.first_structure, loops=first), replace(self.structure, loops=now)
 
     # -- stacks --------------------------------------------------------------------------------------------------------
 

@@ -364,6 +364,25 @@ def test_a_model_with_a_third_number_of_loops_is_refused(tmp_path: Path) -> None
         assert again.verify(batch_of(LOOPED, 1)).equal
 
 
+@pytest.mark.parametrize("edits", [[], [Loops(4)], [Duplicate(0)]], ids=str)
+def test_a_load_restores_a_number_that_was_set_by_hand(edits: list[Edit], tmp_path: Path) -> None:
+    with relay_of(LOOPED) as relay:
+        relay.step(batch_of(LOOPED, 0))
+        for edit in edits:
+            relay.apply(edit)
+        relay.model.n_loops = 3
+        relay.step(batch_of(LOOPED, 1))
+        relay.save(tmp_path)
+        expected = relay.step(batch_of(LOOPED, 2)).loss
+    model = LOOPED.make_model()
+    with load(tmp_path, model) as again:
+        assert vars(model)["n_loops"] == 3 and again.step(batch_of(LOOPED, 2)).loss == expected
+        again.save(tmp_path / "again")
+    model = LOOPED.make_model()
+    with load(tmp_path / "again", model):
+        assert vars(model)["n_loops"] == 3
+
+
 # -- layers in place of loops ------------------------------------------------------------------------------------------
 
 
