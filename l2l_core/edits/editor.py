@@ -136,14 +136,19 @@ class Editor:
             (self.positions.check_shorter_list if temporary else self.positions.check_move)(
                 self.registry.model, stack, name
             )
+        # By its name and value a number of loops may be a depth (num_hidden_layers of ALBERT), which it does not follow.
+        known = self.registry.loops.get(name, {})
+        loops = {number: n for number, n in numbers_around(self.registry.model, stack).items() if number in known}
         # May raise without having changed anything, so it runs before EPS and ledger change.
         restore_model = replace_layers(self.registry.model, stack, modules, twins, force, inserted)
         self._update_store(name, before, after)
+        restore_loops = set_numbers(self.registry.model, self.registry.find_stack(name), loops)
         if not temporary:
             places = ParameterIndex(self.registry.model, self.registry.stacks)
             self.store.masters.reorder_groups(self.group_order.sort(self.store.masters.groups, places))
 
         def restore() -> None:
+            restore_loops()
             restore_model()
             self._update_store(name, after, before)
             # Exactly: `update_stack` makes the layers of a stack adjacent, `add_units` appends to the groups, and sorting

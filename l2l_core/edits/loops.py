@@ -96,6 +96,7 @@ class Unroll(LayerMakingEdit):
                 # Not `copy_module`, which unfreezes the copy of a frozen layer.
                 after.append(self.make_layer(editor, deep_copy(unit.module), unit))
                 like[after[-1]] = unit
+        run(SetLoopsCommand(name, dict.fromkeys(names, loops)))  # known as loops, they do not follow the depth
         run(restack_command(editor, stack, after, like))
         run(SetLoopsCommand(name, dict.fromkeys(names, 1)))
         _check_equal(before, record_calls(model, call, editor.registry.find_stack(name)), names)

@@ -101,6 +101,9 @@ class Resumption:
         registry.set_first_structure(edited.first, self.built.containers)
         editor.group_order.load_plain(edited.orders, registry.first_names)
         registry.key_count, registry.origin = max(edited.made, registry.key_count), {**registry.origin, **edited.origin}
+        # Before the stacks, whose depth such a number does not follow
+        for name, numbers in edited.now.loops.items():
+            self._restore_loops(editor, name, numbers, rollback)
         for name, keys in edited.stacks.items():
             before = registry.units_of(registry.find_stack(name))
             for key in keys:
@@ -111,8 +114,6 @@ class Resumption:
                 new = {unit: origin for unit, origin in like.items() if unit not in before}
                 # `force`: the stack was valid in the relay that was saved
                 rollback.callback(editor.restack(name, before, after, new, force=True))
-        for name, numbers in edited.now.loops.items():
-            self._restore_loops(editor, name, numbers, rollback)
         if edited.stacks:  # `restack` makes the layers of a stack adjacent in the registry, in the save they may not be
             registry.layers = [units[key] for key in self.saved.layers if key in units]
         if edited.is_edited:

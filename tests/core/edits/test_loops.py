@@ -434,6 +434,49 @@ def unrolled_by_hand(
     return made
 
 
+class LayerLoops(Looped):
+    """The number of loops is a number of layers by its name, and equal to the depth."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.config = SimpleNamespace(n_layer_runs=2)
+
+    def walk(self, h: Tensor) -> Tensor:
+        for _ in range(self.config.n_layer_runs):
+            h = Chain.walk(self, h)
+        return h
+
+
+def test_a_number_of_loops_does_not_follow_the_depth(tmp_path: Path) -> None:
+    kind = kind_of(LayerLoops)
+    with relay_of(kind) as relay:
+        relay.step(batch_of(kind, 0))
+        relay.apply(Unroll())
+        assert vars(relay.model.config) == {"n_layer_runs": 1} and len(relay.stack) == 4
+        relay.undo()
+        assert vars(relay.model.config) == {"n_layer_runs": 2} and len(relay.stack) == 2
+        relay.apply(Duplicate())
+        assert vars(relay.model.config) == {"n_layer_runs": 2} and relay.verify(batch_of(kind, 1)).equal
+        relay.save(tmp_path)
+    model = kind.make_model()
+    with load(tmp_path, model) as again:
+        assert vars(model.config) == {"n_layer_runs": 2} and len(again.stack) == 4
+
+
+def test_albert_is_unrolled_by_force() -> None:
+    kind = BY_NAME["albert"]
+    with relay_of(kind) as relay:
+        relay.step(batch_of(kind, 0))
+        with pytest.raises(ValueError, match="no field of AlbertConfig is the depth.*force=True"):
+            relay.apply(Unroll())
+        assert relay.model.config.num_hidden_layers == 3
+        relay.apply(Unroll(), force=True)
+        assert len(relay.stack) == 3 and relay.model.config.num_hidden_layers == 1
+        assert relay.verify(batch_of(kind, 1)).equal
+        relay.undo()
+        assert len(relay.stack) == 1 and relay.model.config.num_hidden_layers == 3
+
+
 def test_what_is_done_once_per_loop_is_not_unrolled_and_the_remedy_works() -> None:
     kind = kind_of(partial(EntryPerLoop, 2, 4))
     with relay_of(kind) as relay:
