@@ -192,8 +192,8 @@ def _describe_effect(edit: Edit, stack: Sequence[LayerRow], numbers: LayerNumber
             return f"{name(layers)} {'are' if isinstance(layers, tuple) else 'is'} no longer trained."
         case Unfreeze(layers):
             return f"{name(layers)} {'are' if isinstance(layers, tuple) else 'is'} trained again."
-        case Loops(count, stack):
-            return f"The model's forward runs the layers of {stack or 'the stack'} {count} times, one after another."
+        case Loops(count, looped):
+            return f"The model's forward runs the layers of {looped or 'the stack'} {count} times, one after another."
         case Unroll():
             return "Every further loop gets separate layers with copies of the weights, and the loop runs once."
         case Delink(layers):
