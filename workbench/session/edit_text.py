@@ -22,7 +22,7 @@ _NO_NUMBERS: LayerNumbers = {}
 
 
 class _Telling(NamedTuple):
-    """Context of an edit: numbers of layers just before, their count if known, whether it was applied, numbers of loops set."""
+    """Context of an edit: numbers and count of layers just before, whether it was applied, names of loops."""
 
     numbers: LayerNumbers = _NO_NUMBERS
     count: int | None = None

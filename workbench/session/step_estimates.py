@@ -192,7 +192,7 @@ def estimate_flop(relay: Relay, batch: Batch, trace: Trace, samples: int) -> int
 
 
 def _layers_that_ran(relay: Relay, trace: Trace) -> tuple[dict[Unit, int], list[Unit]]:
-    """Return how often each layer of a step was visited in forward, and the layers that were not recomputed at last."""
+    """Return the forward visits of each layer of a step, and the layers that were not recomputed at last."""
     visits = {(event.layer, event.visit) for event in trace.events_since(0)[0] if event.kind == "forward"}
     ran = Counter(key for key, _ in visits)
     layers = {layer: ran[layer.key] for layer in relay.stack if layer.key in ran}
