@@ -11,6 +11,7 @@ from l2l_core.devices import CudaDevice as CudaDevice
 from l2l_core.devices import Device as Device
 from l2l_core.devices import DeviceOutOfMemory as DeviceOutOfMemory
 from l2l_core.devices import EmulatedDevice as EmulatedDevice
+from l2l_core.edits import LOOPED_RECIPES as LOOPED_RECIPES
 from l2l_core.edits import RECIPES as RECIPES
 from l2l_core.edits import ActiveLayers as ActiveLayers
 from l2l_core.edits import Branch as Branch
@@ -24,12 +25,15 @@ from l2l_core.edits import Freezing as Freezing
 from l2l_core.edits import Insert as Insert
 from l2l_core.edits import Interpolate as Interpolate
 from l2l_core.edits import LayerDrop as LayerDrop
+from l2l_core.edits import Looping as Looping
+from l2l_core.edits import Loops as Loops
 from l2l_core.edits import Move as Move
 from l2l_core.edits import Recipe as Recipe
 from l2l_core.edits import Replace as Replace
 from l2l_core.edits import Schedule as Schedule
 from l2l_core.edits import Swap as Swap
 from l2l_core.edits import Unfreeze as Unfreeze
+from l2l_core.edits import Unroll as Unroll
 from l2l_core.edits import WarmupStableDecay as WarmupStableDecay
 from l2l_core.edits import dropping_by_influence as dropping_by_influence
 from l2l_core.edits import gradual_stacking as gradual_stacking

@@ -268,6 +268,12 @@ class Relay:
         return {stack.name: tuple(self._editor.registry.units_of(stack)) for stack in self._editor.registry.stacks}
 
     @property
+    def loops(self) -> Mapping[str, int]:
+        """How often the model's forward runs the stacks for which an edit has set it, by their names."""
+        registry = self._editor.registry
+        return {s.name: max(n.values()) for s in registry.stacks if (n := registry.loops.get(registry.first_name(s)))}
+
+    @property
     def shell(self) -> Unit:
         """The parameters and buffers outside of layers; they stay on the device during a step."""
         return self._runner.parts.shell
@@ -1156,7 +1162,8 @@ class Relay:
         return replace(result, verified=verified)
 
     def _kind_of_check(self, batch: Batch, config: RelayConfig) -> Hashable:
-        layers = tuple((unit.key, unit.trained) for unit in self._runner.parts.units), self.model.training
+        trained = tuple((unit.key, unit.trained) for unit in self._runner.parts.units)
+        layers = trained, self.model.training, *sorted(self.loops.items())
         return kind_of_check(batch, config, layers)
 
     def _reason_not_to_compare(self, config: RelayConfig) -> str:
@@ -1490,7 +1497,7 @@ class Relay:
             tuple(self._runner.parts.units),
             self._store,
             RandomState.capture(),
-            EditedStacks.from_editor(self._editor, self._history),
+            EditedStacks.from_editor(self._editor, self._history, self._runner.pass_cache.layer_order),
             history_parts(self._editor, self._history, self._branches),
             snapshot_parts(self._branches),
             {block.key: block for unit in self._editor.units_with_values for block in unit.blocks},

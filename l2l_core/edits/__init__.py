@@ -37,7 +37,11 @@ from l2l_core.edits.history import UndoStep as UndoStep
 from l2l_core.edits.layer_factory import SampleRun as SampleRun
 from l2l_core.edits.layer_registry import LayerRegistry as LayerRegistry
 from l2l_core.edits.layer_registry import ModelStructure as ModelStructure
+from l2l_core.edits.loops import Looping as Looping
+from l2l_core.edits.loops import Loops as Loops
+from l2l_core.edits.loops import Unroll as Unroll
 from l2l_core.edits.optimizer_state import ParameterSnapshot as ParameterSnapshot
+from l2l_core.edits.recipes import LOOPED_RECIPES as LOOPED_RECIPES
 from l2l_core.edits.recipes import RECIPES as RECIPES
 from l2l_core.edits.recipes import Recipe as Recipe
 from l2l_core.edits.schedules import Freezing as Freezing

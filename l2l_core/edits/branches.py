@@ -18,7 +18,7 @@ import torch
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Ledger
-from l2l_core.edits.commands import RestackCommand, transaction
+from l2l_core.edits.commands import RestackCommand, SetLoopsCommand, transaction
 from l2l_core.edits.editor import Editor
 from l2l_core.edits.history import History
 from l2l_core.eps.blocks import Block, EmptyFn, Layout, Unit
@@ -69,6 +69,7 @@ class BranchState:
     random: RandomState
     units: tuple[Unit, ...]  # the shell, the layers, and the layers that an undo or redo may restore
     stats: dict[Unit, dict[str, float]]  # of the last step
+    loops: dict[str, dict[str, int]]  # see `LayerRegistry.loops`
 
     @property
     def nbytes(self) -> int:
@@ -126,6 +127,10 @@ class Branches:
                 first_name, before = registry.first_name(stack), registry.units_of(stack)
                 if before != target.stacks[first_name]:
                     group.execute(RestackCommand(first_name, before, target.stacks[first_name], proven=True))
+            for looped, numbers in registry.loops.items():
+                wanted = {**registry.first_structure.loops[looped], **target.loops.get(looped, {})}
+                if wanted != numbers:
+                    group.execute(SetLoopsCommand(looped, wanted))
             for unit in target.units:
                 if any(target.snapshots[block] is not None for block in unit.blocks):
                     editor.detached.load(unit)
@@ -184,6 +189,7 @@ class Branches:
             random=RandomState.capture(),
             units=units,
             stats={unit: dict(unit.stats) for unit in units},
+            loops=registry.loops,
         )
 
     def restore(self, active: str, others: Mapping[str, BranchState]) -> None:

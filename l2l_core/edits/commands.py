@@ -62,6 +62,18 @@ class RestackCommand(EditCommand):
 
 
 @dataclass(frozen=True, eq=False)
+class SetLoopsCommand(EditCommand):
+    """Sets the numbers that determine how often the model's forward runs a stack."""
+
+    stack: str  # its first name
+    numbers: Mapping[str, int]  # by dotted name
+
+    def execute(self, editor: Editor) -> UndoInfo:
+        old, put_back = editor.set_loops(self.stack, self.numbers)
+        return UndoInfo(SetLoopsCommand(self.stack, old), put_back)
+
+
+@dataclass(frozen=True, eq=False)
 class _LayerCommand(EditCommand):
     unit: Unit
 

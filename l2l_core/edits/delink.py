@@ -6,15 +6,11 @@ place continues training from the shared weights. Source: M6-10T (Lin et al., ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import nn
-
-from l2l_core.edits.commands import RewriteCommand
-from l2l_core.edits.edit import LayerMakingEdit, RunCommand, Span, restack_command
+from l2l_core.edits.edit import LayerMakingEdit, RunCommand, Span, inherit_state, restack_command
 from l2l_core.edits.editor import Editor
-from l2l_core.edits.optimizer_state import ParameterSnapshot, Policy, make_inherit, states_of
+from l2l_core.edits.optimizer_state import Policy
 from l2l_core.eps.blocks import Unit
 from l2l_core.model import deep_copy
 
@@ -59,18 +55,9 @@ class Delink(LayerMakingEdit):
         if not like:
             raise ValueError(
                 f"Delink({self.layers!r}): no layer there shares weights with another one. A layer that the model's forward runs "
-                "several times is in one place and cannot be delinked; pass layers that share weights"
+                "several times is in one place and cannot be delinked: use Unroll(); else pass layers that share weights"
             )
         shared = {param for old in like.values() for param in old.params} - outside_params
         run(restack_command(editor, stack, after, like))
         for unit in keepers if self.optimizer != "copy" else ():
-            self._inherit_state(unit, [param for param in unit.params if param in shared], editor, run)
-
-    def _inherit_state(self, unit: Unit, params: Sequence[nn.Parameter], editor: Editor, run: RunCommand) -> None:
-        """Apply the policy to the optimizer state of shared parameters that a layer keeps."""
-        with editor.load_layers([unit]):
-            states = states_of(unit, editor.store)
-            kept = {param: make_inherit(self.optimizer)(states[param]) for param in params if param in states}
-            values = {param: ParameterSnapshot(param.detach().clone(), state) for param, state in kept.items()}
-        if values:
-            run(RewriteCommand(unit, values))
+            inherit_state(unit, [param for param in unit.params if param in shared], self.optimizer, editor, run)

@@ -8,7 +8,7 @@ it does not name keep their weights and optimizer state to the bit.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
@@ -377,6 +377,16 @@ def restack_command(
 ) -> RestackCommand:
     """Return the command that replaces the current layers of a stack; `like` as in `RestackCommand`."""
     return RestackCommand(editor.registry.first_name(stack), editor.registry.units_of(stack), tuple(after), like or {})
+
+
+def inherit_state(unit: Unit, params: Iterable[nn.Parameter], policy: Policy, editor: Editor, run: RunCommand) -> None:
+    """Apply a policy to the optimizer state of parameters that a layer keeps while others get copies of them."""
+    with editor.load_layers([unit]):
+        states = states_of(unit, editor.store)
+        kept = {param: make_inherit(policy)(states[param]) for param in params if param in states}
+        values = {param: ParameterSnapshot(param.detach().clone(), state) for param, state in kept.items()}
+    if values:
+        run(RewriteCommand(unit, values))
 
 
 def check_choice(name: str, value: object, choices: object) -> None:

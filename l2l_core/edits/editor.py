@@ -25,7 +25,7 @@ from l2l_core.eps import BlockContents, LayerStore, StateView
 from l2l_core.eps.blocks import Block, EmptyFn, Layout, Unit
 from l2l_core.eps.optimizers import GroupOrder, ParameterIndex, clone_state
 from l2l_core.model import Stack
-from l2l_core.surgery import describe_layer, replace_layers, substitute_modules
+from l2l_core.surgery import describe_layer, numbers_around, replace_layers, set_numbers, substitute_modules
 
 
 class Editor:
@@ -85,13 +85,17 @@ class Editor:
     def commit(self) -> None:
         """Commit the edits to the storage."""
         order = self.group_order.to_plain(self.registry.first_names)
-        self.store.storage.commit(self.registry.units, {"made": self.registry.key_count, "order": order})
+        registry = self.registry
+        notes = {"made": registry.key_count, "order": order, "loops": registry.loops}
+        self.store.storage.commit(registry.units, notes)
 
     def restore_notes(self) -> None:
-        """Restore the number of keys and the group order that an earlier process committed."""
+        """Restore the number of keys, the group order and the numbers of loops that an earlier process committed."""
         if notes := self.store.storage.notes:
             self.registry.key_count = notes["made"]
             self.group_order.load_plain(notes["order"], self.registry.first_names)
+            for name, numbers in notes.get("loops", {}).items():
+                self.set_loops(name, numbers)
 
     # -- the order of layers -------------------------------------------------------------------------------------------
 
@@ -132,14 +136,19 @@ class Editor:
             (self.positions.check_shorter_list if temporary else self.positions.check_move)(
                 self.registry.model, stack, name
             )
+        # By its name and value a number of loops may be a depth (num_hidden_layers of ALBERT), which it does not follow.
+        known = self.registry.loops.get(name, {})
+        loops = {number: n for number, n in numbers_around(self.registry.model, stack).items() if number in known}
         # May raise without having changed anything, so it runs before EPS and ledger change.
         restore_model = replace_layers(self.registry.model, stack, modules, twins, force, inserted)
         self._update_store(name, before, after)
+        restore_loops = set_numbers(self.registry.model, self.registry.find_stack(name), loops)
         if not temporary:
             places = ParameterIndex(self.registry.model, self.registry.stacks)
             self.store.masters.reorder_groups(self.group_order.sort(self.store.masters.groups, places))
 
         def restore() -> None:
+            restore_loops()
             restore_model()
             self._update_store(name, after, before)
             # Exactly: `update_stack` makes the layers of a stack adjacent, `add_units` appends to the groups, and sorting
@@ -244,6 +253,29 @@ class Editor:
                         f"layers {', '.join(users)} share the weights {', '.join(block.names)}, and would all be removed: keep "
                         "one of them, or untie the weights before you create the relay"
                     )
+
+    def set_loops(self, name: str, numbers: Mapping[str, int]) -> tuple[dict[str, int], Callable[[], None]]:
+        """Set the numbers that determine how often the forward runs the stack `name`.
+
+        Returns:
+            The old numbers, and a function that restores the same configuration objects.
+
+        Raises:
+            ValueError: the model has no such number.
+        """
+        registry = self.registry
+        stack, loops, first = registry.find_stack(name), registry.loops, registry.first_structure.loops
+        held = numbers_around(registry.model, stack)
+        restore_model = set_numbers(registry.model, stack, numbers)
+        old = {number: held[number] for number in numbers}
+        first[name] = {**old, **first.get(name, {})}
+        registry.loops = {**loops, name: {**loops.get(name, {}), **numbers}}
+
+        def restore() -> None:
+            restore_model()
+            registry.loops = loops
+
+        return old, restore
 
     # -- values and flags ----------------------------------------------------------------------------------------------
 

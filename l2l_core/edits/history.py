@@ -33,6 +33,8 @@ class JournalEntry:
     nbytes: int  # change of the bytes of weights and optimizer state in the EPS
     # Positions among all layers, before the edit, of layers that `what` names by key.
     places: Mapping[str, int] = field(default_factory=dict, hash=False)
+    # Numbers of loops that edits have set, by dotted name, afterwards.
+    loops: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,8 @@ class History:
     ) -> JournalEntry:
         params, nbytes = (now - old for now, old in zip(self._sizes(), before, strict=True))
         number, layers = len(self.journal), len(self._editor.registry.layers)
-        entry = JournalEntry(number, step, kind, what, of, preserves, policy, layers, params, nbytes, places)
+        loops = {name: n for numbers in self._editor.registry.loops.values() for name, n in numbers.items()}
+        entry = JournalEntry(number, step, kind, what, of, preserves, policy, layers, params, nbytes, places, loops)
         self.journal = (*self.journal, entry)
         return entry
 

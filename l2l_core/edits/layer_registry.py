@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.model import LayerRef, LayerResolver, Stack, find_stacks
-from l2l_core.surgery import ties_of
+from l2l_core.surgery import numbers_around, ties_of
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class ModelStructure:
     stacks: dict[str, list[str]]  # first name -> keys of the layers in order
     sizes: dict[str, int]  # first name -> number of members of the container
     ties: list[list[str]]  # names of each tensor with several
+    loops: dict[str, dict[str, int]] = field(default_factory=dict)  # see `LayerRegistry.loops`
 
 
 class LayerRegistry:
@@ -38,7 +39,10 @@ class LayerRegistry:
         self.first_names: dict[nn.Module, str] = {stack.container: stack.name for stack in self.stacks}
         self.origin = {unit.key: unit.key for unit in layers}  # key -> key of the original layer from which it was made
         self.key_count = len(layers)  # number of keys given out or skipped
+        # Numbers that edits have set for the loops of a stack, by its first name and their dotted names
+        self.loops: dict[str, dict[str, int]] = {}
         self.first_structure = self.structure  # before any edit
+        self._first_numbers = {stack.name: numbers_around(model, stack) for stack in self.stacks}
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -60,7 +64,29 @@ class LayerRegistry:
             {name: [unit.key for unit in self.units_of(stack)] for name, stack in stacks.items()},
             {name: len(stack.container._modules) for name, stack in stacks.items()},
             ties_of(self.model),
+            dict(self.loops),
         )
+
+    def structures_to_save(self, order: Sequence[Unit]) -> tuple[ModelStructure, ModelStructure]:
+        """Return the structure before any edit and the present one, with numbers of loops that were set by hand.
+
+        Those are numbers that have changed since the relay was made, and that equal how often layers run in `order`, the order
+        of the last step.
+        """
+        first, now = dict(self.first_structure.loops), dict(self.loops)
+        for stack in self.stacks:
+            name, held, runs = (
+                self.first_name(stack),
+                numbers_around(self.model, stack),
+                order.count(self.units_of(stack)[0]),
+            )
+            before = self._first_numbers.get(name, {}) | first.get(name, {})
+            by_hand = {
+                number for number, value in before.items() if held.get(number) == runs != value and max(runs, value) > 1
+            }
+            if found := {number: held[number] for number in [*before] if number in {*by_hand, *now.get(name, {})}}:
+                now[name], first[name] = found, {number: before[number] for number in found}
+        return replace(self.first_structure, loops=first), replace(self.structure, loops=now)
 
     # -- stacks --------------------------------------------------------------------------------------------------------
 

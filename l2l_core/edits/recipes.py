@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from l2l_core.edits.depth import Depth
+from l2l_core.edits.loops import Looping
 from l2l_core.edits.schedules import Schedule
 from l2l_core.edits.skip_schedules import ActiveLayers, LayerDrop
 
@@ -186,6 +187,32 @@ RECIPES = _recipes(
         "Optimizer state of the other layers: kept. The rate does not change; a decayed rate needs a restart.",
         lambda first, steps, depth: Depth({first + steps // 2: depth - depth // 4}, shrink="influence"),
         least_steps=2,
+        least_depth=4,
+    ),
+)
+
+# For models whose forward runs a stack several times; `depth` is the number of loops at the end.
+LOOPED_RECIPES = _recipes(
+    Recipe(
+        "fixed loops",
+        "the control; Saunshi et al., arXiv 2502.17416, https://arxiv.org/abs/2502.17416",
+        "All loops from the first step to the last.",
+        "The forward runs the whole stack as often as a number of the model, which is found by observation.",
+        "Any rate; for a comparison the same one as the other recipe.",
+        lambda first, steps, depth: Looping({first: depth}),
+    ),
+    Recipe(
+        "growing loops",
+        "openai/parameter-golf, pull request 835 (no paper)",
+        "Half of the loops for 40 % of the steps, three quarters for another 25 %, then all: 2, 3 and 4 loops of 4. There, the "
+        "shares are of the time.",
+        "As for fixed loops; the loss jumps when the number grows, since the function changes.",
+        "Optimizer state: kept. A gradient is a sum over the loops, so it grows with their number; Adam rescales it, SGD needs a "
+        "lower rate. The rate does not change; no reset, no new warm-up.",
+        lambda first, steps, depth: Looping(
+            {first: depth // 2, first + 2 * steps // 5: 3 * depth // 4, first + 13 * steps // 20: depth}
+        ),
+        least_steps=4,
         least_depth=4,
     ),
 )

@@ -39,6 +39,7 @@ Keyed = TypeVar("Keyed", Unit, Block)
 # Names of commands in saves, independent of the names of the classes
 _KINDS: Mapping[type, str] = {
     commands.RestackCommand: "Restack",
+    commands.SetLoopsCommand: "Loops",
     commands.RewriteCommand: "Rewrite",
     commands.SetTrainedCommand: "Retrain",
     commands.SpillCommand: "Spill",
@@ -68,6 +69,7 @@ def plain_branch(
         "random": plain_random(state.random),
         "units": _keys(state.units),
         "stats": _by_key(state.stats),
+        "loops": state.loops,
         "journal": [asdict(entry) for entry in state.history.journal],
         **plain_history(state.history, present),
     }
@@ -98,6 +100,8 @@ def plain_command(one: EditCommand) -> list[Any]:
     match one:
         case commands.RestackCommand():
             form = [one.stack, _keys(one.before), _keys(one.after), [_keys(pair) for pair in one.like.items()]]
+        case commands.SetLoopsCommand():
+            form = [one.stack, dict(one.numbers)]
         case commands.RewriteCommand():
             form = [one.unit.key, [[i, *value] for i, value in _numbered(one.unit, one.values)]]
         case commands.SetTrainedCommand():
@@ -169,6 +173,7 @@ class PlainReader:
             random=read_random(part["random"]),
             stats=_select_present(self.units, part["stats"]),
             units=tuple(_select_present(self.units, dict.fromkeys(part["units"]))),
+            loops=part.get("loops", {}),
         )
 
     def read_history(self, history: History, part: PlainPart, journal: Sequence[JournalEntry]) -> None:
@@ -205,6 +210,8 @@ class PlainReader:
                 # `proven`, since the stack was valid in the relay that was saved
                 like = {units[new]: units[old] for new, old in pairs if new in units and old in units}
                 return commands.RestackCommand(stack, self._layers(before), self._layers(after), like, proven=True)
+            case "Loops", stack, numbers:
+                return commands.SetLoopsCommand(stack, numbers)
             case "Rewrite", key, values:
                 snapshots = {units[key].params[i]: ParameterSnapshot(*value) for i, *value in values}
                 return commands.RewriteCommand(units[key], snapshots)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from l2l_core.edits import Editor, History, JournalEntry, ModelStructure
+from l2l_core.eps.blocks import Unit
 from l2l_core.surgery import layer_fingerprint, ties_of
 
 
@@ -46,10 +47,10 @@ class EditedStacks:
     by_place: bool = True
 
     @staticmethod
-    def from_editor(editor: Editor, history: History) -> EditedStacks:
-        """Describe the present stacks of a relay."""
+    def from_editor(editor: Editor, history: History, order: Sequence[Unit]) -> EditedStacks:
+        """Describe the present stacks of a relay, whose layers run in `order`."""
         registry = editor.registry
-        now, first = registry.structure, registry.first_structure
+        first, now = registry.structures_to_save(order)
         kinds = {unit.key: layer_fingerprint(unit.module) for unit in registry.layers}
         sizes = {now.containers[name]: size for name, size in now.sizes.items()}
         stats = {unit.key: dict(unit.stats) for unit in registry.units}

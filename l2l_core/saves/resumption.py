@@ -25,7 +25,7 @@ from l2l_core.saves.codec import PlainPart, parts_of_kind
 from l2l_core.saves.edited_stacks import EditedStacks
 from l2l_core.saves.relay_state import named_params
 from l2l_core.saves.saved_relay import SavedRelay, compare_layers, describe_differences
-from l2l_core.surgery import layer_fingerprint, replace_layers
+from l2l_core.surgery import layer_fingerprint, numbers_around, replace_layers
 
 SHARED = shared_key("")  # prefix of the keys of shared blocks
 
@@ -101,6 +101,9 @@ class Resumption:
         registry.set_first_structure(edited.first, self.built.containers)
         editor.group_order.load_plain(edited.orders, registry.first_names)
         registry.key_count, registry.origin = max(edited.made, registry.key_count), {**registry.origin, **edited.origin}
+        # Before the stacks, whose depth such a number does not follow
+        for name, numbers in edited.now.loops.items():
+            self._restore_loops(editor, name, numbers, rollback)
         for name, keys in edited.stacks.items():
             before = registry.units_of(registry.find_stack(name))
             for key in keys:
@@ -116,6 +119,20 @@ class Resumption:
         if edited.is_edited:
             self._set_trained(editor)
             self._regroup(editor)
+
+    def _restore_loops(self, editor: Editor, name: str, numbers: Mapping[str, int], rollback: ExitStack) -> None:
+        """Set numbers of loops; refuse a model that has others than before the edits or in the save."""
+        held, first = (
+            numbers_around(editor.registry.model, editor.registry.find_stack(name)),
+            self.edited.first.loops[name],
+        )
+        for number, value in numbers.items():
+            if held.get(number) not in (value, first[number]):
+                raise ValueError(
+                    f"the model has {number} = {held.get(number)}, which was {first[number]} when the relay was made and "
+                    f"is {value} in {self.saved.path}: build the model with one of these, and change it after loading (Loops)"
+                )
+        rollback.callback(editor.set_loops(name, numbers)[1])
 
     def _make_unit(self, editor: Editor, key: str, units: Mapping[str, Unit]) -> Unit:
         origin = self.edited.origin[key]

@@ -17,6 +17,11 @@ from l2l_core.surgery.layer_features import layer_fingerprint as layer_fingerpri
 from l2l_core.surgery.layer_features import ties_of as ties_of
 from l2l_core.surgery.layer_replacement import replace_layers as replace_layers
 from l2l_core.surgery.layer_replacement import substitute_modules as substitute_modules
+from l2l_core.surgery.loop_numbers import RecordedCalls as RecordedCalls
+from l2l_core.surgery.loop_numbers import find_loop_numbers as find_loop_numbers
+from l2l_core.surgery.loop_numbers import numbers_around as numbers_around
+from l2l_core.surgery.loop_numbers import record_calls as record_calls
+from l2l_core.surgery.loop_numbers import set_numbers as set_numbers
 from l2l_core.surgery.stack_context import possible_depth_reads as possible_depth_reads
 from l2l_core.surgery.trial_runs import CallSample as CallSample
 from l2l_core.surgery.trial_runs import capture_samples as capture_samples

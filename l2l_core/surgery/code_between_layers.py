@@ -47,7 +47,7 @@ class EqualOutputs:
     def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Record a call and return copies of the outputs, on the device of the arguments."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        self.calls.append((layer, _arguments(args, kwargs)))
+        self.calls.append((layer, copy_arguments(args, kwargs)))
         device = tensors[0].device if tensors else torch.device("cpu")
         factor = self._factor_first if len(self.calls) == 1 else self._factor
         return pytree.tree_map(lambda leaf: _scaled_copy(leaf, device, factor), self._outputs)
@@ -168,7 +168,8 @@ def different_arguments(a: Arguments, b: Arguments) -> list[str]:
     return [name for name in {**a, **b} if name not in a or name not in b or not _is_equal(a[name], b[name])]
 
 
-def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+def copy_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+    """Copy the arguments of a layer call to the host, by name or position."""
     found: Arguments = {}
     for name, value in [*enumerate(args), *kwargs.items()]:
         leaves = pytree.tree_leaves(value, is_leaf=is_cache)

@@ -31,12 +31,14 @@ from l2l_core import (
     Freeze,
     Insert,
     Interpolate,
+    Loops,
     Move,
     Relay,
     RelayConfig,
     Replace,
     Swap,
     Unfreeze,
+    Unroll,
 )
 
 WIDTH, MOST_LAYERS, MOST_BRANCHES = 4, 7, 3
@@ -76,6 +78,25 @@ class Stacks(nn.Module):
         for layer in (*self.layers, *getattr(self, "more", ())):
             x = layer(x)
         return self.head(x)
+
+
+class Looped(Stacks):
+    """One stack that runs several times."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth)
+        self.n_loops = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for _ in range(self.n_loops):
+            for layer in self.layers:
+                x = layer(x)
+        return self.head(x)
+
+
+def looped() -> nn.Module:
+    return Looped(2)
 
 
 def plain() -> nn.Module:
@@ -165,6 +186,7 @@ class Kind:
     stacks: tuple[str, ...] = ("layers",)
     layers: tuple[str, ...] | None = None
     config: RelayConfig = RelayConfig(micro_batches=2)  # noqa: RUF009, B008 - frozen
+    commands: tuple[tuple[str, float], ...] = ()  # besides those of all kinds, with their weights
 
     def fresh(self) -> nn.Module:
         torch.manual_seed(0)
@@ -183,12 +205,14 @@ KINDS = {
     "normed": Kind(normed, backwards, config=CLIPPED),
     "several": Kind(several, decay_groups, ("layers", "more"), config=CLIPPED),
     "head first": Kind(plain, head_first),
+    "looped": Kind(looped, decay_groups, commands=(("loops", 6), ("unroll", 3))),
 }
 
 REFUSALS = [
     "one must stay", "one must run", "all of .* would be skipped", "out of range", "interpolate'\\) needs a layer on both sides",
     "share the weights .* would all be removed", "holds one module in several places", "there is nothing to (undo|redo)",
     "no layer there shares", "dropped with park=None", "cannot be mixed", "not interchangeable", "would hold the same",
+    "no loop to replace",
 ]  # fmt: skip
 
 Command = tuple[str, int, int, int]
@@ -226,6 +250,8 @@ class Walk:
         self.number += 1
         getattr(self, kind.replace(" ", "_"))(a, b, c)
         assert_equal(self.relay.optimizer, self.relay.model, self.shadow)
+        if hasattr(self.relay.model, "n_loops"):
+            assert vars(self.relay.model)["n_loops"] == vars(self.shadow.world.model)["n_loops"]
         assert self.relay.steps == self.shadow.world.steps and self.relay.branch == self.shadow.branch
         assert self.relay.can_undo == bool(self.shadow.world.done) and self.relay.can_redo == bool(
             self.shadow.world.undone
@@ -421,6 +447,29 @@ class Walk:
 
         self.attempt(lambda: self.apply(Delink((there, slice(span.start, span.stop)))), mirror)
 
+    def loops(self, a: int, b: int, c: int) -> None:
+        count = 1 + a % 3
+        self.relay.expect(make_batch(b))
+        self.relay.apply(Loops(count))
+        self.shadow.do(("loops", count))
+
+    def unroll(self, a: int, b: int, c: int) -> None:
+        """Copies behind the layers, and one loop."""
+        layers = self.layers("layers")
+        loops = vars(self.shadow.world.model)["n_loops"]
+        if loops * len(layers) > MOST_LAYERS:
+            return
+
+        def mirror() -> None:
+            copies = [self.shadow.copy_of(layer, "copy") for layer in layers * (loops - 1)]
+            for made, layer in zip(copies, layers * (loops - 1), strict=True):
+                for new, old in zip(made.parameters(), layer.parameters(), strict=True):
+                    new.requires_grad_(old.requires_grad)
+            self.shadow.do(self.shadow.order("layers", [*layers, *copies]), ("loops", 1))
+
+        self.relay.expect(make_batch(b))
+        self.attempt(lambda: self.relay.apply(Unroll()), mirror)
+
     def freeze(self, a: int, b: int, c: int) -> None:
         self._train(Freeze, False, a, b)
 
@@ -507,9 +556,9 @@ def make_batch(seed: int) -> Batch:
     return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
 
 
-def make_commands(seed: int, count: int) -> list[Command]:
-    chance = random.Random(seed)
-    kinds = chance.choices(list(COMMANDS), list(COMMANDS.values()), k=count)
+def make_commands(seed: int, count: int, more: tuple[tuple[str, float], ...] = ()) -> list[Command]:
+    chance, weights = random.Random(seed), {**COMMANDS, **dict(more)}
+    kinds = chance.choices(list(weights), list(weights.values()), k=count)
     return [(kind, chance.randrange(60), chance.randrange(60), chance.randrange(60)) for kind in kinds]
 
 
@@ -544,7 +593,7 @@ def shortest(kind: Kind, commands: list[Command], folder: Path, tries: int = 300
 
 
 def check(kind: Kind, seed: int, count: int, folder: Path) -> None:
-    commands = make_commands(seed, count)
+    commands = make_commands(seed, count, kind.commands)
     if (failed := walk(kind, commands, folder)) is None:
         return
     commands = shortest(kind, commands[: failed[0] + 1], folder)

@@ -65,7 +65,7 @@ def test_every_layer_runs(kind: Kind) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         loss_of(kind, model, kind.make_batch(4, 0))
-    expected = {"albert": {3}, "lora_albert": {3}, "random_skip": {0, 1}}.get(kind.name, {1})
+    expected = {"albert": {3}, "looped": {2}, "lora_albert": {3}, "random_skip": {0, 1}}.get(kind.name, {1})
     assert {calls[name] for name in layers} == expected
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from zoo import BY_NAME, Batch
 
-from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Relay, RelayConfig, Workers, in_bf16
+from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Loops, Relay, RelayConfig, Unroll, Workers, in_bf16
 
 
 def sgd(model: nn.Module) -> Optimizer:
@@ -199,9 +199,12 @@ def edit(relay: Relay, what: Edit | str | None) -> None:
         relay.undo() if what == "undo" else relay.redo()
 
 
-def edit_beside_alone(rank: int, count: int, edits: list[Edit | str | None]) -> dict[str, Any]:
+LOOP_EDITS: list[Edit | str | None] = [None, Loops(3), "undo", "redo", Unroll(), "undo", Loops(1)]
+
+
+def edit_beside_alone(rank: int, count: int, edits: list[Edit | str | None], name: str = "gpt2") -> dict[str, Any]:
     """Edit and train together, then on one worker; each edit is followed by a step."""
-    case = Case("gpt2", rows=(4, 4))
+    case = Case(name, rows=(4, 4))
     kind, losses = BY_NAME[case.kind], []
     with relay_of(case, rank) as relay:
         for step, what in enumerate(edits):

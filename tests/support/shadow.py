@@ -27,7 +27,8 @@ Loss = Callable[[Any, Batch], Tensor]
 Order = tuple[str, nn.Module, list[nn.Module]]  # ("order", container, its layers from now on)
 Values = tuple[str, dict[nn.Parameter, tuple[Tensor, Known | None]]]
 Flags = tuple[str, dict[nn.Parameter, bool]]
-Change = Order | Values | Flags
+Loops = tuple[str, int]
+Change = Order | Values | Flags | Loops
 
 
 @dataclass
@@ -105,8 +106,8 @@ class Shadow:
     def step(self, batch: Batch, skip: Collection[tuple[str, int]] = ()) -> float:
         """One step, without some layers."""
         world = self.world
-        whole = {name: list(layers) for name, layers in world.layers.items()}
-        for name, layers in whole.items():
+        whole = {name: (layers, dict(world.containers[name]._modules)) for name, layers in world.layers.items()}
+        for name, (layers, _) in whole.items():
             self._put(name, [layer for i, layer in enumerate(layers) if (name, i) not in skip])
         losses = []
         random = torch.get_rng_state()
@@ -120,8 +121,10 @@ class Shadow:
         if self.config.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(world.model.parameters(), self.config.max_grad_norm)
         self._update()
-        for name, layers in whole.items():
-            self._put(name, layers)
+        for name, (layers, members) in whole.items():  # not by `_put`: all layers may have been skipped
+            world.layers[name] = layers
+            world.containers[name]._modules.clear()
+            world.containers[name]._modules.update(members)
         world.steps += 1
         return float(sum(losses))
 
@@ -207,6 +210,10 @@ class Shadow:
                 if known is not None:
                     world.states[param] = copy.deepcopy(known)
             return "values", old
+        if kind == "loops":
+            model: Any = world.model
+            before, model.n_loops = model.n_loops, what[0]
+            return "loops", before
         old = {param: param.requires_grad for param in what[0]}
         for param, trained in what[0].items():
             param.requires_grad_(trained)

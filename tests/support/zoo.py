@@ -261,6 +261,19 @@ class Chain(nn.Module):
         return self.head(self.walk(self.embed(x)).mean(1))
 
 
+class Looped(Chain):
+    """All layers, several times."""
+
+    def __init__(self, loops: int = 2, depth: int = 2) -> None:
+        super().__init__([ResidualMlp() for _ in range(depth)])
+        self.n_loops = loops
+
+    def walk(self, h: Tensor) -> Tensor:
+        for _ in range(self.n_loops):
+            h = super().walk(h)
+        return h
+
+
 class ResidualOutside(Chain):
     def walk(self, h: Tensor) -> Tensor:
         for layer in self.layers:
@@ -678,6 +691,7 @@ def _pairs(name: str, build: Callable[[], nn.Module], batch: Callable[..., Batch
 
 KINDS: list[Kind] = [
     _pairs("chain", lambda: Chain(_blocks())),
+    _pairs("looped", Looped, note="two layers, each visited twice"),
     _pairs("residual_outside", lambda: ResidualOutside([Mlp() for _ in range(4)])),
     _pairs("norm_outside", lambda: NormOutside([Mlp() for _ in range(4)])),
     _pairs("random_skip", lambda: RandomSkip(_blocks()), note="may skip every layer for a micro-batch"),

@@ -172,6 +172,7 @@ def _build_fields() -> dict[str, Any]:
         "weight": ipywidgets.BoundedFloatText(0.5, min=0, max=1, step=0.1, description="weight", **control_layout("120px")),
         "optimizer": make_dropdown("optimizer state", ["fresh", "copy", "scaled"], "200px"),
         "factor": ipywidgets.FloatText(0.5, step=0.1, description="by", **control_layout("90px")),
+        "count": ipywidgets.BoundedIntText(2, min=1, max=10**6, description="loops", **control_layout("110px")),
         # the default `max` is 100
         "warmup": ipywidgets.BoundedIntText(
             0, min=0, max=10**6, description="warm-up", tooltip="Updates until the full learning rate is reached",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from l2l_core import Delink, Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Move, Swap, Unfreeze
+from l2l_core import Delink, Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Loops, Move, Swap, Unfreeze, Unroll
 from l2l_core.trace import format_bytes
 from workbench.readings import LayerNumbers, full_name
 from workbench.session.edit_text import describe_layers
@@ -30,6 +30,8 @@ FORM_FIELDS: Mapping[str, tuple[str, ...]] = {
     "Freeze": ("first", "last"),
     "Unfreeze": ("first", "last"),
     "Delink": ("first", "last", "optimizer", "factor", "warmup"),
+    "Loops": ("count",),
+    "Unroll": ("optimizer", "factor", "warmup"),
     "Replace": (),
 }
 NEEDS_CODE = "Replace takes a module, so it takes code: workbench.edit(Replace({key!r}, YourLayer())) in a cell."
@@ -81,6 +83,8 @@ _EDIT_MAKERS: Mapping[str, Callable[[Answers, Sequence[LayerRow]], Edit]] = {
     "Freeze": lambda of, _: Freeze(_span(of)),
     "Unfreeze": lambda of, _: Unfreeze(_span(of)),
     "Delink": lambda of, _: Delink(_span(of), _optimizer_policy(of), of["warmup"]),
+    "Loops": lambda of, stack: Loops(of["count"], stack[0].stack),
+    "Unroll": lambda of, stack: Unroll(stack[0].stack, optimizer=_optimizer_policy(of), warmup=of["warmup"]),
 }
 
 
@@ -96,7 +100,7 @@ class EditPreview:
         keeps_function: True if the model computes the same function afterwards.
         optimizer: effect on the optimizer state.
         layers, params, nbytes: change of the numbers of layers and weights, and of the weights' bytes; None if it depends
-            on shared weights, which the rows of layers do not show.
+            on shared weights or on loops, which the rows of layers do not show.
     """
 
     effect: str
@@ -126,7 +130,7 @@ class EditPreview:
 def preview_edit(edit: Edit, stack: Sequence[LayerRow], numbers: LayerNumbers) -> EditPreview:
     """Preview an edit from `make_edit` on the current stack; `numbers` are those of all layers."""
     effect = _describe_effect(edit, stack, numbers)
-    if isinstance(edit, Delink):
+    if isinstance(edit, Delink | Unroll):
         return EditPreview(effect, edit.preserves_function, edit.optimizer_policy, None, None, None)
     sign, rows = _layer_delta(edit, stack)
     return EditPreview(
@@ -188,6 +192,10 @@ def _describe_effect(edit: Edit, stack: Sequence[LayerRow], numbers: LayerNumber
             return f"{name(layers)} {'are' if isinstance(layers, tuple) else 'is'} no longer trained."
         case Unfreeze(layers):
             return f"{name(layers)} {'are' if isinstance(layers, tuple) else 'is'} trained again."
+        case Loops(count, looped):
+            return f"The model's forward runs the layers of {looped or 'the stack'} {count} times, one after another."
+        case Unroll():
+            return "Every further loop gets separate layers with copies of the weights, and the loop runs once."
         case Delink(layers):
             return f"Where {name(layers)} shares weights, every place gets a separate layer with a copy of them."
     raise AssertionError(f"the form has no {type(edit).__name__}")

@@ -22,11 +22,12 @@ _NO_NUMBERS: LayerNumbers = {}
 
 
 class _Telling(NamedTuple):
-    """Context of an edit: numbers of layers just before, their count if known, and whether it was applied."""
+    """Context of an edit: numbers and count of layers just before, whether it was applied, names of loops."""
 
     numbers: LayerNumbers = _NO_NUMBERS
     count: int | None = None
     is_done: bool = False
+    loops: Sequence[str] = ()
 
 
 def describe_edit(edit: Edit, numbers: LayerNumbers = _NO_NUMBERS, count: int | None = None) -> str:
@@ -69,7 +70,7 @@ def describe_entry(entry: JournalEntry, journal: Sequence[JournalEntry]) -> str:
 def _telling_of(entry: JournalEntry) -> _Telling:
     """Return the numbers of an entry, and the count before it if it is a single insertion."""
     is_insertion = entry.what.startswith("Insert(") and "; " not in entry.what
-    return _Telling(entry.places, entry.layers - 1 if is_insertion else None, is_done=True)
+    return _Telling(entry.places, entry.layers - 1 if is_insertion else None, is_done=True, loops=[*entry.loops])
 
 
 def describe_fork(name: str) -> str:
@@ -115,6 +116,8 @@ _VERBS: Mapping[str, tuple[str, str]] = {  # to do, and done
     "Freeze": ("freeze", "froze"),
     "Unfreeze": ("unfreeze", "unfroze"),
     "Delink": ("delink", "delinked"),
+    "Loops": ("loop", "looped"),
+    "Unroll": ("unroll", "unrolled"),
 }
 
 
@@ -147,6 +150,11 @@ def _describe_object(kind: str, fields: Fields, telling: _Telling) -> str:
             return f"{name('layer')} to the place of {name('to')}"
         case "Replace":
             return f"{_layer_phrase(fields['layer'], telling.numbers)} by {name('module')}"
+        case "Loops":
+            number = ", ".join(telling.loops) or fields["attribute"]
+            return f"{fields['stack'] or 'the stack'} {fields['count']} times{f' ({number})' if number else ''}"
+        case "Unroll":
+            return f"the loops of {fields['stack'] or 'the stack'} into layers"
         case "Interpolate":
             return f"{100 * fields['weight']:.3g} % of {name('other')} into {name('layer')}"
         case _:

@@ -8,7 +8,8 @@ makes the products of the layers that ran, and those of a layer's forward twice 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -76,14 +77,15 @@ class FlopCounter:
             trace: trace of the step; skipped layers do not count.
             samples: rows of the batch.
         """
-        layers, kept = _layers_that_ran(self._relay, trace)
-        products = self._products_of(batch)
+        visits, kept = _layers_that_ran(self._relay, trace)
+        products = self._products_of(batch, visits)
         if products is None:
             return estimate_flop(self._relay, batch, trace, samples)
         flop = products.shell
         for layer, forward, backward in zip(self._relay.stack, products.forward, products.backward, strict=True):
-            if layer in layers:
-                flop += forward + backward + (forward if backward and layer not in kept else 0)
+            if layer in visits:
+                not_recomputed = forward // visits[layer] if layer in kept else 0  # the last visit alone
+                flop += forward + backward + (forward - not_recomputed if backward else 0)
         return flop
 
     @property
@@ -91,11 +93,12 @@ class FlopCounter:
         """Statement of what the counts of this relay contain."""
         return FLOP_ESTIMATE if None in self._counted.values() else FLOP_FORMULA
 
-    def _products_of(self, batch: Batch) -> Products | None:
+    def _products_of(self, batch: Batch, visits: Mapping[Unit, int]) -> Products | None:
         """Return the products of a batch of this shape; None if the model cannot run without values."""
         units = (self._relay.shell, *self._relay.stack)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves_in(batch) if isinstance(leaf, torch.Tensor))
-        case = shapes, tuple((type(u.module), tuple(p.shape for p in u.params), u.trained) for u in units)
+        loops = tuple(max([1, *(visits.get(unit, 0) for unit in layers)]) for layers in self._relay.stacks.values())
+        case = shapes, loops, tuple((type(u.module), tuple(p.shape for p in u.params), u.trained) for u in units)
         if case not in self._counted:
             try:
                 self._counted[case] = _count_products(self._relay, batch)
@@ -188,23 +191,24 @@ def estimate_flop(relay: Relay, batch: Batch, trace: Trace, samples: int) -> int
     return _estimate(relay.shell, *_layers_that_ran(relay, trace)) * count_tokens(batch, samples)
 
 
-def _layers_that_ran(relay: Relay, trace: Trace) -> tuple[list[Unit], list[Unit]]:
-    """Return the layers of a step, and those of them that were not recomputed."""
-    ran = {event.layer for event in trace.events_since(0)[0] if event.kind == "forward"}
-    layers = [layer for layer in relay.stack if layer.key in ran]
-    return layers, layers[-kept_layer_count(trace.settings, len(layers)) :]
+def _layers_that_ran(relay: Relay, trace: Trace) -> tuple[dict[Unit, int], list[Unit]]:
+    """Return the forward visits of each layer of a step, and the layers that were not recomputed at last."""
+    visits = {(event.layer, event.visit) for event in trace.events_since(0)[0] if event.kind == "forward"}
+    ran = Counter(key for key, _ in visits)
+    layers = {layer: ran[layer.key] for layer in relay.stack if layer.key in ran}
+    return layers, [*layers][-kept_layer_count(trace.settings, len(layers)) :]
 
 
-def _estimate(shell: Unit, layers: Sequence[Unit], kept: Sequence[Unit]) -> int:
+def _estimate(shell: Unit, layers: Mapping[Unit, int], kept: Sequence[Unit]) -> int:
     """Return the operations of one token, by `FLOP_ESTIMATE`: 2 less per frozen parameter, and where nothing is recomputed."""
     operations = 2 * shell.num_params + 2 * (shell.num_params + shell.num_trained)
     learns = shell.num_trained > 0  # whether anything at or before this layer is trained, so that backward reaches it
-    for layer in layers:
+    for layer, visits in layers.items():
         learns = learns or layer.num_trained > 0
-        operations += 2 * layer.num_params
+        operations += 2 * visits * layer.num_params
         if learns:
-            again = 0 if layer in kept else 2 * layer.num_params
-            operations += again + 2 * (layer.num_params + layer.num_trained)
+            again = visits - (layer in kept)  # recomputed
+            operations += 2 * again * layer.num_params + 2 * visits * (layer.num_params + layer.num_trained)
     return operations
 
 

@@ -23,11 +23,13 @@ from l2l_core import (
     Insert,
     Interpolate,
     LayerDrop,
+    Loops,
     Move,
     Relay,
     Replace,
     Swap,
     Unfreeze,
+    Unroll,
 )
 from l2l_core.edits import Edit
 
@@ -488,3 +490,22 @@ def test_a_model_whose_configuration_follows(folder: Path) -> None:
     with relay_on(folder / "shelf", kind, resume=True, model=type(plain)(plain.config)) as relay:
         assert_same(weights_of(relay), before)
         assert relay.evaluate(batch) == loss
+
+
+def test_the_number_of_loops_is_resumed_and_unrolled_by_hand(folder: Path) -> None:
+    kind = BY_NAME["looped"]
+    with compared(folder, kind) as (relay, plain):
+        train(relay, plain, 2)
+        relay.apply(Loops(3))
+        plain.model.n_loops = 3
+        train(relay, plain, 1)
+        with pytest.raises(ValueError, match=r"needs all weights in memory at once") as refused:
+            relay.apply(Unroll())
+    with relay_on(folder, kind, resume=True) as relay:
+        assert vars(relay.model)["n_loops"] == 3
+        train(relay, plain, 1)
+        relay.apply(*eval(re.search(r"apply\((.*)\) makes", str(refused.value))[1], globals()))
+        layers, optimizer = plain.model.layers, plain
+        plain.model.layers = nn.ModuleList([*layers, *(twin_of(optimizer, each, True) for each in [*layers] * 2)])
+        plain.model.n_loops = 1
+        train(relay, plain, 1)

@@ -6,9 +6,25 @@ from typing import Any
 
 import pytest
 from sessions import make_batches, make_relay, mse
+from zoo import BY_NAME
 
-from l2l_core import Delink, Drop, Duplicate, EmulatedDevice, Freeze, Insert, Interpolate, Move, Relay, Swap, Unfreeze
+from l2l_core import (
+    Delink,
+    Drop,
+    Duplicate,
+    EmulatedDevice,
+    Freeze,
+    Insert,
+    Interpolate,
+    Loops,
+    Move,
+    Relay,
+    Swap,
+    Unfreeze,
+    Unroll,
+)
 from workbench.session.edit_form import END, FORM_FIELDS, PREVIOUS, make_edit, preview_edit
+from workbench.session.edit_text import describe_entry
 from workbench.session.snapshot_rows import layer_rows
 
 NEW = {"optimizer": "fresh", "factor": 0.5, "warmup": 3}
@@ -79,6 +95,22 @@ def test_form_delinks_all_places_of_a_layer() -> None:
         assert [(row.key, row.position) for row in rows] == [("L000", 0)]
         relay.apply(make_edit("Delink", {"first": "L000", "last": "L000", **NEW}, rows))
         assert [(row.key, row.position) for row in layer_rows(relay)] == [(f"L00{i}", i) for i in range(4)]
+
+
+def test_form_changes_and_unrolls_loops() -> None:
+    kind = BY_NAME["looped"]
+    with Relay(kind.make_model(), device=EmulatedDevice(), loss=kind.loss) as relay:
+        relay.step(kind.make_batch(4))
+        made = make_edit("Loops", {"count": 3}, rows := layer_rows(relay))
+        outlook = preview_edit(made, rows, {})
+        assert made == Loops(3, "layers") and (outlook.layers, outlook.params) == (0, 0) and not outlook.keeps_function
+        relay.apply(made)
+        assert describe_entry(relay.journal[-1], relay.journal) == "looped layers 3 times (n_loops)"
+        unroll = make_edit("Unroll", {**NEW, "optimizer": "scaled"}, rows)
+        outlook = preview_edit(unroll, rows, {})
+        assert unroll == Unroll("layers", optimizer=0.5, warmup=3) and outlook.layers is None and outlook.keeps_function
+        relay.apply(unroll)
+        assert len(layer_rows(relay)) == 6
 
 
 def test_replace_needs_code() -> None:

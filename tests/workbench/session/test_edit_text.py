@@ -6,7 +6,21 @@ import pytest
 from sessions import Layer, make_batches, make_relay
 from torch import nn
 
-from l2l_core import Delink, Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Move, Replace, Swap, Unfreeze
+from l2l_core import (
+    Delink,
+    Drop,
+    Duplicate,
+    Edit,
+    Freeze,
+    Insert,
+    Interpolate,
+    Loops,
+    Move,
+    Replace,
+    Swap,
+    Unfreeze,
+    Unroll,
+)
 from l2l_core.edits.history import JournalEntry
 from workbench.session.edit_text import describe_edit, describe_entry
 
@@ -33,6 +47,9 @@ WORDS: list[tuple[Edit, str]] = [
     (Freeze(slice(None, 2)), "freeze layers 0 to 1"),
     (Unfreeze(slice(2, None)), "unfreeze layers 2 to the last"),
     (Delink(), "delink all layers"),
+    (Loops(3), "loop the stack 3 times"),
+    (Loops(3, "core.layers", "core.n_loops"), "loop core.layers 3 times (core.n_loops)"),
+    (Unroll(), "unroll the loops of the stack into layers"),
 ]
 
 

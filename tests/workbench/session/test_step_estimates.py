@@ -11,8 +11,8 @@ import zoo
 from sessions import WIDTH, make_batches, noisy_relay
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from l2l_core import EmulatedDevice, Freeze, Relay, RelayConfig, StepResult, Unfreeze
-from workbench.session.step_estimates import FLOP_ESTIMATE, FLOP_FORMULA, FlopCounter, count_tokens
+from l2l_core import EmulatedDevice, Freeze, Loops, Relay, RelayConfig, StepResult, Unfreeze, Unroll
+from workbench.session.step_estimates import FLOP_ESTIMATE, FLOP_FORMULA, FlopCounter, count_tokens, estimate_flop
 
 LAYERS, WORDS, LENGTH, ROWS, DIM = 3, 50, 16, 4, 32
 
@@ -95,3 +95,18 @@ def test_a_model_that_needs_values_is_estimated() -> None:
 def test_tokens_are_the_elements_of_the_integer_tensor() -> None:
     assert count_tokens({"input_ids": torch.ones(3, 7, dtype=torch.long), "labels": torch.ones(3)}, 3) == 21
     assert count_tokens((torch.ones(3, 7), torch.ones(3, dtype=torch.long)), 3) == 3
+
+
+def test_loops_have_the_operations_of_as_many_layers() -> None:
+    kind = zoo.BY_NAME["looped"]
+    batch, config = kind.make_batch(4), RelayConfig(micro_batches=2, verify="never")
+    with Relay(kind.make_model(), device=EmulatedDevice(), loss=kind.loss, config=config) as relay:
+        counter, seen = FlopCounter(relay), list[tuple[int, int]]()
+        for edit in (Loops(2), Loops(3), Unroll(), Loops(2)):
+            relay.expect(batch)
+            relay.apply(edit)
+            result = relay.step(batch)
+            seen.append((counted(counter, batch, result), estimate_flop(relay, batch, result.trace, result.samples)))
+    (two, about_two), (three, about_three), unrolled, (six_twice, _) = seen
+    assert unrolled == (three, about_three) and two < three < six_twice and about_two < about_three
+    assert six_twice - three == 3 * (three - two)
