@@ -49,6 +49,7 @@ from l2l_core.eps.blocks import (
     build_units,
     check_keys,
     check_model,
+    disable_packing,
     refuse_checkpointing,
     refuse_scripted,
     refuse_uninitialized,
@@ -249,6 +250,7 @@ class Relay:
                 parts.units, self._store, self.host, self.device, self._shared_facts
             )
             self._editor.restore_notes()
+            disable_packing(model.modules())  # last, since a failure leaves the model as it was
         except BaseException:
             self._shut_down()
             raise

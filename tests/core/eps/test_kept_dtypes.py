@@ -674,33 +674,54 @@ def test_tensors_whose_values_are_elsewhere_are_refused() -> None:
         make_relay(model)
 
 
-@pytest.mark.skipif(bitsandbytes is None, reason="bitsandbytes is not installed: the extra quant")
+needs_bitsandbytes = pytest.mark.skipif(bitsandbytes is None, reason="bitsandbytes is not installed: the extra quant")
+
+
+def packing_model() -> Any:
+    """Layers that an evaluation packs anew, as on a CPU with AVX512-BF16, where adapters would get no gradient."""
+    model = make_model(torch.int8)
+    for layer in model.layers:
+        middle = bitsandbytes.nn.Linear4bit(64, 64, bias=False, quant_type="nf4").requires_grad_(False).to("cpu")
+        middle.support_avx512bf16_for_cpu = True
+        layer.base = nn.Sequential(nn.Linear(WIDTH, 64), middle, nn.Linear(64, WIDTH)).requires_grad_(False)
+    return model
+
+
+def packs(model: Any) -> list[bool]:
+    return [layer.base[1].support_avx512bf16_for_cpu for layer in model.layers]
+
+
+@needs_bitsandbytes
 def test_weights_that_an_evaluation_packed_anew_are_refused() -> None:
-    """As on a CPU with AVX512-BF16, where adapters would get no gradient."""
-
-    def wide_model() -> Any:
-        model = make_model(torch.int8)
-        for layer in model.layers:
-            middle = bitsandbytes.nn.Linear4bit(64, 64, bias=False, quant_type="nf4").requires_grad_(False).to("cpu")
-            middle.support_avx512bf16_for_cpu = True
-            layer.base = nn.Sequential(nn.Linear(WIDTH, 64), middle, nn.Linear(64, WIDTH)).requires_grad_(False)
-        return model
-
-    model = wide_model()
+    model = packing_model()
     weight = model.layers[1].base[1].weight
     weight.data, weight.quant_state = bitsandbytes.functional._convert_weight_packed_for_cpu(
         weight.data, weight.quant_state
     )
     with pytest.raises(ValueError, match=r"layers.1.base.1.weight was packed anew .* Load or quantise the base again"):
         make_relay(model)
-    model = wide_model()
+    model = packing_model()
     with make_relay(model) as relay:
         relay.evaluate(batch_of(0))
         relay.step(batch_of(0))
         relay.apply(Duplicate(1))
         assert relay.verify(batch_of(1)).equal
-        assert not any(layer.base[1].support_avx512bf16_for_cpu for layer in model.layers)
-    assert all(layer.base[1].support_avx512bf16_for_cpu for layer in model.layers)  # as they were
+        assert packs(model) == [False] * 4
+        dropped = relay.stack[1].module
+        relay.apply(Drop(1))
+        assert dropped.base[1].support_avx512bf16_for_cpu
+        relay.undo()
+        assert packs(model) == [False] * 4
+    assert packs(model) == [True] * 4  # as they were
+
+
+@needs_bitsandbytes
+def test_a_relay_that_cannot_be_made_leaves_the_packing_as_it_was() -> None:
+    model = packing_model()
+    model.layers[2].a.data = model.layers[2].a.data.bfloat16()
+    with pytest.raises(ValueError, match="make all that is trained in it bfloat16 or float32"):
+        make_relay(model, optimizer=lambda model: in_bf16(torch.optim.AdamW, weights=True)(model.parameters(), lr=1e-2))
+    assert packs(model) == [True] * 3
 
 
 def test_layers_with_them_are_refused_where_the_relay_cannot_keep_them(tmp_path: Path) -> None:
