@@ -45,3 +45,4 @@ from l2l_core.eps.blocks.units import Block as Block
 from l2l_core.eps.blocks.units import Unit as Unit
 from l2l_core.eps.blocks.units import is_placeholder as is_placeholder
 from l2l_core.eps.blocks.units import nan_placeholder as nan_placeholder
+from l2l_core.eps.blocks.units import put_back_params as put_back_params

@@ -8,7 +8,7 @@ a second block of the unit, in bytes: copies move these as they are, in every pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -260,6 +260,14 @@ class Unit:
             own = [next(rest) for _ in block.params]
             if not block.returned:
                 _set_data(block.params, own)
+
+
+def put_back_params(owners: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    """Undo that a forward has replaced quantised weights by copies with the same state, as peft's DoRA does on a CPU."""
+    for module, name, param in owners:
+        state, now = getattr(param, "quant_state", None), module._parameters.get(name)
+        if state is not None and now is not param and getattr(now, "quant_state", None) is state:
+            module._parameters[name] = param
 
 
 def _set_data(params: Sequence[nn.Parameter], views: Sequence[torch.Tensor]) -> None:
