@@ -61,6 +61,7 @@ class Masters:
         owner: the unit of every block that is not shared.
         params: the optimizer's parameters of every block, in the block's order.
         shares_params: whether the optimizer has the model's own parameters.
+        keeps_dtypes: whether frozen parameters of new layers may have other dtypes, which they keep.
         model_params: the model's parameter for each of the optimizer's.
         state_bytes: bytes of the optimizer's state, as of the last step or edit.
         before_write: called before a block's weights change, so that branches can copy them.
@@ -74,9 +75,10 @@ class Masters:
         host: Ledger,
         findings: Findings = Findings(),  # noqa: B008 - frozen
         shares_params: bool = False,
+        keeps_dtypes: bool = True,
     ) -> None:
         self.units, self.optimizer, self.findings = list(units), optimizer, findings
-        self.shares_params = shares_params
+        self.shares_params, self.keeps_dtypes = shares_params, keeps_dtypes
         self._model_order, self._host = order, host
         self.blocks = list(dict.fromkeys(block for unit in units for block in unit.blocks))
         self.owner = {block: unit for unit in units for block in unit.blocks if not block.shared}
