@@ -137,7 +137,7 @@ def refuse_edited_save(saved: SavedRelay) -> None:
 
 
 def check_disk_space(folder: Path, blocks: Sequence[Block], state_sizes: StateSizes) -> None:
-    """Check that the disk has room for two copies of all blocks and their optimizer state; for one of those in bytes.
+    """Check that the disk has room for two copies of blocks and their state, one of those in bytes.
 
     Raises:
         OSError: it has not; gives the bytes needed and free.

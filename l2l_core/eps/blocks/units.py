@@ -266,7 +266,10 @@ class Unit:
 
 
 def put_back_params(owners: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
-    """Undo that a forward has replaced quantised weights by copies with the same state, as peft's DoRA does on a CPU."""
+    """Put quantised weights back that a forward has replaced by copies of the same state.
+
+    DoRA of peft does so on a CPU.
+    """
     for module, name, param in owners:
         state, now = getattr(param, "quant_state", None), module._parameters.get(name)
         if state is not None and now is not param and getattr(now, "quant_state", None) is state:
