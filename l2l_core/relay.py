@@ -49,6 +49,7 @@ from l2l_core.eps.blocks import (
     build_units,
     check_keys,
     check_model,
+    disable_packing,
     refuse_checkpointing,
     refuse_scripted,
     refuse_uninitialized,
@@ -220,7 +221,7 @@ class Relay:
         modules = dict(zip(keys or self._backend.layer_keys([*found]), found.values(), strict=True))
         init_master = self._backend.master_init(self.device.host_empty)
         shell, units = build_units(
-            model, modules, init_master, rounds_weights(made), keeps_dtypes=self._backend.shares_params
+            model, modules, init_master, rounds_weights(made), keeps_dtypes=self._backend.keeps_dtypes
         )
         source = self._backend.make_weight_source(self.device, self.host)
         disk_stash = self._backend.make_disk_stash(self.device, self.host)
@@ -230,7 +231,13 @@ class Relay:
         cores = 1 if self.device.in_host_memory else max(1, torch.get_num_threads() * 3 // 4)
         thread = serial_executor("eps", cores if findings.elementwise else torch.get_num_threads())
         masters = Masters(
-            parts.units, made, model.parameters, self.host, findings, shares_params=self._backend.shares_params
+            parts.units,
+            made,
+            model.parameters,
+            self.host,
+            findings,
+            self._backend.shares_params,
+            self._backend.keeps_dtypes,
         )
         gradients = GradientBuffers(self.host, self.device.host_empty)
         self._store = LayerStore(masters, gradients, Residuals(self.device), thread)
@@ -249,6 +256,7 @@ class Relay:
                 parts.units, self._store, self.host, self.device, self._shared_facts
             )
             self._editor.restore_notes()
+            disable_packing(model.modules())  # last, since a failure leaves the model as it was
         except BaseException:
             self._shut_down()
             raise

@@ -113,7 +113,7 @@ class LayerFactory:
         """
         key = self._registry.new_key()
         unit = build_layer(
-            key, key, module, self._empty, bf16=self._bf16, keeps_dtypes=self._store.masters.shares_params
+            key, key, module, self._empty, bf16=self._bf16, keeps_dtypes=self._store.masters.keeps_dtypes
         )
         self._registry.origin[key] = self._registry.origin[like.key]
         self._registry.add(unit)
@@ -139,7 +139,7 @@ class LayerFactory:
     def make_empty(self, key: str, module: nn.Module) -> Unit:
         """Return a detached layer for a save, without values, state and groups yet; it may share weights."""
         shared = {param: block for block in self._registry.blocks if block.shared for param in block.params}
-        unit = build_layer(key, key, module, self._empty, shared, self._bf16, self._store.masters.shares_params)
+        unit = build_layer(key, key, module, self._empty, shared, self._bf16, self._store.masters.keeps_dtypes)
         self._registry.add(unit)
         own = [block for block in unit.blocks if not block.shared]
         entries = {

@@ -8,7 +8,7 @@ others, since a master may then be a part of a block, or be there while the mode
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from l2l_core.devices import Ledger
-from l2l_core.eps.blocks import Block, Unit, make_masters, restore_packing, shared_key
+from l2l_core.eps.blocks import Block, Unit, disable_packing, make_masters, restore_packing, shared_key
 from l2l_core.eps.optimizers import (
     Findings,
     OptimizerList,
@@ -61,6 +61,7 @@ class Masters:
         owner: the unit of every block that is not shared.
         params: the optimizer's parameters of every block, in the block's order.
         shares_params: whether the optimizer has the model's own parameters.
+        keeps_dtypes: whether frozen parameters of new layers may have other dtypes, which they keep.
         model_params: the model's parameter for each of the optimizer's.
         state_bytes: bytes of the optimizer's state, as of the last step or edit.
         before_write: called before a block's weights change, so that branches can copy them.
@@ -74,9 +75,10 @@ class Masters:
         host: Ledger,
         findings: Findings = Findings(),  # noqa: B008 - frozen
         shares_params: bool = False,
+        keeps_dtypes: bool = True,
     ) -> None:
         self.units, self.optimizer, self.findings = list(units), optimizer, findings
-        self.shares_params = shares_params
+        self.shares_params, self.keeps_dtypes = shares_params, keeps_dtypes
         self._model_order, self._host = order, host
         self.blocks = list(dict.fromkeys(block for unit in units for block in unit.blocks))
         self.owner = {block: unit for unit in units for block in unit.blocks if not block.shared}
@@ -152,6 +154,7 @@ class Masters:
             self.optimizer.state.update(side.state.items())
             self._parts[block] = restrict_optimizer(self.optimizer, side.masters)
             self._host.book("weights", block.key, block.nbytes)
+        disable_packing(_modules(entries))
         self.book_state()
 
     def remove_units(self, units: Collection[Unit]) -> dict[Unit, dict[Block, OptimizerEntry]]:
@@ -172,6 +175,7 @@ class Masters:
             self._host.release("weights", block.key, block.nbytes)
         self.blocks = [block for block in self.blocks if block not in sides]
         self.units = [unit for unit in self.units if unit not in kept]
+        restore_packing(_modules(kept))
         self.book_state()
         return kept
 
@@ -281,7 +285,7 @@ class Masters:
             self._host.release("weights", block.key, block.nbytes)
             with torch.inference_mode(False):
                 block.leave_master(() if self.shares_params else self.params[block])
-        restore_packing(module for unit in self.units for module, _, _ in unit.owners)
+        restore_packing(_modules(self.units))
 
     def _before_user_step(self) -> None:
         for block in self.blocks:
@@ -294,6 +298,10 @@ class Masters:
             self._host.book("optimizer", "state", self.state_bytes - before)
         elif self.state_bytes < before:
             self._host.release("optimizer", "state", before - self.state_bytes)
+
+
+def _modules(units: Iterable[Unit]) -> Iterator[nn.Module]:
+    return (module for unit in units for module, _, _ in unit.owners)
 
 
 def _change_nothing(block: Block) -> None:

@@ -40,7 +40,8 @@ class KVCaches:
             self._is_logged = True
             logger.info(
                 "config.use_cache is off during a step: a key-value cache is for generating text, and would carry tensors of "
-                "the first run into the recompute. Plain training with config.use_cache = False has the same bits"
+                "the first run into the recompute. Plain training has the same bits with use_cache = False in the "
+                "configuration of every part (T5's decoder has its own)"
             )
         try:
             for config in configs:

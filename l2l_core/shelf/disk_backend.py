@@ -100,6 +100,7 @@ class DiskBackend(WorkerBackend):
         self._workers, self._distributed = workers, workers if isinstance(workers, DistributedBackend) else None
         self.rank, self.count, self.settings = workers.rank, workers.count, workers.settings
         self.batch_peers = workers.batch_peers
+        self.keeps_dtypes = workers.keeps_dtypes and shelf.weights is None
         self.gather_items, self.shard_of = workers.gather_items, workers.shard_of
         self.announce_failure, self.agree_on_failure = workers.announce_failure, workers.agree_on_failure
         self.make_buffer_check, self.initial_seed = workers.make_buffer_check, workers.initial_seed
@@ -143,7 +144,7 @@ class DiskBackend(WorkerBackend):
     def _lease_shard(self, block: Block, trace: Trace) -> Iterator[torch.Tensor]:
         """Read this worker's shard of a block into a buffer; gathers need one at a time."""
         self._records.trace = trace
-        with self._load_pool.lease(round_to_pages(4 * block.master_layout.numel)) as flat:
+        with self._load_pool.lease(round_to_pages(block.master_layout.nbytes)) as flat:
             self._records.read(block, flat).result()
             yield weights_in(flat, block)
 
@@ -368,7 +369,7 @@ class DiskBackend(WorkerBackend):
             )
         self._records.trace = Trace()  # the last step, whose trace this was, is over
         for block in self._manifest.blocks:
-            buffer = self._load_pool.acquire(round_to_pages(4 * block.master_layout.numel))
+            buffer = self._load_pool.acquire(round_to_pages(block.master_layout.nbytes))
             if buffer is None:
                 raise RuntimeError("the shelf has no free memory during a step: read its weights between two steps")
             try:

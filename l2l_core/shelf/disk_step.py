@@ -64,7 +64,7 @@ class DiskWeightSource(WeightSource):
             read = self._start(block)
         if read is None:
             raise ValueError(
-                f"memory_bytes of the shelf leaves no room for the weights of {block.key} ({4 * block.layout.numel:,} bytes) "
+                f"memory_bytes of the shelf leaves no room for the weights of {block.key} ({block.layout.nbytes:,} bytes) "
                 f"beside {sum(map(len, self._acquired.values()))} blocks in loading: raise memory_bytes, or load fewer layers "
                 "ahead (RelayConfig(ahead=...)). The old step is kept"
             )
@@ -75,6 +75,8 @@ class DiskWeightSource(WeightSource):
             self._pool.release(buffer)
             raise
         self._acquired[block].append(buffer)
+        if block.in_bytes:
+            return buffer.flat[: block.layout.nbytes].view(self._dtype)
         dtype = self._dtype if self._casts else torch.float32
         return buffer.flat[: dtype.itemsize * block.layout.numel].view(dtype)
 
@@ -95,8 +97,8 @@ class DiskWeightSource(WeightSource):
     def _start(self, block: Block) -> _Read | None:
         """Start to read a block's weights, or return None if there is no room."""
         pool, numel = self._pool, block.layout.numel
-        raw = pool.acquire(round_to_pages(4 * numel))
-        if raw is None or not self._casts or self._dtype == torch.float32:
+        raw = pool.acquire(round_to_pages(block.layout.nbytes))
+        if raw is None or not self._casts or block.in_bytes or self._dtype == torch.float32:
             return None if raw is None else (raw, self._records.read(block, raw.flat))
         cast = pool.acquire(round_to_pages(self._dtype.itemsize * numel))
         if cast is None:

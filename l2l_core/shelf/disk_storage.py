@@ -228,7 +228,7 @@ class DiskStorage(BlockStorage):
         self._budget.forget_blocks(blocks)
 
     def nbytes(self, blocks: Iterable[Block]) -> int:
-        return sum(4 * block.master_layout.numel + self._records.latest(block).layout.state_bytes for block in blocks)
+        return sum(block.master_layout.nbytes + self._records.latest(block).layout.state_bytes for block in blocks)
 
     def require_all_in_memory(self, what: str, remedy: str) -> NoReturn:
         raise ValueError(

@@ -137,13 +137,14 @@ def refuse_edited_save(saved: SavedRelay) -> None:
 
 
 def check_disk_space(folder: Path, blocks: Sequence[Block], state_sizes: StateSizes) -> None:
-    """Check that the disk has room for two copies of all blocks and their optimizer state.
+    """Check that the disk has room for two copies of blocks and their state, one of those in bytes.
 
     Raises:
         OSError: it has not; gives the bytes needed and free.
     """
-    needed = 2 * sum(
-        round_to_pages(4 * block.master_layout.numel) + round_to_pages(state_sizes(block, only_trained=True))
+    needed = sum(
+        (1 if block.in_bytes else 2)  # nothing writes bytes again
+        * (round_to_pages(block.master_layout.nbytes) + round_to_pages(state_sizes(block, only_trained=True)))
         for block in blocks
     )
     free = shutil.disk_usage(folder).free

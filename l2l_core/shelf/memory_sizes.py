@@ -91,7 +91,7 @@ def check_in_core_fits(masters: Masters, host_bytes: int) -> None:
         ValueError: it does not.
     """
     state_sizes = StateSizes(masters)
-    weights = sum(4 * block.layout.used for block in masters.blocks)
+    weights = sum(block.layout.nbytes if block.in_bytes else 4 * block.layout.used for block in masters.blocks)
     gradients = sum(4 * block.trained.layout.used for block in masters.blocks)
     state = sum(state_sizes.of_whole(block) for block in masters.blocks)
     if (needed := weights + gradients + state) > host_bytes:
@@ -107,7 +107,7 @@ class BlockSize(NamedTuple):
 
     Attributes:
         key: key of the block.
-        numel: elements of its weights, padding included.
+        numel: elements of its weights in float32, padding included.
         state: bytes reserved for its optimizer state.
     """
 
@@ -118,7 +118,7 @@ class BlockSize(NamedTuple):
     @staticmethod
     def of(block: Block, state: int) -> BlockSize:
         """Return the size of a block with `state` bytes of optimizer state."""
-        return BlockSize(block.key, block.master_layout.numel, state)
+        return BlockSize(block.key, block.master_layout.nbytes // 4, state)
 
     @property
     def weights(self) -> int:

@@ -58,7 +58,7 @@ class RecordLayout:
         """
         state_tensors: Tensors = {}
         state = [None if each is None else encode(dict(each), str(i), state_tensors) for i, each in enumerate(states)]
-        weights_bytes = offset = round_to_pages(4 * layout.numel)
+        weights_bytes = offset = round_to_pages(layout.nbytes)
         tensors: dict[str, list[Any]] = {}
         for name, tensor in state_tensors.items():
             stride = torch.empty_like(tensor, device="meta").stride()
@@ -98,8 +98,9 @@ class RecordLayout:
 
 
 def weights_in(flat: torch.Tensor, block: Block) -> torch.Tensor:
-    """Return the weights in the record of a block, a view of shape (block.master_layout.numel,), float32."""
-    return flat[: 4 * block.master_layout.numel].view(torch.float32)
+    """Return the weights in the record of a block, a view of shape (block.master_layout.numel,), float32 or bytes."""
+    weights = flat[: block.master_layout.nbytes]
+    return weights if block.in_bytes else weights.view(torch.float32)
 
 
 @contextmanager

@@ -182,6 +182,7 @@ class ShelfManifest:
         names = {p: name for block in self._params for p, name in zip(block.params, block.names, strict=True)}
         parameters = {
             name: f"{list(piece.size)} {list(piece.stride)} in {block.key}"
+            + (f" of {piece.dtype}" if piece.dtype else "")
             for block in self._params
             for name, piece in zip(block.names, block.layout.pieces, strict=True)
         }

@@ -19,7 +19,7 @@ from torch import nn
 from l2l_core._torch import pytree
 from l2l_core.batches import map_tensors
 from l2l_core.eps import LayerStore
-from l2l_core.eps.blocks import Block, Unit, quantised_parts
+from l2l_core.eps.blocks import Block, Unit, put_back_params, quantised_parts
 from l2l_core.eps.optimizers import clone_state, differing_settings, differing_state, is_same, settings_of
 from l2l_core.model import accumulate, accumulate_together, deep_copy, is_sparse, preserve_random_state, update_after
 from l2l_core.step.batch_loss import BatchLoss
@@ -283,12 +283,14 @@ def _of_one_class(
 
 @contextmanager
 def _restored_params(model: nn.Module) -> Iterator[None]:
-    """Restore autograd's marks on a model's parameters after a block, and remove gradients."""
+    """Restore a model's parameters and autograd's marks on them after a block, and remove gradients."""
     flags = [(param, param.requires_grad) for param in model.parameters()]
+    owners = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
     try:
         yield
     finally:
         torch.clear_autocast_cache()  # of casts with a graph
+        put_back_params(owners)
         for param, flag in flags:
             param.grad = None
             if not param.is_leaf:  # the model has changed it in place from another one

@@ -43,6 +43,7 @@ class WorkerBackend:
 
     rank, count = 0, 1
     shares_params = True  # the optimizer may have the model's own parameters
+    keeps_dtypes = True  # frozen parameters may have other dtypes than float32
     batch_peers: Peers = AloneWithBatches()  # exchange of the counts by which micro-batches are weighed
     settings = Workers()
     lost: WorkerError | None = None  # the error of a lost worker
@@ -142,7 +143,7 @@ class DistributedBackend(WorkerBackend):
         sharding: divides blocks between the workers; from `adopt_blocks` or `adopting` on.
     """
 
-    shares_params = False
+    shares_params = keeps_dtypes = False
     sharding: Sharding
 
     def __init__(self, group: WorkerGroup, settings: Workers) -> None:

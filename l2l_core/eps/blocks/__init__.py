@@ -33,6 +33,7 @@ from l2l_core.eps.blocks.module_buffers import ModuleBuffers as ModuleBuffers
 from l2l_core.eps.blocks.unit_builder import EmptyFn as EmptyFn
 from l2l_core.eps.blocks.unit_builder import build_layer as build_layer
 from l2l_core.eps.blocks.unit_builder import build_units as build_units
+from l2l_core.eps.blocks.unit_builder import disable_packing as disable_packing
 from l2l_core.eps.blocks.unit_builder import host_master_init as host_master_init
 from l2l_core.eps.blocks.unit_builder import make_masters as make_masters
 from l2l_core.eps.blocks.unit_builder import quantised_parts as quantised_parts
@@ -44,3 +45,4 @@ from l2l_core.eps.blocks.units import Block as Block
 from l2l_core.eps.blocks.units import Unit as Unit
 from l2l_core.eps.blocks.units import is_placeholder as is_placeholder
 from l2l_core.eps.blocks.units import nan_placeholder as nan_placeholder
+from l2l_core.eps.blocks.units import put_back_params as put_back_params

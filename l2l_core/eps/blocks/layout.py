@@ -95,6 +95,11 @@ class Layout:
         """True for a buffer of bytes."""
         return bool(self.pieces) and self.pieces[0].dtype is not None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a buffer in float32, or of bytes."""
+        return self.numel * (1 if self.in_bytes else 4)
+
     def select(self, indices: Sequence[int]) -> Layout:
         """Place only the tensors with these indices, each aligned; dtype float32."""
         assert not (indices and self.in_bytes), "parameters in a buffer of bytes are not trained"

@@ -137,9 +137,9 @@ def _check_parameters(names: Mapping[nn.Parameter, str], bf16: bool, keeps_dtype
             continue
         if not param.requires_grad and not keeps_dtypes:
             raise ValueError(
-                f"parameter {name} is {param.dtype} and not trained: it would keep its dtype, and with several workers or a "
-                "shelf all parameters are float32. Make it a buffer (register_buffer), which every worker keeps whole and in "
-                "memory, or train with one worker and without a shelf"
+                f"parameter {name} is {param.dtype} and not trained: it would keep its dtype, and with several workers, or a "
+                "shelf that is filled by weights=, all parameters are float32. Make it a buffer (register_buffer), which every "
+                "worker keeps whole and in memory, or train with one worker and fill the shelf from the model"
             )
         if param.is_complex() and param.requires_grad:
             raise ValueError(
@@ -247,21 +247,28 @@ def quantised_parts(modules: Iterable[nn.Module]) -> QuantisedParts:
 
     Of bitsandbytes: the `quant_state` of a `Linear4bit`'s parameter, and the `state` with which a `Linear8bitLt` computes. These
     are ordinary tensors, so their data can be exchanged while all objects stay. State that a first forward would move is moved
-    now. On CPUs with AVX512-BF16 bitsandbytes packs weights anew in evaluation, and then adapters get no gradient: this is
-    disabled until `restore_packing`.
+    now.
     """
     found: dict[torch.Tensor, Mapping[str, torch.Tensor]] = {}
     for module in modules:
-        if vars(module).get(_PACKS, False):
-            vars(module).update({_PACKS: False, _PACKED_BEFORE: True})
         for param in module._parameters.values():
             if param is not None and not param.requires_grad and (parts := dict(_parts_of(module, param))):
                 found[param] = parts
     return found
 
 
+def disable_packing(modules: Iterable[nn.Module]) -> None:
+    """Keep bitsandbytes from packing weights anew in evaluation until `restore_packing`.
+
+    It does so on CPUs with AVX512-BF16, and then adapters get no gradient.
+    """
+    for module in modules:
+        if vars(module).get(_PACKS, False):
+            vars(module).update({_PACKS: False, _PACKED_BEFORE: True})
+
+
 def restore_packing(modules: Iterable[nn.Module]) -> None:
-    """Let modules pack their weights in evaluation again, at the end of a relay."""
+    """Let modules pack their weights in evaluation again, when they leave a relay."""
     for module in modules:
         if vars(module).pop(_PACKED_BEFORE, False):
             vars(module)[_PACKS] = True

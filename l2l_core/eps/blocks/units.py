@@ -8,18 +8,21 @@ a second block of the unit, in bytes: copies move these as they are, in every pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 
+import numpy as np
 import torch
 from torch import nn
 
-from l2l_core.eps.blocks.layout import Layout, TrainedParameters
+from l2l_core.eps.blocks.layout import Layout, Piece, TrainedParameters
 from l2l_core.eps.blocks.module_buffers import ModuleBuffers
 
 SHELL = "shell"
 
 _PLACEHOLDER = torch.full((), torch.nan)  # without dimensions, as a parameter may be
+_STORAGES = {_PLACEHOLDER.untyped_storage()._cdata}  # of placeholders
 # Master of every offloaded block. A single storage: passes identify storages by address, and the address of a dead one is reused.
 _NO_MASTER = torch.empty(0)
 
@@ -87,12 +90,12 @@ class Block:
         """Data of the parameters between steps."""
         if self.local_layout is None and not self.offloaded:
             return self.views
-        return [nan_placeholder(piece.size) for piece in self.layout.pieces]
+        return [_placeholder(piece) for piece in self.layout.pieces]
 
     @property
     def _placeholders(self) -> list[torch.Tensor]:
         """Data of the optimizer's parameters while the block is offloaded."""
-        return [nan_placeholder(piece.size) for piece in self.master_layout.pieces]
+        return [_placeholder(piece) for piece in self.master_layout.pieces]
 
     @property
     def trained(self) -> TrainedParameters:
@@ -216,9 +219,9 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the unit's weights, padding included; float32 is assumed for offloaded blocks, which are never in bytes."""
+        """Bytes of the unit's weights, padding included; float32 is assumed for offloaded blocks that are not in bytes."""
         return sum(
-            4 * block.layout.numel if block.offloaded else block.nbytes or block.left_bytes for block in self.blocks
+            block.layout.nbytes if block.offloaded else block.nbytes or block.left_bytes for block in self.blocks
         )
 
     @property
@@ -262,6 +265,17 @@ class Unit:
                 _set_data(block.params, own)
 
 
+def put_back_params(owners: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    """Put quantised weights back that a forward has replaced by copies of the same state.
+
+    DoRA of peft does so on a CPU.
+    """
+    for module, name, param in owners:
+        state, now = getattr(param, "quant_state", None), module._parameters.get(name)
+        if state is not None and now is not param and getattr(now, "quant_state", None) is state:
+            module._parameters[name] = param
+
+
 def _set_data(params: Sequence[nn.Parameter], views: Sequence[torch.Tensor]) -> None:
     for param, view in zip(params, views, strict=True):
         param.data = view
@@ -272,6 +286,19 @@ def nan_placeholder(size: Sequence[int]) -> torch.Tensor:
     return _PLACEHOLDER.expand(tuple(size))
 
 
+def _placeholder(piece: Piece) -> torch.Tensor:
+    """Return NaN, or zeros for a piece in bytes, whose dtype may have no NaN."""
+    return nan_placeholder(piece.size) if piece.dtype is None else _zeros(replace(piece, offset=0))
+
+
+@cache  # by form: parameters are recognised by the address of their data
+def _zeros(piece: Piece) -> torch.Tensor:
+    """Return zeros in the memory of a whole piece, since kernels of quantised layers ignore strides."""
+    zeros = torch.from_numpy(np.zeros(piece.stop, np.uint8))  # takes no memory until it is written to
+    _STORAGES.add(zeros.untyped_storage()._cdata)
+    return piece.view(zeros)
+
+
 def is_placeholder(param: torch.Tensor) -> bool:
     """Return whether a parameter is such a placeholder."""
-    return param.untyped_storage()._cdata == _PLACEHOLDER.untyped_storage()._cdata
+    return param.untyped_storage()._cdata in _STORAGES

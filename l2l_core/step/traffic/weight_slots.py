@@ -11,7 +11,7 @@ from torch import nn
 
 from l2l_core.devices import Copy, Device, Ticket
 from l2l_core.eps import WeightSource
-from l2l_core.eps.blocks import Block, Layout, Unit
+from l2l_core.eps.blocks import Block, Layout, Unit, put_back_params
 from l2l_core.plan import Action
 from l2l_core.step.traffic.compute_events import ComputeClock
 
@@ -105,6 +105,7 @@ class WeightSlots:
             with self._on_visit(unit):
                 yield slot.stay
         finally:
+            put_back_params(unit.owners if any(block.in_bytes for block in unit.blocks) else ())
             self._set_params(unit, [home for block in unit.blocks for home in block.host_views])
 
     def _set_params(self, unit: Unit, views: Sequence[torch.Tensor]) -> None:

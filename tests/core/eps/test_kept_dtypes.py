@@ -1,5 +1,6 @@
 """Frozen parameters of any dtype keep their bytes: on the host, on the link, in a slot, in saves and through edits."""
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -584,6 +585,78 @@ def test_branches_share_them(tmp_path: Path) -> None:
             assert not unlike(relay.model, other.model) and not unlike(loaded.model, other.model)
 
 
+# -- in files -------------------------------------------------------------------------------------------------------------
+
+one_adamw = partial(torch.optim.AdamW, lr=1e-2)
+
+
+def on_shelf(
+    model: nn.Module, folder: Path, config: RelayConfig = CONFIG, resume: bool = False, **options: Any
+) -> Relay:
+    shelf = FileShelf(folder=folder / "shelf", memory_bytes=64 << 20, resume=resume)
+    return make_relay(model, config, lambda model: one_adamw, shelf=shelf, **options)
+
+
+@pytest.mark.parametrize("dtypes", [(), *((name,) for name in LIBRARY)], ids=str)
+def test_a_shelf_reads_them_and_writes_them_once(dtypes: tuple[Any, ...], tmp_path: Path) -> None:
+    """In memory they show zeros."""
+    twin = InCore(make_model(*dtypes))
+    with on_shelf(make_model(*dtypes), tmp_path) as relay:
+        records = tmp_path / "shelf" / "records"
+        times = {path.name: path.stat().st_mtime_ns for path in records.iterdir()}
+        for seed in range(2):
+            assert relay.step(batch_of(seed)).loss == twin.step(batch_of(seed))
+        frozen = {path.name: path.stat().st_mtime_ns for path in records.iterdir() if path.name.startswith("frozen")}
+        assert frozen == {name: time for name, time in times.items() if name.startswith("frozen")}
+        assert {name[-2:] for name in frozen} == {".a"} and len(frozen) == LAYERS + 1  # no second copy
+        assert relay.verify(batch_of(2)).equal
+        assert relay.forecast(batch_of(2)).peak_device_bytes == relay.step(batch_of(2)).peak_device_bytes
+        twin.step(batch_of(2))
+        assert not any(bool(view.any()) for b in relay.store.masters.blocks if b.in_bytes for view in b.host_views)
+        assert relay.shelf is not None
+        kept = {name: bits(tensor) for name, tensor in relay.shelf.weights()}
+        assert [name for name, p in twin.model.named_parameters() if kept[name] != bits(p)] == []
+        with pytest.raises(RuntimeError, match=r"the weights of this model .* are in"):
+            relay.model.state_dict()
+    with on_shelf(make_model(*dtypes), tmp_path, resume=True) as relay:
+        assert relay.step(batch_of(3)).loss == twin.step(batch_of(3))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["emulated", "late"])
+def test_a_shelf_in_bfloat16(late: bool, tmp_path: Path) -> None:
+    """A device that cannot cast gets trained weights cast, and bytes as they are."""
+    config = replace(CONFIG, precision="bf16")
+    with make_relay(make_model(torch.int8, torch.float16), config, optimizer=lambda model: one_adamw) as relay:
+        expected = [relay.step(batch_of(seed)).loss for seed in range(2)]
+    device = LateDevice() if late else EmulatedDevice()
+    with on_shelf(make_model(torch.int8, torch.float16), tmp_path, config, device=device) as relay:
+        assert [relay.step(batch_of(seed)).loss for seed in range(2)] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, *LIBRARY], ids=str)
+def test_edits_and_saves_of_a_shelf(dtype: Any, tmp_path: Path) -> None:
+    with (
+        make_relay(make_model(dtype), optimizer=lambda model: one_adamw) as other,
+        on_shelf(make_model(dtype), tmp_path) as relay,
+    ):
+        relay.step(batch_of(0))
+        relay.save(tmp_path / "run")
+        other.step(batch_of(0))
+        for edits in ([Duplicate(1)], [Drop(0)], [Insert(1, module=Layer(BASES[dtype]()))], [Swap(0, 2)]):
+            for one in (relay, other):
+                one.apply(*copy.deepcopy(edits))
+            assert relay.step(batch_of(1)).loss == other.step(batch_of(1)).loss
+        relay.undo()
+        assert relay.verify(batch_of(2)).equal
+    shelf = FileShelf(folder=tmp_path / "again", memory_bytes=64 << 20)
+    loaded = Relay.load(
+        tmp_path / "run", blank(make_model(dtype)), one_adamw, device=EmulatedDevice(), loss=loss, shelf=shelf
+    )
+    with loaded, make_relay(make_model(dtype), optimizer=lambda model: one_adamw) as other:
+        other.step(batch_of(0))
+        assert loaded.step(batch_of(1)).loss == other.step(batch_of(1)).loss
+
+
 # -- refused ---------------------------------------------------------------------------------------------------------------
 
 
@@ -597,17 +670,23 @@ def as_buffers(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_a_shelf_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    model, shelf = make_model(), FileShelf(folder=tmp_path / "shelf", memory_bytes=64 << 20)
-    with pytest.raises(ValueError, match=r"embed.weight is torch.int8 and not trained.*Make it a buffer"):
+def test_several_sources_of_weights_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    values = {name: param.detach().clone() for name, param in make_model().named_parameters()}
+    model = make_model()
+    shelf = FileShelf(
+        folder=tmp_path / "shelf", memory_bytes=64 << 20, weights=lambda name, into: into.copy_(values[name])
+    )
+    with pytest.raises(ValueError, match=r"embed.weight is torch.int8 and not trained.*fill the shelf from the model"):
         make_relay(model, optimizer=every_adamw, shelf=shelf)
     assert not unlike(model, make_model()) and not (tmp_path / "shelf").exists()
-    twin = InCore(as_buffers(make_model()))
-    with Relay(
-        as_buffers(model), partial(torch.optim.AdamW, lr=1e-2), EmulatedDevice(), loss=loss, config=CONFIG, shelf=shelf
-    ) as relay:
-        for seed in range(2):
-            assert relay.step(batch_of(seed)).loss == twin.step(batch_of(seed))
+    for each in (as_buffers(make_model()), make_model()):  # both remedies
+        given = replace(shelf, weights=None) if each.embed._parameters else shelf
+        model, twin = copy.deepcopy(each), InCore(each)
+        with make_relay(
+            model, optimizer=lambda model: one_adamw, shelf=replace(given, folder=tmp_path / str(id(each)))
+        ) as relay:
+            for seed in range(2):
+                assert relay.step(batch_of(seed)).loss == twin.step(batch_of(seed))
 
 
 def test_a_shelf_of_a_model_on_meta_is_refused() -> None:
@@ -674,42 +753,63 @@ def test_tensors_whose_values_are_elsewhere_are_refused() -> None:
         make_relay(model)
 
 
-@pytest.mark.skipif(bitsandbytes is None, reason="bitsandbytes is not installed: the extra quant")
+needs_bitsandbytes = pytest.mark.skipif(bitsandbytes is None, reason="bitsandbytes is not installed: the extra quant")
+
+
+def packing_model() -> Any:
+    """Layers that an evaluation packs anew, as on a CPU with AVX512-BF16, where adapters would get no gradient."""
+    model = make_model(torch.int8)
+    for layer in model.layers:
+        middle = bitsandbytes.nn.Linear4bit(64, 64, bias=False, quant_type="nf4").requires_grad_(False).to("cpu")
+        middle.support_avx512bf16_for_cpu = True
+        layer.base = nn.Sequential(nn.Linear(WIDTH, 64), middle, nn.Linear(64, WIDTH)).requires_grad_(False)
+    return model
+
+
+def packs(model: Any) -> list[bool]:
+    return [layer.base[1].support_avx512bf16_for_cpu for layer in model.layers]
+
+
+@needs_bitsandbytes
 def test_weights_that_an_evaluation_packed_anew_are_refused() -> None:
-    """As on a CPU with AVX512-BF16, where adapters would get no gradient."""
-
-    def wide_model() -> Any:
-        model = make_model(torch.int8)
-        for layer in model.layers:
-            middle = bitsandbytes.nn.Linear4bit(64, 64, bias=False, quant_type="nf4").requires_grad_(False).to("cpu")
-            middle.support_avx512bf16_for_cpu = True
-            layer.base = nn.Sequential(nn.Linear(WIDTH, 64), middle, nn.Linear(64, WIDTH)).requires_grad_(False)
-        return model
-
-    model = wide_model()
+    model = packing_model()
     weight = model.layers[1].base[1].weight
     weight.data, weight.quant_state = bitsandbytes.functional._convert_weight_packed_for_cpu(
         weight.data, weight.quant_state
     )
     with pytest.raises(ValueError, match=r"layers.1.base.1.weight was packed anew .* Load or quantise the base again"):
         make_relay(model)
-    model = wide_model()
+    model = packing_model()
     with make_relay(model) as relay:
         relay.evaluate(batch_of(0))
         relay.step(batch_of(0))
         relay.apply(Duplicate(1))
         assert relay.verify(batch_of(1)).equal
-        assert not any(layer.base[1].support_avx512bf16_for_cpu for layer in model.layers)
-    assert all(layer.base[1].support_avx512bf16_for_cpu for layer in model.layers)  # as they were
+        assert packs(model) == [False] * 4
+        dropped = relay.stack[1].module
+        relay.apply(Drop(1))
+        assert dropped.base[1].support_avx512bf16_for_cpu
+        relay.undo()
+        assert packs(model) == [False] * 4
+    assert packs(model) == [True] * 4  # as they were
+
+
+@needs_bitsandbytes
+def test_a_relay_that_cannot_be_made_leaves_the_packing_as_it_was() -> None:
+    model = packing_model()
+    model.layers[2].a.data = model.layers[2].a.data.bfloat16()
+    with pytest.raises(ValueError, match="make all that is trained in it bfloat16 or float32"):
+        make_relay(model, optimizer=lambda model: in_bf16(torch.optim.AdamW, weights=True)(model.parameters(), lr=1e-2))
+    assert packs(model) == [True] * 3
 
 
 def test_layers_with_them_are_refused_where_the_relay_cannot_keep_them(tmp_path: Path) -> None:
     """An inserted module is looked at as the model is."""
-    shelf = FileShelf(folder=tmp_path / "shelf", memory_bytes=64 << 20)
-    model = as_buffers(make_model(torch.int8))
-    with Relay(
-        model, partial(torch.optim.AdamW, lr=1e-2), EmulatedDevice(), loss=loss, config=CONFIG, shelf=shelf
-    ) as relay:
+    values = {name: param.detach().clone() for name, param in as_buffers(make_model(torch.int8)).named_parameters()}
+    shelf = FileShelf(
+        folder=tmp_path / "shelf", memory_bytes=64 << 20, weights=lambda name, into: into.copy_(values[name])
+    )
+    with make_relay(as_buffers(make_model(torch.int8)), optimizer=lambda model: one_adamw, shelf=shelf) as relay:
         relay.step(batch_of(0))
         with pytest.raises(ValueError, match="torch.int8 and not trained"):
             relay.apply(Insert(1, module=Layer(Int8())))

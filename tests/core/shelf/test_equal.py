@@ -26,7 +26,7 @@ from on_shelf import (
 )
 from oracle import adamw
 from patience import rarely
-from zoo import BY_NAME, KEPT_DTYPES, KINDS, Kind
+from zoo import BY_NAME, KINDS, Kind
 
 from l2l_core import EmulatedDevice, FileShelf, Relay, RelayConfig
 from l2l_core.devices import Ledger
@@ -38,9 +38,7 @@ from l2l_core.trace import Trace
 FEW = ("chain", "gpt2", "lora_tied", "tied_layers")  # a plain stack; the shell's; blocks that are shared and frozen
 
 
-@pytest.mark.parametrize(
-    "kind", [k if k.name in FEW else rarely(k) for k in KINDS if k.name not in KEPT_DTYPES], ids=str
-)
+@pytest.mark.parametrize("kind", [k if k.name in FEW else rarely(k) for k in KINDS], ids=str)
 def test_every_kind(kind: Kind, folder: Path) -> None:
     with compared(folder, kind) as (relay, plain):
         train(relay, plain, 3)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from on_shelf import ROWS, assert_same, compared, in_core_loss, relay_on, stack, state_of, train, weights_of
 from patience import rarely
-from zoo import BY_NAME, KEPT_DTYPES, KINDS, Kind
+from zoo import BY_NAME, KINDS, Kind
 
 from l2l_core import EmulatedDevice, Profile, Relay, RelayConfig, simulate
 from l2l_core.devices import Ledger
@@ -32,9 +32,7 @@ def of_stash(trace: Trace) -> tuple[list[Event], list[Event]]:
     return [e for e in writes if e.kind == "stash"], [e for e in reads if e.kind == "fetch"]
 
 
-@pytest.mark.parametrize(
-    "kind", [k if k.name in FEW else rarely(k) for k in KINDS if k.name not in KEPT_DTYPES], ids=str
-)
+@pytest.mark.parametrize("kind", [k if k.name in FEW else rarely(k) for k in KINDS], ids=str)
 def test_every_kind(kind: Kind, folder: Path) -> None:
     with compared(folder, kind, config=CONFIG) as (relay, plain):
         train(relay, plain, 2)
