@@ -25,7 +25,7 @@ endif
 
 help: ## list the targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
-	@echo "  settings: PYTHON=$(PYTHON) (3.11 or 3.12, for setup), PORT=$(PORT) (for lab), ARGS= (for demo, test, test-fast, notebooks)"
+	@echo "  settings: PYTHON=$(PYTHON) (3.11 to 3.13, for setup), PORT=$(PORT) (for lab), ARGS= (for demo, test, test-fast, notebooks)"
 
 setup: .venv/.stamp ## make .venv and install everything into it, in the tested versions
 
@@ -33,8 +33,8 @@ setup: .venv/.stamp ## make .venv and install everything into it, in the tested 
 # Nothing is compiled now: modules are when they are first imported, and most of what is installed never is.
 # The pip that comes with Python 3.11 takes half as long again.
 .venv/.stamp: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || { \
-	  echo "setup needs Python 3.11 or 3.12 and tried $(PYTHON); name another: make setup PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || { \
+	  echo "setup needs Python 3.11, 3.12 or 3.13 and tried $(PYTHON); name another: make setup PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt --upgrade pip
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt -e ".[test,browser]"
