@@ -5,27 +5,27 @@ PYTHON ?= python3.11
 PORT   ?= 8888
 BIN    := .venv/bin
 
-.PHONY: help setup demo lab test test-fast bench notebooks doctor clean
+.PHONY: help setup demo lab test test-fast bench bench-card gpu-day notebooks doctor clean
 .DEFAULT_GOAL := help
 
 # Tests, demo, benchmarks and notebooks use what is in the repository and in the environment, never the network.
-demo test test-fast bench notebooks: export HF_HUB_OFFLINE = 1
-demo test test-fast bench notebooks: export TRANSFORMERS_OFFLINE = 1
-demo test test-fast bench notebooks: export HF_DATASETS_OFFLINE = 1
-demo test test-fast bench notebooks lab: export HF_HUB_DISABLE_TELEMETRY = 1
+demo test test-fast bench bench-card gpu-day notebooks: export HF_HUB_OFFLINE = 1
+demo test test-fast bench bench-card gpu-day notebooks: export TRANSFORMERS_OFFLINE = 1
+demo test test-fast bench bench-card gpu-day notebooks: export HF_DATASETS_OFFLINE = 1
+demo test test-fast bench bench-card gpu-day notebooks lab: export HF_HUB_DISABLE_TELEMETRY = 1
 # Tokenizers warn when a process that used their threads forks, as data loaders do.
-demo test test-fast bench notebooks lab: export TOKENIZERS_PARALLELISM = false
+demo test test-fast bench bench-card gpu-day notebooks lab: export TOKENIZERS_PARALLELISM = false
 
 # Images of containers say that no compiled modules are to be written. Then every process would compile anew what it imports:
 # four seconds for PyTorch, with its optimizers. So they go where they are in nobody's way.
 ifdef PYTHONDONTWRITEBYTECODE
-demo lab test test-fast bench notebooks doctor: export PYTHONPYCACHEPREFIX = $(CURDIR)/.venv/compiled
-demo lab test test-fast bench notebooks doctor: export PYTHONDONTWRITEBYTECODE =
+demo lab test test-fast bench bench-card gpu-day notebooks doctor: export PYTHONPYCACHEPREFIX = $(CURDIR)/.venv/compiled
+demo lab test test-fast bench bench-card gpu-day notebooks doctor: export PYTHONDONTWRITEBYTECODE =
 endif
 
 help: ## list the targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
-	@echo "  settings: PYTHON=$(PYTHON) (3.11 or 3.12, for setup), PORT=$(PORT) (for lab), ARGS= (for demo, test, test-fast, notebooks)"
+	@echo "  settings: PYTHON=$(PYTHON) (3.11 to 3.13, for setup), PORT=$(PORT) (for lab), ARGS= (for demo, test, test-fast, notebooks)"
 
 setup: .venv/.stamp ## make .venv and install everything into it, in the tested versions
 
@@ -33,8 +33,8 @@ setup: .venv/.stamp ## make .venv and install everything into it, in the tested 
 # Nothing is compiled now: modules are when they are first imported, and most of what is installed never is.
 # The pip that comes with Python 3.11 takes half as long again.
 .venv/.stamp: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || { \
-	  echo "setup needs Python 3.11 or 3.12 and tried $(PYTHON); name another: make setup PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || { \
+	  echo "setup needs Python 3.11, 3.12 or 3.13 and tried $(PYTHON); name another: make setup PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt --upgrade pip
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt -e ".[test,browser]"
@@ -60,12 +60,19 @@ test: .venv/.stamp ## run the tests, in up to four processes (ARGS="-m slow" for
 test-fast: .venv/.stamp ## run a quick sample of the tests, from every folder but browser and notebooks
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --fast $(ARGS)
 
-# Helpers start with an underscore. A benchmark that needs what is not here (a GPU) says so and exits with 2.
+# Helpers start with an underscore; the card and the plan for a GPU run the others. A benchmark that needs what is not here (a GPU)
+# says so and exits with 2.
 bench: .venv/.stamp ## run every benchmark in turn
 	@for file in benchmarks/[!_]*.py; do \
-	  [ -e "$$file" ] || { echo "no benchmarks yet"; break; }; \
+	  case $$file in */card.py|*/gpu_day.py) continue;; esac; \
 	  echo "== $$file"; $(BIN)/python "$$file" || [ $$? -eq 2 ] || exit 1; \
 	done
+
+bench-card: .venv/.stamp ## measure the figures of docs/BENCH_CARD.md on this machine, in 20 minutes (ARGS=--again: all anew)
+	$(BIN)/python benchmarks/card.py $(ARGS)
+
+gpu-day: .venv/.stamp ## run the plan of 25 minutes for a GPU (ARGS=--plan prints it, ARGS=--dry tries it without one)
+	$(BIN)/python benchmarks/gpu_day.py $(ARGS)
 
 notebooks: .venv/.stamp ## execute the notebooks and store them with their outputs (ARGS=--check only judges them)
 	$(BIN)/python -m workbench notebooks $(ARGS)

@@ -86,7 +86,9 @@ def main() -> None:
             results[name] = {**told(done), "undo_s": spread(undone)}
         for count in sorted({1, args.layers // 5}):
             out = range(0, count * 5, 5)
-            results[f"{count} sit out, and return"] = told([sitting_out_s(relay, out) for _ in range(args.rounds)])
+            results[f"{count} sit out, and return"] = told(
+                [sitting_out_s(relay, out, batch) for _ in range(args.rounds)]
+            )
     show(
         ("edit", "first, ms", "later, ms", "min", "max", "undo, ms"),
         [
@@ -114,11 +116,11 @@ def seconds_of(call: Callable[[], Any]) -> float:
     return time.process_time() - began_s
 
 
-def sitting_out_s(relay: Relay, layers: range) -> float:
+def sitting_out_s(relay: Relay, layers: range, batch: dict[str, torch.Tensor]) -> float:
     """Seconds for layers to leave and to return."""
 
     def call() -> None:
-        with relay._skipping(layers, force=False):
+        with relay._skipping(layers, batch, force=False):
             pass
 
     return seconds_of(call)

@@ -3,7 +3,10 @@
     python benchmarks/gpu.py                                   both models, meant for at most eight minutes
     python benchmarks/gpu.py --models decoder --rows 64 --micro-batches 16  a batch that hides the updates of the EPS
     python benchmarks/gpu.py --models decoder --layers 32 --width 4096 --relay-only     7 G parameters, 100 GB on the host
+    python benchmarks/gpu.py --models bert --relay-only --forecast       what a forecast before any step says of it
     python benchmarks/gpu.py --layers 2 --width 64 --rows 4 --length 32 --vocabulary 128 --rounds 1      a smoke run
+
+`gpu_day.py` runs these and more as a plan of 25 minutes.
 
 bert: BERT-Large's shape (24 layers 1024 wide), 32 x 512 tokens, masked language modelling. decoder: Llama's shape (24
 layers 2048 wide, 1.3 G parameters), 16 x 1024 tokens. Random weights, in large tensors a million numbers again and again;
@@ -23,6 +26,7 @@ import gc
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +35,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
-from l2l_core import Relay, RelayConfig, StepResult
+from l2l_core import Device, Relay, RelayConfig, StepResult
 
 SHAPES = {
     "bert": {"layers": 24, "width": 1024, "rows": 32, "length": 512, "vocabulary": 30522},
@@ -58,6 +62,16 @@ class QuickDraw(TorchFunctionMode):
             flat[drawn : drawn + more] = flat[:more]
             drawn += more
         return tensor
+
+
+def device_of(name: str) -> str | Device:
+    """The device by name; "double" is the tests' double of CUDA, on which copies come as late as they may."""
+    if name != "double":
+        return name
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+    from late_cuda import LateDevice
+
+    return LateDevice()
 
 
 def make_model(name: str, shape: dict[str, int]) -> nn.Module:
@@ -163,8 +177,9 @@ def measure(name: str, shape: dict[str, int], args: argparse.Namespace) -> dict[
     batch = make_batch(name, shape)
     config = RelayConfig(micro_batches=args.micro_batches, stash=args.stash, precision="bf16")
     optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
-    with Relay(model := make_model(name, shape), optimizer, args.device, config=config) as relay:
+    with Relay(model := make_model(name, shape), optimizer, device_of(args.device), config=config) as relay:
         parameters = sum(p.numel() for p in model.parameters())
+        forecast = relay.forecast(batch) if args.forecast else None
         print(f"{name}: {parameters / 1e9:.3g} G parameters, {shape}, on {relay.device.name}", flush=True)
         steps = {"relay": Peaks(lambda: relay.step(batch), owns=False)}
         steps["relay"]()
@@ -185,6 +200,12 @@ def measure(name: str, shape: dict[str, int], args: argparse.Namespace) -> dict[
         result = steps["relay"].last
         assert isinstance(result, StepResult)
         trace = describe(result)
+        if forecast is not None:
+            trace["forecast"] = {
+                "seconds over measured": forecast.seconds / result.seconds,
+                "peak device bytes over measured": forecast.peak_device_bytes / result.peak_device_bytes,
+            }
+            print("forecast before any step:", trace["forecast"])
     flops = 6 * multiplied_parameters(model) * shape["rows"] * shape["length"]
     return {
         "shape": shape,
@@ -209,8 +230,9 @@ def main() -> int:
     parser.add_argument("--stash", default="host", choices=["device", "host"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--relay-only", action="store_true", help="leave training in core out, where it cannot fit")
+    parser.add_argument("--forecast", action="store_true", help="forecast the step before any step is made")
     parser.add_argument(
-        "--device", default="cuda", help="'cpu' emulates: it tries the program out and measures nothing"
+        "--device", default="cuda", help="'double' or 'cpu' tries the program out and measures nothing of a GPU"
     )
     args = parser.parse_args()
     if args.device.startswith("cuda") and not torch.cuda.is_available():

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
+
+from _common import report
 
 from workbench.commands.import_time import MOST_S, measure_imports
 
@@ -23,6 +26,7 @@ def main() -> int:
     print(f"import l2l_core  {times.engine_s:6.3f} s")
     print(f"difference       {times.added_s:6.3f} s (bar {MOST_S} s)")
     print(f"imported besides: {', '.join(times.heavy) or 'none of the notebook, no transformers'}")
+    report("import_time", asdict(times) | {"added_s": times.added_s})
     return 1 if times.added_s > MOST_S or times.heavy else 0
 
 

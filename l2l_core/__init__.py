@@ -75,6 +75,8 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from l2l_core.simulator import Shapes as Shapes
     from l2l_core.simulator import simulate as simulate
 
+__version__ = "0.2.0"
+
 # Names from rooms that a step does not need, imported on first use.
 _LATE = {
     "Bound": "l2l_core.analysis",

@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+import l2l_core
 from workbench.commands.lab_launcher import lab_command, open_copies
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -112,13 +113,37 @@ def test_environment_python_is_allowed_by_the_project() -> None:
 def test_make_alone_lists_every_target() -> None:
     shown = subprocess.run(["make", "-s", "-C", ROOT], capture_output=True, text=True, check=True).stdout
     targets = re.findall(r"^  make ([\w-]+)", shown, flags=re.MULTILINE)
-    assert targets == ["help", "setup", "demo", "lab", "test", "test-fast", "bench", "notebooks", "doctor", "clean"]
+    assert targets == [
+        "help",
+        "setup",
+        "demo",
+        "lab",
+        "test",
+        "test-fast",
+        "bench",
+        "bench-card",
+        "gpu-day",
+        "notebooks",
+        "doctor",
+        "clean",
+    ]
 
 
 def test_setup_runs_again_when_dependencies_change() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert re.search(r"^\.venv/\.stamp: pyproject\.toml constraints\.txt$", makefile, flags=re.MULTILINE)
-    for target in ("setup", "demo", "lab", "test", "test-fast", "bench", "notebooks", "doctor"):
+    for target in (
+        "setup",
+        "demo",
+        "lab",
+        "test",
+        "test-fast",
+        "bench",
+        "bench-card",
+        "gpu-day",
+        "notebooks",
+        "doctor",
+    ):
         assert re.search(rf"^{target}: \.venv/\.stamp\b", makefile, flags=re.MULTILINE), target
 
 
@@ -562,6 +587,10 @@ def test_the_workflow_runs_ci_on_every_python_that_the_project_allows() -> None:
     allowed = SpecifierSet(project()["requires-python"])
     assert pythons == [f"3.{minor}" for minor in range(8, 30) if allowed.contains(f"3.{minor}")]
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    release = parsed(".github/workflows/ci.yml")["jobs"]["versions"]
+    assert release["strategy"]["matrix"] == {"python": pythons, "versions": ["tested", "least", "newest"]}
+    command = 'make test ARGS="-m slow tests/test_wheel.py -k ${{ matrix.versions }}"'
+    assert [step["run"] for step in release["steps"] if "run" in step] == [command] and release["env"] == job["env"]
     # .ci/run ends in `make test`, and the Makefile takes PYTHON from the environment.
     assert job["env"] == {"PYTHON": "python${{ matrix.python }}"}
     environ = {
@@ -590,10 +619,18 @@ def test_the_form_for_bugs_asks_for_a_program_and_the_doctor() -> None:
     assert fields["program"]["validations"]["required"] and fields["doctor"]["validations"]["required"]
 
 
+def test_the_version_is_written_in_one_place_and_repeated_in_two() -> None:
+    assert project()["dynamic"] == ["version"] and "version" not in project()
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    assert setuptools["dynamic"]["version"] == {"attr": "l2l_core.__version__"}
+    headings = re.findall(r"^## \[([^]]+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert headings[:2] == ["Unreleased", l2l_core.__version__]
+
+
 def test_the_citation_names_the_project_and_the_paper() -> None:
     citation = parsed("CITATION.cff")
     assert citation["cff-version"] == "1.2.0" and citation["authors"]
-    assert (citation["version"], citation["license"]) == (project()["version"], project()["license"])
+    assert (citation["version"], citation["license"]) == (l2l_core.__version__, project()["license"])
     (paper,) = citation["references"]
     assert paper["authors"][0]["family-names"] == "Pudipeddi" and paper["year"] == 2020
     assert paper["identifiers"] == [{"type": "other", "value": "arXiv:2002.05645"}]

@@ -28,7 +28,7 @@ JUPYTERLAB = RequiredPackage("jupyterlab", SpecifierSet(">=4.4"), Version("4.6.6
 TORCH = RequiredPackage("torch", SpecifierSet(">=2.11"), Version("2.13.0"))
 HEALTHY = EnvironmentFacts(
     python="3.11.7",
-    python_range=SpecifierSet(">=3.11,<3.13"),
+    python_range=SpecifierSet(">=3.11,<3.14"),
     wanted=(TORCH,),
     extra=(IPYKERNEL, JUPYTERLAB),
     installed={"torch": "2.13.0+cpu", "ipykernel": "7.4.0", "jupyterlab": "4.6.6"},
