@@ -41,6 +41,16 @@ class Depth(Schedule):
         stack: dotted name of the container, if there are several.
         optimizer, warmup: for new layers, as in `Insert`; None is "copy" for copies and "fresh" for identity layers.
         park: for dropped layers, as in `Drop`.
+
+    Example:
+        >>> from l2l_core import Depth
+        >>> schedule = Depth({0: 6, 2: 8}, grow="top")  # two more layers after two steps
+        >>> for _ in range(3):
+        ...     result = schedule.step(relay, batch)
+        ...     print(len(relay.stack))
+        6
+        6
+        8
     """
 
     depth: PerStep

@@ -132,6 +132,12 @@ class Freezing(Schedule):
     Args:
         frozen: number of frozen layers by step, as `depth` of `Depth`.
         stack: dotted name of the container, if there are several.
+
+    Example:
+        >>> from l2l_core import Freezing
+        >>> result = Freezing(2).step(relay, batch)
+        >>> [layer.frozen for layer in relay.stack]
+        [True, True, False, False, False, False]
     """
 
     frozen: PerStep

@@ -47,6 +47,13 @@ class StepPlan:
         settings: of the schedule.
         actions: in the order of issue.
         name: of the function that made it; "plan" for others.
+
+    Example:
+        >>> from l2l_core import StepPlan
+        >>> plan = relay.plan(batch)
+        >>> StepPlan.parse(str(plan)) == plan
+        True
+        >>> result = relay.step(batch, plan=plan)
     """
 
     settings: ScheduleSettings

@@ -83,6 +83,12 @@ def grid(make: Callable[..., Any] | None = None, **factors: Sequence[Any]) -> di
 
     Raises:
         ValueError: a factor has no values, or `make` has a parameter that is no factor.
+
+    Example:
+        >>> from l2l_core import Depth
+        >>> from workbench import grid
+        >>> list(grid(lambda grow: Depth({0: 2, 2: 4}, grow=grow), grow=["top", "identity"], lr=[1e-3]))
+        ['grow=top, lr=0.001', 'grow=identity, lr=0.001']
     """
     for name, values in factors.items():
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
