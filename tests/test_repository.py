@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -112,13 +113,25 @@ def test_environment_python_is_allowed_by_the_project() -> None:
 def test_make_alone_lists_every_target() -> None:
     shown = subprocess.run(["make", "-s", "-C", ROOT], capture_output=True, text=True, check=True).stdout
     targets = re.findall(r"^  make ([\w-]+)", shown, flags=re.MULTILINE)
-    assert targets == ["help", "setup", "demo", "lab", "test", "test-fast", "bench", "notebooks", "doctor", "clean"]
+    assert targets == [
+        "help",
+        "setup",
+        "demo",
+        "lab",
+        "test",
+        "test-fast",
+        "bench",
+        "notebooks",
+        "docs",
+        "doctor",
+        "clean",
+    ]
 
 
 def test_setup_runs_again_when_dependencies_change() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert re.search(r"^\.venv/\.stamp: pyproject\.toml constraints\.txt$", makefile, flags=re.MULTILINE)
-    for target in ("setup", "demo", "lab", "test", "test-fast", "bench", "notebooks", "doctor"):
+    for target in ("setup", "demo", "lab", "test", "test-fast", "bench", "notebooks", "docs", "doctor"):
         assert re.search(rf"^{target}: \.venv/\.stamp\b", makefile, flags=re.MULTILINE), target
 
 
@@ -544,6 +557,35 @@ def test_the_patterns_find_what_they_are_for() -> None:
     assert not re.search(MACHINE_PATH, "https://example.org/" + "work/x, frame" + "work/tmp")
     assert re.search(REGISTRY, "https://" + "py" + "pi.org/simple")
     assert not re.search(REGISTRY, "offline_py" + "pixel")
+
+
+LINK = re.compile(r"\]\(([^)\s#]*)(?:#[^)\s]*)?\)")
+
+
+def documents() -> list[Path]:
+    return [
+        path for path in committed_files() if path.suffix in (".md", ".ipynb") and path.parent != ROOT / "docs" / "site"
+    ]
+
+
+def links_of(path: Path) -> list[str]:
+    """Relative links of a document; those of a notebook's Markdown cells."""
+    text = read_text(path)
+    if path.suffix == ".ipynb":
+        text = "\n".join(
+            "".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"
+        )
+    return [
+        name
+        for name in LINK.findall(re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL))
+        if name and "://" not in name
+    ]
+
+
+def test_links_of_documents_lead_to_files() -> None:
+    links = [(path, name) for path in documents() for name in links_of(path)]
+    dead = [f"{path.relative_to(ROOT)}: {name}" for path, name in links if not (path.parent / name).exists()]
+    assert len(links) > 60 and not dead, dead
 
 
 # Files that services read --------------------------------------------------------------------------------------------
