@@ -7,6 +7,8 @@ and recorded for the player of the first page.
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import sys
 import time
@@ -26,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FOLDERS = ("docs", "notebooks", "examples", "l2l_core")  # l2l_core: for links to its files
 FILES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "pyproject.toml")
+FILE_LINK = re.compile(r"\[(?:[\w/]+/)?(\w+)(?:\.md)?\]\(((?:[\w/.]+/)?\1\.(?:md|ipynb)(?:#[\w-]+)?)\)")
 
 
 def main() -> int:
@@ -54,6 +57,18 @@ def stage(pages: Path) -> None:
         )
     for name in FILES:
         shutil.copy2(ROOT / name, pages / name)
+    for path in (*pages.rglob("*.md"), *pages.glob("notebooks/*.ipynb")):
+        name_links_by_titles(path)
+
+
+def name_links_by_titles(page: Path) -> None:
+    """Remove texts of links that repeat the name of a file; Sphinx puts the title of the page there."""
+    text = page.read_text(encoding="utf-8")
+    changed = FILE_LINK.sub(r"[](\2)", text)
+    if changed != text:
+        as_copied = page.stat()
+        page.write_text(changed, encoding="utf-8")
+        os.utime(page, ns=(as_copied.st_atime_ns, as_copied.st_mtime_ns))
 
 
 def record(run: Path, player: Path) -> None:

@@ -48,5 +48,6 @@ html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_show_search_summary = False  # it reads pages, which browsers refuse to those opened as files
 html_show_sphinx = False
 html_show_copyright = False
