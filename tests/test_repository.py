@@ -615,6 +615,11 @@ def test_the_workflow_runs_ci_on_every_python_that_the_project_allows() -> None:
     assert "PYTHON=python3.12 " in shown.stdout
 
 
+def test_a_workflow_builds_the_site() -> None:
+    job = parsed(".github/workflows/docs.yml")["jobs"]["docs"]
+    assert [step["run"] for step in job["steps"] if "run" in step] == ["make docs"]
+
+
 def test_hooks_are_local_and_check_with_the_pinned_ruff() -> None:
     (repo,) = parsed(".pre-commit-config.yaml")["repos"]
     assert repo["repo"] == "local"

@@ -7,10 +7,10 @@ and recorded for the player of the first page.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -32,24 +32,28 @@ FILE_LINK = re.compile(r"\[(?:[\w/]+/)?(\w+)(?:\.md)?\]\(((?:[\w/.]+/)?\1\.(?:md
 
 
 def main() -> int:
-    """Build into the folder of the command line; return the exit status of Sphinx."""
+    """Build into the folder of the command line, if there are no warnings; return the exit status."""
     began = time.perf_counter()
     out = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "out" / "site").resolve()
-    work = out.with_name(out.name + "-work")  # beside the site, for it is not part of it
-    stage(work / "pages")
-    record(work / "run.jsonl.gz", work / "pages" / "_static" / "step.js")
-    shutil.rmtree(out, ignore_errors=True)
-    options = ["-W", "--keep-going", "-q", "-d", str(work / "doctrees"), "-w", str(work / "warnings")]
-    status = build_main([*options, "-b", "html", str(work / "pages"), str(out)])
-    if status == 0:
-        size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-        print(f"built in {time.perf_counter() - began:.0f} s, {format_bytes(size)}: open {out / 'index.html'}")
-    return status
+    if out.is_dir() and any(out.iterdir()) and not (out / "searchindex.js").is_file():
+        print(f"{out} holds files that are no site and would be removed: name another folder", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        pages, built = Path(folder, "pages"), Path(folder, "site")
+        stage(pages)
+        record(Path(folder, "run.jsonl.gz"), pages / "_static" / "step.js")
+        options = ["-W", "--keep-going", "-q", "-d", str(Path(folder, "doctrees")), "-b", "html"]
+        if status := build_main([*options, str(pages), str(built)]):
+            return status
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(built, out)
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    print(f"built in {time.perf_counter() - began:.0f} s, {format_bytes(size)}: open {out / 'index.html'}")
+    return 0
 
 
 def stage(pages: Path) -> None:
-    """Copy all pages into one tree, with the dates of their files, by which Sphinx finds those that changed."""
-    shutil.rmtree(pages, ignore_errors=True)
+    """Copy all pages into one tree."""
     shutil.copytree(HERE, pages, ignore=shutil.ignore_patterns("build.py", "__pycache__"))
     for name in FOLDERS:
         shutil.copytree(
@@ -64,11 +68,7 @@ def stage(pages: Path) -> None:
 def name_links_by_titles(page: Path) -> None:
     """Remove texts of links that repeat the name of a file; Sphinx puts the title of the page there."""
     text = page.read_text(encoding="utf-8")
-    changed = FILE_LINK.sub(r"[](\2)", text)
-    if changed != text:
-        as_copied = page.stat()
-        page.write_text(changed, encoding="utf-8")
-        os.utime(page, ns=(as_copied.st_atime_ns, as_copied.st_mtime_ns))
+    page.write_text(FILE_LINK.sub(r"[](\2)", text), encoding="utf-8")
 
 
 def record(run: Path, player: Path) -> None:
