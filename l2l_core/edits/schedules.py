@@ -186,6 +186,11 @@ class WarmupStableDecay(Schedule):
         decay: steps over which it falls, the last ones of the run.
         restarts: steps at which the rate rises again over `warmup` steps, for all layers. For new layers alone, see `warmup`
             of `Insert`, `Duplicate` and `Depth`.
+
+    Example:
+        >>> from l2l_core import WarmupStableDecay
+        >>> WarmupStableDecay(1000, warmup=20, decay=200).lr_factor(relay)  # of the first step
+        0.05
     """
 
     steps: int

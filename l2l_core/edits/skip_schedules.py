@@ -79,6 +79,12 @@ class ActiveLayers(Schedule):
     Args:
         active: number of layers that run, by step, as `depth` of `Depth`.
         stack: dotted name of the container, if there are several.
+
+    Example:
+        >>> from l2l_core import ActiveLayers
+        >>> schedule = ActiveLayers({0: 2, 100: 6})
+        >>> schedule.skip(relay)  # the layers that the next step runs without
+        ['L002', 'L003', 'L004', 'L005']
     """
 
     active: PerStep

@@ -25,6 +25,15 @@ class PlanError(ValueError):
 
     Attributes:
         index: position of the action in `StepPlan.actions`; their number if an action is missing at the end.
+
+    Example:
+        >>> from l2l_core import PlanError, StepPlan
+        >>> text = str(relay.plan(batch)).replace("L:L002>0", "")  # layer 2 is never loaded
+        >>> try:
+        ...     result = relay.step(batch, plan=StepPlan.parse(text))
+        ... except PlanError as error:
+        ...     relay.steps  # nothing has changed
+        0
     """
 
     def __init__(self, index: int, message: str) -> None:

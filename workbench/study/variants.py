@@ -42,6 +42,12 @@ class Variant:
         factors: keyword arguments for `make_relay`; also columns of the frame, see `columns`.
         labels: further columns of the frame, which `make_relay` does not get.
         steps: budget of its runs in place of the study's. Runs of different lengths share their common beginning.
+
+    Example:
+        >>> from l2l_core import Depth
+        >>> from workbench import Variant
+        >>> Variant(Depth({0: 2, 100: 4}), {"lr": 1e-3}).factors
+        {'lr': 0.001}
     """
 
     schedule: Schedule | EditFunction | None = None
