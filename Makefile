@@ -5,22 +5,22 @@ PYTHON ?= python3.11
 PORT   ?= 8888
 BIN    := .venv/bin
 
-.PHONY: help setup demo lab test test-fast bench bench-card gpu-day notebooks doctor clean
+.PHONY: help setup demo lab test test-fast bench bench-card gpu-day notebooks docs doctor clean
 .DEFAULT_GOAL := help
 
-# Tests, demo, benchmarks and notebooks use what is in the repository and in the environment, never the network.
-demo test test-fast bench bench-card gpu-day notebooks: export HF_HUB_OFFLINE = 1
-demo test test-fast bench bench-card gpu-day notebooks: export TRANSFORMERS_OFFLINE = 1
-demo test test-fast bench bench-card gpu-day notebooks: export HF_DATASETS_OFFLINE = 1
-demo test test-fast bench bench-card gpu-day notebooks lab: export HF_HUB_DISABLE_TELEMETRY = 1
+# Tests, demo, benchmarks and notebooks docs use what is in the repository and in the environment, never the network.
+demo test test-fast bench bench-card gpu-day notebooks docs: export HF_HUB_OFFLINE = 1
+demo test test-fast bench bench-card gpu-day notebooks docs: export TRANSFORMERS_OFFLINE = 1
+demo test test-fast bench bench-card gpu-day notebooks docs: export HF_DATASETS_OFFLINE = 1
+demo test test-fast bench bench-card gpu-day notebooks docs lab: export HF_HUB_DISABLE_TELEMETRY = 1
 # Tokenizers warn when a process that used their threads forks, as data loaders do.
-demo test test-fast bench bench-card gpu-day notebooks lab: export TOKENIZERS_PARALLELISM = false
+demo test test-fast bench bench-card gpu-day notebooks docs lab: export TOKENIZERS_PARALLELISM = false
 
 # Images of containers say that no compiled modules are to be written. Then every process would compile anew what it imports:
 # four seconds for PyTorch, with its optimizers. So they go where they are in nobody's way.
 ifdef PYTHONDONTWRITEBYTECODE
-demo lab test test-fast bench bench-card gpu-day notebooks doctor: export PYTHONPYCACHEPREFIX = $(CURDIR)/.venv/compiled
-demo lab test test-fast bench bench-card gpu-day notebooks doctor: export PYTHONDONTWRITEBYTECODE =
+demo lab test test-fast bench bench-card gpu-day notebooks docs doctor: export PYTHONPYCACHEPREFIX = $(CURDIR)/.venv/compiled
+demo lab test test-fast bench bench-card gpu-day notebooks docs doctor: export PYTHONDONTWRITEBYTECODE =
 endif
 
 help: ## list the targets (default)
@@ -76,6 +76,14 @@ gpu-day: .venv/.stamp ## run the plan of 25 minutes for a GPU (ARGS=--plan print
 
 notebooks: .venv/.stamp ## execute the notebooks and store them with their outputs (ARGS=--check only judges them)
 	$(BIN)/python -m workbench notebooks $(ARGS)
+
+# Sphinx is not needed by anything else, so it is installed by the first build.
+docs: .venv/.stamp .venv/.docs ## build the documentation site in out/site; warnings are errors
+	$(BIN)/python docs/site/build.py $(ARGS)
+
+.venv/.docs: .venv/.stamp
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	@touch $@
 
 doctor: .venv/.stamp ## check versions, widgets, devices and room, with advice
 	$(BIN)/python -m workbench doctor

@@ -40,6 +40,13 @@ class Compress:
 
     Raises:
         ValueError: an unknown format, or a feedback other than True and False.
+
+    Example:
+        >>> from l2l_core import Compress
+        >>> relay.config = RelayConfig(micro_batches=2, compress=Compress("int8", feedback=False))
+        >>> result = relay.step(batch)
+        >>> result.verified  # such gradients differ
+        'not compared with training in core: compressed gradients are rounded'
     """
 
     format: WireFormat
@@ -106,6 +113,15 @@ class RelayConfig:
 
     Raises:
         ValueError: a value out of range, or ``eager`` together with ``max_grad_norm``.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> config = RelayConfig(micro_batches=4, ahead=2, stash="host")
+        >>> replace(config, update="deferred", max_grad_norm=1.0).max_grad_norm
+        1.0
+        >>> RelayConfig(micro_batches=0)
+        Traceback (most recent call last):
+        ValueError: micro_batches=0: must be an integer of at least 1
     """
 
     micro_batches: int = 1

@@ -166,6 +166,18 @@ class Relay:
 
     Raises:
         ValueError, TypeError: the model, the optimizer or a setting is not supported; the message has a remedy.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from l2l_core import Relay, RelayConfig
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)), nn.Linear(16, 4))
+        >>> batch = torch.randn(8, 16), torch.randint(4, (8,))  # rows and their targets
+        >>> with Relay(model, device="cpu", loss=nn.CrossEntropyLoss(), config=RelayConfig(micro_batches=4)) as relay:
+        ...     losses = [relay.step(batch).loss for _ in range(3)]
+        >>> losses == sorted(losses, reverse=True)  # it learns
+        True
+        >>> weights = model.state_dict()  # an ordinary model again
     """
 
     _closed = True  # until it is made
@@ -357,6 +369,11 @@ class Relay:
         """Return the number of completed steps and the seed, from which the random numbers of the next step follow.
 
         With those of model, optimizer and scheduler it rewinds a relay to the bit, as after a search for a learning rate.
+
+        Example:
+            >>> result = relay.step(batch)
+            >>> relay.state_dict()
+            {'steps': 1, 'seed': 0}
         """
         return {"steps": self.steps, "seed": self._runner.seed()}
 
@@ -510,6 +527,14 @@ class Relay:
             DeviceOutOfMemory: the device's byte budget is too small. The message lists the largest tensors, settings that
                 fit, and the smallest sufficient budget; to find them, a few micro-batches are rehearsed as in `forecast`.
             KeyboardInterrupt: after the step has finished; a second interrupt ends it at once.
+
+        Example:
+            >>> result = relay.step(batch)
+            >>> result.verified  # the first step of a kind is compared with training in core
+            'equal to the step in core, to the bit; compared in ... s'
+            >>> result = relay.step(batch, skip=[2, 3])  # without two of the layers
+            >>> relay.steps
+            2
         """
         with (
             defer_interrupts(),  # outermost: it raises when the others have restored everything
@@ -539,6 +564,10 @@ class Relay:
             batch: as for `step`.
             function: ``function(model, micro_batch)`` to run instead of the model alone; its results are joined. Default: the
                 model is called from the micro-batch.
+
+        Example:
+            >>> relay.forward(batch).shape  # rows, classes
+            torch.Size([8, 4])
         """
         with self._together("run forward", batch):
             rows, micro_batches = self._runner.split(batch)
@@ -547,7 +576,14 @@ class Relay:
             return rows.join(outputs, cache(partial(self._runner.normaliser.divisors, rows, micro_batches)))
 
     def evaluate(self, batch: Batch) -> float:
-        """Return the mean loss of a batch in evaluation mode. Weights, buffers and random state do not change."""
+        """Return the mean loss of a batch in evaluation mode. Weights, buffers and random state do not change.
+
+        Example:
+            >>> before = relay.evaluate(batch)
+            >>> result = relay.step(batch)
+            >>> relay.evaluate(batch) < before
+            True
+        """
         with self._together("evaluate", batch):
             return self._runner.evaluate(batch, self._runner.normaliser)
 
@@ -569,6 +605,13 @@ class Relay:
         Raises:
             ValueError, TypeError: an edit cannot be applied, or a batch cannot be evaluated.
             DeviceOutOfMemory: as for `step`.
+
+        Example:
+            >>> from l2l_core import Drop
+            >>> (now,) = relay.probe([batch])
+            >>> (without,) = relay.probe([batch], Drop(2))  # the loss if layer 2 were not there
+            >>> len(relay.stack)
+            6
         """
         batches = list(batches)  # workers compare the number before they apply edits
         with (
@@ -643,6 +686,11 @@ class Relay:
         Raises:
             ValueError, TypeError: an unknown layer, a number out of range, or a batch that cannot be evaluated.
             DeviceOutOfMemory: as for `step`.
+
+        Example:
+            >>> inside = relay.look(batch, layers=[0, 5])
+            >>> inside.keys
+            ('L000', 'L005')
         """
         from l2l_core.inside import InspectionPasses, InspectionRequest, MicroBatchRows, check_arguments, run_inspection
 
@@ -705,6 +753,13 @@ class Relay:
         Raises:
             ValueError: the in-core side needs more than `host_bytes`, or the optimizer's step was replaced on the object.
                 Nothing was run.
+
+        Example:
+            >>> report = relay.verify(batch)
+            >>> report.equal, report.max_abs_diff
+            (True, 0.0)
+            >>> relay.steps  # nothing was trained
+            0
         """
         with self._together("verify", batch), torch.enable_grad():
             if host_bytes is not None or self.shelf is not None:
@@ -750,6 +805,14 @@ class Relay:
 
         Raises:
             ValueError: the schedule is "depth_first", where autograd decides the order.
+
+        Example:
+            >>> print(relay.plan(batch))
+            plan micro_batches=2 ahead=1 slots=2
+            -   -     I0 I1
+            0   L000  L:L000>0 L:L001>1 | F0 F1
+            1   L001  L:L002>0 | F0 F1
+            ...
         """
         with self._exclusive():
             config = self._runner.resolve_config(self.config if config is None else config, batch)
@@ -800,6 +863,11 @@ class Relay:
         Raises:
             TypeError, ValueError: a config, batch or figure that no step accepts.
             Exception: errors of the model itself on the batch.
+
+        Example:
+            >>> forecast = relay.forecast(batch)
+            >>> forecast.peak_device_bytes == relay.step(batch).peak_device_bytes
+            True
         """
         from l2l_core.forecast import forecast_step, last_recording
 
@@ -888,6 +956,15 @@ class Relay:
         Raises:
             ValueError, TypeError: an edit cannot be applied; the message lists valid ones. Nothing has changed.
             OSError: a shelf's disk fails or has no room for new layers. Nothing has changed.
+
+        Example:
+            >>> from l2l_core import Drop, Insert
+            >>> inverse = relay.apply(Insert(at=3, init="copy"), Drop(0))
+            >>> [layer.key for layer in relay.stack]
+            ['L001', 'L002', 'L006', 'L003', 'L004', 'L005']
+            >>> inverse = relay.apply(inverse)
+            >>> [layer.key for layer in relay.stack]
+            ['L000', 'L001', 'L002', 'L003', 'L004', 'L005']
         """
         if not force and (sample := self._editor.layer_factory.run_model) is not None:
             with self._exclusive():
@@ -901,6 +978,13 @@ class Relay:
 
         Raises:
             ValueError: there is no edit to undo, or its layers were deleted.
+
+        Example:
+            >>> from l2l_core import Drop
+            >>> inverse = relay.apply(Drop(0))
+            >>> entry = relay.undo()
+            >>> len(relay.stack), len(relay.journal)
+            (6, 2)
         """
         with self._editing_together("undo"):
             return self._history.undo(self.steps)
@@ -910,6 +994,14 @@ class Relay:
 
         Raises:
             ValueError: no edit was undone since the last edit.
+
+        Example:
+            >>> from l2l_core import Drop
+            >>> inverse = relay.apply(Drop(0))
+            >>> entry = relay.undo()
+            >>> entry = relay.redo()
+            >>> len(relay.stack)
+            5
         """
         with self._editing_together("redo"):
             return self._history.redo(self.steps)
@@ -921,6 +1013,13 @@ class Relay:
 
         Raises:
             ValueError: the name is empty or taken, or `compress` has feedback.
+
+        Example:
+            >>> from l2l_core import Drop
+            >>> branch = relay.fork("slim")
+            >>> inverse = relay.apply(Drop(0))
+            >>> [(branch.name, branch.layers) for branch in relay.branches]
+            [('main', 6), ('slim', 5)]
         """
         with self._together("make a branch", branch=name):
             self._check_config(self.config, [name])
@@ -935,6 +1034,11 @@ class Relay:
 
         Raises:
             ValueError: no branch has this name; lists the branches.
+
+        Example:
+            >>> branch = relay.fork("slim")
+            >>> relay.switch("main").active
+            True
         """
         with self._together("switch", branch=name):
             barrier = partial(self._backend.gather_items, [], "switch")
@@ -966,6 +1070,11 @@ class Relay:
             OSError: disk full (with the bytes needed and free), no permission, or workers that see different folders.
             ValueError: the optimizer's state holds a value that is neither a tensor nor plain data.
             WorkerError: saving failed on another worker.
+
+        Example:
+            >>> result = relay.step(batch)
+            >>> relay.save("run")
+            PosixPath('run')
         """
         with (
             self._exclusive(),
@@ -1004,6 +1113,14 @@ class Relay:
         Raises:
             ValueError: the folder is damaged, incomplete, of another model (names the file), or not the same for all workers.
             WorkerError: loading failed on another worker.
+
+        Example:
+            >>> from copy import deepcopy
+            >>> twin = deepcopy(model)  # any model of this structure
+            >>> folder = relay.save("run")
+            >>> with Relay.load("run", twin, device="cpu", loss=nn.CrossEntropyLoss()) as resumed:
+            ...     resumed.step(batch).loss == relay.step(batch).loss
+            True
         """
         shelf, workers, optimizer = options.pop("shelf", None), options.get("workers"), unwrap_optimizer(optimizer)
         with ExitStack() as back:  # a failure restores the caller's model and optimizer

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -124,6 +125,7 @@ def test_make_alone_lists_every_target() -> None:
         "bench-card",
         "gpu-day",
         "notebooks",
+        "docs",
         "doctor",
         "clean",
     ]
@@ -142,6 +144,7 @@ def test_setup_runs_again_when_dependencies_change() -> None:
         "bench-card",
         "gpu-day",
         "notebooks",
+        "docs",
         "doctor",
     ):
         assert re.search(rf"^{target}: \.venv/\.stamp\b", makefile, flags=re.MULTILINE), target
@@ -571,6 +574,35 @@ def test_the_patterns_find_what_they_are_for() -> None:
     assert not re.search(REGISTRY, "offline_py" + "pixel")
 
 
+LINK = re.compile(r"\]\(([^)\s#]*)(?:#[^)\s]*)?\)")
+
+
+def documents() -> list[Path]:
+    return [
+        path for path in committed_files() if path.suffix in (".md", ".ipynb") and path.parent != ROOT / "docs" / "site"
+    ]
+
+
+def links_of(path: Path) -> list[str]:
+    """Relative links of a document; those of a notebook's Markdown cells."""
+    text = read_text(path)
+    if path.suffix == ".ipynb":
+        text = "\n".join(
+            "".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"
+        )
+    return [
+        name
+        for name in LINK.findall(re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL))
+        if name and "://" not in name
+    ]
+
+
+def test_links_of_documents_lead_to_files() -> None:
+    links = [(path, name) for path in documents() for name in links_of(path)]
+    dead = [f"{path.relative_to(ROOT)}: {name}" for path, name in links if not (path.parent / name).exists()]
+    assert len(links) > 60 and not dead, dead
+
+
 # Files that services read --------------------------------------------------------------------------------------------
 
 
@@ -590,7 +622,9 @@ def test_the_workflow_runs_ci_on_every_python_that_the_project_allows() -> None:
     release = parsed(".github/workflows/ci.yml")["jobs"]["versions"]
     assert release["strategy"]["matrix"] == {"python": pythons, "versions": ["tested", "least", "newest"]}
     command = 'make test ARGS="-m slow tests/test_wheel.py -k ${{ matrix.versions }}"'
-    assert [step["run"] for step in release["steps"] if "run" in step] == [command] and release["env"] == job["env"]
+    tools = 'make setup && .venv/bin/python -m pip install -c constraints.txt -e ".[release]"'
+    assert [step["run"] for step in release["steps"] if "run" in step] == [tools, command]
+    assert release["env"] == job["env"]
     # .ci/run ends in `make test`, and the Makefile takes PYTHON from the environment.
     assert job["env"] == {"PYTHON": "python${{ matrix.python }}"}
     environ = {
@@ -600,6 +634,11 @@ def test_the_workflow_runs_ci_on_every_python_that_the_project_allows() -> None:
     }  # without what a `make` around the tests was given
     shown = subprocess.run(["make", "-s", "help"], cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
     assert "PYTHON=python3.12 " in shown.stdout
+
+
+def test_a_workflow_builds_the_site() -> None:
+    job = parsed(".github/workflows/docs.yml")["jobs"]["docs"]
+    assert [step["run"] for step in job["steps"] if "run" in step] == ["make docs"]
 
 
 def test_hooks_are_local_and_check_with_the_pinned_ruff() -> None:

@@ -20,6 +20,8 @@ from packaging.requirements import Requirement
 
 import l2l_core
 
+for tool in ("build", "twine"):
+    pytest.importorskip(tool, reason=f"{tool} is not installed: the extra release")
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -102,6 +102,10 @@ class Bound:
         advice: the change that would help, with a number, or the reason why none would.
         settings: the advice as values for `RelayConfig`, empty if no setting helps. "micro_batches" counts micro-batches of
             the present size, so the batch must grow with it.
+
+    Example:
+        >>> [bound.phase for bound in relay.step(batch).trace.bound_by()]
+        ['fill', 'forward', 'backward', 'tail']
     """
 
     phase: str

@@ -25,6 +25,16 @@ class Views:
 
     Raises:
         ValueError: `count` is no whole number of at least 2.
+
+    Example:
+        >>> from l2l_core import Views
+        >>> images = torch.randn(8, 16)  # two views of four images: row i and row 4 + i belong together
+        >>> targets = torch.randint(4, (8,))
+        >>> relay.close()  # a model belongs to one relay
+        >>> config = RelayConfig(micro_batches=4)
+        >>> with Relay(model, device="cpu", loss=nn.CrossEntropyLoss(), split=Views(2), config=config) as relay:
+        ...     relay.step((images, targets)).samples
+        4
     """
 
     count: int

@@ -46,6 +46,14 @@ class EmulatedDevice(Device):
 
     Raises:
         ValueError: a figure is not positive (the latency may be 0).
+
+    Example:
+        >>> from l2l_core import EmulatedDevice
+        >>> device = EmulatedDevice("1 MB", h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9)
+        >>> relay.close()  # a model belongs to one relay
+        >>> with Relay(model, device=device, loss=nn.CrossEntropyLoss()) as relay:
+        ...     relay.step(batch).peak_device_bytes < 1_000_000
+        True
     """
 
     in_host_memory = True

@@ -30,6 +30,17 @@ class DeviceOutOfMemory(MemoryError):
         remedy: last lines of the message; a relay replaces them with remedies that it has tried.
         settings: fields of `RelayConfig` with which the step was found to fit, if any.
         least_bytes: smallest budget found to fit, with any settings; None without a search.
+
+    Example:
+        >>> from l2l_core import DeviceOutOfMemory, EmulatedDevice
+        >>> relay.close()  # a model belongs to one relay
+        >>> small = EmulatedDevice(memory_bytes=10_000)
+        >>> with Relay(model, device=small, loss=nn.CrossEntropyLoss()) as relay:
+        ...     try:
+        ...         result = relay.step(batch)
+        ...     except DeviceOutOfMemory as error:
+        ...         error.limit_bytes
+        10000
     """
 
     def __init__(

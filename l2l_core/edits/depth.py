@@ -41,6 +41,16 @@ class Depth(Schedule):
         stack: dotted name of the container, if there are several.
         optimizer, warmup: for new layers, as in `Insert`; None is "copy" for copies and "fresh" for identity layers.
         park: for dropped layers, as in `Drop`.
+
+    Example:
+        >>> from l2l_core import Depth
+        >>> schedule = Depth({0: 6, 2: 8}, grow="top")  # two more layers after two steps
+        >>> for _ in range(3):
+        ...     result = schedule.step(relay, batch)
+        ...     print(len(relay.stack))
+        6
+        6
+        8
     """
 
     depth: PerStep
@@ -101,13 +111,25 @@ class Depth(Schedule):
 
 
 def gradual_stacking(block: int, every: int, depth: int, grow: GrowMode = "middle", **options: Any) -> Depth:
-    """Add `block` layers after `every` steps, from `block` up to `depth`: in the middle (MIDAS), or on the "top"."""
+    """Add `block` layers after `every` steps, from `block` up to `depth`: in the middle (MIDAS), or on the "top".
+
+    Example:
+        >>> from l2l_core import gradual_stacking
+        >>> gradual_stacking(2, every=100, depth=6).depth
+        {0: 2, 100: 4, 200: 6}
+    """
     _check_growth(block, depth, block)
     return _growth_schedule([*range(block, depth, block), depth], every, grow, **options)
 
 
 def stacking_by_doubling(first: int, every: int, depth: int, grow: GrowMode = "top", **options: Any) -> Depth:
-    """Double the layers after `every` steps, from `first` up to `depth` (StackBERT)."""
+    """Double the layers after `every` steps, from `first` up to `depth` (StackBERT).
+
+    Example:
+        >>> from l2l_core import stacking_by_doubling
+        >>> stacking_by_doubling(6, every=100, depth=24).depth
+        {0: 6, 100: 12, 200: 24}
+    """
     _check_growth(first, depth, first)
     depths = [first]
     while depths[-1] < depth:
@@ -116,13 +138,25 @@ def stacking_by_doubling(first: int, every: int, depth: int, grow: GrowMode = "t
 
 
 def growing_by_identity(first: int, every: int, depth: int, by: int = 1, **options: Any) -> Depth:
-    """Add `by` identity layers after `every` steps, from `first` up to `depth`; the loss does not jump."""
+    """Add `by` identity layers after `every` steps, from `first` up to `depth`; the loss does not jump.
+
+    Example:
+        >>> from l2l_core import growing_by_identity
+        >>> growing_by_identity(6, every=100, depth=8).depth
+        {0: 6, 100: 7, 200: 8}
+    """
     _check_growth(first, depth, by)
     return _growth_schedule([*range(first, depth, by), depth], every, "identity", **options)
 
 
 def dropping_by_influence(depth: PerStep, **options: Any) -> Depth:
-    """Shrink to a depth by step; drop the layers with the least influence (ShortGPT)."""
+    """Shrink to a depth by step; drop the layers with the least influence (ShortGPT).
+
+    Example:
+        >>> from l2l_core import dropping_by_influence
+        >>> dropping_by_influence({100: 5, 200: 4}).shrink
+        'influence'
+    """
     return Depth(depth, shrink="influence", **options)
 
 

@@ -96,6 +96,15 @@ class Insert(LayerMakingEdit):
         optimizer: "fresh" starts with an empty state and no steps; "copy" inherits the state of `like`; a number scales the
             inherited state (first moments by it, second moments by its square).
         warmup: updates over which its learning rate rises to that of its group.
+
+    Example:
+        >>> from l2l_core import Insert
+        >>> result = relay.step(batch)
+        >>> before = relay.evaluate(batch)
+        >>> inverse = relay.apply(Insert(at=3))  # the identity: the loss stays
+        >>> len(relay.stack), relay.evaluate(batch) == before
+        (7, True)
+        >>> inverse = relay.apply(Insert(at=0, init="copy", optimizer="copy", warmup=10))
     """
 
     at: LayerRef
@@ -167,6 +176,12 @@ class Duplicate(LayerMakingEdit):
         mode: place of the copies: "top" after the last layer of the stack, "middle" after the last copied layer,
             "interleaved" each after its original.
         optimizer, warmup: as in `Insert`.
+
+    Example:
+        >>> from l2l_core import Duplicate
+        >>> inverse = relay.apply(Duplicate(slice(0, 2), mode="interleaved"))
+        >>> [layer.key for layer in relay.stack]
+        ['L000', 'L006', 'L001', 'L007', 'L002', 'L003', 'L004', 'L005']
     """
 
     layers: Span = field(default_factory=lambda: slice(None))
@@ -202,6 +217,12 @@ class Drop(Edit):
         layers: one layer, or a slice of positions.
         park: where to keep their weights and optimizer state for undo: in "memory", or on "disk" (with a shelf always on its
             disk). None frees their bytes, so that this edit and those before it can no longer be undone.
+
+    Example:
+        >>> from l2l_core import Drop
+        >>> inverse = relay.apply(Drop("L002"), Drop(0))  # by permanent key, by position
+        >>> [layer.key for layer in relay.stack]
+        ['L001', 'L003', 'L004', 'L005']
     """
 
     layers: Span
@@ -230,7 +251,14 @@ class Drop(Edit):
 
 @dataclass(frozen=True)
 class Swap(Edit):
-    """Exchange two layers of one stack."""
+    """Exchange two layers of one stack.
+
+    Example:
+        >>> from l2l_core import Swap
+        >>> inverse = relay.apply(Swap(0, 5))
+        >>> [layer.key for layer in relay.stack]
+        ['L005', 'L001', 'L002', 'L003', 'L004', 'L000']
+    """
 
     a: LayerRef
     b: LayerRef
@@ -244,7 +272,14 @@ class Swap(Edit):
 
 @dataclass(frozen=True)
 class Move(Edit):
-    """Move a layer to position `to`, counted among the remaining layers."""
+    """Move a layer to position `to`, counted among the remaining layers.
+
+    Example:
+        >>> from l2l_core import Move
+        >>> inverse = relay.apply(Move(0, to=5))
+        >>> [layer.key for layer in relay.stack]
+        ['L001', 'L002', 'L003', 'L004', 'L005', 'L000']
+    """
 
     layer: LayerRef
     to: LayerRef
@@ -265,6 +300,12 @@ class Replace(LayerMakingEdit):
         layer: the layer to replace; the new one joins its groups of the optimizer.
         module: the new layer; checked as in `Insert`.
         warmup: as in `Insert`.
+
+    Example:
+        >>> from l2l_core import Replace
+        >>> inverse = relay.apply(Replace(2, Block()))
+        >>> [layer.key for layer in relay.stack]
+        ['L000', 'L001', 'L006', 'L003', 'L004', 'L005']
     """
 
     layer: LayerRef
@@ -295,6 +336,13 @@ class Interpolate(Edit):
         layer: the layer that changes.
         other: a layer of the same shapes, which does not change.
         weight: 0 is no change, 1 is a copy.
+
+    Example:
+        >>> from l2l_core import Interpolate
+        >>> middle = (relay.stack[0].module.inner.weight + relay.stack[1].module.inner.weight) / 2
+        >>> inverse = relay.apply(Interpolate(0, 1))
+        >>> torch.allclose(relay.stack[0].module.inner.weight, middle)
+        True
     """
 
     layer: LayerRef
@@ -340,14 +388,29 @@ class _SetTrainedEdit(Edit):
 
 @dataclass(frozen=True)
 class Freeze(_SetTrainedEdit):
-    """Stop training layers; their optimizer state is kept for `Unfreeze`."""
+    """Stop training layers; their optimizer state is kept for `Unfreeze`.
+
+    Example:
+        >>> from l2l_core import Freeze
+        >>> inverse = relay.apply(Freeze(slice(0, 2)))
+        >>> [layer.frozen for layer in relay.stack]
+        [True, True, False, False, False, False]
+    """
 
     trained = False
 
 
 @dataclass(frozen=True)
 class Unfreeze(_SetTrainedEdit):
-    """Train layers again; parameters that are not in the optimizer, or that keep their dtype, stay frozen."""
+    """Train layers again; parameters that are not in the optimizer, or that keep their dtype, stay frozen.
+
+    Example:
+        >>> from l2l_core import Freeze, Unfreeze
+        >>> inverse = relay.apply(Freeze(slice(0, 2)))
+        >>> inverse = relay.apply(Unfreeze(0))
+        >>> [layer.frozen for layer in relay.stack]
+        [False, True, False, False, False, False]
+    """
 
     trained = True
 

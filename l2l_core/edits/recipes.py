@@ -35,6 +35,11 @@ class Recipe:
         needs: requirements on optimizer state and learning rate.
         schedule: makes the schedule of a run, see `plan`.
         least_steps, least_depth: smallest run in which every stage has a step and a layer.
+
+    Example:
+        >>> from l2l_core import RECIPES
+        >>> RECIPES["LayerDrop"].source
+        'Fan et al., arXiv 1909.11556'
     """
 
     name: str

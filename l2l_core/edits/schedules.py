@@ -135,6 +135,12 @@ class Freezing(Schedule):
     Args:
         frozen: number of frozen layers by step, as `depth` of `Depth`.
         stack: dotted name of the container, if there are several.
+
+    Example:
+        >>> from l2l_core import Freezing
+        >>> result = Freezing(2).step(relay, batch)
+        >>> [layer.frozen for layer in relay.stack]
+        [True, True, False, False, False, False]
     """
 
     frozen: PerStep
@@ -183,6 +189,11 @@ class WarmupStableDecay(Schedule):
         decay: steps over which it falls, the last ones of the run.
         restarts: steps at which the rate rises again over `warmup` steps, for all layers. For new layers alone, see `warmup`
             of `Insert`, `Duplicate` and `Depth`.
+
+    Example:
+        >>> from l2l_core import WarmupStableDecay
+        >>> WarmupStableDecay(1000, warmup=20, decay=200).lr_factor(relay)  # of the first step
+        0.05
     """
 
     steps: int

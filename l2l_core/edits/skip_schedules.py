@@ -28,6 +28,13 @@ class LayerDrop(Schedule):
             the relative depth and the number of finished steps.
         stack: dotted name of the container; None for all stacks.
         force: skip the refusals that rest on evidence; see `Relay.step`.
+
+    Example:
+        >>> from l2l_core import LayerDrop
+        >>> schedule = LayerDrop(0.5)
+        >>> result = schedule.step(relay, batch)  # layers that the draw leaves out are not loaded
+        >>> result.bytes_loaded < relay.step(batch).bytes_loaded
+        True
     """
 
     rate: Rate
@@ -72,6 +79,12 @@ class ActiveLayers(Schedule):
     Args:
         active: number of layers that run, by step, as `depth` of `Depth`.
         stack: dotted name of the container, if there are several.
+
+    Example:
+        >>> from l2l_core import ActiveLayers
+        >>> schedule = ActiveLayers({0: 2, 100: 6})
+        >>> schedule.skip(relay)  # the layers that the next step runs without
+        ['L002', 'L003', 'L004', 'L005']
     """
 
     active: PerStep

@@ -63,6 +63,17 @@ def forecast_config(
 
     Raises:
         ValueError: a family without a formula, an invalid number, a shelf without optimizer or with too little memory.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> from l2l_core import Machine, RelayConfig, forecast_config
+        >>> card = Machine(flops_per_s=50e12, update_params_per_s=1e9, h2d_bytes_per_s=20e9, d2h_bytes_per_s=20e9)
+        >>> forecast = forecast_config(LlamaConfig(), card, micro_batches=8, batch=8, sequence=1024)  # 6.7 billion parameters
+        >>> print(forecast)
+        a step of 9.5 s; ...
+        device peak 10.9 GB: stash 4.31 GB, weights 2.67 GB, gradients 2.67 GB, activations 1.25 GB, other 197 kB
+        host peak 83.5 GB: optimizer 53.9 GB, weights 27 GB, gradients 2.67 GB
+        ...
     """
     model = read_model_shapes(config).with_adapters(adapters)
     length = model.length or sequence

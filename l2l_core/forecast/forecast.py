@@ -90,6 +90,11 @@ class Forecast(StepFigures):
         advice: settings that would fit if these do not, as far as they were searched.
         worker: the worker to which all figures and budgets belong, if there are several.
         shelf: on disk, if there is one; its whole pool counts as host memory.
+
+    Example:
+        >>> forecast = relay.forecast(batch)
+        >>> forecast.config == relay.config, forecast.seconds > 0
+        (True, True)
     """
 
     seconds: float

@@ -67,6 +67,11 @@ def find_layers(model: nn.Module) -> NamedModules:
 
     A module in several slots appears once, under its first name. The module docstring has the rules.
     Raises ValueError if no layers are found.
+
+    Example:
+        >>> from l2l_core import find_layers
+        >>> list(find_layers(model))  # dotted names in the model
+        ['0', '1', '2', '3', '4', '5']
     """
     layers = _choose_layers(_stacks(model, _is_container))
     found = {name: module for name, module in model.named_modules() if module in layers}

@@ -51,6 +51,16 @@ def in_bf16(kind: type[Optimizer], weights: bool = False) -> type[Optimizer]:
 
     Raises:
         TypeError: `kind` is not a class of optimizers.
+
+    Example:
+        >>> from functools import partial
+        >>> from l2l_core import in_bf16
+        >>> optimizer = partial(in_bf16(torch.optim.AdamW), lr=1e-3)
+        >>> relay.close()  # a model belongs to one relay
+        >>> with Relay(model, optimizer, device="cpu", loss=nn.CrossEntropyLoss()) as relay:
+        ...     result = relay.step(batch)
+        ...     {state["exp_avg"].dtype for state in relay.optimizer.state.values()}
+        {torch.bfloat16}
     """
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise TypeError(

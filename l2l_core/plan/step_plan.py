@@ -25,6 +25,15 @@ class PlanError(ValueError):
 
     Attributes:
         index: position of the action in `StepPlan.actions`; their number if an action is missing at the end.
+
+    Example:
+        >>> from l2l_core import PlanError, StepPlan
+        >>> text = str(relay.plan(batch)).replace("L:L002>0", "")  # layer 2 is never loaded
+        >>> try:
+        ...     result = relay.step(batch, plan=StepPlan.parse(text))
+        ... except PlanError as error:
+        ...     relay.steps  # nothing has changed
+        0
     """
 
     def __init__(self, index: int, message: str) -> None:
@@ -47,6 +56,13 @@ class StepPlan:
         settings: of the schedule.
         actions: in the order of issue.
         name: of the function that made it; "plan" for others.
+
+    Example:
+        >>> from l2l_core import StepPlan
+        >>> plan = relay.plan(batch)
+        >>> StepPlan.parse(str(plan)) == plan
+        True
+        >>> result = relay.step(batch, plan=plan)
     """
 
     settings: ScheduleSettings

@@ -39,6 +39,13 @@ class FileShelf:
 
     Raises:
         ValueError: `memory_bytes` is not a positive number, or both `weights` and `resume` are given.
+
+    Example:
+        >>> from l2l_core import FileShelf
+        >>> shelf = FileShelf(folder="run", memory_bytes="1 MB")
+        >>> relay.close()  # a model belongs to one relay
+        >>> with Relay(model, device="cpu", loss=nn.CrossEntropyLoss(), shelf=shelf) as relay:
+        ...     result = relay.step(batch)  # weights and optimizer state are in files
     """
 
     folder: str | Path

@@ -32,6 +32,13 @@ def empty_weights() -> Iterator[None]:
     Each parameter moves to ``meta`` when it is registered, where initialising it costs nothing; at the end of the context it
     becomes an ordinary parameter of the same shape, filled with NaN, that takes no memory. Buffers are real, as no file holds
     them. The context affects all threads of the process.
+
+    Example:
+        >>> from l2l_core import empty_weights
+        >>> with empty_weights():
+        ...     model = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(1000)))  # 4 GB, if it were filled
+        >>> model[999].weight.shape
+        torch.Size([1000, 1000])
     """
     register, modules = nn.Module.register_parameter, dict[nn.Module, None]()
 

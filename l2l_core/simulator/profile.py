@@ -43,6 +43,12 @@ class Profile:
         settings: of the step: "micro_batches", "stash", "precision", "update", ...
         names: dotted names of layers by key.
         memory: samples before the first event.
+
+    Example:
+        >>> from l2l_core import Profile
+        >>> profile = Profile.of(relay.step(batch).trace)
+        >>> [*profile.layers]
+        ['shell', 'L000', 'L001', 'L002', 'L003', 'L004', 'L005']
     """
 
     layers: Mapping[str, LayerCost]

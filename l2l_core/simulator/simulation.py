@@ -81,6 +81,14 @@ def simulate(
         ValueError, TypeError: the profile has another precision, stash or `reduce`, so its bytes do not apply; or a figure
             is out of range; or the plan is of another step.
         PlanError: the plan breaks a rule of a training step.
+
+    Example:
+        >>> from l2l_core import EmulatedDevice, Profile, simulate
+        >>> profile = Profile.of(relay.step(batch).trace)
+        >>> slow = EmulatedDevice(h2d_bytes_per_s=1e6, d2h_bytes_per_s=1e6)
+        >>> trace = simulate(profile, relay.config, slow)  # the same step behind a link of 1 MB/s
+        >>> trace.span_s > 0.03
+        True
     """
     count = profile.settings.get("workers", 1) if workers is None else workers
     cluster = Cluster(

@@ -28,7 +28,13 @@ _KIND_LETTERS = {
 
 
 class Event(NamedTuple):
-    """One piece of work on one lane. Events of a lane do not overlap: a lane is a serial resource."""
+    """One piece of work on one lane. Events of a lane do not overlap: a lane is a serial resource.
+
+    Example:
+        >>> event = relay.step(batch).trace.lanes["compute"][0]
+        >>> event.lane, event.stop_s >= event.start_s
+        ('compute', True)
+    """
 
     lane: str  # one of ALL_LANES
     kind: str  # "shell" | "forward" | "loss" | "backward" | "load" | "push" | "stash" | "reduce" | ...

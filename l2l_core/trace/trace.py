@@ -41,6 +41,13 @@ class Trace:
             of the device (`Device.figures`).
         failed: the failure, if the step did not finish; such a trace is not analysed.
         worker: the worker that recorded it.
+
+    Example:
+        >>> trace = relay.step(batch).trace
+        >>> [event.layer for event in trace.lanes["h2d"] if event.kind == "load"][:3]
+        ['shell', 'L000', 'L001']
+        >>> trace.peak_bytes("device") == relay.step(batch).peak_device_bytes
+        True
     """
 
     def __init__(
@@ -319,6 +326,11 @@ class StepResult:
         plan: the actions that ran, in the order of issue; None with schedule="depth_first", where autograd decides it.
         grad_norm: norm of all gradients together, before they are clipped. With `max_grad_norm` it is that of
             `torch.nn.utils.clip_grad_norm_` to the bit, otherwise to rounding. None with several workers and no clipping.
+
+    Example:
+        >>> result = relay.step(batch)
+        >>> result.samples, result.bytes_pushed  # rows, bytes of gradients
+        (8, 26048)
     """
 
     loss: float

@@ -81,6 +81,12 @@ class Network:
 
     Raises:
         ValueError: a bandwidth that is not positive, or a negative latency.
+
+    Example:
+        >>> from l2l_core import Network
+        >>> forecast = relay.forecast(batch, workers=4, network=Network(bytes_per_s=1e9, latency_s=1e-4))
+        >>> forecast.worker.cluster.count
+        4
     """
 
     bytes_per_s: float = math.inf

@@ -46,6 +46,14 @@ def text_view(now: Snapshot, *, columns: int = COLUMNS, encoding: str = "utf-8")
         now: snapshot of the session.
         columns: width of a line.
         encoding: target encoding; without block characters, the text is ASCII.
+
+    Example:
+        >>> from workbench import Session, text_view
+        >>> with Session(relay, lambda: batch) as session:
+        ...     session.run(1)
+        ...     print(text_view(session.wait(), encoding="ascii"))
+        * idle: Sequential | 6 layers | 6.5 k weights | emulated device | step 1 | loss...
+        layer  name  weights  compute  : waits ...
     """
     return _render(now, columns, encoding, None)
 

@@ -73,6 +73,10 @@ def write_player(step: RecordedRun | Trace, path: str | Path, max_bytes: int = M
 
     Raises:
         ValueError: no step was recorded, or even two frames take more than `max_bytes`.
+
+    Example:
+        >>> from workbench import write_player
+        >>> write_player(relay.step(batch).trace, "step.js")
     """
     path = Path(path)
     text = _render(_step_of(step), path.name, max_bytes)

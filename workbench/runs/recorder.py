@@ -44,6 +44,14 @@ class Recorder:
     Raises:
         FileExistsError: the file exists and `overwrite` is False.
         ValueError: the suffix of `path` is neither `.jsonl` nor `.jsonl.gz`.
+
+    Example:
+        >>> from workbench import Recorder, Session, load_run
+        >>> with Recorder("run.jsonl.gz") as recorder, Session(relay, lambda: batch, loggers=[recorder]) as session:
+        ...     session.run(3)
+        ...     state = session.wait()
+        >>> len(load_run("run.jsonl.gz").snapshot().steps)
+        3
     """
 
     def __init__(self, path: str | Path, *, title: str = "", overwrite: bool = False, traces: int = MAX_TRACES) -> None:

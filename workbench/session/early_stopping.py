@@ -23,6 +23,11 @@ class EarlyStopping:
 
     Raises:
         ValueError: `patience` is below 1, or `min_change` is negative.
+
+    Example:
+        >>> from workbench import EarlyStopping
+        >>> EarlyStopping(metric="accuracy", patience=3, higher_is_better=True).patience
+        3
     """
 
     metric: str = LOSS

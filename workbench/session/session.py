@@ -62,6 +62,14 @@ class Session(ResumableSession):
     Raises:
         TypeError: `relay`, `batches` or `probe` has the wrong type.
         ValueError: `probe` is empty, or the relay or the scheduler cannot be saved with `autosave`.
+
+    Example:
+        >>> from workbench import Session
+        >>> with Session(relay, lambda: batch) as session:
+        ...     session.run(3)
+        ...     state = session.wait()
+        >>> relay.steps
+        3
     """
 
     def __init__(

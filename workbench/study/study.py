@@ -53,6 +53,22 @@ class Study(RecordedStudy):
 
     Raises:
         ValueError, TypeError: an argument is not usable, or the folder holds another study.
+
+    Example:
+        >>> from l2l_core import Depth
+        >>> from workbench import Study
+        >>> def make_relay(seed, layers=4):
+        ...     torch.manual_seed(seed)
+        ...     model = nn.Sequential(*(Block() for _ in range(layers)), nn.Linear(16, 4))
+        ...     return Relay(model, device="cpu", loss=nn.CrossEntropyLoss())
+        >>> variants = {"4 layers": None, "2, then 4": Depth({0: 2, 2: 4})}
+        >>> study = Study(make_relay, variants, seeds=[0, 1], steps=3, batches=[batch], folder="study")
+        >>> study.run()
+        0 of 4 runs finished: ...
+        4 of 4 runs finished. Common beginnings were trained once: ...
+        >>> print(study.table().to_markdown())
+        | variant | n | steps | FLOP | loss | difference to 4 layers | 95 % interval | compute saved |
+        ...
     """
 
     def __init__(

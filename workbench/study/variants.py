@@ -42,6 +42,12 @@ class Variant:
         factors: keyword arguments for `make_relay`; also columns of the frame, see `columns`.
         labels: further columns of the frame, which `make_relay` does not get.
         steps: budget of its runs in place of the study's. Runs of different lengths share their common beginning.
+
+    Example:
+        >>> from l2l_core import Depth
+        >>> from workbench import Variant
+        >>> Variant(Depth({0: 2, 100: 4}), {"lr": 1e-3}).factors
+        {'lr': 0.001}
     """
 
     schedule: Schedule | EditFunction | None = None
@@ -83,6 +89,12 @@ def grid(make: Callable[..., Any] | None = None, **factors: Sequence[Any]) -> di
 
     Raises:
         ValueError: a factor has no values, or `make` has a parameter that is no factor.
+
+    Example:
+        >>> from l2l_core import Depth
+        >>> from workbench import grid
+        >>> list(grid(lambda grow: Depth({0: 2, 2: 4}, grow=grow), grow=["top", "identity"], lr=[1e-3]))
+        ['grow=top, lr=0.001', 'grow=identity, lr=0.001']
     """
     for name, values in factors.items():
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:

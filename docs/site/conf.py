@@ -1,0 +1,50 @@
+"""Settings of Sphinx for the site; `build.py` stages the sources and starts it."""
+
+import l2l_core
+
+project = "L2L workbench"
+release = l2l_core.__version__
+html_title = f"{project} {release}"
+language = "en"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["README.md", "examples/README.md"]  # pages of this folder show parts of them
+
+# Notebooks are stored with their outputs, so that a build needs no kernel and shows the figures that were looked at.
+nb_execution_mode = "off"
+nb_merge_streams = True
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 4  # links to headings, as on GitHub
+
+default_role = "py:obj"  # `name` is a link where the name is in the reference, and code elsewhere
+autodoc_default_options = {"members": True}
+autodoc_inherit_docstrings = False
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_type_aliases = {
+    name: name
+    for name in (
+        "Batch",
+        "Join",
+        "ListEntry",
+        "Loss",
+        "LossOver",
+        "OptimizerFactory",
+        "Split",
+        "UserObjective",
+        "Weight",
+    )
+}
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 80
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+python_use_unqualified_type_names = True
+add_module_names = False
+
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_search_summary = False  # it reads pages, which browsers refuse to those opened as files
+html_show_sphinx = False
+html_show_copyright = False

@@ -1,0 +1,93 @@
+"""The API reference: every public name is explained and listed, and the examples in docstrings run as they stand."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ROOT / "docs" / "site" / "reference"
+PACKAGES = ("l2l_core", "workbench")
+
+
+def public_names(package: str) -> list[str]:
+    """Names that the package's `__init__.py` imports as themselves, for users or for type checkers."""
+    tree = ast.parse((ROOT / package / "__init__.py").read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return sorted(alias.name for node in imports for alias in node.names if alias.asname == alias.name)
+
+
+def public_objects() -> dict[str, Any]:
+    return {
+        f"{each}.{name}": getattr(importlib.import_module(each), name)
+        for each in PACKAGES
+        for name in public_names(each)
+    }
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_public_name_is_imported_for_type_checkers_too(package: str) -> None:
+    module = importlib.import_module(package)
+    late = {*getattr(module, "_LATE", ()), *getattr(module, "_MODULE_OF", ())}
+    assert len(late) > 10 and late <= {*public_names(package)}
+
+
+def test_every_public_name_stands_in_the_reference_once() -> None:
+    pages = [path.read_text(encoding="utf-8") for path in sorted(PAGES.glob("*.rst"))]
+    listed = [name for page in pages for name in re.findall(r"^\.\. (?:auto\w+|data):: (\S+)$", page, re.MULTILINE)]
+    assert sorted(listed) == sorted(public_objects())
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    bare = [name for name, value in public_objects().items() if not (value.__doc__ or "").strip()]
+    assert not bare, bare
+
+
+def examples() -> dict[str, doctest.DocTest]:
+    """Docstrings with examples, of public names and their methods."""
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    every: dict[str, doctest.DocTest] = {}
+    for name, value in public_objects().items():
+        module = importlib.import_module(getattr(value, "__module__", "builtins"))
+        every |= {test.name: test for test in finder.find(value, name, module=module, globs={}) if test.examples}
+    return every
+
+
+EXAMPLES = examples()
+
+# Names that people use most. Their examples always run; of the others one runs by default, and all with `-m slow`.
+VERBS = "step verify forward evaluate probe plan forecast apply undo fork switch save load".split()
+NAMES = "Relay RelayConfig Insert Duplicate Drop Swap Move Freeze Depth EmulatedDevice find_layers simulate".split()
+COMMON = [*(f"l2l_core.{name}" for name in NAMES), *(f"l2l_core.Relay.{verb}" for verb in VERBS), "workbench.Study"]
+
+
+def run_example(name: str) -> None:
+    """Run an example after the lines with which all of them begin."""
+    source = (PAGES / "example_setup.py").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(compile(source, "example_setup.py", "exec"), names)
+    relay, test, said = names["relay"], EXAMPLES[name], []
+    test.globs = names
+    with relay:
+        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+        runner.run(test, out=said.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(said)
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("name", COMMON)
+def test_an_example_of_a_common_name_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_example(name)
+
+
+@pytest.mark.parametrize("name", sorted({*EXAMPLES} - {*COMMON}))
+def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_example(name)
