@@ -179,7 +179,8 @@ class _SegmentTrainer:
 
     def _add_row(self, split: str, loss: float, rate: float) -> None:
         row = {**vars(self._counts), "split": split, "loss": loss, "lr": float(rate)}
-        self._segment.add_row({**row, "layers": len(self._relay.stack)})
+        skipped = self._schedule.skip_in_evaluation(self._relay)
+        self._segment.add_row({**row, "layers": len(self._relay.stack) - len(skipped)})
         self._is_measured = split != "train"
 
     def _save(self) -> None:

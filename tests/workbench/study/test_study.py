@@ -374,6 +374,7 @@ def test_a_variant_ends_with_its_own_budget_in_the_middle_of_a_shared_run(tmp_pa
 def test_the_curve_before_all_layers_run_is_of_the_running_ones(tmp_path: Path) -> None:
     variants = {"late": ActiveLayers({0: 1, 2: 2}), "shallow": Depth(1, shrink="top", park=None)}
     study = trained(make_study_of(tmp_path, variants, evaluate_every=1))
+    assert [*study.frame().query("split == 'train' and variant == 'late'")["layers"]] == [1, 1, 2, 2]
     losses = study.frame().query("split == 'held out'").groupby("variant")["loss"].apply(list)
     assert losses["late"][:2] == losses["shallow"][:2] and losses["late"][2:] != losses["shallow"][2:]
 
