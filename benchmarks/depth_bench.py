@@ -204,18 +204,9 @@ class DepthBench:
         found: Ends = {name: {} for name in study.names}
         for (name, seed), rows in study.frame(seconds=False).groupby(["variant", "seed"]):
             if study.is_complete(name, seed):
-                counted = rows[rows.split == "train"].flop.to_numpy()
-                flop = sum(self._plain_flop(step) for step in np.diff(counted, prepend=0))
-                found[name][int(seed)] = (flop, float(rows[rows.split == "held out"].loss.iloc[-1]))
+                end = rows[rows.split == "held out"].iloc[-1]
+                found[name][int(seed)] = (float(end.flop), float(end.loss))
         return found
-
-    def _plain_flop(self, counted: int) -> float:
-        """Return the compute of a plain step with as many layers as a step of the relay, which recomputes all but the last."""
-        layer = (self.flops[self.depth] - self.flops[1]) / (self.depth - 1)
-        shell = self.flops[1] - layer
-        running = max(0, round((counted - shell + layer / 3) / (4 / 3 * layer)))
-        assert abs(counted - shell - layer * (4 * running - 1) / 3 if running else counted - shell) < 1, counted
-        return shell + layer * running
 
     def _line(self, regime: Ends, layers: int, seed: int, flop: float) -> float:
         """Return the loss of a shallow model at an amount of compute, between its ends."""

@@ -69,7 +69,9 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from l2l_core.forecast import fit_config as fit_config
     from l2l_core.forecast import forecast_config as forecast_config
     from l2l_core.inside import Inside as Inside
+    from l2l_core.optim import MupScaling as MupScaling
     from l2l_core.optim import in_bf16 as in_bf16
+    from l2l_core.optim import mup_scaling as mup_scaling
     from l2l_core.simulator import Machine as Machine
     from l2l_core.simulator import Profile as Profile
     from l2l_core.simulator import Shapes as Shapes
@@ -90,6 +92,8 @@ _LATE = {
     "forecast_config": "l2l_core.forecast",
     "Inside": "l2l_core.inside",
     "in_bf16": "l2l_core.optim",
+    "MupScaling": "l2l_core.optim",
+    "mup_scaling": "l2l_core.optim",
     "Machine": "l2l_core.simulator",
     "Profile": "l2l_core.simulator",
     "Shapes": "l2l_core.simulator",

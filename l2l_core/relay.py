@@ -553,8 +553,11 @@ class Relay:
                 self._refuse_own_schedule(config, bool(skip))
                 config = self._runner.resolve_config(config, batch)
                 if skip:
-                    with self._skipping(skip, batch, force):
-                        return self._step(batch, config)
+                    with self._skipping(skip, batch, force) as skipped:
+                        result = self._step(batch, config)
+                    for unit in skipped:
+                        unit.stats.clear()  # they are of the last step
+                    return result
                 return self._checked_step(batch, config)
 
     def forward(self, batch: Batch, function: PassTask | None = None) -> Any:
@@ -575,8 +578,15 @@ class Relay:
             # Divisors may need evaluations of the loss: at most once, and only if an output is a scalar.
             return rows.join(outputs, cache(partial(self._runner.normaliser.divisors, rows, micro_batches)))
 
-    def evaluate(self, batch: Batch) -> float:
+    def evaluate(self, batch: Batch, skip: Iterable[LayerRef] = ()) -> float:
         """Return the mean loss of a batch in evaluation mode. Weights, buffers and random state do not change.
+
+        All layers run, those too that a schedule skips in training: right for LayerDrop, whose model is the whole one. For
+        `ActiveLayers`, whose model is the layers that run, pass ``skip=schedule.skip_in_evaluation(relay)``.
+
+        Args:
+            batch: as for `step`.
+            skip: layers that do not run, as for `step`.
 
         Example:
             >>> before = relay.evaluate(batch)
@@ -584,11 +594,17 @@ class Relay:
             >>> relay.evaluate(batch) < before
             True
         """
-        with self._together("evaluate", batch):
+        skip = _reusable(skip)
+        with (
+            self._together("evaluate", facts=partial(self._shared_facts, batch, skip)),
+            self._skipping(skip, batch),
+        ):
             return self._runner.evaluate(batch, self._runner.normaliser)
 
     @accept_trust
-    def probe(self, batches: Iterable[Batch], *edits: Edit, force: bool = False) -> list[float]:
+    def probe(
+        self, batches: Iterable[Batch], *edits: Edit, force: bool = False, skip: Iterable[LayerRef] = ()
+    ) -> list[float]:
         """Return the losses of batches, as `evaluate`, without any effect on later steps.
 
         Restores everything that a forward changes in evaluation mode too (buffers, plain attributes of modules, NumPy's
@@ -601,6 +617,7 @@ class Relay:
             edits: applied as one group before the losses are measured, and reverted after: weights, optimizer, journal,
                 layer keys and redo history are as before.
             force: as for `apply`.
+            skip: layers that do not run, as for `evaluate`; named as in the stack after the edits.
 
         Raises:
             ValueError, TypeError: an edit cannot be applied, or a batch cannot be evaluated.
@@ -613,7 +630,7 @@ class Relay:
             >>> len(relay.stack)
             6
         """
-        batches = list(batches)  # workers compare the number before they apply edits
+        batches, skip = list(batches), _reusable(skip)  # workers compare the number before they apply edits
         with (
             defer_interrupts(),
             self._exclusive(),
@@ -623,7 +640,7 @@ class Relay:
             if not force and batches:
                 self._check_positions(edits, self._few_rows(self._runner.rows_of(batches[0])))
             trial.enter_context(self._trial_edits(edits, force, len(batches)))
-            return [self._probe(batch) for batch in batches]
+            return [self._probe(batch, skip, force) for batch in batches]
 
     def probe_batch(self, batch: Batch, *, outputs: bool = False) -> BatchProbe:
         """Return loss and outputs of one batch in evaluation mode, without any effect on later steps.
@@ -1359,9 +1376,12 @@ class Relay:
             self.config = fit.config
             return fit
 
-    def _probe(self, batch: Batch) -> float:
+    def _probe(self, batch: Batch, skip: Iterable[LayerRef], force: bool) -> float:
         """Measure the loss of a batch without a trace in the normaliser of steps."""
-        with self._backend.synchronized("probe", partial(self._shared_facts, batch)):
+        with (
+            self._backend.synchronized("probe", partial(self._shared_facts, batch, skip)),
+            self._skipping(skip, batch, force),
+        ):
             return self._runner.evaluate(batch, self._runner.probe_normaliser)
 
     def _disk_costs(
@@ -1518,10 +1538,10 @@ class Relay:
             self._editor.force = False
 
     @contextmanager
-    def _skipping(self, skip: Iterable[LayerRef], batch: Batch, force: bool = False) -> Iterator[None]:
-        """Run a block without some layers; meter records of the full stack are kept."""
+    def _skipping(self, skip: Iterable[LayerRef], batch: Batch, force: bool = False) -> Iterator[Collection[Unit]]:
+        """Run a block without some layers, which are yielded; meter records of the full stack are kept."""
         if not (units := self._editor.registry.units_at(skip)):
-            yield
+            yield ()
             return
         with self._restored_state():
             forms = self._evidence.forms(units, self._few_rows(self._runner.rows_of(batch)))
@@ -1529,9 +1549,7 @@ class Relay:
             self._editor.without_layers(units, forms, force),
             self._runner.without(units, self._editor.registry.layers),
         ):
-            yield
-        for unit in units:
-            unit.stats.clear()
+            yield units
 
     def _check_positions(self, edits: Sequence[Edit], rows: Any) -> None:
         """Refuse edits after which layers would get what the model keeps for the position of others; see `LayerEvidence`."""

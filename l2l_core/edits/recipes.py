@@ -75,7 +75,8 @@ def _recipes(*recipes: Recipe) -> Mapping[str, Recipe]:
 _COPIES = "Optimizer state of the copies: copied. The learning rate does not change; no reset, no new warm-up."
 _LATE = (
     "New layers begin without optimizer state; the others keep theirs. Warm-up, constant rate, decay at the end; the growth is "
-    "in the constant part. The paper scales rates by muP."
+    "in the constant part. Initial weights and rates by muP, from a small model whose rate is tuned: `mup_scaling`. All layers "
+    "are in the model from the first step, so they have the groups, rates and initial weights of the whole model."
 )
 
 RECIPES = _recipes(

@@ -73,6 +73,10 @@ class Schedule:
         """List the keys of the layers to skip in the next step."""
         return ()
 
+    def skip_in_evaluation(self, relay: SchedulableRelay) -> Sequence[str]:
+        """List the keys of the layers that the model evaluated after the last step is without."""
+        return ()
+
     def lr_factor(self, relay: SchedulableRelay) -> float | None:
         """Return the factor of the optimizer's learning rates in the next step; None leaves them as they are."""
         return None
@@ -116,6 +120,9 @@ class Schedules(Schedule):
 
     def skip(self, relay: SchedulableRelay) -> Sequence[str]:
         return list(dict.fromkeys(key for part in self.parts for key in part.skip(relay)))
+
+    def skip_in_evaluation(self, relay: SchedulableRelay) -> Sequence[str]:
+        return list(dict.fromkeys(key for part in self.parts for key in part.skip_in_evaluation(relay)))
 
     def lr_factor(self, relay: SchedulableRelay) -> float | None:
         """Return the factor of the last part that has one, since parts are prepared in order."""

@@ -76,6 +76,9 @@ class ActiveLayers(Schedule):
     values of the whole model and no optimizer state, so that growth by this schedule is growth by new random layers. 0 layers
     are valid where a layer's output is as its input, see `Relay.step`.
 
+    The model that trains is the running layers, so a study measures their held-out loss, without untrained layers on top;
+    so does ``relay.evaluate(batch, skip=schedule.skip_in_evaluation(relay))``. Probes of a session are of the whole model.
+
     Args:
         active: number of layers that run, by step, as `depth` of `Depth`.
         stack: dotted name of the container, if there are several.
@@ -94,7 +97,13 @@ class ActiveLayers(Schedule):
         check_step_values("active", self.active, least=0)
 
     def skip(self, relay: SchedulableRelay) -> Sequence[str]:
-        count = value_at("active", self.active, relay.steps, least=0)
+        return self._skip_at(relay, relay.steps)
+
+    def skip_in_evaluation(self, relay: SchedulableRelay) -> Sequence[str]:
+        return self._skip_at(relay, max(0, relay.steps - 1))  # of the last step: new layers have not been trained yet
+
+    def _skip_at(self, relay: SchedulableRelay, step: int) -> Sequence[str]:
+        count = value_at("active", self.active, step, least=0)
         return [] if count is None else [unit.key for unit in stack_of(relay, self.stack)[count:]]
 
 

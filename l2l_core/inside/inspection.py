@@ -33,12 +33,12 @@ class InspectionPasses:
     """The ways to run the model."""
 
     infer: Callable[[Sequence[Any], Any, Sequence[LayerObserver]], list[Any]]  # of micro-batches, task, observers
-    without_layers: Callable[[Sequence[str]], AbstractContextManager[None]]  # leaves layers out for a block
+    without_layers: Callable[[Sequence[str]], AbstractContextManager[object]]  # leaves layers out for a block
     layers: Sequence[Unit]
     objective: Objective
     rows_of: RowsRule
 
-    def without_layers_above(self, unit: Unit) -> AbstractContextManager[None]:
+    def without_layers_above(self, unit: Unit) -> AbstractContextManager[object]:
         """Leave out the layers after `unit` for a block."""
         return self.without_layers([each.key for each in self.layers[self.depth_of(unit) :]])
 

@@ -5,7 +5,15 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from l2l_core.model.layers import NamedModules, can_run, find_layers, format_names, layer_candidates, submodules_of
+from l2l_core.model.layers import (
+    NamedModules,
+    can_run,
+    empty_stack_message,
+    find_layers,
+    format_names,
+    layer_candidates,
+    submodules_of,
+)
 
 
 def resolve_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None) -> NamedModules:
@@ -21,11 +29,13 @@ def resolve_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None) -
     resolved: NamedModules = {}
     for value in layers:
         module = _lookup(model, value)
-        name = _checked_name(names, module, value)
+        name = _checked_name(model, names, module, value)
         if name in resolved:
             raise ValueError(f"layers contains {name!r} twice (now as {_shown(value)}); list every layer once.")
         resolved[name] = module
     if not resolved:
+        if (empty := empty_stack_message(model)) is not None:
+            raise ValueError(f"layers=[] names no layer, and {empty}")
         raise ValueError("layers=[] names no layer; list at least one, or pass layers=None to find them.")
     _check_not_nested(resolved)
     return resolved
@@ -46,7 +56,7 @@ def _lookup(model: nn.Module, value: object) -> nn.Module:
     return modules[value]
 
 
-def _checked_name(names: dict[nn.Module, str], module: nn.Module, value: object) -> str:
+def _checked_name(model: nn.Module, names: dict[nn.Module, str], module: nn.Module, value: object) -> str:
     """Return the first dotted name of `module`, given as `value`; raise ValueError if it cannot be a layer."""
     if module not in names:
         raise ValueError(
@@ -56,9 +66,10 @@ def _checked_name(names: dict[nn.Module, str], module: nn.Module, value: object)
     if names[module] == "":
         raise ValueError("layers contains the model itself; list modules inside it, or pass layers=None to find them.")
     if not can_run(module):
+        empty = None if list(module.children()) else empty_stack_message(model)
         raise ValueError(
             f"layers contains {names[module]!r}, a {type(module).__name__} without a forward method; "
-            "list its members instead."
+            f"{empty or 'list its members instead.'}"
         )
     return names[module]
 

@@ -227,6 +227,8 @@ def _numel(modules: Iterable[nn.Module]) -> int:
 
 
 def _no_layers_message(model: nn.Module) -> str:
+    if (empty := empty_stack_message(model)) is not None:
+        return f"found no layers, and {empty} If it is not the list of layers, pass them as modules or dotted names."
     remedy = f"Pass the layers as modules or dotted names, for example layers=[{format_names(layer_candidates(model))}]"
     if not layer_candidates(model):
         remedy = "It has no submodules with parameters; with own ones, give nn.Sequential(model), layers=['0']"
@@ -234,6 +236,19 @@ def _no_layers_message(model: nn.Module) -> str:
         f"found no layers in {type(model).__name__}: it has no nn.ModuleList, nn.Sequential or nn.ModuleDict with two or "
         "more parameterised modules of one class, no ModuleList of one, and no attributes of one class with several "
         f"operations each. {remedy}."
+    )
+
+
+def empty_stack_message(model: nn.Module) -> str | None:
+    """Return the message for an empty stack, with a way to train zero layers; None if no stack is empty."""
+    names = (name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and not len(module))
+    if (name := next(names, None)) is None:
+        return None
+    return (
+        f"the ModuleList {name!r} of {type(model).__name__} is empty. To train a model of zero layers, make it with the layers "
+        "that it is to have later, such as 12, and let all of them sit out: relay.step(batch, skip=range(12)), or as a "
+        "schedule, here until step 800: ActiveLayers({0: 0, 800: 12}).step(relay, batch). A step equals that of the model "
+        "without layers, and layers that sit out keep their initial values."
     )
 
 

@@ -55,6 +55,16 @@ def two_slots(settings: ScheduleSettings, visits: Sequence[str]) -> Iterator[Act
         previous = visit.layer
 
 
+def verdict(mine: Sequence[float], theirs: Sequence[float]) -> str:
+    """The interval of two independent samples, not of pairs."""
+    from scipy.stats import ttest_ind
+
+    if len(mine) < 3:
+        return "not shown"
+    interval = ttest_ind(mine, theirs).confidence_interval(0.95)
+    return "better" if interval.high < 0 else "worse" if interval.low > 0 else "not shown"
+
+
 @pytest.mark.parametrize(
     "notebook, mistaken",
     [
@@ -64,6 +74,7 @@ def two_slots(settings: ScheduleSettings, visits: Sequence[str]) -> Iterator[Act
         ("06_when_to_relay", choose),
         ("07_memory_strategies", plan),
         ("08_your_own_schedule", two_slots),
+        ("09_your_own_depth_experiment", verdict),
     ],
 )
 def test_exercise(notebook: str, mistaken: Callable[..., object]) -> None:

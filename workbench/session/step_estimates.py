@@ -1,8 +1,9 @@
 """Figures of a finished step beside its measurements: its operations, and the memory of in-core training.
 
 Operations are matrix products, counted by PyTorch's `FlopCounterMode`. The model runs forward and backward once for every shape
-of the batch, as a copy on fake tensors, which have shapes and take neither memory nor time on the device. A step of a relay
-makes the products of the layers that ran, and those of a layer's forward twice where it is recomputed.
+of the batch, as a copy on fake tensors, which have shapes and take neither memory nor time on the device. Counted are the
+products of the layers that ran, as plain training makes them. A relay also recomputes the forward of all layers but the kept
+ones; that is left out, so that equal FLOP mean the same at every depth: it is a larger share of a deep model's step.
 """
 
 from __future__ import annotations
@@ -23,21 +24,20 @@ from l2l_core._torch import FakeTensorMode
 from l2l_core.batches import Batch, leaves_in, map_tensors
 from l2l_core.eps.blocks import Unit
 from l2l_core.model import deep_copy, preserve_random_state
-from l2l_core.schedule_rules import kept_layer_count
 from workbench.readings import batch_bytes, estimate_in_core_bytes
 from workbench.session.snapshot_values import LayerRow
 
 _log = logging.getLogger(__name__)
 
 FLOP_FORMULA = (
-    "FLOP: the matrix products of forward, backward and recomputed layers, attention's included, counted by PyTorch's "
-    "FlopCounterMode for each shape of the batch."
+    "FLOP of plain training: the matrix products of forward and backward, attention's included, without the relay's "
+    "recompute, counted by PyTorch's FlopCounterMode for each shape of the batch."
 )
 FLOP_ESTIMATE = (
-    "FLOP are an estimate, as the operations of this model depend on values: per parameter and token 2 forward and 6 in "
-    "backward with recompute, nothing for attention's own products."
+    "FLOP of plain training, an estimate, as the operations of this model depend on values: per parameter and token 2 "
+    "forward and 4 in backward, nothing for attention's own products nor for the relay's recompute."
 )
-FLOP_RULE = f"{FLOP_FORMULA} A model that needs values to run is estimated: 2 forward and 6 in backward per parameter and token."
+FLOP_RULE = f"{FLOP_FORMULA} A model that needs values to run is estimated: 2 forward and 4 in backward per parameter and token."
 Shape = Sequence[int]
 
 
@@ -46,7 +46,7 @@ class Products:
     """Operations of one batch in the model's layers, in order, and outside of them.
 
     Attributes:
-        forward, backward: of each layer; for the forward, a recomputation is not included.
+        forward, backward: of each layer.
         shell: forward and backward of everything outside of layers.
     """
 
@@ -59,7 +59,7 @@ CountedShapes = dict[Hashable, Products | None]
 
 
 class FlopCounter:
-    """Counts the operations of a relay's steps, by `FLOP_FORMULA`.
+    """Counts the operations that plain training makes for a relay's steps, by `FLOP_FORMULA`.
 
     Args:
         relay: the relay that makes the steps.
@@ -77,16 +77,12 @@ class FlopCounter:
             trace: trace of the step; skipped layers do not count.
             samples: rows of the batch.
         """
-        visits, kept = _layers_that_ran(self._relay, trace)
+        visits = _layers_that_ran(self._relay, trace)
         products = self._products_of(batch, visits)
         if products is None:
             return estimate_flop(self._relay, batch, trace, samples)
-        flop = products.shell
-        for layer, forward, backward in zip(self._relay.stack, products.forward, products.backward, strict=True):
-            if layer in visits:
-                not_recomputed = forward // visits[layer] if layer in kept else 0  # the last visit alone
-                flop += forward + backward + (forward - not_recomputed if backward else 0)
-        return flop
+        of_layers = zip(self._relay.stack, products.forward, products.backward, strict=True)
+        return products.shell + sum(forward + backward for layer, forward, backward in of_layers if layer in visits)
 
     @property
     def formula(self) -> str:
@@ -188,27 +184,25 @@ _CPU_ATTENTION = {
 
 def estimate_flop(relay: Relay, batch: Batch, trace: Trace, samples: int) -> int:
     """Estimate the operations of a finished step by `FLOP_ESTIMATE`, at no cost; arguments as in `FlopCounter.count`."""
-    return _estimate(relay.shell, *_layers_that_ran(relay, trace)) * count_tokens(batch, samples)
+    return _estimate(relay.shell, _layers_that_ran(relay, trace)) * count_tokens(batch, samples)
 
 
-def _layers_that_ran(relay: Relay, trace: Trace) -> tuple[dict[Unit, int], list[Unit]]:
-    """Return the forward visits of each layer of a step, and the layers that were not recomputed at last."""
+def _layers_that_ran(relay: Relay, trace: Trace) -> dict[Unit, int]:
+    """Return the forward visits of each layer of a step."""
     visits = {(event.layer, event.visit) for event in trace.events_since(0)[0] if event.kind == "forward"}
     ran = Counter(key for key, _ in visits)
-    layers = {layer: ran[layer.key] for layer in relay.stack if layer.key in ran}
-    return layers, [*layers][-kept_layer_count(trace.settings, len(layers)) :]
+    return {layer: ran[layer.key] for layer in relay.stack if layer.key in ran}
 
 
-def _estimate(shell: Unit, layers: Mapping[Unit, int], kept: Sequence[Unit]) -> int:
-    """Return the operations of one token, by `FLOP_ESTIMATE`: 2 less per frozen parameter, and where nothing is recomputed."""
+def _estimate(shell: Unit, layers: Mapping[Unit, int]) -> int:
+    """Return the operations of one token, by `FLOP_ESTIMATE`: 2 less per frozen parameter."""
     operations = 2 * shell.num_params + 2 * (shell.num_params + shell.num_trained)
     learns = shell.num_trained > 0  # whether anything at or before this layer is trained, so that backward reaches it
     for layer, visits in layers.items():
         learns = learns or layer.num_trained > 0
         operations += 2 * visits * layer.num_params
         if learns:
-            again = visits - (layer in kept)  # recomputed
-            operations += 2 * again * layer.num_params + 2 * visits * (layer.num_params + layer.num_trained)
+            operations += 2 * visits * (layer.num_params + layer.num_trained)
     return operations
 
 

@@ -173,12 +173,14 @@ class _SegmentTrainer:
 
     def _measure(self) -> None:
         if self._plan.held_out and not self._is_measured:
-            losses = self._relay.probe(self._plan.held_out)
+            skip = self._schedule.skip_in_evaluation(self._relay)
+            losses = self._relay.probe(self._plan.held_out, skip=skip)
             self._add_row("held out", sum(losses) / len(losses), self._relay.optimizer.param_groups[0]["lr"])
 
     def _add_row(self, split: str, loss: float, rate: float) -> None:
         row = {**vars(self._counts), "split": split, "loss": loss, "lr": float(rate)}
-        self._segment.add_row({**row, "layers": len(self._relay.stack)})
+        skipped = self._schedule.skip_in_evaluation(self._relay)
+        self._segment.add_row({**row, "layers": len(self._relay.stack) - len(skipped)})
         self._is_measured = split != "train"
 
     def _save(self) -> None:

@@ -14,7 +14,7 @@ from workbench.study.segment import Counts, SharedSegment, chains, read_json
 if TYPE_CHECKING:
     import pandas
 
-SCHEMA, VERSION = "l2l-study", 2
+SCHEMA, VERSION = "l2l-study", 3
 CIRCUMSTANCES = ("l2l-workbench", "torch", "python", "device", "threads", "commit")  # of a run, in `segment.json`
 
 

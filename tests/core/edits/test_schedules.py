@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import keys, make_batch, make_gpt, make_relay, state_of
+from small import assert_same, keys, make_batch, make_gpt, make_relay, state_of
 from torch import nn
 
 from l2l_core import (
@@ -299,6 +299,30 @@ def test_a_model_with_few_running_layers_trains_as_the_shallow_one(count: int) -
         assert not idle  # no optimizer state
         assert schedule.skip(relay) == [] and schedule.step(relay, make_batch(4)).loss > 0
         assert relay.verify(make_batch(5)).equal
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_the_evaluated_model_is_the_one_that_trains(count: int) -> None:
+    """The shallow model until the step in which all layers run is done; to the bit, and without a trace in training."""
+    shallow = make_gpt()
+    shallow.transformer.h = shallow.transformer.h[:count]
+    with make_relay(make_gpt()) as relay, make_relay(make_gpt()) as other, torch.no_grad():
+        schedule = ActiveLayers({0: count, 1: 4}) + WarmupStableDecay(3)
+        for step in range(2):
+            for each in (relay, other):
+                schedule.step(each, make_batch(step))
+            skip = schedule.skip_in_evaluation(relay)
+            assert skip == [f"L{i:03}" for i in range(count if step == 0 else 4, 4)]
+            shallow.load_state_dict(relay.model.state_dict(), strict=False)
+            parts = [{key: value[rows] for key, value in make_batch(9).items()} for rows in (slice(2), slice(2, 4))]
+            losses = [shallow.eval()(**part, use_cache=False).loss for part in parts]
+            expected = (losses[0] / 2 + losses[1] / 2).item()
+            probed = relay.probe([make_batch(9)], skip=skip)
+            assert probed == [relay.evaluate(make_batch(9), skip=skip)]
+            assert (probed == [expected]) == (step == 0) and relay.evaluate(make_batch(9)) != expected
+        assert_same(state_of(relay), state_of(other))
+        assert relay.verify(make_batch(5)).equal
+    assert not LayerDrop(0.5).skip_in_evaluation(relay)  # whose model is the whole one
 
 
 def test_zero_running_layers_are_refused_where_no_layer_can_stand_aside() -> None:

@@ -16,7 +16,7 @@ import torch
 from small import make_batch, make_gpt, make_relay
 from torch import nn
 
-from l2l_core import EmulatedDevice, Freeze, Insert, LayerDrop, Relay, RelayConfig, Schedule
+from l2l_core import ActiveLayers, EmulatedDevice, Freeze, Insert, LayerDrop, Relay, RelayConfig, Schedule
 from l2l_core.model.reference import train_step
 
 WAYS = [(1,), (0, 3), (), (2, 1, 3), (4,), (0, 1, 2, 3), (3,)]
@@ -78,6 +78,22 @@ def test_steps_with_holes_are_those_of_the_model_without_these_layers(settings: 
         steps = {int(optimizer.state[p]["step"]) for p in plain.transformer.h[4].parameters()}
         assert steps == {len(WAYS) - 1} == {relay.stack[4].version}
         assert relay.verify(make_batch(9)).equal
+
+
+@pytest.mark.parametrize("layers", [None, [], ["transformer.h"]])
+def test_a_model_without_layers_is_refused_with_a_remedy_that_works(layers: Any) -> None:
+    with pytest.raises(ValueError, match=r"the ModuleList 'transformer\.h' of GPT2LMHeadModel is empty") as caught:
+        make_relay(make_gpt(0), layers=layers)
+    remedies = "relay.step(batch, skip=range(12))", "ActiveLayers({0: 0, 800: 12}).step(relay, batch)"
+    assert all(remedy in str(caught.value) for remedy in remedies)
+    plain, config = make_gpt(12), RelayConfig(seed=0, micro_batches=2)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    with make_relay(make_gpt(12), config=config) as relay:
+        for step, remedy in enumerate(remedies):
+            batch = make_batch(step)
+            expected = train_in_core(plain, optimizer, config, step, range(12))
+            assert eval(remedy, {"relay": relay, "batch": batch, "ActiveLayers": ActiveLayers}).loss == expected
+        assert all(map(torch.equal, relay.model.parameters(), plain.parameters()))
 
 
 def test_a_layer_that_sits_out_is_not_touched_and_all_else_is_as_before(relay: Relay) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from study_program import VARIANTS, batches, make_batch, make_relay, make_study
 
-from l2l_core import Depth, Relay, WarmupStableDecay
+from l2l_core import ActiveLayers, Depth, Relay, WarmupStableDecay
 from workbench import Study, Variant, grid
 from workbench.study.segment import SEGMENTS, SharedSegment
 from workbench.study.segment_relay import BatchStream
@@ -371,7 +371,15 @@ def test_a_variant_ends_with_its_own_budget_in_the_middle_of_a_shared_run(tmp_pa
         Variant(steps=0)
 
 
-def make_study_of(folder: Path, variants: dict[str, Any]) -> Study:
+def test_the_curve_before_all_layers_run_is_of_the_running_ones(tmp_path: Path) -> None:
+    variants = {"late": ActiveLayers({0: 1, 2: 2}), "shallow": Depth(1, shrink="top", park=None)}
+    study = trained(make_study_of(tmp_path, variants, evaluate_every=1))
+    assert [*study.frame().query("split == 'train' and variant == 'late'")["layers"]] == [1, 1, 2, 2]
+    losses = study.frame().query("split == 'held out'").groupby("variant")["loss"].apply(list)
+    assert losses["late"][:2] == losses["shallow"][:2] and losses["late"][2:] != losses["shallow"][2:]
+
+
+def make_study_of(folder: Path, variants: dict[str, Any], evaluate_every: int = 100) -> Study:
     torch.manual_seed(7)
-    options: dict[str, Any] = {"seeds": [0], "steps": 4, "evaluate_every": 100, "batches": batches}
+    options: dict[str, Any] = {"seeds": [0], "steps": 4, "evaluate_every": evaluate_every, "batches": batches}
     return Study(make_plain_relay, variants, held_out=[make_batch()], folder=folder, **options)
