@@ -68,6 +68,7 @@ class PipelineCut:
         calls: by call in the model's own code, its results, or None if every rank repeats it.
         outputs: by layer, the results of its call.
         parameters: by layer, and for the loss, the names of the parameters that it reads.
+        buffers: by layer, and for the loss, the names of the buffers that it changes.
         draws: True if the forward draws random numbers, so that the generator's state crosses too.
     """
 
@@ -78,6 +79,7 @@ class PipelineCut:
     calls: Sequence[Results | None]
     outputs: Sequence[Results]
     parameters: tuple[frozenset[str], ...]
+    buffers: tuple[frozenset[str], ...]
     draws: bool
 
     @property
@@ -239,5 +241,6 @@ class _CutTracer(StructureTracer):
             self.calls,
             self.outputs,
             tuple(parameters),
+            tuple(map(frozenset, self._changed_buffers)),
             self._draws,
         )

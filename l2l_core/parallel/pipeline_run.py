@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -125,6 +126,8 @@ class RankReport:
         exchanged_bytes: payload sent for gradients of parameters that several stages read.
         held_bytes: peak bytes of activations and gradients at the boundary, between actions.
         peak_bytes: the same, within actions too.
+        message_bytes: peak bytes of messages whose micro-batch is over: torch's runtime keeps them until the step ends. The
+            state of the random generator counts here too.
         host_bytes: peak bytes offloaded.
         buffer_bytes: of torch's receive buffers, which exist for every micro-batch all the time.
         weight_bytes: of the rank's parameters.
@@ -137,6 +140,7 @@ class RankReport:
     exchanged_bytes: int = 0
     held_bytes: int = 0
     peak_bytes: int = 0
+    message_bytes: int = 0
     host_bytes: int = 0
     buffer_bytes: int = 0
     weight_bytes: int = 0
@@ -219,9 +223,9 @@ class Pipeline:
 
     def buffers(self) -> dict[str, Tensor]:
         """Return by name the buffers that the rank's stages change."""
-        structure, bounds = self.cut.structure, self.cut.bounds
-        layers = [i for each in self.stages for i in range(*bounds[each.stage_index : each.stage_index + 2])]
-        return {name: self.model.get_buffer(name) for i in layers for name in structure.buffers[i]}
+        cut = self.cut
+        layers = [i for each in self.stages for i in range(*cut.bounds[each.stage_index : each.stage_index + 2])]
+        return {name: self.model.get_buffer(name) for i in layers for name in cut.buffers[i]}
 
     def step(self) -> float | None:
         """Run forward and backward of all micro-batches; gradients are in `.grad` afterwards.
@@ -307,10 +311,12 @@ class Pipeline:
         kept = [param.grad for param in self.model.parameters() if param.grad is not None]
         gradients = meter.bytes_of(grad.untyped_storage()._cdata for grad in (*kept, *self._shared.kept()))
         inputs = sum(each.input_bytes() for each in self.stages)
-        held = meter.current_bytes - gradients + inputs
+        messages = meter.bytes_of(key for each in self.stages for key in each.message_keys())
+        held = meter.current_bytes - gradients - messages + inputs
         report.held_bytes = max(report.held_bytes, held)
-        report.peak_bytes = max(report.peak_bytes, meter.take_high_water() - gradients + inputs)
-        report.trace.sample("device", {"activations": held, "gradients": gradients})
+        report.peak_bytes = max(report.peak_bytes, meter.take_high_water() - gradients - messages + inputs)
+        report.message_bytes = max(report.message_bytes, messages)
+        report.trace.sample("device", {"activations": held, "gradients": gradients, "other": messages})
 
 
 class _Stage(PipelineStage):
@@ -333,6 +339,7 @@ class _Stage(PipelineStage):
         self._executions: dict[int, Any] = {}
         self._k = -1
         self.in_flight: set[int] = set()
+        self._messages: list[tuple[int, weakref.ref[torch.UntypedStorage], int]] = []
         self._input_bytes = sum(tensor.nbytes for tensor in inputs) if index else 0
 
     def input_bytes(self) -> int:
@@ -385,14 +392,23 @@ class _Stage(PipelineStage):
         return tuple(execution.backward(bwd_kwargs["output_grads"] or ())), None
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._counted(super().get_fwd_send_ops(fwd_chunk_id))
+        return self._counted(fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
+        return self._counted(bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
-    def _counted(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+    def _counted(self, k: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         self._pipeline.report.sent_bytes += sum(op.tensor.nbytes for op in ops)
+        storages = [op.tensor.untyped_storage() for op in ops]
+        self._messages += [(k, weakref.ref(storage), storage._cdata) for storage in storages]
         return ops
+
+    def message_keys(self) -> list[int]:
+        """Return the storages of messages that only torch's runtime still keeps."""
+        state = torch.get_rng_state().nbytes
+        self._messages = [each for each in self._messages if each[1]() is not None]
+        is_over = [k not in self.in_flight or storage().nbytes() == state for k, storage, _ in self._messages]  # type: ignore[union-attr]
+        return [key for (_, _, key), over in zip(self._messages, is_over, strict=True) if over]
 
 
 class _StageModule(nn.Module):

@@ -48,6 +48,11 @@ class _PartOfForward(StagedForward):
         if self.cut.draws and self.start:
             torch.set_rng_state(received[-1].detach())
 
+    def _forget(self) -> None:
+        """Drop what the next micro-batches do not need; cycles would keep it until the garbage collector runs."""
+        for held in (self.constants, self.stages, self.received, self.sent):
+            held.clear()
+
     def _outputs_of(self, tensors: Mapping[int, Tensor], loss: Tensor | None) -> tuple[Tensor, ...]:
         """Return what the stage sends: the loss, or the crossing tensors and the random state."""
         if loss is not None:
@@ -127,7 +132,9 @@ class KeptStage(_PartOfForward):
             for _ in range(self.start, self.stop):
                 loss = self.run_stage()
             self._check_end(loss)
-            return self._outputs_of({**self.received, **self.sent}, loss)
+            sent = self._outputs_of({**self.received, **self.sent}, loss)
+        self._forget()
+        return sent
 
     def _check_end(self, loss: Tensor | None) -> None:
         traced = self.cut.structure.signature
@@ -189,6 +196,7 @@ class TreatedStage(_PartOfForward, PlanExecution):
         for operation in self._backward_operations:
             self._execute(operation)
         assert not (self._records or self._kept_inputs), f"left: {list(self._records)}, {list(self._kept_inputs)}"
+        self._forget()
         found = [self._pending_gradients.get(number) for number in self.cut.crossing[self.stage]]
         return [*found, None] if self.cut.draws and self.stage else found
 
