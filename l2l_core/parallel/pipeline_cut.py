@@ -21,7 +21,18 @@ from l2l_core.strategies import StageStructure, StructureTracer, restore_buffers
 
 Tensor = torch.Tensor
 Task = Callable[[], Tensor]  # runs the model on a micro-batch and returns its loss
-_VALUES = frozenset("item tolist __bool__ __int__ __float__ __index__ numpy equal allclose is_nonzero".split())
+_VALUES = {
+    "item",
+    "tolist",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "numpy",
+    "equal",
+    "allclose",
+    "is_nonzero",
+}
 _VALUES_ADVICE = "Pipelines run such models by no other way here: train it with a relay, Relay(model)"
 
 
@@ -179,7 +190,11 @@ class _CutTracer(StructureTracer):
         if len(self.signature) == operations or not (depends or drawn):
             self.calls.append(None)
             return out
-        changed = [leaf for leaf, old in zip(leaves, versions, strict=True) if isinstance(leaf, Tensor) and leaf._version != old]
+        changed = [
+            leaf
+            for leaf, old in zip(leaves, versions, strict=True)
+            if isinstance(leaf, Tensor) and leaf._version != old
+        ]
         self.calls.append(self._note(out, made, changed))
         return out
 

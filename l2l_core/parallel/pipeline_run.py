@@ -31,7 +31,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.optim import Optimizer
 
-from l2l_core._torch import pipeline_runtime
+from l2l_core._torch import DisableTorchDispatch, pipeline_runtime
 from l2l_core.batches import (
     Batch,
     Loss,
@@ -46,7 +46,7 @@ from l2l_core.batches import (
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, EmulatedDevice, Ledger
 from l2l_core.model import KVCaches, RandomState, copy_tensors, preserve_random_state, resolve_layers
-from l2l_core.parallel.pipeline_cut import PipelineCut, Task, TensorForm, cut_model
+from l2l_core.parallel.pipeline_cut import Task, TensorForm, cut_model
 from l2l_core.parallel.pipeline_stage import KeptStage, TreatedStage, laid_out_as
 from l2l_core.parallel.rank_pool import RankPool
 from l2l_core.pipelines import PipelinePlan, check_pipeline
@@ -108,8 +108,10 @@ class PipelineJob:
         return PipelineJob(model, tuple(resolve_layers(model, layers)), call.objective, parts, divisors, seed)
 
     def task(self, model: nn.Module, k: int) -> Task:
-        """Return a function that runs the model on a micro-batch."""
-        return lambda: self.objective(model, copy_tensors(self.micro_batches[k])) / self.divisors[k]
+        """Return a function that runs the model on a copy of a micro-batch, which no meter counts."""
+        with DisableTorchDispatch():
+            micro_batch = copy_tensors(self.micro_batches[k])
+        return lambda: self.objective(model, micro_batch) / self.divisors[k]
 
     def seed_of(self, step: int, k: int) -> int:
         """Return the seed of a micro-batch's random stream, as in a relay."""
@@ -234,7 +236,9 @@ class Pipeline:
             The mean loss on the rank that has the last stage, else None.
         """
         report = self.report = RankReport(self.rank)
-        report.trace = trace = Trace(step=self.steps, device="gloo", worker=WorkerInfo(self.rank, dist.get_world_size()))
+        report.trace = trace = Trace(
+            step=self.steps, device="gloo", worker=WorkerInfo(self.rank, dist.get_world_size())
+        )
         m, has_last = len(self.job.micro_batches), any(each.is_last for each in self.stages)
         losses: list[Tensor] = []
         ledger = Ledger("device", "Device memory")
@@ -334,7 +338,12 @@ class _Stage(PipelineStage):
         # The first stage receives nothing; torch wants to see some argument.
         inputs = tuple(form.empty() for form in self._forms) if index else (torch.zeros(()),)
         super().__init__(
-            _StageModule(self.run_module, own), index, cut.stages, torch.device("cpu"), input_args=inputs, output_args=tuple(sent)
+            _StageModule(self.run_module, own),
+            index,
+            cut.stages,
+            torch.device("cpu"),
+            input_args=inputs,
+            output_args=tuple(sent),
         )
         self._executions: dict[int, Any] = {}
         self._k = -1
@@ -354,16 +363,22 @@ class _Stage(PipelineStage):
 
     def run_module(self, received: Sequence[Tensor], k: int) -> Any:
         """Run the forward of the stage on one micro-batch."""
-        self._executions[k], sent = self._pipeline.run_forward(self.stage_index, k, received if self.stage_index else [])
+        self._executions[k], sent = self._pipeline.run_forward(
+            self.stage_index, k, received if self.stage_index else []
+        )
         return sent[0] if self.is_last else sent
 
-    def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True) -> Any:
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
         self.in_flight.add(fwd_chunk_id)
         is_treated = self._pipeline._operations_of(self.stage_index, fwd_chunk_id) is not None
         with self._pipeline.measured("forward", self.stage_index, fwd_chunk_id, is_treated):
             return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> None:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
         self._k = bwd_chunk_id
         is_treated = self._executions.get(bwd_chunk_id) is not None
         with self._pipeline.measured("backward", self.stage_index, bwd_chunk_id, is_treated):
@@ -526,7 +541,7 @@ def run_pipeline(
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank returns: losses on the rank of the last stage, own gradients and state, and measurements."""
+    """Result of one rank: losses on the rank of the last stage, own gradients and state, and measurements."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
@@ -535,7 +550,13 @@ class RankResult:
 
 
 def train_rank(
-    rank: int, count: int, job: PipelineJob, plan: PipelinePlan, steps: int, optimizer: MakeOptimizer | None, options: Any
+    rank: int,
+    count: int,
+    job: PipelineJob,
+    plan: PipelinePlan,
+    steps: int,
+    optimizer: MakeOptimizer | None,
+    options: Any,
 ) -> RankResult:
     """Train a rank's part for some steps, in a process of the group."""
     pipeline = Pipeline(job, plan, **options)

@@ -1,4 +1,4 @@
-"""Forward of one stage of a pipeline: the model's own forward, of which only the layers of the stage run.
+"""Forward of one stage of a pipeline: the model's own forward, in which the layers of other stages are skipped.
 
 Before them, calls of other stages return placeholders, and the tensors that the stage receives take their place at its first
 layer. The forward ends with the last layer of the stage. `KeptStage` leaves one autograd graph, as torch's pipelines expect;
@@ -49,9 +49,8 @@ class _PartOfForward(StagedForward):
             torch.set_rng_state(received[-1].detach())
 
     def _forget(self) -> None:
-        """Drop what the next micro-batches do not need; cycles would keep it until the garbage collector runs."""
-        for held in (self.constants, self.stages, self.received, self.sent):
-            held.clear()
+        """Drop all tensors, since the micro-batch is over; cycles would keep them until the garbage collector runs."""
+        vars(self).clear()
 
     def _outputs_of(self, tensors: Mapping[int, Tensor], loss: Tensor | None) -> tuple[Tensor, ...]:
         """Return what the stage sends: the loss, or the crossing tensors and the random state."""
@@ -160,9 +159,10 @@ class TreatedStage(_PartOfForward, PlanExecution):
         count = self.stop - self.start
         wait = [position for position, operation in enumerate(operations) if operation.stage == count]
         moved = [Operation(kind, self.start + i) for kind, i in operations]
-        self._forward, self._backward_operations = moved[: wait[0]], [
-            each for position, each in enumerate(moved) if position > wait[0] and position not in wait
-        ]
+        self._forward, self._backward_operations = (
+            moved[: wait[0]],
+            [each for position, each in enumerate(moved) if position > wait[0] and position not in wait],
+        )
 
     def forward(self, received: Sequence[Tensor], random_state: RandomState) -> tuple[Tensor, ...]:
         """Run the operations before the wait, and return what the stage sends, or the loss."""
@@ -196,9 +196,10 @@ class TreatedStage(_PartOfForward, PlanExecution):
         for operation in self._backward_operations:
             self._execute(operation)
         assert not (self._records or self._kept_inputs), f"left: {list(self._records)}, {list(self._kept_inputs)}"
-        self._forget()
         found = [self._pending_gradients.get(number) for number in self.cut.crossing[self.stage]]
-        return [*found, None] if self.cut.draws and self.stage else found
+        result = [*found, None] if self.cut.draws and self.stage else found
+        self._forget()
+        return result
 
 
 def _as_sent(form: TensorForm, tensor: Tensor, is_received: bool) -> Tensor:

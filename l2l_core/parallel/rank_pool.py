@@ -88,7 +88,7 @@ class RankPool:
             left_s = None if until_s == float("inf") else max(0.0, until_s - time.monotonic())
             ready = wait(list(waiting), left_s)
             if not ready:
-                causes |= {rank: f"no answer within {_GRACE_S:g} s of the first failure" for rank in waiting.values()}
+                causes |= dict.fromkeys(waiting.values(), f"no answer within {_GRACE_S:g} s of the first failure")
                 break
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[arg-type]
@@ -147,7 +147,7 @@ def _dump(request: tuple[Callable[..., Any], tuple[Any, ...]]) -> bytes:
 
 
 def _serve(rank: int, count: int, port: int, timeout_s: float, pipe: Connection) -> None:
-    """Run what comes through the pipe, until it is closed or empty."""
+    """Run the requests of the pipe, until it is closed or a request is empty."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=timeout_s))

@@ -1,9 +1,7 @@
 """What worker processes do in tests of pipelines: they train a kind of the zoo together, and plainly alone."""
 
 import itertools
-import os
 import random
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +13,7 @@ from torch import Tensor
 from zoo import BY_NAME
 
 from l2l_core import RelayConfig
-from l2l_core.parallel import Pipeline, PipelineJob, RankReport
+from l2l_core.parallel import Pipeline, PipelineJob
 from l2l_core.pipelines import SCHEDULES, simulate_pipeline
 from l2l_core.strategies import Lab, mixed_plan, stage_chain
 from l2l_core.strategies.pipeline_treatments import treatment
@@ -34,7 +32,7 @@ class PipelineCase:
     v: int = 1
     schedule: str | None = None
     letters: str | None = None  # of every layer, and of the loss: keep, recompute, offload
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         return "-".join(filter(None, (self.kind, self.plan, self.schedule, self.letters)))
@@ -107,19 +105,6 @@ def refused(rank: int, count: int, case: PipelineCase, rows: int = 0) -> str:
     except (RuntimeError, TypeError, ValueError) as error:
         return str(error)
     raise AssertionError(f"{case} was not refused")
-
-
-def report_of(rank: int, count: int) -> RankReport:
-    """A function without a model, for tests of the processes alone."""
-    torch.distributed.all_reduce(torch.ones(3))
-    return RankReport(rank)
-
-
-def fall_silent(rank: int, count: int, loser: int, signal_number: int) -> None:
-    """One rank is killed or stopped while the others wait for it."""
-    if rank == loser:
-        os.kill(os.getpid(), signal.Signals(signal_number))
-    torch.distributed.all_reduce(torch.ones(3))
 
 
 def foreseen_bytes(rank: int, count: int, case: PipelineCase) -> tuple[int, int]:
