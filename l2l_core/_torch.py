@@ -136,9 +136,9 @@ def default_store() -> Any:
 
 
 def pipeline_runtime(stages: list[Any], micro_batches: int, path: str, **options: Any) -> Any:
-    """Return torch's executor of the actions in a CSV file, a row per rank; without it, only torch's own schedules run.
+    """Return torch's executor of the actions in a CSV file, a row per rank.
 
-    The public schedules are its subclasses, which make their actions themselves.
+    Without it, only torch's own schedules run. The public schedules are its subclasses, which make their actions themselves.
     """
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 

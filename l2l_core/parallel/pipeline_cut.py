@@ -1,4 +1,4 @@
-"""A model cut into the stages of a pipeline: the tensors that cross each cut, and the parameters of each stage.
+"""A model cut into stages of a pipeline: tensors that cross each cut, and parameters of each stage.
 
 Found in one forward of the whole model on one micro-batch. The layers are those of a relay; the model's own code before a
 layer belongs to the stage of that layer, and the code after the last one, with the loss, to the last stage. Every rank runs

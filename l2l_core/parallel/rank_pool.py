@@ -1,4 +1,4 @@
-"""Processes of one gloo group on this machine, which run functions together and end cleanly; or the ranks of a launcher.
+"""Processes of one gloo group, which run functions together and end cleanly; or the ranks of a launcher.
 
 Ranks are spawned, since a notebook has threads, so functions and what they are given come from modules. A rank that dies
 closes its connections: the others' communication fails at once, or at the timeout if it is only stopped.
