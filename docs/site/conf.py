@@ -1,5 +1,8 @@
 """Settings of Sphinx for the site; `build.py` stages the sources and starts it."""
 
+import re
+from typing import Any
+
 import l2l_core
 
 project = "L2L workbench"
@@ -48,3 +51,14 @@ html_copy_source = False
 html_show_search_summary = False  # it reads pages, which browsers refuse to those opened as files
 html_show_sphinx = False
 html_show_copyright = False
+
+
+def readable_default(
+    _app: Any, _what: str, _name: str, _object: Any, _options: Any, signature: str, result: str
+) -> tuple:
+    """Write ... for a default without a source form, such as `<factory>`, which Sphinx cannot read."""
+    return re.sub(r"(= ?)<[^<>]*>", r"\1...", signature) if signature else signature, result
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-signature", readable_default)
