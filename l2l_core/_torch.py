@@ -135,6 +135,18 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
+def pipeline_runtime(stages: list[Any], micro_batches: int, path: str, **options: Any) -> Any:
+    """Return torch's executor of the actions in a CSV file, a row per rank.
+
+    Without it, only torch's own schedules run. The public schedules are its subclasses, which make their actions themselves.
+    """
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    schedule = _PipelineScheduleRuntime(stages, micro_batches, **options)
+    schedule._load_csv(path, format="compute_only")
+    return schedule
+
+
 # Dynamo is imported when something is compiled, which takes seconds. Without these, compiled parts must be refused.
 
 

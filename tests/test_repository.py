@@ -272,6 +272,7 @@ MAY_IMPORT = {
         "relay": "layer_evidence step_check runner shelf workers saves edits step eps eps.optimizers eps.blocks devices "
         "batches model plan trace config",
         "integrations": "relay step devices batches trace config",
+        "parallel": "strategies pipelines workers step.traffic devices batches model trace config",
         "strategies": "relay pipelines simulator step step.traffic step.graph eps eps.optimizers eps.blocks devices "
         "batches model trace schedule_rules config",
     },
@@ -301,7 +302,7 @@ MAY_IMPORT = {
 LAZY = {"workbench", "l2l_core"}  # names of theirs are imported when they are asked for
 
 # The engine is every room but these, which plan, compare, analyse or look; it trains without them.
-OUTSIDE = {"analysis", "forecast", "inside", "integrations", "optim", "pipelines", "strategies"}
+OUTSIDE = {"analysis", "forecast", "inside", "integrations", "optim", "parallel", "pipelines", "strategies"}
 # Files of the facade: what they import when one of their verbs is called, and for the annotations of that verb.
 WHEN_CALLED = {
     "l2l_core.trace.trace": "analysis",

@@ -146,7 +146,7 @@ class PlanExecution(StagedForward):
 
     def _compute(self, kind: str, i: int) -> int:
         """Run an operation that computes; return the bytes of the record that backward has read."""
-        record_bytes, is_first = 0, len(self.stages) < self.structure.stages
+        record_bytes, is_first = 0, i == len(self.stages)
         for out in (OFF, OFFX):
             self.offloader.wait((out, i))
         visit = i if is_first else 2 * self.structure.stages - 1 - i

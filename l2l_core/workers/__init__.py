@@ -18,5 +18,7 @@ from l2l_core.workers.network import Traffic as Traffic
 from l2l_core.workers.network import all_gather_traffic as all_gather_traffic
 from l2l_core.workers.network import all_to_all_traffic as all_to_all_traffic
 from l2l_core.workers.network import broadcast_traffic as broadcast_traffic
+from l2l_core.workers.rendezvous import find_launcher as find_launcher
+from l2l_core.workers.rendezvous import init_process_group as init_process_group
 from l2l_core.workers.shard_layout import ShardLayout as ShardLayout
 from l2l_core.workers.worker_settings import Workers as Workers
