@@ -753,6 +753,36 @@ def test_tensors_whose_values_are_elsewhere_are_refused() -> None:
         make_relay(model)
 
 
+class Parts(nn.Module):
+    """The remedy: integers, or float8, and scales of a tensor of torchao as parameters."""
+
+    def __init__(self, weight: Any) -> None:
+        super().__init__()
+        self.codes, self.scale = frozen(weight.qdata), frozen(weight.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.codes.to(x.dtype) * self.scale)
+
+
+@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_tensors_of_torchao_are_refused(name: str) -> None:
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed: the extra peers")
+    model = make_model(torch.int8)
+    for layer in model.layers:
+        layer.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        quantization.quantize_(layer.base, getattr(quantization, name)())
+    expected = model.eval()(batch_of(0)["x"])
+    with pytest.raises(ValueError, match=r"layers.0.base.weight is a \w+8Tensor .*values are in other tensors"):
+        make_relay(model)
+    for layer in model.layers:
+        layer.base = Parts(layer.base.weight)
+    torch.testing.assert_close(model(batch_of(0)["x"]), expected)
+    with make_relay(model.train()) as relay:
+        relay.step(batch_of(0))
+        assert relay.verify(batch_of(1)).equal
+        assert relay.stack[0].blocks[0].in_bytes
+
+
 needs_bitsandbytes = pytest.mark.skipif(bitsandbytes is None, reason="bitsandbytes is not installed: the extra quant")
 
 
