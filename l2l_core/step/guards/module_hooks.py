@@ -136,7 +136,8 @@ class SideOutputs:
             return found
         for path, module in unit.module.named_modules():
             for name, value in vars(module).items():
-                if isinstance(value, torch.Tensor) and _has_own_graph(value) and value.grad_fn._sequence_nr() >= began:
+                node = value.grad_fn if isinstance(value, torch.Tensor) else None
+                if node is not None and not is_segment_input(node) and node._sequence_nr() >= began:
                     found["attribute", path, name] = value
         return found
 
