@@ -98,7 +98,7 @@ def peak(found: Found, side: str) -> float:
 FIGURES = (
     Figure(
         "flat",
-        "peak device bytes: 384 layers over 12, or 32 micro-batches over 1, whichever is more",
+        "peak device bytes: 384 layers over 12, or 32 micro-batches over 1, the larger of both",
         "depth",
         lambda found: one(max(found["peak_ratio_in_depth"], found["peak_ratio_in_micro_batches"])),
         "1",

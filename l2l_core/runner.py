@@ -394,8 +394,8 @@ class Runner:
         if (default := torch.get_default_device()).type != "cpu":
             raise RuntimeError(
                 f"the default device is {str(default)!r}, where PyTorch would make the relay's buffers of host memory: call "
-                "torch.set_default_device('cpu'), or step outside of the torch.device block. Relay(..., device=...) says where "
-                "layers compute"
+                "torch.set_default_device('cpu'), or step outside of the torch.device block. Layers compute on the device of "
+                "Relay(..., device=...)"
             )
         check_model(self._model, self.parts.units)
         check_step(self._model, self.parts.shell_modules(), self.parts.units)
