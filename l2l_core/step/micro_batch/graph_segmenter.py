@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from operator import is_
 from typing import Any
 
@@ -388,7 +387,7 @@ def patch_function_apply() -> Iterator[None]:
     before = vars(torch.autograd.Function)["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return run_as_operation(partial(before.__func__, cls), args, kwargs)
+        return run_as_operation(before.__get__(None, cls), args, kwargs)
 
     function: Any = torch.autograd.Function
     function.apply = classmethod(apply)
