@@ -77,11 +77,14 @@ def compare_losses(rows: RowsOfBatch, size: int, counts: CandidateCounts, measur
     first = _split(rows, counts, *_parts(rows.count, size))
     others = [_split(rows, counts, *parts) for parts in _parts_by_label(rows, size)]
     found: list[LossComparison] = []
+    is_random = False
     for perturbed, trials in ((False, [first]), (True, [first, *others])):
-        # Twice again: of a layer that counts its calls, one of the two has another number modulo any period.
-        batches = [*(batch for trial in trials for batch in _batches_of(trial)), first.together, first.together]
-        *losses, once, twice = measure(batches, perturbed)
-        if _is_random(losses[0], once) or _is_random(losses[0], twice):
+        batches = [batch for trial in trials for batch in _batches_of(trial)]
+        # The first one twice: at once, as numbers of calls in a row differ modulo any period, then at the end, for slow counters.
+        at = len(batches) if perturbed else 1
+        losses = [*measure([*batches[:at], first.together, *batches[at:]], perturbed)]
+        is_random |= _is_random(losses[0], losses.pop(at))
+        if is_random:
             found.append(_compare_random(first, measure, perturbed))
         else:
             found += [_compare(trial, losses[3 * i : 3 * i + 3]) for i, trial in enumerate(trials)]

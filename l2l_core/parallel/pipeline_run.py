@@ -266,7 +266,8 @@ class Pipeline:
         m, options = len(self.job.micro_batches), {"loss_fn": lambda loss, _: loss, "scale_grads": False}
         if name is not None:
             kind = get_schedule_class(name)
-            return kind(self.stages[0] if issubclass(kind, PipelineScheduleSingle) else self.stages, m, **options)  # type: ignore[arg-type]
+            stages: Any = self.stages[0] if issubclass(kind, PipelineScheduleSingle) else self.stages
+            return kind(stages, m, **options)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "plan.csv"
             path.write_text(rows)
@@ -421,9 +422,9 @@ class _Stage(PipelineStage):
     def message_keys(self) -> list[int]:
         """Return the storages of messages that only torch's runtime still keeps."""
         state = torch.get_rng_state().nbytes
-        self._messages = [each for each in self._messages if each[1]() is not None]
-        is_over = [k not in self.in_flight or storage().nbytes() == state for k, storage, _ in self._messages]  # type: ignore[union-attr]
-        return [key for (_, _, key), over in zip(self._messages, is_over, strict=True) if over]
+        alive = [(each, storage) for each in self._messages if (storage := each[1]()) is not None]
+        self._messages = [each for each, _ in alive]
+        return [key for (k, _, key), storage in alive if k not in self.in_flight or storage.nbytes() == state]
 
 
 class _StageModule(nn.Module):
@@ -456,7 +457,8 @@ class _SharedGradients:
                 self._readers[name] = stages
                 ranks = tuple(sorted({rank_of[stage] for stage in stages}))
                 if len(ranks) > 1 and ranks not in self._groups:
-                    self._groups[ranks] = dist.new_group(list(ranks))  # pyright: ignore[reportArgumentType]
+                    members: Any = [*ranks]
+                    self._groups[ranks] = dist.new_group(members)
         self._params = {name: params[name] for name in self._readers}
         self._kept: dict[tuple[str, int, int], Tensor] = {}
 

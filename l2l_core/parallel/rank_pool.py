@@ -86,14 +86,14 @@ class RankPool:
         waiting, until_s = {pipe: rank for rank, pipe in enumerate(self._pipes)}, float("inf")
         while waiting:
             left_s = None if until_s == float("inf") else max(0.0, until_s - time.monotonic())
-            ready = wait(list(waiting), left_s)
+            ready: list[Any] = wait(list(waiting), left_s)
             if not ready:
                 causes |= dict.fromkeys(waiting.values(), f"no answer within {_GRACE_S:g} s of the first failure")
                 break
             for pipe in ready:
-                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                rank = waiting.pop(pipe)
                 try:
-                    good, answer = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                    good, answer = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
                     self.processes[rank].join(_GRACE_S)
                     good, answer = False, f"its process ended with exit code {self.processes[rank].exitcode}"

@@ -447,6 +447,7 @@ def test_every_kind_of_change_is_written_and_read_alike(relay: Relay) -> None:
         commands.SetTrainedCommand(one, {param: False}),
         *(kind((one, other)) for kind in (commands.SpillCommand, commands.FetchCommand, commands.FreeCommand)),
         commands.ImpossibleCommand("it is gone"),
+        commands.SetLoopsCommand("transformer.h", {"n_loops": 2}),
     ]
     assert {type(each) for each in changes} == kinds(commands.EditCommand)
     reader = PlainReader(relay._editor, {unit.key: unit for unit in relay.stack}, {}, relay.config)

@@ -80,7 +80,7 @@ def test_the_table_has_the_difference_at_equal_compute_and_its_formula() -> None
     assert first[:3] == ("main", "4", "40 of 40") and first[5:8] == ("160 M", "10 s", "4 MB")
     # slim ends at 120 M: main was at 2.0 at 80 M and at 1.0 at 160 M
     assert other[8] == "▲ +0.5 ± 0 over 2 batches"
-    assert "attention's included" in table.note and "estimated: 2 forward and 6 in backward" in table.note
+    assert "attention's included" in table.note and "estimated: 2 forward and 4 in backward" in table.note
     assert "it was stopped" in table.note
 
 

@@ -26,11 +26,13 @@ from l2l_core import (
     Freeze,
     Insert,
     Interpolate,
+    Loops,
     Move,
     Relay,
     Replace,
     Swap,
     Unfreeze,
+    Unroll,
 )
 from l2l_core.edits import Edit
 from l2l_core.trace import format_bytes
@@ -97,6 +99,8 @@ def test_signs_of_edits_have_a_letter_of_ascii_each(now: Snapshot) -> None:
         Freeze(slice(2, None)),
         Unfreeze(2),
         Delink(slice(1, 3)),
+        Loops(2),
+        Unroll(),
     ]
     kinds = {name for name, value in vars(l2l_core).items() if isinstance(value, type) and issubclass(value, Edit)}
     assert {type(edit).__name__ for edit in edits} == kinds - {"Edit", "InverseEdit"}, "one of every kind"

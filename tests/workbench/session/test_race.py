@@ -127,8 +127,8 @@ def test_race_has_the_results_of_each_branch() -> None:
     assert (main.parent, slim.parent, slim.forked_at) == (None, "main", 2)
     assert [change.step for change in slim.changes] == [2, 2] and slim.changes[1].entry == 0 and not main.changes
     first, last, layer = 4 * WIDTH, WIDTH, WIDTH * WIDTH
-    for racer in race.racers:  # per weight and row: 8 with recompute, 6 without, 4 where the input needs no gradient
-        assert set(racer.flop) == {6 * (8 * layer * (racer.layers - 1) + 6 * layer + 4 * first + 6 * last)}
+    for racer in race.racers:  # per weight and row: 6, or 4 where the input needs no gradient
+        assert set(racer.flop) == {6 * (6 * layer * racer.layers + 4 * first + 6 * last)}
         assert racer.spent_s[-1] == pytest.approx(sum(row.seconds for row in racer.steps))
         assert racer.peak_bytes == max(row.peak_device_bytes for row in racer.steps)
         assert [at for at, _ in racer.measured][0] == 0 and racer.at_end is racer.measured[-1][1]
