@@ -76,14 +76,16 @@ def compare_losses(rows: RowsOfBatch, size: int, counts: CandidateCounts, measur
     """
     first = _split(rows, counts, *_parts(rows.count, size))
     others = [_split(rows, counts, *parts) for parts in _parts_by_label(rows, size)]
-    found: list[LossComparison] = []
-    is_random = False
+    is_random, measured = False, list[tuple[bool, list[SplitBatch], list[float]]]()
     for perturbed, trials in ((False, [first]), (True, [first, *others])):
         batches = [batch for trial in trials for batch in _batches_of(trial)]
-        # The first one twice: at once, as numbers of calls in a row differ modulo any period, then at the end, for slow counters.
-        at = len(batches) if perturbed else 1
-        losses = [*measure([*batches[:at], first.together, *batches[at:]], perturbed)]
-        is_random |= _is_random(losses[0], losses.pop(at))
+        # Twice again: of a layer that counts its calls, one of the two has another number modulo any period.
+        again = [first.together] * (1 if perturbed else 2)
+        losses = [*measure([*batches, *again], perturbed)]
+        is_random |= any(_is_random(losses[0], other) for other in losses[len(batches) :])
+        measured.append((perturbed, trials, losses))
+    found: list[LossComparison] = []
+    for perturbed, trials, losses in measured:
         if is_random:
             found.append(_compare_random(first, measure, perturbed))
         else:
