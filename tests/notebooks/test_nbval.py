@@ -15,7 +15,12 @@ from patience import HANG_S, rarely
 
 from workbench.commands.notebook_runner import ROOT, find_notebooks
 
-LONG = {"02_memory", "04_finetune", "05_dynamic_depth"}  # compute for a minute
+LONG = {
+    "02_memory",
+    "04_finetune",
+    "05_dynamic_depth",
+    "09_your_own_depth_experiment",
+}  # compute for half a minute or more
 SANITIZE = Path(__file__).with_name("sanitize.cfg")
 PATHS = str(ROOT), str(ROOT / "tests" / "support"), str(Path(__file__).parent)
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
