@@ -44,6 +44,14 @@ def test_every_public_name_stands_in_the_reference_once() -> None:
     assert sorted(listed) == sorted(public_objects())
 
 
+def test_every_document_and_notebook_stands_in_the_contents_of_the_site() -> None:
+    """Sphinx warns of others, and warnings are errors there; it is not installed for the tests."""
+    index = (ROOT / "docs" / "site" / "index.md").read_text(encoding="utf-8").splitlines()
+    shown = [path for pattern in ("docs/*.md", "notebooks/*.ipynb") for path in ROOT.glob(pattern)]
+    missing = [path.name for path in shown if path.relative_to(ROOT).with_suffix("").as_posix() not in index]
+    assert len(shown) > 20 and not missing, missing
+
+
 def test_every_public_name_has_a_docstring() -> None:
     bare = [name for name, value in public_objects().items() if not (value.__doc__ or "").strip()]
     assert not bare, bare
