@@ -45,6 +45,11 @@ DisableTorchDispatch = torch._C._DisableTorchDispatch
 DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 
+# A tensor without memory. Without them, used gradients would be None, and clipping after a step would do nothing.
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+_tensor_class: Any = torch.Tensor
+make_wrapper_subclass: Callable[..., Any] = _tensor_class._make_wrapper_subclass
+
 # Stacks of modes. Without them, a suspended forward cannot save and restore its modes, so a model that enters a mode around a
 # layer call must be refused.
 function_modes = _get_current_function_mode_stack
@@ -191,6 +196,8 @@ ATTRIBUTES: Mapping[str, str] = {
     "_input_metadata": "shape and type of the gradient that a node expects",
     "_backward_cls": "class of the nodes of an autograd function, to recognise the engine's",
     "_schema": "arguments that an operator writes to: without it, writes by `out=` and in place are not seen",
+    "_foreach_zero_": "operator of `zero_grad(set_to_none=False)`: without it, that raises after a step",
+    "_to_copy": "operator of `model.double()`: the same",
     "_scaled_dot_product_efficient_attention": "operator of attention",
     "_scaled_dot_product_flash_attention": "operator of attention",
     "_scaled_dot_product_flash_attention_for_cpu": "operator of attention",

@@ -49,6 +49,7 @@ from l2l_core.eps.blocks import (
     build_units,
     check_keys,
     check_model,
+    clear_used_gradients,
     disable_packing,
     refuse_checkpointing,
     refuse_scripted,
@@ -463,6 +464,7 @@ class Relay:
     def _shut_down(self, with_device: bool = True) -> None:
         self._closed = True
         _OPEN.discard(self)
+        clear_used_gradients(self.model.parameters())
         self._runner.close()
         self._store.close()
         self._editor.close()
@@ -1340,6 +1342,7 @@ class Relay:
                     raise error.__cause__ or error from None
                 finally:
                     in_core.outside.restore()
+                    clear_used_gradients(self.model.parameters())
                 with self._backend.storage_unsharded():
                     same_buffers = self._backend.settings.buffers == "same"
                     return in_core.compare(result, self._runner.parts.units, with_buffers=same_buffers)

@@ -38,7 +38,7 @@ from l2l_core.batches import (
 from l2l_core.config import RelayConfig
 from l2l_core.devices import DeviceOutOfMemory
 from l2l_core.eps import LayerStore, TornStep
-from l2l_core.eps.blocks import Unit, check_model, check_step
+from l2l_core.eps.blocks import Unit, check_model, check_step, set_used_gradients
 from l2l_core.model import (
     KVCaches,
     RandomState,
@@ -329,6 +329,7 @@ class Runner:
         losses, ran, trace = self._train(batch, micro_batches, divisors, batch_loss, config, replay, extras)
         loss = float(sum(self._backend.gather_items(losses)))
         self.steps += 1
+        set_used_gradients(self._store.updated)
         self._store.updated.clear()  # else it would keep layers that are dropped next in memory
         self.pass_cache.record_step(kind, ran.layer_order, ran.metered)
         events, _ = trace.events_since(0)

@@ -265,7 +265,7 @@ def copied(batch: Batch) -> Any:
 
 
 class RowSelection:
-    """Implementation of `RowsOfBatch.select`; `cut` goes before the rules above."""
+    """Implementation of `RowsOfBatch.select`; `cut` precedes the rules above."""
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,9 @@ class ModelCall:
             )
         refuse_gradient_scalers((loss, objective))
         self._criterion = loss if _takes_targets(loss) else None
-        self._loss, self._objective, self._model = self._apply_criterion if self._criterion else loss, objective, model
+        # Not a method of this object, which would refer to itself
+        self._loss = partial(_apply_criterion, self._criterion) if self._criterion else loss
+        self._objective, self._model = objective, model
         parameters = inspect.signature(model.forward).parameters
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._names = frozenset(parameters)
@@ -85,17 +88,6 @@ class ModelCall:
         if self._loss is not None:
             return split_extras(self._loss(outputs, micro_batch), "loss(outputs, batch)")
         return _check_scalar(_loss_of(outputs), "outputs.loss"), None
-
-    def _apply_criterion(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """Apply a loss that takes outputs and targets, as those of `torch.nn` do."""
-        criterion: Any = self._criterion
-        name = f"{type(criterion).__name__}()" if isinstance(criterion, nn.Module) else criterion.__name__
-        if isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(outputs, torch.Tensor):
-            return criterion(outputs, batch[1])
-        raise ValueError(
-            f"loss={name} takes outputs and targets; where they are is known for one tensor of outputs and a pair (inputs, "
-            "targets) as a batch. Otherwise pass loss=lambda outputs, batch: criterion(outputs.logits, batch['labels'])"
-        )
 
     def loss_modules(self) -> list[nn.Module]:
         """Return the modules that the loss or the objective uses beside the model, such as metrics or a teacher."""
@@ -156,6 +148,17 @@ class ModelCall:
         if self._loss is None or self._takes_any:
             return micro_batch
         return {name: value for name, value in micro_batch.items() if name in self._names}
+
+
+def _apply_criterion(criterion: Any, outputs: Any, batch: Any) -> torch.Tensor:
+    """Apply a loss that takes outputs and targets, as those of `torch.nn` do."""
+    name = f"{type(criterion).__name__}()" if isinstance(criterion, nn.Module) else criterion.__name__
+    if isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(outputs, torch.Tensor):
+        return criterion(outputs, batch[1])
+    raise ValueError(
+        f"loss={name} takes outputs and targets; where they are is known for one tensor of outputs and a pair (inputs, "
+        "targets) as a batch. Otherwise pass loss=lambda outputs, batch: criterion(outputs.logits, batch['labels'])"
+    )
 
 
 def _takes_targets(loss: object) -> bool:

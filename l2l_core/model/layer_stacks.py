@@ -213,6 +213,10 @@ class LayerResolver:
 
 def _integer(value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
+        if isinstance(
+            key := getattr(value, "key", None), str
+        ):  # one of `relay.stack`, whose repr has all of its weights
+            raise TypeError(f"a {type(value).__name__} names no layer; pass its key, {key!r}")
         raise TypeError(f"{value!r} names no layer; pass a position, a key, a dotted name or (stack name, position)")
     return operator.index(value)
 

@@ -139,6 +139,25 @@ def test_schedules_leave_no_cycles(config: RelayConfig, no_collector: None) -> N
     assert model() is None
 
 
+LOSSES: dict[str, dict[str, Any]] = {
+    "module": {"loss": nn.MSELoss()},
+    "function of torch": {"loss": nn.functional.mse_loss},
+    "function": {"loss": lambda outputs, batch: (outputs - batch[1]).square().mean()},
+    "objective": {"objective": lambda model, batch: (model(batch[0]) - batch[1]).square().mean()},
+    "over the batch": {"loss": nn.MSELoss(), "loss_over": "batch"},
+}
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)
+def test_losses_leave_no_cycles(options: dict[str, Any], no_collector: None) -> None:
+    relay = Relay(nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))), ADAMW, "cpu", **options)
+    relay.step((torch.ones(4, 6), torch.zeros(4, 6)))
+    alive = weakref.ref(relay.model), weakref.ref(relay.model[1].weight)
+    del relay
+    assert [ref() for ref in alive] == [None, None]
+
+
 def test_a_save_leaves_no_cycle(tmp_path: Path, no_collector: None) -> None:
     relay = open_relay()
     relay.step(make_batch())

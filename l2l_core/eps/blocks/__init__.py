@@ -46,3 +46,5 @@ from l2l_core.eps.blocks.units import Unit as Unit
 from l2l_core.eps.blocks.units import is_placeholder as is_placeholder
 from l2l_core.eps.blocks.units import nan_placeholder as nan_placeholder
 from l2l_core.eps.blocks.units import put_back_params as put_back_params
+from l2l_core.eps.blocks.used_gradients import clear_used_gradients as clear_used_gradients
+from l2l_core.eps.blocks.used_gradients import set_used_gradients as set_used_gradients

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 
 from l2l_core._torch import caches_parametrizations, data_ptr
 from l2l_core.eps.blocks.units import SHELL, Block, Unit
+from l2l_core.eps.blocks.used_gradients import UsedGradient
 from l2l_core.model import module_name, refuse_compiled_hooks, refuse_compiled_whole
 
 _FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]*")
@@ -29,7 +30,7 @@ Stamp = tuple[int, int]  # of a parameter: changes when it is written to or gets
 
 
 def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Raise if the model no longer matches its masters, or if a relay cannot run it at all.
+    """Raise if the model no longer matches its masters, or a relay cannot run it; remove used gradients.
 
     Raises:
         RuntimeError: modules or parameters were added, removed, replaced, moved or cast, or a parameter has a gradient.
@@ -53,7 +54,9 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
             _refuse_thawed(block)
             check_values_in_place(block)
             for param, name in zip(block.params, block.names, strict=True):
-                if param.grad is not None:
+                if isinstance(param.grad, UsedGradient):
+                    param.grad = None
+                elif param.grad is not None:
                     raise RuntimeError(
                         f"parameter {name} has a gradient from outside: call model.zero_grad() before a step; "
                         "a penalty that was back-propagated beside the step belongs into the loss: "

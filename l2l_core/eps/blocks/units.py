@@ -53,6 +53,7 @@ class Block:
     offloaded: bool = False  # not in memory except during its update
     returned: bool = False  # until the step ends, parameters point to the master, and only its update sets their data
     residuals: dict[int, torch.Tensor] = field(default_factory=dict)  # by parameter, on the device; see `Residuals`
+    used_gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # by parameter; see `UsedGradient`
     _trained: TrainedParameters | None = None  # cache
 
     @property

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from l2l_core._torch import hooks_of_all_optimizers
-from l2l_core.eps.blocks import Block, BlockGradient
+from l2l_core.eps.blocks import Block, BlockGradient, clear_used_gradients
 from l2l_core.eps.optimizers.optimizer_settings import (
     SettingChanges,
     changes_of,
@@ -237,6 +237,7 @@ class StepGuard:
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self.is_active:
             return
+        clear_used_gradients(param for group in optimizer.param_groups for param in group["params"])
         has_closure = any(given is not None for given in (*args[1:], *kwargs.values()))  # it makes the gradients
         if not has_closure and all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
             raise RuntimeError(

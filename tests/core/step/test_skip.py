@@ -181,6 +181,13 @@ def test_what_cannot_sit_out_is_refused_and_nothing_has_changed(
     assert_same(optimizer_state(relay), before)
 
 
+def test_layers_of_the_stack_are_skipped_by_the_key_that_the_refusal_names(relay: Relay) -> None:
+    with pytest.raises(TypeError, match=r"^a Unit names no layer; pass its key, 'L001'$"):
+        relay.step(make_batch(), skip=relay.stack[1:])
+    relay.step(make_batch(), skip=[unit.key for unit in relay.stack[1:]])
+    assert relay.steps == 1
+
+
 def test_a_relay_saved_after_such_steps_goes_on_to_the_bit(relay: Relay, tmp_path: Path) -> None:
     relay.apply(Insert(at=1, init="copy"), Freeze(0))
     relay.step(make_batch(), skip=[2])
