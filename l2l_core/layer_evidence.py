@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from l2l_core._torch import pytree
 from l2l_core.edits import Editor, LayerReturn, Place, ReturnForm, tensor_arguments
 from l2l_core.eps.blocks import Unit
-from l2l_core.model import Stack
+from l2l_core.model import Stack, is_cache
 from l2l_core.runner import Runner
 from l2l_core.step import LayerCall, PassTask
 from l2l_core.surgery import (
@@ -65,6 +66,7 @@ class _StackCalls:
         last: the layer called last, its hidden output, and how often that was changed in place.
         samples: for each kind of layer, the arguments of one call.
         outputs: copies of the first outputs; None if those of other calls differ in structure, shapes or types.
+        code_between: whether a call got something else than the last hidden output, unchanged, and what the first call got.
     """
 
     returns: dict[Unit, LayerReturn] = field(default_factory=dict)
@@ -72,11 +74,19 @@ class _StackCalls:
     last: tuple[Unit, Any, int] | None = None
     samples: dict[int, tuple[Unit, CallSample]] = field(default_factory=dict)
     outputs: Any = None
+    code_between: bool = False
+    first: list[tuple[Any, int]] = field(default_factory=list)  # what the first call got, with versions of tensors
 
     def begin(self, unit: Unit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record that a layer is called with these arguments."""
-        if self.last is not None:
+        leaves = [(leaf, _version_of(leaf)) for leaf in pytree.tree_leaves((args, kwargs), is_leaf=is_cache)]
+        if self.last is None:
+            self.first = leaves
+        else:
             before, hidden, version = self.last
+            others = [i for i, (leaf, _) in enumerate(leaves) if leaf is not hidden or leaf._version != version]
+            same = len(leaves) == len(self.first) and all(_is_same(leaves[i], self.first[i]) for i in others)
+            self.code_between |= not same or len(others) == len(leaves)
             arguments = tensor_arguments(args, kwargs)
             places = (place for place, tensor in arguments if tensor is hidden and tensor._version == version)
             self.links.append((before, next(places, None)))
@@ -102,6 +112,21 @@ class _StackCalls:
         return places.pop() if len(places) == 1 else None
 
 
+def _version_of(leaf: Any) -> int:
+    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0
+
+
+def _is_same(a: tuple[Any, int], b: tuple[Any, int]) -> bool:
+    """Return whether two arguments, with versions, are one tensor or object, or equal plain values."""
+    (ours, our_version), (theirs, their_version) = a, b
+    if isinstance(ours, bool | int | float | str | None):
+        return type(ours) is type(theirs) and ours == theirs
+    if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+        return ours is theirs
+    same_memory = ours.data_ptr() == theirs.data_ptr() and ours.stride() == theirs.stride()
+    return same_memory and ours.shape == theirs.shape and ours.dtype == theirs.dtype and our_version == their_version
+
+
 class LayerEvidence:
     """Evidence of one relay, collected when it is first needed.
 
@@ -115,8 +140,11 @@ class LayerEvidence:
         self._runner, self._editor, self._share = runner, editor, share
         self._forms: dict[tuple[Unit, bool], ReturnForm | None] = {}  # by layer and the model's mode
         self._layers: dict[bool, list[Unit]] = {}  # those of the last evidence, by mode
-        self._observed: set[tuple[str, bool]] = set()  # first names of stacks, with the mode
-        # Rows, and the outputs that all layers of a stack return on them, by first name of the stack; by mode.
+        self._observed: set[tuple[str, int, bool]] = (
+            set()
+        )  # first names of stacks, with the number of layers and the mode
+        # Rows, and the outputs that all layers of a stack return on them, by first name of the stack; by mode. Only of stacks
+        # with code between layers.
         self._outputs: dict[bool, tuple[Any, dict[str, Any]]] = {}
 
     def forms(self, units: Iterable[Unit], rows: Any) -> dict[Unit, ReturnForm]:
@@ -133,11 +161,9 @@ class LayerEvidence:
 
     def observe(self, rows: Any) -> None:
         """Record in the editor what depends on the positions of layers."""
-        registry = self._editor.registry
+        registry, training = self._editor.registry, self._editor.registry.model.training
         self._editor.positions.code_between = {}  # for rows that fail
-        if any(
-            (registry.first_name(stack), registry.model.training) not in self._observed for stack in registry.stacks
-        ):
+        if any((registry.first_name(stack), len(stack), training) not in self._observed for stack in registry.stacks):
             self._collect(rows)
         else:  # anew, since weights that were equal may have been trained
             self._editor.positions.code_between = self.code_between()
@@ -169,7 +195,11 @@ class LayerEvidence:
             return observed
 
         self._runner.observe(rows, _WatchedTask(self._runner.objective, watch), [observe])
-        outputs = {registry.first_name(stack): calls[stack.name].outputs for stack in registry.stacks}
+        outputs = {
+            registry.first_name(stack): calls[stack.name].outputs
+            for stack in registry.stacks
+            if calls[stack.name].code_between
+        }
         self._outputs[training] = rows, {name: each for name, each in outputs.items() if each is not None}
         self._editor.positions.code_between = self.code_between()
         for stack in registry.stacks:
@@ -177,7 +207,7 @@ class LayerEvidence:
             # Together with those in the other mode
             known = self._editor.positions.reads.setdefault(name := registry.first_name(stack), {})
             known |= {read.name: read for read in reads}
-            self._observed.add((name, training))
+            self._observed.add((name, len(stack), training))
             forms = self._forms_of(stack, calls[stack.name])
             # Only what all workers have seen
             shared = self._share(
@@ -204,11 +234,13 @@ class LayerEvidence:
     def code_between(self) -> dict[str, CodeBetweenLayers]:
         """Return the arguments of layers that return equal outputs, by the first name of their stack.
 
-        Without stacks whose layers return unlike outputs, or are not called once each, in order. `observe` must have been called
-        in this mode.
+        Without stacks that have no code between layers, whose layers return unlike outputs, or are not called once each, in
+        order. `observe` must have been called in this mode.
         """
         registry = self._editor.registry
         rows, outputs = self._outputs[registry.model.training]
+        if not outputs:
+            return {}
         stack_of = {u: registry.first_name(stack) for stack in registry.stacks for u in registry.units_of(stack)}
 
         def run(task: PassTask, **factors: float) -> dict[str, EqualOutputs]:

@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy
@@ -22,6 +23,7 @@ from l2l_core.model.thread_state import RandomState
 Restore = Callable[[], object]
 
 _EXACT, _UNSET = "ieee", "none"
+_NEVER_CHANGED = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
 INTERNALS = frozenset(vars(nn.Module())) - {"training"}  # parameters and buffers are restored elsewhere
 HOOK_DICTS = tuple(name for name, value in vars(nn.Module()).items() if "hook" in name and isinstance(value, dict))
 
@@ -60,44 +62,49 @@ def snapshot_attributes(modules: Iterable[nn.Module]) -> Restore:
     and would install them twice if only the attribute were restored.
     """
     memo: dict[int, Any] = {}
-    back = []
+    # Few objects for each module: a deep model has thousands, and the garbage collector would run for each snapshot
+    kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    hooks: dict[int, tuple[dict[int, Any], list[Any]]] = {}  # by address; those that are not empty
+    inner: list[Restore] = []
     for module in modules:
-        back.append(_snapshot_names(vars(module), vars(module).keys() - INTERNALS, memo, INTERNALS))
-        back += [_snapshot_hooks(hooks) for name in HOOK_DICTS if (hooks := vars(module).get(name)) is not None]
-    return restore_all(back)
+        attributes = vars(module)
+        kept.append((attributes, {name: value for name, value in attributes.items() if name not in INTERNALS}))
+        inner += _snapshot_held(kept[-1][1], memo)
+        for name in HOOK_DICTS:
+            if each := attributes.get(name):
+                hooks[id(each)] = each, [*each.items()]
+
+    def restore() -> None:
+        for attributes, before in kept:
+            _restore_names(attributes, before, INTERNALS)
+            for name in HOOK_DICTS:
+                if (each := attributes.get(name)) and id(each) not in hooks:
+                    each.clear()
+        for each, items in hooks.values():
+            if [*each.items()] != items:
+                each.clear()
+                _fill(each, items)
+
+    return restore_all([*inner, restore])
 
 
 def snapshot_except(held: dict[str, Any], excluded: Collection[str]) -> Restore:
     """Snapshot a dictionary except some of its entries."""
-    return _snapshot_names(held, held.keys() - excluded, {}, excluded)
+    kept = {name: value for name, value in held.items() if name not in excluded}
+    return restore_all([partial(_restore_names, held, kept, excluded), *_snapshot_held(kept, {})])
 
 
-def _snapshot_names(
-    held: dict[str, Any], names: Collection[str], memo: dict[int, Any], excluded: Collection[str]
-) -> Restore:
-    kept = {name: held[name] for name in names}
-    inner = [snapshot_value(value, memo) for value in kept.values()]
-
-    def restore() -> None:
-        for name in held.keys() - kept.keys() - set(excluded):
-            del held[name]
-        for name, value in kept.items():
-            if held.get(name, _restore_nothing) is not value:
-                held[name] = value
-        restore_all(inner)()
-
-    return restore
+def _snapshot_held(kept: dict[str, Any], memo: dict[int, Any]) -> list[Restore]:
+    """Snapshot the contents of values that may change, which few are."""
+    return [snapshot_value(value, memo) for value in kept.values() if type(value) not in _NEVER_CHANGED]
 
 
-def _snapshot_hooks(hooks: dict[int, Any]) -> Restore:
-    kept = list(hooks.items())
-
-    def restore() -> None:
-        if list(hooks.items()) != kept:
-            hooks.clear()
-            _fill(hooks, kept)
-
-    return restore
+def _restore_names(held: dict[str, Any], kept: dict[str, Any], excluded: Collection[str]) -> None:
+    for name in [name for name in held if name not in kept and name not in excluded]:
+        del held[name]
+    for name, value in kept.items():
+        if held.get(name, _restore_nothing) is not value:
+            held[name] = value
 
 
 def _fill(held: dict[Any, Any], items: list[tuple[Any, Any]]) -> None:

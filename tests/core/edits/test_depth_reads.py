@@ -513,6 +513,34 @@ def test_things_are_observed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(passes) == 5, "the latter again, since weights that were equal may have been trained"
 
 
+class FromTheSixth(Beside):
+    """Has code between layers where the stack is deeper than at first."""
+
+    def at(self, i: int, h: Tensor) -> Tensor:
+        return h if i < 5 else h * i
+
+
+def test_layers_that_pass_on_their_outputs_alone_are_observed_once_per_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = kind_of(FromTheSixth)
+    with relay_of(kind) as relay:
+        passes, observe = list[Any](), relay._runner.observe
+        monkeypatch.setattr(
+            relay._runner, "observe", lambda *given, **how: passes.append(how) or observe(*given, **how)
+        )
+        for _ in range(2):
+            relay.step(kind.make_batch(4))
+            relay.apply(Swap(0, 2))
+            relay.apply(Drop(1))
+            relay.undo(), relay.undo()
+        assert len(passes) == 1, "with four layers"
+        relay.apply(Insert(4))
+        relay.apply(Insert(4))
+        assert len(passes) == 2, "with five layers"
+        with pytest.raises(ValueError, match="before layer 5 of layers than before an earlier one"):
+            relay.apply(Move(0, 3))
+        assert relay.verify(kind.make_batch(4)).equal
+
+
 def test_a_batch_that_fails_does_not_decide() -> None:
     """Its error belongs to the step, and edits of a model without such things go on."""
     model = nn.Sequential(nn.Embedding(8, 4), *(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
