@@ -347,7 +347,7 @@ class _StageModule(nn.Module):
 
 
 def _in_memory_order(ops: list[dist.P2POp]) -> list[dist.P2POp]:
-    """Let each message be a contiguous view, since gloo moves no others; both sides have the same strides."""
+    """Turn each message into a contiguous view, since gloo moves no others; both sides have the same strides."""
     for op in ops:
         if not op.tensor.is_contiguous():
             strides = op.tensor.stride()
