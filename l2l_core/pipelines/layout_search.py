@@ -30,6 +30,7 @@ RECOMPUTES: Sequence[Recompute] = ("nothing", "attention", "layers")
 OFFLOADS: Sequence[Offload] = ("nothing", "activations")
 SETTINGS = ("tensor", "pipeline", "data", "zero", "recompute", "offload")  # that the finder chooses
 _MICRO_BATCHES = (1, 2, 4, 8)  # rows; a pipeline takes one, since more lengthen the bubble and keep more
+_ALIKE = 1e-6  # relative difference of seconds that are rounded
 _MOST_RANKS = 16  # of a pipeline; longer ones take seconds to simulate
 
 Candidates = Callable[[int], Iterable[RankLayout]]  # from a number of ranks
@@ -86,8 +87,8 @@ class LayoutSearch:
             return f"does not fit by {lacking}: {name} {format_bytes(cost.memory[most])}"
         best = self.best
         assert best is not None  # this one fits
-        if cost.step_s <= best.step_s:
-            return "the fastest that fits"
+        if cost.step_s <= best.step_s * (1 + _ALIKE):
+            return "the fastest that fits" if cost.layout == best.layout else "fits; as fast as the fastest"
         more = {part: seconds - best.seconds[part] for part, seconds in cost.seconds.items()}
         part = max(more, key=lambda name: more[name])
         return f"fits; {_factor(cost.step_s / best.step_s)} as long: {_LONGER[part]} {_seconds(more[part])} more"
@@ -137,7 +138,7 @@ def search_layouts(
         if costs[-1].device_bytes <= cluster.memory_bytes:
             best_s = min(best_s, costs[-1].step_s)
     if best_s == math.inf and len(bounds) > len(left):
-        smallest = min(bounds.keys() - {*left}, key=lambda each: bounds[each])
+        smallest = min(bounds.keys() - {*left}, key=lambda each: (bounds[each][0], each.micro_batch))
         costs.append(layout_cost(shape, cluster, smallest, rows))
     return _sorted(cluster, costs, len(bounds) - len(left))
 
@@ -326,7 +327,7 @@ PARALLEL_WAYS: Sequence[ParallelWay] = (
     ),
     _pipeline_way("GPipe", "All forwards, then all backwards.", "GPipe", RECOMPUTES),
     _pipeline_way("1F1B", "Forward and backward in turn (PipeDream-Flush).", "1F1B", RECOMPUTES),
-    _pipeline_way("interleaved 1F1B", "The same with 2 or 4 stages on each rank.", "Interleaved1F1B", RECOMPUTES),
+    _pipeline_way("interleaved 1F1B", "1F1B with 2 or 4 stages on each rank.", "Interleaved1F1B", RECOMPUTES),
     _pipeline_way(
         "Varuna",
         "Backward before recompute before forward; stages keep their input.",
