@@ -12,9 +12,9 @@ from l2l_core.pipelines.layout_cost import RankCluster as RankCluster
 from l2l_core.pipelines.layout_cost import RankLayout as RankLayout
 from l2l_core.pipelines.layout_cost import check_layout as check_layout
 from l2l_core.pipelines.layout_cost import layout_cost as layout_cost
-from l2l_core.pipelines.layout_search import PARALLEL_WAYS as PARALLEL_WAYS
+from l2l_core.pipelines.layout_search import LAYOUT_WAYS as LAYOUT_WAYS
 from l2l_core.pipelines.layout_search import LayoutSearch as LayoutSearch
-from l2l_core.pipelines.layout_search import ParallelWay as ParallelWay
+from l2l_core.pipelines.layout_search import LayoutWay as LayoutWay
 from l2l_core.pipelines.layout_search import WayTable as WayTable
 from l2l_core.pipelines.layout_search import all_layouts as all_layouts
 from l2l_core.pipelines.layout_search import compare_ways as compare_ways

@@ -37,7 +37,7 @@ Candidates = Callable[[int], Iterable[RankLayout]]  # from a number of ranks
 
 
 @dataclass(frozen=True)
-class ParallelWay:
+class LayoutWay:
     """A way to train, and the layouts among which it may choose.
 
     Attributes:
@@ -241,20 +241,20 @@ def _in_three(ranks: int) -> Iterator[RankLayout]:
     return (each for each in all_layouts(ranks) if min(each.tensor, each.pipeline, each.data) > 1)
 
 
-def _data_way(name: str, method: str, explanation: str, **settings: Any) -> ParallelWay:
-    return ParallelWay(name, method, explanation, lambda ranks: _over_data(ranks, **settings))
+def _data_way(name: str, method: str, explanation: str, **settings: Any) -> LayoutWay:
+    return LayoutWay(name, method, explanation, lambda ranks: _over_data(ranks, **settings))
 
 
-def _zero_way(zero: int, method: str, explanation: str) -> ParallelWay:
+def _zero_way(zero: int, method: str, explanation: str) -> LayoutWay:
     def candidates(ranks: int) -> Iterator[RankLayout]:
         for recompute in RECOMPUTES if ranks > 1 else ():
             yield from _over_data(ranks, zero=zero, recompute=recompute)
 
-    return ParallelWay(f"ZeRO {zero}", method, explanation, candidates)
+    return LayoutWay(f"ZeRO {zero}", method, explanation, candidates)
 
 
-def _pipeline_way(name: str, explanation: str, schedule: str, recomputes: Sequence[Recompute]) -> ParallelWay:
-    return ParallelWay(
+def _pipeline_way(name: str, explanation: str, schedule: str, recomputes: Sequence[Recompute]) -> LayoutWay:
+    return LayoutWay(
         name, "Pipeline parallelism", explanation, lambda ranks: _over_pipeline(ranks, schedule, recomputes)
     )
 
@@ -263,8 +263,8 @@ _APART: Sequence[Recompute] = ("nothing", "attention")  # of schedules that reco
 
 # The rows of "Methods to train large networks" (J. Gusak, 2022), in its order. Down to data parallelism each method is alone;
 # ways below it may recompute too.
-PARALLEL_WAYS: Sequence[ParallelWay] = (
-    ParallelWay(
+LAYOUT_WAYS: Sequence[LayoutWay] = (
+    LayoutWay(
         "one rank",
         "No data parallelism",
         "One rank trains all rows, in micro-batches.",
@@ -289,7 +289,7 @@ PARALLEL_WAYS: Sequence[ParallelWay] = (
         zero=3,
         offload="weights",
     ),
-    ParallelWay(
+    LayoutWay(
         "relay",
         "Offloading: tensors in GPU cache",
         "The device holds two layers; all micro-batches visit one before the next is loaded (L2L-p).",
@@ -319,7 +319,7 @@ PARALLEL_WAYS: Sequence[ParallelWay] = (
     ),
     _zero_way(2, "Partitioning: + gradients", "Gradients are reduced to shards after every micro-batch."),
     _zero_way(3, "Partitioning: + parameters", "Weights are gathered layer by layer, for forward and for backward."),
-    ParallelWay(
+    LayoutWay(
         "tensor parallel",
         "Model parallelism",
         "Every layer's matrices are divided over ranks of a node (Megatron-LM).",
@@ -340,7 +340,7 @@ PARALLEL_WAYS: Sequence[ParallelWay] = (
         "Relay",
         ("nothing",),
     ),
-    ParallelWay(
+    LayoutWay(
         "3D",
         "Pipeline parallelism",
         "Tensor x pipeline x data: tensor ranks in a node, 1F1B over nodes, ZeRO 1 over the rest if that is faster.",
@@ -359,7 +359,7 @@ class WayTable:
         search: all layouts of the table, for `best` and `why`.
     """
 
-    ways: Sequence[ParallelWay]
+    ways: Sequence[LayoutWay]
     costs: Sequence[LayoutCost | None]
     search: LayoutSearch
 
@@ -373,7 +373,7 @@ class WayTable:
 
 
 def compare_ways(
-    shape: TransformerShape, cluster: RankCluster, rows: int, ways: Sequence[ParallelWay] = PARALLEL_WAYS
+    shape: TransformerShape, cluster: RankCluster, rows: int, ways: Sequence[LayoutWay] = LAYOUT_WAYS
 ) -> WayTable:
     """Return all ways side by side, each with the fastest of its layouts that fits the ranks, or the smallest.
 

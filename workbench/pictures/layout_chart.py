@@ -15,7 +15,7 @@ from l2l_core.pipelines import (
     SCHEDULES,
     LayoutCost,
     LayoutSearch,
-    ParallelWay,
+    LayoutWay,
     WayTable,
     relay_over_ranks,
     simulate_pipeline,
@@ -97,7 +97,7 @@ def _axis(scale: Scale, bottom: float, label: Callable[[float], str]) -> Iterato
 
 
 def _row(
-    table: WayTable, at: int, way: ParallelWay, cost: LayoutCost | None, across: Scale, along: Scale, is_chosen: bool
+    table: WayTable, at: int, way: LayoutWay, cost: LayoutCost | None, across: Scale, along: Scale, is_chosen: bool
 ) -> Iterator[str]:
     y, key = TOP + PITCH * at, layout_key(at)
     if is_chosen:

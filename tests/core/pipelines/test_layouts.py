@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from l2l_core.pipelines import (
+    LAYOUT_WAYS,
     MEGATRON_ROWS,
     MESSAGES,
-    PARALLEL_WAYS,
     SCHEDULES,
     LayoutCost,
     LayoutSearch,
@@ -311,9 +311,9 @@ ARROWS = {
 def test_ways_are_the_rows_of_the_table_and_move_what_it_says() -> None:
     row = MEGATRON_ROWS[2]
     table = compare_ways(row.shape, RankCluster(64), 512)
-    methods = [*dict.fromkeys(way.method for way in PARALLEL_WAYS)]
+    methods = [*dict.fromkeys(way.method for way in LAYOUT_WAYS)]
     assert methods[:1] + methods[-2:] == ["No data parallelism", "Model parallelism", "Pipeline parallelism"]
-    assert len(methods) == 14 and len({way.name for way in PARALLEL_WAYS}) == len(PARALLEL_WAYS) == 19
+    assert len(methods) == 14 and len({way.name for way in LAYOUT_WAYS}) == len(LAYOUT_WAYS) == 19
     moved = {
         way.name: [cost.wire[kind] + cost.copies[kind] for kind in MESSAGES]
         for way, cost in zip(table.ways, table.costs, strict=True)

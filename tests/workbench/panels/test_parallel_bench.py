@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import workbench
-from l2l_core.pipelines import PARALLEL_WAYS, RankCluster, TransformerShape
+from l2l_core.pipelines import LAYOUT_WAYS, RankCluster, TransformerShape
 from workbench.panels.layer_picker import LayerPicker
 from workbench.parallel_bench import ParallelBench
 
@@ -29,10 +29,10 @@ def shown(bench: ParallelBench) -> str:
 
 def test_every_way_is_pressed() -> None:
     bench = make_bench()
-    assert bench.table.verdict(next(i for i, way in enumerate(PARALLEL_WAYS) if way.name == bench.chosen)) == (
+    assert bench.table.verdict(next(i for i, way in enumerate(LAYOUT_WAYS) if way.name == bench.chosen)) == (
         "the fastest that fits"
     )
-    for at, way in enumerate(PARALLEL_WAYS):
+    for at, way in enumerate(LAYOUT_WAYS):
         picker_of(bench).chosen = f"layout-{at}"  # as a click does
         assert bench.chosen == way.name and f"<strong>{way.name}</strong>" in shown(bench)
         assert f'<tr data-key="layout-{at}" class="' in bench._html.value
