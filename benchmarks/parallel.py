@@ -12,9 +12,8 @@ from __future__ import annotations
 import argparse
 
 from _common import report, show
-from _parallel_ways import WAYS, foreseen, make_model, run_way
 
-from l2l_core.parallel import RankError, RankPool
+from l2l_core.parallel import WAYS, ParallelRun, RankError, RankPool, run_parallel
 from l2l_core.pipelines import MEGATRON_ROWS, state_bytes
 
 ZERO_FIGURE = {"plain": 120.0, "ZeRO 1": 31.4, "ZeRO 2": 16.6, "ZeRO 3": 1.9}  # GB per rank, arXiv 1910.02054
@@ -25,34 +24,27 @@ def zero_bytes(parameters: float, ranks: int) -> dict[str, float]:
     return {name: sum(state_bytes(parameters, ranks, zero).values()) for zero, name in enumerate(ZERO_FIGURE)}
 
 
+def row_of(run: ParallelRun) -> list[str]:
+    """Return a row of the table."""
+    wire = (f"{nbytes:,.0f}" for nbytes in (run.sent_bytes, run.formula_bytes, run.gloo_bytes))
+    held = (f"{nbytes / run.model_bytes:.2f}" for nbytes in (run.weight_bytes, run.state_bytes))
+    return [run.way, f"{run.difference:.1e}", *wire, *held]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     args = parser.parse_args()
-    rows, count = [], args.ranks
-    weights = sum(param.nbytes for param in make_model().parameters())
-    pool = RankPool(count)
+    rows = []
+    pool = RankPool(args.ranks)
     for way in args.ways:
         try:
-            found = pool.run(run_way, way)
+            rows.append(row_of(run_parallel(way, args.ranks, pool=pool)))
         except RankError as error:
-            rows.append([way, "failed", "", "", "", "", ""])
+            rows.append([way, "failed", *[""] * 5])
             print(way, error)
-            pool = RankPool(count)
-            continue
-        sent, (formula, on_gloo) = sum(each["sent"] for each in found) / count, foreseen(way, count)
-        rows.append(
-            [
-                way,
-                f"{max(each['error'] for each in found):.1e}",
-                f"{sent:,.0f}",
-                f"{formula:,.0f}",
-                f"{on_gloo:,.0f}",
-                f"{max(each['weights'] for each in found) / weights:.2f}",
-                f"{max(each['state'] for each in found) / weights:.2f}",
-            ]
-        )
+            pool = RankPool(args.ranks)
         print(*rows[-1], flush=True)
     pool.close()
     header = [
@@ -61,7 +53,7 @@ def main() -> None:
         "bytes sent per rank",
         "formula",
         "gloo's, with headers",
-        "weights per rank",
+        "weights",
         "state per rank",
     ]
     show(header, rows)

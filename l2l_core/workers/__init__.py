@@ -13,6 +13,7 @@ from l2l_core.workers.backend import numbered_keys as numbered_keys
 from l2l_core.workers.channel import handshake_traffic as handshake_traffic
 from l2l_core.workers.health_monitor import WorkerError as WorkerError
 from l2l_core.workers.health_monitor import WorkerLostError as WorkerLostError
+from l2l_core.workers.network import FRAME_BYTES as FRAME_BYTES
 from l2l_core.workers.network import Network as Network
 from l2l_core.workers.network import Traffic as Traffic
 from l2l_core.workers.network import all_gather_traffic as all_gather_traffic

@@ -1,9 +1,5 @@
 """What worker processes do in tests of what is planned: it is counted, at channels, sockets and ledgers."""
 
-import os
-import socket
-import struct
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +9,7 @@ import torch.distributed as dist
 from crew_cases import Case, relay_of
 
 from l2l_core import Network, Profile, Relay, Trace, simulate
+from l2l_core.parallel import settled_tcp_bytes
 from l2l_core.workers.network import Traffic, all_gather_traffic, all_to_all_traffic, broadcast_traffic
 
 Events = list[tuple[str, str, int]]
@@ -99,29 +96,6 @@ def count_at(channel: Any, counted: Counter[str]) -> None:
     channel.all_gather, channel.broadcast, channel.all_to_all = gathering, spreading, exchanging
 
 
-def tcp_bytes() -> tuple[int, int]:
-    """Bytes that all connections of this process to other workers have sent and received, as the kernel counts them."""
-    port = the_store().port
-    sent = received = 0
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(number))) as one:
-                if one.type != socket.SOCK_STREAM or one.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
-                if port in (one.getpeername()[1], one.getsockname()[1]):
-                    continue
-                info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        except OSError:  # it listens, or was closed meanwhile
-            continue
-        acknowledged, arrived = struct.unpack_from(
-            "QQ", info, 120
-        )  # <linux/tcp.h>: tcpi_bytes_acked, tcpi_bytes_received
-        sent, received = sent + acknowledged, received + arrived
-    return sent, received
-
-
 def on_the_wire(rank: int, count: int) -> list[tuple[str, tuple[int, int], tuple[int, int]]]:
     """Make collectives of known sizes: what the kernel has counted, and what the formulas say."""
     mine, every = torch.zeros(100_000, dtype=torch.uint8), torch.empty(count * 100_000, dtype=torch.uint8)
@@ -141,35 +115,8 @@ def on_the_wire(rank: int, count: int) -> list[tuple[str, tuple[int, int], tuple
         cases.append((f"spread from {source}", lambda source=source: dist.broadcast(mine, source), spread))
     found = []
     for name, run, traffic in cases:
-        before = settled()
-        all_are_here(f"before {name}", count)
+        before = settled_tcp_bytes(count)
         run()
-        all_are_here(f"after {name}", count)
-        after = settled()
+        after = settled_tcp_bytes(count)
         found.append((name, (after[0] - before[0], after[1] - before[1]), (traffic.wire_sent, traffic.wire_received)))
     return found
-
-
-def the_store() -> dist.TCPStore:
-    """Give the store behind the process group, by which workers can wait for one another without a collective."""
-    store = dist.distributed_c10d._get_default_store()
-    while not isinstance(store, dist.TCPStore):
-        store = store.underlying_store
-    return store
-
-
-def all_are_here(where: str, count: int) -> None:
-    """Wait for all workers."""
-    the_store().add(where, 1)
-    while the_store().add(where, 0) < count:
-        time.sleep(0.005)
-
-
-def settled() -> tuple[int, int]:
-    """Wait until nothing moves any more, and give `tcp_bytes`."""
-    before, still = tcp_bytes(), 0
-    while still < 5:
-        time.sleep(0.02)
-        now = tcp_bytes()
-        before, still = now, still + 1 if now == before else 0
-    return before

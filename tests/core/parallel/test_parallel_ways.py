@@ -1,0 +1,74 @@
+"""Ways to train over ranks: against plain training, and bytes that the kernel counts against those foreseen."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from crew import Crew
+from crew_ways import SMALL_TASK, all_reduces_counted
+
+from l2l_core.parallel import WAYS, ParallelRun, ParallelTask, run_parallel
+from l2l_core.parallel.parallel_traffic import all_reduce_bytes
+
+EXACT = ["data parallel", "ZeRO 1", "ZeRO 2", "ZeRO 3", "ZeRO 3, CPU offload", "tensor parallel"]
+STATE_IS_SHARED = EXACT[1:]
+
+
+def plain_weights(task: ParallelTask) -> dict[str, torch.Tensor]:
+    model, (inputs, targets) = task.make_model(), task.make_batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate)
+    for _ in range(task.steps):
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+    return dict(model.named_parameters())
+
+
+def check(run: ParallelRun, task: ParallelTask) -> None:
+    plain = plain_weights(task)
+    assert run.weights.keys() == plain.keys()
+    largest = max(float((run.weights[name] - weight).detach().abs().max()) for name, weight in plain.items())
+    assert largest <= run.difference < (1e-12 if run.way in EXACT else 1.5 * run.moved)
+    assert run.sent_bytes == run.gloo_bytes >= run.formula_bytes
+    assert run.model_bytes == sum(weight.nbytes for weight in plain.values())
+    shared = pytest.approx(1 / run.ranks, rel=0.01)
+    assert run.state_bytes / 2 / run.model_bytes == (shared if run.way in STATE_IS_SHARED else pytest.approx(1, 0.01))
+    is_split = run.way in STATE_IS_SHARED and run.way != "ZeRO 1"
+    assert run.weight_bytes / run.model_bytes == (shared if is_split else 1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_train_as_plain_training(way: str, two: Crew) -> None:
+    check(run_parallel(way, 2, pool=two), ParallelTask())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_four_ranks_train_as_plain_training(way: str, four: Crew) -> None:
+    check(run_parallel(way, 4, pool=four), ParallelTask())
+
+
+def test_other_models_train_too(two: Crew) -> None:
+    """And the remedy of the refusal below is this."""
+    with pytest.raises(ValueError, match="choose 'ZeRO 3', which shards any layer"):
+        run_parallel("tensor parallel", 2, SMALL_TASK, two)
+    run, plain = run_parallel("ZeRO 3", 2, SMALL_TASK, two), plain_weights(SMALL_TASK)
+    assert run.difference < 1e-12 and run.sent_bytes == run.gloo_bytes
+    assert all(torch.allclose(run.weights[name], weight, atol=1e-12) for name, weight in plain.items())
+
+
+def test_an_all_reduce_sends_what_is_foreseen(two: Crew) -> None:
+    sizes = (400, 400_000, 8_000_000)
+    for counted in two.run(all_reduces_counted, sizes):
+        assert counted == [all_reduce_bytes(nbytes, 2).on_gloo for nbytes in sizes]
+
+
+def test_refusals_have_a_remedy(two: Crew) -> None:
+    with pytest.raises(ValueError, match="'ZeRO 4' is none of 'data parallel'"):
+        run_parallel("ZeRO 4", 2, pool=two)
+    with pytest.raises(ValueError, match="use at least 4"):
+        run_parallel("ZeRO 3", 2, replace(SMALL_TASK, steps=3), two)
+    with pytest.raises(ValueError, match="a batch whose rows, 4, divide by them"):
+        run_parallel("ZeRO 3", 3, SMALL_TASK, two)
+    with pytest.raises(ValueError, match="give both the same number"):
+        run_parallel("ZeRO 3", 4, SMALL_TASK, two)

@@ -1,0 +1,33 @@
+"""What ranks do in tests of ways to train over ranks, and models for them."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from l2l_core.parallel import ParallelTask, settled_tcp_bytes
+
+
+def make_normed_stack() -> nn.Module:
+    """Return layers and a head of other sizes; none has parts called `up` and `down`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        layers = [nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh()) for _ in range(3)]
+        return nn.Sequential(*layers, nn.Linear(6, 3)).double()
+
+
+def make_small_rows() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    return tuple(torch.randn(4, width, generator=generator, dtype=torch.float64) for width in (6, 3))
+
+
+SMALL_TASK = ParallelTask(make_normed_stack, make_small_rows, steps=5, learning_rate=1e-2, layers=("0", "1", "2"))
+
+
+def all_reduces_counted(rank: int, count: int, sizes: tuple[int, ...]) -> list[int]:
+    """Add tensors of so many bytes over ranks; return the bytes that the kernel has counted for each."""
+    counted = []
+    for nbytes in sizes:
+        before = settled_tcp_bytes(count)[0]
+        dist.all_reduce(torch.zeros(nbytes // 4))
+        counted.append(settled_tcp_bytes(count)[0] - before)
+    return counted
