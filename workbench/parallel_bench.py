@@ -204,7 +204,9 @@ class ParallelBench:
     def _headline(self) -> str:
         best = self._found.best
         finder = (
-            "The finder has no layout that fits." if best is None else f"Finder: {best.layout}; {self._seconds(best)}."
+            "The finder has no layout that divides model and rows, and fits."
+            if best is None
+            else f"Finder: {best.layout}; {self._seconds(best)}."
         )
         return f"{layout_chart.describe_best_layout(self._table)} {finder}"
 

@@ -172,7 +172,7 @@ def check_layout(shape: TransformerShape, layout: RankLayout, rows: int) -> int:
             zero >= 2 and p > 1
         ),
         f"{layout.schedule} recomputes by itself: use recompute='nothing'": recomputes and layout.recompute == "layers",
-        f"{layout.schedule} has a plan for what is on the host: use offload='nothing'": (
+        f"{layout.schedule} is costed without a further offload: use offload='nothing'": (
             recomputes and layout.offload != "nothing"
         ),
         "a relay visits whole layers: use tensor=1, stages=1 and zero=0": layout.is_relay and (t > 1 or v > 1 or zero),

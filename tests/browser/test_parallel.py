@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from lab import Lab, Notebook, brightness, keep, until
+from page_checks import HAS_AXE, find_cut_parts, find_violations
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -50,3 +51,4 @@ def test_a_way_is_chosen_and_explained(
     keep(root, f"parallel_{theme.lower()}_finder")
     page.set_viewport_size({"width": 1280, "height": 720})
     assert root.evaluate("e => e.scrollWidth <= e.clientWidth + 1"), "nothing is cut off"
+    assert find_cut_parts(root) + (find_violations(root) if HAS_AXE else []) == []

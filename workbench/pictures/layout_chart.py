@@ -43,7 +43,7 @@ STYLE = """
 .l2l-layouts tbody tr{border-top:1px solid color-mix(in srgb,currentColor 18%,transparent)}
 .l2l-layouts th:first-child{padding-left:8px}
 .l2l-layouts tbody th{font-weight:600}
-.l2l-layouts :is(td:nth-child(2),td:last-child){white-space:normal;min-width:12em}
+.l2l-layouts :is(td:nth-child(2),td:last-child){white-space:normal;min-width:9em}
 .l2l-layouts tr.l2l-lacks>:not(th,:last-child){opacity:.6}
 .l2l-layouts tr[data-key]{cursor:pointer}
 .l2l-layouts tr.l2l-chosen>*{background:color-mix(in srgb,currentColor 10%,transparent)}

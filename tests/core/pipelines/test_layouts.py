@@ -248,7 +248,9 @@ def test_the_search_equals_brute_force(ranks: int, gigabytes: float) -> None:
     found = search_layouts(SMALL, cluster, 32, all_layouts(ranks))
     assert len(every) > 50 and (found.best.step_s if found.best else None) == min(fitting, default=None)
     assert len(found.costs) + found.too_large + found.too_slow - (found.best is None) <= len(every)
-    for layout, cost in zip(every, costs, strict=True):
+    others = [each for way in LAYOUT_WAYS for each in way.candidates(ranks) if _is_possible(SMALL, cluster, each, 32)]
+    costs += [layout_cost(SMALL, cluster, each, 32) for each in others]
+    for layout, cost in zip([*every, *others], costs, strict=True):
         least_bytes, least_s = layout_bounds(SMALL, cluster, layout, 32)
         assert least_bytes <= cost.device_bytes * (1 + 1e-9) and least_s <= cost.step_s * (1 + 1e-9), str(layout)
 
