@@ -113,7 +113,8 @@ def _row(
         seconds = {part: (cost.seconds[part], PART_COLOURS[part], _PART_TEXTURES.get(part, "")) for part in PARTS}
         bars = [*_bar(across, memory, y + 3), *_bar(along, seconds, y + 3)]
         nbytes, step = format_bytes(cost.device_bytes), format_seconds(cost.step_s)
-        bars.append(_figure(across, cost.device_bytes, nbytes if fits else f"× {nbytes}", y, fits))
+        budget_px = across(table.search.cluster.memory_bytes)
+        bars.append(_figure(across, cost.device_bytes, nbytes if fits else f"× {nbytes}", y, fits, budget_px))
         bars.append(_figure(along, cost.step_s, step, y, fits))
         yield name + (svg.group(bars) if fits else f'<g opacity=".6">{"".join(bars)}</g>')
     tip = f"{way.name}: {verdict}" if cost is None else f"{way.name}, {cost.layout}: {verdict}"
@@ -134,9 +135,11 @@ def _bar(scale: Scale, pieces: Mapping[str, tuple[float, str, str]], y: float) -
             yield svg.path(f"M{left:.1f} {y}H{right:.1f}v{HEIGHT}H{left:.1f}z", style="axis")
 
 
-def _figure(scale: Scale, value: float, words: str, y: float, fits: bool) -> str:
+def _figure(scale: Scale, value: float, words: str, y: float, fits: bool, line_px: float = 0.0) -> str:
+    """Return the figure behind a bar, or behind a line that would cross it."""
     clipped = value > scale.high
     x = min(scale(value), scale.last) + 6
+    x = line_px + 6 if x - 4 < line_px < x + 6.4 * len(words) else x
     label = f"{words} {_CLIPPED}" if clipped else words
     return svg.outlined_text(svg.text(x, y + 13, label, style="small strong" if fits else "small"))
 
