@@ -2,6 +2,7 @@
 
     python benchmarks/parallel.py
     python benchmarks/parallel.py --ranks 4
+    python benchmarks/parallel.py --ranks 8 --ways "3D, 2 x 2 x 2"
 
 A small model in float64, four steps of AdamW; every way begins with the same weights and rows. "difference" is the largest of a
 weight from plain training on all rows. Gloo on a CPU shows numerics and bytes, not speed.
@@ -34,8 +35,9 @@ def row_of(run: ParallelRun) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), help="default: all that this number of ranks can run")
     args = parser.parse_args()
+    args.ways = args.ways or [name for name, way in WAYS.items() if way.ranks in (None, args.ranks)]
     rows = []
     pool = RankPool(args.ranks)
     for way in args.ways:

@@ -97,6 +97,8 @@ def _check(way: str, ranks: int, task: ParallelTask, rows: int, pool: RankPool |
             f"steps={task.steps}: bytes are counted in the last two, and gradients compressed from the third on; use at least "
             f"{START + PERIOD}"
         )
+    if WAYS[way].ranks not in (None, ranks):
+        raise ValueError(f"ranks={ranks}: {way!r} is laid out for ranks={WAYS[way].ranks}, use that number")
     if ranks < 2 or rows % ranks:
         raise ValueError(f"ranks={ranks}: use 2 or more, and a batch whose rows, {rows}, divide by them evenly")
     if pool is not None and len(pool.processes) != ranks:

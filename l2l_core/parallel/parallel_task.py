@@ -97,11 +97,13 @@ class ParallelWay(NamedTuple):
         prepare: makes a rank of a task, its model, and the number of ranks.
         traffic: bytes that a rank sends in a step, of the same and the inputs of all rows.
         title: library that runs it.
+        ranks: the only number of ranks, or None if any will do.
     """
 
     prepare: Callable[[ParallelTask, nn.Module, int], PreparedRank]
     traffic: Callable[[ParallelTask, nn.Module, int, Tensor], WireBytes]
     title: str
+    ranks: int | None = None
 
 
 def bytes_of(model: nn.Module) -> int:

@@ -6,6 +6,8 @@
     tensor parallel         each matrix is split over ranks, and every rank has all rows                      arXiv 1909.08053
     PowerSGD, fp16          data parallel with gradients as products of rank 1, or in half precision          arXiv 1905.13727
     post-local SGD          ranks train alone for some steps between averages of weights                      arXiv 1808.07217
+    int8, top-k             data parallel with gradients in a byte each, or the largest 1 % alone         `gradient_compression`
+    3D                      a pipeline whose stages are split and sharded, on 8 ranks                     `parallel_grid`
 
 A way prepares a rank (`prepare`), and states the bytes of a step (`traffic`), a mean over ranks. All update by AdamW.
 """
@@ -13,6 +15,7 @@ A way prepares a rank (`prepare`), and states the bytes of a step (`traffic`), a
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +23,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from l2l_core.parallel.gradient_compression import CompressedGradients, Int8Gradients, LargestGradients
+from l2l_core.parallel.parallel_grid import GRID_RANKS, grid_traffic, prepare_grid
 from l2l_core.parallel.parallel_task import ParallelTask, ParallelWay, PreparedRank, bytes_of
 from l2l_core.parallel.parallel_traffic import (
     WireBytes,
@@ -28,6 +33,7 @@ from l2l_core.parallel.parallel_traffic import (
     broadcast_bytes,
     reduce_scatter_bytes,
 )
+from l2l_core.parallel.tensor_split import split_matrices, split_traffic
 
 Tensor = torch.Tensor
 START = 2  # steps before gradients are compressed or ranks train alone; DDP orders its buckets in the first
@@ -125,6 +131,19 @@ def _post_local_sgd_traffic(task: ParallelTask, model: nn.Module, count: int, in
     return all_reduce_bytes(bytes_of(model), count) * (1 / PERIOD)
 
 
+def _compressed(kind: type[CompressedGradients], task: ParallelTask, model: nn.Module, count: int) -> PreparedRank:
+    forward, state = _replicated(model), kind()
+    forward.register_comm_hook(state, lambda state, bucket: state.average(bucket))
+    return _prepared(task, model, forward)
+
+
+def _compressed_traffic(
+    kind: type[CompressedGradients], task: ParallelTask, model: nn.Module, count: int, inputs: Tensor
+) -> WireBytes:
+    elements, itemsize = sum(param.numel() for param in model.parameters()), next(model.parameters()).itemsize
+    return all_gather_bytes(kind().message_bytes(elements, itemsize) * count, count)
+
+
 # -- sharded -----------------------------------------------------------------------------------------------------------
 
 
@@ -179,25 +198,6 @@ def _zero_3_traffic(task: ParallelTask, model: nn.Module, count: int, inputs: Te
 # -- tensor parallel ---------------------------------------------------------------------------------------------------
 
 
-def split_matrices(layer: nn.Module, mesh: Any) -> None:
-    """Split an MLP as Megatron does: `up` by columns and `down` by rows, so that its forward needs one all-reduce."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    _up_and_down(layer)
-    parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-
-
-def _up_and_down(layer: nn.Module) -> tuple[nn.Linear, nn.Linear]:
-    parts = dict(layer.named_children())
-    up, down = parts.get("up"), parts.get("down")
-    if not isinstance(up, nn.Linear) or not isinstance(down, nn.Linear):
-        raise ValueError(
-            f"tensor parallelism splits the linear modules `up` and `down` of each layer, and {type(layer).__name__} has "
-            f"{', '.join(parts) or 'no parts'}: give them these names, or choose 'ZeRO 3', which shards any layer"
-        )
-    return up, down
-
-
 def _tensor_parallel(task: ParallelTask, model: nn.Module, count: int) -> PreparedRank:
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -210,11 +210,7 @@ def _tensor_parallel(task: ParallelTask, model: nn.Module, count: int) -> Prepar
 
 
 def _tensor_parallel_traffic(task: ParallelTask, model: nn.Module, count: int, inputs: Tensor) -> WireBytes:
-    # Each layer's output in forward, and in backward the gradient of its input, which the first layer's does not need.
-    row_bytes = inputs.nbytes // inputs.shape[-1]
-    parts = [_up_and_down(layer) for layer in task.layers_of(model)]
-    widths = [down.out_features for _, down in parts] + [up.in_features for up, _ in parts[1:]]
-    return sum((all_reduce_bytes(row_bytes * width, count) for width in widths), WireBytes())
+    return split_traffic(task.layers_of(model), inputs.nbytes // inputs.shape[-1], count, True)
 
 
 WAYS: dict[str, ParallelWay] = {
@@ -227,4 +223,13 @@ WAYS: dict[str, ParallelWay] = {
     "PowerSGD, rank 1": ParallelWay(_power_sgd, _power_sgd_traffic, "powerSGD_hook"),
     "fp16 gradients": ParallelWay(_fp16_gradients, _fp16_gradients_traffic, "fp16_compress_hook"),
     "post-local SGD": ParallelWay(_post_local_sgd, _post_local_sgd_traffic, "PostLocalSGDOptimizer"),
+    "int8 gradients": ParallelWay(
+        partial(_compressed, Int8Gradients), partial(_compressed_traffic, Int8Gradients), "a hook of this package"
+    ),
+    "top-k gradients, 1 %": ParallelWay(
+        partial(_compressed, LargestGradients), partial(_compressed_traffic, LargestGradients), "a hook of this package"
+    ),
+    "3D, 2 x 2 x 2": ParallelWay(
+        prepare_grid, grid_traffic, "torch.distributed.pipelining, FSDP2, parallelize_module", GRID_RANKS
+    ),
 }

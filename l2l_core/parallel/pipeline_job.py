@@ -14,6 +14,7 @@ from l2l_core.batches import (
     Batch,
     Loss,
     LossNormaliser,
+    LossOver,
     ModelCall,
     Objective,
     UserObjective,
@@ -54,14 +55,20 @@ class PipelineJob:
         loss: Loss | None = None,
         objective: UserObjective | None = None,
         weight: Weight | None = None,
+        loss_over: LossOver | None = None,
         layers: Iterable[nn.Module | str] | None = None,
         seed: int = 0,
     ) -> PipelineJob:
-        """Split a batch; the arguments are those of `Relay`.
+        """Split a batch; the arguments are those of `Relay`, but no ``loss_over="batch"``.
 
         Raises:
             TypeError, ValueError: the batch or the layers do not fit the model, or micro-batches have different shapes.
         """
+        if loss_over == "batch":
+            raise ValueError(
+                'loss_over="batch": the last stage of a pipeline has the outputs of one micro-batch at a time. Use a Relay, or '
+                'loss_over="micro-batch" for the mean over micro-batches'
+            )
         call = ModelCall(model, loss, objective)
         call.check(batch)
         rows = rows_rule(None)(batch)
@@ -72,7 +79,7 @@ class PipelineJob:
                 f"micro_batches={micro_batches}: their shapes differ ({shapes[0]} and {shapes[-1]}), and the messages of a "
                 "pipeline have one shape. Use a number of micro-batches that divides the number of rows"
             )
-        normaliser = LossNormaliser(weight, partial(measure_losses, model, call.objective))
+        normaliser = LossNormaliser(weight, partial(measure_losses, model, call.objective), loss_over=loss_over)
         divisors = normaliser.divisors(rows, parts)
         return PipelineJob(model, tuple(resolve_layers(model, layers)), call.objective, parts, divisors, seed)
 

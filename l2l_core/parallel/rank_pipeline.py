@@ -310,10 +310,16 @@ class _Stage(PipelineStage):
         return tuple(execution.backward(bwd_kwargs["output_grads"] or ())), None
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._counted(fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
+        return self._counted(fwd_chunk_id, _in_memory_order(super().get_fwd_send_ops(fwd_chunk_id)))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._counted(bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
+        return self._counted(bwd_chunk_id, _in_memory_order(super().get_bwd_send_ops(bwd_chunk_id)))
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return _in_memory_order(super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return _in_memory_order(super().get_bwd_recv_ops(bwd_chunk_id))
 
     def _counted(self, k: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         self._pipeline.report.sent_bytes += sum(op.tensor.nbytes for op in ops)
@@ -338,6 +344,15 @@ class _StageModule(nn.Module):
 
     def forward(self, *received: Tensor, k: Tensor) -> Any:
         return self._run(received, int(k))
+
+
+def _in_memory_order(ops: list[dist.P2POp]) -> list[dist.P2POp]:
+    """Turn each message into a contiguous view, since gloo moves no others; both sides have the same strides."""
+    for op in ops:
+        if not op.tensor.is_contiguous():
+            strides = op.tensor.stride()
+            op.tensor = op.tensor.detach().permute(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+    return ops
 
 
 def _refuse_split_backward(plan: PipelinePlan, schedule: str | None, treatments: Sequence[Any]) -> None:

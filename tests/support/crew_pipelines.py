@@ -40,7 +40,7 @@ class PipelineCase:
     def job(self, rows: int = 0) -> PipelineJob:
         kind = BY_NAME[self.kind]
         batch = kind.make_batch(rows or 2 * self.micro_batches, 0)
-        settings = {"loss": kind.loss, "layers": kind.layers, "seed": SEED}
+        settings = {"loss": kind.loss, "layers": kind.layers, "loss_over": kind.loss_over, "seed": SEED}
         return PipelineJob.of(kind.make_model(), batch, self.micro_batches, **settings)
 
 

@@ -20,7 +20,25 @@ def make_small_rows() -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(4, width, generator=generator, dtype=torch.float64) for width in (6, 3))
 
 
+def mean_square(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (outputs - batch[1]).square().mean()
+
+
+def make_squares() -> nn.Module:
+    """Return matrices of 256 elements: a block of int8 in whatever order DDP has them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh()) for _ in range(3))).double()
+
+
+def make_square_rows() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(8)
+    inputs, targets = torch.randn(2, 8, 16, generator=generator, dtype=torch.float64)
+    return inputs, targets
+
+
 SMALL_TASK = ParallelTask(make_normed_stack, make_small_rows, steps=5, learning_rate=1e-2, layers=("0", "1", "2"))
+SQUARE_TASK = ParallelTask(make_squares, make_square_rows, steps=6, learning_rate=1e-2)
 
 
 def all_reduces_counted(rank: int, count: int, sizes: tuple[int, ...]) -> list[int]:

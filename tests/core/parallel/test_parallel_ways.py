@@ -1,17 +1,21 @@
 """Ways to train over ranks: against plain training, and bytes that the kernel counts against those foreseen."""
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from crew import Crew
-from crew_ways import SMALL_TASK, all_reduces_counted
+from crew_ways import SMALL_TASK, SQUARE_TASK, all_reduces_counted, mean_square
 
-from l2l_core.parallel import WAYS, ParallelRun, ParallelTask, run_parallel
+from l2l_core.parallel import WAYS, ParallelRun, ParallelTask, PipelineJob, run_parallel, run_pipeline
 from l2l_core.parallel.parallel_traffic import all_reduce_bytes
+from l2l_core.pipelines import one_forward_one_backward
 
-EXACT = ["data parallel", "ZeRO 1", "ZeRO 2", "ZeRO 3", "ZeRO 3, CPU offload", "tensor parallel"]
+EXACT = ["data parallel", "ZeRO 1", "ZeRO 2", "ZeRO 3", "ZeRO 3, CPU offload", "tensor parallel", "3D, 2 x 2 x 2"]
 STATE_IS_SHARED = EXACT[1:]
+ON_ANY = [name for name, way in WAYS.items() if way.ranks is None]
 
 
 def plain_weights(task: ParallelTask) -> dict[str, torch.Tensor]:
@@ -28,7 +32,7 @@ def check(run: ParallelRun, task: ParallelTask) -> None:
     plain = plain_weights(task)
     assert run.weights.keys() == plain.keys()
     largest = max(float((run.weights[name] - weight).detach().abs().max()) for name, weight in plain.items())
-    assert largest <= run.difference < (1e-12 if run.way in EXACT else 1.5 * run.moved)
+    assert largest <= run.difference < (1e-12 if run.way in EXACT else 2 * run.moved)
     assert run.sent_bytes == run.gloo_bytes >= run.formula_bytes
     assert run.model_bytes == sum(weight.nbytes for weight in plain.values())
     shared = pytest.approx(1 / run.ranks, rel=0.01)
@@ -37,15 +41,57 @@ def check(run: ParallelRun, task: ParallelTask) -> None:
     assert run.weight_bytes / run.model_bytes == (shared if is_split else 1)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ON_ANY)
 def test_two_ranks_train_as_plain_training(way: str, two: Crew) -> None:
     check(run_parallel(way, 2, pool=two), ParallelTask())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ON_ANY)
 def test_four_ranks_train_as_plain_training(way: str, four: Crew) -> None:
     check(run_parallel(way, 4, pool=four), ParallelTask())
+
+
+def int8(values: torch.Tensor) -> torch.Tensor:
+    blocks = values.view(-1, 256)
+    scales = (blocks.abs().amax(1, keepdim=True) / 127).float().double()
+    return ((blocks / scales).round() * scales).flatten()
+
+
+def largest(values: torch.Tensor) -> torch.Tensor:
+    smallest = values.abs().sort(descending=True).values[math.ceil(0.01 * len(values)) - 1]
+    return torch.where(values.abs() >= smallest, values, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("way", "compressed"), [("int8 gradients", int8), ("top-k gradients, 1 %", largest)], ids=["int8", "top-k"]
+)
+def test_compressed_gradients_equal_their_definition(way: str, compressed: Callable, two: Crew) -> None:
+    """To the bit; each rank adds the part that it has not sent to its next gradients."""
+    task, parts = SQUARE_TASK, [each.chunk(2) for each in SQUARE_TASK.make_batch()]
+    model = task.make_model()
+    params, unsent = list(model.parameters()), [torch.tensor(0.0)] * 2
+    optimizer = torch.optim.AdamW(params, lr=task.learning_rate)
+    for _ in range(task.steps):
+        total = torch.tensor(0.0)
+        for rank, (inputs, targets) in enumerate(zip(*parts, strict=True)):
+            gradients = torch.autograd.grad((model(inputs) - targets).square().mean(), params)
+            values = torch.cat([each.flatten() for each in gradients]) + unsent[rank]
+            sent = compressed(values)
+            unsent[rank], total = values - sent, total + sent
+        for param, gradient in zip(params, (total / 2).split(256), strict=True):
+            param.grad = gradient.view_as(param)
+        optimizer.step()
+    run = run_parallel(way, 2, task, two)
+    assert run.sent_bytes == run.gloo_bytes
+    for name, param in model.named_parameters():
+        assert torch.equal(run.weights[name], param), name
+
+
+@pytest.mark.slow
+def test_eight_ranks_train_in_three_dimensions() -> None:
+    """In processes of the run itself."""
+    check(run_parallel("3D, 2 x 2 x 2", 8), ParallelTask())
 
 
 def test_other_models_train_too(two: Crew) -> None:
@@ -72,3 +118,13 @@ def test_refusals_have_a_remedy(two: Crew) -> None:
         run_parallel("ZeRO 3", 3, SMALL_TASK, two)
     with pytest.raises(ValueError, match="give both the same number"):
         run_parallel("ZeRO 3", 4, SMALL_TASK, two)
+    with pytest.raises(ValueError, match="'3D, 2 x 2 x 2' is laid out for ranks=8, use that number"):
+        run_parallel("3D, 2 x 2 x 2", 2, pool=two)
+
+
+def test_other_models_in_three_dimensions_are_refused_with_a_remedy(two: Crew) -> None:
+    model, batch = SMALL_TASK.make_model(), SMALL_TASK.make_batch()
+    with pytest.raises(ValueError, match=r"run_pipeline\(PipelineJob.of\(model, ...\), plan\)"):
+        WAYS["3D, 2 x 2 x 2"].traffic(SMALL_TASK, model, 8, batch[0])
+    job = PipelineJob.of(model, batch, 2, loss=mean_square, layers=SMALL_TASK.layers)
+    assert run_pipeline(job, one_forward_one_backward(2, 2), pool=two).losses

@@ -5,6 +5,9 @@ from typing import Any
 import pytest
 from crew import Crew
 from crew_pipelines import PipelineCase, foreseen_bytes, gradients_in_order, refused, train_in_pipeline
+from zoo import BY_NAME
+
+from l2l_core.parallel import PipelineJob
 
 CASES = [
     PipelineCase("gpt2"),
@@ -21,7 +24,7 @@ SLOW_CASES = [
     PipelineCase("chain", "DualPipeV", v=2),
     PipelineCase("bert", schedule="GPipe"),
 ]
-SLOW_KINDS = ["residual_outside", "tied_layers", "batch_norm", "albert", "bart", "whisper", "vit", "swin", "mixtral"]
+SLOW_KINDS = ["residual_outside", "tied_layers", "batch_norm", "albert", "bart", "whisper", "vit", "swin"]
 
 
 def check(answers: list[dict[str, Any]], case: PipelineCase) -> None:
@@ -78,6 +81,10 @@ REFUSALS = {
     PipelineCase("chain", micro_batches=3): ("shapes differ", 7),
     PipelineCase("chain", v=3, plan="Interleaved1F1B"): ("layer calls for 6 stages", 0),
     PipelineCase("chain", "ZB-H1", letters="RRRRK", options={"bounds": [0, 2]}): ("choose one_forward_one_backward", 0),
+    PipelineCase("mixtral"): (
+        "return the tensor from the layer",
+        0,
+    ),  # its router's logits leave the layers through hooks
     PipelineCase("chain", "Varuna", schedule="1F1B"): ("leave schedule out", 0),
     PipelineCase("chain", "Relay"): ("Choose another schedule", 0),
     PipelineCase("chain", options={"bounds": [1, 2]}): ("from 0 to", 0),
@@ -89,6 +96,14 @@ REFUSALS = {
 def test_refusals_have_a_remedy(case: PipelineCase, two: Crew) -> None:
     words, rows = REFUSALS[case]
     assert all(words in message for message in two.run(refused, case, rows))
+
+
+def test_one_loss_over_the_batch_is_refused() -> None:
+    kind, words = BY_NAME["chain"], 'loss_over="micro-batch" for the mean'
+    model, batch = kind.make_model(), kind.make_batch(4, 0)
+    with pytest.raises(ValueError, match=words):
+        PipelineJob.of(model, batch, 2, loss=kind.loss, loss_over="batch")
+    assert PipelineJob.of(model, batch, 2, loss=kind.loss, loss_over="micro-batch").divisors == [2.0, 2.0]
 
 
 @pytest.mark.slow
