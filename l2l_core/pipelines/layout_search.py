@@ -292,7 +292,8 @@ LAYOUT_WAYS: Sequence[LayoutWay] = (
     LayoutWay(
         "relay",
         "Offloading: tensors in GPU cache",
-        "The device holds two layers; all micro-batches visit one before the next is loaded (L2L-p).",
+        "Planned, where a cache on the GPU decides by use: the device holds two layers, and all micro-batches visit one before "
+        "the next is loaded (L2L-p).",
         lambda ranks: [RankLayout(data=ranks, schedule="Relay")],
     ),
     _data_way(
