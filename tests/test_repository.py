@@ -299,6 +299,7 @@ MAY_IMPORT = {
         "app": "panels pictures session",
         "lab_bench": "plans panels session",
         "fit_bench": "fit panels pictures",
+        "parallel_bench": "panels pictures",
         "rank_bench": "ranks panels session",
         "replay_bench": "panels pictures runs",
         "extras": "",

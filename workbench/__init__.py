@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from workbench.lab_bench import LabBench as LabBench
     from workbench.panels.plan_view import PlanView as PlanView
     from workbench.panels.ways import Ways as Ways
+    from workbench.parallel_bench import Parallel as Parallel
     from workbench.pictures import text_view as text_view
     from workbench.rank_bench import launch as launch
     from workbench.replay_bench import compare as compare
@@ -34,6 +35,7 @@ _MODULE_OF = {
     "Fit": "workbench.fit_bench",
     "LabBench": "workbench.lab_bench",
     "launch": "workbench.rank_bench",
+    "Parallel": "workbench.parallel_bench",
     "PlanView": "workbench.panels.plan_view",
     "Ways": "workbench.panels.ways",
     "Autosave": "workbench.session",

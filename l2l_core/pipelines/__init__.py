@@ -1,9 +1,28 @@
 """Pipelines over several ranks: schedules as data, with a check, a text form, slot diagrams and a simulation.
 
-May import `trace`; no file here imports torch. `strategies` chooses what each stage keeps, recomputes and offloads.
-Begin reading at `pipeline_plan.py`, then `pipeline_schedules.py`.
+On top of them, the costs of a large transformer on many ranks by formula and simulated, and the search for a layout. May import
+`trace`; no file here imports torch. `strategies` chooses what each stage keeps, recomputes and offloads.
+Begin reading at `pipeline_plan.py`, then `pipeline_schedules.py`; of the costs, at `layout_cost.py`.
 """
 
+from l2l_core.pipelines.layout_cost import MESSAGES as MESSAGES
+from l2l_core.pipelines.layout_cost import PARTS as PARTS
+from l2l_core.pipelines.layout_cost import LayoutCost as LayoutCost
+from l2l_core.pipelines.layout_cost import RankCluster as RankCluster
+from l2l_core.pipelines.layout_cost import RankLayout as RankLayout
+from l2l_core.pipelines.layout_cost import check_layout as check_layout
+from l2l_core.pipelines.layout_cost import layout_cost as layout_cost
+from l2l_core.pipelines.layout_search import LAYOUT_WAYS as LAYOUT_WAYS
+from l2l_core.pipelines.layout_search import LayoutSearch as LayoutSearch
+from l2l_core.pipelines.layout_search import LayoutWay as LayoutWay
+from l2l_core.pipelines.layout_search import WayTable as WayTable
+from l2l_core.pipelines.layout_search import all_layouts as all_layouts
+from l2l_core.pipelines.layout_search import compare_ways as compare_ways
+from l2l_core.pipelines.layout_search import find_layout as find_layout
+from l2l_core.pipelines.layout_search import search_layouts as search_layouts
+from l2l_core.pipelines.megatron_table import MEGATRON_CLUSTER as MEGATRON_CLUSTER
+from l2l_core.pipelines.megatron_table import MEGATRON_ROWS as MEGATRON_ROWS
+from l2l_core.pipelines.megatron_table import MegatronRow as MegatronRow
 from l2l_core.pipelines.pipeline_check import check_pipeline as check_pipeline
 from l2l_core.pipelines.pipeline_plan import PipelineAction as PipelineAction
 from l2l_core.pipelines.pipeline_plan import PipelineError as PipelineError
@@ -23,3 +42,5 @@ from l2l_core.pipelines.pipeline_simulation import RankSpeeds as RankSpeeds
 from l2l_core.pipelines.pipeline_simulation import StageCost as StageCost
 from l2l_core.pipelines.pipeline_simulation import TimedAction as TimedAction
 from l2l_core.pipelines.pipeline_simulation import simulate_pipeline as simulate_pipeline
+from l2l_core.pipelines.transformer_shape import TransformerShape as TransformerShape
+from l2l_core.pipelines.transformer_shape import state_bytes as state_bytes

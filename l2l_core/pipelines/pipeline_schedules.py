@@ -227,35 +227,36 @@ def varuna(p: int, m: int) -> PipelinePlan:
     ranks = [_RankActions() for _ in range(p)]
     free = [0] * p  # slot from which a rank is free
     done: dict[PipelineAction, int] = {}  # slot after the action
+    count: Counter[tuple[int, str]] = Counter()  # of actions begun, by stage and kind
     slot = 0
     while any(len(actions) < m * (2 if stage == p - 1 else 3) for stage, actions in enumerate(ranks)):
         begun = dict(done)
         for stage, actions in enumerate(ranks):
-            action = _varuna_choice(stage, p, m, slot, begun) if free[stage] <= slot else None
+            action = _varuna_choice(stage, p, m, slot, begun, count) if free[stage] <= slot else None
             if action:
                 actions.append(action)
+                count[stage, action.kind] += 1
                 free[stage] = done[action] = slot + (2 if action.kind == "B" else 1)
         slot += 1
     return _plan("Varuna", m, ranks)
 
 
-def _varuna_choice(stage: int, p: int, m: int, slot: int, begun: dict[PipelineAction, int]) -> PipelineAction | None:
+def _varuna_choice(
+    stage: int, p: int, m: int, slot: int, begun: dict[PipelineAction, int], count: Counter[tuple[int, str]]
+) -> PipelineAction | None:
     def ended(kind: str, at: int, k: int) -> bool:
         return begun.get(PipelineAction(at, kind, k), slot + 1) <= slot
 
     for kind in "BRF":
-        for k in range(m):
-            action = PipelineAction(stage, kind, k)
-            if action in begun:
-                continue
-            is_last = stage == p - 1
-            ready = {
-                "B": ended("F" if is_last else "R", stage, k) and (is_last or ended("B", stage + 1, k)),
-                "R": not is_last and PipelineAction(stage + 1, "B", k) in begun,
-                "F": stage == 0 or ended("F", stage - 1, k),
-            }
-            if ready[kind]:
-                return action
+        k = count[stage, kind]  # micro-batches pass a stage in order
+        is_last = stage == p - 1
+        ready = {
+            "B": ended("F" if is_last else "R", stage, k) and (is_last or ended("B", stage + 1, k)),
+            "R": not is_last and PipelineAction(stage + 1, "B", k) in begun,
+            "F": stage == 0 or ended("F", stage - 1, k),
+        }
+        if k < m and ready[kind]:
+            return PipelineAction(stage, kind, k)
     return None
 
 

@@ -65,6 +65,10 @@ def verdict(mine: Sequence[float], theirs: Sequence[float]) -> str:
     return "better" if interval.high < 0 else "worse" if interval.low > 0 else "not shown"
 
 
+def micro_batches(p: int, v: int, share: float) -> int:
+    return math.ceil((p - 1) / (v * share))  # no multiple of p
+
+
 @pytest.mark.parametrize(
     "notebook, mistaken",
     [
@@ -75,6 +79,7 @@ def verdict(mine: Sequence[float], theirs: Sequence[float]) -> str:
         ("07_memory_strategies", plan),
         ("08_your_own_schedule", two_slots),
         ("09_your_own_depth_experiment", verdict),
+        ("10_how_large_models_are_trained", micro_batches),
     ],
 )
 def test_exercise(notebook: str, mistaken: Callable[..., object]) -> None:

@@ -20,6 +20,7 @@ LONG = {
     "04_finetune",
     "05_dynamic_depth",
     "09_your_own_depth_experiment",
+    "10_how_large_models_are_trained",
 }  # compute for half a minute or more
 SANITIZE = Path(__file__).with_name("sanitize.cfg")
 PATHS = str(ROOT), str(ROOT / "tests" / "support"), str(Path(__file__).parent)
