@@ -137,9 +137,9 @@ def _check_parameters(names: Mapping[nn.Parameter, str], bf16: bool, keeps_dtype
             continue
         if not param.requires_grad and not keeps_dtypes:
             raise ValueError(
-                f"parameter {name} is {param.dtype} and not trained: it would keep its dtype, and with several workers, or a "
-                "shelf that is filled by weights=, all parameters are float32. Make it a buffer (register_buffer), which every "
-                "worker keeps whole and in memory, or train with one worker and fill the shelf from the model"
+                f"parameter {name} is {param.dtype} and not trained: it would keep its dtype, and on a shelf of several workers, "
+                "or one that is filled by weights=, all parameters are float32. Make it a buffer (register_buffer), which every "
+                "worker keeps whole and in memory; or leave out weights=, with one worker, to fill the shelf from the model"
             )
         if param.is_complex() and param.requires_grad:
             raise ValueError(

@@ -869,9 +869,9 @@ def test_layers_with_them_are_refused_where_the_relay_cannot_keep_them(tmp_path:
 def test_workers_are_not_simulated() -> None:
     with make_relay(make_model(torch.int8)) as relay:
         trace = relay.step(batch_of(0)).trace
-        with pytest.raises(ValueError, match="several workers cannot train"):
+        with pytest.raises(ValueError, match="which every worker holds whole"):
             relay.forecast(batch_of(0), workers=2)
-        with pytest.raises(ValueError, match="several workers cannot train"):
+        with pytest.raises(ValueError, match="which every worker holds whole"):
             simulate(Profile.of(trace), relay.config, workers=2)
     with make_relay(as_buffers(make_model(torch.int8))) as relay:
         assert relay.forecast(batch_of(0), workers=2).seconds > 0
