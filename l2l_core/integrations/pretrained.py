@@ -8,8 +8,6 @@ peak. So the host needs the memory of the quantised model, and of one tensor.
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 
+from l2l_core.devices import return_freed_memory
 from l2l_core.shelf import safetensors_files
 
 _NAMES = ("nf4", "int8")
@@ -57,9 +56,7 @@ class _Slice:
         self._stored = stored
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-        if trim is not None:  # of glibc
-            trim(0)
+        return_freed_memory()
         return self._stored[index]
 
     def __getattr__(self, name: str) -> Any:

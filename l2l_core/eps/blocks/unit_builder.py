@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from l2l_core.devices import return_freed_memory
 from l2l_core.eps.blocks.layout import Layout
 from l2l_core.eps.blocks.module_buffers import ModuleBuffers
 from l2l_core.eps.blocks.units import SHELL, Block, Unit, is_placeholder
@@ -239,6 +240,8 @@ def _make_block(
     layout = Layout.of_bytes([*tensors]) if in_bytes else Layout.of(params)
     block = Block(key, [*tensors], [*tensors.values()], layout, torch.empty(0), shared)
     init_master(block)
+    if in_bytes:
+        return_freed_memory()  # of the codes before the next layer's are copied
     return block
 
 
