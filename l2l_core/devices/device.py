@@ -123,7 +123,7 @@ def free_bytes(device: Device | None) -> int:
 
 
 def return_freed_memory() -> None:
-    """Give freed host memory back to the system where glibc keeps it, among small tensors that stay."""
+    """Return freed host memory to the system that glibc keeps because small tensors lie among it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

@@ -1,9 +1,9 @@
 """Models of transformers from a folder of safetensors, quantised one tensor at a time while they are read, with adapters.
 
 transformers quantises each tensor before it reads the next one, if it gets them as slices of open files. They are read, not
-mapped: mapped pages of the whole folder would count as memory of the process. Memory of tensors that are quantised by then goes
-back to the system before the next one is read, since small codes among them keep glibc from returning it: a third less at the
-peak. So the host needs the memory of the quantised model, and of one tensor.
+mapped: mapped pages of the whole folder would count as memory of the process. Memory of tensors that are quantised by then
+is returned to the system before the next one is read, which glibc does not do while small codes lie among them: a third less
+at the peak. So the host needs the memory of the quantised model, and of one tensor.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def load_pretrained(
         opened = {
             path: stack.enter_context(safe_open(path, "pt", backend="pread")) for path in dict.fromkeys(files.values())
         }
-        slices = {name: _Slice(opened[path].get_slice(name)) for name, path in files.items()}
+        slices = {name: _StoredTensor(opened[path].get_slice(name)) for name, path in files.items()}
         made = _class_of(model_class, config, folder).from_pretrained(None, state_dict=slices, **options)
     if adapters is not None:
         import peft  # pyright: ignore[reportMissingImports] - optional
@@ -49,8 +49,8 @@ def load_pretrained(
     return made.train()
 
 
-class _Slice:
-    """A tensor in an open file, which is read when it is indexed, after freed memory has gone back to the system."""
+class _StoredTensor:
+    """A tensor in an open file, read when it is indexed; freed memory is returned to the system first."""
 
     def __init__(self, stored: Any) -> None:
         self._stored = stored

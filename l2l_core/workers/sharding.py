@@ -3,7 +3,7 @@
 A state tensor of a parameter's shape is divided like the parameter; other state (a step count) is kept by every worker that holds
 a part of the parameter.
 
-Frozen parameters that keep their dtypes stay whole on every worker: nobody updates them, and gathers would send a quantised base
+Frozen parameters that keep their dtypes stay whole on every worker: they are not updated, and gathers would send a quantised base
 twice in every step.
 """
 
