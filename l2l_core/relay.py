@@ -1170,6 +1170,45 @@ class Relay:
             relay._runner.config = replace(relay.config, seed=saved.seed)
         return relay
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        optimizer: OptimizerFactory | Sequence[ListEntry] = _DEFAULT_OPTIMIZER,
+        *,
+        quantize: Any = None,
+        adapters: Any = None,
+        dtype: torch.dtype = torch.float32,
+        model_class: Any = None,
+        **options: Any,
+    ) -> Relay:
+        """Make a relay over a model of transformers in a local folder, quantised while it is read, with adapters.
+
+        Each tensor is quantised before the next one is read, so the host needs the memory of the quantised model. It needs
+        transformers, and bitsandbytes and peft for the names below (``pip install -e ".[quant]"``).
+
+        Args:
+            folder: as written by ``save_pretrained``: config.json and safetensors files.
+            optimizer: factory, called once with the trained parameters; or a list as in the constructor.
+            quantize: "nf4" (with nested statistics), "int8", or a configuration of transformers such as
+                ``BitsAndBytesConfig``. Quantised weights are not trained. Default: nothing is quantised.
+            adapters: a configuration of peft such as ``LoraConfig``; then only the adapters are trained.
+            dtype: of the parameters that are not quantised. Trained ones must be float32, as peft makes adapters; frozen ones
+                keep theirs, so ``torch.bfloat16`` halves embeddings and norms beside adapters.
+            model_class: class of the model. Default: the first of ``architectures`` in config.json.
+            options: of the constructor. A `shelf` is filled from the quantised model, which is then in memory once.
+
+        Raises:
+            ValueError: no such files, another `quantize`, or a model that the constructor refuses.
+            ImportError: transformers, bitsandbytes, accelerate or peft is not installed.
+        """
+        from l2l_core.integrations import load_pretrained
+
+        model = load_pretrained(folder, quantize, adapters, dtype, model_class)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        made: Any = optimizer(trained) if callable(optimizer) else optimizer
+        return cls(model, made, **options)
+
     def restore(self, folder: str | Path, modules: Mapping[str, nn.Module] = MappingProxyType({})) -> None:
         """Continue, to the bit, from a save in this relay, which has made no step, edit or branch.
 

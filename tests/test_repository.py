@@ -175,6 +175,7 @@ ALLOWED_IN_CORE = {"psutil", "l2l_core", "torch", "greenlet", "safetensors", "nu
 # Modules of `integrations`, and the libraries that each of them imports
 FRAMEWORKS = {
     **{f"l2l_core.integrations.{name}": {"lightning", "torchmetrics"} for name in ("lightning", "lightning_module")},
+    "l2l_core.integrations.pretrained": {"peft", "transformers"},
     "l2l_core.integrations.trainer_arguments": {"transformers"},
     "l2l_core.integrations.transformers_trainer": {"accelerate", "transformers"},
 }
@@ -277,7 +278,7 @@ MAY_IMPORT = {
         "step_check": "step devices config",
         "relay": "layer_evidence step_check runner shelf workers saves edits step eps eps.optimizers eps.blocks devices "
         "batches model plan trace config",
-        "integrations": "relay step devices batches trace config",
+        "integrations": "relay shelf step devices batches trace config",
         "parallel": "strategies pipelines workers step.traffic devices batches model trace config",
         "strategies": "relay pipelines simulator step step.traffic step.graph eps eps.optimizers eps.blocks devices "
         "batches model trace schedule_rules config",
@@ -314,7 +315,7 @@ OUTSIDE = {"analysis", "forecast", "inside", "integrations", "optim", "parallel"
 WHEN_CALLED = {
     "l2l_core.trace.trace": "analysis",
     "l2l_core.runner": "forecast simulator",
-    "l2l_core.relay": "analysis forecast inside simulator",
+    "l2l_core.relay": "analysis forecast inside integrations simulator",
 }
 
 

@@ -9,6 +9,7 @@ from l2l_core.devices.device import Copy as Copy
 from l2l_core.devices.device import Device as Device
 from l2l_core.devices.device import Ticket as Ticket
 from l2l_core.devices.device import free_bytes as free_bytes
+from l2l_core.devices.device import return_freed_memory as return_freed_memory
 from l2l_core.devices.device_names import resolve_device as resolve_device
 from l2l_core.devices.emulated import EmulatedDevice as EmulatedDevice
 from l2l_core.devices.executors import ForkGuard as ForkGuard

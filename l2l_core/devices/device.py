@@ -6,6 +6,8 @@ or on a CUDA stream is up to the device.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -118,3 +120,10 @@ def free_bytes(device: Device | None) -> int:
     """Return the usable bytes of a device, regardless of its budget; of the host for None or a host device."""
     free = device.free_bytes() if device is not None else None
     return int(_USABLE_SHARE * (psutil.virtual_memory().available if free is None else free))
+
+
+def return_freed_memory() -> None:
+    """Return freed host memory to the system that glibc keeps because small tensors lie among it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from l2l_core.config import RelayConfig
 from l2l_core.forecast.configured_step import ConfiguredStep, estimate_costs
@@ -36,6 +36,7 @@ def forecast_config(
     optimizer_bytes: int = ADAMW_BYTES,
     emulated: bool = False,
     adapters: Sequence[Shape] = (),
+    base: Literal["nf4"] | None = None,
     optimizer: OptimizerFactory | None = None,
     shelf: PlannedShelf | None = None,
 ) -> Forecast:
@@ -54,6 +55,8 @@ def forecast_config(
         emulated: on an emulated device, bfloat16 weights need no second copy on the host.
         adapters: shapes of parameters added to every layer (LoRA of rank 8 on two square matrices of width 4096:
             `[(8, 4096), (4096, 8)] * 2`), which are then the only trained ones. Activations are estimated without them.
+        base: dtype of the matrices of layers beside `adapters`: "nf4" for bitsandbytes' 4 bits with nested statistics; None
+            for that of masters. Seconds leave out the conversion of codes to weights.
         optimizer: makes the optimizer, as for `Relay`; its state is measured on small parameters, in place of
             `optimizer_bytes`. If it rounds weights to bfloat16, masters are bfloat16.
         shelf: on disk, with masters and state; needs `optimizer`. It allows ``stash="disk"`` for GPT-2.
@@ -62,7 +65,8 @@ def forecast_config(
         The forecast; if the step does not fit, `Forecast.advice` has settings that do.
 
     Raises:
-        ValueError: a family without a formula, an invalid number, a shelf without optimizer or with too little memory.
+        ValueError: a family without a formula, an invalid number, a shelf without optimizer or with too little memory, a
+            base without adapters or on a shelf.
 
     Example:
         >>> from transformers import LlamaConfig
@@ -75,7 +79,18 @@ def forecast_config(
         host peak 83.5 GB: optimizer 53.9 GB, weights 27 GB, gradients 2.67 GB
         ...
     """
-    model = read_model_shapes(config).with_adapters(adapters)
+    if base not in (None, "nf4"):
+        raise ValueError(f"base={base!r}: give 'nf4', or leave it out for a base in float32")
+    if base is not None and (not adapters or shelf is not None):
+        raise ValueError(
+            f"base={base!r} {'on a shelf has no formula' if adapters else 'is frozen, so nothing would be trained'}: "
+            + (
+                "build the model and call relay.forecast"
+                if adapters
+                else "give adapters=, the shapes added to every layer"
+            )
+        )
+    model = read_model_shapes(config).with_adapters(adapters, quantised=base is not None)
     length = model.length or sequence
     for name, value in {"micro_batches": micro_batches, "batch": batch, "sequence": length}.items():
         if not isinstance(value, int) or value < 1:

@@ -76,7 +76,12 @@ class ConfiguredStep:
         else:
             shared = bool(shells) * state.shared_bytes((*layer, *shell))
             optimizer = layers * state.nbytes(layer) + shells * state.nbytes(shell) + shared
-        return {"weights": (master + cast) * numel, "optimizer": optimizer}
+        return {"weights": (master + cast) * numel + layers * self.model.quantised_bytes, "optimizer": optimizer}
+
+    @property
+    def layer_numel(self) -> int:
+        """Elements of a layer in a slot."""
+        return slot_numel(self.model.layer) + self.model.quantised_bytes // self.itemsize
 
     @property
     def tokens(self) -> int:
@@ -94,13 +99,13 @@ class ConfiguredStep:
         layer, shell = (4 * slot_numel(shapes) for shapes in self.model.trained)
         return layer, shell
 
-    def transfer_cost(self, held: Sequence[Shape], trained: Sequence[Shape]) -> LayerCost:
+    def transfer_cost(self, held_numel: int, trained: Sequence[Shape]) -> LayerCost:
         """Return the costs of the copies and of the update of a layer or the shell."""
         numel, elements, wire = slot_numel(trained), count_elements(trained), self.config.wire
         pushed = numel
         if wire is not None:
             pushed = sum(packed_numel(wire.format, count_elements((one,))) for one in trained)
-        return transfer_cost(self.machine, self.config.precision, slot_numel(held), numel, elements, pushed)
+        return transfer_cost(self.machine, self.config.precision, held_numel, numel, elements, pushed)
 
     @property
     def wire_bytes(self) -> int:
@@ -161,9 +166,9 @@ def _make_profile(step: ConfiguredStep, micro_batches: int) -> Profile:
         # These are patch embeddings, and pixels need no gradient: per token and parameter 2 operations forward, and 2
         # backward if it is trained. The formula has 4 for a frozen parameter and 2 more for a trained one: half fits both.
         head //= 2
-    held = model.layer, model.shell
+    held = step.layer_numel, slot_numel(model.shell)
     layer, shell = (step.transfer_cost(*pair) for pair in zip(held, model.trained, strict=True))
-    one = FormulaLayer(count_elements(model.layer) + products, count_elements(model.trained[0]) + products, layer)
+    one = FormulaLayer(model.layer_params + products, count_elements(model.trained[0]) + products, layer)
     settings = {"micro_batches": micro_batches, "compress": config.compress}
     settings |= {"stash": config.stash, "precision": config.precision}
     last, sizes = FormulaLayer(head, head_trained, shell), (step.tokens, step.boundary_bytes)
@@ -207,7 +212,7 @@ class _MemoryEstimate:
 
     def __init__(self, step: ConfiguredStep) -> None:
         model, config = step.model, step.config
-        layer, shell = slot_numel(model.layer), slot_numel(model.shell)
+        layer, shell = step.layer_numel, slot_numel(model.shell)
         layer_gradient, shell_gradient = step.gradient_bytes
         self._slot_bytes = {
             "weights": step.itemsize * (shell + weight_slots(config.ahead, config.resident) * layer),

@@ -65,12 +65,19 @@ class ModelShapes:
     per_row: bool = False  # the head reads one token per row
     length: int | None = None  # tokens of a row, if the configuration fixes it (images)
     adapters: tuple[Shape, ...] = ()  # parameters added to a layer; then only these are trained
+    quantised: tuple[Shape, ...] = ()  # matrices of a layer in NF4, which are not in `layer`
     shell_storages: tuple[ShellStorage, ...] | None = None  # None without a formula
 
-    def with_adapters(self, shapes: Sequence[Shape]) -> ModelShapes:
-        """Return the model frozen, with trained parameters of these shapes added to every layer."""
+    def with_adapters(self, shapes: Sequence[Shape], quantised: bool = False) -> ModelShapes:
+        """Return the model frozen, with trained parameters of these shapes added to every layer.
+
+        If `quantised`, the matrices of layers are in NF4.
+        """
         storages = None if shapes else self.shell_storages  # a frozen shell keeps fewer, for which there is no formula
-        return replace(self, layer=(*self.layer, *shapes), adapters=tuple(shapes), shell_storages=storages)
+        matrices = tuple(shape for shape in self.layer if quantised and len(shape) == 2)
+        rest = tuple(shape for shape in self.layer if not (quantised and len(shape) == 2))
+        added = tuple(shapes)
+        return replace(self, layer=(*rest, *added), adapters=added, quantised=matrices, shell_storages=storages)
 
     @property
     def trained(self) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
@@ -85,7 +92,12 @@ class ModelShapes:
     @property
     def layer_params(self) -> int:
         """Parameters of a layer."""
-        return count_elements(self.layer)
+        return count_elements((*self.layer, *self.quantised))
+
+    @property
+    def quantised_bytes(self) -> int:
+        """Bytes of the quantised matrices of a layer, padding included."""
+        return sum(nf4_bytes(math.prod(shape)) for shape in self.quantised)
 
 
 def count_elements(shapes: Sequence[Shape]) -> int:
@@ -96,6 +108,16 @@ def count_elements(shapes: Sequence[Shape]) -> int:
 def slot_numel(shapes: Sequence[Shape]) -> int:
     """Count the elements of a flat buffer for parameters of these shapes, padding included."""
     return sum(aligned(math.prod(shape)) for shape in shapes)
+
+
+def nf4_bytes(numel: int) -> int:
+    """Return the bytes of a matrix in bitsandbytes' NF4 with nested statistics, as a slot holds its parts.
+
+    Two codes per byte, a byte of scale per 64 codes, four bytes per 256 scales, an offset, and two tables (QLoRA, arXiv
+    2305.14314).
+    """
+    scales = -(-numel // 64)
+    return sum(aligned(nbytes, 1) for nbytes in (-(-numel // 2), scales, 4 * -(-scales // 256), 4, 4 * 16, 4 * 256))
 
 
 def read_model_shapes(config: Any) -> ModelShapes:

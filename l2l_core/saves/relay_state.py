@@ -5,13 +5,14 @@ A generation (`generations.py`) has these files::
     manifest.json                config, step, layers, versions, optimizer settings
     shell.safetensors            weights, buffers and optimizer state of the shell ...
     L000.safetensors             ... and of each layer, by key
+    frozen%3A*.safetensors       frozen weights that keep their dtypes, of the shell and of each layer
     shared%3A*.safetensors       shared weights and their optimizer state
     residuals.safetensors        residuals of compressed gradients, by block and parameter, if there are any
     relay.safetensors            random generators, and settings that are tensors
 
 and one for each part beside the present state that has tensors (`history_parts.py`). With several workers, each has files of the
 shell, the layers, and the block snapshots of other branches, with its shards; `part.json` gives the first element and number of
-elements of each piece. Buffers are in the files of worker 0.
+elements of each piece. Buffers and weights that keep their dtypes are in the files of worker 0.
 
 Not saved: the structure of the model, Python attributes and training mode of modules, NumPy's generator, and learning-rate
 schedulers. Save ``scheduler.state_dict()`` yourself. To resume with a scheduler, make the optimizer and the scheduler, pass that
@@ -198,11 +199,11 @@ def write_save(writer: GenerationWriter, state: RelayState) -> None:
         ValueError: the optimizer state contains a value that is neither a tensor nor plain data.
         OSError: the disk is full, permission is denied, or the folder is not shared.
     """
-    own = _own_content(state, with_buffers=writer.is_rank_zero)
+    own = _own_content(state, writer.is_rank_zero)
     writer.write(state.steps, own, _common_content(state) if writer.is_rank_zero else None)
 
 
-def _own_content(state: RelayState, with_buffers: bool) -> FolderContent:
+def _own_content(state: RelayState, is_rank_zero: bool) -> FolderContent:
     """Return this worker's weights and optimizer state, block by block, since they may exceed memory."""
     plain: dict[str, Any] = {"ranges": {}, "optimizer_state": {}}
 
@@ -219,17 +220,20 @@ def _own_content(state: RelayState, with_buffers: bool) -> FolderContent:
 
     def files() -> Iterator[tuple[str, Tensors]]:
         buffers: dict[Unit, Tensors] = {unit: {} for unit in state.units}
-        for unit, name, buffer in state.buffers() if with_buffers else ():
+        for unit, name, buffer in state.buffers() if is_rank_zero else ():
             buffers[unit][f"buffers/{name}"] = buffer
-        with_block = {unit for block, unit in state.blocks.items() if not block.shared}
+        with_block = {unit for block, unit in state.blocks.items() if block.key == unit.key}
         for unit in state.units:
             if unit not in with_block:
                 yield unit.key, buffers[unit]
         storage = state.store.storage
         for block, unit in state.blocks.items():
+            if block.in_bytes and not is_rank_zero:  # every worker has it whole
+                continue
             with storage.lease(storage.views([block]), "read"):
-                name = quote(block.key, safe=" ") if block.shared else unit.key
-                yield name, file_of(state.pieces(block), {} if block.shared else buffers[unit])
+                is_own = block.key == unit.key
+                name = unit.key if is_own else quote(block.key, safe=" ")
+                yield name, file_of(state.pieces(block), buffers[unit] if is_own else {})
         for name in state.snapshots:
             yield name, file_of(state.snapshot_pieces(name), {})
 

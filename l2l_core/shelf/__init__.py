@@ -17,6 +17,7 @@ from l2l_core.shelf.file_shelf import Disk as Disk
 from l2l_core.shelf.file_shelf import FileShelf as FileShelf
 from l2l_core.shelf.initial_weights import empty_weights as empty_weights
 from l2l_core.shelf.initial_weights import refuse_edited_save as refuse_edited_save
+from l2l_core.shelf.initial_weights import safetensors_files as safetensors_files
 from l2l_core.shelf.memory_sizes import BlockSize as BlockSize
 from l2l_core.shelf.memory_sizes import MemorySizes as MemorySizes
 from l2l_core.shelf.memory_sizes import StateSizeTrial as StateSizeTrial

@@ -100,7 +100,7 @@ class DiskBackend(WorkerBackend):
         self._workers, self._distributed = workers, workers if isinstance(workers, DistributedBackend) else None
         self.rank, self.count, self.settings = workers.rank, workers.count, workers.settings
         self.batch_peers = workers.batch_peers
-        self.keeps_dtypes = workers.keeps_dtypes and shelf.weights is None
+        self.keeps_dtypes = workers.count == 1 and shelf.weights is None
         self.gather_items, self.shard_of = workers.gather_items, workers.shard_of
         self.announce_failure, self.agree_on_failure = workers.announce_failure, workers.agree_on_failure
         self.make_buffer_check, self.initial_seed = workers.make_buffer_check, workers.initial_seed

@@ -226,7 +226,7 @@ class SafetensorsShards:
     def __init__(self, path: Path, ties: Iterable[Sequence[str]]) -> None:
         self._path = path
         self._aliases = {name: names for names in ties for name in names}
-        self._files = _files_of(path)
+        self._files = safetensors_files(path)
 
     def __call__(self, name: str, into: torch.Tensor) -> None:
         found = next((each for each in self._aliases.get(name, (name,)) if each in self._files), None)
@@ -261,8 +261,12 @@ def write_shards(folder: Path, parts: Iterator[Mapping[str, torch.Tensor]], coun
     (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _files_of(path: Path) -> dict[str, Path]:
-    """Return the file of each tensor by name."""
+def safetensors_files(path: Path) -> dict[str, Path]:
+    """Return the file of each tensor by name, from a safetensors file or a folder of such files.
+
+    Raises:
+        ValueError: there is no such file.
+    """
     if (path / _INDEX).is_file():
         index = json.loads((path / _INDEX).read_text(encoding="utf-8"))
         return {name: path / file for name, file in index["weight_map"].items()}

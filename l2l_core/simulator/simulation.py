@@ -239,8 +239,9 @@ def _check_compatible(profile: Profile, config: RelayConfig, cluster: Cluster, k
         )
     if several and recorded.get("keeps_dtypes"):
         raise ValueError(
-            "the step has frozen parameters that keep their dtypes (a quantised base), which several workers cannot train: "
-            "leave workers= out, or make these parameters buffers (register_buffer) and record a step"
+            "the step has frozen parameters that keep their dtypes (a quantised base), which every worker holds whole; steps of "
+            "several workers are simulated with shards of all parameters: leave workers= out, or make these parameters buffers "
+            "(register_buffer) and record a step"
         )
     _check_fetches(profile, config)
     for name in ("precision", "stash"):

@@ -143,7 +143,7 @@ class DistributedBackend(WorkerBackend):
         sharding: divides blocks between the workers; from `adopt_blocks` or `adopting` on.
     """
 
-    shares_params = keeps_dtypes = False
+    shares_params = False
     sharding: Sharding
 
     def __init__(self, group: WorkerGroup, settings: Workers) -> None:
@@ -201,7 +201,7 @@ class DistributedBackend(WorkerBackend):
     storage_unsharded = unsharded
 
     def shard_of(self, block: Block) -> Layout | None:
-        return self._group.shard_layout(block).shard(self.rank)
+        return None if block.in_bytes else self._group.shard_layout(block).shard(self.rank)
 
     def reshard(self, detached: Mapping[Block, OptimizerEntry]) -> None:
         self.sharding.shard()

@@ -1,7 +1,8 @@
 """Weight source of a sharded model: gathers a block from all workers into a host buffer.
 
 Gathers run ahead of loads, on a separate channel and thread, and send weights in the type that the device uses. Besides its
-shards a worker holds buffers for about ``ahead + 2`` whole layers, independent of the depth of the model.
+shards a worker holds buffers for about ``ahead + 2`` whole layers, independent of the depth of the model. Frozen parameters that
+keep their dtypes are whole on every worker, and are not gathered.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class ShardedWeightSource(WeightSource):
             free.extend([(free.popleft()[0], None) for _ in range(len(free))])
 
     def prefetch(self, units: Sequence[Unit]) -> None:
-        wanted = dict.fromkeys(block for unit in units for block in unit.blocks)
+        wanted = dict.fromkeys(block for unit in units for block in unit.blocks if not block.in_bytes)
         for block in [block for block in self._gathers if block not in wanted]:
             self._discard(self._gathers.pop(block))
         for block in wanted:
@@ -64,13 +65,16 @@ class ShardedWeightSource(WeightSource):
                 self._gathers[block] = self._start(block)
 
     def acquire(self, block: Block) -> torch.Tensor:
+        if block.in_bytes:
+            return super().acquire(block)
         gather = self._gathers.pop(block, None) or self._start(block)
         buffer = gather.result()
         self._acquired[block].append(buffer)
         return buffer[: block.layout.numel]
 
     def release(self, block: Block, load: Ticket | None) -> None:
-        self._return_buffer(self._acquired[block].pop(0), load)
+        if not block.in_bytes:
+            self._return_buffer(self._acquired[block].pop(0), load)
 
     def end(self) -> None:
         gathers, self._gathers = self._gathers, {}

@@ -2,6 +2,9 @@
 
 A state tensor of a parameter's shape is divided like the parameter; other state (a step count) is kept by every worker that holds
 a part of the parameter.
+
+Frozen parameters that keep their dtypes stay whole on every worker: they are not updated, and gathers would send a quantised base
+twice in every step.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ class Sharding:
 
     def shard(self) -> None:
         """Reduce every whole block and its state to this worker's shard."""
-        for block in [block for block in self._masters.blocks if block.local_layout is None]:
+        for block in [block for block in self._masters.blocks if block.local_layout is None and not block.in_bytes]:
             with self._rebooked(block):
                 self._shard_block(block, self._masters.params_of(block), self._masters.optimizer.state)
         self._masters.book_state()
@@ -82,6 +85,8 @@ class Sharding:
         """Make leased blocks whole on all workers in a block of code; then each keeps its shard."""
         with ExitStack() as back:
             for block, view in blocks.items():
+                if block.in_bytes:
+                    continue
                 self._unshard_block(block, view.masters, view.state)
                 back.callback(self._shard_block, block, view.masters, view.state)
                 self._host.book("weights", "whole", block.nbytes)

@@ -1,9 +1,11 @@
 """What worker processes of `crew.py` do in tests. Every function gets the worker's rank and the number of workers first."""
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from norms import ByNorms
@@ -65,7 +67,9 @@ def relay_of(case: Case, rank: int, **options: Any) -> Relay:
     if rank:
         with torch.no_grad():
             for param in model.parameters():
-                param.add_(1.0)
+                param.add_(1)
+                if (state := getattr(param, "quant_state", None)) is not None:
+                    state.absmax.add_(1)
     settings = {
         "loss": kind.loss,
         "loss_over": kind.loss_over,
@@ -91,7 +95,8 @@ def train_beside_plain(rank: int, count: int, case: Case) -> dict[str, Any]:
         losses = []
         for step in range(case.steps):
             losses.append(relay.step(case.rows_of(rank, step), skip=case.skips[step]).loss)
-        between = [bool(torch.isnan(param).all()) for param in relay.model.parameters() if param.numel()]
+        sharded = [param for b in relay.store.masters.blocks if not b.in_bytes for param in b.params if param.numel()]
+        between = [bool(torch.isnan(param).all()) for param in sharded]
         weights = relay.host.by_owner("weights")
         held = sum(size for owner, size in weights.items() if owner != "gathered")
         seen = {
@@ -109,6 +114,18 @@ def train_beside_plain(rank: int, count: int, case: Case) -> dict[str, Any]:
     left = dict(relay.model.named_parameters())
     seen["left whole"] = all(torch.equal(left[name], value) for name, value in whole.items())
     return seen
+
+
+def train_quantised_beside_plain(rank: int, count: int, family: str, kind: str, bits: int) -> dict[str, Any]:
+    """Train adapters of peft on a base of bitsandbytes, which must both be installed."""
+    from quantised import adamw as trained_adamw
+    from quantised import adapted
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of both libraries
+        made = adapted(family, kind, bits)
+        with patch.dict(BY_NAME, {made.name: made}):
+            return train_beside_plain(rank, count, Case(made.name, config={"stash": "host"}, optimizer=trained_adamw))
 
 
 def plain(case: Case, count: int) -> tuple[nn.Module, Optimizer, list[float]]:

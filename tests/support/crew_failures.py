@@ -168,7 +168,7 @@ def _when(owner: Any, name: str, count: int, then: Callable[[], None]) -> None:
 
 def refused(rank: int, count: int, what: str) -> dict[str, Any]:
     """What several workers are refused: the error, and whether the model is as it was."""
-    kind = BY_NAME[what if what in ("batch_norm", "spectral_norm", "lora_int8") else "chain"]
+    kind = BY_NAME[what if what in ("batch_norm", "spectral_norm") else "chain"]
     model = kind.make_model()
     if what == "bfloat16":
         model.bfloat16()

@@ -198,6 +198,25 @@ def begin_without_a_layer(rank: int, count: int, case: Case, folder: Path) -> di
         return weights
 
 
+def begin_with_integers(rank: int, count: int, folder: Path) -> tuple[str, float]:
+    """Begin a shelf of adapters on frozen integers: why it is refused, and the loss of a step by the remedy."""
+    kind, case, text = BY_NAME["lora_int8"], Case("lora_int8"), ""
+    try:
+        on_shelf(case, rank, folder)
+    except ValueError as error:
+        text = str(error)
+    model = kind.make_model()
+    for module in model.modules():
+        for name, param in list(module._parameters.items()):
+            if param is not None and param.dtype == torch.int8:
+                del module._parameters[name]
+                module.register_buffer(name, param.data)
+    shelf = FileShelf(folder=folder, memory_bytes=ENOUGH)
+    options: dict[str, Any] = {"loss": kind.loss, "workers": Workers(reduce="ordered"), "config": case.settings}
+    with Relay(model, case.optimizer(model), shelf=shelf, **options) as relay:
+        return text, relay.step(case.rows_of(rank, 0)).loss
+
+
 def bytes_in_memory(rank: int, count: int, depth: int, nbytes: int, folder: Path) -> Any:
     """Train a chain of so many layers in so much memory; return what was held, or why it does not suffice."""
     kind, case = stack(depth), Case("chain", micro_batches=1)

@@ -778,5 +778,5 @@ KINDS: list[Kind] = [
     ),
 ]
 BY_NAME: dict[str, Kind] = {kind.name: kind for kind in KINDS}
-# Kinds with frozen parameters of other dtypes than float32, which several workers do not take.
+# Kinds with frozen parameters of other dtypes than float32.
 KEPT_DTYPES = {"lora_int8": torch.int8, "lora_float16": torch.float16}

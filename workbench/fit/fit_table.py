@@ -17,6 +17,10 @@ ORIGINS = {
 }
 
 
+RELAY_ON_NF4 = "relay, LoRA on NF4"
+FEW_WEIGHTS = ("LoRA", RELAY_ON_NF4)  # ways that train adapters alone
+
+
 @dataclass(frozen=True)
 class Measure:
     """A figure with its origin and, for seconds, its margin.
@@ -116,7 +120,7 @@ class FitTable:
     def best(self) -> FitWay | None:
         """The fastest way that fits and trains all weights; else the fastest that fits, None if none does."""
         fitting = [way for way in self.ways if self.fits(way)]
-        whole = [way for way in fitting if way.name != "LoRA"]
+        whole = [way for way in fitting if way.name not in FEW_WEIGHTS]
         return min(whole or fitting, key=lambda way: way.seconds.value, default=None)
 
     def verdict(self, way: FitWay) -> str:
@@ -169,8 +173,10 @@ class FitTable:
             nothing = "None of these ways fits this machine."
             return nothing if least is None else f"{nothing} {least.name} {self.verdict(least)}."
         seconds = f"{seconds_text(best.seconds)} a step"
-        if best.name == "LoRA":
-            return f"Of these ways only LoRA fits, which trains few weights: {seconds}."
+        if best.name in FEW_WEIGHTS:
+            fitting = " and ".join(way.name for way in self.ways if self.fits(way))
+            verb = "fits, which trains" if fitting == best.name else "fit, which train"
+            return f"Of these ways only {fitting} {verb} few weights: {best.name} takes {seconds}."
         return f"Fastest way that fits and trains all weights: {best.name}, {seconds}, bound by {self.binds(best)}."
 
 

@@ -8,7 +8,8 @@ Formulas that are only here:
                      masters, gradients and two moments (Hu et al., arXiv 2106.09685); activations as in core; no gradients
                      of frozen weights, so 4 operations per parameter and token in place of 6
 
-Both run without recompute if that fits, and else with it.
+Both run without recompute if that fits, and else with it. The relay with LoRA on NF4 is the engine's forecast with the same
+adapters, on matrices of layers in 4 bits (`nf4_bytes` in `l2l_core/forecast/model_shapes.py`).
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from typing import Any, cast
 import torch
 
 from l2l_core import Disk, Machine, PlannedShelf, RelayConfig, forecast_config
-from l2l_core.forecast import Forecast
+from l2l_core.forecast import Forecast, read_model_shapes
 from workbench.fit.cards import DISK_SHARES, GpuCard, SpeedRange
-from workbench.fit.fit_table import FitWay, MachineLimits, Measure
+from workbench.fit.fit_table import RELAY_ON_NF4, FitWay, MachineLimits, Measure
 from workbench.lessons.strategy_costs import ADAM_BYTES, MASTER_BYTES, StepSpec, StrategyCost
 
 LORA_RANK = 8  # the default of peft's LoraConfig
 EIGHT_BIT_STATE = 2 + 8 / 256  # bytes per parameter
-WAYS = ("in core", "recompute", "LoRA", "8-bit optimizer", "ZeRO-Offload", "relay", "relay on disk")
+WAYS = ("in core", "recompute", "LoRA", "8-bit optimizer", "ZeRO-Offload", "relay", RELAY_ON_NF4, "relay on disk")
 LANES = {
     "compute": "compute",
     "h2d": "link",
@@ -105,8 +106,9 @@ class FormulaWays:
         """Return one way; without a disk, a relay on disk has a reason in place of figures."""
         if name == "relay on disk" and self.disk is None:
             return FitWay(name, reason=NO_DISK)
-        if name in ("relay", "relay on disk"):
-            return self._timed_relay(self._relay(name, self._relay_count))
+        if name.startswith("relay"):
+            count = self._fewest(name) if name == RELAY_ON_NF4 else self._relay_count
+            return self._timed_relay(self._relay(name, count))
         for recomputes in (False, True) if name in ("LoRA", "8-bit optimizer") else (name != "in core",):
             way = fewest_that_fit(self.rows, lambda k, r=recomputes: self._by_formula(name, k, r), self.limits)
             if self.limits.fits(way):
@@ -147,21 +149,24 @@ class FormulaWays:
     @cached_property
     def _relay_count(self) -> int:
         """Fewest micro-batches with which a relay fits the device; the bytes of host and disk hardly depend on them."""
+        return self._fewest("relay")
+
+    def _fewest(self, name: str) -> int:
         device = MachineLimits(self.limits.device_bytes, sys.maxsize)
-        return fewest_that_fit(self.rows, lambda count: self._relay("relay", count), device).micro_batches
+        return fewest_that_fit(self.rows, lambda count: self._relay(name, count), device).micro_batches
 
     def _relay(self, name: str, count: int) -> FitWay:
         """Return the bytes of a relay, at any speed of the machine, and the resource that binds."""
-        forecast = self._forecast(self._speeds.middle, count, self._shelf(name == "relay on disk"))
+        forecast = self._forecast(name, self._speeds.middle, count, self._shelf(name == "relay on disk"))
         if forecast.shelf is not None:
             shelf = self._shelf(True, self._pool_bytes(forecast))
-            forecast = self._forecast(self._speeds.middle, count, shelf)
+            forecast = self._forecast(name, self._speeds.middle, count, shelf)
         return relay_way(name, count, forecast)
 
     def _timed_relay(self, way: FitWay) -> FitWay:
         on_disk = way.name == "relay on disk"
         slow, fast = (
-            self._forecast(machine, way.micro_batches, self._shelf(on_disk, way.pool_bytes, share))
+            self._forecast(way.name, machine, way.micro_batches, self._shelf(on_disk, way.pool_bytes, share))
             for machine, share in ((self._speeds.slow, self._slow_disk_share), (self._speeds.fast, 1.0))
         )
         return replace(way, seconds=Measure.between(slow.seconds, fast.seconds, "forecast"))
@@ -182,7 +187,7 @@ class FormulaWays:
         left = self.limits.host_bytes - (least.needed_host_bytes - least.shelf.memory_bytes)
         return max(least.shelf.min_bytes, min(least.shelf.max_useful_bytes, left))
 
-    def _forecast(self, machine: Machine, count: int, shelf: PlannedShelf | None = None) -> Forecast:
+    def _forecast(self, name: str, machine: Machine, count: int, shelf: PlannedShelf | None = None) -> Forecast:
         settings = RelayConfig(precision=cast(Any, self.precision), stash="host")  # it checks the precision
         return forecast_config(
             self.config,
@@ -193,6 +198,8 @@ class FormulaWays:
             relay_config=settings,
             optimizer=adamw,
             shelf=shelf,
+            adapters=adapter_shapes(read_model_shapes(self.config).layer) if name == RELAY_ON_NF4 else (),
+            base="nf4" if name == RELAY_ON_NF4 else None,
         )
 
 
@@ -227,9 +234,15 @@ def lora_cost(spec: StepSpec, recomputes: bool) -> StrategyCost:
     return StrategyCost("LoRA", spec.micro_batches, {**weights, **kept}, 0, base.seconds - saved_s, 0)
 
 
+def adapter_shapes(shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, int]]:
+    """Return the shapes of adapters for these shapes: two thin matrices beside every matrix."""
+    matrices = [shape for shape in shapes if len(shape) == 2]
+    return [thin for outputs, inputs in matrices for thin in ((LORA_RANK, inputs), (outputs, LORA_RANK))]
+
+
 def adapter_params(shapes: Iterable[tuple[int, ...]]) -> int:
-    """Return the parameters of adapters for these shapes: two thin matrices beside every matrix."""
-    return sum(LORA_RANK * sum(shape) for shape in shapes if len(shape) == 2)
+    """Return the parameters of adapters for these shapes."""
+    return sum(rows * columns for rows, columns in adapter_shapes(shapes))
 
 
 def eight_bit_cost(spec: StepSpec, recomputes: bool) -> StrategyCost:

@@ -26,7 +26,7 @@ from l2l_core.model import accumulate, preserve_random_state, resolve_layers
 from l2l_core.simulator import TurnCost
 from l2l_core.strategies import Full, Lab, Plain, StrategyResult
 from workbench.fit.cards import SpeedRange
-from workbench.fit.fit_table import FitWay, MachineLimits, Measure, Origin
+from workbench.fit.fit_table import RELAY_ON_NF4, FitWay, MachineLimits, Measure, Origin
 from workbench.fit.formula_ways import (
     EIGHT_BIT_STATE,
     NO_DISK,
@@ -77,7 +77,8 @@ class MeasuredWays:
     def _make_ways(self) -> list[FitWay]:
         makers = (self._in_core, self._recompute, self._lora, self._eight_bit, self._zero_offload, self._relay)
         ways = [fewest_that_fit(self.rows, make, self.limits) for make in makers]
-        return [*ways, self._relay_on_disk(ways[-1].micro_batches)]
+        by_formula = FitWay(RELAY_ON_NF4, reason="forecast from a configuration, for a card: give both")
+        return [*ways, by_formula, self._relay_on_disk(ways[-1].micro_batches)]
 
     # -- in core -------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from l2l_core import EmulatedDevice
-from workbench.fit.fit_table import FitWay
+from workbench.fit.fit_table import RELAY_ON_NF4, FitWay
 from workbench.fit.model_source import ModelSource
 
 STEPS = 3  # of a program
@@ -26,6 +26,7 @@ class StartCode:
         precision: "bf16" or "fp32".
         device: an emulated device; None for a card.
         shelf_folder: folder of the files of a relay on disk.
+        base_folder: folder for the weights of a base that is quantised, if the model has none.
     """
 
     source: ModelSource
@@ -34,10 +35,13 @@ class StartCode:
     precision: str
     device: EmulatedDevice | None = None
     shelf_folder: str = "out/shelf"
+    base_folder: str = "out/base"
 
     def text(self, way: FitWay) -> str:
         """Return the program that starts a way."""
-        if way.name == "relay" or way.name == "relay on disk":
+        if way.name == RELAY_ON_NF4:
+            body = self._relay_on_nf4(way)
+        elif way.name == "relay" or way.name == "relay on disk":
             body = self._relay(way)
         elif way.name == "ZeRO-Offload":
             body = self._zero_offload(way)
@@ -167,6 +171,27 @@ class StartCode:
             "        print(step, result.loss, result.peak_device_bytes)",
         ]
         return _Program(["from functools import partial", f"from l2l_core import {', '.join(sorted(names))}"], lines)
+
+    def _relay_on_nf4(self, way: FitWay) -> _Program:
+        """Return a program that quantises the weights of a folder, which it fills first if the model has none."""
+        source, folder = self.source, self.source.weights or self.base_folder
+        lines = [source.code]
+        if not source.weights:
+            lines.append(f"{source.auto_class}.from_config(config).save_pretrained({folder!r})  # random weights")
+        lines += [
+            source.batch_code(self.rows, self.length),
+            "",
+            "make_optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)",
+            f"config_of_relay = RelayConfig(micro_batches={way.micro_batches}, precision={self.precision!r}, stash='host')",
+            'lora = LoraConfig(r=8, target_modules="all-linear")',
+            "options = dict(quantize='nf4', adapters=lora, device='cuda')",
+            f"with Relay.from_pretrained({folder!r}, make_optimizer, config=config_of_relay, **options) as relay:",
+            f"    for step in range({STEPS}):",
+            "        result = relay.step(batch)",
+            "        print(step, result.loss, result.peak_device_bytes)",
+        ]
+        library = "from peft import LoraConfig  # pip install peft bitsandbytes accelerate"
+        return _Program([library, "from functools import partial", "from l2l_core import Relay, RelayConfig"], lines)
 
     def _shelf_lines(self, way: FitWay, empty: bool) -> list[str]:
         shelf = f"shelf = FileShelf(folder={self.shelf_folder!r}, memory_bytes={way.pool_bytes}"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from l2l_core.devices import return_freed_memory
 from l2l_core.eps.blocks.layout import Layout
 from l2l_core.eps.blocks.module_buffers import ModuleBuffers
 from l2l_core.eps.blocks.units import SHELL, Block, Unit, is_placeholder
@@ -137,9 +138,9 @@ def _check_parameters(names: Mapping[nn.Parameter, str], bf16: bool, keeps_dtype
             continue
         if not param.requires_grad and not keeps_dtypes:
             raise ValueError(
-                f"parameter {name} is {param.dtype} and not trained: it would keep its dtype, and with several workers, or a "
-                "shelf that is filled by weights=, all parameters are float32. Make it a buffer (register_buffer), which every "
-                "worker keeps whole and in memory, or train with one worker and fill the shelf from the model"
+                f"parameter {name} is {param.dtype} and not trained: it would keep its dtype, and on a shelf of several workers, "
+                "or one that is filled by weights=, all parameters are float32. Make it a buffer (register_buffer), which every "
+                "worker keeps whole and in memory; or leave out weights=, with one worker, to fill the shelf from the model"
             )
         if param.is_complex() and param.requires_grad:
             raise ValueError(
@@ -239,6 +240,8 @@ def _make_block(
     layout = Layout.of_bytes([*tensors]) if in_bytes else Layout.of(params)
     block = Block(key, [*tensors], [*tensors.values()], layout, torch.empty(0), shared)
     init_master(block)
+    if in_bytes:
+        return_freed_memory()  # of the codes before the next layer's are copied
     return block
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from late_cuda import LateDevice
 from oracle import micro_batches_of, state_of
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from l2l_core import (
@@ -465,6 +466,24 @@ def test_a_save_goes_on_to_the_bit(dtypes: tuple[Any, ...], tmp_path: Path) -> N
         assert not unlike(loaded.model, twin.model)
 
 
+@pytest.mark.parametrize("shelf", [False, True], ids=["memory", "shelf"])
+def test_a_save_holds_each_of_them_once(shelf: bool, tmp_path: Path) -> None:
+    """In a file beside that of the layer, with the bytes of the model."""
+    expected = {name: bits(param) for name, param in make_model().named_parameters() if not param.requires_grad}
+    with on_shelf(make_model(), tmp_path) if shelf else make_relay(make_model()) as relay:
+        relay.save(tmp_path / "run")
+        keys = [unit.key for unit in (relay.shell, *relay.stack)]
+    [generation] = (tmp_path / "run").glob("step-*")
+    found: dict[str, list[str]] = {}
+    for path in generation.glob("*.safetensors"):
+        for name, tensor in load_file(path).items():
+            found.setdefault(name, []).append(path.name)
+            if name.removeprefix("weights/") in expected:
+                assert bits(tensor) == expected[name.removeprefix("weights/")], name
+    assert all(len(files) == 1 for files in found.values()), found
+    assert {f"frozen%3A{key}.safetensors" for key in keys} <= {file for [file] in found.values()}
+
+
 def test_a_save_of_other_dtypes_is_refused(tmp_path: Path) -> None:
     with make_relay(make_model(torch.float16)) as relay:
         relay.save(tmp_path / "run")
@@ -850,9 +869,9 @@ def test_layers_with_them_are_refused_where_the_relay_cannot_keep_them(tmp_path:
 def test_workers_are_not_simulated() -> None:
     with make_relay(make_model(torch.int8)) as relay:
         trace = relay.step(batch_of(0)).trace
-        with pytest.raises(ValueError, match="several workers cannot train"):
+        with pytest.raises(ValueError, match="which every worker holds whole"):
             relay.forecast(batch_of(0), workers=2)
-        with pytest.raises(ValueError, match="several workers cannot train"):
+        with pytest.raises(ValueError, match="which every worker holds whole"):
             simulate(Profile.of(trace), relay.config, workers=2)
     with make_relay(as_buffers(make_model(torch.int8))) as relay:
         assert relay.forecast(batch_of(0), workers=2).seconds > 0

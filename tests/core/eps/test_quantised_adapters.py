@@ -1,5 +1,6 @@
 """Adapters of peft on bases of bitsandbytes' 4 and 8 bits train as in core; the extra "quant" installs both libraries."""
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,20 +11,29 @@ from typing import Any
 import pytest
 import torch
 from oracle import assert_equal, assert_state, both, copy_state
-from torch import nn
-from zoo import BY_NAME, Kind
 
-from l2l_core import Drop, Duplicate, Insert, Relay, RelayConfig, Swap
+from l2l_core import (
+    Drop,
+    Duplicate,
+    EmulatedDevice,
+    Insert,
+    Machine,
+    Relay,
+    RelayConfig,
+    Replace,
+    Swap,
+    forecast_config,
+)
 
-bitsandbytes = pytest.importorskip("bitsandbytes", reason="the extra quant is not installed")
-peft = pytest.importorskip("peft", reason="the extra quant is not installed")
-hf = pytest.importorskip("transformers")
+pytest.importorskip("bitsandbytes", reason="the extra quant is not installed")
+pytest.importorskip("peft", reason="the extra quant is not installed")
+
+from quantised import FAMILIES, adamw, adapted, quantise
 
 # peft reads it when it attaches adapters
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 CONFIG = RelayConfig(micro_batches=3, stash="host")
-ON = {"bert": ["query", "value"], "gpt2": ["c_attn"], "t5": ["q", "v"]}  # others: q_proj, v_proj
 
 
 @pytest.fixture(autouse=True)
@@ -33,68 +43,6 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.WARNING)
     yield
     logging.disable(before)
-
-
-def quantised(linear: nn.Module, bits: int) -> nn.Module:
-    is_transposed = type(linear).__name__ == "Conv1D"  # of GPT-2
-    weight = linear.weight.data.t().contiguous() if is_transposed else linear.weight.data
-    make: Any = partial(bitsandbytes.nn.Linear4bit, quant_type="nf4")
-    if bits == 8:
-        make = partial(bitsandbytes.nn.Linear8bitLt, has_fp16_weights=False)
-    new = make(weight.shape[1], weight.shape[0], bias=linear.bias is not None)
-    own = bitsandbytes.nn.Params4bit if bits == 4 else bitsandbytes.nn.Int8Params
-    given = {"quant_type": "nf4"} if bits == 4 else {}
-    new.weight = own(weight.clone(), requires_grad=False, **given)
-    new.bias = linear.bias
-    return new.to("cpu")  # there its weight becomes codes
-
-
-def quantise(model: nn.Module, bits: int) -> nn.Module:
-    """Every linear layer but the head and T5's `wo`, as transformers' BitsAndBytesConfig does."""
-    for name, module in list(model.named_modules()):
-        if type(module) in (nn.Linear, hf.pytorch_utils.Conv1D) and not {"head", "classifier", "wo"}.intersection(
-            name.replace("_", ".").split(".")
-        ):
-            model.set_submodule(name, quantised(module, bits))
-    return model.requires_grad_(False)
-
-
-def mistral() -> Kind:
-    def make() -> nn.Module:
-        sizes = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64)
-        settings = dict(num_key_value_heads=1, head_dim=16, max_position_embeddings=32, vocab_size=128, pad_token_id=1)
-        torch.manual_seed(0)
-        return hf.MistralForCausalLM(hf.MistralConfig(**sizes, **settings))
-
-    return replace(BY_NAME["llama"], name="mistral", make_model=make)
-
-
-FAMILIES = {name: BY_NAME[name] for name in ("llama", "gemma3", "qwen3", "gpt2", "bert", "t5")} | {"mistral": mistral()}
-
-
-def adapters(kind: str, family: str) -> Any:
-    on = ON.get(family, ["q_proj", "v_proj"])
-    if kind == "IA3":
-        return peft.IA3Config(target_modules=on, feedforward_modules=[])
-    if kind == "VeRA":
-        return peft.VeraConfig(r=4, target_modules=on[:1])
-    return peft.LoraConfig(r=4, target_modules=on, lora_dropout=0.1, use_dora=kind == "DoRA")
-
-
-def adapted(family: str, kind: str, bits: int) -> Kind:
-    def make() -> nn.Module:
-        base = quantise(FAMILIES[family].make_model(), bits)
-        for part in base.modules():  # T5's decoder has a config of its own
-            if hasattr(getattr(part, "config", None), "use_cache"):
-                part.config.use_cache = False  # as the relay does: a cache changes strides, and so rounding
-        torch.manual_seed(1)
-        return peft.get_peft_model(base, adapters(kind, family)).train()
-
-    return replace(FAMILIES[family], name=f"{family} {kind} {bits}", make_model=make)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
 KINDS = ("LoRA", "DoRA", "IA3", "VeRA")
@@ -177,3 +125,58 @@ def test_edits_undo_branches_and_saves(edit: str, kind: str, tmp_path: Path) -> 
         ) as loaded:
             assert loaded.step(batch(3)).loss == relay.step(batch(3)).loss
             assert_state(loaded.model, copy_state(relay.model))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_bytes_by_formula_are_those_of_a_step(family: str, precision: str) -> None:
+    """Slots, host and link of adapters on NF4, from the configuration alone."""
+    made, config = adapted(family, "LoRA", 4), RelayConfig(micro_batches=2, stash="host", precision=precision)
+    model, batch = made.make_model(), made.make_batch(4, 0)
+    with Relay(model, adamw(model), EmulatedDevice(), config=config) as relay:
+        relay.step(batch)
+        step = relay.step(batch)
+        shapes = [tuple(param.shape) for param in relay.stack[0].params if param.requires_grad]
+        machine = Machine(flops_per_s=1e9, update_params_per_s=1e9, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9)
+        formula = forecast_config(
+            relay.model.config,
+            machine,
+            micro_batches=2,
+            batch=4,
+            sequence=batch["input_ids"].shape[1],  # type: ignore[index, call-overload]
+            relay_config=config,
+            emulated=True,
+            adapters=shapes,
+            base="nf4",
+        )
+        at_peak = step.trace.peak_sample("device")
+        assert at_peak is not None
+        for category in ("weights", "gradients"):
+            assert formula.device_bytes[category] == at_peak.bytes_by_category[category]
+        assert formula.host_bytes["weights"] == relay.host.by_category()["weights"]
+        loaded, pushed = (
+            sum(event.nbytes for event in formula.trace.lanes[lane] if event.kind == kind)
+            for lane, kind in (("h2d", "load"), ("d2h", "push"))
+        )
+        assert (loaded, pushed) == (step.bytes_loaded, step.bytes_pushed)
+
+
+def test_a_trained_layer_becomes_4_bits_and_back() -> None:
+    """A trial of quantisation-aware training: the rest trains on, and undo brings the exact weights back."""
+    kind = FAMILIES["llama"]
+    model = kind.make_model()
+    with Relay(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config=CONFIG) as relay:
+        relay.step(kind.make_batch(7, 0))
+        before = copy_state(model)
+        probe = [kind.make_batch(7, 9)]
+        layer = quantise(copy.deepcopy(relay.stack[1].module), 4)
+        losses = [relay.probe(probe), relay.probe(probe, Replace(1, layer), force=True), relay.probe(probe)]
+        assert losses[0] == losses[2] != losses[1]
+        assert_state(model, before)
+        relay.apply(Replace(1, layer), force=True)  # its matrices have other shapes
+        assert relay.verify(kind.make_batch(7, 1)).equal
+        relay.step(kind.make_batch(7, 1))
+        kept = {name: value for name, value in before.items() if name.startswith("model.layers.1.")}
+        relay.undo()
+        assert all(torch.equal(dict(model.named_parameters())[name], value) for name, value in kept.items())
+        assert relay.verify(kind.make_batch(7, 2)).equal

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from crew import Crew
-from crew_cases import Case, adafactor, sgd
+from crew_cases import Case, adafactor, sgd, train_beside_plain
 from crew_shelf import (
+    begin_with_integers,
     begin_without_a_layer,
     bytes_in_memory,
     fail_once,
@@ -123,6 +124,14 @@ def test_saves_and_weights_go_on_anywhere(two: Crew, tmp_path: Path) -> None:
         expected = {name: tensor.clone() for name, tensor in relay.shelf.weights()}
     for weights in two.run(begin_without_a_layer, case, tmp_path):
         assert_same(weights, expected)
+
+
+def test_frozen_integers_on_files_of_several_workers_are_refused(two: Crew, tmp_path: Path) -> None:
+    """As buffers they train as in memory."""
+    expected = two.run(train_beside_plain, Case("lora_int8", steps=1))
+    for (text, loss), plain in zip(two.run(begin_with_integers, tmp_path), expected, strict=True):
+        assert "torch.int8 and not trained" in text and "Make it a buffer (register_buffer)" in text
+        assert [loss] == plain["losses"]
 
 
 def test_memory_of_a_worker_does_not_grow_with_depth(two: Crew, tmp_path: Path) -> None:

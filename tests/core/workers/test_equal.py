@@ -15,11 +15,12 @@ from crew_cases import (
     sgd,
     train_beside_alone,
     train_beside_plain,
+    train_quantised_beside_plain,
 )
-from zoo import KEPT_DTYPES, KINDS
+from zoo import KINDS
 
 # What changes buffers in its forward is refused, and so is what takes another way for every micro-batch
-CANNOT = {"batch_norm", "resnet", "spectral_norm", "spectral_norm_old", "random_skip", *KEPT_DTYPES}
+CANNOT = {"batch_norm", "resnet", "spectral_norm", "spectral_norm_old", "random_skip"}
 BY_DEFAULT = ["chain", "gpt2", "bert"]
 CLIPPED = {"update": "deferred", "max_grad_norm": 0.1}
 CASES = [
@@ -29,6 +30,7 @@ CASES = [
     Case("chain", optimizer=adafactor, config=CLIPPED),
     Case("chain", config={"ahead": 2, "resident": 1, "keep": 1, "rollback": True}, micro_batches=3, rows=(6, 5)),
     Case("chain", config={"ahead": 0, "stash": "host"}),
+    Case("lora_int8", config=CLIPPED),
 ]
 SLOW_CASES = [
     Case("gpt2", optimizer=adafactor),
@@ -57,6 +59,14 @@ def test_two_workers_equal_plain_training(name: str, two: Crew) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_workers_with_other_settings(case: Case, two: Crew) -> None:
     assert_equal(two.run(train_beside_plain, case))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_adapters_on_a_quantised_base(bits: int, two: Crew) -> None:
+    """Its codes, scales and tables are whole on both workers, and those of worker 0."""
+    for library in ("bitsandbytes", "peft"):
+        pytest.importorskip(library, reason="the extra quant is not installed")
+    assert_equal(two.run(train_quantised_beside_plain, "llama", "LoRA", bits))
 
 
 @pytest.mark.slow

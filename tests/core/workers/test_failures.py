@@ -108,12 +108,11 @@ def test_another_worker_is_killed_where_one_holds_the_store() -> None:
             assert_lost(seen, 2)
 
 
-@pytest.mark.parametrize("what", ["batch_norm", "spectral_norm", "hook", "bfloat16", "lora_int8"])
+@pytest.mark.parametrize("what", ["batch_norm", "spectral_norm", "hook", "bfloat16"])
 def test_what_several_workers_cannot_do_is_refused_before_anything_is_trained(what: str, two: Crew) -> None:
     remedies = {
         "hook": "is not possible with 2 workers: hooks would see parts of parameters",
         "bfloat16": "a model in bfloat16 is not possible with 2 workers: call model.float()",
-        "lora_int8": "with several workers or a shelf all parameters are float32. Make it a buffer (register_buffer)",
     }
     for seen in two.run(refused, what):
         assert seen["type"] == "ValueError" and remedies.get(what, "GroupNorm or LayerNorm instead") in seen["text"], (

@@ -80,7 +80,7 @@ def test_one_saves_and_two_load(two: Crew, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt2", "bert", "convnext", "tied_layers", "frozen_layer"])
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "convnext", "tied_layers", "frozen_layer", "lora_int8"])
 def test_four_save_and_two_load_and_two_save_and_four_load(kind: str, two: Crew, four: Crew, tmp_path: Path) -> None:
     case = Case(kind, rows=(4, 4, 4, 4))
     expected = four.run(save_and_go_on, str(tmp_path / "4"), case, False)[0]

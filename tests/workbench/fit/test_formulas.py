@@ -13,7 +13,7 @@ import pytest
 from transformers import LlamaConfig, ViTConfig
 
 from workbench.__main__ import main
-from workbench.fit import ALIASES, CARDS, PRESETS, FitTable, FitWay, find_card, fit_html, make_request
+from workbench.fit import ALIASES, CARDS, PRESETS, WAYS, FitTable, FitWay, find_card, fit_html, make_request
 
 # `docs/BENCHMARKS.md`, "On a GPU": layers, width, rows, and seconds and GB of the relay and in core with recompute.
 ON_H100 = [
@@ -65,6 +65,10 @@ def test_bytes_per_parameter() -> None:
     assert ways["LoRA"].device.value == pytest.approx(2 * N + 16 * adapters, rel=0.01)
     assert ways["LoRA"].seconds.value / ways["in core"].seconds.value == pytest.approx(4 / 6)
     assert ways["ZeRO-Offload"].host.value == 14 * N
+    on_nf4, matrix_params = ways["relay, LoRA on NF4"], 8 * sum(rows * columns for rows, columns in matrices)
+    host = (0.5 + 1 / 64 + 4 / 64 / 256) * matrix_params + 6 * (N - matrix_params) + 14 * adapters
+    assert on_nf4.host.value == pytest.approx(host, rel=0.02)
+    assert on_nf4.device.value < ways["relay"].device.value
 
 
 def test_the_fewest_micro_batches_that_fit_are_taken_and_recompute_only_where_needed() -> None:
@@ -81,7 +85,10 @@ def test_table_names_what_binds_and_what_is_lacking() -> None:
     assert table.binds(ways["in core"]) == "device memory" and "of device memory" in table.verdict(ways["in core"])
     assert table.binds(ways["relay"]) == "host memory"
     assert table.binds(ways["relay on disk"]) == "disk" and "GB of disk" in table.verdict(ways["relay on disk"])
-    assert table.best is ways["LoRA"] and "only LoRA fits" in table.summary
+    assert table.fits(ways["LoRA"]) and table.fits(ways["relay, LoRA on NF4"])
+    assert (
+        table.best is ways["LoRA"] and "only LoRA and relay, LoRA on NF4 fit, which train few weights" in table.summary
+    )
     for words in ("in core", "formula", "forecast", "±", "NVIDIA Ada whitepaper"):
         assert words in str(table) and words in fit_html(table)
     larger = make_request("llama", card="4090", host="32GB", disk="1TB", rows=8, length=512).table()
@@ -98,7 +105,7 @@ def test_images_have_the_length_of_their_patches() -> None:
 @pytest.mark.parametrize("name", [*ALIASES, *PRESETS])
 def test_names_give_configurations_and_programs_that_compile(name: str) -> None:
     request = make_request(name, card="H100 80GB", host="64GB")
-    for way in ("in core", "recompute", "LoRA", "8-bit optimizer", "ZeRO-Offload", "relay", "relay on disk"):
+    for way in WAYS:
         assert ast.parse(request.code(FitWay(way, 2, True, pool_bytes=10**9)))
 
 
@@ -152,3 +159,22 @@ def test_html_escapes_and_marks_the_chosen_way() -> None:
     html = fit_html(FitTable("<b>", table.ways, table.limits), "relay")
     assert "<b>" not in html and "&lt;b&gt;" in html
     assert html.count("l2l-chosen") == 1 and html.count("<tr data-key=") == len(table.ways)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_the_program_on_nf4_runs_as_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for library in ("accelerate", "bitsandbytes", "peft"):
+        pytest.importorskip(library, reason="the extra quant is not installed")
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, vocab_size=64, max_position_embeddings=16, bos_token_id=0, eos_token_id=0)
+    request = make_request(config, card="L4 24GB", host="8GB", rows=2, length=16, precision="fp32")
+    [way] = [way for way in request.table().ways if way.name == "relay, LoRA on NF4"]
+    for _ in range(2):  # the second time the program of the folder that the first one has written
+        program = request.code(way)
+        exec(program.replace("device='cuda'", "device='cpu'"), {})
+        losses = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+        assert len(losses) == 3 and losses[2] < losses[0] and "from_pretrained" in program
+        request = make_request(tmp_path / "out" / "base", card="L4 24GB", rows=2, length=16, precision="fp32")
