@@ -154,6 +154,7 @@ class PlanRunner:
             self.on_outputs,
             partial(self._sample, meter),
             self._records_frames,
+            self._shared,
         )
         self._without_gradient = list(self.model.parameters())
         RandomState.from_seed(inputs.seeds[k]).restore()
@@ -175,8 +176,9 @@ class PlanRunner:
         if done.operation.kind in COMPUTE_KINDS:
             self._sample_peak(meter, done.peak_bytes)
         if done.operation.kind == B:
-            # Each gradient is moved once: to walk over all parameters here would be quadratic in the depth of a model.
-            meter.set_category([p.grad for p in self._without_gradient if p.grad is not None], "gradients")
+            # Of stage after stage the new ones only: all parameters each time would be quadratic in the depth of a model.
+            found = [p.grad for p in (*self._without_gradient, *self._shared) if p.grad is not None]
+            meter.set_category(found, "gradients")
             self._without_gradient = [p for p in self._without_gradient if p.grad is None]
         self.trace.sample("device", self._device.ledger.by_category())
         self.trace.sample("host", self.host.by_category())
