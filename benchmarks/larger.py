@@ -173,7 +173,7 @@ PARTS = {
         partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
         plain=167,
         sizes=(84, 167, 333),
-        most=1_500,
+        most=1_000,
         step_s=16 / 11.43,
         paper="504 in core, 1,916 by swapping, with 32 images 1,001",
         rows=16,
@@ -198,7 +198,7 @@ PARTS = {
         partial(torch.optim.Adam, lr=1e-3),
         plain=16,
         sizes=(4, 8, 16, 32, 128),
-        most=160,
+        most=128,
         step_s=4.64,
         paper="400 in core, 800 by swapping",
         rows=16,
@@ -353,34 +353,39 @@ class Machine:
         return " and ".join(name for name, used, budget in places if used > budget)
 
 
-def search(machine: Machine, part: Part, way: str, rows: int) -> tuple[int, dict[int, Steps]]:
-    """Return the largest size that fits both memories, and all sizes that were tried.
+def search(machine: Machine, part: Part, run: Callable[[int], Steps]) -> int:
+    """Return the largest size that fits both memories.
 
     The first guess is where lines through the bytes of two small sizes meet the budgets.
     """
-    tried: dict[int, Steps] = {}
 
     def load(size: int) -> float:
-        if size not in tried:
-            tried[size] = machine.run(WAYS[way], size, rows)
-        return machine.load(tried[size])
+        return machine.load(run(size))
 
     a, b = part.sizes[0], part.plain
-    for size in (a, b):
-        load(size)
     guesses = [part.most]
-    for less, more, budget in zip(tried[a].bytes, tried[b].bytes, machine.budgets, strict=True):
+    for less, more, budget in zip(run(a).bytes, run(b).bytes, machine.budgets, strict=True):
         if more > less:
             guesses.append(b + (budget - more) * (b - a) // (more - less))
     most = deepest(load, max(1, min(guesses)), 1.0, part.most)
     for size in part.sizes:
         if size < most:
-            load(size)
-    return most, tried
+            run(size)
+    return most
+
+
+def run_kept(
+    tried: dict[str, dict[str, Any]], keep: Callable[[], object], machine: Machine, way: Way, rows: int, size: int
+) -> Steps:
+    """Make the steps of a size unless they were made before, and keep their figures."""
+    if str(size) not in tried:  # text, as in JSON
+        tried[str(size)] = asdict(machine.run(way, size, rows))
+        keep()
+    return Steps(**tried[str(size)])
 
 
 def measure(name: str, ways: Sequence[str], again: bool) -> None:
-    """Find the largest sizes and the seconds of one part; keep the results of every way as soon as it has been run."""
+    """Find the largest sizes and the seconds of one part; keep the result of every try as soon as it has been run."""
     part, path = PARTS[name], Path("out", "benchmarks", f"larger_{name}.json")
     record: dict[str, Any] = {"results": {}} if again or not path.exists() else json.loads(path.read_text())
     results = record["results"]
@@ -390,14 +395,13 @@ def measure(name: str, ways: Sequence[str], again: bool) -> None:
     cases = [(way, way, part.rows) for way in WAYS]
     cases += [("swap, twice the rows", "swap", 2 * part.rows)] if part.doubled else []
     for case, way, rows in cases:
-        if case in results or way not in ways:
-            continue
-        began_s = time.perf_counter()
-        most, tried = search(machine, part, way, rows)
-        tried = {size: asdict(steps) for size, steps in tried.items()}
-        results[case] = {"most": most, "tried": tried, "took_s": time.perf_counter() - began_s}
-        print(f"{case}: {part.in_units(most)} {part.unit}")
-        report(f"larger_{name}", record)
+        found = results.setdefault(case, {"most": None, "tried": {}})
+        if found["most"] is None and way in ways:
+            run = partial(run_kept, found["tried"], partial(report, f"larger_{name}", record), machine, WAYS[way], rows)
+            found["most"] = search(machine, part, run)
+            print(f"{case}: {part.in_units(found['most'])} {part.unit}")
+            report(f"larger_{name}", record)
+    results = {case: found for case, found in results.items() if found["most"]}
     print(f"\n{name}: {figures}, a step in core {machine.plain_s:.3g} s. The paper: {part.paper}")
     show_part(part, machine, results)
 
@@ -406,7 +410,7 @@ def show_part(part: Part, machine: Machine, results: dict[str, Any]) -> None:
     """The largest sizes, and seconds over sizes."""
     rows, seconds = [], {}
     for case, found in results.items():
-        tried = {int(size): Steps(**steps) for size, steps in found["tried"].items()}  # sizes are text in JSON
+        tried = {int(size): Steps(**steps) for size, steps in found["tried"].items()}
         largest, above = tried[found["most"]], tried.get(found["most"] + 1)
         bound = machine.bound(above) if above else "none: the most tried"
         size = f"{part.in_units(found['most']):,}"
