@@ -10,7 +10,8 @@ The file is long because first runs, reruns and backward share the tensors that 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from l2l_core._torch import DisableTorchDispatch, pytree
 from l2l_core.model import RandomState, snapshot_attributes, storage_key
-from l2l_core.step.graph import BoundaryGradient, detach_to, run_backward
+from l2l_core.step.graph import BoundaryGradient, Root, detach_to, run_backward, walk_graph
 from l2l_core.step.traffic import ComputeClock
 from l2l_core.strategies.allocation_meter import AllocationMeter
 from l2l_core.strategies.frame_lifetimes import FrameRecorder, FrameReport, find_earlier
@@ -70,6 +71,7 @@ class PlanExecution(StagedForward):
         on_outputs: called with the outputs of every run, if given.
         on_done: called after every operation.
         records_frames: True to record in first runs the tensors that the model's frames hold.
+        shared: parameters that several stages read; before the micro-batch they have no gradient.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class PlanExecution(StagedForward):
         on_outputs: OnOutputs | None,
         on_done: Callable[[ExecutedOperation], None],
         records_frames: bool,
+        shared: Collection[Tensor],
     ) -> None:
         super().__init__(model, layers, task)
         self.structure, self.meter, self.offloader, self.k = structure, meter, offloader, k
@@ -92,7 +95,7 @@ class PlanExecution(StagedForward):
         self.loss = torch.zeros(())
         self.layer_forwards = 0
         self.backward_count = 0  # number of backwards that have begun
-        self._clock, self._on_done, self._records_frames = clock, on_done, records_frames
+        self._clock, self._on_done, self._records_frames, self._shared = clock, on_done, records_frames, shared
         self._on_outputs: OnOutputs = on_outputs or (lambda i, outputs, is_rerun: None)
         self._boundary: dict[int, Tensor] = {}
         self._inputs: dict[int, _Input] = {}
@@ -358,12 +361,26 @@ class PlanExecution(StagedForward):
         ]
         inputs = record.inputs  # held until the end, so that the bytes do not depend on other holders
         del record
+        roots += self._take_sums(roots)
         run_backward(roots)
         del roots
         for number, (_, gradient) in inputs.items():
             if (grad := gradient.take()) is not None:
                 self._pending_gradients[number] = grad
         return own_bytes
+
+    def _take_sums(self, roots: Sequence[Root]) -> list[Root]:
+        """Take the gradients so far of shared parameters that this stage reads several times, as roots of its backward.
+
+        Autograd adds to them one contribution after another, as in plain training: (a + b) + c, not a + (b + c).
+        """
+        if not self._shared:
+            return []
+        uses = Counter(walk_graph(edge for edge, _ in roots).leaves)
+        sums = [(param, param.grad) for param in self._shared if uses[param] > 1 and param.grad is not None]
+        for param, _ in sums:
+            param.grad = None
+        return [(get_gradient_edge(param), grad) for param, grad in sums]
 
     # -- offload -------------------------------------------------------------------------------------------------------
 

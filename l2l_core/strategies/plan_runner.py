@@ -19,7 +19,7 @@ from l2l_core.eps.optimizers import state_bytes
 from l2l_core.model import KVCaches, RandomState, copy_tensors, preserve_random_state
 from l2l_core.step.traffic import ComputeClock
 from l2l_core.strategies.allocation_meter import AllocationMeter
-from l2l_core.strategies.plan import COMPUTE_KINDS, Operations
+from l2l_core.strategies.plan import COMPUTE_KINDS, B, Operations
 from l2l_core.strategies.plan_execution import ExecutedOperation, OnOutputs, PlanExecution
 from l2l_core.strategies.stage_structure import StageStructure
 from l2l_core.strategies.staged_forward import Tensor
@@ -86,6 +86,7 @@ class PlanRunner:
         self._gradient_stages: dict[str, set[int]] = {}  # by parameter, the backwards that add to its gradient
         self._records_frames = False
         self._execution: PlanExecution | None = None
+        self._without_gradient: Sequence[nn.Parameter] = ()  # from the present micro-batch, so far
 
     def trace_structure(self, micro_batch: Any, divisor: float, seed: int) -> StageStructure:
         """Trace the stage structure with one micro-batch; restore buffers and random state afterwards."""
@@ -153,7 +154,9 @@ class PlanRunner:
             self.on_outputs,
             partial(self._sample, meter),
             self._records_frames,
+            self._shared,
         )
+        self._without_gradient = list(self.model.parameters())
         RandomState.from_seed(inputs.seeds[k]).restore()
         result.base_bytes.append(meter.current_bytes)
         self.trace.sample("device", self._device.ledger.by_category())
@@ -172,7 +175,11 @@ class PlanRunner:
     def _sample(self, meter: AllocationMeter, done: ExecutedOperation) -> None:
         if done.operation.kind in COMPUTE_KINDS:
             self._sample_peak(meter, done.peak_bytes)
-        meter.set_category((p.grad for p in self.model.parameters() if p.grad is not None), "gradients")
+        if done.operation.kind == B:
+            # Of stage after stage the new ones only: all parameters each time would be quadratic in the depth of a model.
+            found = [p.grad for p in (*self._without_gradient, *self._shared) if p.grad is not None]
+            meter.set_category(found, "gradients")
+            self._without_gradient = [p for p in self._without_gradient if p.grad is None]
         self.trace.sample("device", self._device.ledger.by_category())
         self.trace.sample("host", self.host.by_category())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -113,7 +114,7 @@ class StructureTracer(StagedForward):
         keys = {number: key for number, key in keys.items() if key in crossing}
         index = {key: position for position, key in enumerate(dict.fromkeys(keys.values()))}
         sizes = {name: buffer.nbytes for name, buffer in self.model.named_buffers(remove_duplicate=False)}
-        buffers = [self._buffers_of(i) for i in range(n)]
+        buffers = self._buffers_by_stage(n)
         return StageStructure(
             names=(*self._names, "loss"),
             live=tuple(live),
@@ -129,11 +130,13 @@ class StructureTracer(StagedForward):
             buffer_bytes=tuple(sum(sizes[name] for name in names) for names in buffers),
         )
 
-    def _buffers_of(self, i: int) -> tuple[str, ...]:
-        """Name the buffers that stage i reads or writes and that some stage changes."""
-        changing = set().union(*self._changed_buffers)
-        layer_of = {name: layer for layer in self.layers.values() for name in changing if name.startswith(f"{layer}.")}
-        own = self._names[i] if i < len(self._names) else ""
-        return tuple(
-            sorted(name for name in changing if layer_of.get(name, own) == own or name in self._changed_buffers[i])
-        )
+    def _buffers_by_stage(self, n: int) -> list[tuple[str, ...]]:
+        """Name for each stage the buffers that it reads or writes and that some stage changes."""
+        layers, by_layer = {*self.layers.values()}, defaultdict(set)
+        for name in set().union(*self._changed_buffers):
+            parents = [name[:i] for i, letter in enumerate(name) if letter == "." and name[:i] in layers]
+            by_layer[parents[-1] if parents else ""].add(
+                name
+            )  # "" for buffers outside of layers, which every stage may read
+        names = [*self._names, ""]  # of the loss
+        return [tuple(sorted(by_layer[""] | by_layer[names[i]] | self._changed_buffers[i])) for i in range(n)]

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch import Tensor, nn
 from zoo import KINDS
 
 from l2l_core.strategies import Full, Lab, Offload, Periodic, Plain
@@ -26,6 +28,33 @@ def test_plans_equal_plain_training(lab_of: Callable[..., Lab], name: str, micro
         plan = lab.plan(policy)
         proof = lab.verify(plan)
         assert proof.equal, f"{plan.name}: {proof}"
+
+
+class Unrolled(nn.Module):
+    """Calls one layer again and again, which reads its weights three times in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Sequential(*[nn.Linear(24, 24), nn.Tanh()] * 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self.cell(x)
+        return x
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_contributions_to_shared_weights_are_added_in_the_order_of_plain_training(micro_batches: int) -> None:
+    torch.manual_seed(0)
+    model, batch = Unrolled(), (torch.randn(16, 24),)
+    layers, loss = [model.cell], lambda out, _: out.square().mean()
+    lab = Lab(model, batch, layers=layers, loss=loss, micro_batches=micro_batches)
+    for policy in [*POLICIES, mixed_plan("ROHK")]:
+        plan = lab.plan(policy)
+        proof = lab.verify(plan)
+        assert proof.equal, f"{plan.name}: {proof}"
+        assert lab.step(plan).peak_device_bytes == plan.peak_device_bytes
 
 
 @pytest.mark.parametrize("name", REFUSED)
