@@ -106,8 +106,10 @@ OPTIMIZERS = [
     ("pytorch_optimizer", "StableAdamW", pytorch_optimizer("StableAdamW", lr=1e-2)),
     ("pytorch_optimizer", "Adai", pytorch_optimizer("Adai", lr=1e-2)),
 ]  # fmt: skip
+WITH_OTHER_STATE = ("galore_torch", "torchao")  # state that is neither tensors nor plain data
 for library, what, make in OPTIMIZERS:
-    optimizer_case(library, what)(partial(trains_with, make=make))
+    remedy = "as those of torch do" if library in WITH_OTHER_STATE else ""
+    optimizer_case(library, what, remedy)(partial(trains_with, make=make))
 
 optimizer_case("pytorch_optimizer", "Lookahead around AdamW", "Give that optimizer by itself")(
     partial(trains_with, make=lookahead)

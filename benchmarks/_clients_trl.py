@@ -124,8 +124,18 @@ def trains_sentences(side: Side, loss: str, scored: bool = False, **options: Any
 trainer_case("sentence-transformers", "SentenceTransformerTrainer, CosineSimilarityLoss")(
     partial(trains_sentences, loss="CosineSimilarityLoss", scored=True)
 )
-for name in ("MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"):
-    trainer_case("sentence-transformers", f"SentenceTransformerTrainer, {name}")(partial(trains_sentences, loss=name))
+trainer_case("sentence-transformers", "SentenceTransformerTrainer, MultipleNegativesRankingLoss")(
+    partial(trains_sentences, loss="MultipleNegativesRankingLoss")
+)
+
+
+@trainer_case(
+    "sentence-transformers",
+    "SentenceTransformerTrainer, CachedMultipleNegativesRankingLoss",
+    remedy="use the loss without a cache",
+)
+def trains_with_cached_negatives(side: Side) -> Any:
+    return trains_sentences(side, ("" if side.is_remedied else "Cached") + "MultipleNegativesRankingLoss")
 
 
 @trainer_case(

@@ -294,7 +294,8 @@ class Trial:
         except Exception as error:
             raise ValueError(
                 f"{self._name} keeps state or settings that a relay cannot copy or save ({error}): verify, undo, branches and "
-                "saves would fail. Use an optimizer that keeps ordinary tensors and plain data"
+                "saves would fail. Use an optimizer that keeps ordinary tensors and plain data, as those of torch do, and "
+                "bitsandbytes' in 8 bits"
             ) from error
 
 

@@ -219,8 +219,10 @@ def suspending_forward(unit: Unit, layer_forward: Callable[..., Any]) -> Callabl
             return current.forward.call_layer(unit, layer_forward, args, kwargs)
         raise RuntimeError(
             f"layer {unit.name} was called outside of the relay's forward: by gradient checkpointing (the relay recomputes "
-            "layers itself: call model.gradient_checkpointing_disable(), or remove torch.utils.checkpoint), or by code that "
-            "calls the model during a step, in another thread or in a hook: let it wait for the end of the step"
+            "layers itself: call model.gradient_checkpointing_disable(), or remove torch.utils.checkpoint); by a loss "
+            "that runs the model again in backward (GradCache, Cached...Loss: use the loss without a cache, as "
+            "MultipleNegativesRankingLoss, since micro-batches keep its memory low); or by code that calls the model during a "
+            "step, in another thread or in a hook: let it wait for the end of the step"
         )
 
     return forward
