@@ -87,7 +87,7 @@ class PlanExecution(StagedForward):
         on_outputs: OnOutputs | None,
         on_done: Callable[[ExecutedOperation], None],
         records_frames: bool,
-        shared: Collection[Tensor],
+        shared: Collection[Tensor] = (),
     ) -> None:
         super().__init__(model, layers, task)
         self.structure, self.meter, self.offloader, self.k = structure, meter, offloader, k

@@ -39,6 +39,8 @@ def test_a_way_is_chosen_and_its_program_is_shown(
     until(lambda: "with Relay(" in program.input_value(), page, "that of the row that was clicked")
     root.locator(".l2l-picks").focus()
     page.keyboard.press("ArrowRight")
+    until(lambda: "quantize='nf4'" in program.input_value(), page, "the way between")
+    page.keyboard.press("ArrowRight")
     until(lambda: "FileShelf(" in program.input_value(), page, "the next way, by keys")
 
     root.get_by_label("tokens of a row").fill("512")

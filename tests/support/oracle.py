@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from zoo import Batch, Kind, loss_of
 
 from l2l_core import Relay, RelayConfig, StepResult
+from l2l_core.eps.blocks.used_gradients import UsedGradient
 from l2l_core.model.reference import train_step
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
@@ -189,3 +190,8 @@ def assert_state(model: nn.Module, expected: dict[str, Tensor]) -> None:
     """Insist that the model is as it was when `copy_state` looked."""
     changed = [name for name, tensor in state_of(model).items() if not torch.equal(tensor, expected[name])]
     assert not changed, f"changed: {changed}"
+
+
+def has_gradient(param: Tensor) -> bool:
+    """Whether a gradient has values. A step leaves none: reading `grad` raises then (`tests/core/eps/test_used_gradients.py`)."""
+    return param.grad is not None and not isinstance(param.grad, UsedGradient)
