@@ -121,8 +121,11 @@ def _is_same(a: tuple[Any, int], b: tuple[Any, int]) -> bool:
     (ours, our_version), (theirs, their_version) = a, b
     if isinstance(ours, bool | int | float | str | None):
         return type(ours) is type(theirs) and ours == theirs
-    if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
-        return ours is theirs
+    if ours is theirs:
+        return our_version == their_version
+    # Others have no address: sparse and nested tensors
+    if not all(type(each) is torch.Tensor and each.layout is torch.strided for each in (ours, theirs)):
+        return False
     same_memory = ours.data_ptr() == theirs.data_ptr() and ours.stride() == theirs.stride()
     return same_memory and ours.shape == theirs.shape and ours.dtype == theirs.dtype and our_version == their_version
 

@@ -181,8 +181,10 @@ def copy_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Argument
 
 def _is_equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        if _form_of(a) != _form_of(b):
+        if _form_of(a) != _form_of(b) or a.layout != b.layout:
             return False
+        if a.layout not in (torch.strided, torch.jagged):  # sparse ones cannot be compared
+            a, b = a.to_dense(), b.to_dense()
         return torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
     if isinstance(a, _PLAIN) or isinstance(b, _PLAIN):
         return type(a) is type(b) and bool(a == b)

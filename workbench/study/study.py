@@ -262,7 +262,7 @@ def _check_budget(steps: int | None, flop: float | None) -> Budget:
 
 
 def _check_seeds(seeds: Any) -> list[int]:
-    if isinstance(seeds, int) and seeds > 0:
+    if isinstance(seeds, int):
         raise ValueError(f"seeds={seeds!r}: pass range({seeds}) for {seeds} seeds, or [{seeds}] for the seed {seeds}")
     found = [*seeds] if isinstance(seeds, Sequence) else [seeds]
     if not found or not all(isinstance(seed, int) and seed >= 0 for seed in found) or len({*found}) < len(found):

@@ -513,6 +513,38 @@ def test_things_are_observed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(passes) == 5, "the latter again, since weights that were equal may have been trained"
 
 
+class WithGraph(nn.Module):
+    """Hands every layer a sparse matrix, which has no address, as another object each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Neighbours() for _ in range(DEPTH))
+
+    def forward(self, h: Tensor) -> Tensor:
+        graph = torch.eye(WIDTH).to_sparse()
+        for layer in self.layers:
+            h = layer(h, graph.detach())
+        return h
+
+
+class Neighbours(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor, graph: Tensor) -> Tensor:
+        return h + torch.sparse.mm(graph, self.linear(h).T).T
+
+
+def test_layers_that_get_a_sparse_matrix_are_observed(caplog: pytest.LogCaptureFixture) -> None:
+    batch = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    with Relay(WithGraph(), partial(torch.optim.SGD, lr=0.1), EmulatedDevice(), loss=nn.MSELoss()) as relay:
+        relay.step(batch)
+        relay.apply(Swap(0, 2))
+        assert not caplog.records, "the forward on a few rows succeeded"
+        assert relay.verify(batch).equal
+
+
 class FromTheSixth(Beside):
     """Has code between layers where the stack is deeper than at first."""
 

@@ -271,6 +271,7 @@ def generated() -> Iterator[int]:
         ({"steps": None, "flop": -1}, "flop=-1: pass a positive number"),
         ({"seeds": []}, "pass different integers of at least 0, as range"),
         ({"seeds": [1, 1]}, "pass different integers"),
+        ({"seeds": 0}, r"or \[0\] for the seed 0"),
         ({"seeds": 3}, r"pass range\(3\) for 3 seeds, or \[3\] for the seed 3"),
         ({"batches": generated()}, "iterated only once: pass a function of the seed"),
         ({"held_out": {"input_ids": torch.ones(2)}}, r"held_out is a dict: pass a list of batches, as \[batch\]"),
