@@ -32,8 +32,8 @@ OUT = ROOT / "out" / "gpu_day"
 GPU = "benchmarks/gpu.py"
 LIMIT_S = 25 * 60  # of all steps
 SMALL = "--layers 2 --width 64 --rows 4 --length 32 --vocabulary 128 --rounds 1 --device double"
-CUDA_TESTS = "tests/core/devices/test_cuda.py tests/core/integrations/test_lightning.py"
-PYTEST = "-m pytest -c pyproject.toml -p no:cacheprovider -q -n 0"
+CUDA_TESTS = "tests/core/devices tests/core/integrations/test_lightning.py"
+PYTEST = "-m pytest -c pyproject.toml -p no:cacheprovider -p no:benchmark -q -n 0"  # that plugin warns beside xdist
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ PLAN = (
     stage(
         "equality",
         300,
-        f"{PYTEST} -m cuda {CUDA_TESTS}",
+        f"{PYTEST} -n 4 -m cuda {CUDA_TESTS}",
         f"{PYTEST} -k come_as_late tests/core/devices/test_cuda.py",
         "Are steps on the card those of training in core, to the bit with deterministic algorithms, and is memory flat?",
         "Write the count of tests, card and versions into docs/BENCHMARKS.md, On a GPU.",

@@ -33,6 +33,7 @@ from l2l_core.integrations.lightning_module import (
     MANUAL_OPTIONS,
     check_module,
     metrics_hidden,
+    metrics_on_device,
     on_device,
     reads_gradients,
 )
@@ -248,7 +249,12 @@ class RelayStrategy(SingleDeviceStrategy):
         if relay.config.micro_batches != len(window):
             relay.config = replace(relay.config, micro_batches=len(window))
         self._logged = [[] for _ in window]
-        with metrics_hidden(module) as self._metrics, self._in_step(module), self._gradients_shown(module):
+        with (
+            metrics_hidden(module) as self._metrics,
+            metrics_on_device(self._metrics, relay.device.torch_device),
+            self._in_step(module),
+            self._gradients_shown(module),
+        ):
             relay.step([(k, *args) for k, args in enumerate(window)])
         results = trainer._results
         for args, calls in zip(window, self._logged, strict=True):

@@ -4,7 +4,7 @@
 # Lightning is optional
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,6 +51,20 @@ def metrics_hidden(module: nn.Module) -> Iterator[list[nn.Module]]:
         for each, children in holders.items():  # in the order of before
             each._modules.clear()
             each._modules.update(children)
+
+
+@contextmanager
+def metrics_on_device(metrics: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """Move the states of metrics to a device for the length of a block, where training steps update them."""
+    away: list[Any] = [metric for metric in metrics if isinstance(metric, Metric) and metric.device != device]
+    homes = [metric.device for metric in away]
+    try:
+        for metric in away:
+            metric.to(device)
+        yield
+    finally:
+        for metric, home in zip(away, homes, strict=True):
+            metric.to(home)
 
 
 def _metrics_in(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from l2l_core._torch import DisableTorchDispatch
 from l2l_core.batches import (
@@ -26,6 +28,8 @@ from l2l_core.config import RelayConfig
 from l2l_core.model import copy_tensors, resolve_layers
 from l2l_core.parallel.pipeline_cut import Task
 from l2l_core.strategies import measure_losses
+
+LEAST_TORCH = TorchVersion("2.13")  # the first whose pipelines were seen to run
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,13 @@ class PipelineJob:
 
         Raises:
             TypeError, ValueError: the batch or the layers do not fit the model, or micro-batches have different shapes.
+            RuntimeError: torch is older than 2.13.
         """
+        if TorchVersion(torch.__version__) < LEAST_TORCH:
+            raise RuntimeError(
+                f"torch {torch.__version__}: its pipelines want a gradient of every message, also of integers such as masks. "
+                f"Install torch {LEAST_TORCH} or newer, or train with a Relay or run_parallel"
+            )
         if loss_over == "batch":
             raise ValueError(
                 'loss_over="batch": the last stage of a pipeline has the outputs of one micro-batch at a time. Use a Relay, or '

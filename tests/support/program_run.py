@@ -1,7 +1,7 @@
 """One program both ways: plain accumulation, written here with torch alone, against the relay; and a verdict.
 
-Of the relay's package only the public surface is used: `Relay`, `RelayConfig` and its rule for seeds, `TornStep`. One constant
-is changed from outside, so that small layers trickle over the link as large ones do.
+Of the relay's package only the public surface is used: `Relay`, `Device`, `RelayConfig` and its rule for seeds, `TornStep`.
+One constant is changed from outside, so that small layers trickle over the link as large ones do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from program import Built, Program
 
 import l2l_core.schedule_rules
-from l2l_core import Relay, RelayConfig, TornStep
+from l2l_core import Device, Relay, RelayConfig, TornStep
 
 ENGINE = str(Path(l2l_core.__file__).parent)
 BAD = ("wrong", "torn", "crash", "hang", "ugly", "late")
@@ -67,21 +67,22 @@ class Step:
     way: list[Any]
 
 
-def judge(program: Program) -> Outcome:
-    """Run a program both ways and compare after every step."""
+def judge(program: Program, device: Device | None = None) -> Outcome:
+    """Run a program both ways and compare after every step; on the CPU, or on a GPU, where plain training runs there too."""
 
     def outcome(kind: str, cause: str = "", trace: str = "") -> Outcome:
         return Outcome(program.seed, kind, cause, program.features, trace)
 
     try:
         built, again = Built(program), Built(program)
-        steps, repeated = list(_plain(program, built)), list(_plain(program, again))
+        where = torch.device("cpu") if device is None else device.torch_device
+        steps, repeated = list(_plain(program, built, where)), list(_plain(program, again, where))
         for one, other in zip(steps, repeated, strict=True):
             if differing(one.state, other.state) or one.loss != other.loss:
                 raise Untrainable("two plain runs differ")
     except Exception as error:
         return outcome("untrainable", f"{type(error).__name__}: {error}"[:100], traceback.format_exc())
-    kind, cause, trace = _compare(program, steps, built)
+    kind, cause, trace = _compare(program, steps, built, device)
     return outcome(kind, cause, trace)
 
 
@@ -97,15 +98,17 @@ def _micro_batches(tensors: tuple[torch.Tensor, ...], count: int) -> list[tuple[
     return [tuple(part.clone() for part in each) for each in zip(*parts, strict=True)]
 
 
-def _plain(program: Program, built: Built) -> Iterator[Step]:
+def _plain(program: Program, built: Built, where: torch.device) -> Iterator[Step]:
     """Gradient accumulation in core, step by step."""
     config = _config(program)
+    built.model.to(where)
     layers = list(built.model.layers)
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(_notes_way(built, index), with_kwargs=True)
     for step in range(len(program.settings.rows)):
         built.way.clear()
-        parts = _micro_batches(program.batch(step), config.micro_batches)
+        batch = tuple(tensor.to(where) for tensor in program.batch(step))
+        parts = _micro_batches(batch, config.micro_batches)
         counts = [len(part[0]) for part in parts]
         even = len(set(counts)) == 1
         losses = []
@@ -134,11 +137,11 @@ def _notes_way(built: Built, index: int) -> Any:
 
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """Parameters, buffers and the optimizer's state, in copies."""
-    state: State = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    state |= {name: tensor.detach().clone() for name, tensor in model.named_buffers()}
+    """Parameters, buffers and the optimizer's state, in copies on the host."""
+    state: State = {name: tensor.detach().cpu().clone() for name, tensor in model.named_parameters()}
+    state |= {name: tensor.detach().cpu().clone() for name, tensor in model.named_buffers()}
     for index, entry in optimizer.state_dict()["state"].items():
-        state |= {f"optimizer {index} {name}": torch.as_tensor(value).clone() for name, value in entry.items()}
+        state |= {f"optimizer {index} {name}": torch.as_tensor(value).cpu().clone() for name, value in entry.items()}
     return state
 
 
@@ -172,7 +175,7 @@ def _config(program: Program) -> RelayConfig:
     )
 
 
-def _compare(program: Program, steps: list[Step], plain: Built) -> tuple[str, str, str]:
+def _compare(program: Program, steps: list[Step], plain: Built, device: Device | None) -> tuple[str, str, str]:
     l2l_core.schedule_rules.MIN_CHUNK_BYTES = program.settings.piece_bytes
     built = Built(program)
     before = state_of(built.model, built.optimizer)
@@ -180,7 +183,7 @@ def _compare(program: Program, steps: list[Step], plain: Built) -> tuple[str, st
         relay = Relay(
             built.model,
             built.optimizer,
-            device="cpu",
+            device=device or "cpu",
             layers=list(built.model.layers),
             objective=built.objective,
             loss_over="micro-batch",  # the oracle accumulates

@@ -23,7 +23,8 @@ import torch
 from deep_models import Chain as Wide
 from deep_models import squared_error
 from late_cuda import LateDevice, Stream
-from oracle import InCore, assert_equal, assert_state, both, copy_state
+from on_gpu import sgd, train_by_relay, train_in_core
+from oracle import assert_equal, assert_state, both, copy_state
 from patience import HANG_S
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -491,34 +492,6 @@ def test_inference_verification_and_saving(tmp_path: Any) -> None:
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer that keeps rounding small: Adam's first steps blow noise around zero up to the learning rate."""
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def to_gpu(batch: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cuda(), batch)
-
-
-def train_in_core(kind: Kind, config: RelayConfig, steps: int = 3) -> tuple[list[float], nn.Module]:
-    """Plain training on the GPU, moved to the host afterwards."""
-    model = kind.make_model().cuda()
-    side = InCore(kind, model, sgd(model), config)
-    losses = [side.step(to_gpu(kind.make_batch(7, step))) for step in range(steps)]
-    return losses, model.cpu()
-
-
-def train_by_relay(
-    kind: Kind, config: RelayConfig, device: CudaDevice | None = None, steps: int = 3
-) -> tuple[list[float], nn.Module]:
-    model = kind.make_model()
-    device = device or CudaDevice()
-    with Relay(
-        model, sgd(model), device, layers=kind.layers, loss=kind.loss, loss_over=kind.loss_over, config=config
-    ) as relay:
-        return [relay.step(kind.make_batch(7, step)).loss for step in range(steps)], model
 
 
 def assert_close(kind: Kind, ours: Any, theirs: Any, share: float = 2e-3) -> None:

@@ -372,6 +372,7 @@ def test_settings_and_a_small_device(tmp_path: Path, config: RelayConfig) -> Non
 
 
 @pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:GPU available but not used")  # in core it trains on the CPU
 def test_on_a_gpu(tmp_path: Path) -> None:
     class Devices(Net):
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:

@@ -98,6 +98,13 @@ def test_refusals_have_a_remedy(case: PipelineCase, two: Crew) -> None:
     assert all(words in message for message in two.run(refused, case, rows))
 
 
+def test_a_torch_whose_pipelines_take_no_integers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = BY_NAME["chain"]
+    monkeypatch.setattr("torch.__version__", "2.11.0+cu130")
+    with pytest.raises(RuntimeError, match="Install torch 2.13 or newer, or train with a Relay or run_parallel"):
+        PipelineJob.of(kind.make_model(), kind.make_batch(4, 0), 2, kind.loss)
+
+
 def test_one_loss_over_the_batch_is_refused() -> None:
     kind, words = BY_NAME["chain"], 'loss_over="micro-batch" for the mean'
     model, batch = kind.make_model(), kind.make_batch(4, 0)
