@@ -1279,6 +1279,12 @@ class Relay:
             saved.restore_into(present)  # changes the caller's model; in memory nothing can fail from here on
             fill()
         self._runner.steps = saved.steps
+        if saved.manifest.get("own_loss") and not self._model_call.functions:  # saves of 0.2.0 lack the entry
+            self._model_call.refusal = (
+                f"{saved.path.parent} was trained with a loss= or objective= of yours, and this relay has none: it would train "
+                "on the loss that the model computes. Pass the same one to Relay.load; for the model's own loss pass "
+                "loss=lambda outputs, batch: outputs.loss"
+            )
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
@@ -1679,6 +1685,7 @@ class Relay:
         return saves.RelayState(
             self.config,
             self.steps,
+            bool(self._model_call.functions),
             tuple(self._runner.parts.units),
             self._store,
             RandomState.capture(),
