@@ -384,6 +384,15 @@ class Relay:
         Raises:
             ValueError: another number of steps than an integer of at least 0, another seed, or other keys; or weights are in
                 files, which hold the number of steps.
+
+        Example:
+            >>> before = relay.state_dict()
+            >>> weights = {name: value.clone() for name, value in model.state_dict().items()}
+            >>> losses = [relay.step(batch).loss for _ in range(2)]  # a trial
+            >>> relay.load_state_dict(before)
+            >>> keys = model.load_state_dict(weights)  # the optimizer has a state_dict of its own
+            >>> relay.steps
+            0
         """
         if self.shelf is not None:
             raise ValueError(
@@ -951,6 +960,11 @@ class Relay:
             NothingFits: no settings fit; the message has the memory needed. The settings are unchanged.
             ValueError, TypeError: an unknown name, or a number of bytes out of range.
             Exception: errors of the model itself on the batch.
+
+        Example:
+            >>> fit = relay.fit(batch, device_bytes=1_000_000)
+            >>> relay.config == fit.config  # used from the next step on; print(fit) gives the reason
+            True
         """
         with defer_interrupts(), self._exclusive(), torch.enable_grad(), self._kv_caches.disabled():
             return self._fit(batch, device_bytes, host_bytes, fixed, most_s)
@@ -1221,6 +1235,15 @@ class Relay:
 
         Raises:
             ValueError: the relay has trained, has several workers or a shelf; or the folder is damaged or of another model.
+
+        Example:
+            >>> from copy import deepcopy
+            >>> twin = Relay(deepcopy(model), device="cpu", loss=nn.CrossEntropyLoss())
+            >>> result = relay.step(batch)
+            >>> twin.restore(relay.save("run"))
+            >>> twin.step(batch).loss == relay.step(batch).loss
+            True
+            >>> twin.close()
         """
         if self.shelf is not None or self.workers > 1:
             raise ValueError(
