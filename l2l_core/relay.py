@@ -1140,8 +1140,9 @@ class Relay:
             modules: by key, layers that edits inserted and that resemble none of the model's: a save has no code.
             options: `device`, `layers`, `loss`, `objective`, `weight`, `loss_over`, `split`, `join`, `config`,
                 `workers`, `shelf` of the constructor.
-                Default for `config` and `layers`: as saved. All workers need the folder, and each reads its shard. A shelf
-                is filled block by block, so nothing is whole in memory, and the model may be one of `empty_weights`.
+                Default for `config` and `layers`: as saved. After training on a loss of yours, a step without one is refused.
+                All workers need the folder, and each reads its shard. A shelf is filled block by block, so nothing is whole in
+                memory, and the model may be one of `empty_weights`.
 
         Raises:
             ValueError: the folder is damaged, incomplete, of another model (names the file), or not the same for all workers.
