@@ -384,6 +384,15 @@ class Relay:
         Raises:
             ValueError: another number of steps than an integer of at least 0, another seed, or other keys; or weights are in
                 files, which hold the number of steps.
+
+        Example:
+            >>> before = relay.state_dict()
+            >>> weights = {name: value.clone() for name, value in model.state_dict().items()}
+            >>> losses = [relay.step(batch).loss for _ in range(2)]  # a trial
+            >>> relay.load_state_dict(before)
+            >>> keys = model.load_state_dict(weights)  # the optimizer has a state_dict of its own
+            >>> relay.steps
+            0
         """
         if self.shelf is not None:
             raise ValueError(
@@ -951,6 +960,11 @@ class Relay:
             NothingFits: no settings fit; the message has the memory needed. The settings are unchanged.
             ValueError, TypeError: an unknown name, or a number of bytes out of range.
             Exception: errors of the model itself on the batch.
+
+        Example:
+            >>> fit = relay.fit(batch, device_bytes=1_000_000)
+            >>> relay.config == fit.config  # used from the next step on; print(fit) gives the reason
+            True
         """
         with defer_interrupts(), self._exclusive(), torch.enable_grad(), self._kv_caches.disabled():
             return self._fit(batch, device_bytes, host_bytes, fixed, most_s)
@@ -1126,8 +1140,9 @@ class Relay:
             modules: by key, layers that edits inserted and that resemble none of the model's: a save has no code.
             options: `device`, `layers`, `loss`, `objective`, `weight`, `loss_over`, `split`, `join`, `config`,
                 `workers`, `shelf` of the constructor.
-                Default for `config` and `layers`: as saved. All workers need the folder, and each reads its shard. A shelf
-                is filled block by block, so nothing is whole in memory, and the model may be one of `empty_weights`.
+                Default for `config` and `layers`: as saved. After training on a loss of yours, a step without one is refused.
+                All workers need the folder, and each reads its shard. A shelf is filled block by block, so nothing is whole in
+                memory, and the model may be one of `empty_weights`.
 
         Raises:
             ValueError: the folder is damaged, incomplete, of another model (names the file), or not the same for all workers.
@@ -1221,6 +1236,15 @@ class Relay:
 
         Raises:
             ValueError: the relay has trained, has several workers or a shelf; or the folder is damaged or of another model.
+
+        Example:
+            >>> from copy import deepcopy
+            >>> twin = Relay(deepcopy(model), device="cpu", loss=nn.CrossEntropyLoss())
+            >>> result = relay.step(batch)
+            >>> twin.restore(relay.save("run"))
+            >>> twin.step(batch).loss == relay.step(batch).loss
+            True
+            >>> twin.close()
         """
         if self.shelf is not None or self.workers > 1:
             raise ValueError(
@@ -1279,6 +1303,12 @@ class Relay:
             saved.restore_into(present)  # changes the caller's model; in memory nothing can fail from here on
             fill()
         self._runner.steps = saved.steps
+        if saved.manifest.get("own_loss") and not self._model_call.functions:  # saves of 0.2.0 lack the entry
+            self._model_call.refusal = (
+                f"{saved.path.parent} was trained with a loss= or objective= of yours, and this relay has none: it would train "
+                "on the loss that the model computes. Pass the same one to Relay.load; for the model's own loss pass "
+                "loss=lambda outputs, batch: outputs.loss"
+            )
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
@@ -1679,6 +1709,7 @@ class Relay:
         return saves.RelayState(
             self.config,
             self.steps,
+            bool(self._model_call.functions),
             tuple(self._runner.parts.units),
             self._store,
             RandomState.capture(),

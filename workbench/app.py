@@ -64,6 +64,15 @@ class Workbench(Dashboard):
     Raises:
         TypeError: `relay`, `batches` or `probe` has the wrong type.
         ValueError: an unknown view, or an empty `probe`.
+
+    Example:
+        >>> from workbench import Workbench
+        >>> wb = Workbench(relay, lambda: batch)  # in a notebook, `wb` at the end of the cell shows it
+        >>> wb.run(3)
+        >>> state = wb.wait()
+        >>> relay.steps
+        3
+        >>> wb.close()
     """
 
     def __init__(

@@ -20,6 +20,11 @@ myst_heading_anchors = 4  # links to headings, as on GitHub
 
 default_role = "py:obj"  # `name` is a link where the name is in the reference, and code elsewhere
 autodoc_default_options = {"members": True}
+autodoc_mock_imports = [
+    "accelerate",
+    "lightning",
+    "torchmetrics",
+]  # of the extra `integrations`, which the site need not install
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True

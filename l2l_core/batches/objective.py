@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,16 @@ Loss = Callable[[Any, Any], LossResult]
 UserObjective = Callable[[nn.Module, Any], LossResult]
 Objective = Callable[[nn.Module, Any], torch.Tensor]
 _TARGETS = ("target", "targets", "label", "labels", "y", "y_true")
+_MODEL_CALL = (
+    "A relay calls the model with the whole batch: values of a dict by their keys, entries of a tuple in order. To keep targets "
+    "from the model, pass loss=lambda outputs, batch: ..., which gets the whole batch; the model is then called without the last "
+    "entry of a tuple, or without keys that its forward does not name. Or pass objective=lambda model, batch: ... and call the "
+    "model yourself."
+)
+_LOSS_CALL = (
+    "A relay calls loss(outputs, batch), with the whole batch: pass loss=lambda outputs, batch: ... and take from the batch what "
+    "the loss needs, as batch[-1] or batch['labels']."
+)
 JoinFn = Callable[[Sequence[Any]], Any]  # joins the outputs of micro-batches
 
 
@@ -31,7 +42,12 @@ class ModelCall:
     dataclass needs an `objective`.
 
     A loss or an objective returns a scalar, or ``(scalar, extras)`` with any tree of tensors and values for `StepResult.extras`.
+
+    Attributes:
+        refusal: why the loss that the model computes must not be trained on; empty if it may.
     """
+
+    refusal = ""
 
     def __init__(
         self,
@@ -56,7 +72,13 @@ class ModelCall:
         self._needs = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in needed)
 
     def settings(self) -> Hashable:
-        """Return the settings of the loss or objective; see `settings_of`."""
+        """Return the settings of the loss or objective; see `settings_of`.
+
+        Raises:
+            ValueError: the loss that the model computes must not be trained on.
+        """
+        if self.refusal:  # here too: what a loss raises while it is compared is a warning
+            raise ValueError(self.refusal)
         return settings_of(self._criterion or self._loss or self._objective)
 
     def check(self, batch: Any) -> None:
@@ -86,7 +108,10 @@ class ModelCall:
 
     def _loss_with_extras(self, outputs: Any, micro_batch: Any) -> tuple[torch.Tensor, Any]:
         if self._loss is not None:
-            return split_extras(self._loss(outputs, micro_batch), "loss(outputs, batch)")
+            with _explained(self._loss, _LOSS_CALL, outputs, micro_batch):
+                return split_extras(self._loss(outputs, micro_batch), "loss(outputs, batch)")
+        if self.refusal:
+            raise ValueError(self.refusal)
         return _check_scalar(_loss_of(outputs), "outputs.loss"), None
 
     def loss_modules(self) -> list[nn.Module]:
@@ -139,15 +164,34 @@ class ModelCall:
         """
         _check_arguments(micro_batch)
         if isinstance(micro_batch, Mapping):
-            return model(**{**self._fixed, **self._model_arguments(micro_batch)})  # the batch takes precedence
+            named = {**self._fixed, **self._model_arguments(micro_batch)}  # the batch takes precedence
+            with _explained(model.forward, _MODEL_CALL, **named):
+                return model(**named)
         # A forward that needs all of them leaves no target, as with two views of each row.
         has_target = self._loss is not None and len(micro_batch) > max(1, 0 if self._criterion else self._needs)
-        return model(*(micro_batch[:-1] if has_target else micro_batch), **self._fixed)
+        given = micro_batch[:-1] if has_target else micro_batch
+        with _explained(model.forward, _MODEL_CALL, *given, **self._fixed):
+            return model(*given, **self._fixed)
 
     def _model_arguments(self, micro_batch: Mapping[str, Any]) -> Mapping[str, Any]:
         if self._loss is None or self._takes_any:
             return micro_batch
         return {name: value for name, value in micro_batch.items() if name in self._names}
+
+
+@contextmanager
+def _explained(function: Callable[..., Any], how: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Add to a TypeError how the relay calls a function of the user, if it takes other arguments."""
+    try:
+        yield
+    except TypeError as error:
+        try:
+            inspect.signature(function).bind(*args, **kwargs)
+        except TypeError:
+            error.add_note(how)
+        except ValueError:  # a function in C that does not state its arguments
+            pass
+        raise
 
 
 def _apply_criterion(criterion: Any, outputs: Any, batch: Any) -> torch.Tensor:

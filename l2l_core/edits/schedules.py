@@ -61,6 +61,15 @@ class Schedule:
 
     Attributes:
         force: skip the refusals that rest on evidence; see `Relay.step`.
+
+    Example:
+        >>> from l2l_core import Duplicate, Schedule
+        >>> class Grow(Schedule):
+        ...     def edits(self, relay):
+        ...         return [Duplicate(0)] if relay.steps == 2 else []
+        >>> schedule = Grow()
+        >>> [len(relay.stack) for _ in range(4) if schedule.step(relay, batch)]
+        [6, 6, 7, 7]
     """
 
     force: bool = False

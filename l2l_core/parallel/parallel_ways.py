@@ -57,7 +57,7 @@ def _prepared(task: ParallelTask, model: nn.Module, forward: nn.Module, optimize
 
 def _optimizers_over_ranks() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, which this import calls
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # this import calls it
         from torch.distributed import optim
     return optim
 

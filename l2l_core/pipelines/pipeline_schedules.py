@@ -96,7 +96,14 @@ def looped_breadth_first(p: int, m: int, v: int, ascending: bool = False) -> Pip
 
 
 def one_forward_one_backward(p: int, m: int) -> PipelinePlan:
-    """Run forward and backward in turn as soon as the first gradient can arrive (1F1B, PipeDream-Flush)."""
+    """Run forward and backward in turn as soon as the first gradient can arrive (1F1B, PipeDream-Flush).
+
+    Example:
+        >>> from l2l_core.pipelines import one_forward_one_backward
+        >>> plan = one_forward_one_backward(2, 4)  # 2 ranks, 4 micro-batches
+        >>> plan.name, len(plan.ranks), plan.stages
+        ('1F1B', 2, 2)
+    """
     _sizes(p, m)
     return _alternate("1F1B", p, m, lambda rank: p - 1 - rank)
 

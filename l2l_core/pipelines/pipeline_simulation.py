@@ -161,6 +161,12 @@ def simulate_pipeline(
 
     Raises:
         ValueError: there are costs, or slowdowns, for another number of stages or ranks.
+
+    Example:
+        >>> from l2l_core.pipelines import gpipe, one_forward_one_backward, simulate_pipeline
+        >>> plans = gpipe(4, 8), one_forward_one_backward(4, 8)  # 4 ranks, 8 micro-batches
+        >>> [round(simulate_pipeline(plan).bubble, 2) for plan in plans]
+        [0.38, 0.38]
     """
     of_stage = [costs] * plan.stages if isinstance(costs, StageCost) else list(costs)
     if len(of_stage) != plan.stages:

@@ -85,6 +85,7 @@ class RelayState:
     Attributes:
         config: settings of the relay.
         steps: number of completed steps.
+        own_loss: True if the loss or the objective is the user's, not the model's.
         units: the shell, then the layers in order.
         store: the EPS of these units.
         random_state: random generators of the thread.
@@ -96,6 +97,7 @@ class RelayState:
 
     config: RelayConfig
     steps: int
+    own_loss: bool
     units: tuple[Unit, ...]
     store: LayerStore
     random_state: RandomState
@@ -249,6 +251,7 @@ def _common_content(state: RelayState) -> FolderContent:
     manifest: dict[str, Any] = {
         "torch": torch.__version__,
         "steps": state.steps,
+        "own_loss": state.own_loss,
         "config": state.config.to_plain(),
         **state.outline(),
         "warmups": {block.key: block.warmup for block in state.blocks if block.warmup},

@@ -103,6 +103,14 @@ class Lab:
 
     Raises:
         RuntimeError, TypeError, ValueError: reruns of the model would not give the same bits; nothing was trained.
+
+    Example:
+        >>> from l2l_core.strategies import Lab, Periodic
+        >>> relay.close()  # a model has one trainer at a time
+        >>> lab = Lab(model, batch, loss=nn.CrossEntropyLoss())
+        >>> result = lab.step(lab.plan(Periodic(2)))
+        >>> result.layer_forwards > 6  # layers that were run again
+        True
     """
 
     def __init__(

@@ -23,6 +23,14 @@ def load_run(path: str | Path) -> RecordedRun:
     Raises:
         FileNotFoundError: no file exists.
         ValueError: a line is damaged, the run has no moment, or the file has another version of the format.
+
+    Example:
+        >>> from workbench import Recorder, Session, load_run
+        >>> with Recorder("run.jsonl") as recorder, Session(relay, lambda: batch, loggers=[recorder]) as session:
+        ...     session.run(3)
+        ...     state = session.wait()
+        >>> [row.step for row in load_run("run.jsonl").snapshot().steps]
+        [1, 2, 3]
     """
     file = find_run(Path(path))
     return replace(_load(file), others=tuple(_load(other) for other in other_rank_files(file)))

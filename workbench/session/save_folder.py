@@ -43,6 +43,15 @@ class Autosave:
 
     Raises:
         ValueError: a number is not positive, or neither `steps` nor `minutes` is given.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from workbench import Autosave, Session
+        >>> with Session(relay, lambda: batch, autosave=Autosave("run", steps=2)) as session:
+        ...     session.run(4)
+        ...     state = session.wait()
+        >>> Path("run").is_dir()  # the same program, run again after a crash, offers to resume
+        True
     """
 
     folder: str | Path

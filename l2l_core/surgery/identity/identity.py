@@ -66,7 +66,8 @@ def plan_identity(
             return _plan_by_argument(layer, sample, before, known)
     except NoIdentityError as reason:
         raise ValueError(
-            f'cannot make a {type(layer).__name__} the identity: {reason}. Insert it with init="copy" or init="fresh" instead'
+            f'cannot make a {type(layer).__name__} the identity: {reason}. Insert it with init="copy" or init="fresh" instead; '
+            'for Depth(..., grow="identity") that is grow="top" or "middle"'
         ) from reason.__cause__
 
 

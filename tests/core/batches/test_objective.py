@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,32 @@ def test_without_a_loss_everything_goes_to_the_model() -> None:
     assert ModelCall(model).outputs(model, ("x", "m")).mask == "m"
     with pytest.raises(TypeError, match="target"):
         ModelCall(model).outputs(model, {"x": 1, "target": 2})
+
+
+def test_a_call_with_other_arguments_says_how_a_relay_calls() -> None:
+    """A loader of images, kinds and labels, as a stranger passes it to a plain loop's model and loss."""
+
+    def loss(outputs: Any, kind: Any, label: Any) -> Any:
+        return outputs[0] * kind + label
+
+    batch = torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)
+    for call, said in [
+        (lambda: ModelCall(TwoViews()).objective(TwoViews(), batch), "without the last entry of a tuple"),
+        (
+            lambda: ModelCall(TwoViews()).objective(TwoViews(), {"x": 1, "label": 2}),
+            "keys that its forward does not name",
+        ),
+        (lambda: ModelCall(TwoViews(), loss=loss).objective(TwoViews(), batch), r"calls loss\(outputs, batch\)"),
+    ]:
+        with pytest.raises(TypeError) as refused:
+            call()
+        assert re.search(said, refused.value.__notes__[0])
+    remedy = ModelCall(TwoViews(), loss=lambda outputs, batch: loss(outputs, batch[1], batch[2]))
+    assert remedy.objective(TwoViews(), batch) == 1 * 2 + 3
+    inner = ModelCall(TwoViews(), loss=lambda outputs, batch: len(None))
+    with pytest.raises(TypeError) as refused:
+        inner.objective(TwoViews(), batch)
+    assert not hasattr(refused.value, "__notes__"), "an error within the loss is not about the call"
 
 
 def test_a_loss_that_is_no_scalar_or_missing_is_refused() -> None:

@@ -94,3 +94,25 @@ def test_a_relay_is_closed_if_a_layer_cannot_be_built(tmp_path: Path) -> None:
 
 def _square(out: torch.Tensor, batch: Any) -> torch.Tensor:
     return out.square().mean()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_save_of_a_run_with_its_own_loss_does_not_go_on_with_the_models(micro_batches: int, tmp_path: Path) -> None:
+    def twice(outputs: Any, batch: Any) -> Any:
+        return 2 * outputs.loss
+
+    with make_relay(make_gpt(), loss=twice, config=RelayConfig(micro_batches=micro_batches)) as relay:
+        relay.step(make_batch(0))
+        relay.save(tmp_path)
+        expected = relay.step(make_batch(1)).loss
+        weights = whole(relay)
+    with Relay.load(tmp_path, make_gpt()) as loaded:
+        before = whole(loaded)
+        with pytest.raises(ValueError, match=r"loss= or objective= of yours.*Relay\.load"):
+            loaded.step(make_batch(1))
+        assert_same(whole(loaded), before)
+    with Relay.load(tmp_path, make_gpt(), loss=twice) as loaded:  # the remedy
+        assert loaded.step(make_batch(1)).loss == expected
+        assert_same(whole(loaded), weights)
+    with Relay.load(tmp_path, make_gpt(), loss=lambda outputs, batch: outputs.loss) as loaded:
+        assert loaded.evaluate(make_batch(1)) < expected, "the other remedy"

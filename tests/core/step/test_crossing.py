@@ -6,6 +6,7 @@ The in-core side is a loop of plain torch in this file.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -298,11 +299,15 @@ def test_code_that_no_function_mode_sees_reads_what_an_older_layer_gave_out() ->
     check_refused(lambda: Model(walk, [Mlp() for _ in range(2)]), r"x\.clone\(\)")
 
 
-# PyTorch's own code for jvp is scripted when it is first wanted, and scripting is deprecated in 2.13.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("transform", ["vmap", "jvp"])
 def test_a_layer_in_a_transformed_function(transform: str) -> None:
     """With one micro-batch, too: `jvp` ended the process there."""
+    with warnings.catch_warnings(
+        record=True
+    ) as of_torch:  # the first jvp scripts code of PyTorch's, which is deprecated
+        warnings.simplefilter("always")
+        torch.func.jvp(torch.sin, (torch.ones(2),), (torch.ones(2),))
+    assert all("`torch.jit.script` is deprecated" in str(each.message) for each in of_torch)
 
     def walk(model: Any, x: Tensor) -> Tensor:
         h = model.layers[0](model.lin(x))
