@@ -580,7 +580,7 @@ class Relay:
             # Divisors may need evaluations of the loss: at most once, and only if an output is a scalar.
             return rows.join(outputs, cache(partial(self._runner.normaliser.divisors, rows, micro_batches)))
 
-    def evaluate(self, batch: Batch, skip: Iterable[LayerRef] = ()) -> float:
+    def evaluate(self, batch: Batch, skip: Iterable[LayerRef] = (), force: bool = False) -> float:
         """Return the mean loss of a batch in evaluation mode. Weights, buffers and random state do not change.
 
         All layers run, those too that a schedule skips in training: right for LayerDrop, whose model is the whole one. For
@@ -589,6 +589,7 @@ class Relay:
         Args:
             batch: as for `step`.
             skip: layers that do not run, as for `step`.
+            force: as for `step`.
 
         Example:
             >>> before = relay.evaluate(batch)
@@ -599,7 +600,7 @@ class Relay:
         skip = _reusable(skip)
         with (
             self._together("evaluate", facts=partial(self._shared_facts, batch, skip)),
-            self._skipping(skip, batch),
+            self._skipping(skip, batch, force),
         ):
             return self._runner.evaluate(batch, self._runner.normaliser)
 
@@ -679,6 +680,7 @@ class Relay:
         generate: int = 0,
         top: int = 3,
         leave_out: Iterable[LayerRef] = (),
+        force: bool = False,
     ) -> Inside:
         """Inspect activations, attention and logit lens in evaluation mode, without any effect on later steps, as `probe`.
 
@@ -701,6 +703,7 @@ class Relay:
                 per token and layer, and three that test whether the model is causal.
             top: number of tokens that `lens` keeps at each position.
             leave_out: layers that do not run, as in ``step(skip=...)``.
+            force: as for `step`, of the layers that `leave_out` and `lens` leave out.
 
         Raises:
             ValueError, TypeError: an unknown layer, a number out of range, or a batch that cannot be evaluated.
@@ -724,7 +727,7 @@ class Relay:
         with (
             self._together("look inside", facts=facts),
             self._restored_state(),
-            self._skipping(leave_out, batch),
+            self._skipping(leave_out, batch, force),
         ):
             [batch] = self._backend.gather_items([batch] if self.rank == 0 else [], "send the rows of worker 0")
             rows, parts = self._runner.split(batch)
@@ -737,7 +740,7 @@ class Relay:
             )
             passes = InspectionPasses(
                 self._run_observed,
-                partial(self._skipping, batch=batch),
+                partial(self._skipping, batch=batch, force=force),
                 tuple(self._runner.parts.layers),
                 self._runner.objective,
                 self._runner.rows_of,
