@@ -1511,7 +1511,7 @@ class Relay:
             "settings": 'config="auto"' if self._auto_fit else repr(self.config),
             "layers, sizes, trained parameters": ", ".join(layers),
             "edits": str(len(self._history.journal)),
-            "skip": ", ".join(unit.key for unit in self._editor.registry.units_at(skip)),
+            "skip": ", ".join(sorted(unit.key for unit in self._editor.registry.units_at(skip))),
             "training mode": "".join("-+"[module.training] for module in self.model.modules()),
             "optimizer": f"{type(self.optimizer).__name__} {settings_of(self.optimizer)}",
             "structure of the batch": "" if batch is None else str(structure_of(self._runner.rows_of(batch).batch)),
