@@ -512,8 +512,9 @@ class Relay:
                 code around a layer runs, and the layer returns its input, so that every other layer keeps its position and
                 what is read by it. All layers may be skipped. Layers whose output is not like their input (a residual sum
                 outside of the layer) are taken out of their list, one must stay, and nothing may depend on positions, as far as
-                forwards on a few rows show. Hidden states that a library collects lack those of skipped layers. For
-                LayerDrop (Fan et al., arXiv 1909.11556) and stochastic depth (Huang et al., arXiv 1603.09382).
+                forwards on a few rows show. Of hidden states that transformers collects, the entry of a layer that keeps its
+                place is its input. For LayerDrop (Fan et al., arXiv 1909.11556) and stochastic depth (Huang et al.,
+                arXiv 1603.09382).
             force: skip layers even if the check of the model's structure is against it; see `apply`.
             plan: run these actions, made by `plan` and perhaps edited, in place of the relay's own schedule. Number of layers
                 ahead, of slots and of kept graphs are the plan's; `update` and the place of the stash are the relay's.
