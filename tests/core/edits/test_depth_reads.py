@@ -411,6 +411,32 @@ def test_an_argument_by_position_is_refused_where_a_layer_would_get_another_one(
         assert relay.verify(kind.make_batch(4)).equal
 
 
+class Named(Arguments):
+    """A buffer for each layer, by a name with its position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i in range(DEPTH):
+            self.register_buffer(f"window_{i}", torch.tensor(1 + i))
+
+    def walk(self, h: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            h = layer(h, window=int(getattr(self, f"window_{i}")))
+        return h
+
+
+def test_edits_after_which_the_model_fails_are_refused() -> None:
+    kind = kind_of(Named)
+    with relay_of(kind) as relay:
+        relay.step(kind.make_batch(4))
+        for edit in (Insert(4, init="copy"), Duplicate(slice(None), mode="top")):
+            assert_refused(
+                relay, edit, "the model's own code fails on rows .*no attribute 'window_4'.*member of the layer"
+            )
+        relay.apply(Drop(-1))
+        assert relay.verify(kind.make_batch(4)).equal
+
+
 @pytest.mark.parametrize("edit", EDITS, ids=repr)
 def test_a_model_with_many_such_things_names_all_of_them(edit: Any) -> None:
     kind = BY_NAME["by_depth"]
