@@ -172,7 +172,7 @@ class LayerEvidence:
             self._editor.positions.code_between = self.code_between()
 
     def check_arguments(self) -> None:
-        """Refuse edits, tried by now, if a layer is given other arguments than when it was observed, or the model fails."""
+        """Refuse edits, tried by now, if a layer is given other arguments than when observed, or the model fails."""
         names = {unit.module: unit.name for unit in self._editor.registry.layers}
         try:
             now = self.code_between()

@@ -36,7 +36,7 @@ Reads = dict[str, set[tuple[Key | None, int]]]  # by name: (entry, number of lay
 
 @dataclass(frozen=True)
 class DepthRead:
-    """A thing beside a stack that is read by the position of layers: its dotted name, and entries by position.
+    """A thing beside a stack that is read by the position of layers, and which entries of it.
 
     Attributes:
         count: number of layers of the stack.
@@ -51,7 +51,7 @@ class DepthRead:
 
     @property
     def has_one_place_between(self) -> bool:
-        """Whether the entries are read at one place between layers and behind the last one, so that they may be unrelated."""
+        """Whether the entries are read at one place between layers and behind the last one, perhaps unrelated."""
         return (
             self.count > 2 and self.count in self.entries and len([at for at in self.entries if at % self.count]) == 1
         )

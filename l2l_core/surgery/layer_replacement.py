@@ -106,7 +106,7 @@ def substitute_modules(model: nn.Module, substitutes: Mapping[nn.Module, nn.Modu
 def forget_captures(model: nn.Module, new: Iterable[nn.Module] = ()) -> None:
     """Remove the hooks by which transformers collects hidden states of layers.
 
-    It installs them once, in the first forward that asks for such outputs, so that layers put in later would have no entry. After
+    It installs them once, in the first forward that collects such outputs, so that layers put in later would have no entry. After
     this it installs them anew.
 
     Args:
