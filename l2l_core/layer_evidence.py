@@ -172,9 +172,17 @@ class LayerEvidence:
             self._editor.positions.code_between = self.code_between()
 
     def check_arguments(self) -> None:
-        """Refuse edits, tried by now, if a layer is given other arguments than when it was observed; see there."""
+        """Refuse edits, tried by now, if a layer is given other arguments than when observed, or the model fails."""
         names = {unit.module: unit.name for unit in self._editor.registry.layers}
-        self._editor.positions.check_arguments(self.code_between(), names)
+        try:
+            now = self.code_between()
+        except Exception as error:
+            raise ValueError(
+                f"with these edits the model's own code fails on rows of a batch ({type(error).__name__}: {error}). It may need "
+                "something for every position: make that a member of the layer (in its __init__: self.scale = "
+                "nn.Parameter(torch.ones(()))) and use it in the layer's forward, so that a new layer has its own"
+            ) from error
+        self._editor.positions.check_arguments(now, names)
 
     # -- passes --------------------------------------------------------------------------------------------------------
 

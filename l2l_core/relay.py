@@ -521,8 +521,9 @@ class Relay:
                 code around a layer runs, and the layer returns its input, so that every other layer keeps its position and
                 what is read by it. All layers may be skipped. Layers whose output is not like their input (a residual sum
                 outside of the layer) are taken out of their list, one must stay, and nothing may depend on positions, as far as
-                forwards on a few rows show. Hidden states that a library collects lack those of skipped layers. For
-                LayerDrop (Fan et al., arXiv 1909.11556) and stochastic depth (Huang et al., arXiv 1603.09382).
+                forwards on a few rows show. Of hidden states that transformers collects, the entry of a layer that keeps its
+                place is its input. For LayerDrop (Fan et al., arXiv 1909.11556) and stochastic depth (Huang et al.,
+                arXiv 1603.09382).
             force: skip layers even if the check of the model's structure is against it; see `apply`.
             plan: run these actions, made by `plan` and perhaps edited, in place of the relay's own schedule. Number of layers
                 ahead, of slots and of kept graphs are the plan's; `update` and the place of the stash are the relay's.
@@ -589,7 +590,7 @@ class Relay:
             # Divisors may need evaluations of the loss: at most once, and only if an output is a scalar.
             return rows.join(outputs, cache(partial(self._runner.normaliser.divisors, rows, micro_batches)))
 
-    def evaluate(self, batch: Batch, skip: Iterable[LayerRef] = ()) -> float:
+    def evaluate(self, batch: Batch, skip: Iterable[LayerRef] = (), force: bool = False) -> float:
         """Return the mean loss of a batch in evaluation mode. Weights, buffers and random state do not change.
 
         All layers run, those too that a schedule skips in training: right for LayerDrop, whose model is the whole one. For
@@ -598,6 +599,7 @@ class Relay:
         Args:
             batch: as for `step`.
             skip: layers that do not run, as for `step`.
+            force: as for `step`.
 
         Example:
             >>> before = relay.evaluate(batch)
@@ -608,7 +610,7 @@ class Relay:
         skip = _reusable(skip)
         with (
             self._together("evaluate", facts=partial(self._shared_facts, batch, skip)),
-            self._skipping(skip, batch),
+            self._skipping(skip, batch, force),
         ):
             return self._runner.evaluate(batch, self._runner.normaliser)
 
@@ -688,6 +690,7 @@ class Relay:
         generate: int = 0,
         top: int = 3,
         leave_out: Iterable[LayerRef] = (),
+        force: bool = False,
     ) -> Inside:
         """Inspect activations, attention and logit lens in evaluation mode, without any effect on later steps, as `probe`.
 
@@ -710,6 +713,7 @@ class Relay:
                 per token and layer, and three that test whether the model is causal.
             top: number of tokens that `lens` keeps at each position.
             leave_out: layers that do not run, as in ``step(skip=...)``.
+            force: as for `step`, of the layers that `leave_out` and `lens` leave out.
 
         Raises:
             ValueError, TypeError: an unknown layer, a number out of range, or a batch that cannot be evaluated.
@@ -733,7 +737,7 @@ class Relay:
         with (
             self._together("look inside", facts=facts),
             self._restored_state(),
-            self._skipping(leave_out, batch),
+            self._skipping(leave_out, batch, force),
         ):
             [batch] = self._backend.gather_items([batch] if self.rank == 0 else [], "send the rows of worker 0")
             rows, parts = self._runner.split(batch)
@@ -746,7 +750,7 @@ class Relay:
             )
             passes = InspectionPasses(
                 self._run_observed,
-                partial(self._skipping, batch=batch),
+                partial(self._skipping, batch=batch, force=force),
                 tuple(self._runner.parts.layers),
                 self._runner.objective,
                 self._runner.rows_of,
@@ -1538,7 +1542,7 @@ class Relay:
             "settings": 'config="auto"' if self._auto_fit else repr(self.config),
             "layers, sizes, trained parameters": ", ".join(layers),
             "edits": str(len(self._history.journal)),
-            "skip": ", ".join(unit.key for unit in self._editor.registry.units_at(skip)),
+            "skip": ", ".join(sorted(unit.key for unit in self._editor.registry.units_at(skip))),
             "training mode": "".join("-+"[module.training] for module in self.model.modules()),
             "optimizer": f"{type(self.optimizer).__name__} {settings_of(self.optimizer)}",
             "structure of the batch": "" if batch is None else str(structure_of(self._runner.rows_of(batch).batch)),

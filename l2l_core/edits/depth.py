@@ -41,6 +41,7 @@ class Depth(Schedule):
         stack: dotted name of the container, if there are several.
         optimizer, warmup: for new layers, as in `Insert`; None is "copy" for copies and "fresh" for identity layers.
         park: for dropped layers, as in `Drop`.
+        force: apply edits that are refused on evidence alone; see `Relay.apply`.
 
     Example:
         >>> from l2l_core import Depth
@@ -60,6 +61,7 @@ class Depth(Schedule):
     optimizer: Policy | None = None
     warmup: int = 0
     park: Literal["memory", "disk"] | None = "memory"
+    force: bool = False
 
     def __post_init__(self) -> None:
         check_step_values("depth", self.depth, least=1)

@@ -102,8 +102,10 @@ class ObservedPositions:
 
 def _reads_message(stack: Stack, reads: Sequence[DepthRead], cause: str) -> str:
     """Return the message for things beside a stack that would not follow its layers."""
+    unrelated = " or the entries have nothing to do with each other: give one of them another name (self.last_norm), or"
+    remedy = unrelated if any(read.has_one_place_between for read in reads) else ","
     return (
         f"the model reads by the position of the layers of {stack.title}: {'; '.join(map(str, reads))}. {cause}. Give each layer "
         "its own entry as a member (in its __init__: self.scale = nn.Parameter(torch.ones(()))), and use it in the layer's "
-        "forward: it then moves with the layer. If entries belong to the positions, force=True leaves them there"
+        f"forward: it then moves with the layer. If entries belong to the positions{remedy} force=True leaves them there"
     )

@@ -49,7 +49,7 @@ class SchedulableRelay(Protocol):
     @property
     def optimizer(self) -> Optimizer: ...
 
-    def apply(self, *edits: Edit) -> object: ...
+    def apply(self, *edits: Edit, force: bool = False) -> object: ...
 
     def expect(self, batch: Batch) -> AbstractContextManager[object]: ...
 
@@ -60,7 +60,7 @@ class Schedule:
     """Edits and skipped layers by step; schedules can be added: ``Depth(...) + LayerDrop(0.1)``.
 
     Attributes:
-        force: skip the refusals that rest on evidence; see `Relay.step`.
+        force: skip the refusals that rest on evidence, of edits and of layers to skip; see `Relay.apply` and `Relay.step`.
 
     Example:
         >>> from l2l_core import Duplicate, Schedule
@@ -73,6 +73,10 @@ class Schedule:
     """
 
     force: bool = False
+
+    def is_forced(self, relay: SchedulableRelay) -> bool:
+        """Return `force`; a schedule of schedules returns that of the parts that are used now."""
+        return self.force
 
     def edits(self, relay: SchedulableRelay) -> Sequence[Edit]:
         """List the edits to apply before the next step, as one group."""
@@ -97,7 +101,7 @@ class Schedule:
             ValueError: an edit is not possible; the relay has not changed.
         """
         if edits := self.edits(relay):
-            relay.apply(*edits)
+            relay.apply(*edits, force=self.is_forced(relay))
         if (factor := self.lr_factor(relay)) is not None:
             for group in relay.optimizer.param_groups:  # as torch's schedulers do
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
@@ -106,7 +110,7 @@ class Schedule:
         """Apply the edits and train on one batch; raise as `Relay.apply` and `Relay.step` do."""
         with relay.expect(batch):
             self.prepare(relay)
-            return relay.step(batch, skip=self.skip(relay), force=self.force)
+            return relay.step(batch, skip=self.skip(relay), force=self.is_forced(relay))
 
     def __add__(self, other: Schedule) -> Schedule:
         if not isinstance(other, Schedule):
@@ -123,9 +127,8 @@ class Schedules(Schedule):
     def edits(self, relay: SchedulableRelay) -> Sequence[Edit]:
         return next((edits for part in self.parts if (edits := part.edits(relay))), ())
 
-    @property
-    def force(self) -> bool:  # type: ignore[override] - a property, because it depends on the parts
-        return any(part.force for part in self.parts)
+    def is_forced(self, relay: SchedulableRelay) -> bool:
+        return any(part.is_forced(relay) for part in self.parts)
 
     def skip(self, relay: SchedulableRelay) -> Sequence[str]:
         return list(dict.fromkeys(key for part in self.parts for key in part.skip(relay)))

@@ -82,6 +82,7 @@ class ActiveLayers(Schedule):
     Args:
         active: number of layers that run, by step, as `depth` of `Depth`.
         stack: dotted name of the container, if there are several.
+        force: skip the refusals that rest on evidence; see `Relay.step`.
 
     Example:
         >>> from l2l_core import ActiveLayers
@@ -92,6 +93,7 @@ class ActiveLayers(Schedule):
 
     active: PerStep
     stack: str | None = None
+    force: bool = False
 
     def __post_init__(self) -> None:
         check_step_values("active", self.active, least=0)

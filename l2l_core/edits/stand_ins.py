@@ -7,6 +7,7 @@ given, in the form in which its layer returns it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -118,6 +119,12 @@ class StandIn(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden state as the layer returns it."""
+        if lacking := _collected_in_layers():
+            raise RuntimeError(
+                f"layer {self._layer_name} sits out and has no {', '.join(lacking)}, which transformers collects from layers in "
+                "order, so that later layers would be taken for their neighbours: run all layers in this step, or ask for other "
+                "outputs; relay.look(batch, attention=True, leave_out=...) shows attention maps by layer"
+            )
         try:
             return self._form.fill(args, kwargs)
         except LookupError:
@@ -139,6 +146,13 @@ class StandIn(nn.Module):
                 "loaded: run the layer in this step, or keep what others read outside of the layer"
             )
         return getattr(layer, name)
+
+
+def _collected_in_layers() -> list[str]:
+    """List the outputs that transformers collects in the running forward, without hidden states, which stand-ins have."""
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    collected = None if collector is None else collector.get()
+    return sorted(key for key in collected or () if not key.lstrip("_").startswith("hidden_states"))
 
 
 def tensor_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Place, torch.Tensor]]:

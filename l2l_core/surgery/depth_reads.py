@@ -36,16 +36,31 @@ Reads = dict[str, set[tuple[Key | None, int]]]  # by name: (entry, number of lay
 
 @dataclass(frozen=True)
 class DepthRead:
-    """A thing beside a stack that is read by the position of layers: its dotted name, and entries by position."""
+    """A thing beside a stack that is read by the position of layers, and which entries of it.
+
+    Attributes:
+        count: number of layers of the stack.
+    """
 
     name: str
     kind: str  # "parameter", "buffer", "tensor", "list", "dict" or "modules"
     entries: Mapping[
         int, tuple[Key, ...]
     ]  # position of a layer -> entries read for it; n for those behind the last one
+    count: int
+
+    @property
+    def has_one_place_between(self) -> bool:
+        """Whether the entries are read at one place between layers and behind the last one, perhaps unrelated."""
+        return (
+            self.count > 2 and self.count in self.entries and len([at for at in self.entries if at % self.count]) == 1
+        )
 
     def __str__(self) -> str:
-        shown = [f"{', '.join(map(repr, keys))} for layer {at}" for at, keys in sorted(self.entries.items())]
+        shown = [
+            f"{', '.join(map(repr, keys))} {'behind the last layer' if at == self.count else f'for layer {at}'}"
+            for at, keys in sorted(self.entries.items())
+        ]
         dots = ["..."] if len(shown) > 3 else []
         return f"{self.kind} {self.name!r} (entry {'; '.join([*shown[:3], *dots])})"
 
@@ -172,7 +187,7 @@ class DepthWatch:
                     by_position[self.clock.position(at, layers)].add(key)
             if _is_by_depth(by_position, len(layers)):
                 entries = {at: tuple(sorted(keys, key=str)) for at, keys in by_position.items()}
-                found.append(DepthRead(name, self._kinds[name], entries))
+                found.append(DepthRead(name, self._kinds[name], entries, len(layers)))
         return found
 
 

@@ -8,7 +8,7 @@ It does not handle weights, optimizers and the relay, and does not compare the s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -78,7 +78,7 @@ def replace_layers(
             assignments.append((each.config, each.name, each.to_value(entries)))
     assignments += [*depth_assignments(context, followed, len(new)), *position_assignments(stack, new)]
     save_removed_entries(stack, new, lists)
-    return _apply(assignments, stack, members)
+    return _apply(model, assignments, stack, members)
 
 
 def substitute_modules(model: nn.Module, substitutes: Mapping[nn.Module, nn.Module]) -> Callable[[], None]:
@@ -86,6 +86,7 @@ def substitute_modules(model: nn.Module, substitutes: Mapping[nn.Module, nn.Modu
 
     Nothing else changes: every place keeps its name, its position and its part of the configuration.
     """
+    forget_captures(model)
     old: list[tuple[dict[str, Any], str, Any]] = []
     for _, module in list(model.named_modules(memo={*substitutes})):
         for attributes in (module._modules, vars(module)):
@@ -95,10 +96,28 @@ def substitute_modules(model: nn.Module, substitutes: Mapping[nn.Module, nn.Modu
                     attributes[name] = new
 
     def undo() -> None:
+        forget_captures(model)
         for attributes, name, value in old:
             attributes[name] = value
 
     return undo
+
+
+def forget_captures(model: nn.Module, new: Iterable[nn.Module] = ()) -> None:
+    """Remove the hooks by which transformers collects hidden states of layers.
+
+    It installs them once, in the first forward that collects such outputs, so that layers put in later would have no entry. After
+    this it installs them anew.
+
+    Args:
+        model: the model whose layers are about to change.
+        new: layers to be put in, whose hooks may be copies.
+    """
+    hooked = [module for module in model.modules() if vars(module).pop("_output_capturing_hooks_installed", False)]
+    for module in (each for root in ((model, *new) if hooked else new) for each in root.modules()):
+        for key, hook in list(module._forward_hooks.items()):
+            if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
+                del module._forward_hooks[key]
 
 
 def _substituted(value: Any, substitutes: Mapping[nn.Module, nn.Module]) -> Any:
@@ -113,9 +132,12 @@ def _substituted(value: Any, substitutes: Mapping[nn.Module, nn.Module]) -> Any:
     return value
 
 
-def _apply(assignments: list[Assignment], stack: Stack, members: dict[str, Any]) -> Callable[[], None]:
+def _apply(
+    model: nn.Module, assignments: list[Assignment], stack: Stack, members: dict[str, Any]
+) -> Callable[[], None]:
     """Make the assignments and put `members` into the container; return a function that undoes both."""
     held = stack.container._modules
+    forget_captures(model, [each for name, each in members.items() if held.get(name) is not each])
     old = dict(held), [target.get(name) for target, name, _ in assignments]
     _refill(held, members)
     for target, name, value in assignments:
@@ -126,6 +148,7 @@ def _apply(assignments: list[Assignment], stack: Stack, members: dict[str, Any])
             raise RuntimeError(
                 f"{stack.title} does not hold the layers that this edit put there: undo later edits first, each once"
             )
+        forget_captures(model)
         _refill(held, old[0])
         for (target, name, _), value in zip(assignments, old[1], strict=True):
             target[name] = value

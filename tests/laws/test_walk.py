@@ -95,6 +95,24 @@ class Looped(Stacks):
         return self.head(x)
 
 
+class Beside(Stacks):
+    """A number for each layer beside the stack, read by its position; edits that move layers are refused."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth)
+        self.gains = nn.Parameter(1 + 0.1 * torch.arange(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for i, layer in enumerate(self.layers):
+            x = layer(x * self.gains[i])
+        return self.head(x)
+
+
+def beside() -> nn.Module:
+    return Beside(3)
+
+
 def looped() -> nn.Module:
     return Looped(2)
 
@@ -205,6 +223,7 @@ KINDS = {
     "normed": Kind(normed, backwards, config=CLIPPED),
     "several": Kind(several, decay_groups, ("layers", "more"), config=CLIPPED),
     "head first": Kind(plain, head_first),
+    "beside": Kind(beside, decay_groups),
     "looped": Kind(looped, decay_groups, commands=(("loops", 6), ("unroll", 3))),
 }
 
@@ -212,7 +231,7 @@ REFUSALS = [
     "one must stay", "one must run", "all of .* would be skipped", "out of range", "interpolate'\\) needs a layer on both sides",
     "share the weights .* would all be removed", "holds one module in several places", "there is nothing to (undo|redo)",
     "no layer there shares", "dropped with park=None", "cannot be mixed", "not interchangeable", "would hold the same",
-    "no loop to replace",
+    "no loop to replace", "by the position of the layers", "may be read by the position",
 ]  # fmt: skip
 
 Command = tuple[str, int, int, int]

@@ -5,9 +5,11 @@ from typing import Any
 
 import torch
 from crew_cases import Case, relay_of, together
-from zoo import BY_NAME
+from oracle import InCore, micro_batches_of
+from torch import nn
+from zoo import BY_NAME, loss_of
 
-from l2l_core import Drop, Duplicate, Insert, NothingFits, Relay, RelayConfig, WorkerError, Workers
+from l2l_core import Drop, Duplicate, Insert, LayerDrop, NothingFits, Relay, RelayConfig, WorkerError, Workers
 
 
 def alone_of(case: Case, count: int) -> Relay:
@@ -79,6 +81,49 @@ def asked_beside_alone(rank: int, count: int) -> dict[str, Any]:
         alone.config = replace(case.settings, micro_batches=count * case.micro_batches)
         seen["next"] = relay.step(mine[0]).loss, alone.step(whole[0]).loss
         return seen
+
+
+def skipped_beside_plain(rank: int, count: int, case: Case) -> dict[str, Any]:
+    """Train by LayerDrop and evaluate without layers, together and in core without these layers in the list."""
+    kind = BY_NAME[case.kind]
+    model = kind.make_model()
+    in_core = InCore(kind, model, case.optimizer(model), case.settings)
+    holder, at = (model.transformer, "h") if case.kind == "gpt2" else (model, "layers")
+    whole = getattr(holder, at)
+
+    def parts_of(step: int) -> list[Any]:
+        return [p for r in range(count) for p in micro_batches_of(case.rows_of(r, step), case.micro_batches)]
+
+    def evaluate(step: int) -> float:
+        extra = {"use_cache": False} if case.kind == "gpt2" else {}
+        with torch.no_grad():
+            parts = [part | extra if extra else part for part in parts_of(step)]
+            losses = [loss_of(kind, model.eval(), part) for part in parts]
+        model.train()
+        return float(sum(loss / len(parts) for loss in losses))
+
+    seen: dict[str, Any] = {name: [] for name in ("losses", "expected", "evaluated", "expected of them", "skipped")}
+    with relay_of(case, rank) as relay:
+        schedule = LayerDrop(0.5)
+        for step in range(case.steps):
+            skip = [int(key[1:]) for key in schedule.skip(relay)]
+            seen["skipped"].append(skip)
+            seen["losses"].append(schedule.step(relay, case.rows_of(rank, step)).loss)
+            setattr(holder, at, nn.ModuleList(layer for i, layer in enumerate(whole) if i not in skip))
+            seen["expected"].append(in_core.step_on(parts_of(step)))
+            before = state_here(relay)
+            for without in ([], [1], [0, 2]):
+                rows = case.rows_of(rank, 20 + step)
+                setattr(holder, at, nn.ModuleList(layer for i, layer in enumerate(whole) if i not in without))
+                seen["expected of them"] += 2 * [evaluate(20 + step)]
+                seen["evaluated"] += [relay.evaluate(rows, skip=without), *relay.probe([rows], skip=without)]
+            assert is_as_before(relay, before)
+        try:
+            relay.evaluate(case.rows_of(rank, 0), skip=[rank])
+        except WorkerError as error:
+            seen["told"] = str(error)
+        seen["verified"] = relay.verify(case.rows_of(rank, 0)).equal
+    return seen
 
 
 def fitted(rank: int, count: int) -> dict[str, Any]:

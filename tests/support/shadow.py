@@ -108,7 +108,8 @@ class Shadow:
         world = self.world
         whole = {name: (layers, dict(world.containers[name]._modules)) for name, layers in world.layers.items()}
         for name, (layers, _) in whole.items():
-            self._put(name, [layer for i, layer in enumerate(layers) if (name, i) not in skip])
+            # At its place, so that numbers beside the layers stay with the others
+            self._put(name, [nn.Identity() if (name, i) in skip else layer for i, layer in enumerate(layers)])
         losses = []
         random = torch.get_rng_state()
         for k, (part, divisor) in enumerate(self._parts(batch)):

@@ -35,15 +35,17 @@ class ByBranch(Schedule):
     def skip(self, relay: SchedulableRelay) -> Sequence[str]:
         return self._schedule_of(relay).skip(relay)
 
+    def skip_in_evaluation(self, relay: SchedulableRelay) -> Sequence[str]:
+        return self._schedule_of(relay).skip_in_evaluation(relay)
+
+    def is_forced(self, relay: SchedulableRelay) -> bool:
+        return self._schedule_of(relay).is_forced(relay)
+
     def lr_factor(self, relay: SchedulableRelay) -> float | None:
         return self._schedule_of(relay).lr_factor(relay)
 
     def prepare(self, relay: SchedulableRelay) -> None:
         self._schedule_of(relay).prepare(relay)
-
-    @property
-    def force(self) -> bool:  # type: ignore[override] - True if any plan needs it
-        return any(plan.force for plan in self.plans.values())
 
     def _schedule_of(self, relay: SchedulableRelay) -> Schedule:
         return self.plans.get(relay.branch, Schedule())  # type: ignore[attr-defined] - a relay has one

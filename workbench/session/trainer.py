@@ -221,7 +221,8 @@ class Trainer:
             self._state.refresh()
 
     def _make_step(self, batch: Any) -> StepResult:
-        return self.relay.step(batch, skip=self._schedule.skip(self.relay), force=self._schedule.force)
+        schedule, relay = self._schedule, cast("SchedulableRelay", self.relay)
+        return self.relay.step(batch, skip=schedule.skip(relay), force=schedule.is_forced(relay))
 
     def edit(self, change: Callable[[Relay], Any], what: str = "") -> Any:
         """Call a function of the relay; without a description it is not recorded as a change."""

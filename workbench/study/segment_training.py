@@ -174,7 +174,7 @@ class _SegmentTrainer:
     def _measure(self) -> None:
         if self._plan.held_out and not self._is_measured:
             skip = self._schedule.skip_in_evaluation(self._relay)
-            losses = self._relay.probe(self._plan.held_out, skip=skip)
+            losses = self._relay.probe(self._plan.held_out, skip=skip, force=self._schedule.is_forced(self._relay))
             self._add_row("held out", sum(losses) / len(losses), self._relay.optimizer.param_groups[0]["lr"])
 
     def _add_row(self, split: str, loss: float, rate: float) -> None:

@@ -157,12 +157,14 @@ def _next_decision(schedule: Any, relay: Any) -> object:
     # A sum of schedules prepares its parts one after another, and layers to skip are chosen after the edits.
     if edits and (kind.prepare is not Schedule.prepare or kind.skip is not Schedule.skip):
         return schedule, factor
-    return edits, tuple(schedule.skip(relay)), schedule.force, factor
+    return edits, tuple(schedule.skip(relay)), schedule.is_forced(relay), factor
 
 
 def _only_sets_rate(schedule: Schedule) -> bool:
     kind = type(schedule)
-    return all(getattr(kind, name) is getattr(Schedule, name) for name in ("edits", "skip", "prepare", "step", "force"))
+    return all(
+        getattr(kind, name) is getattr(Schedule, name) for name in ("edits", "skip", "prepare", "step", "is_forced")
+    )
 
 
 def _as_schedule(given: Any) -> Schedule:

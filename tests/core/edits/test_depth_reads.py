@@ -295,6 +295,36 @@ class Ends(Beside):
         return self.norms[1](h) * self.scales["out"]
 
 
+class Tapped(Beside):
+    """Adds what two heads make of the hidden state behind the first layer and behind the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def walk(self, h: Tensor) -> Tensor:
+        taps = []
+        for i, layer in enumerate(self.layers):
+            h = layer(h)
+            taps += [self.tap(0)(h)] if i == 0 else []
+        return self.tap(1)(h) + taps[0]
+
+    def tap(self, i: int) -> nn.Module:
+        return self.heads[i]
+
+
+class TappedByName(Tapped):
+    """The remedy: heads that have nothing to do with each other are in no list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_head, self.last_head = self.heads
+        del self.heads
+
+    def tap(self, i: int) -> nn.Module:
+        return self.last_head if i else self.first_head
+
+
 class Noisy(Beside):
     """Draws random numbers between the layers in every mode."""
 
@@ -378,6 +408,32 @@ def test_an_argument_by_position_is_refused_where_a_layer_would_get_another_one(
             )
         relay.apply(Drop(-1))  # no other layer is given another number
         relay.apply(Duplicate(slice(None), mode="top"))
+        assert relay.verify(kind.make_batch(4)).equal
+
+
+class Named(Arguments):
+    """A buffer for each layer, by a name with its position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i in range(DEPTH):
+            self.register_buffer(f"window_{i}", torch.tensor(1 + i))
+
+    def walk(self, h: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            h = layer(h, window=int(getattr(self, f"window_{i}")))
+        return h
+
+
+def test_edits_after_which_the_model_fails_are_refused() -> None:
+    kind = kind_of(Named)
+    with relay_of(kind) as relay:
+        relay.step(kind.make_batch(4))
+        for edit in (Insert(4, init="copy"), Duplicate(slice(None), mode="top")):
+            assert_refused(
+                relay, edit, "the model's own code fails on rows .*no attribute 'window_4'.*member of the layer"
+            )
+        relay.apply(Drop(-1))
         assert relay.verify(kind.make_batch(4)).equal
 
 
@@ -485,6 +541,27 @@ def test_the_remedy_works() -> None:
         plain.layers = nn.ModuleList([third, first, fourth])
         assert relay.step(kind.make_batch(4, 1)).loss == in_core.step(kind.make_batch(4, 1))
         assert_state(model, copy_state(plain))
+
+
+@pytest.mark.parametrize("edit", [Drop(1), Drop(-1), Swap(0, 2)], ids=repr)
+def test_entries_that_have_nothing_to_do_with_each_other_get_a_remedy_that_works(edit: Any) -> None:
+    """Read behind the first layer and behind the stack: refused in one list; by name, or with force, as an edit by hand."""
+    with relay_of(kind := kind_of(Tapped)) as relay:
+        relay.step(kind.make_batch(4))
+        assert_refused(
+            relay, edit, "entry 0 for layer 1; 1 behind the last layer.*another name .self.last_norm., or force=True"
+        )
+    for made, force in ((Tapped, True), (TappedByName, False)):
+        kind, config = kind_of(made), RelayConfig(micro_batches=2)
+        model, plain = kind.make_model(), kind.make_model()
+        in_core = InCore(kind, plain, adamw(plain), config)
+        with Relay(model, adamw(model), EmulatedDevice(), loss=kind.loss, config=config) as relay:
+            assert relay.step(kind.make_batch(4)).loss == in_core.step(kind.make_batch(4))
+            relay.apply(edit, force=force)
+            a, b, c, d = plain.layers
+            plain.layers = nn.ModuleList({Drop(1): [a, c, d], Drop(-1): [a, b, c], Swap(0, 2): [c, b, a, d]}[edit])
+            for step in (1, 2):
+                assert relay.step(kind.make_batch(4, step)).loss == in_core.step(kind.make_batch(4, step))
 
 
 def test_force_leaves_things_as_they_are() -> None:

@@ -16,7 +16,7 @@ import torch
 from small import make_batch, make_gpt, make_relay
 from torch import nn
 
-from l2l_core import ActiveLayers, EmulatedDevice, Freeze, Insert, LayerDrop, Relay, RelayConfig, Schedule
+from l2l_core import ActiveLayers, Depth, EmulatedDevice, Freeze, Insert, LayerDrop, Relay, RelayConfig, Schedule
 from l2l_core.model.reference import train_step
 
 WAYS = [(1,), (0, 3), (), (2, 1, 3), (4,), (0, 1, 2, 3), (3,)]
@@ -282,3 +282,28 @@ def test_what_is_refused_on_evidence_alone_may_be_trusted() -> None:
             LayerDrop(0.9).step(relay, batch)
         (LayerDrop(0.9, force=True) + Schedule()).step(relay, batch)
         assert relay.steps == 2 and relay.verify(batch).equal
+
+
+def test_the_remedy_of_a_refusal_is_an_argument_of_every_operation_that_refuses() -> None:
+    batch, names = (torch.ones(2, 4),), [f"layers.{i}" for i in range(3)]
+    settings = RelayConfig(micro_batches=1)
+    with make_relay(Beside(), loss=lambda out, _: (out**2).mean(), layers=names, config=settings) as relay:
+        relay.step(batch)
+        operations = [
+            lambda **force: ActiveLayers(1, **force).step(relay, batch),
+            lambda **force: relay.evaluate(batch, skip=[1, 2], **force),
+            lambda **force: relay.probe([batch], skip=[1, 2], **force)[0],
+            lambda **force: relay.look(batch, leave_out=[1, 2], **force),
+            lambda **force: Depth(2, shrink="top", **force).step(relay, batch),
+        ]
+        for operation in operations:
+            with pytest.raises(ValueError, match="probably one for each of the.*force=True"):
+                operation()
+        _, evaluated, probed, *_ = [operation(force=True) for operation in operations[:-1]]
+        assert [depth.why_not == "" for depth in relay.look(batch, lens=True).depths] == [False, False, True]
+        assert not any(depth.why_not for depth in relay.look(batch, lens=True, force=True).depths)
+        first, norm = relay.model.layers[0].eval(), relay.model.norms[0]
+        with torch.no_grad():
+            assert evaluated == probed == norm(batch[0] + first(batch[0])).square().mean().item()
+        operations[-1](force=True)
+        assert len(relay.stack) == 2 and relay.steps == 3 and relay.verify(batch).equal

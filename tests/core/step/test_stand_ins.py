@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from oracle import InCore, adamw, assert_state, copy_state, has_gradient, micro_
 from torch import Tensor, nn
 from zoo import BY_NAME, ByDepth, Chain, DepthBlock, Kind, Mlp, ResidualMlp, sequences, tokens
 
-from l2l_core import Drop, EmulatedDevice, LayerDrop, Relay, RelayConfig
+from l2l_core import Drop, Duplicate, EmulatedDevice, Insert, LayerDrop, Relay, RelayConfig, Replace
 
 SKIPS: list[Collection[int]] = [(1,), (), (0, 3), (0, 1, 2, 3), (2,), (1, 2, 3)]
 CONFIG = RelayConfig(micro_batches=3)
@@ -212,6 +213,96 @@ def test_other_models_train_as_without_the_layers_in_their_lists(name: str) -> N
             assert relay.step(batch, skip=skip).loss == in_core.step(batch)
         setattr(holder, at, whole)
         assert_state(model, copy_state(plain))
+
+
+class PassedOn:
+    """Mixed into the class of a layer, whose entry among the hidden states transformers then collects."""
+
+    def forward(self, hidden_states: Any, *_: Any, **__: Any) -> Any:
+        return hidden_states
+
+
+def collecting(key: str) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """Return an objective that trains the hidden states, or the attention maps, with the loss."""
+
+    def objective(model: nn.Module, part: Any) -> torch.Tensor:
+        out = model(**part, use_cache=False, **{f"output_{key}": True})
+        return out.loss + sum(i * each.square().mean() for i, each in enumerate(getattr(out, key), 1))
+
+    return objective
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("first", [[1], []], ids=["skipped first", "whole first"])
+def test_hidden_states_have_an_entry_for_every_layer(name: str, first: list[int]) -> None:
+    """As of the plain model with layers that return their input; also where the first forward that collects has skips."""
+    kind, config, objective = BY_NAME[name], RelayConfig(micro_batches=2, seed=0), collecting("hidden_states")
+    model, plain = kind.make_model(), kind.make_model()
+    in_core = InCore(kind, plain, adamw(plain), config, objective=objective)
+    at = "h" if name == "gpt2" else "layer" if name == "bert" else "layers"
+    whole = next(module for module in plain.modules() if at in module._modules)._modules[at]
+    assert isinstance(whole, nn.ModuleList)
+    with Relay(model, adamw(model), EmulatedDevice(), objective=objective, config=config) as relay:
+        for step, skip in enumerate([first, [0, 1], [], [len(whole) - 1]]):
+            layers = [*whole]
+            for i in skip:
+                whole[i] = copy.copy(layers[i])
+                whole[i].__class__ = type("PassedOn", (PassedOn, type(layers[i])), {})
+                whole[i].__dict__ |= {"_parameters": {}, "_modules": {}, "_buffers": {}}
+            for module in plain.modules():  # else transformers would not see layers that were put in
+                vars(module).pop("_output_capturing_hooks_installed", None)
+                module._forward_hooks.clear()
+            batch = {"input_ids": (drawn := kind.make_batch(4, step)["input_ids"]), "labels": drawn}
+            expected = in_core.step(batch)
+            for i in skip:
+                whole[i] = layers[i]
+            assert relay.step(batch, skip=skip).loss == expected
+            assert_state(model, copy_state(plain))
+        assert relay.verify(batch).equal
+
+
+def test_layers_that_edits_put_in_have_entries_among_the_hidden_states() -> None:
+    counts = list[int]()
+
+    def objective(model: nn.Module, part: Any) -> torch.Tensor:
+        out = model(**part, use_cache=False, output_hidden_states=True)
+        counts.append(len(out.hidden_states) - 1)
+        return out.loss
+
+    kind = BY_NAME["gpt2"]
+    model = kind.make_model()
+    with Relay(
+        model, adamw(model), EmulatedDevice(), objective=objective, config=RelayConfig(micro_batches=2)
+    ) as relay:
+        fresh = type(relay.stack[0].module)(model.config, layer_idx=0)
+        for edit in (None, Insert(1), Replace(0, fresh), Duplicate(0), Drop(0)):
+            if edit is not None:
+                relay.apply(edit)
+            relay.step(kind.make_batch(4))
+            counts.clear()
+            relay.evaluate(kind.make_batch(4))
+            assert {*counts} == {len(relay.stack)}, edit
+        relay.undo()
+        counts.clear()
+        relay.evaluate(kind.make_batch(4), skip=[1])
+        assert {*counts} == {len(relay.stack)}
+
+
+def test_attention_maps_without_those_of_a_skipped_layer_are_refused_and_the_remedies_work() -> None:
+    kind, config = BY_NAME["gpt2"], RelayConfig(micro_batches=2)
+    model = kind.make_model()
+    model.set_attn_implementation("eager")
+    with Relay(model, adamw(model), EmulatedDevice(), objective=collecting("attentions"), config=config) as relay:
+        relay.step(kind.make_batch(4))
+        before = copy_state(model)
+        with pytest.raises(RuntimeError, match="has no attentions.*run all layers.*leave_out"):
+            relay.step(kind.make_batch(4), skip=[1])
+        assert_state(model, before)
+        assert relay.step(kind.make_batch(4)).loss > 0 and relay.verify(kind.make_batch(4)).equal
+    with Relay(model, adamw(model), EmulatedDevice(), config=config) as relay:
+        inside = relay.look(kind.make_batch(4), attention=True, leave_out=[1])
+        assert "L001" not in inside.keys and all(each.attention for each in inside.passings)
+        assert relay.step(kind.make_batch(4), skip=[1]).loss > 0
 
 
 class Counting(DepthBlock):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from crew import Crew
 from crew_cases import Case
-from crew_questions import asked_beside_alone, fitted, settled, verified
+from crew_questions import asked_beside_alone, fitted, settled, skipped_beside_plain, verified
 
 CLIPPED = {"update": "deferred", "max_grad_norm": 0.1}
 SLOW_CASES = [
@@ -66,6 +66,15 @@ def test_probes_and_looks_are_those_of_one_worker(two: Crew) -> None:
         assert is_same(seen["inside"], seen["inside alone"]) and seen["inside"].passings
         assert seen["unchanged"] and seen["next"][0] == seen["next"][1]
         assert "number of batches: worker 0: 1, worker 1: 2" in seen["told"]
+
+
+@pytest.mark.parametrize("name", ["chain", "residual_outside", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_layers_that_do_not_run_are_left_out_as_of_the_list(name: str, two: Crew) -> None:
+    """In steps by LayerDrop, and in evaluations; where a residual sum is outside, the place of a layer is not kept."""
+    for seen in two.run(skipped_beside_plain, Case(name, rows=(4, 4))):
+        assert any(seen["skipped"]) and seen["losses"] == seen["expected"]
+        assert seen["evaluated"] == seen["expected of them"] and len({*seen["evaluated"]}) == 9
+        assert "skip: worker 0: L000, worker 1: L001" in seen["told"] and seen["verified"]
 
 
 def test_settings_are_found_by_one_and_are_those_of_all(two: Crew) -> None:

@@ -1,11 +1,26 @@
 """Published recipes: the depth at every step as they are described, and a race of them, whose branches train as if alone."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from l2l_core import RECIPES, ActiveLayers, Depth, EmulatedDevice, LayerDrop, Relay, RelayConfig
+from l2l_core import (
+    RECIPES,
+    ActiveLayers,
+    Depth,
+    Drop,
+    Edit,
+    EmulatedDevice,
+    LayerDrop,
+    Relay,
+    RelayConfig,
+    Schedule,
+    WarmupStableDecay,
+)
 from workbench.lessons.corpus import load_corpus
 from workbench.lessons.demo import draw_batch, make_model
 from workbench.lessons.demo_values import Settings
@@ -122,6 +137,56 @@ def test_branches_of_a_race_train_as_if_alone() -> None:
     for name in RECIPES:
         assert not race[name].left and [row.loss for row in race[name].steps] == alone(name)[1], name
     assert race["main"].layers == DEPTH and not race["main"].changes  # no plan: stays as it is
+
+
+class Everything(Schedule):
+    """Schedule that returns something else than the default everywhere."""
+
+    def edits(self, relay: Any) -> Sequence[Edit]:
+        return [Drop(0)]
+
+    def skip(self, relay: Any) -> Sequence[str]:
+        return ["skipped"]
+
+    def skip_in_evaluation(self, relay: Any) -> Sequence[str]:
+        return ["skipped in evaluation"]
+
+    def lr_factor(self, relay: Any) -> float | None:
+        return 0.5
+
+    def is_forced(self, relay: Any) -> bool:
+        return True
+
+    def prepare(self, relay: Any) -> None:
+        relay.prepared.append(self)
+
+
+@pytest.mark.parametrize("wrap", [lambda one: ByBranch({"main": one}), lambda one: Schedule() + one])
+def test_schedules_of_schedules_forward_all_that_a_session_or_study_reads(wrap: Callable[[Schedule], Schedule]) -> None:
+    one, relay = Everything(), SimpleNamespace(branch="main", prepared=[])
+    whole = wrap(one)
+    read = [name for name in vars(Schedule) if not name.startswith("_") and name not in ("force", "step", "prepare")]
+    assert {*read} == {*vars(Everything)} - {"__module__", "__doc__", "prepare"} - {*dir(object)}, "all are compared"
+    for name in read:
+        assert getattr(whole, name)(relay) == getattr(one, name)(relay) != getattr(Schedule(), name)(relay), name
+    whole.prepare(relay)
+    assert relay.prepared == [one]
+
+
+def test_a_branch_is_forced_by_its_own_schedule_alone() -> None:
+    plans = ByBranch({"main": LayerDrop(0.5), "forced": LayerDrop(0.5, force=True)}) + WarmupStableDecay(9)
+    assert [plans.is_forced(SimpleNamespace(branch=name)) for name in ("main", "forced", "other")] == [
+        False,
+        True,
+        False,
+    ]
+
+
+def test_a_study_of_branches_evaluates_the_layers_that_train() -> None:
+    with make_relay() as relay:
+        plans = ByBranch({"main": ActiveLayers(1)})
+        plans.step(relay, BATCHES[0])
+        assert plans.skip_in_evaluation(relay) == [unit.key for unit in relay.stack[1:]]
 
 
 @pytest.mark.parametrize(
