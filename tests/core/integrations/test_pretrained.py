@@ -80,7 +80,7 @@ def needs_libraries() -> None:
         pytest.importorskip(library, reason="the extra quant is not installed")
 
 
-@pytest.mark.parametrize("bits", ["nf4", "int8"])
+@pytest.mark.parametrize("bits", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_adapters_on_a_quantised_base_train_as_in_core(bits: str, folder: Path, tmp_path: Path) -> None:
     needs_libraries()
     options: dict[str, Any] = {"quantize": bits, "adapters": lora(), "device": EmulatedDevice(), "config": CONFIG}
