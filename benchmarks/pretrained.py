@@ -2,11 +2,12 @@
 
     python benchmarks/pretrained.py --params 1e8            (a minute)
     python benchmarks/pretrained.py --params 3e9 --cap "6 GB"
+    python benchmarks/pretrained.py --params 3e9 --cap "2 GB" --sides shelf
 
 A Llama of about so many parameters is written as random shards in bfloat16, one layer at a time. Then processes load it:
-`Relay.from_pretrained` with NF4 and LoRA of rank 8 on all matrices, which trains a step, and, for comparison, transformers and
-peft alone, which only load it. Both are capped by RLIMIT_DATA (heap and private writable mappings); resident bytes are the
-system's VmHWM, code and mapped files included. The folder is deleted at the end.
+`Relay.from_pretrained` with NF4 and LoRA of rank 8 on all matrices, which trains a step, in memory and on a shelf; and, for
+comparison, transformers and peft alone, which only load it. All are capped by RLIMIT_DATA (heap and private writable mappings);
+resident bytes are the system's VmHWM, code and mapped files included. The folder is deleted at the end.
 """
 
 from __future__ import annotations
@@ -27,23 +28,26 @@ from safetensors.torch import save_file
 
 from l2l_core.trace import format_bytes, parse_bytes
 
-VOCABULARY = 32_000
-SIDES = {"relay": "Relay.from_pretrained, a step", "transformers": "transformers and peft alone, loading only"}
+SIDES = {
+    "relay": "Relay.from_pretrained, a step",
+    "shelf": "Relay.from_pretrained onto a shelf, a step",
+    "transformers": "transformers and peft alone, loading only",
+}
 
 
-def shape_of(params: float) -> dict[str, Any]:
+def shape_of(params: float, vocabulary: int) -> dict[str, Any]:
     """Sizes of a Llama of about so many parameters: 12 width^2 a layer, about 110 times as wide as deep."""
     width = max(128, round((params * 110 / 12) ** (1 / 3) / 128) * 128)
-    layers = max(2, round((params - 2 * VOCABULARY * width) / (12 * width**2)))
+    layers = max(2, round((params - 2 * vocabulary * width) / (12 * width**2)))
     sizes = {"hidden_size": width, "intermediate_size": round(8 * width / 3 / 64) * 64, "num_hidden_layers": layers}
-    return {**sizes, "num_attention_heads": width // 128, "vocab_size": VOCABULARY}
+    return {**sizes, "num_attention_heads": width // 128, "vocab_size": vocabulary}
 
 
-def write_model(folder: Path, params: float) -> int:
+def write_model(folder: Path, params: float, vocabulary: int = 32_000) -> int:
     """Write configuration and shards; return the number of parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**shape_of(params), architectures=["LlamaForCausalLM"], dtype="bfloat16")
+    config = LlamaConfig(**shape_of(params, vocabulary), architectures=["LlamaForCausalLM"], dtype="bfloat16")
     config.save_pretrained(folder)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
@@ -72,14 +76,14 @@ def resident_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def load(side: str, folder: str, dtype: torch.dtype, rows: int, length: int) -> dict[str, Any]:
+def load(side: str, folder: str, dtype: torch.dtype, rows: int, length: int, memory: str) -> dict[str, Any]:
     """Load the model, and train a step if it is the relay's side; return bytes and seconds."""
     import logging
 
     import peft  # pyright: ignore[reportMissingImports] - optional
     import transformers
 
-    from l2l_core import EmulatedDevice, Relay, RelayConfig
+    from l2l_core import EmulatedDevice, FileShelf, Relay, RelayConfig
 
     logging.disable(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
@@ -96,10 +100,13 @@ def load(side: str, folder: str, dtype: torch.dtype, rows: int, length: int) -> 
         return {"before": before, "loaded": resident_bytes(), "load_s": time.perf_counter() - began_s}
     config = RelayConfig(micro_batches=1, stash="host", verify="never")
     options: dict[str, Any] = {"device": EmulatedDevice(), "config": config}
+    if side == "shelf":
+        options["shelf"] = FileShelf(folder=Path(folder) / "shelf", memory_bytes=memory)
     with Relay.from_pretrained(folder, quantize="nf4", adapters=lora, dtype=dtype, **options) as relay:
         seen: dict[str, Any] = {"before": before, "loaded": resident_bytes(), "load_s": time.perf_counter() - began_s}
-        seen["weights"] = relay.host.by_category()["weights"]
-        tokens = torch.randint(VOCABULARY, (rows, length))
+        seen["weights"] = relay.host.by_category().get("weights", 0)  # none between steps of a shelf
+        model: Any = relay.model
+        tokens = torch.randint(model.config.vocab_size, (rows, length))
         result = relay.step({"input_ids": tokens, "labels": tokens})
         seen |= {"loss": result.loss, "step_s": result.seconds, "device": result.peak_device_bytes}
         seen |= {"stepped": resident_bytes(), "link": result.bytes_loaded, "pushed": result.bytes_pushed}
@@ -109,6 +116,7 @@ def load(side: str, folder: str, dtype: torch.dtype, rows: int, length: int) -> 
 def in_process(side: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Run `load` in a capped process; return what it found, or the last line of its error."""
     told = {"side": side, "folder": str(folder), "dtype": args.dtype, "rows": args.rows, "length": args.length}
+    told["memory"] = args.memory
     told["cap"] = parse_bytes(args.cap, "cap")
     command = [sys.executable, __file__, "--inside", json.dumps(told)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -122,6 +130,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=1e8)
     parser.add_argument("--cap", default="6 GB")
+    parser.add_argument("--vocabulary", type=int, default=32_000, help="a shelf has room for the shell three times")
+    parser.add_argument("--memory", default="256 MB", help="memory_bytes of the shelf")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES])
     parser.add_argument("--dtype", default="bfloat16", help="of what is not quantised")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--length", type=int, default=32)
@@ -134,10 +145,10 @@ def main() -> None:
         print(json.dumps(load(**{**told, "dtype": getattr(torch, told["dtype"])})))
         return
     with tempfile.TemporaryDirectory(prefix="pretrained-", dir=args.folder) as folder:
-        params = write_model(Path(folder), args.params)
+        params = write_model(Path(folder), args.params, args.vocabulary)
         files = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
         print(f"{params:,} parameters, {format_bytes(files)} of files, cap {args.cap}")
-        seen = {side: in_process(side, Path(folder), args) for side in SIDES}
+        seen = {side: in_process(side, Path(folder), args) for side in args.sides}
     for side, found in seen.items():
         if "error" in found:
             print(f"{SIDES[side]}: {found['error']}")

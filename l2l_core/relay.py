@@ -1215,7 +1215,8 @@ class Relay:
             dtype: of the parameters that are not quantised. Trained ones must be float32, as peft makes adapters; frozen ones
                 keep theirs, so ``torch.bfloat16`` halves embeddings and norms beside adapters.
             model_class: class of the model. Default: the first of ``architectures`` in config.json.
-            options: of the constructor. A `shelf` is filled from the quantised model, which is then in memory once.
+            options: of the constructor. For a `shelf` the quantised model is mapped from files beside the records, so host
+                memory need not hold it; the disk needs room for both.
 
         Raises:
             ValueError: no such files, another `quantize`, or a model that the constructor refuses.
@@ -1223,7 +1224,8 @@ class Relay:
         """
         from l2l_core.integrations import load_pretrained
 
-        model = load_pretrained(folder, quantize, adapters, dtype, model_class)
+        shelf = options.get("shelf")
+        model = load_pretrained(folder, quantize, adapters, dtype, model_class, None if shelf is None else shelf.folder)
         trained = [param for param in model.parameters() if param.requires_grad]
         made: Any = optimizer(trained) if callable(optimizer) else optimizer
         return cls(model, made, **options)

@@ -4,11 +4,17 @@ transformers quantises each tensor before it reads the next one, if it gets them
 mapped: mapped pages of the whole folder would count as memory of the process. Memory of tensors that are quantised by then
 is returned to the system before the next one is read, which glibc does not do while small codes lie among them: a third less
 at the peak. So the host needs the memory of the quantised model, and of one tensor.
+
+For a shelf, each tensor is moved to a file when a module gets it, and is mapped from there until it is in a record: the system
+may take its memory back at any time. So the host needs the memory of one layer, and a model may exceed it.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +22,31 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from l2l_core.devices import return_freed_memory
+from l2l_core.devices import explain_full_disk, return_freed_memory
 from l2l_core.shelf import safetensors_files
 
 _NAMES = ("nf4", "int8")
+_PAGE = 4096  # bytes; a smaller tensor stays in memory
 
 
 def load_pretrained(
-    folder: str | Path, quantize: Any, adapters: Any, dtype: torch.dtype, model_class: Any = None
+    folder: str | Path,
+    quantize: Any,
+    adapters: Any,
+    dtype: torch.dtype,
+    model_class: Any = None,
+    map_in: str | Path | None = None,
 ) -> nn.Module:
     """Load a model for training, with the arguments of `Relay.from_pretrained`.
 
+    Args:
+        map_in: folder on a disk with room for the quantised model, whose parameters are then mapped from files there. These
+            have no names, and are freed with the tensors. Default: parameters are in memory.
+
     Raises:
+        OSError: the disk of `map_in` is full.
         ValueError: no such files, an unknown name of a quantisation, or a model of a class that transformers lacks.
     """
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -40,6 +58,8 @@ def load_pretrained(
         opened = {
             path: stack.enter_context(safe_open(path, "pt", backend="pread")) for path in dict.fromkeys(files.values())
         }
+        if map_in is not None:
+            stack.enter_context(_mapping_parameters(Path(map_in)))
         slices = {name: _StoredTensor(opened[path].get_slice(name)) for name, path in files.items()}
         made = _class_of(model_class, config, folder).from_pretrained(None, state_dict=slices, **options)
     if adapters is not None:
@@ -61,6 +81,44 @@ class _StoredTensor:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stored, name)
+
+
+@contextmanager
+def _mapping_parameters(folder: Path) -> Iterator[None]:
+    """Move the values of each parameter that a module gets to a file, with the statistics of its quantisation."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def move(module: nn.Module, name: str, param: Any) -> None:
+        if param is None or param.is_meta:
+            return
+        codes = param.data.data_ptr()
+        param.data = _in_file(param.data, folder)
+        if (state := getattr(param, "quant_state", None)) is not None:  # of a Linear4bit
+            for part in (state, state.state2) if state.nested else (state,):
+                part.absmax = _in_file(part.absmax, folder)
+        if (CB := getattr(param, "CB", None)) is not None and CB.data_ptr() == codes:  # of a Linear8bitLt
+            param.CB = param.data
+
+    handle = register_module_parameter_registration_hook(move)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _in_file(tensor: torch.Tensor, folder: Path) -> torch.Tensor:
+    """Return a tensor mapped from a new file; small ones, and mapped ones, as they are."""
+    if tensor.nbytes < _PAGE or not tensor.is_contiguous() or tensor.untyped_storage().filename is not None:
+        return tensor
+    descriptor, path = tempfile.mkstemp(dir=folder)
+    try:
+        remedy = "Give a folder with room for the quantised model twice: once while it is loaded, once in records"
+        with open(descriptor, "wb") as file, explain_full_disk(folder, tensor.nbytes, remedy):
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        mapped = torch.from_file(path, shared=True, size=tensor.nbytes, dtype=torch.uint8)
+    finally:
+        os.unlink(path)
+    return mapped.view(tensor.dtype).view(tensor.shape)
 
 
 def _quantization(quantize: Any, dtype: torch.dtype) -> Any:

@@ -81,8 +81,8 @@ class RelayTrainer(Trainer):
     there, so results differ in rounding. Micro-batches draw random numbers from `RelayConfig.micro_batch_seed`, with the
     trainer's seed. Caches of keys and values are off; a plain trainer leaves that of an encoder-decoder on.
 
-    A callback's `on_pre_optimizer_step` runs after the update and without gradients, with a warning. A gradient that is not
-    finite raises `NonFiniteError`. A subclass may override `create_optimizer` as with the plain trainer.
+    A callback's `on_pre_optimizer_step` runs after the update, with a warning, and reading a gradient in it raises. A gradient
+    that is not finite raises `NonFiniteError`. A subclass may override `create_optimizer` as with the plain trainer.
     The relay exists from the first step or evaluation on, also after `train`; ``trainer.relay.close()`` ends it.
 
     Args:
@@ -279,9 +279,9 @@ class RelayTrainer(Trainer):
         if names and not self._relay_has_warned:
             self._relay_has_warned = True
             warnings.warn(
-                f"{names[0]}.on_pre_optimizer_step runs after the relay's update, so it finds new weights and no gradients, and "
-                "changes none. To clip, use TrainingArguments(max_grad_norm=...); the norm is logged as grad_norm. To read or "
-                "change gradients, use trainer.relay.optimizer.register_step_pre_hook(hook) with "
+                f"{names[0]}.on_pre_optimizer_step runs after the relay's update, so it finds new weights, and reading a "
+                "gradient raises. To clip, use TrainingArguments(max_grad_norm=...); the norm is logged as grad_norm. To read "
+                "or change gradients, use trainer.relay.optimizer.register_step_pre_hook(hook) with "
                 "relay_config=RelayConfig(update='deferred'). A callback that needs neither may stay, or use on_optimizer_step",
                 stacklevel=3,
             )

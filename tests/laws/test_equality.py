@@ -21,10 +21,10 @@ from oracle import (
     micro_batches_of,
     run_both,
 )
-from patience import rarely
+from patience import rarely, with_extra
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from zoo import BY_NAME, IGNORED, KINDS, Chain, Kind, ResidualMlp, loss_of
+from zoo import BY_NAME, IGNORED, KINDS, QUANTISED_KINDS, Chain, Kind, ResidualMlp, loss_of
 
 from l2l_core import Relay, RelayConfig
 
@@ -39,7 +39,7 @@ stashes = pytest.mark.parametrize("stash", ["device", "host"])
 
 @pytest.mark.all_cases
 @stashes
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", [*KINDS, *with_extra(QUANTISED_KINDS, "quant", "bitsandbytes", "peft")], ids=str)
 def test_every_kind(kind: Kind, stash: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five AdamW steps with decay groups, dropout on, an uneven last micro-batch (3, 3 and 1 rows)."""
     monkeypatch.setattr("l2l_core.schedule_rules.MIN_CHUNK_BYTES", 64)  # so that small layers trickle as large ones do

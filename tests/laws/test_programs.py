@@ -13,6 +13,7 @@ import torch
 from patience import rarely
 from program import Layer, Program, Settings
 from program_batch import Worker, run_all
+from program_blocks import FROZEN_DTYPES
 from program_reduce import reduce
 from program_run import BAD, Untrainable, judge
 from programs import FEATURES, draw, summary
@@ -20,10 +21,10 @@ from programs import FEATURES, draw, summary
 from l2l_core import Relay, StepResult, TornStep
 
 
-def check(first: int, count: int) -> None:
-    outcomes = list(run_all(map(draw, range(first, first + count))))
+def check(first: int, count: int, frozen: bool = False) -> None:
+    outcomes = list(run_all(draw(seed, frozen) for seed in range(first, first + count)))
     assert not any(outcome.is_bad for outcome in outcomes), (
-        f"python tests/support/programs.py --reduce SEED\n{summary(outcomes)}"
+        f"python tests/support/programs.py {'--frozen ' if frozen else ''}--reduce SEED\n{summary(outcomes)}"
     )
     kinds = Counter(outcome.kind for outcome in outcomes)
     assert kinds["held"] > 0.7 * count, kinds
@@ -33,6 +34,17 @@ def check(first: int, count: int) -> None:
 @pytest.mark.parametrize("first", [0, *map(rarely, range(50, 200, 50))])
 def test_programs(first: int) -> None:
     check(first, 50)
+
+
+def test_programs_with_frozen_dtypes() -> None:
+    outcomes = [judge(draw(seed, frozen=True)) for seed in (0, 9, 10, 20, 38, 50)]  # every dtype
+    assert {outcome.kind for outcome in outcomes} == {"held"}, summary(outcomes)
+    assert {name for outcome in outcomes for name in outcome.features} >= {f"frozen {name}" for name in FROZEN_DTYPES}
+
+
+@pytest.mark.slow
+def test_many_programs_with_frozen_dtypes() -> None:
+    check(0, 500, frozen=True)
 
 
 @pytest.mark.slow
@@ -68,6 +80,12 @@ def test_kept_program(program: Program, worker: Worker) -> None:
 def test_every_feature_is_drawn() -> None:
     drawn = Counter(name for seed in range(600) for name in draw(seed).features)
     assert not set(FEATURES) - set(drawn), set(FEATURES) - set(drawn)
+
+
+def test_every_frozen_dtype_is_drawn_and_never_without_being_asked_for() -> None:
+    drawn = {name for seed in range(20) for name in draw(seed, frozen=True).features if name.startswith("frozen ")}
+    assert {f"frozen {name}" for name in FROZEN_DTYPES} <= drawn
+    assert not any("self.code" in draw(seed).source() for seed in range(20))
 
 
 def test_half_of_the_programs_have_one_exotic_feature_or_none() -> None:

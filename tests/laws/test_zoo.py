@@ -4,12 +4,14 @@ from collections import Counter
 
 import pytest
 import torch
+from patience import with_extra
 from torch import Tensor, nn
-from zoo import BY_NAME, KEPT_DTYPES, KINDS, Kind, loss_of
+from zoo import BY_NAME, KEPT_DTYPES, KINDS, QUANTISED_KINDS, Kind, loss_of
 
 from l2l_core.model.layer_selection import resolve_layers
 
-every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
+EXTRA = with_extra(QUANTISED_KINDS, "quant", "bitsandbytes", "peft")
+every_kind = pytest.mark.parametrize("kind", [*KINDS, *EXTRA], ids=str)
 
 
 def train_twice(kind: Kind) -> tuple[nn.Module, list[Tensor]]:

@@ -6,6 +6,7 @@ something is slow. pytest's own limit (pyproject.toml) is far more, so that it i
 
 import time
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -21,6 +22,13 @@ def rarely(*values: Any) -> Any:
 def sampled(values: Iterable[Any], every: int = 3) -> list[Any]:
     """Every third value of a parameter; the others only in the long run."""
     return [value if at % every == 0 else rarely(value) for at, value in enumerate(values)]
+
+
+def with_extra(values: Iterable[Any], extra: str, *libraries: str) -> list[Any]:
+    """Values of a parameter that skip where the libraries of an extra are not installed."""
+    is_missing = any(find_spec(library) is None for library in libraries)
+    skip = pytest.mark.skipif(is_missing, reason=f"the extra {extra} is not installed")
+    return [pytest.param(value, marks=skip) for value in values]
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = HANG_S) -> None:

@@ -261,3 +261,31 @@ BLOCK_FEATURES: dict[str, Callable[[Draft, random.Random], bool]] = {
     ),
     "scalar out": _returns([], [], "return h, h.pow(2).mean()", ["{v}, {w} = {call}", "{v} = {v} / (1 + {w})"]),
 }
+
+
+def _frozen(make: str, use: str) -> Callable[[Draft, random.Random], bool]:
+    return _adds(f"self.code = nn.Parameter({make}, requires_grad=False)", use)
+
+
+_CAST = "h = h + F.linear(h, self.code.to(h.dtype))"
+_SMALL = "torch.randn(8, 8) * 0.2"
+# Of parameters that are not trained and keep their dtypes: name of the dtype -> as above. Drawn on request alone, so that a
+# seed that was drawn before stays the same program.
+FROZEN_DTYPES: dict[str, Callable[[Draft, random.Random], bool]] = {
+    "int8": _frozen(
+        "torch.randint(-127, 128, (8, 8), dtype=torch.int8)", "h = h + F.linear(h, self.code.to(h.dtype) / 400)"
+    ),
+    "uint8": _frozen(  # two codes of 4 bits in each
+        "torch.randint(0, 256, (8, 4), dtype=torch.uint8)",
+        "h = h + F.linear(h, torch.stack((self.code & 15, self.code >> 4), -1).flatten(1).to(h.dtype) / 40 - 0.2)",
+    ),
+    "float16": _frozen(f"({_SMALL}).half()", _CAST),
+    "bfloat16": _frozen(f"({_SMALL}).bfloat16().t()", _CAST),
+    "float8_e4m3fn": _frozen(f"({_SMALL}).to(torch.float8_e4m3fn)", _CAST),
+    "float8_e5m2": _frozen(f"({_SMALL}).to(torch.float8_e5m2)", _CAST),
+    "bool": _frozen("torch.rand(8) < 0.3", "h = h.masked_fill(self.code, 0.0)"),
+    "complex64": _frozen(
+        "torch.randn(5, dtype=torch.complex64)",
+        "h = torch.fft.irfft(torch.fft.rfft(h.float()) * self.code, 8).to(h.dtype)",
+    ),
+}

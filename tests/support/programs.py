@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 from program import ROWS, Program, Settings  # noqa: E402
-from program_blocks import BLOCK_FEATURES, draw_block  # noqa: E402
+from program_blocks import BLOCK_FEATURES, FROZEN_DTYPES, draw_block  # noqa: E402
 from program_features import SHELL_FEATURES  # noqa: E402
 from program_shell import Shell  # noqa: E402
 
@@ -28,13 +28,18 @@ _HOW_MANY = [0, 1, 2, 3, 4], [8, 42, 25, 15, 10]  # exotic features of a program
 _LOSSES = ["out.pow(2).mean()", "F.cross_entropy(out[:, -1], y)", "F.mse_loss(out, x)", "0.01 * out.abs().sum()"]
 
 
-def draw(seed: int) -> Program:
-    """The program of a seed, the same one always."""
+def draw(seed: int, frozen: bool = False) -> Program:
+    """The program of a seed, the same one always; with `frozen`, with parameters of other dtypes that are not trained."""
     rng = random.Random(seed)
     drafts = [draw_block(rng) for _ in range(rng.choice([2, 2, 3, 3, 4, 5]))]
+    dtypes = [rng.choice([*FROZEN_DTYPES, None]) for _ in drafts] if frozen else []
+    for draft, name in zip(drafts, dtypes, strict=False):
+        if name is not None:
+            FROZEN_DTYPES[name](draft, rng)
     features = rng.sample(FEATURES, rng.choices(*_HOW_MANY)[0])
     had = [name for name in features if name in BLOCK_FEATURES and BLOCK_FEATURES[name](rng.choice(drafts), rng)]
     had += [name for name in features if name in SHELL_FEATURES]
+    labels = [f"frozen {name}" for name in dtypes if name is not None] + had
     shell = Shell(rng, drafts)
     actions: list[str | int] = [*range(len(drafts))]
     for name in had:
@@ -55,7 +60,7 @@ def draw(seed: int) -> Program:
     loss = " + ".join([rng.choice(_LOSSES), *shell.loss])
     layers = [draft.layer() for draft in drafts]
     return Program(
-        seed, layers, shell.needed(), shell.lines, ["out = model(x, y)", f"return {loss}"], _draw_settings(rng), had
+        seed, layers, shell.needed(), shell.lines, ["out = model(x, y)", f"return {loss}"], _draw_settings(rng), labels
     )
 
 
@@ -78,7 +83,7 @@ def _draw_settings(rng: random.Random) -> Settings:
 
 def drawn(options: argparse.Namespace, seed: int) -> Program:
     """The program of a seed, in the schedule that was asked for."""
-    program = draw(seed)
+    program = draw(seed, options.frozen)
     if options.schedule is None:
         return program
     return replace(program, settings=replace(program.settings, schedule=options.schedule, stash="device"))
@@ -89,6 +94,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--schedule", help="of all of them, in place of the drawn one")
+    parser.add_argument("--frozen", action="store_true", help="layers have frozen parameters of other dtypes")
     parser.add_argument("--seeds", type=int, nargs="+", help="these, in place of --first and --count")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--all", action="store_true", help="a line for every program")

@@ -524,6 +524,12 @@ def _lora_on(base: Callable[[nn.Linear], nn.Module]) -> nn.Module:
     return model
 
 
+def _on_bitsandbytes(bits: int) -> nn.Module:
+    from quantised import quantised  # not at the top: it imports the libraries
+
+    return _lora_on(lambda linear: quantised(linear, bits))
+
+
 def _lora() -> nn.Module:
     model = adapted(Chain(_blocks()), "fc1", "fc2")
     model.layers[2].requires_grad_(False)
@@ -778,5 +784,15 @@ KINDS: list[Kind] = [
     ),
 ]
 BY_NAME: dict[str, Kind] = {kind.name: kind for kind in KINDS}
+# Kinds on layers of bitsandbytes, which not every machine has: not among KINDS, whose hashes are the same everywhere.
+QUANTISED_KINDS: list[Kind] = [
+    _pairs("lora_nf4", lambda: _on_bitsandbytes(4), note="adapters on NF4, whose scales and tables are loaded with it"),
+    _pairs("lora_8_bits", lambda: _on_bitsandbytes(8), note="adapters on 8 bits, which compute in float16"),
+]
 # Kinds with frozen parameters of other dtypes than float32.
-KEPT_DTYPES = {"lora_int8": torch.int8, "lora_float16": torch.float16}
+KEPT_DTYPES = {
+    "lora_int8": torch.int8,
+    "lora_float16": torch.float16,
+    "lora_nf4": torch.uint8,
+    "lora_8_bits": torch.int8,
+}

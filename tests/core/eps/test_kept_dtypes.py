@@ -144,6 +144,8 @@ if bitsandbytes is not None:
         "8 bits": eight_bits,
     }
 BASES |= LIBRARY
+# Every one of them takes a minute, so the default run has NF4, and `-m slow` the others
+LIBRARY_CASES = [pytest.param(name, marks=pytest.mark.slow if name != "nf4" else ()) for name in LIBRARY]
 
 
 class Layer(nn.Module):
@@ -266,10 +268,14 @@ SETTINGS: list[dict[str, Any]] = [
     {"update": "deferred", "max_grad_norm": 0.1},
     {"rollback": True, "ahead": 2},
 ]
-CASES: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+CASES: list[Any] = [
     *(((), settings) for settings in SETTINGS),  # every dtype in one model
     *(((dtype,), {"stash": "host"}) for dtype in (*DTYPES, *LIBRARY)),
-    *(((dtype,), settings) for dtype in LIBRARY for settings in ({"schedule": "depth_first"}, {"keep": 2})),
+    *(
+        pytest.param((dtype,), settings, marks=pytest.mark.slow)
+        for dtype in LIBRARY
+        for settings in ({"schedule": "depth_first"}, {"keep": 2})
+    ),
 ]
 
 
@@ -311,7 +317,7 @@ def padded(params: list[nn.Parameter]) -> int:
 
 
 @pytest.mark.all_cases
-@pytest.mark.parametrize("dtype", [*DTYPES, *LIBRARY], ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, *LIBRARY_CASES], ids=str)
 def test_loads_and_slots_have_the_bytes_of_the_dtypes(dtype: torch.dtype) -> None:
     with make_relay(make_model(dtype)) as relay:
         result = relay.step(batch_of(0))
@@ -504,7 +510,9 @@ EDITS: dict[str, Callable[[Any], list[Any]]] = {
 
 
 @pytest.mark.all_cases
-@pytest.mark.parametrize("dtype", [torch.int8, *LIBRARY], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, *(pytest.param(name, marks=pytest.mark.slow) for name in LIBRARY)], ids=str
+)
 @pytest.mark.parametrize("name", EDITS)
 def test_edits_and_their_inverses(name: str, dtype: Any, tmp_path: Path) -> None:
     """The edited model trains as in core, a save of it goes on, and an undo is exact."""

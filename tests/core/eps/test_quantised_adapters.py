@@ -67,11 +67,13 @@ def test_three_steps_as_in_core(family: str, kind: str, bits: int) -> None:
     check_three_steps(family, kind, bits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_kept_graphs(kind: str) -> None:
     check_three_steps("llama", kind, 4, stash="device", keep=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["LoRA", "DoRA"])
 def test_depth_first_and_evaluation(kind: str) -> None:
     made = adapted("llama", kind, 4)

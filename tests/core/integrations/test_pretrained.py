@@ -15,6 +15,9 @@ from torch import nn
 from zoo import BY_NAME
 
 from l2l_core import EmulatedDevice, FileShelf, Relay, RelayConfig
+from l2l_core.eps.blocks import quantised_parts
+from l2l_core.integrations import load_pretrained
+from l2l_core.shelf import initial_weights
 
 CONFIG = RelayConfig(micro_batches=3, stash="host", seed=0)
 KIND = BY_NAME["llama"]
@@ -80,7 +83,7 @@ def needs_libraries() -> None:
         pytest.importorskip(library, reason="the extra quant is not installed")
 
 
-@pytest.mark.parametrize("bits", ["nf4", "int8"])
+@pytest.mark.parametrize("bits", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_adapters_on_a_quantised_base_train_as_in_core(bits: str, folder: Path, tmp_path: Path) -> None:
     needs_libraries()
     options: dict[str, Any] = {"quantize": bits, "adapters": lora(), "device": EmulatedDevice(), "config": CONFIG}
@@ -94,6 +97,42 @@ def test_adapters_on_a_quantised_base_train_as_in_core(bits: str, folder: Path, 
     shelf = FileShelf(folder=tmp_path / "shelf", memory_bytes="8 MB")
     with Relay.from_pretrained(folder, trained_adamw, shelf=shelf, **options) as relay:
         check_three_steps(relay, quantised_twin(folder, bits))
+
+
+def test_a_shelf_is_filled_from_mapped_files(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but small tensors are mapped from files until they are in a record, and none of these files is left."""
+    monkeypatch.setattr("l2l_core.integrations.pretrained._PAGE", 64)
+    mapped: list[bool] = []
+    fill = initial_weights.fill_block
+
+    def watched(weights: Any, block: Any, values: Any, given: Any) -> None:
+        mapped.extend(value.untyped_storage().filename is not None for value in values if value.nbytes >= 64)
+        fill(weights, block, values, given)
+
+    monkeypatch.setattr("l2l_core.shelf.disk_backend.fill_block", watched)
+    shelf = FileShelf(folder=tmp_path / "shelf", memory_bytes="8 MB")
+    options: dict[str, Any] = {"shelf": shelf, "device": EmulatedDevice(), "config": CONFIG}
+    with Relay.from_pretrained(folder, trained_adamw, **options) as relay:
+        check_three_steps(relay, KIND.make_model())
+    assert len(mapped) > 20 and all(mapped)
+    assert not [*(tmp_path / "shelf").glob("tmp*")]
+
+
+@pytest.mark.parametrize("bits", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
+def test_codes_and_scales_are_mapped(bits: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_libraries()
+    monkeypatch.setattr("l2l_core.integrations.pretrained._PAGE", 1)
+    torch.manual_seed(1)
+    model: Any = load_pretrained(folder, bits, lora(), torch.float32, map_in=tmp_path)
+    params = [param for param in model.parameters() if not param.requires_grad]
+    assert all(param.untyped_storage().filename is not None for param in params)
+    twin = quantised_twin(folder, bits)
+    parts, theirs = quantised_parts(model.modules()), quantised_parts(twin.modules())
+    scales = [part for found in parts.values() for name, part in found.items() if "absmax" in name or name == "CB"]
+    assert scales and all(scale.untyped_storage().filename is not None for scale in scales)
+    pairs = zip(parts.values(), theirs.values(), strict=True)
+    assert all(torch.equal(ours[name], other[name]) for ours, other in pairs for name in other)
+    assert not differences(model, twin)
 
 
 def test_what_cannot_be_loaded_is_refused_with_a_remedy(folder: Path, tmp_path: Path) -> None:
@@ -121,7 +160,22 @@ def test_the_host_needs_the_memory_of_the_quantised_model(tmp_path: Path, monkey
     import pretrained
 
     params = pretrained.write_model(tmp_path, 3e8)
-    args = Namespace(cap="2 GB", dtype="bfloat16", rows=1, length=16)
+    args = Namespace(cap="2 GB", dtype="bfloat16", rows=1, length=16, memory="60 MB")
     seen = pretrained.in_process("relay", tmp_path, args)
     assert "error" not in seen, seen
     assert 280e6 < params and seen["stepped"] - seen["before"] < 2 * seen["weights"] < 2 * params, seen
+
+
+@pytest.mark.slow
+def test_a_shelf_needs_the_memory_of_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filling it takes less than loading the model does, by most of the quantised model."""
+    needs_libraries()
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[3] / "benchmarks")
+    import pretrained
+
+    pretrained.write_model(tmp_path, 3e8, vocabulary=1000)
+    args = Namespace(cap="2 GB", dtype="bfloat16", rows=1, length=16, memory="60 MB")
+    seen = {side: pretrained.in_process(side, tmp_path, args) for side in ("relay", "shelf")}
+    assert not any("error" in each for each in seen.values()), seen
+    loaded = {side: each["loaded"] - each["before"] for side, each in seen.items()}
+    assert loaded["shelf"] < loaded["relay"] - 0.7 * seen["relay"]["weights"], seen

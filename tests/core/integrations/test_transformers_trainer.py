@@ -274,7 +274,8 @@ class Scales(TrainerCallback):
 def test_a_callback_on_gradients_warns_and_a_hook_trains_as_it_would(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.1, "num_train_epochs": 1}
     warned = make(RelayTrainer, tmp_path / "warned", callbacks=[Scales()], **settings)
-    with pytest.warns(UserWarning, match=r"Scales\.on_pre_optimizer_step runs after the relay's update.*step_pre_hook"):
+    match = r"Scales\.on_pre_optimizer_step runs after the relay's update.*reading a gradient raises.*step_pre_hook"
+    with pytest.warns(UserWarning, match=match), pytest.raises(RuntimeError, match="this gradient is gone"):
         warned.train()
     warned.relay.close()
     plain = make(Trainer, tmp_path, callbacks=[Scales()], **settings)

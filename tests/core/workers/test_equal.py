@@ -61,7 +61,7 @@ def test_two_workers_with_other_settings(case: Case, two: Crew) -> None:
     assert_equal(two.run(train_beside_plain, case))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_adapters_on_a_quantised_base(bits: int, two: Crew) -> None:
     """Its codes, scales and tables are whole on both workers, and those of worker 0."""
     for library in ("bitsandbytes", "peft"):
