@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
@@ -29,7 +29,10 @@ from workbench.panels.notebook_cells import register_in_cell
 from workbench.panels.panel import failure_html
 from workbench.panels.selection import shared_selection
 from workbench.panels.style import style_sheet
-from workbench.pictures import layout_chart, page_bundle
+from workbench.pictures import Picture, layout_chart, page_bundle, rank_chart
+
+if TYPE_CHECKING:
+    from l2l_core.parallel import ParallelRun, PipelineRun
 
 _MODELS = {f"{row.billions:g}B": row.shape for row in MEGATRON_ROWS}
 _RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 3072, 4096)
@@ -42,14 +45,16 @@ class ParallelBench:
 
     ``workbench.Parallel("7.5B", ranks=64)`` as the last expression of a cell displays it, with sliders for the model, the
     ranks, their links and their memory. A click on a row, or an arrow key, selects a way and explains it. Below is the finder:
-    the fastest of all layouts that fits, and why others lose. Nothing is run: bytes are formulas, seconds are simulated
-    (`l2l_core/pipelines/layout_cost.py`).
+    the fastest of all layouts that fits, and why others lose. Nothing of it is run: bytes are formulas, seconds are simulated
+    (`l2l_core/pipelines/layout_cost.py`). A small run of `run_parallel` or `run_pipeline` can be shown below: rows, lanes and
+    memory of its ranks, measured.
 
     Args:
         model: a size of Megatron-LM's table, from "1.7B" to "1008B", or a `TransformerShape`.
         ranks: number of devices.
         rows: rows of a batch, over all ranks.
         cluster: figures of ranks and links; default: A100 with 80 GB in nodes of eight.
+        run: a run to show, as by `show`.
 
     Raises:
         ValueError: no such model, or numbers below 1.
@@ -62,6 +67,7 @@ class ParallelBench:
         *,
         rows: int = 512,
         cluster: RankCluster | None = None,
+        run: ParallelRun | PipelineRun | None = None,
     ) -> None:
         if isinstance(model, str) and model not in _MODELS:
             raise ValueError(f"model={model!r}: choose one of {', '.join(_MODELS)}, or give a TransformerShape")
@@ -90,12 +96,18 @@ class ParallelBench:
         published.show(layout_chart.published_table)
         for scrolls in (self._html, self._explanation, self._finder.widget, published.widget):
             scrolls.add_class("l2l-layouts")
-        parts = [self._title, self._picture, self._explanation, self._html, self._finder.widget, published.widget]
+        self._run: Sequence[Picture] = ()
+        self._run_html = ipywidgets.HTML(layout={"display": "none"})
+        self._run_html.add_class("l2l-layouts")
+        tables = [self._explanation, self._html, self._finder.widget, published.widget]
+        parts = [self._title, self._picture, *tables, self._run_html]
         self.widget = ipywidgets.VBox([style_sheet(), style, controls, *parts, LayerPicker(self, hint=_HINT)])
         self.widget.add_class("l2l-workbench")
         self._display = StillDisplay(self.widget, self.still)
         register_in_cell(self)
         self._draw()
+        if run is not None:
+            self.show(run)
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -126,6 +138,12 @@ class ParallelBench:
         if name not in names:
             raise ValueError(f"name={name!r}: choose one of {', '.join(names)}")
         self._selection.choose(layout_chart.layout_key(names.index(name)))
+
+    def show(self, run: ParallelRun | PipelineRun) -> None:
+        """Show a run below the table: a row per rank, then lanes and memory of each; another run replaces it."""
+        self._run = rank_chart.show_ranks(run)
+        self._run_html.value, self._run_html.layout.display = self._draw_run(), ""
+        self._display.update()
 
     def close(self, wait: bool = True) -> None:
         """Remove the widget from the page and leave the still in the notebook. Does nothing the second time."""
@@ -234,6 +252,13 @@ class ParallelBench:
         best = table.search.best or table.search.costs[0]
         return next(at for at, cost in enumerate(table.costs) if cost is best)
 
+    def _draw_run(self) -> str:
+        if not self._run:
+            return ""
+        first, *others = self._run
+        title = f'<div class="l2l-layout-title">{escape(first.table.title)}</div>'
+        return f"{title}{first.svg}{first.table.to_html(folded=False)}{''.join(each.svg for each in others)}"
+
     # -- on the page ---------------------------------------------------------------------------------------------------
 
     def still(self) -> Bundle:
@@ -245,9 +270,10 @@ class ParallelBench:
         html = (
             f"<style>{page_bundle.STYLE}{layout_chart.STYLE}</style>"
             f'<div class="l2l-layout-title">{escape(self._headline)}</div>{drawn.svg}{layout_chart.layout_html(table, at)}'
-            f"{layout_chart.layouts_html(table, self._settings, at)}{finder.to_html()}"
+            f"{layout_chart.layouts_html(table, self._settings, at)}{finder.to_html()}{self._draw_run()}"
         )
-        text = f"{self._headline}\n{drawn.table.to_text()}\n\n{finder.to_text()}"
+        tables = [drawn.table, finder, *(each.table for each in self._run[:1])]
+        text = f"{self._headline}\n" + "\n\n".join(table.to_text() for table in tables)
         return {"text/html": html, "image/svg+xml": drawn.svg, "text/plain": text}
 
     def __str__(self) -> str:

@@ -6,6 +6,7 @@ Begin reading at `pipeline_run.py`, then `rank_pipeline.py`, `pipeline_cut.py`, 
 """
 
 from l2l_core.parallel.parallel_run import ParallelRun as ParallelRun
+from l2l_core.parallel.parallel_run import WayRank as WayRank
 from l2l_core.parallel.parallel_run import run_parallel as run_parallel
 from l2l_core.parallel.parallel_task import ParallelTask as ParallelTask
 from l2l_core.parallel.parallel_traffic import settled_tcp_bytes as settled_tcp_bytes

@@ -1,7 +1,7 @@
 """Training in a pipeline of real processes on this machine.
 
 `run_pipeline` starts the ranks, trains some steps there on copies, and returns losses, gradients, weights and measurements. Under
-torchrun a program makes its rank's `Pipeline` itself (`rank_pipeline.py`).
+torchrun it trains on the ranks of the launcher, or a program makes its rank's `Pipeline` itself (`rank_pipeline.py`).
 
     >>> job = PipelineJob.of(model, batch, micro_batches=4)
     >>> run = run_pipeline(job, one_forward_one_backward(2, 4))
@@ -21,8 +21,10 @@ from torch.optim import Optimizer
 
 from l2l_core.parallel.pipeline_job import PipelineJob
 from l2l_core.parallel.rank_pipeline import Pipeline, RankReport
-from l2l_core.parallel.rank_pool import RankPool
+from l2l_core.parallel.rank_pool import RankPool, ranks_for
+from l2l_core.parallel.rank_trace import RankProfile, profiled_rank
 from l2l_core.pipelines import PipelinePlan
+from l2l_core.trace import Event
 
 Tensor = torch.Tensor
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -33,12 +35,14 @@ class PipelineRun:
     """Steps in a pipeline of real processes.
 
     Attributes:
+        way: name of the plan.
         losses: by step, the mean over the batch.
         gradients: of the last step, by name of parameter.
         state: parameters and buffers after the last step, by name; each from a rank whose stage has it.
         ranks: measurements of the last step.
     """
 
+    way: str
     losses: list[float]
     gradients: dict[str, Tensor]
     state: dict[str, Tensor]
@@ -55,6 +59,9 @@ def run_pipeline(
 ) -> PipelineRun:
     """Train some steps in a pipeline of processes on this machine, on copies of the model.
 
+    Within `launched_rank` every rank calls it, and it trains on the ranks of the launcher. The last step is profiled, for the
+    messages and the update in its trace (`rank_trace.py`).
+
     Args:
         job: model and batch; what it holds is pickled, so that a loss is a function in a module.
         plan: the schedule.
@@ -66,14 +73,14 @@ def run_pipeline(
     Raises:
         RankError: a rank failed or was lost; the message has its cause.
     """
-    with nullcontext(pool) if pool is not None else RankPool(len(plan.ranks)) as ranks:
+    with ranks_for(len(plan.ranks), pool) as ranks:
         answers = ranks.run(train_rank, job, plan, steps, optimizer, options)
     losses = next(answer.losses for answer in answers if answer.losses)
     gradients, state = {}, {}
     for answer in answers:
         gradients |= answer.gradients
         state |= answer.state
-    return PipelineRun(losses, gradients, state, [answer.report for answer in answers])
+    return PipelineRun(plan.name, losses, gradients, state, [answer.report for answer in answers])
 
 
 @dataclass(frozen=True)
@@ -100,12 +107,19 @@ def train_rank(
     own = pipeline.parameters()
     update = optimizer([param for param in own.values() if param.requires_grad]) if optimizer else None
     losses = []
-    for _ in range(steps):
+    for step in range(steps):
         for param in own.values():
             param.grad = None
-        losses.append(pipeline.step())
-        if update is not None:
-            update.step()
+        with profiled_rank() if step == steps - 1 else nullcontext() as profile:
+            losses.append(pipeline.step())
+            trace = pipeline.report.trace
+            if update is not None:
+                began_s = trace.now()
+                update.step()
+                trace.add(Event("compute", "update", began_s, trace.now()))
+        if profile is not None:
+            for event in RankProfile(profile, trace.began_s).messages(since_s=0.0):
+                trace.add(event)
     gradients = {name: param.grad for name, param in own.items() if param.grad is not None}
     state = {name: param.detach() for name, param in own.items()} | pipeline.buffers()
     return RankResult([loss for loss in losses if loss is not None], gradients, state, pipeline.report)

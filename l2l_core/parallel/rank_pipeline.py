@@ -138,9 +138,8 @@ class Pipeline:
             The mean loss on the rank that has the last stage, else None.
         """
         report = self.report = RankReport(self.rank)
-        report.trace = trace = Trace(
-            step=self.steps, device="gloo", worker=WorkerInfo(self.rank, dist.get_world_size())
-        )
+        worker = WorkerInfo(self.rank, dist.get_world_size(), began_s=time.perf_counter())
+        report.trace = trace = Trace(step=self.steps, device="gloo", worker=worker)
         m, has_last = len(self.job.micro_batches), any(each.is_last for each in self.stages)
         losses: list[Tensor] = []
         ledger = Ledger("device", "Device memory")

@@ -6,6 +6,7 @@ closes its connections: the others' communication fails at once, or at the timeo
 
 from __future__ import annotations
 
+import copy
 import gc
 import multiprocessing
 import os
@@ -13,7 +14,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -123,6 +124,38 @@ class RankPool:
         self.close(_END_S if error is None else 0.0)
 
 
+class LaunchedRanks:
+    """The ranks of a launcher as a pool: this process is one of them, and each calls `run` alike.
+
+    Use it within `launched_rank`.
+    """
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``function(rank, count, *args)`` here, on copies of the arguments; return the results of all ranks."""
+        count = dist.get_world_size()
+        results: list[Any] = [None] * count
+        dist.all_gather_object(results, function(dist.get_rank(), count, *copy.deepcopy(args)))
+        return results
+
+
+@contextmanager
+def ranks_for(count: int, pool: RankPool | None) -> Iterator[RankPool | LaunchedRanks]:
+    """Yield the given pool, else the ranks of the launcher, else a new pool for the block.
+
+    Raises:
+        ValueError: the pool or the launcher has another number of ranks.
+    """
+    there = len(pool.processes) if pool else dist.get_world_size() if dist.is_initialized() else count
+    if there != count:
+        kind = "pool" if pool else "launcher"
+        raise ValueError(f"ranks={count}, and the {kind} has {there}: give both the same number")
+    if pool is None and dist.is_initialized():
+        yield LaunchedRanks()
+        return
+    with nullcontext(pool) if pool is not None else RankPool(count) as ranks:
+        yield ranks
+
+
 def _dump(request: tuple[Callable[..., Any], tuple[Any, ...]]) -> bytes:
     # Not through `Connection.send`, which would put tensors into memory that ranks share with this process.
     function = request[0]
@@ -178,6 +211,8 @@ def end_process_group(together: bool = True) -> None:
 def launched_rank(timeout_s: float = 60.0) -> Iterator[tuple[int, int]]:
     """Join the process group of torchrun or mpirun inside the block; yields the rank and the number of ranks.
 
+    There `run_parallel` and `run_pipeline`, called by every rank alike, train in it and return all ranks' results to each.
+
     Raises:
         RuntimeError: the process was not started by a launcher.
     """
@@ -185,7 +220,7 @@ def launched_rank(timeout_s: float = 60.0) -> Iterator[tuple[int, int]]:
     if not launcher:
         raise RuntimeError(
             "no launcher has started this process: run it by `torchrun --standalone --nproc-per-node 2 train.py`, or call "
-            "run_pipeline, which starts ranks by itself"
+            "run_pipeline or run_parallel outside of this block, which start ranks by themselves"
         )
     init_process_group(launcher, rank, count, timeout_s)
     is_good = False

@@ -5,12 +5,7 @@ On top of them, the costs of a large transformer on many ranks by formula and si
 Begin reading at `pipeline_plan.py`, then `pipeline_schedules.py`; of the costs, at `layout_cost.py`.
 """
 
-from l2l_core.pipelines.layout_cost import MESSAGES as MESSAGES
-from l2l_core.pipelines.layout_cost import PARTS as PARTS
-from l2l_core.pipelines.layout_cost import LayoutCost as LayoutCost
-from l2l_core.pipelines.layout_cost import RankCluster as RankCluster
-from l2l_core.pipelines.layout_cost import RankLayout as RankLayout
-from l2l_core.pipelines.layout_cost import check_layout as check_layout
+from l2l_core.pipelines.layout_cost import cut_layout as cut_layout
 from l2l_core.pipelines.layout_cost import layout_cost as layout_cost
 from l2l_core.pipelines.layout_search import LAYOUT_WAYS as LAYOUT_WAYS
 from l2l_core.pipelines.layout_search import LayoutSearch as LayoutSearch
@@ -42,5 +37,11 @@ from l2l_core.pipelines.pipeline_simulation import RankSpeeds as RankSpeeds
 from l2l_core.pipelines.pipeline_simulation import StageCost as StageCost
 from l2l_core.pipelines.pipeline_simulation import TimedAction as TimedAction
 from l2l_core.pipelines.pipeline_simulation import simulate_pipeline as simulate_pipeline
+from l2l_core.pipelines.rank_layout import MESSAGES as MESSAGES
+from l2l_core.pipelines.rank_layout import PARTS as PARTS
+from l2l_core.pipelines.rank_layout import LayoutCost as LayoutCost
+from l2l_core.pipelines.rank_layout import RankCluster as RankCluster
+from l2l_core.pipelines.rank_layout import RankLayout as RankLayout
+from l2l_core.pipelines.rank_layout import check_layout as check_layout
 from l2l_core.pipelines.transformer_shape import TransformerShape as TransformerShape
 from l2l_core.pipelines.transformer_shape import state_bytes as state_bytes

@@ -1,7 +1,7 @@
 """Ways to train a large model over ranks, side by side, and the search for the fastest that fits.
 
 Each way is a set of layouts: all divisions of the ranks over tensor x pipeline x data that its rules allow, with its choices of
-recompute and offload. No program over layers is needed to cut stages, since layers are equal. Everything found is by formula and
+recompute and offload. Layers are cut into stages by dynamic programming (`cut_stages`). Everything found is by formula and
 simulated (`layout_cost.py`).
 """
 
@@ -10,25 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from l2l_core.pipelines.layout_cost import (
-    LayoutCost,
-    Offload,
-    RankCluster,
-    RankLayout,
-    Recompute,
-    check_layout,
-    layout_bounds,
-    layout_cost,
-)
+from l2l_core.pipelines.layout_cost import cut_layout, layout_bounds, layout_cost
+from l2l_core.pipelines.rank_layout import LayoutCost, Offload, RankCluster, RankLayout, Recompute, check_layout
 from l2l_core.pipelines.transformer_shape import TransformerShape
 from l2l_core.trace import format_bytes
 
 RECOMPUTES: Sequence[Recompute] = ("nothing", "attention", "layers")
 OFFLOADS: Sequence[Offload] = ("nothing", "activations")
-SETTINGS = ("tensor", "pipeline", "data", "zero", "recompute", "offload")  # that the finder chooses
+SETTINGS = ("tensor", "pipeline", "data", "schedule", "zero", "recompute", "offload")  # that the finder chooses
 _MICRO_BATCHES = (1, 2, 4, 8)  # rows; a pipeline takes one, since more lengthen the bubble and keep more
 _ALIKE = 1e-6  # relative difference of seconds that are rounded
 _MOST_RANKS = 16  # of a pipeline; longer ones take seconds to simulate
@@ -61,7 +54,7 @@ class LayoutSearch:
         cluster: figures of the ranks.
         costs: of the layouts that could be the best; if none fits, of the smallest.
         too_large: number of layouts that need more memory than there is, even with the fewest activations.
-        too_slow: number of layouts that take longer than the best even if no rank waits for another.
+        too_slow: number of layouts that take longer than the best by a lower bound of their seconds.
     """
 
     cluster: RankCluster
@@ -88,10 +81,20 @@ class LayoutSearch:
         best = self.best
         assert best is not None  # this one fits
         if cost.step_s <= best.step_s * (1 + _ALIKE):
-            return "the fastest that fits" if cost.layout == best.layout else "fits; as fast as the fastest"
+            return _praise(cost.layout) if cost.layout == best.layout else "fits; as fast as the fastest"
         more = {part: seconds - best.seconds[part] for part, seconds in cost.seconds.items()}
         part = max(more, key=lambda name: more[name])
         return f"fits; {_factor(cost.step_s / best.step_s)} as long: {_LONGER[part]} {_seconds(more[part])} more"
+
+
+def _praise(layout: RankLayout) -> str:
+    cut, p = layout.cut, layout.pipeline
+    fewer = (
+        ""
+        if cut is None or sum(cut[p - 1 :: p]) >= max(sum(cut[rank::p]) for rank in range(p))
+        else ("; the last rank has fewer layers, since it runs the output")
+    )
+    return f"the fastest that fits{fewer}"
 
 
 _LONGER = {
@@ -116,8 +119,8 @@ def search_layouts(
 ) -> LayoutSearch:
     """Find the fastest layout that fits.
 
-    Exact: a layout is left out only if its bytes without most activations do not fit, or if its seconds without any wait are
-    longer than those of a layout that fits.
+    Layers are cut into stages by `cut_layout`. A layout is left out only if no cut of it fits, by its bytes without most
+    activations, or if a lower bound of its seconds is longer than a layout that fits takes.
 
     Args:
         shape: the model.
@@ -134,13 +137,18 @@ def search_layouts(
     for at, layout in enumerate(left):
         if bounds[layout][1] >= best_s:
             return _sorted(cluster, costs, len(bounds) - len(left), len(left) - at)
-        costs.append(layout_cost(shape, cluster, layout, rows))
+        costs.append(_cost_of_cut(shape, cluster, layout, rows))
         if costs[-1].device_bytes <= cluster.memory_bytes:
             best_s = min(best_s, costs[-1].step_s)
     if best_s == math.inf and len(bounds) > len(left):
         smallest = min(bounds.keys() - {*left}, key=lambda each: (bounds[each][0], each.micro_batch))
-        costs.append(layout_cost(shape, cluster, smallest, rows))
+        costs.append(_cost_of_cut(shape, cluster, smallest, rows))
     return _sorted(cluster, costs, len(bounds) - len(left))
+
+
+@lru_cache(maxsize=4096)
+def _cost_of_cut(shape: TransformerShape, cluster: RankCluster, layout: RankLayout, rows: int) -> LayoutCost:
+    return layout_cost(shape, cluster, cut_layout(shape, cluster, layout, rows), rows)
 
 
 def _sorted(cluster: RankCluster, costs: Iterable[LayoutCost], too_large: int = 0, too_slow: int = 0) -> LayoutSearch:
@@ -154,8 +162,8 @@ def _sorted(cluster: RankCluster, costs: Iterable[LayoutCost], too_large: int = 
 def find_layout(shape: TransformerShape, cluster: RankCluster, rows: int) -> LayoutSearch:
     """Find the fastest layout of `all_layouts` that fits, and others to compare it with.
 
-    `costs` has the best layout, and the best with each other value of tensor, pipeline, data, zero, recompute and offload; `why`
-    explains them.
+    `costs` has the best layout, also with stages as equal as may be, and the best with each other value of tensor, pipeline,
+    data, schedule, zero, recompute and offload; `why` explains them.
     """
     every = [*all_layouts(cluster.ranks)]
     found = search_layouts(shape, cluster, rows, every)
@@ -163,6 +171,10 @@ def find_layout(shape: TransformerShape, cluster: RankCluster, rows: int) -> Lay
         return found
     first = found.costs[0].layout
     others = dict.fromkeys(each.layout for each in found.costs[:1])
+    if first.cut is not None:
+        stages = len(first.cut)
+        equal = tuple(shape.layers // stages + (stage < shape.layers % stages) for stage in range(stages))
+        others[replace(first, cut=equal)] = None
     for name in SETTINGS:
         for value in dict.fromkeys(getattr(each, name) for each in every):
             if value != getattr(first, name):
@@ -178,11 +190,10 @@ def _is_possible(shape: TransformerShape, cluster: RankCluster, layout: RankLayo
     except ValueError:
         return False
     p, v = layout.pipeline, layout.stages
-    is_even = layout.is_relay or shape.layers % (p * v) == 0
-    rounds = v == 1 or count % p == 0
+    rounds = v == 1 or (count % p == 0 and shape.layers % (p * v) == 0)
     # Ranks that take the next layer in turn read one host's memory.
     most = cluster.node if layout.is_relay else _MOST_RANKS
-    return layout.tensor <= cluster.node and is_even and rounds and p <= most
+    return layout.tensor <= cluster.node and rounds and p <= most
 
 
 # -- candidates --------------------------------------------------------------------------------------------------------
@@ -199,12 +210,16 @@ def divisions(ranks: int, tensor: bool, pipeline: bool, data: bool = True) -> It
 def all_layouts(ranks: int) -> Iterator[RankLayout]:
     """Yield the layouts of the finder: tensor x pipeline x data x recompute x offload.
 
-    With ZeRO 0, 1 and 3; pipelines are 1F1B, also interleaved with 2 or 4 stages per rank.
+    With ZeRO 0, 1 and 3; pipelines are 1F1B, also interleaved with 2 or 4 stages per rank. Last are those with weights on the
+    hosts: loaded for each micro-batch, or by relays, whose ranks may take layers in turn.
     """
     for (t, p, d), recompute, offload in product(divisions(ranks, True, True), RECOMPUTES, OFFLOADS):
         for zero in (0, 1, 3) if d > 1 else (0,):
             base = RankLayout(t, p, d, zero=zero, recompute=recompute, offload=offload)
             yield from _in_micro_batches(base) if p == 1 else _in_stages(base)
+    for recompute in RECOMPUTES:
+        yield from _over_data(ranks, zero=3, recompute=recompute, offload="weights")
+    yield from (RankLayout(1, p, d, schedule="Relay") for _, p, d in divisions(ranks, False, True))
 
 
 def _in_micro_batches(base: RankLayout) -> Iterator[RankLayout]:

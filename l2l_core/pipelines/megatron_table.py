@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from l2l_core.pipelines.layout_cost import RankCluster, RankLayout, layout_cost
+from l2l_core.pipelines.layout_cost import layout_cost
+from l2l_core.pipelines.rank_layout import RankCluster, RankLayout
 from l2l_core.pipelines.transformer_shape import TransformerShape
 
 PEAK_FLOP_PER_S = 312e12  # of an A100 in 16 bits

@@ -23,6 +23,7 @@ from l2l_core.trace.formatting import parse_bytes as parse_bytes
 from l2l_core.trace.intervals import Interval as Interval
 from l2l_core.trace.intervals import intersect as intersect
 from l2l_core.trace.intervals import merge as merge
+from l2l_core.trace.intervals import subtract as subtract
 from l2l_core.trace.intervals import total_length as total_length
 from l2l_core.trace.trace import StepResult as StepResult
 from l2l_core.trace.trace import Trace as Trace

@@ -1,4 +1,4 @@
-"""Arithmetic on intervals (start, stop): union, intersection, length."""
+"""Arithmetic on intervals (start, stop): union, intersection, difference, length."""
 
 from __future__ import annotations
 
@@ -32,6 +32,12 @@ def intersect(a: list[Interval], b: list[Interval]) -> list[Interval]:
         else:
             j += 1
     return common
+
+
+def subtract(a: list[Interval], b: list[Interval]) -> list[Interval]:
+    """Return the parts of a merged list of intervals that are outside of another one, merged."""
+    edges = [-math.inf, *(edge for interval in b for edge in interval), math.inf]
+    return intersect(a, list(zip(edges[::2], edges[1::2], strict=True)))
 
 
 def total_length(intervals: list[Interval]) -> float:

@@ -1,5 +1,7 @@
 """What ranks do in tests of ways to train over ranks, and models for them."""
 
+import time
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -37,6 +39,22 @@ def make_square_rows() -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
+class SlowOnOneRank(nn.Linear):
+    """A layer whose forward takes 0.1 s longer on rank 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.1 if dist.get_rank() == 1 else 0.0)
+        return super().forward(x)
+
+
+def make_slow_stack() -> nn.Module:
+    """Return two layers, the first slow on rank 1."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return nn.Sequential(SlowOnOneRank(16, 16), nn.Linear(16, 16)).double()
+
+
+SLOW_TASK = ParallelTask(make_slow_stack, make_square_rows, layers=("0", "1"))
 SMALL_TASK = ParallelTask(make_normed_stack, make_small_rows, steps=5, learning_rate=1e-2, layers=("0", "1", "2"))
 SQUARE_TASK = ParallelTask(make_squares, make_square_rows, steps=6, learning_rate=1e-2)
 

@@ -236,8 +236,8 @@ def finder_table(found: LayoutSearch) -> picture.Table:
         for cost in found.costs
     ]
     note = (
-        f"Of all layouts of tensor x pipeline x data, recompute and offload: {found.too_large} more do not fit even with the "
-        f"fewest activations, and {found.too_slow} more are slower even if no rank waits."
+        f"Of all layouts of tensor x pipeline x data, recompute, offload and relays: {found.too_large} more do not fit even with "
+        f"the fewest activations, and {found.too_slow} more are slower by a lower bound of their seconds."
     )
     return picture.Table(
         "The finder: the fastest layout, and others", ("layout", "per rank", "step", "why"), rows, note

@@ -24,6 +24,11 @@ _KINDS = ((GREEN, "computes"), (BLUE, "exchanges, compute waits"), (VERMILION, "
 def show_stragglers(traces: Traces) -> Picture:
     """Return a picture of each worker's work and waits in a step, with a table of the waits."""
     table = stragglers_table(traces)
+    return Picture(draw_workers(traces, table.title, table.note), table)
+
+
+def draw_workers(traces: Traces, title: str, description: str) -> str:
+    """Draw a row per worker as an SVG: its work, its exchanges, and its waits if the traces name them."""
     height = TOP + len(traces) * PITCH + 46
     started = list(zip(traces.offsets_s, traces, strict=True))
     least_s = min([0.0, *(begin_s - trace.worker.waited_s for begin_s, trace in started)])
@@ -32,7 +37,7 @@ def show_stragglers(traces: Traces) -> Picture:
     parts = [*_legend(), *draw_time_axis(axis, height - 34, 9)]
     for row, (begin_s, trace) in enumerate(started):
         parts += _row(trace, begin_s, axis, TOP + row * PITCH)
-    return Picture(svg.document(WIDTH, height, table.title, table.note, parts), table)
+    return svg.document(WIDTH, height, title, description, parts)
 
 
 def show_lanes(traces: Traces) -> list[Picture]:

@@ -3,13 +3,24 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 from crew import Crew
-from crew_ways import SMALL_TASK, SQUARE_TASK, all_reduces_counted, mean_square
+from crew_ways import SLOW_TASK, SMALL_TASK, SQUARE_TASK, all_reduces_counted, mean_square
 
-from l2l_core.parallel import WAYS, ParallelRun, ParallelTask, PipelineJob, run_parallel, run_pipeline
+from l2l_core.parallel import (
+    WAYS,
+    ParallelRun,
+    ParallelTask,
+    PipelineJob,
+    PipelineRun,
+    WayRank,
+    run_parallel,
+    run_pipeline,
+)
 from l2l_core.parallel.parallel_traffic import all_reduce_bytes
 from l2l_core.pipelines import one_forward_one_backward
 
@@ -35,15 +46,67 @@ def check(run: ParallelRun, task: ParallelTask) -> None:
     assert largest <= run.difference < (1e-12 if run.way in EXACT else 2 * run.moved)
     assert run.sent_bytes == run.gloo_bytes >= run.formula_bytes
     assert run.model_bytes == sum(weight.nbytes for weight in plain.values())
-    shared = pytest.approx(1 / run.ranks, rel=0.01)
+    shared = pytest.approx(1 / len(run.ranks), rel=0.01)
     assert run.state_bytes / 2 / run.model_bytes == (shared if run.way in STATE_IS_SHARED else pytest.approx(1, 0.01))
     is_split = run.way in STATE_IS_SHARED and run.way != "ZeRO 1"
     assert run.weight_bytes / run.model_bytes == (shared if is_split else 1)
+    for rank, report in enumerate(run.ranks):
+        check_trace(rank, report, len(run.ranks))
+
+
+def check_trace(rank: int, report: WayRank, count: int) -> None:
+    """Lanes, layers and memory of a rank's last step."""
+    trace = report.trace
+    assert (trace.worker.rank, trace.worker.count, trace.step) == (rank, count, 3)
+    for events in trace.lanes.values():
+        assert all(one.stop_s <= other.start_s + 1e-9 for one, other in pairwise(events))
+    compute = trace.lanes["compute"]
+    first, last = ([event.layer for event in compute if event.kind == kind] for kind in ("forward", "backward"))
+    own = [*dict.fromkeys(first)]  # waits cut events into parts
+    assert len(own) >= 2 and [*dict.fromkeys(reversed(last))] == own and compute[-1].kind == "update"
+    held = trace.memory[0].bytes_by_category
+    assert (held["weights"], held["optimizer"], held["gradients"]) == (report.weight_bytes, report.state_bytes, 0)
+    assert trace.memory[-1].bytes_by_category["gradients"] == report.weight_bytes
+    assert min(each for sample in trace.memory for each in sample.bytes_by_category.values()) >= 0
+    assert report.peak_bytes == trace.peak_bytes("device") > report.weight_bytes + report.state_bytes
 
 
 @pytest.mark.parametrize("way", ON_ANY)
 def test_two_ranks_train_as_plain_training(way: str, two: Crew) -> None:
     check(run_parallel(way, 2, pool=two), ParallelTask())
+
+
+def traffic(run: ParallelRun | PipelineRun) -> list[dict[str, int]]:
+    """Bytes of tensors in messages, by kind, of each rank."""
+    events = [[event for lane in ("gather", "reduce") for event in rank.trace.lanes[lane]] for rank in run.ranks]
+    return [{kind: sum(e.nbytes for e in each if e.kind == kind) for kind in {e.kind for e in each}} for each in events]
+
+
+def test_traces_have_the_messages_of_their_way(two: Crew) -> None:
+    """An all-reduce of all gradients; a shard of every layer, gathered twice, and whole gradients reduced."""
+    run = run_parallel("data parallel", pool=two)
+    assert traffic(run) == [{"exchange": run.model_bytes}] * 2
+    batch = sum(each.nbytes for each in ParallelTask().make_batch())
+    others = [rank.trace.memory[0].bytes_by_category["other"] - batch for rank in run.ranks]
+    # The buckets of DDP and some small tensors; a thread of gloo may still hold the buckets of the first step.
+    assert all(0 <= each % run.model_bytes < 1000 and each < 2.1 * run.model_bytes for each in others)
+    run = run_parallel("ZeRO 3", pool=two)
+    assert traffic(run) == [{"gather": run.model_bytes, "exchange": run.model_bytes}] * 2
+
+
+def test_waits_for_a_slow_rank_are_no_compute(two: Crew) -> None:
+    waiting, slow = (rank.trace for rank in run_parallel("ZeRO 3", 2, SLOW_TASK, two).ranks)
+    assert slow.busy_s("compute") > 0.1
+    assert waiting.exposed_s("gather") > 0.07 and waiting.span_s - waiting.busy_s("compute") > 0.07
+
+
+def test_pipelines_have_messages_and_updates_in_their_traces(two: Crew) -> None:
+    job = PipelineJob.of(SMALL_TASK.make_model(), SMALL_TASK.make_batch(), 2, loss=mean_square, layers=("0", "1", "2"))
+    adamw = partial(torch.optim.AdamW, lr=1e-3)
+    run = run_pipeline(job, one_forward_one_backward(2, 2), steps=2, optimizer=adamw, pool=two)
+    sent = [rank.sent_bytes for rank in run.ranks]
+    assert traffic(run) == [{"send": one, "receive": other} for one, other in (sent, sent[::-1])] and min(sent) > 0
+    assert all(rank.trace.lanes["compute"][-1].kind == "update" for rank in run.ranks)
 
 
 @pytest.mark.slow

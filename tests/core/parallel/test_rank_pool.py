@@ -8,7 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from crew_ranks import fall_silent, sum_of_ones
+from torch import nn
 
 from l2l_core.parallel import RankError, RankPool
 
@@ -53,9 +55,26 @@ def test_twenty_runs_leave_no_process() -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_trains_and_ends() -> None:
-    program = Path(__file__).parents[2] / "support" / "pipeline_example.py"
+def test_torchrun_trains_and_ends(tmp_path: Path) -> None:
+    """Pipeline and ways, called by every rank; their results equal plain training here, to the bit."""
+    program, path = Path(__file__).parents[2] / "support" / "pipeline_example.py", tmp_path / "results.pt"
     launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run([*launcher, str(program)], capture_output=True, text=True, timeout=200, check=False)
+    command = [*launcher, str(program), str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert "loss" in ended.stdout and "rank 0 sent" in ended.stdout, ended.stdout
+    found = torch.load(path, weights_only=False)
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+    model = nn.Sequential(nn.Linear(8, 16), *layers, nn.Linear(16, 2))
+    rows, targets = torch.randn(8, 8), torch.randn(8, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for x, y in zip(rows.chunk(4), targets.chunk(4), strict=True):
+            ((model(x) - y).square().mean() / 4).backward()
+        optimizer.step()
+    assert all(torch.equal(found["state"][name], weight) for name, weight in model.named_parameters())
+    zero = found["zero"]
+    assert len(found["losses"]) == 3 and zero.difference < 1e-12 and zero.sent_bytes == zero.gloo_bytes
+    assert [rank.trace.worker.rank for run in (zero.ranks, found["ranks"]) for rank in run] == [0, 1, 0, 1]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, combinations, pairwise, product
 from typing import Any
 
+import numpy as np
 import pytest
 
 from l2l_core.pipelines import (
@@ -24,6 +26,7 @@ from l2l_core.pipelines import (
     TransformerShape,
     all_layouts,
     compare_ways,
+    cut_layout,
     find_layout,
     interleaved,
     layout_cost,
@@ -33,7 +36,8 @@ from l2l_core.pipelines import (
     simulate_pipeline,
     state_bytes,
 )
-from l2l_core.pipelines.layout_cost import _simulate_step, layout_bounds
+from l2l_core.pipelines.layout_cost import cut_stages, layout_bounds
+from l2l_core.pipelines.layout_rounds import simulate_step
 from l2l_core.pipelines.layout_search import _is_possible
 
 SMALL = TransformerShape(layers=8, width=1024, heads=16, sequence=512, vocabulary=8192)
@@ -197,10 +201,12 @@ def test_rounds_that_are_added_are_those_of_a_whole_simulation() -> None:
         forward_s, link = drawn.random() + 0.1, drawn.choice([None, 1.0, 10.0])
         cost = StageCost(forward_s, 2.5 * forward_s, forward_s, input_bytes=1, record_bytes=drawn.randint(2, 9))
         cost = replace(cost, output_bytes=drawn.randint(0, 2))
-        last, layers = replace(cost, record_bytes=cost.record_bytes + 5), p + drawn.randrange(3)
-        found = _simulate_step(schedule, p, m, v, layers, cost, last, link)
-        plan = relay_over_ranks(p, m, layers) if schedule == "Relay" else SCHEDULES[schedule](p, m, v)
-        whole = simulate_pipeline(plan, [*[cost] * (plan.stages - 1), last], RankSpeeds(bytes_per_s=link))
+        plan = relay_over_ranks(p, m, p + drawn.randrange(3)) if schedule == "Relay" else SCHEDULES[schedule](p, m, v)
+        slower = drawn.choice([1.0, 1.0, 1.5]) if schedule in ("1F1B", "Interleaved1F1B") else 1.0
+        costs = [replace(cost, forward_s=forward_s * (slower if stage % 2 else 1.0)) for stage in range(plan.stages)]
+        costs = (*costs[:-1], replace(costs[-1], record_bytes=cost.record_bytes + 5))
+        found = simulate_step(schedule, p, m, v, costs, link)
+        whole = simulate_pipeline(plan, costs, RankSpeeds(bytes_per_s=link))
         where = (schedule, p, m, link)
         assert found.seconds == pytest.approx(whole.seconds, rel=1e-9), where
         assert found.peak_bytes == whole.peak_bytes and found.wire_bytes == sum(whole.wire_bytes), where
@@ -225,6 +231,8 @@ def test_rounds_that_are_added_are_those_of_a_whole_simulation() -> None:
         (RankLayout(2, schedule="Relay"), "use tensor=1", RankLayout(schedule="Relay")),
         (RankLayout(data=2, offload="weights"), "use zero=3", RankLayout(data=2, offload="weights", zero=3)),
         (RankLayout(data=0), "1 or more", RankLayout()),
+        (RankLayout(1, 2, cut=(4, 3)), "a count of 1 or more for each", RankLayout(1, 2, cut=(5, 3))),
+        (RankLayout(schedule="Relay", cut=(8,)), "use cut=None", RankLayout(schedule="Relay")),
     ],
 )
 def test_layouts_that_do_not_divide_are_refused_with_a_remedy(
@@ -243,16 +251,84 @@ def test_layouts_that_do_not_divide_are_refused_with_a_remedy(
 def test_the_search_equals_brute_force(ranks: int, gigabytes: float) -> None:
     cluster = RankCluster(ranks, gigabytes * 1e9, flop_per_s=5e12, node=4, link_bytes_per_s=4e9, host_bytes_per_s=4e9)
     every = [each for each in all_layouts(ranks) if _is_possible(SMALL, cluster, each, 32)]
-    costs = [layout_cost(SMALL, cluster, each, 32) for each in every]
+    costs = [layout_cost(SMALL, cluster, cut_layout(SMALL, cluster, each, 32), 32) for each in every]
     fitting = [each.step_s for each in costs if each.device_bytes <= cluster.memory_bytes]
     found = search_layouts(SMALL, cluster, 32, all_layouts(ranks))
     assert len(every) > 50 and (found.best.step_s if found.best else None) == min(fitting, default=None)
     assert len(found.costs) + found.too_large + found.too_slow - (found.best is None) <= len(every)
     others = [each for way in LAYOUT_WAYS for each in way.candidates(ranks) if _is_possible(SMALL, cluster, each, 32)]
-    costs += [layout_cost(SMALL, cluster, each, 32) for each in others]
+    costs += [layout_cost(SMALL, cluster, cut_layout(SMALL, cluster, each, 32), 32) for each in others]
     for layout, cost in zip([*every, *others], costs, strict=True):
         least_bytes, least_s = layout_bounds(SMALL, cluster, layout, 32)
         assert least_bytes <= cost.device_bytes * (1 + 1e-9) and least_s <= cost.step_s * (1 + 1e-9), str(layout)
+
+
+def all_cuts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    for inner in combinations(range(1, layers), stages - 1):
+        yield tuple(stop - start for start, stop in pairwise((0, *inner, layers)))
+
+
+def test_cuts_equal_brute_force_over_unlike_layers() -> None:
+    """An embedding before the first layer, a head after the last, layers and records of all sizes, and a budget."""
+    drawn = random.Random(1)
+    feasible = 0
+    for _ in range(60):
+        n, p = drawn.randint(3, 8), drawn.randint(1, 3)
+        seconds, nbytes = ([drawn.randint(1, 9) for _ in range(n)] for _ in range(2))
+        first, last = drawn.randint(0, 9), drawn.randint(0, 9)
+        tables = np.zeros((2, p, n + 1, n + 1))
+        for rank, i, j in product(range(p), range(n + 1), range(n + 1)):
+            ends = first * (rank == 0) + last * (rank == p - 1)
+            tables[:, rank, i, j] = sum(seconds[i:j]) + ends, (p - rank) * sum(nbytes[i:j]) + ends
+        budget = drawn.choice([30, 60, np.inf])
+
+        def of(cut: tuple[int, ...], tables: Any = tables) -> tuple[float, float]:
+            """Seconds of the slowest stage and bytes of the fullest."""
+            edges = [0, *accumulate(cut)]
+            return tuple(max(table[rank][edge] for rank, edge in enumerate(pairwise(edges))) for table in tables)
+
+        fitting = [of(cut)[0] for cut in all_cuts(n, p) if of(cut)[1] <= budget]
+        found = cut_stages(*tables, budget)
+        assert (found is None) == (not fitting)
+        if found is not None:
+            feasible += 1
+            assert of(found)[0] == min(fitting) and of(found)[1] <= budget and sum(found) == n
+    assert 20 < feasible < 60
+
+
+TINY = TransformerShape(layers=6, width=256, heads=4, sequence=256, vocabulary=4096)  # the output counts for 1.3 layers
+
+
+@pytest.mark.parametrize("link", [None, 1e8], ids=["no link", "slow link"])
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+def test_pipelines_are_cut_as_well_as_by_simulating_every_cut(schedule: str, link: float | None) -> None:
+    """Within 1 % of the fastest that fits, and never worse than equal stages; what fits by any cut is found."""
+    uneven = 0
+    for megabytes, p, recompute in product((30, 50, 1000), (2, 3, 4), ("nothing", "layers")):
+        cluster = RankCluster(4, megabytes * 1e6, 1e12, 4, 1e9, link, 1e9)
+        layout = RankLayout(1, p, 1, schedule=schedule, recompute=recompute)
+        found = layout_cost(TINY, cluster, cut_layout(TINY, cluster, layout, 12), 12)
+        costs = [layout_cost(TINY, cluster, replace(layout, cut=cut), 12) for cut in all_cuts(6, p)]
+        fitting = [cost.step_s for cost in costs if cost.device_bytes <= cluster.memory_bytes]
+        if fitting:
+            assert found.device_bytes <= cluster.memory_bytes and found.step_s <= 1.01 * min(fitting), str(found.layout)
+            uneven += len({*found.layout.cut}) > 1
+        least_bytes, least_s = layout_bounds(TINY, cluster, layout, 12)
+        assert all(least_bytes <= cost.device_bytes * (1 + 1e-9) for cost in costs)
+        assert all(least_s <= cost.step_s * (1 + 1e-9) for cost in costs)
+    assert uneven >= 4
+
+
+def test_the_finder_compares_cuts_and_relays() -> None:
+    cluster = RankCluster(4, 1e9, 1e12, node=4, node_bytes_per_s=1e6, link_bytes_per_s=1e6, host_bytes_per_s=1e9)
+    found = find_layout(TINY, cluster, 16)
+    best = found.best
+    assert best is not None and best.layout.pipeline == 4 and best.layout.cut == (2, 2, 1, 1)
+    assert found.why(best) == "the fastest that fits; the last rank has fewer layers, since it runs the output"
+    needs = cost_of(RankLayout(data=4, schedule="Relay")).device_bytes
+    tight = find_layout(SMALL, RankCluster(4, needs, 5e12, 4, host_bytes_per_s=4e9), 32)
+    assert tight.best is not None and tight.best.layout.is_relay
+    assert any(cost.layout.is_relay and "times as long" in found.why(cost) for cost in found.costs)
 
 
 def test_the_finder_explains_every_other_choice() -> None:
@@ -267,7 +343,7 @@ def test_the_finder_explains_every_other_choice() -> None:
         (cost.layout.tensor, cost.layout.pipeline, cost.layout.recompute, cost.layout.offload) for cost in found.costs
     }
     for at, values in enumerate(
-        ((1, 2, 4), (1, 2, 4, 8), ("nothing", "attention", "layers"), ("nothing", "activations"))
+        ((1, 2, 4), (1, 2, 4, 8), ("nothing", "attention", "layers"), ("nothing", "activations", "weights"))
     ):
         assert {each[at] for each in settings} == {*values}
 
@@ -333,7 +409,7 @@ def test_every_way_has_a_verdict() -> None:
     verdicts = {way.name: table.verdict(at) for at, way in enumerate(table.ways)}
     assert [name for name, words in verdicts.items() if words == "the fastest that fits"] == ["tensor parallel"]
     assert verdicts["data parallel"] == "does not fit by 74.4 GB: optimizer state takes 89.6 GB"
-    assert verdicts["1F1B"].startswith("fits; 1.36 times as long: ranks wait for one another (bubble)")
+    assert verdicts["1F1B"].startswith("fits; 1.35 times as long: ranks wait for one another (bubble)")
     alone = compare_ways(row.shape, RankCluster(1), 128)
     words = [alone.verdict(at) for at, way in enumerate(alone.ways) if way.name in ("ZeRO 3", "1F1B", "3D")]
     assert words == ["needs several ranks"] * 3

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from l2l_core.trace.events import ALL_LANES, LANES, Event, MemorySample, WorkerInfo
-from l2l_core.trace.intervals import intersect, merge, total_length
+from l2l_core.trace.intervals import intersect, merge, subtract, total_length
 from l2l_core.trace.trace import Trace
 from l2l_core.trace.trace_files import chrome_trace
 
@@ -83,6 +83,8 @@ def test_intersect_against_grid(a: Intervals, b: Intervals) -> None:
     common = intersect(merge(a), merge(b))
     assert cells(common) == cells(a) & cells(b)
     assert common == merge(common) == intersect(merge(b), merge(a))
+    rest = subtract(merge(a), merge(b))
+    assert cells(rest) == cells(a) - cells(b) and rest == merge(rest)
 
 
 @given(grid_intervals, grid_intervals)

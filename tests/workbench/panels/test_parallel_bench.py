@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 
 import workbench
+from l2l_core import Event, Trace
+from l2l_core.parallel import ParallelRun, PipelineRun, RankReport, WayRank
 from l2l_core.pipelines import LAYOUT_WAYS, RankCluster, TransformerShape
+from l2l_core.trace import MemorySample, WorkerInfo
 from workbench.panels.layer_picker import LayerPicker
 from workbench.parallel_bench import ParallelBench
+from workbench.pictures import rank_chart
 
 SMALL = TransformerShape(layers=8, width=1024, heads=16, sequence=512, vocabulary=8192)
 
@@ -71,6 +75,37 @@ def test_the_still_has_picture_tables_and_finder(capsys: pytest.CaptureFixture[s
     assert "Fastest of these ways that fits" in capsys.readouterr().out
     bench.close()
     assert bench._repr_mimebundle_().keys() == still.keys()
+
+
+def make_run(way: str) -> ParallelRun:
+    """Two ranks, made up: the second computes while the first waits for a message."""
+    reports: list[WayRank] = []
+    for rank, start_s in enumerate((0.0, 0.002)):
+        events = [
+            Event("compute", "forward", start_s, start_s + 0.001, "0", 0),
+            Event("gather", "gather", 0.002, 0.003, nbytes=8_000),
+            Event("compute", "update", 0.003, 0.004),
+        ]
+        sample = MemorySample(0.0, "device", {"weights": 1_000, "activations": 500_000})
+        trace = Trace.of(events, [sample], step=3, names={"0": "layers.0"}, worker=WorkerInfo(rank, 2))
+        reports.append(WayRank(rank, 7_000.0, 1_000, 2_000, 501_000, trace))
+    return ParallelRun(way, reports, 0.0, 0.0, 7_000.0, 7_000.0, 7_000.0, 1_000, 2_000, 2_000, {})
+
+
+def test_runs_are_shown_with_rows_lanes_and_memory_of_their_ranks() -> None:
+    bench = make_bench(run=make_run("ZeRO 3"))
+    html = bench._run_html.value
+    assert html.count("<svg") == 5 and "ZeRO 3, run on 2 ranks: the last step" in html
+    ranks = rank_chart.ranks_table(make_run("ZeRO 3"))
+    assert [row[1:] for row in ranks.rows] == [
+        ("1 ms", "1 ms", "1 ms", "1 ms", "7 kB", "501 kB"),
+        ("1 ms", "1 ms", "1 ms", "0 ms", "7 kB", "501 kB"),
+    ]
+    assert html in bench.still()["text/html"] and ranks.to_text() in bench.still()["text/plain"]
+    pipeline = PipelineRun("1F1B", [], {}, {}, [RankReport(rank.rank, trace=rank.trace) for rank in make_run("").ranks])
+    bench.show(pipeline)
+    assert "1F1B, run on 2 ranks" in bench._run_html.value and "ZeRO 3, run" not in bench._run_html.value
+    bench.close()
 
 
 @pytest.mark.parametrize(
