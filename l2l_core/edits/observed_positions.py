@@ -107,5 +107,6 @@ def _reads_message(stack: Stack, reads: Sequence[DepthRead], cause: str) -> str:
     return (
         f"the model reads by the position of the layers of {stack.title}: {'; '.join(map(str, reads))}. {cause}. Give each layer "
         "its own entry as a member (in its __init__: self.scale = nn.Parameter(torch.ones(()))), and use it in the layer's "
-        f"forward: it then moves with the layer. If entries belong to the positions{remedy} force=True leaves them there"
+        f"forward: it then moves with the layer. If entries belong to the positions{remedy} force=True leaves them there; for "
+        "further layers give them further entries before the relay is made"
     )

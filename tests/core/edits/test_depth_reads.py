@@ -574,6 +574,33 @@ def test_force_leaves_things_as_they_are() -> None:
         assert relay.verify(kind.make_batch(4)).equal
 
 
+class Spare(Scalars):
+    """Has an entry more than layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = parameter(DEPTH + 1)
+
+
+def test_further_entries_let_force_add_a_layer() -> None:
+    """As the refusal says: by force alone the new layer would find no entry."""
+    kind, config = kind_of(Spare), RelayConfig(micro_batches=2)
+    sgd = partial(torch.optim.SGD, lr=0.05)
+    model, plain = kind.make_model(), kind.make_model()
+    in_core = InCore(kind, plain, sgd(plain.parameters()), config)
+    with Relay(model, sgd, EmulatedDevice(), loss=kind.loss, config=config) as relay:
+        assert relay.step(kind.make_batch(4)).loss == in_core.step(kind.make_batch(4))
+        assert_refused(
+            relay, Insert(2, init="copy"), "for further layers give them further entries before the relay is made"
+        )
+        relay.apply(Insert(2, init="copy"), force=True)
+        plain.layers.insert(2, copy.deepcopy(plain.layers[1]))
+        in_core.optimizer = sgd(plain.parameters())
+        for step in (1, 2):
+            assert relay.step(kind.make_batch(4, step)).loss == in_core.step(kind.make_batch(4, step))
+        assert_state(model, copy_state(plain))
+
+
 def test_things_are_observed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = kind_of(Unrelated)
     with relay_of(kind) as relay:
