@@ -390,7 +390,7 @@ class Relay:
             >>> weights = {name: value.clone() for name, value in model.state_dict().items()}
             >>> losses = [relay.step(batch).loss for _ in range(2)]  # a trial
             >>> relay.load_state_dict(before)
-            >>> keys = model.load_state_dict(weights)  # the optimizer has a state_dict of its own
+            >>> keys = model.load_state_dict(weights)  # likewise the optimizer's
             >>> relay.steps
             0
         """

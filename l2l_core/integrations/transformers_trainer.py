@@ -140,7 +140,8 @@ class RelayTrainer(Trainer):
         """Return the optimizer for the trainer, after making a relay over it if none is open."""
         if not self._is_relayed():
             self._replace_relay()
-        return self.optimizer
+        made: Any = self.optimizer
+        return made
 
     def _is_relayed(self) -> bool:
         relay = self._relay

@@ -23,12 +23,21 @@ def is_left_out(file: Path) -> bool:
     return file.parent.name in FOLDERS or _starts_processes(file)
 
 
-@cache
 def _starts_processes(file: Path) -> bool:
-    """Whether it imports `subprocess`, itself or by way of what tests share."""
-    names = set(re.findall(r"^\s*(?:import|from) (\w+)", file.read_text(encoding="utf-8"), flags=re.MULTILINE))
-    shared = [SUPPORT / f"{name}.py" for name in names - {file.stem}]
-    return "subprocess" in names or any(_starts_processes(each) for each in shared if each.exists())
+    """Whether it imports `subprocess`, itself or by way of what tests share, which may import each other."""
+    seen, left = set[Path](), [file]
+    while left:
+        seen.add(file := left.pop())
+        names = _imported(file)
+        if "subprocess" in names:
+            return True
+        left += [each for name in names if (each := SUPPORT / f"{name}.py").exists() and each not in seen]
+    return False
+
+
+@cache
+def _imported(file: Path) -> set[str]:
+    return set(re.findall(r"^\s*(?:import|from) (\w+)", file.read_text(encoding="utf-8"), flags=re.MULTILINE))
 
 
 def rare_cases(names: Iterable[str]) -> set[str]:
