@@ -16,12 +16,17 @@ def names_in(file: Path) -> list[str]:
     return [f"{file.relative_to(TESTS.parent).as_posix()}::{name}" for name in functions]
 
 
-FILES = {file: names_in(file) for file in TESTS.rglob("test_*.py")}
-NAMES = [name for file, names in FILES.items() if not is_left_out(file) for name in names]
+FILES = sorted(TESTS.rglob("test_*.py"))
 
 
-def test_every_folder_is_touched_but_those_left_out() -> None:
-    touched = {TESTS.parent / name.partition("::")[0] for name in sample(NAMES)}
+@pytest.fixture(scope="module")
+def names() -> list[str]:
+    """Of all functions but those left out."""
+    return [name for file in FILES if not is_left_out(file) for name in names_in(file)]
+
+
+def test_every_folder_is_touched_but_those_left_out(names: list[str]) -> None:
+    touched = {TESTS.parent / name.partition("::")[0] for name in sample(names)}
     assert touched == {file for file in FILES if not is_left_out(file)}
     folders = {file.parent for file in FILES}
     assert {file.parent for file in touched} == folders - {TESTS / name for name in FOLDERS}
@@ -36,8 +41,8 @@ def test_few_files_are_left_out_for_their_processes() -> None:
     assert len(left_out) < len(others) / 6
 
 
-def test_the_share_of_functions_is_as_said() -> None:
-    assert 0.85 / ONE_OF < len(sample(NAMES)) / len(NAMES) < 1.3 / ONE_OF
+def test_the_share_of_functions_is_as_said(names: list[str]) -> None:
+    assert 0.85 / ONE_OF < len(sample(names)) / len(names) < 1.3 / ONE_OF
 
 
 def test_of_a_function_one_case_runs() -> None:
@@ -47,14 +52,14 @@ def test_of_a_function_one_case_runs() -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_it_does_not_depend_on_order_or_on_other_functions(order: int) -> None:
+def test_it_does_not_depend_on_order_or_on_other_functions(order: int, names: list[str]) -> None:
     new = "tests/core/step/test_new.py::test_new"
-    assert sample([*NAMES, new][::order]) == {*sample(NAMES), new}
-    file = NAMES[0].partition("::")[0]
+    assert sample([*names, new][::order]) == {*sample(names), new}
+    file = names[0].partition("::")[0]
     more = {f"{file}::test_more_{i}" for i in range(40)}
-    ours = sample([*NAMES, *more])
-    assert ours & more and sample([*NAMES, *more][::order]) == ours
-    drawn_elsewhere = {name for name in sample(NAMES) if not name.startswith(f"{file}::")}
+    ours = sample([*names, *more])
+    assert ours & more and sample([*names, *more][::order]) == ours
+    drawn_elsewhere = {name for name in sample(names) if not name.startswith(f"{file}::")}
     assert {name for name in ours if not name.startswith(f"{file}::")} == drawn_elsewhere
 
 

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 from prose import ROOT
@@ -10,7 +11,13 @@ from prose import ROOT
 PACKAGES = ("l2l_core", "workbench")
 FILES = {path.relative_to(ROOT).as_posix(): path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))}
 SOURCES = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
-TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Parsed once, by the first test that looks: every process that runs tests imports this file."""
+    return {name: ast.parse(source) for name, source in SOURCES.items()}
+
 
 # Files of 60 lines or less with one importer that stay apart, and why.
 SEAMS: dict[str, str] = {
@@ -39,7 +46,7 @@ NO_NOUNS = """
 def imports() -> dict[str, set[tuple[str, str]]]:
     """Module -> (file, name) of everything that is imported from it by name, in functions too."""
     found: dict[str, set[tuple[str, str]]] = defaultdict(set)
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
                 for alias in node.names:
@@ -64,7 +71,7 @@ def importers_of(name: str, graph: dict[str, set[tuple[str, str]]]) -> set[str]:
 def test_no_class_name_has_two_meanings() -> None:
     """A protocol and its double may share a name within one file, and nowhere else."""
     homes: dict[str, set[str]] = defaultdict(set)
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 homes[node.name].add(name)
@@ -74,7 +81,7 @@ def test_no_class_name_has_two_meanings() -> None:
 
 def test_no_class_name_differs_by_an_underscore_alone() -> None:
     homes = {
-        node.name: name for name, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+        node.name: name for name, tree in trees().items() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
     }
     alike = {name: (file, homes[name[1:]]) for name, file in homes.items() if name[0] == "_" and name[1:] in homes}
     apart = {name: files for name, files in alike.items() if files[0] != files[1]}
@@ -104,7 +111,7 @@ def test_small_files_have_more_than_one_importer() -> None:
 def test_context_objects_have_one_name() -> None:
     """A parameter or attribute that holds a `StepContext` is `ctx`."""
     stray = []
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         for node in ast.walk(tree):
             if (
                 isinstance(node, ast.arg)

@@ -1,7 +1,8 @@
 """The memory chart: no peak is lost, axes are stable, and large steps give small pictures."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from xml.etree import ElementTree
 
 import numpy as np
@@ -109,8 +110,9 @@ def drawn_bytes(svg: str, top_bytes: float) -> float:
     return highest(svg, DEVICE.bottom) / (DEVICE.bottom - DEVICE.top) * top_bytes
 
 
-@pytest.mark.parametrize("trace", [step(), simulated(6, 2), simulated(300, 8)], ids=["step", "6", "300"])
-def test_highest_point_is_the_peak_of_the_trace(trace: Trace) -> None:
+@pytest.mark.parametrize("make", [step, partial(simulated, 6, 2), partial(simulated, 300, 8)], ids=["step", "6", "300"])
+def test_highest_point_is_the_peak_of_the_trace(make: Callable[[], Trace]) -> None:
+    trace = make()
     peak = trace.peak_bytes("device")
     svg = draw_memory(Columns.of(trace), top_bytes=1.25 * peak)
     half_px = 1.25 * peak / (DEVICE.bottom - DEVICE.top) / 2
