@@ -176,6 +176,8 @@ class LayerEvidence:
         names = {unit.module: unit.name for unit in self._editor.registry.layers}
         try:
             now = self.code_between()
+        except MemoryError:
+            raise
         except Exception as error:
             raise ValueError(
                 f"with these edits the model's own code fails on rows of a batch ({type(error).__name__}: {error}). It may need "

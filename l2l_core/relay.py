@@ -396,7 +396,7 @@ class Relay:
         """
         if self.shelf is not None:
             raise ValueError(
-                "load_state_dict of a relay with a shelf: its files hold the number of steps, which goes back with the weights: "
+                "load_state_dict of a relay with a shelf: its files hold the number of steps, restored with the weights: "
                 "copy the folder between steps and resume from the copy, with RelayConfig(seed=...) as before"
             )
         if not isinstance(state, Mapping) or state.keys() != {"steps", "seed"}:
@@ -612,6 +612,7 @@ class Relay:
             self._together("evaluate", facts=partial(self._shared_facts, batch, skip)),
             self._skipping(skip, batch, force),
         ):
+            self._model_call.check_loss()
             return self._runner.evaluate(batch, self._runner.normaliser)
 
     @accept_trust
@@ -1311,9 +1312,9 @@ class Relay:
         self._runner.steps = saved.steps
         if saved.manifest.get("own_loss") and not self._model_call.functions:  # saves of 0.2.0 lack the entry
             self._model_call.refusal = (
-                f"{saved.path.parent} was trained with a loss= or objective= of yours, and this relay has none: it would train "
-                "on the loss that the model computes. Pass the same one to Relay.load; for the model's own loss pass "
-                "loss=lambda outputs, batch: outputs.loss"
+                f"{saved.path.parent} was trained with a loss= or objective= of yours, and this relay has none: steps and "
+                "evaluations would use the loss that the model computes. Pass the same one to Relay.load; for the model's loss "
+                "pass objective=lambda model, batch: model(**batch).loss, or model(*batch)['loss'], as in a plain loop"
             )
 
     @contextmanager
@@ -1366,6 +1367,7 @@ class Relay:
     def _checked_step(self, batch: Batch, config: RelayConfig) -> StepResult:
         """Train on a batch, after a comparison with training in core if one is due."""
         verified = ""
+        self._model_call.check_loss()
         try:
             kind = partial(self._kind_of_check, batch, config)
             if config.verify != "never" and self._step_check.is_due(config, kind, self.steps):
@@ -1715,7 +1717,7 @@ class Relay:
         return saves.RelayState(
             self.config,
             self.steps,
-            bool(self._model_call.functions),
+            bool(self._model_call.functions or self._model_call.refusal),
             tuple(self._runner.parts.units),
             self._store,
             RandomState.capture(),

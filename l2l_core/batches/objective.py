@@ -44,7 +44,7 @@ class ModelCall:
     A loss or an objective returns a scalar, or ``(scalar, extras)`` with any tree of tensors and values for `StepResult.extras`.
 
     Attributes:
-        refusal: why the loss that the model computes must not be trained on; empty if it may.
+        refusal: why the loss that the model computes must not be used; empty if it may.
     """
 
     refusal = ""
@@ -72,14 +72,13 @@ class ModelCall:
         self._needs = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in needed)
 
     def settings(self) -> Hashable:
-        """Return the settings of the loss or objective; see `settings_of`.
-
-        Raises:
-            ValueError: the loss that the model computes must not be trained on.
-        """
-        if self.refusal:  # here too: what a loss raises while it is compared is a warning
-            raise ValueError(self.refusal)
+        """Return the settings of the loss or objective; see `settings_of`."""
         return settings_of(self._criterion or self._loss or self._objective)
+
+    def check_loss(self) -> None:
+        """Raise ValueError if the loss that the model computes must not be used."""
+        if self.refusal:
+            raise ValueError(self.refusal)
 
     def check(self, batch: Any) -> None:
         """Raise TypeError for a batch from which the model cannot be called."""
@@ -110,8 +109,6 @@ class ModelCall:
         if self._loss is not None:
             with _explained(self._loss, _LOSS_CALL, outputs, micro_batch):
                 return split_extras(self._loss(outputs, micro_batch), "loss(outputs, batch)")
-        if self.refusal:
-            raise ValueError(self.refusal)
         return _check_scalar(_loss_of(outputs), "outputs.loss"), None
 
     def loss_modules(self) -> list[nn.Module]:

@@ -127,6 +127,10 @@ class Schedules(Schedule):
     def edits(self, relay: SchedulableRelay) -> Sequence[Edit]:
         return next((edits for part in self.parts if (edits := part.edits(relay))), ())
 
+    @property
+    def force(self) -> bool:  # type: ignore[override] - a property, because it depends on the parts
+        return any(part.force for part in self.parts)
+
     def is_forced(self, relay: SchedulableRelay) -> bool:
         return any(part.is_forced(relay) for part in self.parts)
 

@@ -119,7 +119,7 @@ class StandIn(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden state as the layer returns it."""
-        if lacking := _collected_in_layers():
+        if lacking := _collected_maps():
             raise RuntimeError(
                 f"layer {self._layer_name} sits out and has no {', '.join(lacking)}, which transformers collects from layers in "
                 "order, so that later layers would be taken for their neighbours: run all layers in this step, or ask for other "
@@ -148,11 +148,14 @@ class StandIn(nn.Module):
         return getattr(layer, name)
 
 
-def _collected_in_layers() -> list[str]:
-    """List the outputs that transformers collects in the running forward, without hidden states, which stand-ins have."""
+def _collected_maps() -> list[str]:
+    """List the attention maps that transformers collects in the running forward; others read them by the position of layers.
+
+    Hidden states have an entry for a stand-in. A router's loss is that of the layers that run.
+    """
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
     collected = None if collector is None else collector.get()
-    return sorted(key for key in collected or () if not key.lstrip("_").startswith("hidden_states"))
+    return sorted(key for key in collected or () if "attentions" in key)
 
 
 def tensor_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Place, torch.Tensor]]:

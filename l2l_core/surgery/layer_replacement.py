@@ -8,7 +8,7 @@ It does not handle weights, optimizers and the relay, and does not compare the s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -86,7 +86,9 @@ def substitute_modules(model: nn.Module, substitutes: Mapping[nn.Module, nn.Modu
 
     Nothing else changes: every place keeps its name, its position and its part of the configuration.
     """
-    forget_captures(model)
+    had_captures = _captures_outputs(model)
+    for layer, substitute in substitutes.items():
+        _copy_captures(layer, substitute)
     old: list[tuple[dict[str, Any], str, Any]] = []
     for _, module in list(model.named_modules(memo={*substitutes})):
         for attributes in (module._modules, vars(module)):
@@ -96,28 +98,62 @@ def substitute_modules(model: nn.Module, substitutes: Mapping[nn.Module, nn.Modu
                     attributes[name] = new
 
     def undo() -> None:
-        forget_captures(model)
+        if not had_captures and _captures_outputs(model):  # the layers lack the hooks that were installed meanwhile
+            _forget_captures(model)
         for attributes, name, value in old:
             attributes[name] = value
 
     return undo
 
 
-def forget_captures(model: nn.Module, new: Iterable[nn.Module] = ()) -> None:
-    """Remove the hooks by which transformers collects hidden states of layers.
+_CAPTURES = "transformers.utils.output_capturing"  # installs its hooks once, in the first forward that collects outputs
+_IS_CAPTURED = "_output_capturing_hooks_installed"
 
-    It installs them once, in the first forward that collects such outputs, so that layers put in later would have no entry. After
-    this it installs them anew.
+
+def _captures_outputs(model: nn.Module) -> bool:
+    """Whether transformers has installed the hooks by which it collects hidden states of layers."""
+    return any(vars(module).get(_IS_CAPTURED) for module in model.modules())
+
+
+def _copy_captures(source: nn.Module, target: nn.Module) -> None:
+    """Give a layer the capture hooks of another one; hooks that are there keep their order."""
+    modules = dict(source.named_modules())
+    for name, module in target.named_modules():
+        for hook in _captures_of(modules.get(name, module)):
+            if hook not in module._forward_hooks.values():
+                module.register_forward_hook(hook)
+
+
+def _captures_of(module: nn.Module) -> list[Any]:
+    return [hook for hook in module._forward_hooks.values() if getattr(hook, "__module__", "") == _CAPTURES]
+
+
+def _has_captures(layer: nn.Module) -> bool:
+    return any(_captures_of(module) for module in layer.modules())
+
+
+def _forget_captures(*roots: nn.Module) -> None:
+    """Remove capture hooks, so that transformers installs them anew."""
+    for module in (each for root in roots for each in root.modules()):
+        vars(module).pop(_IS_CAPTURED, None)
+        for key, hook in list(module._forward_hooks.items()):
+            if getattr(hook, "__module__", "") == _CAPTURES:
+                del module._forward_hooks[key]
+
+
+def _capture_members(model: nn.Module, layers: Collection[nn.Module], new: Sequence[nn.Module]) -> None:
+    """Let transformers collect the outputs of new layers as those of others of their class.
 
     Args:
-        model: the model whose layers are about to change.
-        new: layers to be put in, whose hooks may be copies.
+        model: with the new layers in their places.
+        layers: all layers of the stack, before or after the change, with the hooks of those that were there.
     """
-    hooked = [module for module in model.modules() if vars(module).pop("_output_capturing_hooks_installed", False)]
-    for module in (each for root in ((model, *new) if hooked else new) for each in root.modules()):
-        for key, hook in list(module._forward_hooks.items()):
-            if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
-                del module._forward_hooks[key]
+    if not _captures_outputs(model):
+        _forget_captures(*new)  # copies of layers of a model that had them would get them twice
+        return
+    for layer in (each for each in new if not _has_captures(each)):
+        if alike := [each for each in layers if type(each) is type(layer) and _has_captures(each)]:
+            _copy_captures(alike[0], layer)
 
 
 def _substituted(value: Any, substitutes: Mapping[nn.Module, nn.Module]) -> Any:
@@ -137,9 +173,10 @@ def _apply(
 ) -> Callable[[], None]:
     """Make the assignments and put `members` into the container; return a function that undoes both."""
     held = stack.container._modules
-    forget_captures(model, [each for name, each in members.items() if held.get(name) is not each])
     old = dict(held), [target.get(name) for target, name, _ in assignments]
+    both: dict[nn.Module, None] = dict.fromkeys([*old[0].values(), *members.values()])
     _refill(held, members)
+    _capture_members(model, both, [each for each in members.values() if each not in old[0].values()])
     for target, name, value in assignments:
         target[name] = value
 
@@ -148,8 +185,8 @@ def _apply(
             raise RuntimeError(
                 f"{stack.title} does not hold the layers that this edit put there: undo later edits first, each once"
             )
-        forget_captures(model)
         _refill(held, old[0])
+        _capture_members(model, both, [each for each in old[0].values() if each not in members.values()])
         for (target, name, _), value in zip(assignments, old[1], strict=True):
             target[name] = value
 

@@ -110,9 +110,18 @@ def test_a_save_of_a_run_with_its_own_loss_does_not_go_on_with_the_models(micro_
         before = whole(loaded)
         with pytest.raises(ValueError, match=r"loss= or objective= of yours.*Relay\.load"):
             loaded.step(make_batch(1))
+        with pytest.raises(ValueError, match=r"loss= or objective= of yours.*Relay\.load"):
+            loaded.evaluate(make_batch(1))
+        assert loaded.forward(make_batch(1)).loss < expected, "outputs do not depend on the loss"
         assert_same(whole(loaded), before)
+        loaded.save(tmp_path / "again")
+    with (
+        Relay.load(tmp_path / "again", make_gpt()) as loaded,
+        pytest.raises(ValueError, match=r"loss= or objective= of yours"),
+    ):
+        loaded.step(make_batch(1))
     with Relay.load(tmp_path, make_gpt(), loss=twice) as loaded:  # the remedy
         assert loaded.step(make_batch(1)).loss == expected
         assert_same(whole(loaded), weights)
-    with Relay.load(tmp_path, make_gpt(), loss=lambda outputs, batch: outputs.loss) as loaded:
+    with Relay.load(tmp_path, make_gpt(), objective=lambda model, batch: model(**batch).loss) as loaded:
         assert loaded.evaluate(make_batch(1)) < expected, "the other remedy"

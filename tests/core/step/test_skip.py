@@ -307,3 +307,7 @@ def test_the_remedy_of_a_refusal_is_an_argument_of_every_operation_that_refuses(
             assert evaluated == probed == norm(batch[0] + first(batch[0])).square().mean().item()
         operations[-1](force=True)
         assert len(relay.stack) == 2 and relay.steps == 3 and relay.verify(batch).equal
+
+
+def test_schedules_are_forced_if_one_of_them_is() -> None:
+    assert (LayerDrop(0.1, force=True) + ActiveLayers(2)).force and not (LayerDrop(0.1) + ActiveLayers(2)).force

@@ -288,6 +288,36 @@ def test_layers_that_edits_put_in_have_entries_among_the_hidden_states() -> None
         assert {*counts} == {len(relay.stack)}
 
 
+def test_hooks_of_the_user_keep_their_order_behind_those_that_collect() -> None:
+    """A hook that steers a layer does not change the hidden state that was collected before it."""
+    kind, config, objective = BY_NAME["gpt2"], RelayConfig(micro_batches=2, seed=0), collecting("hidden_states")
+    model, plain = kind.make_model(), kind.make_model()
+    for each in (model, plain):
+        with torch.no_grad():
+            each.eval()(**kind.make_batch(4), output_hidden_states=True)
+        each.train().transformer.h[1].register_forward_hook(lambda *call: 2 * call[2])
+    in_core = InCore(kind, plain, adamw(plain), config, objective=objective)
+    with Relay(model, adamw(model), EmulatedDevice(), objective=objective, config=config) as relay:
+        for step in range(2):
+            relay.evaluate(kind.make_batch(4), skip=[3])
+            assert relay.step(kind.make_batch(4, step)).loss == in_core.step(kind.make_batch(4, step))
+            assert_state(model, copy_state(plain))
+
+
+def test_a_routers_loss_is_that_of_the_layers_that_run() -> None:
+    kind = BY_NAME["mixtral"]
+    model, plain = kind.make_model(), kind.make_model()
+    config = RelayConfig(micro_batches=1, seed=0)
+    batch = {**kind.make_batch(4), "output_router_logits": True}
+    in_core = InCore(kind, plain, adamw(plain), config)
+    layers = plain.model.layers
+    plain.model.layers = nn.ModuleList([layers[0], *layers[2:]])
+    with Relay(model, adamw(model), EmulatedDevice(), loss_over="micro-batch", config=config) as relay:
+        assert relay.step(batch, skip=[1]).loss == in_core.step(batch)
+        plain.model.layers = layers
+        assert_state(model, copy_state(plain))
+
+
 def test_attention_maps_without_those_of_a_skipped_layer_are_refused_and_the_remedies_work() -> None:
     kind, config = BY_NAME["gpt2"], RelayConfig(micro_batches=2)
     model = kind.make_model()
