@@ -1462,6 +1462,7 @@ class Relay:
             self._backend.synchronized("probe", partial(self._shared_facts, batch, skip)),
             self._skipping(skip, batch, force),
         ):
+            self._model_call.check_loss()
             return self._runner.evaluate(batch, self._runner.probe_normaliser)
 
     def _disk_costs(

@@ -425,7 +425,28 @@ class Named(Arguments):
         return h
 
 
-def test_edits_after_which_the_model_fails_are_refused() -> None:
+class WithWindow(ResidualMlp):
+    """Has its window as a member."""
+
+    def __init__(self, window: float) -> None:
+        super().__init__()
+        self.register_buffer("window", torch.tensor(window))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.window
+
+
+class OwnWindows(Chain):
+    def __init__(self) -> None:
+        super().__init__([WithWindow(1.0 + 0.1 * i) for i in range(DEPTH)])
+
+
+def test_edits_after_which_the_model_fails_are_refused_and_the_remedy_works() -> None:
+    with relay_of(kind := kind_of(OwnWindows)) as relay:
+        relay.step(kind.make_batch(4))
+        relay.apply(Insert(4, init="copy"))
+        relay.apply(Duplicate(slice(None), mode="top"))
+        assert len(relay.stack) == 10 and relay.verify(kind.make_batch(4)).equal
     kind = kind_of(Named)
     with relay_of(kind) as relay:
         relay.step(kind.make_batch(4))

@@ -112,6 +112,8 @@ def test_a_save_of_a_run_with_its_own_loss_does_not_go_on_with_the_models(micro_
             loaded.step(make_batch(1))
         with pytest.raises(ValueError, match=r"loss= or objective= of yours.*Relay\.load"):
             loaded.evaluate(make_batch(1))
+        with pytest.raises(ValueError, match=r"loss= or objective= of yours"):
+            loaded.probe([make_batch(1)])
         assert loaded.forward(make_batch(1)).loss < expected, "outputs do not depend on the loss"
         assert_same(whole(loaded), before)
         loaded.save(tmp_path / "again")
