@@ -9,7 +9,7 @@ from torch import nn
 
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.model import LayerRef, LayerResolver, Stack, find_stacks
-from l2l_core.surgery import numbers_around, ties_of
+from l2l_core.surgery import depth_numbers, numbers_around, ties_of
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,14 @@ class LayerRegistry:
                 order.count(self.units_of(stack)[0]),
             )
             before = self._first_numbers.get(name, {}) | first.get(name, {})
+            depths = len(self.first_structure.stacks[name]), len(stack)
             by_hand = {
-                number for number, value in before.items() if held.get(number) == runs != value and max(runs, value) > 1
+                number
+                for number, value in before.items()
+                if held.get(number) == runs != value
+                and max(runs, value) > 1
+                # The depth itself follows the layers. With one layer left, it is the number of runs.
+                and not (depths == (value, runs) and number in depth_numbers(self.model, stack))
             }
             if found := {number: held[number] for number in [*before] if number in {*by_hand, *now.get(name, {})}}:
                 now[name], first[name] = found, {number: before[number] for number in found}

@@ -18,6 +18,7 @@ from l2l_core.surgery.layer_features import ties_of as ties_of
 from l2l_core.surgery.layer_replacement import replace_layers as replace_layers
 from l2l_core.surgery.layer_replacement import substitute_modules as substitute_modules
 from l2l_core.surgery.loop_numbers import RecordedCalls as RecordedCalls
+from l2l_core.surgery.loop_numbers import depth_numbers as depth_numbers
 from l2l_core.surgery.loop_numbers import find_loop_numbers as find_loop_numbers
 from l2l_core.surgery.loop_numbers import numbers_around as numbers_around
 from l2l_core.surgery.loop_numbers import record_calls as record_calls

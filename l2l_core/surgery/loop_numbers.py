@@ -79,6 +79,12 @@ def numbers_around(model: nn.Module, stack: Stack) -> dict[str, int]:
     return {name: fields[key] for name, (fields, key, _) in _places(StackContext.of(model, stack)).items()}
 
 
+def depth_numbers(model: nn.Module, stack: Stack) -> set[str]:
+    """Return the dotted names of those numbers that by their names may be the depth of the stack."""
+    context = StackContext.of(model, stack)
+    return {name for name, (_, key, _) in _places(context).items() if config_depth.is_depth_name(key, context.location)}
+
+
 def _places(context: StackContext) -> dict[str, tuple[dict[str, Any], str, Any]]:
     """Map dotted names to (attributes of a module or fields of a config, name in it, the config or None)."""
     holders = [(path, vars(module), None) for path, module in context.chain]

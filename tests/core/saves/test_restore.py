@@ -10,6 +10,7 @@ import pytest
 import torch
 from small import assert_same, keys, make_batch, make_gpt, make_relay, whole
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from l2l_core import Drop, Duplicate, FileShelf, Insert, Interpolate, Relay, RelayConfig, Replace
 
@@ -67,6 +68,28 @@ def test_what_is_refused_leaves_the_relay_as_it_was(saved: Path, tmp_path: Path)
         relay.restore(saved)
     with make_relay(make_gpt()) as relay:  # the remedy
         relay.restore(saved)
+
+
+def make_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 4}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32, max_position_embeddings=8))
+
+
+def test_the_depth_of_the_configuration_follows_edits_after_loading(tmp_path: Path) -> None:
+    """Llama runs as many layers as its configuration has; a single layer that runs once is no loop."""
+    with make_relay(make_llama()) as relay:
+        relay.apply(Drop(slice(1, 4)))
+        relay.step(make_batch(0))
+        relay.save(tmp_path / "save")
+        with Relay.load(tmp_path / "save", make_llama()) as loaded, make_relay(make_llama()) as restored:
+            restored.restore(tmp_path / "save")
+            for each in (relay, loaded, restored):
+                each.apply(Duplicate(0))
+                assert each.model.config.num_hidden_layers == 2 and not each.loops
+                each.step(make_batch(1))
+            assert_same(whole(loaded), whole(relay))
+            assert_same(whole(restored), whole(relay))
 
 
 def test_a_relay_is_closed_if_a_layer_cannot_be_built(tmp_path: Path) -> None:
