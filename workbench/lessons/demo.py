@@ -119,6 +119,7 @@ def make_model(settings: Settings) -> GPT2LMHeadModel:
         resid_pdrop=0.0,  # no byte is used twice, so there is nothing to regularise
         embd_pdrop=0.0,
         attn_pdrop=0.0,
+        tie_word_embeddings=settings.tied,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)

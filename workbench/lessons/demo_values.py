@@ -38,6 +38,7 @@ class Settings:
     target: float = 0.85  # the held-out loss must fall to this share of the entropy of single bytes
     close: float = 1e-3  # relative difference of losses that is allowed on other devices than the CPU
     seed: int = 0
+    tied: bool = True  # embedding and head are one matrix
 
 
 # Time is proportional to micro-batches: many steps of two learn more in a minute than few steps of four.
