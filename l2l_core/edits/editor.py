@@ -137,8 +137,7 @@ class Editor:
                 self.registry.model, stack, name
             )
         # By its name and value a number of loops may be a depth (num_hidden_layers of ALBERT), which it does not follow.
-        known = self.registry.loops.get(name, {})
-        loops = {number: n for number, n in numbers_around(self.registry.model, stack).items() if number in known}
+        loops = self.registry.numbers_not_of_depth(stack)
         # May raise without having changed anything, so it runs before EPS and ledger change.
         restore_model = replace_layers(self.registry.model, stack, modules, twins, force, inserted)
         self._update_store(name, before, after)

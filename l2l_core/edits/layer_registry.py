@@ -43,6 +43,7 @@ class LayerRegistry:
         self.loops: dict[str, dict[str, int]] = {}
         self.first_structure = self.structure  # before any edit
         self._first_numbers = {stack.name: numbers_around(model, stack) for stack in self.stacks}
+        self._first_depths = {stack.name: len(stack) for stack in self.stacks}
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -81,7 +82,7 @@ class LayerRegistry:
                 order.count(self.units_of(stack)[0]),
             )
             before = self._first_numbers.get(name, {}) | first.get(name, {})
-            depths = len(self.first_structure.stacks[name]), len(stack)
+            depths = self._first_depths.get(name), len(stack)
             by_hand = {
                 number
                 for number, value in before.items()
@@ -93,6 +94,17 @@ class LayerRegistry:
             if found := {number: held[number] for number in [*before] if number in {*by_hand, *now.get(name, {})}}:
                 now[name], first[name] = found, {number: before[number] for number in found}
         return replace(self.first_structure, loops=first), replace(self.structure, loops=now)
+
+    def numbers_not_of_depth(self, stack: Stack) -> dict[str, int]:
+        """Return numbers with the name of a depth that are none: loops, or another number than the depth at first."""
+        name = self.first_name(stack)
+        first, depth, loops = self._first_numbers.get(name, {}), self._first_depths.get(name), self.loops.get(name, {})
+        named = depth_numbers(self.model, stack)
+        return {
+            number: value
+            for number, value in numbers_around(self.model, stack).items()
+            if number in loops or (number in named and first.get(number, depth) != depth)
+        }
 
     # -- stacks --------------------------------------------------------------------------------------------------------
 

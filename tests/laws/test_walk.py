@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,36 @@ class Looped(Stacks):
         return self.head(x)
 
 
+class Recurrent(Looped):
+    """Its number of loops has a name that is often a depth, as in ALBERT."""
+
+    def __init__(self, depth: int) -> None:
+        self.config = SimpleNamespace(num_hidden_layers=2)
+        super().__init__(depth)
+
+    @property
+    def n_loops(self) -> int:  # type: ignore[override]
+        return self.config.num_hidden_layers
+
+    @n_loops.setter
+    def n_loops(self, count: int) -> None:
+        self.config.num_hidden_layers = count
+
+
+class Configured(Stacks):
+    """The forward runs as many layers as a configuration has, as Llama's does."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth)
+        self.config = SimpleNamespace(n_layer=depth, heads=depth)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers[: self.config.n_layer]:
+            x = layer(x)
+        return self.head(x)
+
+
 class Beside(Stacks):
     """A number for each layer beside the stack, read by its position; edits that move layers are refused."""
 
@@ -107,6 +138,14 @@ class Beside(Stacks):
         for i, layer in enumerate(self.layers):
             x = layer(x * self.gains[i])
         return self.head(x)
+
+
+def configured() -> nn.Module:
+    return Configured(2)
+
+
+def recurrent() -> nn.Module:
+    return Recurrent(1)
 
 
 def beside() -> nn.Module:
@@ -223,7 +262,9 @@ KINDS = {
     "normed": Kind(normed, backwards, config=CLIPPED),
     "several": Kind(several, decay_groups, ("layers", "more"), config=CLIPPED),
     "head first": Kind(plain, head_first),
+    "configured": Kind(configured, decay_groups),
     "beside": Kind(beside, decay_groups),
+    "recurrent": Kind(recurrent, decay_groups, commands=(("loops", 6), ("unroll", 3))),
     "looped": Kind(looped, decay_groups, commands=(("loops", 6), ("unroll", 3))),
 }
 
@@ -269,8 +310,7 @@ class Walk:
         self.number += 1
         getattr(self, kind.replace(" ", "_"))(a, b, c)
         assert_equal(self.relay.optimizer, self.relay.model, self.shadow)
-        if hasattr(self.relay.model, "n_loops"):
-            assert vars(self.relay.model)["n_loops"] == vars(self.shadow.world.model)["n_loops"]
+        assert _loops_of(self.relay.model) == _loops_of(self.shadow.world.model)
         assert self.relay.steps == self.shadow.world.steps and self.relay.branch == self.shadow.branch
         assert self.relay.can_undo == bool(self.shadow.world.done) and self.relay.can_redo == bool(
             self.shadow.world.undone
@@ -475,7 +515,7 @@ class Walk:
     def unroll(self, a: int, b: int, c: int) -> None:
         """Copies behind the layers, and one loop."""
         layers = self.layers("layers")
-        loops = vars(self.shadow.world.model)["n_loops"]
+        loops = _loops_of(self.shadow.world.model)
         if loops * len(layers) > MOST_LAYERS:
             return
 
@@ -562,6 +602,10 @@ class Walk:
             for param in model.parameters():
                 param.mul_(0.5)
         self.relay = Relay.load(self.folder, model, self.kind.make(model), kinds, **self._options())
+
+
+def _loops_of(model: Any) -> int:
+    return getattr(model, "n_loops", 1)
 
 
 def loss(outputs: Tensor, batch: Batch) -> Tensor:

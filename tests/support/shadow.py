@@ -231,6 +231,9 @@ class Shadow:
         container._modules.clear()
         container._modules.update({str(i): m for i, m in enumerate([*members[:first], *layers, *rest])})
         self.world.layers[name] = layers
+        config = getattr(self.world.model, "config", None)
+        if hasattr(config, "n_layer"):
+            config.n_layer = len(layers)
 
     # -- branches ------------------------------------------------------------------------------------------------------
 
