@@ -208,6 +208,11 @@ class RelayConfig:
 
         A function is that of the `known` settings if they have one of this name. Otherwise the schedule is
         "breadth_first", which trains the same weights to the bit, and a warning names the function.
+
+        Example:
+            >>> config = RelayConfig(micro_batches=4, stash="host")
+            >>> RelayConfig.from_plain(config.to_plain()) == config
+            True
         """
         name = schedule = plain["schedule"]
         if name not in get_args(ScheduleName) and not name.startswith("plan "):
@@ -234,7 +239,13 @@ class RelayConfig:
         return Compress.of(self.compress)
 
     def for_layers(self, layers: int) -> RelayConfig:
-        """Return the settings of a step over `layers` layers: depth first, all of them stay on the device."""
+        """Return the settings of a step over `layers` layers: depth first, all of them stay on the device.
+
+        Example:
+            >>> config = RelayConfig(schedule="depth_first").for_layers(24)
+            >>> config.resident
+            22
+        """
         if self.schedule != "depth_first":
             return self
         return replace(self, keep=layers, resident=max(0, layers - self.ahead - 1))
@@ -251,6 +262,11 @@ class RelayConfig:
 
         Raises:
             ValueError: `seed` is None.
+
+        Example:
+            >>> config = RelayConfig(micro_batches=2, seed=0)
+            >>> [config.micro_batch_seed(step=0, k=k) for k in range(2)]
+            [2415664546, 4177210676]
         """
         if self.seed is None:
             raise ValueError(

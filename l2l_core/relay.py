@@ -432,6 +432,11 @@ class Relay:
 
         Raises:
             ValueError: no step was made yet.
+
+        Example:
+            >>> result = relay.step(batch)
+            >>> [trace.worker.rank for trace in relay.traces()]  # of all workers, on every worker
+            [0]
         """
         from l2l_core.analysis import Traces
 
@@ -458,6 +463,13 @@ class Relay:
 
         Layers kept on disk for undo are deleted. Workers close together and then hold all weights; if a worker is lost or
         does not close within half a minute, the others keep only their shards. In a forked process this does nothing.
+
+        Example:
+            >>> relay.close()
+            >>> loss = nn.functional.cross_entropy(model(batch[0]), batch[1])  # the model is an ordinary one again
+            >>> relay.step(batch)
+            Traceback (most recent call last):
+            RuntimeError: this relay is closed: make a new Relay over the model
         """
         if self._closed or not self._process.is_current:
             return
@@ -669,6 +681,11 @@ class Relay:
         Raises:
             ValueError, TypeError: the batch cannot be evaluated.
             DeviceOutOfMemory: as for `step`.
+
+        Example:
+            >>> probe = relay.probe_batch(batch, outputs=True)
+            >>> probe.loss == relay.evaluate(batch), probe.outputs.shape
+            (True, torch.Size([8, 4]))
         """
         with (
             defer_interrupts(),
@@ -812,6 +829,14 @@ class Relay:
 
         As a context manager it is in force until the block ends; then the previous example is restored, unless a step has
         succeeded in the block.
+
+        Example:
+            >>> from l2l_core import Insert
+            >>> example = relay.expect(batch)  # no step was made yet
+            >>> before = relay.evaluate(batch)
+            >>> inverse = relay.apply(Insert(at=3, init="identity"))
+            >>> relay.evaluate(batch) == before
+            True
         """
         factory = self._editor.layer_factory
         with self._exclusive():
@@ -1092,6 +1117,13 @@ class Relay:
 
         Raises:
             ValueError: no branch has this name, or it is the current one.
+
+        Example:
+            >>> branch = relay.fork("slim")
+            >>> branch = relay.switch("main")
+            >>> relay.discard("slim")
+            >>> [branch.name for branch in relay.branches]
+            ['main']
         """
         with self._together("discard a branch", branch=name):
             self._branches.discard(name)
@@ -1222,6 +1254,16 @@ class Relay:
         Raises:
             ValueError: no such files, another `quantize`, or a model that the constructor refuses.
             ImportError: transformers, bitsandbytes, accelerate or peft is not installed.
+
+        Example:
+            >>> from transformers import GPT2Config, GPT2LMHeadModel
+            >>> sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 8, "vocab_size": 32}
+            >>> config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+            >>> GPT2LMHeadModel(config).save_pretrained("tiny")
+            >>> tokens = torch.arange(8).repeat(4, 1)
+            >>> with Relay.from_pretrained("tiny", device="cpu") as relay:  # also quantised, with adapters
+            ...     relay.step({"input_ids": tokens, "labels": tokens}).samples
+            4
         """
         from l2l_core.integrations import load_pretrained
 
@@ -1328,6 +1370,10 @@ class Relay:
         Raises:
             ValueError: the weights are in files, and there is no room for all of them.
             WorkerError: a worker does not enter it.
+
+        Example:
+            >>> with relay.gathered() as whole:  # on each of several workers, or from a shelf: all weights
+            ...     torch.save(whole.state_dict(), "weights.pt")
         """
         with (
             self._exclusive(),

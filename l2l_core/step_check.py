@@ -29,6 +29,21 @@ class UnequalStepError(RuntimeError):
 
     Attributes:
         report: the comparison.
+
+    Example:
+        >>> from l2l_core import UnequalStepError
+        >>> notes = {}
+        >>> class Scaled(nn.Sequential):
+        ...     def forward(self, x):  # micro-batches take turns, so the note of the last one is read
+        ...         notes["scale"] = x.std().item()
+        ...         return super().forward(x) * notes["scale"]
+        >>> options = {"loss": nn.CrossEntropyLoss(), "loss_over": "micro-batch", "config": RelayConfig(micro_batches=2)}
+        >>> with Relay(Scaled(Block(), Block(), nn.Linear(16, 4)), device="cpu", **options) as scaled:
+        ...     try:
+        ...         result = scaled.step(batch)
+        ...     except UnequalStepError as error:
+        ...         print(error)
+        this step would differ from the same step in core ... RelayConfig(schedule='depth_first') trains it ...
     """
 
     def __init__(self, message: str, report: VerifyReport) -> None:

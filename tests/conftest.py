@@ -5,6 +5,7 @@
 
 import gc
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,10 @@ settings.register_profile(
 )  # how long an example takes says more of the machine than of the code
 settings.load_profile("untimed")
 
+
+# nbformat imports jsonschema, whose check of international addresses builds a parser, which takes more than a second. No
+# notebook has such an address; without the parser jsonschema leaves out that check alone.
+sys.modules.setdefault("rfc3987_syntax", None)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: interrupts are tested too
     signal.signal(signal.SIGINT, signal.default_int_handler)

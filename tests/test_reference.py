@@ -63,17 +63,49 @@ def test_every_public_name_has_a_docstring() -> None:
     assert not bare, bare
 
 
+def texts_of_data() -> dict[str, str]:
+    """Texts on the pages of public values that are neither classes nor functions, so that their docstrings are Python's."""
+    pages = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(PAGES.glob("*.rst")))
+    return dict(re.findall(r"^\.\. data:: (\S+)\n((?:(?: {3}.*)?\n)*)", pages, re.MULTILINE))
+
+
+def texts_of_integrations() -> dict[str, str]:
+    """Docstrings as they stand in the files, since the frameworks need not be installed."""
+    texts = {}
+    imports = ast.walk(ast.parse((ROOT / "l2l_core" / "integrations" / "__init__.py").read_text(encoding="utf-8")))
+    for node in (each for each in imports if isinstance(each, ast.ImportFrom) and each.module.startswith("l2l_core.")):
+        file = ast.parse((ROOT / f"{node.module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+        defined = {each.name: each for each in file.body if isinstance(each, ast.ClassDef | ast.FunctionDef)}
+        texts |= {f"l2l_core.integrations.{each.name}": ast.get_docstring(defined[each.name]) for each in node.names}
+    return texts
+
+
 def examples() -> dict[str, doctest.DocTest]:
-    """Docstrings with examples, of public names and their methods."""
-    finder = doctest.DocTestFinder(exclude_empty=True)
-    every: dict[str, doctest.DocTest] = {}
+    """Examples of public names and their methods."""
+    finder, parser = doctest.DocTestFinder(exclude_empty=True), doctest.DocTestParser()
+    every = {name: parser.get_doctest(text, {}, name, None, 0) for name, text in texts_of_data().items()}
     for name, value in public_objects().items():
         module = importlib.import_module(getattr(value, "__module__", "builtins"))
         every |= {test.name: test for test in finder.find(value, name, module=module, globs={}) if test.examples}
-    return every
+    return {name: test for name, test in every.items() if test.examples}
 
 
 EXAMPLES = examples()
+
+
+def test_every_public_name_has_an_example_or_the_name_of_one() -> None:
+    """Where a function returns a type, or raises an error, its example may be theirs: "See `run_pipeline`"."""
+    texts = {name: str(value.__doc__) for name, value in public_objects().items()}
+    texts |= {**texts_of_data(), **texts_of_integrations()}
+    with_examples = {*EXAMPLES, *(name for name, text in texts.items() if ">>>" in text)}
+    bare = []
+    for name, text in texts.items():
+        link = re.search(r"Example:?\n\s+See `([\w.]+)`", text)
+        shown = link and any(each.endswith(f".{link[1]}") for each in with_examples)
+        if name not in with_examples and not shown:
+            bare.append(name)
+    assert len(texts) > 180 and not bare, bare
+
 
 # Names that people use most. Their examples always run; of the others one runs by default, and all with `-m slow`.
 VERBS = "step verify forward evaluate probe plan forecast apply undo fork switch save load".split()
@@ -102,7 +134,14 @@ def test_an_example_of_a_common_name_runs(name: str, tmp_path: Path, monkeypatch
     assert not failures_of(name)
 
 
-@pytest.mark.parametrize("name", sorted({*EXAMPLES} - {*COMMON}))
+FRAMEWORKS = pytest.mark.filterwarnings("ignore")  # they warn of settings that an example need not have
+OTHERS = [
+    pytest.param(name, marks=[FRAMEWORKS] if name.startswith("l2l_core.integrations.") else [])
+    for name in sorted({*EXAMPLES} - {*COMMON})
+]
+
+
+@pytest.mark.parametrize("name", OTHERS)
 def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert not failures_of(name)

@@ -62,6 +62,13 @@ class FitBench:
 
     Raises:
         TypeError, ValueError: an argument that cannot be read; the message has the accepted values.
+
+    Example:
+        >>> from workbench import Fit
+        >>> bench = Fit("gpt2", card="RTX 4090", host="64GB", length=512)  # at the end of a cell, `bench` shows it
+        >>> bench.chosen.name, bench.table.fits(bench.chosen)
+        ('in core', True)
+        >>> bench.close()
     """
 
     def __init__(

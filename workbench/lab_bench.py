@@ -58,6 +58,17 @@ class LabBench(Dashboard):
 
     Raises:
         TypeError, ValueError: see `LabSession`; or an unknown view.
+
+    Example:
+        >>> from l2l_core.strategies import Full, Lab, Plain
+        >>> from workbench import LabBench
+        >>> relay.close()  # a model has one trainer at a time
+        >>> lab = Lab(model, batch, loss=nn.CrossEntropyLoss())
+        >>> bench = LabBench(lab, lambda: batch, ways=[Plain(), Full()])  # at the end of a cell, `bench` shows it
+        >>> bench.run(3)
+        >>> bench.wait().step
+        3
+        >>> bench.close()
     """
 
     def __init__(

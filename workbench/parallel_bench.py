@@ -58,6 +58,14 @@ class ParallelBench:
 
     Raises:
         ValueError: no such model, or numbers below 1.
+
+    Example:
+        >>> from l2l_core.pipelines import TransformerShape
+        >>> from workbench import Parallel
+        >>> bench = Parallel(TransformerShape(layers=4, width=1024, heads=16), ranks=4, rows=8)
+        >>> bench.chosen  # at the end of a cell, `bench` shows all ways
+        'few-bit activations'
+        >>> bench.close()
     """
 
     def __init__(

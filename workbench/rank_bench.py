@@ -73,5 +73,11 @@ def launch(train: Callable[[], Session], workers: int = 2) -> RankBench:
     Raises:
         TypeError, ValueError: `train` is not such a function, or `workers` is not a valid number.
         LaunchError: a worker did not start; all workers are ended, and the message has the reason.
+
+    Example:
+        >>> from workbench import launch
+        >>> launch(lambda: None)
+        Traceback (most recent call last):
+        TypeError: train=...: must be a function in a module, because the process of every rank imports it. In a notebook, ...
     """
     return RankBench(RankProcesses(train, workers))

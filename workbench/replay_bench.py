@@ -93,6 +93,16 @@ def replay(path: str | Path) -> ReplayBench:
 
     Raises:
         FileNotFoundError, ValueError: see `load_run`.
+
+    Example:
+        >>> from workbench import Recorder, Session, replay
+        >>> with Recorder("run.jsonl") as recorder, Session(relay, lambda: batch, loggers=[recorder]) as session:
+        ...     session.run(2)
+        ...     state = session.wait()
+        >>> bench = replay("run.jsonl")  # at the end of a cell, `bench` shows it
+        >>> bench.slider.options
+        (('1', 0), ('2', 1))
+        >>> bench.close()
     """
     return ReplayBench(load_run(path))
 
@@ -103,6 +113,17 @@ def compare(*paths: str | Path) -> RunComparison:
     Raises:
         ValueError: fewer than two runs; or see `load_run`.
         FileNotFoundError: see `load_run`.
+
+    Example:
+        >>> from workbench import Recorder, Session, compare
+        >>> for path, rate in (("slow.jsonl", 1e-3), ("fast.jsonl", 1e-2)):
+        ...     relay.optimizer.param_groups[0]["lr"] = rate
+        ...     with Recorder(path) as recorder, Session(relay, lambda: batch, loggers=[recorder]) as session:
+        ...         session.run(2)
+        ...         state = session.wait()
+        >>> both = compare("slow.jsonl", "fast.jsonl")  # at the end of a cell, `both` shows them
+        >>> len(both.pictures()) > 2
+        True
     """
     if len(paths) < 2:
         raise ValueError(f"compare takes two recorded runs or more, not {len(paths)}; replay(path) shows one")

@@ -3,6 +3,10 @@
 import re
 from typing import Any
 
+from sphinx.ext.autodoc.preserve_defaults import update_defvalue
+from sphinx.util.inspect import signature as signature_of
+from sphinx.util.inspect import stringify_signature
+
 import l2l_core
 
 project = "L2L workbench"
@@ -65,5 +69,19 @@ def readable_default(
     return re.sub(r"(= ?)<[^<>]*>", r"\1...", signature) if signature else signature, result
 
 
+def own_signature(
+    app: Any, what: str, _name: str, value: Any, _options: Any, _signature: str, result: str
+) -> tuple[str, str] | None:
+    """Return the signature of a class where Sphinx would show the (*args, **kwargs) of a mocked base or of a protocol."""
+    if what == "class" and getattr(value, "_is_protocol", False):
+        return "", result  # it is not called
+    if what == "class" and hasattr(value, "__sphinx_mock__") and "__init__" in vars(value):
+        update_defvalue(app, value.__init__, True)  # writes defaults as the source does
+        signature = signature_of(value.__init__, bound_method=True)
+        return stringify_signature(signature, show_return_annotation=False, unqualified_typehints=True), result
+    return None
+
+
 def setup(app: Any) -> None:
+    app.connect("autodoc-process-signature", own_signature, priority=400)
     app.connect("autodoc-process-signature", readable_default)

@@ -71,6 +71,12 @@ class Traces(Sequence[Trace]):
 
     Raises:
         ValueError: a worker is missing or given twice, or the traces are of different steps.
+
+    Example:
+        >>> result = relay.step(batch)
+        >>> traces = relay.traces()  # of all workers, on every worker
+        >>> len(traces), traces[0].worker.count
+        (1, 1)
     """
 
     def __init__(self, traces: Sequence[Trace]) -> None:

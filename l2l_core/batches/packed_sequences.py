@@ -50,6 +50,17 @@ class Sequences:
 
     Raises:
         ValueError: neither cumulative lengths nor positions are named, or both.
+
+    Example:
+        >>> from l2l_core import Sequences
+        >>> packed = {"x": torch.randn(8, 16), "y": torch.randint(4, (8,)), "lengths": torch.tensor([0, 2, 8])}
+        >>> def objective(model, part):
+        ...     return nn.functional.cross_entropy(model(part["x"]), part["y"], reduction="sum") / 8
+        >>> relay.close()  # a model belongs to one relay
+        >>> options = {"objective": objective, "loss_over": "sum", "split": Sequences("lengths")}
+        >>> with Relay(model, device="cpu", config=RelayConfig(micro_batches=2), **options) as relay:
+        ...     relay.step(packed).samples  # sequences: each is a micro-batch here
+        2
     """
 
     cumulative: tuple[str | int, ...]

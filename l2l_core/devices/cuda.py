@@ -90,6 +90,12 @@ class CudaDevice(Device):
 
     Raises:
         ValueError: no such GPU, or a budget that is not positive.
+
+    Example:
+        >>> from l2l_core import CudaDevice
+        >>> CudaDevice("cuda:0", memory_bytes=0)
+        Traceback (most recent call last):
+        ValueError: memory_bytes=0: must be positive, or None for no limit
     """
 
     def __init__(self, device: str | int = "cuda", memory_bytes: int | None = None) -> None:

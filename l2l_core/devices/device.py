@@ -48,6 +48,12 @@ class Device(ABC):
         ledger: bytes in its memory.
         in_host_memory: True if it computes on host memory. Then the model's buffers stay in place, copies may cast, and the same
             operation gives the same bits every time.
+
+    Example:
+        >>> relay.device.name, relay.device.in_host_memory
+        ('emulated device', True)
+        >>> relay.device.figures()["memory_bytes"] is None  # without a budget
+        True
     """
 
     name: str

@@ -30,7 +30,11 @@ MAIN_BRANCH = "main"
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One line of a branch list."""
+    """One line of a branch list.
+
+    Example:
+        See `Relay.fork`.
+    """
 
     name: str
     active: bool

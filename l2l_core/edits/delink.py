@@ -29,6 +29,15 @@ class Delink(LayerMakingEdit):
             second moments by its square): gradients of n places were added up, so 1/n is their size from now on. "fresh":
             every place starts without state.
         warmup: updates over which the learning rate of the copies rises to that of their group.
+
+    Example:
+        >>> from l2l_core import Delink
+        >>> block = Block()
+        >>> shared = nn.Sequential(block, block, block)
+        >>> with Relay(shared, device="cpu", loss=nn.MSELoss(), layers=[block]) as relay:
+        ...     inverse = relay.apply(Delink())
+        >>> len({id(layer) for layer in shared})
+        3
     """
 
     layers: Span = field(default_factory=lambda: slice(None))

@@ -51,6 +51,9 @@ class Edit(ABC):
         preserves_function: whether the model's outputs stay the same.
         optimizer_policy: the effect on the optimizer's state, for the journal.
         moves_layers: whether layers change their position, or their number changes.
+
+    Example:
+        See `Relay.apply`.
     """
 
     moves_layers: ClassVar[bool] = True

@@ -41,6 +41,14 @@ class Loops(Edit):
         count: the number of loops.
         stack: dotted name of the container, if there are several.
         attribute: dotted name of the number, as ``"n_loops"`` or ``"config.n_loops"``, if it cannot be found.
+
+    Example:
+        >>> from l2l_core import Loops
+        >>> with Relay(Looped(), device="cpu", loss=nn.CrossEntropyLoss()) as looped:
+        ...     example = looped.expect(batch)
+        ...     inverse = looped.apply(Loops(3))
+        ...     looped.loops
+        {'layers': 3}
     """
 
     count: int
@@ -68,6 +76,14 @@ class Unroll(LayerMakingEdit):
         stack, attribute: as in `Loops`.
         optimizer: new state of all layers, as in `Delink`. Gradients of n loops were added up, so 1/n is their size from now on.
         warmup: updates over which the learning rate of the copies rises to that of their group.
+
+    Example:
+        >>> from l2l_core import Unroll
+        >>> with Relay(Looped(), device="cpu", loss=nn.CrossEntropyLoss()) as looped:
+        ...     example = looped.expect(batch)
+        ...     inverse = looped.apply(Unroll())
+        ...     [layer.key for layer in looped.stack]  # two layers, run twice
+        ['L000', 'L001', 'L002', 'L003']
     """
 
     stack: str | None = None
@@ -140,6 +156,14 @@ class Looping(Schedule):
         loops: number of loops: an integer, a mapping from the first step of each value, as ``{0: 2, 100: 3, 200: 4}``, or a
             function of the number of finished steps.
         stack, attribute: as in `Loops`.
+
+    Example:
+        >>> from l2l_core import Looping
+        >>> schedule = Looping({0: 2, 1: 3})  # three loops from step 1 on
+        >>> with Relay(Looped(), device="cpu", loss=nn.CrossEntropyLoss()) as looped:
+        ...     results = [schedule.step(looped, batch) for _ in range(2)]
+        ...     looped.loops
+        {'layers': 3}
     """
 
     loops: PerStep

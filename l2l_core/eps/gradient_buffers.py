@@ -27,7 +27,20 @@ _LARGE, _PIECES = 2**20, 64  # elements from which a norm is computed in pieces,
 
 
 class NonFiniteError(FloatingPointError):
-    """A loss or gradient is infinite or NaN; the message names the layer that produced it first."""
+    """A loss or gradient is infinite or NaN; the message names the layer that produced it first.
+
+    Example:
+        >>> from l2l_core import NonFiniteError
+        >>> inputs, targets = batch
+        >>> relay.config = RelayConfig(verify="never")  # else the loss is compared first, with a warning
+        >>> try:
+        ...     result = relay.step((inputs * float("nan"), targets))
+        ... except NonFiniteError as error:
+        ...     print(error)
+        the loss of micro-batch 0 is nan; first produced by the batch or the code before the first layer. Nothing was updated
+        >>> relay.steps  # nothing was trained
+        0
+    """
 
 
 def check_finite(unit: Unit, block: Block, gradient: BlockGradient) -> float:

@@ -48,6 +48,11 @@ class LayerStore:
 
     Attributes:
         grad_norm: norm of all gradients of the last step, before clipping; of this worker's own ones without clipping.
+
+    Example:
+        >>> result = relay.step(batch)
+        >>> relay.store.grad_norm == result.grad_norm
+        True
     """
 
     def __init__(

@@ -74,6 +74,23 @@ class TornStep(RuntimeError):
 
     Attributes:
         updated: keys of the layers with new weights.
+
+    Example:
+        >>> from l2l_core import TornStep
+        >>> updates = []
+        >>> class Failing(torch.optim.SGD):
+        ...     def step(self, closure=None):
+        ...         updates.append(super().step(closure))
+        ...         if len(updates) == 3:
+        ...             raise ArithmeticError("no update")
+        >>> relay.close()  # a model belongs to one relay
+        >>> config = RelayConfig(verify="never")
+        >>> relay = Relay(model, lambda params: Failing(params, lr=0.1), "cpu", loss=nn.CrossEntropyLoss(), config=config)
+        >>> try:
+        ...     result = relay.step(batch)
+        ... except TornStep as error:
+        ...     print(error.updated)  # backward and updates begin with the last layer
+        ('L005', 'L004', 'L003')
     """
 
     def __init__(self, message: str, updated: Sequence[str]) -> None:

@@ -87,10 +87,6 @@ def fit_config(
 ) -> ConfigFit:
     """Choose among memory, codecs and disk for a model's masters and optimizer state.
 
-        adamw = torch.optim.AdamW
-        optimizers = {"float32": partial(adamw, lr=1e-4), "bf16": partial(in_bf16(adamw), lr=1e-4)}
-        print(fit_config(config, machine, optimizers=optimizers, host_bytes=24 * 10**9, disk=Disk.of("run"), ...))
-
     Args:
         optimizers: by name, each a function from parameters to an optimizer, in order of preference.
         host_bytes: of the host.
@@ -100,6 +96,19 @@ def fit_config(
 
     Raises:
         ValueError: no optimizers, or an argument that `forecast_config` refuses.
+
+    Example:
+        >>> from functools import partial
+        >>> from transformers import LlamaConfig
+        >>> from l2l_core import Machine, fit_config, in_bf16
+        >>> card = Machine(flops_per_s=50e12, update_params_per_s=1e9, h2d_bytes_per_s=20e9, d2h_bytes_per_s=20e9)
+        >>> adamw = torch.optim.AdamW
+        >>> optimizers = {"float32": partial(adamw, lr=1e-4), "bf16": partial(in_bf16(adamw), lr=1e-4)}
+        >>> fit = fit_config(
+        ...     LlamaConfig(), card, optimizers=optimizers, host_bytes=64 * 10**9, micro_batches=8, batch=8, sequence=1024
+        ... )
+        >>> print(fit.best)
+        bf16 in memory: 9.5 s, 56.6 GB of host: fits
     """
     if not optimizers:
         raise ValueError('optimizers={}: offer at least one, {"float32": partial(torch.optim.AdamW, lr=1e-4)}')

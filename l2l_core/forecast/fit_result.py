@@ -32,6 +32,14 @@ class NothingFits(ValueError):
 
     Attributes:
         smallest: the step with the least device memory; None if none could run.
+
+    Example:
+        >>> from l2l_core import NothingFits
+        >>> try:
+        ...     relay.fit(batch, device_bytes=1000, fixed=["micro_batches"])
+        ... except NothingFits as error:
+        ...     print(error)
+        No settings were found with which a step on this batch fits 1 kB on the device ...
     """
 
     def __init__(self, message: str, smallest: Priced | None) -> None:
@@ -91,6 +99,9 @@ class Fit:
         tried: number of settings compared.
         seconds: of the search.
         all_tried: False if the time ran out before the search ended.
+
+    Example:
+        See `Relay.fit`.
     """
 
     requested: RelayConfig

@@ -188,7 +188,18 @@ class CheckedFigure:
 
 @dataclass(frozen=True, slots=True)
 class ForecastCheck:
-    """Comparison of a forecast with its step: bytes by category at the peaks, peaks, and seconds; `str` makes a table."""
+    """Comparison of a forecast with its step: bytes by category at the peaks, peaks, and seconds; `str` makes a table.
+
+    Example:
+        >>> forecast = relay.forecast(batch)
+        >>> check = forecast.check(relay.step(batch))
+        >>> check.peak_device.forecast == check.peak_device.measured
+        True
+        >>> print(check)
+        forecast  measured   error
+        device peak          24.3 kB   24.3 kB   +0.0%
+        ...
+    """
 
     device: tuple[CheckedFigure, ...]
     host: tuple[CheckedFigure, ...]

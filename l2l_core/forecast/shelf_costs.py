@@ -26,6 +26,17 @@ class PlannedShelf:
     Raises:
         ValueError: invalid memory_bytes.
         TypeError: disk is no Disk.
+
+    Example:
+        >>> from functools import partial
+        >>> from transformers import LlamaConfig
+        >>> from l2l_core import Disk, Machine, PlannedShelf, forecast_config
+        >>> card = Machine(flops_per_s=50e12, update_params_per_s=1e9, h2d_bytes_per_s=20e9, d2h_bytes_per_s=20e9)
+        >>> shelf = PlannedShelf(disk=Disk(read_bytes_per_s=2e9, write_bytes_per_s=1e9), memory_bytes="8 GB")
+        >>> settings = {"micro_batches": 2, "batch": 2, "sequence": 512, "optimizer": partial(torch.optim.AdamW, lr=1e-4)}
+        >>> forecast = forecast_config(LlamaConfig(num_hidden_layers=8), card, shelf=shelf, **settings)
+        >>> forecast.fits, forecast.shelf.needed_bytes  # on the disk
+        (True, 45505601536)
     """
 
     disk: Disk

@@ -70,6 +70,25 @@ class RelayStrategy(SingleDeviceStrategy):
 
     Raises:
         ValueError, TypeError: an option that a relay in Lightning does not have.
+
+    Example:
+        >>> import lightning
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> from l2l_core.integrations import RelayStrategy
+        >>> class Net(lightning.LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.model = nn.Sequential(*(Block() for _ in range(6)), nn.Linear(16, 4))
+        ...     def training_step(self, batch, batch_idx):
+        ...         inputs, targets = batch
+        ...         return nn.functional.cross_entropy(self.model(inputs), targets)
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        >>> quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+        >>> trainer = lightning.Trainer(strategy=RelayStrategy(), max_epochs=1, accumulate_grad_batches=2, **quiet)
+        >>> trainer.fit(Net(), DataLoader(TensorDataset(*batch), batch_size=2))
+        >>> trainer.global_step  # each step of the relay is over two batches
+        2
     """
 
     strategy_name = "relay"

@@ -48,6 +48,16 @@ def load_pretrained(
     Raises:
         OSError: the disk of `map_in` is full.
         ValueError: no such files, an unknown name of a quantisation, or a model of a class that transformers lacks.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from l2l_core.integrations import load_pretrained
+        >>> sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 8, "vocab_size": 32}
+        >>> config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+        >>> GPT2LMHeadModel(config).save_pretrained("tiny")
+        >>> tiny = load_pretrained("tiny", quantize=None, adapters=None, dtype=torch.float32)
+        >>> type(tiny).__name__, tiny.training
+        ('GPT2LMHeadModel', True)
     """
     config = transformers.AutoConfig.from_pretrained(folder)
     options: dict[str, Any] = {"config": config, "dtype": dtype}

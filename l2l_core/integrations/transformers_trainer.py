@@ -93,6 +93,20 @@ class RelayTrainer(Trainer):
 
     Raises:
         ValueError: an argument that a relay cannot honour; the message has a remedy.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+        >>> from l2l_core.integrations import RelayTrainer
+        >>> sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 8, "vocab_size": 32}
+        >>> gpt = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+        >>> rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
+        >>> settings = {"num_train_epochs": 1, "use_cpu": True, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+        >>> args = TrainingArguments("run", per_device_train_batch_size=2, gradient_accumulation_steps=2, **settings)
+        >>> trainer = RelayTrainer(gpt, args, train_dataset=rows)  # otherwise as a Trainer
+        >>> result = trainer.train()
+        {'train_runtime': ...}
+        >>> trainer.relay.steps  # each over two batches
+        2
     """
 
     def __init__(

@@ -69,6 +69,9 @@ class MupScaling:
     Attributes:
         model: the model.
         rows: a rule for each parameter, in the order of `named_parameters`.
+
+    Example:
+        See `mup_scaling`.
     """
 
     model: nn.Module
@@ -131,6 +134,16 @@ def mup_scaling(
 
     Raises:
         ValueError: parameters of model and base do not correspond, weights are tied, or one of the last arguments is needed.
+
+    Example:
+        >>> from l2l_core import mup_scaling
+        >>> def make(width):
+        ...     return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4))
+        >>> rules = mup_scaling(make(64), base=make(16))
+        >>> {row.name: row.rate for row in rules.rows if "weight" in row.name}  # rates relative to those of the base
+        {'0.weight': 1.0, '2.weight': 0.25, '4.weight': 0.25}
+        >>> rules.rescale_weights()
+        >>> optimizer = torch.optim.AdamW(rules.groups(lr=1e-2))
     """
     _refuse_tied(model)
     of_base, ratio = _BaseParameters(base), _depth_ratio(model, base)

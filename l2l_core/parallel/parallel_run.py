@@ -38,6 +38,9 @@ class WayRank:
         state_bytes: of the optimizer state that it holds.
         peak_bytes: largest sum of all tensors in its last step.
         trace: events and memory of its last step; waits for messages are no compute.
+
+    Example:
+        See `run_parallel`.
     """
 
     rank: int
@@ -64,6 +67,9 @@ class ParallelRun:
         state_bytes: of the optimizer state that a rank holds, on the rank with most.
         model_bytes: of all parameters.
         weights: parameters after the last step, whole, by name.
+
+    Example:
+        See `run_parallel`.
     """
 
     way: str
@@ -95,6 +101,14 @@ def run_parallel(
     Raises:
         RankError: a rank failed or was lost; the message has its cause.
         ValueError: the way, the number of ranks or the steps do not fit; the message has the remedy.
+
+    Example:
+        >>> from l2l_core.parallel import ParallelTask, run_parallel
+        >>> run = run_parallel("ZeRO 3", ranks=2, task=ParallelTask(learning_rate=1e-2))
+        >>> run.difference < 1e-9, run.weight_bytes < run.model_bytes  # as plain training; each rank holds a part
+        (True, True)
+        >>> len(run.ranks)
+        2
     """
     task = task or ParallelTask()
     model, (inputs, _) = task.make_model(), task.make_batch()

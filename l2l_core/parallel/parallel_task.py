@@ -55,6 +55,9 @@ class ParallelTask:
         steps: on the same batch, at least 4.
         learning_rate: of AdamW.
         layers: names of the layers that are sharded or split one by one; default those that a relay finds.
+
+    Example:
+        See `run_parallel`.
     """
 
     make_model: Callable[[], nn.Module] = make_mlp_stack

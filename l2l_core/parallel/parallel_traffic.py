@@ -83,6 +83,9 @@ def settled_tcp_bytes(count: int) -> tuple[int, int]:
     """Return the bytes sent to and received from other ranks so far, once no byte moves.
 
     All ranks call this, and wait for one another through the process group's store, whose bytes do not count.
+
+    Example:
+        See `run_parallel`, whose ranks count their bytes by it.
     """
     _wait_for_ranks(count)
     before, still = tcp_bytes(), 0

@@ -81,6 +81,9 @@ class PipelineCut:
         parameters: by layer, and for the loss, the names of the parameters that it reads.
         buffers: by layer, and for the loss, the names of the buffers that it changes.
         draws: True if the forward draws random numbers, so that the generator's state crosses too.
+
+    Example:
+        See `Pipeline`.
     """
 
     structure: StageStructure

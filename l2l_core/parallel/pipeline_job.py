@@ -42,6 +42,12 @@ class PipelineJob:
         objective: returns the scalar loss of a micro-batch.
         micro_batches, divisors: of the batch; losses are divided, so that gradients are those of the batch's mean.
         seed: of the random streams, as in a relay.
+
+    Example:
+        >>> from l2l_core.parallel import PipelineJob
+        >>> job = PipelineJob.of(model, batch, micro_batches=4, loss=nn.CrossEntropyLoss())
+        >>> len(job.micro_batches), job.divisors
+        (4, [4.0, 4.0, 4.0, 4.0])
     """
 
     model: nn.Module

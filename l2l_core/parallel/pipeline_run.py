@@ -40,6 +40,9 @@ class PipelineRun:
         gradients: of the last step, by name of parameter.
         state: parameters and buffers after the last step, by name; each from a rank whose stage has it.
         ranks: measurements of the last step.
+
+    Example:
+        See `run_pipeline`.
     """
 
     way: str
@@ -72,6 +75,17 @@ def run_pipeline(
 
     Raises:
         RankError: a rank failed or was lost; the message has its cause.
+
+    Example:
+        >>> from l2l_core.parallel import PipelineJob, run_pipeline
+        >>> from l2l_core.pipelines import one_forward_one_backward
+        >>> net = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 4))  # of classes that ranks can import
+        >>> job = PipelineJob.of(net, batch, micro_batches=4, loss=nn.CrossEntropyLoss())
+        >>> run = run_pipeline(job, one_forward_one_backward(2, 4), steps=2)  # without an optimizer the weights stay
+        >>> run.losses[0] == run.losses[1], len(run.gradients)
+        (True, 10)
+        >>> [report.sent_bytes for report in run.ranks]
+        [512, 512]
     """
     with ranks_for(len(plan.ranks), pool) as ranks:
         answers = ranks.run(train_rank, job, plan, steps, optimizer, options)

@@ -54,6 +54,9 @@ class RankReport:
         weight_bytes: of the rank's parameters.
         trace: events and memory.
         seconds: wall time of the step.
+
+    Example:
+        See `run_pipeline`.
     """
 
     rank: int
@@ -86,6 +89,23 @@ class Pipeline:
     Raises:
         PipelineError: the plan is not one of a training step.
         ValueError: it does not fit the job or the number of ranks.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from l2l_core.parallel import Pipeline, PipelineJob
+        >>> from l2l_core.pipelines import gpipe
+        >>> relay.close()  # a model has one trainer at a time
+        >>> job = PipelineJob.of(model, batch, micro_batches=2, loss=nn.CrossEntropyLoss())
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun starts several
+        >>> pipeline = Pipeline(job, gpipe(1, 2))
+        >>> optimizer = torch.optim.AdamW(pipeline.parameters().values(), lr=1e-2)
+        >>> losses = []
+        >>> for _ in range(2):
+        ...     losses.append(pipeline.step())
+        ...     optimizer.step()
+        >>> losses[1] < losses[0]
+        True
+        >>> dist.destroy_process_group()
     """
 
     def __init__(

@@ -33,6 +33,9 @@ class RankError(RuntimeError):
 
     Attributes:
         causes: by rank, the error or the end of the process.
+
+    Example:
+        See `RankPool`.
     """
 
     def __init__(self, causes: dict[int, str]) -> None:
@@ -48,6 +51,16 @@ class RankPool:
     Args:
         count: number of ranks.
         timeout_s: limit for one message or collective.
+
+    Example:
+        >>> from l2l_core.parallel import RankError, RankPool
+        >>> with RankPool(2) as pool:
+        ...     results = pool.run(divmod)  # called with the rank and the number of ranks: divmod(0, 2), divmod(1, 2)
+        ...     try:
+        ...         pool.run(divmod, 3)
+        ...     except RankError as error:
+        ...         print(results, error.causes[1].splitlines()[-1])
+        [(0, 0), (0, 1)] TypeError: divmod expected 2 arguments, got 3
     """
 
     def __init__(self, count: int, timeout_s: float = 60.0) -> None:
@@ -215,6 +228,13 @@ def launched_rank(timeout_s: float = 60.0) -> Iterator[tuple[int, int]]:
 
     Raises:
         RuntimeError: the process was not started by a launcher.
+
+    Example:
+        >>> from l2l_core.parallel import launched_rank
+        >>> with launched_rank() as (rank, count):  # in a program that torchrun has started
+        ...     print(rank)
+        Traceback (most recent call last):
+        RuntimeError: no launcher has started this process: run it by `torchrun --standalone --nproc-per-node 2 train.py`, ...
     """
     launcher, rank, count = find_launcher()
     if not launcher:

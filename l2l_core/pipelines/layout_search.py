@@ -38,6 +38,9 @@ class LayoutWay:
         method: row of the survey's table "Methods to train large networks" to which it belongs.
         explanation: a sentence.
         candidates: layouts for a number of ranks; those that do not divide model and batch are left out.
+
+    Example:
+        See `LAYOUT_WAYS`.
     """
 
     name: str
@@ -55,6 +58,9 @@ class LayoutSearch:
         costs: of the layouts that could be the best; if none fits, of the smallest.
         too_large: number of layouts that need more memory than there is, even with the fewest activations.
         too_slow: number of layouts that take longer than the best by a lower bound of their seconds.
+
+    Example:
+        See `find_layout`.
     """
 
     cluster: RankCluster
@@ -127,6 +133,13 @@ def search_layouts(
         cluster: figures of the ranks.
         rows: of the batch, over all ranks.
         candidates: layouts; those that do not divide model and batch, or need a tensor group beyond a node, are left out.
+
+    Example:
+        >>> from l2l_core.pipelines import RankCluster, RankLayout, TransformerShape, search_layouts
+        >>> shape = TransformerShape(layers=8, width=1024, heads=16)
+        >>> search = search_layouts(shape, RankCluster(4), 8, [RankLayout(data=4), RankLayout(pipeline=4)])
+        >>> search.best.layout.data
+        4
     """
     possible = [each for each in candidates if _is_possible(shape, cluster, each, rows)]
     bounds = {each: layout_bounds(shape, cluster, each, rows) for each in possible}
@@ -164,6 +177,12 @@ def find_layout(shape: TransformerShape, cluster: RankCluster, rows: int) -> Lay
 
     `costs` has the best layout, also with stages as equal as may be, and the best with each other value of tensor, pipeline,
     data, schedule, zero, recompute and offload; `why` explains them.
+
+    Example:
+        >>> from l2l_core.pipelines import RankCluster, TransformerShape, find_layout
+        >>> search = find_layout(TransformerShape(layers=4, width=1024, heads=16), RankCluster(4), rows=8)
+        >>> search.best.layout.data, search.best.layout.pipeline
+        (4, 1)
     """
     every = [*all_layouts(cluster.ranks)]
     found = search_layouts(shape, cluster, rows, every)
@@ -212,6 +231,11 @@ def all_layouts(ranks: int) -> Iterator[RankLayout]:
 
     With ZeRO 0, 1 and 3; pipelines are 1F1B, also interleaved with 2 or 4 stages per rank. Last are those with weights on the
     hosts: loaded for each micro-batch, or by relays, whose ranks may take layers in turn.
+
+    Example:
+        >>> from l2l_core.pipelines import all_layouts
+        >>> next(all_layouts(8)).data, len(list(all_layouts(8)))
+        (8, 472)
     """
     for (t, p, d), recompute, offload in product(divisions(ranks, True, True), RECOMPUTES, OFFLOADS):
         for zero in (0, 1, 3) if d > 1 else (0,):
@@ -373,6 +397,9 @@ class WayTable:
         ways: in the order of the table.
         costs: of each way; None where no layout divides model and batch over the ranks.
         search: all layouts of the table, for `best` and `why`.
+
+    Example:
+        See `compare_ways`.
     """
 
     ways: Sequence[LayoutWay]
@@ -398,6 +425,13 @@ def compare_ways(
         cluster: figures of the ranks.
         rows: of the batch, over all ranks.
         ways: rows of the table.
+
+    Example:
+        >>> from l2l_core.pipelines import LAYOUT_WAYS, RankCluster, TransformerShape, compare_ways
+        >>> shape = TransformerShape(layers=8, width=1024, heads=16)
+        >>> table = compare_ways(shape, RankCluster(8), rows=16, ways=LAYOUT_WAYS[:2])
+        >>> [f"{way.name}: {cost.step_s:.2f} s" for way, cost in zip(table.ways, table.costs)]
+        ['one rank: 0.22 s', 'recompute: 0.03 s']
     """
     searches = [search_layouts(shape, cluster, rows, way.candidates(cluster.ranks)) for way in ways]
     costs = [search.costs[0] if search.costs else None for search in searches]

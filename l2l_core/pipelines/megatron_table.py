@@ -24,6 +24,12 @@ class MegatronRow(NamedTuple):
         ranks: all ranks.
         rows: of a batch.
         teraflop_per_s: reached per rank, as printed; recompute is counted.
+
+    Example:
+        >>> from l2l_core.pipelines import MEGATRON_ROWS
+        >>> row = MEGATRON_ROWS[0]
+        >>> row.layout.data, row.teraflop_per_s, round(row.simulated_teraflop_per_s())
+        (32, 137, 165)
     """
 
     billions: float

@@ -13,6 +13,10 @@ def check_pipeline(plan: PipelinePlan) -> None:
 
     Raises:
         PipelineError: it names the first action that breaks a rule, the rule, and a remedy.
+
+    Example:
+        >>> from l2l_core.pipelines import check_pipeline, gpipe
+        >>> check_pipeline(gpipe(4, 8))
     """
     home: dict[int, int] = {}
     for rank, actions in enumerate(plan.ranks):

@@ -31,6 +31,16 @@ class PipelineError(ValueError):
     Attributes:
         rank: rank of the action.
         index: position of the action in `PipelinePlan.ranks[rank]`; their number if an action is missing.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from l2l_core.pipelines import PipelineError, check_pipeline, gpipe
+        >>> plan = gpipe(2, 2)
+        >>> try:
+        ...     check_pipeline(replace(plan, ranks=(plan.ranks[0][:-1], plan.ranks[1])))
+        ... except PipelineError as error:
+        ...     print(error.rank, error)
+        0 at the end of rank 0: 0B1 is missing. Remedy: append 0B1
     """
 
     def __init__(self, rank: int, index: int, message: str) -> None:
@@ -39,7 +49,13 @@ class PipelineError(ValueError):
 
 
 class PipelineAction(NamedTuple):
-    """An action of a pipeline; `str` writes it as in torch."""
+    """An action of a pipeline; `str` writes it as in torch.
+
+    Example:
+        >>> from l2l_core.pipelines import PipelineAction
+        >>> str(PipelineAction(stage=1, kind="F", k=0))  # forward of micro-batch 0 in stage 1
+        '1F0'
+    """
 
     stage: int
     kind: str
@@ -64,6 +80,16 @@ class PipelinePlan:
         ranks: actions by rank.
         weights_on_host: True if ranks load the weights of any stage from the host, as a relay does. Otherwise all actions of
             a stage are on the rank that holds its weights.
+
+    Example:
+        >>> from l2l_core.pipelines import PipelinePlan, gpipe
+        >>> plan = gpipe(2, 2)
+        >>> print(plan)
+        pipeline GPipe micro_batches=2
+          0 | 0F0 0F1 0B0 0B1
+          1 | 1F0 1F1 1B0 1B1
+        >>> PipelinePlan.parse(str(plan)) == plan
+        True
     """
 
     name: str

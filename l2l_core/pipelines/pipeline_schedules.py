@@ -63,6 +63,13 @@ def gpipe(p: int, m: int, recompute: bool = False) -> PipelinePlan:
 
     With `recompute`, backward begins with the last micro-batch, whose records are still there; the others are recomputed.
     Without, micro-batches are in ascending order, so that gradients are added as in plain training.
+
+    Example:
+        >>> from l2l_core.pipelines import gpipe
+        >>> print(gpipe(2, 2))
+        pipeline GPipe micro_batches=2
+          0 | 0F0 0F1 0B0 0B1
+          1 | 1F0 1F1 1B0 1B1
     """
     _sizes(p, m)
     if not recompute:
@@ -83,6 +90,12 @@ def looped_breadth_first(p: int, m: int, v: int, ascending: bool = False) -> Pip
     Args:
         p, m, v: numbers of ranks, micro-batches, and stages per rank.
         ascending: order of micro-batches in backward; torch's is descending.
+
+    Example:
+        >>> from l2l_core.pipelines import looped_breadth_first
+        >>> plan = looped_breadth_first(2, 4, v=2)
+        >>> [str(action) for action in plan.ranks[0]][:5]
+        ['0F0', '0F1', '0F2', '0F3', '2F0']
     """
     _sizes(p, m, v)
     ranks: list[_RankActions] = []
@@ -113,6 +126,12 @@ def interleaved(p: int, m: int, v: int) -> PipelinePlan:
 
     Raises:
         ValueError: m must be a multiple of its number of rounds, m // p.
+
+    Example:
+        >>> from l2l_core.pipelines import interleaved
+        >>> plan = interleaved(2, 4, v=2)
+        >>> plan.stages_of(0), plan.stages_of(1)
+        ([0, 2], [1, 3])
     """
     per_round = _per_round(p, m, v)
     return _alternate("Interleaved1F1B", p, m, lambda rank: (v - 1) * per_round + 2 * (p - 1 - rank), v)
@@ -122,6 +141,12 @@ def zero_bubble_h1(p: int, m: int, v: int = 1) -> PipelinePlan:
     """Run 1F1B with backward in two parts: rank r does its W r micro-batches later, where it would wait (ZB-H1).
 
     With v > 1 stages on each rank it is torch's InterleavedZeroBubble.
+
+    Example:
+        >>> from l2l_core.pipelines import one_forward_one_backward, simulate_pipeline, zero_bubble_h1
+        >>> plans = one_forward_one_backward(4, 8), zero_bubble_h1(4, 8)
+        >>> [round(simulate_pipeline(plan).bubble, 2) for plan in plans]
+        [0.38, 0.12]
     """
     per_round = _per_round(p, m, v)
     return _alternate("ZB-H1", p, m, lambda rank: (v - 1) * per_round + p - 1 - rank, v, is_split=True)
@@ -162,6 +187,11 @@ def zero_bubble_v(p: int, m: int) -> PipelinePlan:
     """Run two stages per rank, placed as a V, with backward in two parts (ZBV).
 
     Rank 0 has the first stage and the last.
+
+    Example:
+        >>> from l2l_core.pipelines import zero_bubble_v
+        >>> zero_bubble_v(4, 8).stages_of(0)  # the first stage and the last
+        [0, 7]
     """
     _sizes(p, m)
     ranks: list[_RankActions] = []
@@ -190,6 +220,14 @@ def dual_pipe_v(p: int, m: int) -> PipelinePlan:
 
     Raises:
         ValueError: m is less than 2 p.
+
+    Example:
+        >>> from l2l_core.pipelines import dual_pipe_v
+        >>> dual_pipe_v(2, 4).stages_of(0)
+        [0, 3]
+        >>> dual_pipe_v(2, 3)
+        Traceback (most recent call last):
+        ValueError: DualPipeV on p=2 ranks needs m=4 micro-batches or more, and has 3: use zero_bubble_v
     """
     _sizes(p, m)
     if m < 2 * p:
@@ -229,6 +267,13 @@ def varuna(p: int, m: int) -> PipelinePlan:
 
     Slots of one F or R; B takes two. R waits until the backward of the stage after has begun. The last stage keeps its
     records.
+
+    Example:
+        >>> from l2l_core.pipelines import varuna
+        >>> print(varuna(2, 3))
+        pipeline Varuna micro_batches=3
+          0 | 0F0 0F1 0F2 0R0 0B0 0R1 0B1 0R2 0B2
+          1 | 1F0 1B0 1F1 1B1 1F2 1B2
     """
     _sizes(p, m)
     ranks = [_RankActions() for _ in range(p)]
@@ -272,6 +317,13 @@ def relay_over_ranks(p: int, m: int, stages: int) -> PipelinePlan:
 
     Weights and kept inputs are on the host. The last stage runs backward at once; the others are recomputed in backward, on
     the rank that has the turn.
+
+    Example:
+        >>> from l2l_core.pipelines import relay_over_ranks
+        >>> print(relay_over_ranks(2, 2, stages=4))
+        pipeline Relay micro_batches=2 weights=host
+          0 | 0F0 0F1 2F0 2F1 2R0 2B0 2R1 2B1 0R0 0B0 0R1 0B1
+          1 | 1F0 1F1 3F0 3B0 3F1 3B1 1R0 1B0 1R1 1B1
     """
     _sizes(p, m, stages)
     ranks = [_RankActions() for _ in range(p)]

@@ -34,6 +34,12 @@ class StageCost:
         forward_extra_bytes, backward_extra_bytes: needed beside the record while the action runs.
         output_bytes: of the message to the next stage, and of its gradient.
         weight_bytes: of weights, gradients and optimizer state, which stay on the rank.
+
+    Example:
+        >>> from l2l_core.pipelines import StageCost, gpipe, simulate_pipeline
+        >>> costs = [StageCost(forward_s=1), StageCost(forward_s=3)]
+        >>> simulate_pipeline(gpipe(2, 4), costs).seconds
+        23.0
     """
 
     forward_s: float = 1.0
@@ -66,6 +72,12 @@ class RankSpeeds:
         slowdown: factor by which each rank computes slower than the costs; default 1 for all.
         latency_s, bytes_per_s: of the link between two ranks; None is a link that takes no time.
         host_bytes_per_s: of the copies between a rank and its host, in each direction.
+
+    Example:
+        >>> from l2l_core.pipelines import RankSpeeds, gpipe, simulate_pipeline
+        >>> slow = RankSpeeds(slowdown=[1, 2])  # rank 1 takes twice as long
+        >>> [simulate_pipeline(gpipe(2, 4), speeds=each).seconds for each in (RankSpeeds(), slow)]
+        [15.0, 27.0]
     """
 
     slowdown: Sequence[float] = ()
@@ -79,7 +91,13 @@ class RankSpeeds:
 
 
 class TimedAction(NamedTuple):
-    """An action with its times, in seconds since the step began."""
+    """An action with its times, in seconds since the step began.
+
+    Example:
+        >>> from l2l_core.pipelines import gpipe, simulate_pipeline
+        >>> [str(timed.action) for timed in simulate_pipeline(gpipe(2, 1)).ranks[0]]
+        ['0F0', '0B0']
+    """
 
     action: PipelineAction
     start_s: float
@@ -96,6 +114,15 @@ class PipelineSimulation:
         copies: by rank, of records to the host and back.
         memory: by rank, bytes from a time on, exact for these costs.
         wire_bytes: sent by each rank to other ranks.
+
+    Example:
+        >>> from l2l_core.pipelines import gpipe, simulate_pipeline
+        >>> simulation = simulate_pipeline(gpipe(2, 2))
+        >>> simulation.seconds, simulation.peak_bytes
+        (9.0, (2, 2))
+        >>> print(simulation.diagram())
+          0 | 0F0 0F1 .   .   .   0B0 0B0 0B1 0B1
+          1 | .   1F0 1F1 1B0 1B0 1B1 1B1 .   .
     """
 
     plan: PipelinePlan

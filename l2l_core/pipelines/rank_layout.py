@@ -35,6 +35,12 @@ class RankCluster:
         link_bytes_per_s: link of a rank to other nodes; None is a link that takes no time.
         host_bytes_per_s: link between a device and its host, in each direction.
         update_params_per_s: parameters that the host updates for each rank.
+
+    Example:
+        >>> from l2l_core.pipelines import RankCluster
+        >>> cluster = RankCluster(ranks=16, memory_bytes=24e9)
+        >>> cluster.link(8), cluster.link(16)  # within a node, and over nodes: bytes per second
+        (200000000000.0, 25000000000.0)
     """
 
     ranks: int
@@ -66,6 +72,11 @@ class RankLayout:
         gelu_bits, linear_share: see `TransformerShape.record_bytes`.
         gradient_bits: of a gradient in a message.
         cut: layers of each stage; the last stage runs the output too. By default all stages share the work evenly.
+
+    Example:
+        >>> from l2l_core.pipelines import RankLayout
+        >>> RankLayout(tensor=8, pipeline=4, data=2).ranks
+        64
     """
 
     tensor: int = 1
@@ -125,6 +136,9 @@ class LayoutCost:
         seconds: by part, the mean over ranks; "bubble" includes the wait for messages between stages.
         bubble: waiting time of all ranks as a share of their compute time, as in `PipelineSimulation`.
         tokens_per_s: of all ranks together.
+
+    Example:
+        See `layout_cost`.
     """
 
     layout: RankLayout
@@ -152,6 +166,15 @@ def check_layout(shape: TransformerShape, layout: RankLayout, rows: int) -> int:
 
     Raises:
         ValueError: it does not; the message has the cause and a remedy.
+
+    Example:
+        >>> from l2l_core.pipelines import RankLayout, TransformerShape, check_layout
+        >>> shape = TransformerShape(layers=32, width=4096, heads=32)
+        >>> check_layout(shape, RankLayout(pipeline=8, data=2), rows=64)  # micro-batches of each pipeline
+        32
+        >>> check_layout(shape, RankLayout(tensor=5), rows=64)
+        Traceback (most recent call last):
+        ValueError: heads=32 do not divide over tensor=5: use a divisor
     """
     t, p, d, b, v = layout.tensor, layout.pipeline, layout.data, layout.micro_batch, layout.stages
     zero, recomputes = layout.zero, layout.schedule in RECOMPUTING

@@ -23,6 +23,12 @@ class TransformerShape:
         heads: attention heads of a layer.
         sequence: tokens of a row.
         vocabulary: number of different tokens.
+
+    Example:
+        >>> from l2l_core.pipelines import TransformerShape
+        >>> shape = TransformerShape(layers=32, width=4096, heads=32)
+        >>> round(shape.parameters / 1e9, 1)  # billions
+        6.7
     """
 
     layers: int
@@ -106,6 +112,11 @@ def state_bytes(parameters: float, ranks: int = 1, zero: int = 0) -> dict[str, f
 
     Raises:
         ValueError: there is no such stage.
+
+    Example:
+        >>> from l2l_core.pipelines import state_bytes
+        >>> state_bytes(7e9, ranks=8, zero=1)
+        {'weights': 14000000000.0, 'gradients': 14000000000.0, 'optimizer': 10500000000.0}
     """
     if zero not in range(4):
         raise ValueError(f"zero={zero}: stages of ZeRO are 1, 2 and 3; 0 shards nothing")

@@ -132,6 +132,12 @@ class Disk:
 
     Raises:
         ValueError: a number out of range.
+
+    Example:
+        >>> from l2l_core import Disk
+        >>> Disk.of(".").free_bytes > 0  # measured, by files of 64 MB
+        True
+        >>> ssd = Disk(read_bytes_per_s=2e9, write_bytes_per_s=1e9, free_bytes=10**12)
     """
 
     read_bytes_per_s: float

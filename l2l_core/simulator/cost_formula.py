@@ -65,6 +65,15 @@ class Shapes:
 
     Raises:
         ValueError: no layers, a number that is not positive, or a number of trained parameters out of range or 0 in total.
+
+    Example:
+        >>> from l2l_core import EmulatedDevice, Machine, Profile, Shapes, simulate
+        >>> shapes = Shapes(layer_params=[1_000_000] * 4, shell_params=10_000, tokens=512, boundary_bytes=512 * 256 * 4)
+        >>> card = Machine(flops_per_s=1e12, update_params_per_s=1e9, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9)
+        >>> link = EmulatedDevice(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9)
+        >>> trace = simulate(Profile.of_shapes(shapes, card), RelayConfig(), link)
+        >>> round(trace.span_s, 3)  # seconds of a step
+        0.036
     """
 
     layer_params: Sequence[int]

@@ -18,7 +18,13 @@ ForwardFn = Callable[[nn.Module, int, int], Any]  # model, rows, length; the res
 
 
 def activation_bytes(model: nn.Module, forward: ForwardFn, rows: int, length: int) -> int:
-    """Run a forward and return the bytes that it saves."""
+    """Run a forward and return the bytes that it saves.
+
+    Example:
+        >>> from l2l_core.strategies import activation_bytes
+        >>> activation_bytes(Block(), lambda block, rows, length: block(torch.randn(rows, length, 16)), rows=2, length=8)
+        3072
+    """
     excluded = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, torch.UntypedStorage] = {}  # held until the end, so that keys are unique
 
@@ -44,6 +50,13 @@ def activation_map(
 
     Raises:
         DataDependentOutputException: raised by fake tensors if the model reads their values.
+
+    Example:
+        >>> from l2l_core.strategies import activation_map
+        >>> def forward(block, rows, length):
+        ...     return block(torch.randn(rows, length, 16))
+        >>> activation_map(Block, forward, rows=[1, 2], lengths=[8, 1_000_000])  # without the memory for them
+        {(1, 8): 1536, (1, 1000000): 192000000, (2, 8): 3072, (2, 1000000): 384000000}
     """
     with FakeTensorMode():
         model = make()

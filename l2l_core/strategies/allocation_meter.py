@@ -35,6 +35,17 @@ class AllocationMeter(TorchDispatchMode):
         current_bytes: bytes at this moment.
         high_water: peak bytes since `take_high_water`.
         recorder: records allocations and releases, if set.
+
+    Example:
+        >>> from l2l_core import EmulatedDevice
+        >>> from l2l_core.strategies import AllocationMeter
+        >>> with AllocationMeter(EmulatedDevice().ledger) as meter:
+        ...     y = torch.zeros(100)
+        ...     meter.current_bytes
+        ...     del y
+        ...     meter.current_bytes, meter.high_water
+        400
+        (0, 400)
     """
 
     def __init__(self, ledger: Ledger, exempt: Iterable[torch.Tensor] = ()) -> None:

@@ -34,6 +34,12 @@ class FewBit(nn.Module):
 
     Raises:
         ValueError: `bits` is out of range, or the module is not elementwise or has parameters.
+
+    Example:
+        >>> from l2l_core.strategies import FewBit
+        >>> gelu, x = FewBit(nn.GELU(), bits=3), torch.randn(8, 16)
+        >>> torch.equal(gelu(x), nn.functional.gelu(x))  # only the backward is approximate
+        True
     """
 
     borders: Tensor
@@ -66,6 +72,21 @@ def few_bit(model: nn.Module, bits: int = 3, kinds: Sequence[type[nn.Module]] = 
 
     Raises:
         ValueError: the model has no such activation.
+
+    Example:
+        >>> from l2l_core.strategies import few_bit
+        >>> net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        >>> few_bit(net, bits=3)
+        ['1']
+        >>> net
+        Sequential(
+          (0): Linear(in_features=16, out_features=32, bias=True)
+          (1): FewBit(
+            bits=3
+            (function): GELU(approximate='none')
+          )
+          (2): Linear(in_features=32, out_features=16, bias=True)
+        )
     """
     return replace_modules(model, tuple(kinds), lambda module: FewBit(module, bits))
 

@@ -55,6 +55,11 @@ def mixed_plan(choices: Sequence[str], ahead: int = 1) -> Operations:
     Args:
         choices: one letter for each of stages 0 to n - 2. The last stage keeps its record.
         ahead: number of stages by which a fetch precedes its use; 0 is synchronous.
+
+    Example:
+        >>> from l2l_core.strategies import mixed_plan
+        >>> [str(operation) for operation in mixed_plan("RK")]  # recompute stage 0, keep stage 1; stage 2 is the loss
+        ['Fck 0', 'Fall 1', 'Fall 2', 'B 2', 'B 1', 'Fall 0', 'B 0']
     """
     return _mix(choices, lambda i: i - ahead)
 

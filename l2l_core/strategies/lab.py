@@ -69,6 +69,9 @@ class LabResult:
         trace: events and memory.
         peak_device_bytes, peak_host_bytes: metered.
         layer_forwards: number of forward runs of layers, in all micro-batches together.
+
+    Example:
+        See `Lab`.
     """
 
     loss: float

@@ -115,7 +115,16 @@ def without_budget(device: Device) -> Iterator[None]:
 
 
 def measure_losses(model: nn.Module, objective: Objective, batches: Sequence[Any], perturbed: bool) -> list[float]:
-    """Measure losses of small batches on a copy in evaluation mode, with the weights as they are or perturbed."""
+    """Measure losses of small batches on a copy in evaluation mode, with the weights as they are or perturbed.
+
+    Example:
+        >>> from l2l_core.strategies import measure_losses
+        >>> def objective(model, micro_batch):
+        ...     inputs, targets = micro_batch
+        ...     return nn.functional.cross_entropy(model(inputs), targets)
+        >>> measure_losses(model, objective, [batch], perturbed=False)
+        [1.371777892112732]
+    """
     twin = copy.deepcopy(model).eval()
     with preserve_random_state(), torch.no_grad():
         if perturbed:

@@ -32,6 +32,9 @@ class StageTreatment:
         name: letters of its layers, or "Rotor".
         operations: on the layers of the stage, and on an empty one at their end that stands for the wait.
         cost: for `simulate_pipeline`.
+
+    Example:
+        See `treat_pipeline`.
     """
 
     name: str
@@ -41,14 +44,26 @@ class StageTreatment:
 
 @dataclass(frozen=True)
 class TreatedPipeline:
-    """Treatments of all stages, and the simulated step."""
+    """Treatments of all stages, and the simulated step.
+
+    Example:
+        See `treat_pipeline`.
+    """
 
     treatments: tuple[StageTreatment, ...]
     simulation: PipelineSimulation
 
 
 def stage_chain(chain: Chain, start: int, stop: int) -> Chain:
-    """Return layers `start` to `stop` as a chain that ends in an empty stage."""
+    """Return layers `start` to `stop` as a chain that ends in an empty stage.
+
+    Example:
+        >>> from l2l_core.strategies import Lab, stage_chain
+        >>> relay.close()  # a model has one trainer at a time
+        >>> lab = Lab(model, batch, loss=nn.CrossEntropyLoss())
+        >>> stage_chain(lab.cost_model.chain(), 0, 3).stages  # three layers and the empty stage
+        4
+    """
 
     def cut(values: tuple, empty: float = 0) -> tuple:
         return (*values[start:stop], empty)
@@ -185,6 +200,16 @@ def treat_pipeline(
 
     Raises:
         DeviceOutOfMemory: no treatment was found that fits; states the smallest budget that would do.
+
+    Example:
+        >>> from l2l_core.pipelines import RankSpeeds, one_forward_one_backward
+        >>> from l2l_core.strategies import Lab, stage_chain, treat_pipeline
+        >>> relay.close()  # a model has one trainer at a time
+        >>> chain = Lab(model, batch, loss=nn.CrossEntropyLoss()).cost_model.chain()
+        >>> plan, chains = one_forward_one_backward(2, 4), [stage_chain(chain, 0, 3), stage_chain(chain, 3, 6)]
+        >>> treated = treat_pipeline(plan, chains, 10**6, RankSpeeds(host_bytes_per_s=1e9), weight_bytes=[0, 0])
+        >>> [each.name for each in treated.treatments]  # keep all: a budget of 1 MB suffices
+        ['KKK', 'KKK']
     """
     subsets = [s for s in (KEEP, KEEP + RECOMPUTE, KEEP + OFFLOAD) if {*s} < {*letters}] + [letters]
     best: TreatedPipeline | None = None

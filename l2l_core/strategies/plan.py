@@ -24,7 +24,13 @@ KINDS = frozenset((*COMPUTE_KINDS, *OFFLOAD_OF, *OFFLOAD_OF.values()))
 
 
 class Operation(NamedTuple):
-    """An operation of a plan: its kind (`F0`, `Fck`, ...) and its stage."""
+    """An operation of a plan: its kind (`F0`, `Fck`, ...) and its stage.
+
+    Example:
+        >>> from l2l_core.strategies import Operation
+        >>> str(Operation("Fck", 0))  # run stage 0, keep its input
+        'Fck 0'
+    """
 
     kind: str
     stage: int
@@ -47,6 +53,14 @@ class Plan:
         peak_device_bytes: exact peak on the device during a step, including weights, gradients and optimizer state.
         peak_host_bytes: exact peak of offloaded bytes on the host.
         seconds: simulated seconds of a step on the device's link, without updates.
+
+    Example:
+        >>> from l2l_core.strategies import Lab
+        >>> relay.close()  # a model has one trainer at a time
+        >>> lab = Lab(model[:2], batch=(batch[0], batch[0]), loss=nn.MSELoss())
+        >>> plan = lab.plan([("Fck", 0), ("Fall", 1), ("Fall", 2), ("B", 2), ("B", 1), ("Fall", 0), ("B", 0)])
+        >>> plan.stages, plan.layer_forwards  # layer 0 runs again, from its kept input
+        (3, 3)
     """
 
     name: str
@@ -71,6 +85,13 @@ def check_operations(operations: Sequence[Operation], stages: int) -> None:
     The first runs of all stages are in order, and the last one keeps its record. Backward runs from the last stage to the
     first. A stage runs again from its kept input, or directly after the stage before it. Offloaded tensors are fetched
     before they are read.
+
+    Example:
+        >>> from l2l_core.strategies import check_operations, mixed_plan
+        >>> check_operations(mixed_plan("RK"), stages=3)
+        >>> check_operations(mixed_plan("RK")[:-1], stages=3)
+        Traceback (most recent call last):
+        ValueError: the plan ends before the backward of stage 0: every stage needs one B
     """
     checker = PlanChecker(stages)
     for position, operation in enumerate(operations):

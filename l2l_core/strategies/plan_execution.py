@@ -72,6 +72,9 @@ class PlanExecution(StagedForward):
         on_done: called after every operation.
         records_frames: True to record in first runs the tensors that the model's frames hold.
         shared: parameters that several stages read; before the micro-batch they have no gradient.
+
+    Example:
+        See `Lab`, whose steps are made by it.
     """
 
     def __init__(

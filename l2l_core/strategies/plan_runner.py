@@ -261,7 +261,17 @@ class PlanRunner:
 
 
 def restore_buffers(buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Write earlier values back into buffers."""
+    """Write earlier values back into buffers.
+
+    Example:
+        >>> from l2l_core.strategies import restore_buffers
+        >>> norm = nn.BatchNorm1d(16)
+        >>> before = [(buffer, buffer.clone()) for buffer in norm.buffers()]
+        >>> y = norm(torch.randn(8, 16))
+        >>> restore_buffers(before)
+        >>> norm.num_batches_tracked
+        tensor(0)
+    """
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)

@@ -24,6 +24,14 @@ class PlanVerification:
         loss, reference_loss: losses of the two steps.
         differing: names of gradients and buffers whose bits differ, and "random state" if that differs.
         max_abs_diff: largest difference of any gradient or buffer.
+
+    Example:
+        >>> from l2l_core.strategies import Full, Lab
+        >>> relay.close()  # a model has one trainer at a time
+        >>> lab = Lab(model, batch, loss=nn.CrossEntropyLoss())
+        >>> report = lab.verify(lab.plan(Full()))
+        >>> report.equal, report.differing
+        (True, ())
     """
 
     loss: float

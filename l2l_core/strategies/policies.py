@@ -21,6 +21,9 @@ class Policy(ABC):
     """Maker of plans; its fields are its settings.
 
     If no plan fits, `operations` raises DeviceOutOfMemory, which states the smallest budget.
+
+    Example:
+        See `Lab`.
     """
 
     def measure(self, bench: StrategyBench) -> StrategyResult:
@@ -87,7 +90,15 @@ class BudgetPolicy(Policy):
 
 @dataclass(frozen=True)
 class Plain(Policy):
-    """Keep every record, as plain training does."""
+    """Keep every record, as plain training does.
+
+    Example:
+        >>> from l2l_core.strategies import Lab, Plain
+        >>> relay.close()  # a model has one trainer at a time
+        >>> lab = Lab(model, batch, loss=nn.CrossEntropyLoss())
+        >>> print(lab.plan(Plain()))
+        Plain: Fall0 Fall1 Fall2 Fall3 Fall4 Fall5 Fall6 B6 B5 B4 B3 B2 B1 B0
+    """
 
     def operations(self, cost_model: PlanCostModel) -> Operations:
         return fixed_plans.plain_plan(cost_model.stages)
@@ -95,7 +106,15 @@ class Plain(Policy):
 
 @dataclass(frozen=True)
 class Full(Policy):
-    """Keep the inputs of stages, and recompute every stage."""
+    """Keep the inputs of stages, and recompute every stage.
+
+    Example:
+        >>> from l2l_core.strategies import Full, Lab
+        >>> relay.close()  # a model has one trainer at a time
+        >>> lab = Lab(model, batch, loss=nn.CrossEntropyLoss())
+        >>> print(lab.plan(Full()))
+        Full: Fck0 Fck1 Fck2 Fck3 Fck4 Fck5 Fall6 B6 Fall5 B5 Fall4 B4 Fall3 B3 Fall2 B2 Fall1 B1 Fall0 B0
+    """
 
     def operations(self, cost_model: PlanCostModel) -> Operations:
         return fixed_plans.full_plan(cost_model.stages)
@@ -103,7 +122,15 @@ class Full(Policy):
 
 @dataclass(frozen=True)
 class Periodic(Policy):
-    """Recompute segments of `length` stages, by default the square root of their number (Chen et al., arXiv 1604.06174)."""
+    """Recompute segments of `length` stages, by default the square root of their number (Chen et al., arXiv 1604.06174).
+
+    Example:
+        >>> from l2l_core.strategies import Lab, Periodic
+        >>> relay.close()  # a model has one trainer at a time
+        >>> lab = Lab(model, batch, loss=nn.CrossEntropyLoss())
+        >>> lab.plan(Periodic(3)).layer_forwards  # six layers, and reruns
+        12
+    """
 
     length: int | None = None
 
@@ -113,7 +140,17 @@ class Periodic(Policy):
 
 @dataclass(frozen=True)
 class Rotor(BudgetPolicy):
-    """Fastest persistent plan for a chain (Beaumont et al., arXiv 1911.13214) whose exact peak fits."""
+    """Fastest persistent plan for a chain (Beaumont et al., arXiv 1911.13214) whose exact peak fits.
+
+    Example:
+        >>> from l2l_core.strategies import Lab, Plain, Rotor
+        >>> relay.close()  # a model has one trainer at a time
+        >>> lab = Lab(model, (torch.randn(64, 16), torch.randint(4, (64,))), loss=nn.CrossEntropyLoss())
+        >>> plain = lab.plan(Plain())
+        >>> plan = lab.plan(Rotor(plain.peak_device_bytes - 20_000))
+        >>> plain.layer_forwards, plan.layer_forwards > 6  # the device lacks 20 kB, so layers run again
+        (6, True)
+    """
 
     def operations(self, cost_model: PlanCostModel) -> Operations:
         solution = cost_model.rotor_solution
@@ -130,6 +167,14 @@ class Offload(Policy):
     Args:
         ahead: 0 fetches each record when it is needed, synchronously.
         keep: number of stages before the loss that keep their records on the device.
+
+    Example:
+        >>> from l2l_core.strategies import Lab, Offload, Plain
+        >>> relay.close()  # a model has one trainer at a time
+        >>> lab = Lab(model, (torch.randn(64, 16), torch.randint(4, (64,))), loss=nn.CrossEntropyLoss())
+        >>> plain, offload = lab.plan(Plain()), lab.plan(Offload(keep=2))
+        >>> plain.peak_device_bytes > offload.peak_device_bytes, offload.peak_host_bytes
+        (True, 45056)
     """
 
     ahead: int = 1
@@ -149,6 +194,14 @@ class Combined(BudgetPolicy):
     Args:
         choices: letters of `fixed_plans.py` to choose from.
         max_layers: limit of the search, which evaluates `len(choices) ** layers` plans.
+
+    Example:
+        >>> from l2l_core.strategies import Combined, Lab, Plain
+        >>> relay.close()  # a model has one trainer at a time
+        >>> lab = Lab(model, (torch.randn(64, 16), torch.randint(4, (64,))), loss=nn.CrossEntropyLoss())
+        >>> budget = lab.plan(Plain()).peak_device_bytes - 20_000
+        >>> lab.plan(Combined(budget, choices="KR")).peak_device_bytes <= budget
+        True
     """
 
     choices: str = KEEP + RECOMPUTE + OFFLOAD
@@ -171,6 +224,14 @@ class Karma(BudgetPolicy):
 
     A greedy search in the manner of KARMA (Wahib et al., arXiv 2008.11421), which uses a solver: one stage at a time, the
     one with the largest gain.
+
+    Example:
+        >>> from l2l_core.strategies import Karma, Lab, Plain
+        >>> relay.close()  # a model has one trainer at a time
+        >>> lab = Lab(model, (torch.randn(64, 16), torch.randint(4, (64,))), loss=nn.CrossEntropyLoss())
+        >>> budget = lab.plan(Plain()).peak_device_bytes - 20_000
+        >>> lab.plan(Karma(budget)).peak_device_bytes <= budget
+        True
     """
 
     def operations(self, cost_model: PlanCostModel) -> Operations:
@@ -195,6 +256,15 @@ class PartitionSwap(BudgetPolicy):
 
     Args:
         host_bytes: budget of offloaded bytes on the host; default no limit.
+
+    Example:
+        >>> from l2l_core.strategies import Lab, PartitionSwap, Plain
+        >>> relay.close()  # a model has one trainer at a time
+        >>> lab = Lab(model, (torch.randn(64, 16), torch.randint(4, (64,))), loss=nn.CrossEntropyLoss())
+        >>> budget = lab.plan(Plain()).peak_device_bytes - 20_000
+        >>> plan = lab.plan(PartitionSwap(budget))
+        >>> plan.peak_device_bytes <= budget, plan.layer_forwards  # no layer runs again
+        (True, 6)
     """
 
     host_bytes: int | None = None
@@ -214,6 +284,14 @@ class RelayPolicy:
     Args:
         keep: number of last layers whose weights and graphs stay on the device.
         ahead, stash: as in `RelayConfig`.
+
+    Example:
+        >>> from l2l_core.strategies import Lab, Plain, RelayPolicy
+        >>> relay.close()  # a model has one trainer at a time
+        >>> lab = Lab(model, batch, loss=nn.CrossEntropyLoss())
+        >>> plain, relayed = lab.compare([Plain(), RelayPolicy()]).rows
+        >>> relayed.peak_device_bytes < plain.peak_device_bytes
+        True
     """
 
     keep: int = 0

@@ -27,6 +27,13 @@ class RandomizedLinear(nn.Linear):
     Args:
         in_features, out_features, bias, device, dtype: as in `nn.Linear`.
         share: k / rows, above 0 and below 1; k is rounded, at least 1.
+
+    Example:
+        >>> from l2l_core.strategies import RandomizedLinear
+        >>> layer, x = RandomizedLinear(16, 32, share=0.5), torch.randn(8, 16)
+        >>> layer(x).sum().backward()
+        >>> torch.equal(layer.bias.grad, torch.full((32,), 8.0))  # only the gradient of the weight is an estimate
+        True
     """
 
     def __init__(
@@ -68,6 +75,12 @@ def randomized_linear(
 
     Raises:
         ValueError: the model has no such layer, or `share` is not between 0 and 1.
+
+    Example:
+        >>> from l2l_core.strategies import randomized_linear
+        >>> net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        >>> randomized_linear(net, share=0.25)
+        ['0', '2']
     """
     return replace_modules(model, tuple(kinds), lambda module: RandomizedLinear.of(module, share))
 

@@ -37,6 +37,13 @@ class SelectiveCheckpoint:
 
     Args:
         save: operations (`torch.ops.aten.mm.default`); default matrix products, convolutions and attention.
+
+    Example:
+        >>> from l2l_core.strategies import Lab, Plain, SelectiveCheckpoint
+        >>> relay.close()  # a model has one trainer at a time
+        >>> lab = Lab(model, batch, loss=nn.CrossEntropyLoss())
+        >>> lab.compare([SelectiveCheckpoint(save=[torch.ops.aten.addmm.default])]).rows[0].layer_forwards
+        12
     """
 
     save: Sequence[Any] = SAVED_OPERATIONS

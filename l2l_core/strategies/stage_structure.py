@@ -12,7 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StageStructure:
-    """Stages of a model, for one form of micro-batch. The boundary of a stage is the point before it."""
+    """Stages of a model, for one form of micro-batch. The boundary of a stage is the point before it.
+
+    Example:
+        See `StructureTracer`.
+    """
 
     names: tuple[str, ...]  # by stage, the name of its layer; the last is "loss"
     live: tuple[frozenset[int], ...]  # by boundary, the differentiable tensors made before it and read after it

@@ -110,6 +110,9 @@ class StagedForward(TorchFunctionMode):
         model: runs unchanged; the forwards of its layers are replaced in `patch_layers`.
         layers: names of layers, by module.
         task: runs the model and returns the scalar loss.
+
+    Example:
+        See `StructureTracer`.
     """
 
     def __init__(self, model: nn.Module, layers: Mapping[nn.Module, str], task: Callable[[], Tensor]) -> None:

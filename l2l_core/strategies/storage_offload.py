@@ -37,6 +37,9 @@ class StorageOffloader:
         host: ledger of host memory.
         meter: counts device bytes.
         trace: gets an event for each copy.
+
+    Example:
+        See `Offload`, whose plans it copies storages for.
     """
 
     def __init__(self, device: Device, host: Ledger, meter: AllocationMeter, trace: Trace) -> None:

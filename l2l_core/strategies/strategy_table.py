@@ -23,6 +23,9 @@ class StrategyResult:
         why: reason why no step is possible; the numbers are zero then.
         trace: the simulated step, which takes `seconds`; None for torch's checkpoint.
         plan: the plan of the step; None for a relay and torch's checkpoint.
+
+    Example:
+        See `StrategyTable`.
     """
 
     name: str
@@ -36,7 +39,11 @@ class StrategyResult:
 
 
 class Strategy(Protocol):
-    """A way to make a training step."""
+    """A way to make a training step.
+
+    Example:
+        See `StrategyTable`.
+    """
 
     def measure(self, bench: StrategyBench) -> StrategyResult:
         """Run a step on a copy of the model and return its needs."""
@@ -66,6 +73,16 @@ class StrategyTable:
     Attributes:
         rows: one for each strategy.
         memory_bytes: budget of the device; None for no limit.
+
+    Example:
+        >>> from l2l_core.strategies import Full, Lab, Plain
+        >>> relay.close()  # a model has one trainer at a time
+        >>> lab = Lab(model, (torch.randn(64, 16), torch.randint(4, (64,))), loss=nn.CrossEntropyLoss())
+        >>> table = lab.compare([Plain(), Full()])
+        >>> [(row.name, row.layer_forwards) for row in table.rows]
+        [('Plain', 6), ('Full', 12)]
+        >>> table.rows[0].peak_device_bytes > table.rows[1].peak_device_bytes
+        True
     """
 
     rows: Sequence[StrategyResult]

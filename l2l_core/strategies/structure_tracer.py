@@ -18,6 +18,15 @@ class StructureTracer(StagedForward):
     """A forward whose graph is not cut; it records which stages read which tensors.
 
     Invariant: every recorded tensor is kept until the end, so storage identifiers are unique.
+
+    Example:
+        >>> from l2l_core.strategies import StructureTracer
+        >>> relay.close()
+        >>> inputs, targets = batch
+        >>> layers = {layer: f"layer {i}" for i, layer in enumerate(model[:6])}
+        >>> structure = StructureTracer(model, layers, lambda: nn.functional.cross_entropy(model(inputs), targets)).trace()
+        >>> structure.names[-2:], structure.stages
+        (('layer 5', 'loss'), 7)
     """
 
     def __init__(self, model: nn.Module, layers: Mapping[nn.Module, str], task: Callable[[], Tensor]) -> None:

@@ -27,6 +27,9 @@ class WorkerError(RuntimeError):
 
     Attributes:
         ranks: ranks of the workers that failed, or that differ from the first one.
+
+    Example:
+        See `Workers`.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
@@ -35,7 +38,11 @@ class WorkerError(RuntimeError):
 
 
 class WorkerLostError(WorkerError):
-    """Raised when a worker has died or exceeded the time limit. Start all workers again from a save."""
+    """Raised when a worker has died or exceeded the time limit. Start all workers again from a save.
+
+    Example:
+        See `Workers`.
+    """
 
 
 def cause_of(error: BaseException) -> str | None:

@@ -36,6 +36,13 @@ class Workers:
 
     Raises:
         ValueError: a value out of range.
+
+    Example:
+        >>> from l2l_core import Workers
+        >>> relay.close()  # a model belongs to one relay
+        >>> with Relay(model, device="cpu", loss=nn.CrossEntropyLoss(), workers=Workers(reduce="ordered")) as relay:
+        ...     relay.rank, relay.workers  # under torchrun, those of its processes
+        (0, 1)
     """
 
     group: dist.ProcessGroup | Literal["auto"] = "auto"

@@ -53,6 +53,10 @@ def test_the_site_works_from_its_files(chromium: Browser, site: Path) -> None:
         wide, window = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         assert wide <= window, f"{name} scrolls sideways on a phone: {wide} px"
 
+    page.goto((site / "reference" / "integrations.html").as_uri())
+    signature = page.locator('[id="l2l_core.integrations.RelayStrategy"]').text_content() or ""
+    assert "config: RelayConfig = RelayConfig()" in signature, "Lightning is a mock there, whose classes have *args"
+
     page.set_viewport_size({"width": 1280, "height": 900})
     page.goto((site / "index.html").as_uri())
     player = page.locator(".l2l-player")

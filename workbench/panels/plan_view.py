@@ -52,6 +52,16 @@ class PlanView:
     Raises:
         TypeError: `relay` is no relay.
         ValueError: steps of this relay have no plan, or cannot be simulated; the message has a remedy.
+
+    Example:
+        >>> from workbench import PlanView
+        >>> view = PlanView(relay, batch)  # at the end of a cell, `view` shows it
+        >>> view.wait_until_idle()
+        True
+        >>> view.apply()
+        >>> view.wait_until_idle(), relay.steps
+        (True, 1)
+        >>> view.close()
     """
 
     def __init__(self, relay: Relay, batch: Batch) -> None:

@@ -44,6 +44,15 @@ class Ways:
 
     Raises:
         TypeError: `table` is no `StrategyTable`.
+
+    Example:
+        >>> from l2l_core.strategies import Full, Lab, Plain
+        >>> from workbench import Ways
+        >>> relay.close()  # a model has one trainer at a time
+        >>> ways = Ways(Lab(model, batch, loss=nn.CrossEntropyLoss()).compare([Plain(), Full()]))
+        >>> ways.chosen.name  # the fastest that fits
+        'Plain'
+        >>> ways.close()
     """
 
     def __init__(self, table: StrategyTable) -> None:

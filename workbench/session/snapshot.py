@@ -76,6 +76,14 @@ class Snapshot:
         race: the last race, finished or in progress (in a recorded run, the last finished one); None before the first.
         saved: the last save of the session; None before the first, or without `Autosave`.
         offer: a saved session, until the user has chosen to resume it or to start afresh.
+
+    Example:
+        >>> from workbench import Session
+        >>> with Session(relay, lambda: batch) as session:
+        ...     session.run(2)
+        ...     state = session.wait()
+        >>> state.state, state.step, len(state.layers)
+        ('idle', 2, 6)
     """
 
     number: int

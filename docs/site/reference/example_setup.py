@@ -17,6 +17,20 @@ class Block(nn.Module):
         return x + self.outer(torch.tanh(self.inner(x)))
 
 
+class Looped(nn.Module):
+    """Two layers that the forward runs several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.loops = nn.ModuleList([Block(), Block()]), 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.loops):
+            for layer in self.layers:
+                x = layer(x)
+        return x
+
+
 torch.manual_seed(0)
 model = nn.Sequential(*(Block() for _ in range(6)), nn.Linear(16, 4))  # six layers, and a head as the shell
 batch = torch.randn(8, 16), torch.randint(4, (8,))  # rows and their targets
