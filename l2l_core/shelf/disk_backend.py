@@ -206,12 +206,11 @@ class DiskBackend(WorkerBackend):
             self._manifest.load()()
         else:
             self._manifest.run = self.gather_items([uuid.uuid4().hex], "begin a shelf")[0]
-            state_sizes = self.budget.state_sizes
-            check_disk_space(self.folder, masters.blocks, state_sizes)
+            check_disk_space(self.folder, masters.blocks, self.budget.state_sizes)
             if self._from_save:
                 return
             fill = self._make_fill(host)
-            write_initial(masters, self._records, self._update_pool, state_sizes, self._initial_weights, fill)
+            write_initial(masters, self._records, self.budget, self._initial_weights, fill)
             self._manifest.commit(0)
         self._weights_moved(masters.optimizer)
 
