@@ -63,7 +63,7 @@ class RankProfile:
         ]
 
     def messages(self) -> list[Event]:
-        """Return the messages that are called from 0 on, in the order of their ends, as events of the network lanes."""
+        """Return the messages called from 0 on, in the order of their ends, as events of the network lanes."""
         free_s: dict[str, float] = {}
         events: list[Event] = []
         for start_s, stop_s, each in sorted(self._messages(), key=lambda one: one[1]):
