@@ -217,7 +217,8 @@ class Relay:
         self._model_call, self._kv_caches = ModelCall(model, loss, objective), KVCaches(model)
         self._backend = make_backend(workers, model)
         if shelf is not None:
-            self._backend = make_disk_backend(shelf, self._backend, model, config)
+            own_loss = bool(self._model_call.functions)
+            self._backend = make_disk_backend(shelf, self._backend, model, config, own_loss)
         settings = settings.with_seed(self._backend.initial_seed())
         self._check_config(settings, ())
         if loss_over == "batch" and split is not None:
@@ -268,6 +269,8 @@ class Relay:
             self._runner.steps = self._backend.adopt_blocks(
                 parts.units, self._store, self.host, self.device, self._shared_facts
             )
+            if self.shelf is not None:
+                self._model_call.continue_run(self.shelf.folder, self.shelf.own_loss)
             self._editor.restore_notes()
             disable_packing(model.modules())  # last, since a failure leaves the model as it was
         except BaseException:
@@ -1209,8 +1212,9 @@ class Relay:
                 options.setdefault("layers", resumption.prepare(model, optimizer, back))
             if shelf is not None:
                 refuse_edited_save(saved)
+                own_loss = saved.own_loss or any(options.get(name) is not None for name in ("loss", "objective"))
                 options["workers"] = backend = make_disk_backend(
-                    shelf, backend, model, options["config"], from_save=True
+                    shelf, backend, model, options["config"], own_loss, from_save=True
                 )
                 back.callback(backend.close)
             relay = cls(model, optimizer, **options)
@@ -1352,12 +1356,7 @@ class Relay:
             saved.restore_into(present)  # changes the caller's model; in memory nothing can fail from here on
             fill()
         self._runner.steps = saved.steps
-        if saved.manifest.get("own_loss") and not self._model_call.functions:  # saves of 0.2.0 lack the entry
-            self._model_call.refusal = (
-                f"{saved.path.parent} was trained with a loss= or objective= of yours, and this relay has none: steps and "
-                "evaluations would use the loss that the model computes. Pass the same one to Relay.load; for the model's loss "
-                "pass objective=lambda model, batch: model(**batch).loss, or model(*batch)['loss'], as in a plain loop"
-            )
+        self._model_call.continue_run(saved.path.parent, saved.own_loss)
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,6 +75,15 @@ class ModelCall:
     def settings(self) -> Hashable:
         """Return the settings of the loss or objective; see `settings_of`."""
         return settings_of(self._criterion or self._loss or self._objective)
+
+    def continue_run(self, folder: Path, own_loss: bool) -> None:
+        """Refuse the model's loss from now on if the run in a folder had one of the user."""
+        if own_loss and not self.functions:
+            self.refusal = (
+                f"{folder} was trained with a loss= or objective= of yours, and this relay has none: steps and evaluations "
+                "would use the loss that the model computes. Pass the same one to Relay or Relay.load; for the model's loss "
+                "pass objective=lambda model, batch: model(**batch).loss, or model(*batch)['loss'], as in a plain loop"
+            )
 
     def check_loss(self) -> None:
         """Raise ValueError if the loss that the model computes must not be used."""

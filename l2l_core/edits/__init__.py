@@ -49,6 +49,7 @@ from l2l_core.edits.schedules import SchedulableRelay as SchedulableRelay
 from l2l_core.edits.schedules import Schedule as Schedule
 from l2l_core.edits.schedules import Schedules as Schedules
 from l2l_core.edits.schedules import WarmupStableDecay as WarmupStableDecay
+from l2l_core.edits.schedules import refuse_own_step as refuse_own_step
 from l2l_core.edits.skip_schedules import ActiveLayers as ActiveLayers
 from l2l_core.edits.skip_schedules import LayerDrop as LayerDrop
 from l2l_core.edits.stand_ins import LayerReturn as LayerReturn

@@ -120,9 +120,17 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Schedules(Schedule):
-    """Several schedules, applied one after another; `edits` are those of the first one that has any."""
+    """Several schedules, applied one after another; `edits` are those of the first one that has any.
+
+    Raises:
+        ValueError: one overrides `step`.
+    """
 
     parts: tuple[Schedule, ...]
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            refuse_own_step(part, "a sum of schedules")
 
     def edits(self, relay: SchedulableRelay) -> Sequence[Edit]:
         return next((edits for part in self.parts if (edits := part.edits(relay))), ())
@@ -249,6 +257,16 @@ class WarmupStableDecay(Schedule):
 
 
 # -- helpers of schedules ----------------------------------------------------------------------------------------------
+
+
+def refuse_own_step(schedule: Schedule, caller: str) -> None:
+    """Raise ValueError if a schedule overrides `step`, which a caller that makes the steps itself would ignore."""
+    if getattr(schedule.step, "__func__", None) is not Schedule.step:
+        raise ValueError(
+            f"{type(schedule).__name__} overrides step, and {caller} would ignore that: it calls prepare, skip and "
+            "is_forced, and makes the step itself. Move the code into prepare(self, relay), which runs before each step and "
+            "there can also do what is due after the step before; or call schedule.step(relay, batch) in a loop of yours"
+        )
 
 
 def stack_of(relay: SchedulableRelay, name: str | None) -> tuple[Unit, ...]:

@@ -141,12 +141,12 @@ class ShelfCosts:
         for key, shapes, trained in zip(
             (SHELL, layers[0]), (model.shell, model.layer), model.trained[::-1], strict=True
         ):
-            # Frozen parameters may be trained later.
             block_sizes[key] = size = BlockSize(key, slot_numel(shapes), sum(map(trial, shapes)))
             record = round_to_pages(size.weights + optimizer_state.record_bytes(trained))
             state = sum(map(trial, trained))
             blocks[key] = ShelfBlockCosts.of(size, record, state, bool(trained), casts and bf16)
-        sizes = MemorySizes.of([(key, [size]) for key, size in block_sizes.items()], ahead, casts)
+        frozen = {key for key, trained in zip((SHELL, layers[0]), model.trained[::-1], strict=True) if not trained}
+        sizes = MemorySizes.of([(key, [size]) for key, size in block_sizes.items()], ahead, casts, frozen)
         memory_bytes = shelf.nbytes if shelf.nbytes is not None else sizes.min_bytes
         sizes.split(memory_bytes)  # raises if it is too little
         return ShelfCosts(shelf.disk, memory_bytes, sizes, {**blocks, **dict.fromkeys(layers, blocks[layers[0]])})

@@ -190,7 +190,7 @@ def train_rank_by_way(rank: int, count: int, way: str, task: ParallelTask) -> _W
     }
     profiled = RankProfile(recorded, marks.began_s)
     trace = Trace.of(
-        [*marks.compute(profiled.waits()), *profiled.messages(since_s=0.0)],
+        [*marks.compute(profiled.waits()), *profiled.messages()],
         marks.memory(profiled.allocated(), held),
         step=task.steps - 1,
         device="gloo",

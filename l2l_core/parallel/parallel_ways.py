@@ -57,7 +57,7 @@ def _prepared(task: ParallelTask, model: nn.Module, forward: nn.Module, optimize
 
 def _optimizers_over_ranks() -> Any:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # this import calls it
+        warnings.filterwarnings("ignore", "`torch.jit.* is deprecated")  # this import calls script and interface
         from torch.distributed import optim
     return optim
 

@@ -132,7 +132,7 @@ def train_rank(
                 update.step()
                 trace.add(Event("compute", "update", began_s, trace.now()))
         if profile is not None:
-            for event in RankProfile(profile, trace.began_s).messages(since_s=0.0):
+            for event in RankProfile(profile, trace.began_s).messages():
                 trace.add(event)
     gradients = {name: param.grad for name, param in own.items() if param.grad is not None}
     state = {name: param.detach() for name, param in own.items()} | pipeline.buffers()

@@ -4,6 +4,10 @@ A message lasts from its call, or from the end of the one before on its lane, to
 it. But a sent message has no length, since gloo reports its end only where the rank waits for that. "gather" has what arrives
 (all-gathers, broadcasts, received messages), "reduce" the rest. Compute waits where a message is on its way and no operation
 runs. Bytes are those of torch's allocator; gloo's own buffers are not counted.
+
+The profiler does not see gloo's thread: what is freed there stays counted. Torch's own hooks of DDP (PowerSGD, fp16) compute in
+callbacks on it. Their messages last to the ends of these, and messages that a callback sends are missing. Torch then warns of a
+"memory block of unknown size", which was allocated in a callback.
 """
 
 from __future__ import annotations
@@ -58,22 +62,22 @@ class RankProfile:
             for each in recorded.kineto_results.events()
         ]
 
-    def messages(self, since_s: float = -math.inf) -> list[Event]:
-        """Return the messages that end after a time, in this order, as events of the network lanes."""
+    def messages(self) -> list[Event]:
+        """Return the messages called from 0 on, in the order of their ends, as events of the network lanes."""
         free_s: dict[str, float] = {}
         events: list[Event] = []
         for start_s, stop_s, each in sorted(self._messages(), key=lambda one: one[1]):
             lane, kind = _KINDS.get(each.name().removeprefix("gloo:"), ("reduce", "exchange"))
             sizes = zip(each.shapes(), each.dtypes(), strict=True)
             nbytes = sum(math.prod(shape) * _ITEM_BYTES.get(dtype, 1) for shape, dtype in sizes)
-            if stop_s >= since_s:
-                events.append(Event(lane, kind, max(start_s, free_s.get(lane, start_s)), stop_s, nbytes=nbytes))
+            events.append(Event(lane, kind, max(start_s, free_s.get(lane, start_s)), stop_s, nbytes=nbytes))
             free_s[lane] = stop_s
         return events
 
     def _messages(self) -> Iterator[tuple[float, float, Any]]:
         for start_s, stop_s, each in self._events:
-            if each.name().startswith("gloo:"):
+            # One of the step before is over, but its callback may still run.
+            if each.name().startswith("gloo:") and start_s >= 0.0:
                 yield start_s, start_s if each.name() == _SEND else stop_s, each
 
     def waits(self) -> list[Interval]:

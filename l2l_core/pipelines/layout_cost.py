@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.pipelines.layout_rounds import SimulatedRounds, simulate_step
+from l2l_core.pipelines.layout_rounds import SimulatedRounds, fullest_moments, simulate_step
 from l2l_core.pipelines.pipeline_simulation import StageCost
 from l2l_core.pipelines.rank_layout import (
     MESSAGES,
@@ -278,22 +278,26 @@ class _StepCost:
         counts = np.arange(ends) - np.arange(ends)[:, None]  # [i, j]: layers from i to j - 1
         tables = np.zeros((2, p, ends, ends))
         runs_of = [[self.runs(count, float(is_last)) for count in range(ends)] for is_last in (False, True)]
+        if layout.schedule in RECOMPUTING:
+            moments = fullest_moments(layout.schedule, p, self.m)
+        else:
+            moments = [{(kind, self._in_flight(rank), 0) for kind in "FB"} for rank in range(p)]
         for rank in range(p):
             by_count, is_last = np.zeros((2, ends)), rank == p - 1
             for count, runs in enumerate(runs_of[is_last]):
-                kinds = "FRB" if layout.schedule in RECOMPUTING and not is_last else "FB"
-                by_count[0, count] = sum(runs[kind].seconds for kind in kinds)
+                by_count[0, count] = sum(runs[kind].seconds for kind in {kind for kind, *_ in moments[rank]})
                 cost = self.stage_cost(runs, count, is_last)
+                extra = {"B": cost.backward_extra_bytes, "F": cost.forward_extra_bytes, "R": cost.forward_extra_bytes}
                 state, _ = self._state(self._parameters(count, rank == 0, is_last), 0.0)
-                kept = self._in_flight(rank) * cost.record_bytes + cost.backward_extra_bytes
-                by_count[1, count] = sum(state.values()) + kept
+                by_count[1, count] = sum(state.values()) + max(
+                    records * cost.record_bytes + inputs * cost.input_bytes + extra[kind]
+                    for kind, records, inputs in moments[rank]
+                )
             tables[:, rank] = by_count[:, counts.clip(0)]
         return tables[0], tables[1]
 
     def _in_flight(self, rank: int) -> float:
         """Return the largest number of micro-batches whose records a rank keeps, counted once for all its stages."""
-        if self.layout.schedule in RECOMPUTING:
-            return 1  # of the others it keeps inputs
         p, v = self.layout.pipeline, self.layout.stages
         if self.layout.schedule == "GPipe":
             return self.m

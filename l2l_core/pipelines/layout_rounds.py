@@ -73,5 +73,22 @@ def simulate_step(
 
 
 @lru_cache(maxsize=64)
+def fullest_moments(schedule: str, p: int, m: int) -> tuple[set[tuple[str, int, int]], ...]:
+    """Return by rank, of one stage each, the fullest moments: kind of action, records, and inputs to recompute from."""
+    plan = _make_plan(schedule, p, m, 1, p)
+    found: list[set[tuple[str, int, int]]] = []
+    for actions in plan.ranks:
+        most, records, inputs = dict[tuple[str, int], int](), 0, 0
+        for stage, kind, k in actions:
+            is_input = kind == "F" and plan.recomputes(stage, k)
+            records += kind in "FR" and not is_input
+            inputs += is_input - (kind == "R")
+            most[kind, records] = max(inputs, most.get((kind, records), 0))
+            records -= kind == "B"
+        found.append({(*moment, inputs) for moment, inputs in most.items()})
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
 def _make_plan(schedule: str, p: int, m: int, v: int, layers: int) -> PipelinePlan:
     return relay_over_ranks(p, m, layers) if schedule == "Relay" else SCHEDULES[schedule](p, m, v)

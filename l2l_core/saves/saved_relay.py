@@ -78,6 +78,11 @@ class SavedRelay(Generation):
         return self.manifest["steps"]
 
     @property
+    def own_loss(self) -> bool:
+        """True if the loss or the objective was the user's, not the model's."""
+        return self.manifest.get("own_loss", False)  # saves of 0.2.0 lack the entry
+
+    @property
     def layers(self) -> dict[str, str]:
         """Dotted names of the layers by key, in order."""
         return dict(self.manifest["units"][1:])

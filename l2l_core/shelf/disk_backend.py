@@ -84,6 +84,7 @@ class DiskBackend(WorkerBackend):
         model: model whose parameters move to the files; those on ``meta`` are replaced by placeholders.
         ahead: number of layers that will be loaded ahead.
         from_save: a save will be loaded: until then the folder has no step, and the model keeps its weights.
+        own_loss: the loss or the objective is the user's, or was in the save.
         workers: backend of the workers that divide the files between them.
 
     Attributes:
@@ -95,8 +96,11 @@ class DiskBackend(WorkerBackend):
     shares_params = False
     budget: MemoryBudget
 
-    def __init__(self, shelf: FileShelf, model: nn.Module, ahead: int, from_save: bool, workers: WorkerBackend) -> None:
+    def __init__(
+        self, shelf: FileShelf, model: nn.Module, ahead: int, from_save: bool, own_loss: bool, workers: WorkerBackend
+    ) -> None:
         self._shelf, self._model, self._ahead, self._from_save = shelf, model, ahead, from_save
+        self._own_loss = own_loss
         self._workers, self._distributed = workers, workers if isinstance(workers, DistributedBackend) else None
         self.rank, self.count, self.settings = workers.rank, workers.count, workers.settings
         self.batch_peers = workers.batch_peers
@@ -179,7 +183,9 @@ class DiskBackend(WorkerBackend):
         self.budget = MemoryBudget(self.memory_bytes, ahead, casts, masters, *pools)
         self.budget.plan_split(units)()
         wait_for_all = partial(self.gather_items, list[None](), "commit")
-        self._manifest = ShelfManifest(self.folder, units, masters, self._records, self.count, wait_for_all)
+        self._manifest = ShelfManifest(
+            self.folder, units, masters, self._records, self.count, self._own_loss, wait_for_all
+        )
         self._load_records(masters, host)
         manifest, budget = self._manifest, self.budget
         store.updater = DiskUpdater(
@@ -200,12 +206,11 @@ class DiskBackend(WorkerBackend):
             self._manifest.load()()
         else:
             self._manifest.run = self.gather_items([uuid.uuid4().hex], "begin a shelf")[0]
-            state_sizes = self.budget.state_sizes
-            check_disk_space(self.folder, masters.blocks, state_sizes)
+            check_disk_space(self.folder, masters.blocks, self.budget.state_sizes)
             if self._from_save:
                 return
             fill = self._make_fill(host)
-            write_initial(masters, self._records, self._update_pool, state_sizes, self._initial_weights, fill)
+            write_initial(masters, self._records, self.budget, self._initial_weights, fill)
             self._manifest.commit(0)
         self._weights_moved(masters.optimizer)
 
@@ -316,6 +321,11 @@ class DiskBackend(WorkerBackend):
         """Number of the last whole step in the folder."""
         return self._manifest.steps
 
+    @property
+    def own_loss(self) -> bool:
+        """True if the loss or the objective of this run, or of an earlier one, is the user's."""
+        return self._manifest.own_loss
+
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and values of each parameter, between two steps; a tensor is valid until the next iteration.
 
@@ -387,6 +397,7 @@ def make_disk_backend(
     workers: WorkerBackend,
     model: nn.Module,
     config: RelayConfig | Literal["auto"],
+    own_loss: bool,
     from_save: bool = False,
 ) -> DiskBackend:
     """Make the backend of a relay with a shelf, which `Relay.load` fills if `from_save`.
@@ -404,4 +415,4 @@ def make_disk_backend(
             'config="auto" might choose to load more layers ahead than the pool of a shelf has room for: give a RelayConfig; '
             "relay.forecast(batch, config) returns the needs of one, and fit_config finds one before the model is made"
         )
-    return DiskBackend(shelf, model, config.ahead, from_save, workers)
+    return DiskBackend(shelf, model, config.ahead, from_save, own_loss, workers)

@@ -137,6 +137,7 @@ class DiskUpdater(Updater):
         self._clock, self._steps_before = EPSClock(Trace()), 0
 
     def begin(self, config: RelayConfig, clock: EPSClock) -> None:
+        self._budget.plan_split(self._manifest.units)()  # the user may have frozen or unfrozen some
         self._clock, self._steps_before, self.updated, self._versions = clock, self._manifest.steps, [], {}
         self._records.trace = clock.trace
         self._manifest.begin()

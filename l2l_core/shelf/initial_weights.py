@@ -19,9 +19,9 @@ from l2l_core.devices import write_tensors
 from l2l_core.eps import Masters
 from l2l_core.eps.blocks import Block, is_placeholder, nan_placeholder
 from l2l_core.saves import SavedRelay
-from l2l_core.shelf.direct_io import BufferPool, round_to_pages
+from l2l_core.shelf.direct_io import round_to_pages
 from l2l_core.shelf.file_shelf import FileShelf, Initialiser
-from l2l_core.shelf.memory_sizes import BlockSize, StateSizes
+from l2l_core.shelf.memory_sizes import MemoryBudget, StateSizes
 from l2l_core.shelf.record_store import RecordLayout, RecordStore, weights_in
 
 
@@ -167,8 +167,7 @@ def check_disk_space(folder: Path, blocks: Sequence[Block], state_sizes: StateSi
 def write_initial(
     masters: Masters,
     records: RecordStore,
-    pool: BufferPool,
-    state_sizes: StateSizes,
+    budget: MemoryBudget,
     weights: InitialWeights,
     fill: Callable[[Block, torch.Tensor], None],
 ) -> None:
@@ -184,7 +183,7 @@ def write_initial(
     for block in masters.blocks:
         params = masters.params_of(block)
         layout, tensors = RecordLayout.of(block.master_layout, [state.get(param) for param in params])
-        with pool.lease(max(BlockSize.of(block, state_sizes(block)).record, layout.nbytes)) as flat:
+        with budget.lease_record(block, layout.nbytes) as flat:
             fill(block, weights_in(flat, block).zero_())
             layout.write_states(flat, tensors, layout)
             records.write(block, layout, flat[: layout.nbytes])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -140,8 +140,8 @@ class MemorySizes:
     """Memory that a shelf needs, by purpose.
 
     Attributes:
-        load_bytes: buffers for the weights of concurrent loads.
-        record_bytes: buffer for the largest record.
+        load_bytes: buffers for the weights of concurrent loads, or between two steps for the record of a frozen block.
+        record_bytes: buffer for the largest record that a step updates.
         new_state_bytes: state that the optimizer creates in the first update of a block, before it is copied to a buffer.
         description: the same in words, for messages.
     """
@@ -152,20 +152,28 @@ class MemorySizes:
     description: str
 
     @staticmethod
-    def of(units: Sequence[tuple[str, Sequence[BlockSize]]], ahead: int, casts: bool) -> MemorySizes:
+    def of(
+        units: Sequence[tuple[str, Sequence[BlockSize]]], ahead: int, casts: bool, frozen: Collection[str]
+    ) -> MemorySizes:
         """Return the memory for units, each with its key and blocks; the shell is the first.
 
-        `casts`: loads cannot cast weights, so that a buffer in the device's type is needed too.
+        `casts`: loads cannot cast weights, so that a buffer in the device's type is needed too. `frozen`: keys of the blocks
+        that no step updates.
         """
         shell, *layers = ((key, sum(block.load_bytes(casts) for block in blocks)) for key, blocks in units)
         widest = max(layers, key=lambda pair: pair[1])
         blocks = dict.fromkeys(block for _, blocks in units for block in blocks)
-        largest = max(blocks, key=lambda block: block.record)
-        loads = max(shell[1], (ahead + 1) * widest[1])
-        record, new_state = largest.record + PAGE, max(block.state for block in blocks)
-        loaded = "the shell" if loads == shell[1] else f"{ahead + 1} layers of the size of {widest[0]}"
+        updated = [block for block in blocks if block.key not in frozen] or [*blocks]
+        largest = max(updated, key=lambda block: block.record)
+        record, new_state = largest.record + PAGE, max(block.state for block in updated)
+        kept = max(blocks, key=lambda block: block.record)
+        kept_bytes = kept.record + PAGE if kept.record > largest.record else 0
+        loads = max(shell[1], (ahead + 1) * widest[1], kept_bytes)
+        loaded = f"the weights of {ahead + 1} layers of the size of {widest[0]}"
+        if loads in (shell[1], kept_bytes):
+            loaded = "the weights of the shell" if loads == shell[1] else f"the record of {kept.key}, which is frozen"
         description = (
-            f"{format_bytes(loads)} for the weights of {loaded}, {format_bytes(record)} for weights and state of "
+            f"{format_bytes(loads)} for {loaded}, {format_bytes(record)} for weights and state of "
             f"{largest.key}, {format_bytes(new_state)} for state while the optimizer makes it"
         )
         return MemorySizes(loads, record, new_state, description)
@@ -230,9 +238,11 @@ class MemoryBudget:
         """Return a buffer for a block's record, or None if there is no room now."""
         return self.updates.acquire(self.size_of(block))
 
-    def lease_record(self, block: Block) -> AbstractContextManager[torch.Tensor]:
-        """Lend such a buffer in a block of code between two steps."""
-        return self.updates.lease(self.size_of(block))
+    def lease_record(self, block: Block, min_bytes: int = 0) -> AbstractContextManager[torch.Tensor]:
+        """Lend such a buffer, of at least `min_bytes`, in a block of code between two steps."""
+        nbytes = max(self.size_of(block), min_bytes)
+        # A frozen block may have no room among those that a step updates; nothing is loaded between steps.
+        return (self.updates if nbytes + PAGE <= self.updates.limit_bytes else self.loads).lease(nbytes)
 
     def sizes(self, ahead: int) -> MemorySizes:
         """Return the memory needed with `ahead` layers loaded ahead."""
@@ -282,4 +292,5 @@ class MemoryBudget:
 
     def _sizes(self, units: Sequence[Unit], ahead: int) -> MemorySizes:
         by_unit = [(unit.key, [self._measured[block] for block in unit.blocks]) for unit in units]
-        return MemorySizes.of(by_unit, ahead, self.casts)
+        frozen = {block.key for unit in units for block in unit.blocks if not any(block.trained.flags)}
+        return MemorySizes.of(by_unit, ahead, self.casts, frozen)

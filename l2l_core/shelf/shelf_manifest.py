@@ -46,12 +46,14 @@ class ShelfManifest:
 
     Args:
         workers: number of workers, each with a folder.
+        own_loss: see the attribute.
         wait_for_all: returns when all workers have written their next manifest, and raises if one cannot.
 
     Attributes:
         units: the shell and the layers.
         notes: plain data that edits store.
         run: identifier of the shelf, the same for all workers.
+        own_loss: True if the loss or the objective of this run, or of an earlier one, is the user's.
         is_rehearsal: whether steps are not to be recorded in the folder.
     """
 
@@ -62,12 +64,13 @@ class ShelfManifest:
         masters: Masters,
         records: RecordStore,
         workers: int,
+        own_loss: bool,
         wait_for_all: Callable[[], object],
     ) -> None:
         self.steps = self._commits = 0
         self._workers, self._wait_for_all = workers, wait_for_all
         self.notes: dict[str, Any] = {}
-        self.run = ""
+        self.run, self.own_loss = "", own_loss
         self.is_rehearsal = False
         self.masters, self.records, self._folder = masters, records, folder
         self._random, self._tensors = RandomState.capture(), ""
@@ -117,6 +120,7 @@ class ShelfManifest:
             "workers": self._workers,
             "commits": self._commits + 1,
             "run": self.run,
+            "own_loss": self.own_loss,
             "steps": steps,
             "tensors": name,
             "notes": self.notes,
@@ -172,6 +176,7 @@ class ShelfManifest:
             random.restore()
             self.steps, self._commits, self.notes = plain["steps"], plain["commits"], plain["notes"]
             self.run = plain["run"]
+            self.own_loss |= plain.get("own_loss", False)  # shelves of 0.2.0 lack the entry
             self._random, self._tensors = random, plain["tensors"]
             self.records.delete_orphans()
 

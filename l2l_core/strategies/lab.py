@@ -6,6 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -196,12 +197,18 @@ class Lab:
             batch: of the same shapes as the lab's own batch, which is the default.
 
         Raises:
-            DeviceOutOfMemory: the device's budget does not suffice; `least_bytes` is the smallest that the plan needs.
+            DeviceOutOfMemory: the device's budget does not suffice; `least_bytes` is the smallest that this step needs.
             RuntimeError: the model takes another path than the traced one.
             TornStep: the optimizer failed during its update. After any other error nothing is changed.
             ValueError: the batch has other shapes.
         """
         inputs = self._own_inputs if batch is None else self._inputs_of_batch(batch)
+        limit, budget = self.device.ledger.limit_bytes, nullcontext()
+        if self._varies and limit is not None:
+            if (needed := self._peak_bytes(plan, inputs)) > limit:
+                error = DeviceOutOfMemory(f"A budget of {limit} bytes is too small for the step", needed, limit, {})
+                raise _name_budget(error, plan, needed)
+            budget = without_budget(self.device)
         settings = {"plan": plan.name, "micro_batches": self.config.micro_batches, **self.device.figures()}
         names = {name: name for name in self.layers}
         trace = self.trace = Trace(step=self.steps, device=self.device.name, names=names, settings=settings)
@@ -209,14 +216,13 @@ class Lab:
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         began_s = time.perf_counter()
         try:
-            result, peak = self._run(runner, self.optimizer, partial(runner.run, plan.operations, inputs))
+            with budget:
+                result, peak = self._run(runner, self.optimizer, partial(runner.run, plan.operations, inputs))
         except BaseException as error:
             self.optimizer.zero_grad(set_to_none=True)
             restore_buffers(buffers)
             if isinstance(error, DeviceOutOfMemory):
-                least = error.least_bytes = plan.peak_device_bytes
-                needed = f"{format_bytes(least)} ({least} bytes)"
-                error.remedy = f"{plan.name} needs {needed}, which is the smallest budget that would do."
+                _name_budget(error, plan, max(plan.peak_device_bytes, self._peak_bytes(plan, inputs)))
             record_failure(trace, error)
             raise
         self.steps += 1
@@ -324,7 +330,7 @@ class Lab:
         """Accumulate gradients by `run`, and update; return its result and the peak bytes on the device."""
         ledger = self.device.ledger
         with runner.metered(optimizer) as meter:
-            missing = self._optimizer_bytes - optimizer_bytes(optimizer)
+            missing = max(0, self._optimizer_bytes - optimizer_bytes(optimizer))
             ledger.book("optimizer", "", missing)  # reserved for the state that the first update creates
             try:
                 result = run(meter)
@@ -332,6 +338,13 @@ class Lab:
                 ledger.release("optimizer", "", missing)
             runner.update(optimizer, meter, missing + max(0, self.cost_model.update_bytes - meter.current_bytes))
         return result, ledger.peak
+
+    def _peak_bytes(self, plan: Plan, inputs: PlanInputs) -> int:
+        """Return the peak bytes of a step, made on copies without a budget."""
+        lab = self.on_device(EmulatedDevice())
+        model, optimizer = lab._copy_model()
+        runner = lab._make_runner(model)
+        return lab._run(runner, optimizer, partial(runner.run, plan.operations, inputs))[1]
 
     def _make_runner(self, model: nn.Module, trace: Trace | None = None) -> PlanRunner:
         layers = {model.get_submodule(name): name for name in self.layers}
@@ -354,6 +367,8 @@ class Lab:
             for form, micro_batch, divisor in zip(forms, self._micro_batches, self._divisors, strict=True):
                 if form not in self._costs:
                     self._costs[form] = measure(runner, micro_batch, divisor, several)
+            # Another batch may reach parameters that this one does not, as experts do; their bytes are not in the plans.
+            self._varies = any(param.requires_grad and param.grad is None for param in twin.parameters())
             update_bytes, self._optimizer_bytes = measure_update(runner, optimizer)
         stages = {each.structure.stages for costs in self._costs.values() for each in costs}
         if len(stages) > 1:
@@ -364,6 +379,20 @@ class Lab:
         costs = [self._costs[form][min(k, 1)] for k, form in enumerate(forms)]
         fixed = total_storage_bytes([*twin.parameters(), *twin.buffers()]) + self._optimizer_bytes
         self.cost_model = PlanCostModel(costs, fixed, self._optimizer_bytes, update_bytes, self.device.figures())
+
+
+def _name_budget(error: DeviceOutOfMemory, plan: Plan, needed: int) -> DeviceOutOfMemory:
+    """Add to an error the smallest budget with which the step runs."""
+    error.least_bytes = needed
+    error.remedy = (
+        f"{plan.name} needs {format_bytes(needed)} ({needed} bytes), which is the smallest budget that would do."
+    )
+    if needed > plan.peak_device_bytes:
+        error.remedy += (
+            f" The plan states {plan.peak_device_bytes} bytes, those of the batch that was measured: this one needs other "
+            "parts of the model, such as experts without a row there, and later ones may need more."
+        )
+    return error
 
 
 def _check_device(device: Device) -> Device:

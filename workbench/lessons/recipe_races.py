@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from l2l_core import Edit, Schedule
-from l2l_core.edits import SchedulableRelay
+from l2l_core.edits import SchedulableRelay, refuse_own_step
 from workbench.session import Race, Snapshot
 
 
@@ -25,9 +25,16 @@ class ByBranch(Schedule):
 
     Args:
         plans: schedules by the branch's name.
+
+    Raises:
+        ValueError: one overrides `step`.
     """
 
     plans: Mapping[str, Schedule]
+
+    def __post_init__(self) -> None:
+        for plan in self.plans.values():
+            refuse_own_step(plan, "a race")
 
     def edits(self, relay: SchedulableRelay) -> Sequence[Edit]:
         return self._schedule_of(relay).edits(relay)

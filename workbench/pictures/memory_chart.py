@@ -93,11 +93,13 @@ def draw_memory(
     scales = [Scale(0.0, top, DEVICE.bottom, DEVICE.top), Scale(0.0, round_up(1.05 * used[1]), HOST.bottom, HOST.top)]
     cursor = RIGHT if now_s is None else min(max(time(now_s), LEFT), RIGHT)
     names = {"other": "other (host: undo, branches)"} if undo_bytes(steps[0].levels["host"]) else {}
+    is_sampled = [any(len(step.levels[plot.place].totals) for step in steps) for plot in PLOTS]
+    has_host = now_s is not None or is_sampled != [True, False]  # the trace of a rank has bytes of its device alone
     parts = [*draw_category_legend(CATEGORY_ORDER, LEFT, 6, names)]
     parts.append(text(RIGHT, 32 if names else 16, "each event at its highest", style="dim small", anchor="end"))
-    for plot, scale in zip(PLOTS, scales, strict=True):
+    for plot, scale, sampled in zip(PLOTS[: 1 + has_host], scales, is_sampled, strict=False):
         parts += _draw_previous(plot, scale, time, steps, cursor)
-        parts += _frame(plot, scale, time, sampled=any(len(step.levels[plot.place].totals) for step in steps))
+        parts += _frame(plot, scale, time, sampled)
         # up to the cursor
         end = cursor if cursor < RIGHT else min(RIGHT, max(time(now.end_s), LEFT + 1))
         parts.append(group(stacked_areas(steps[0].levels[plot.place], scale, time, LEFT, end)))
@@ -106,14 +108,21 @@ def draw_memory(
     parts += draw_strip([(step.columns, step.compute) for step in steps], time, cursor, STRIP, numbers)
     right = RIGHT if failed is None or cursor < RIGHT - 120 else cursor - 8  # left of the failure's cross
     parts += _draw_limits(scales[0], steps[-1], len(steps) > 1, budget_bytes, in_core_bytes, right)
-    parts += draw_time_axis(time, HOST.bottom, 11, style="small dim")
+    bottom = HOST.bottom if has_host else STRIP + STRIP_HEIGHT
+    parts += draw_time_axis(time, bottom, 11, style="small dim")
     if now_s is not None:
         d = f"M{cursor:.1f} {DEVICE.top:g}V{STRIP + STRIP_HEIGHT:g}M{cursor:.1f} {HOST.top:g}V{HOST.bottom:g}"
         parts.append(path(d, style="axis", width=1.5))
     if failed is not None:
         parts += _draw_failure(failed, scales[0], cursor)
     title = "Memory over a step" if failed is None else "Memory over a step that failed"
-    return document(WIDTH, HEIGHT, title, _describe(steps[0], budget_bytes, in_core_bytes, failed, numbers), parts)
+    return document(
+        WIDTH,
+        bottom + HEIGHT - HOST.bottom,
+        title,
+        _describe(steps[0], budget_bytes, in_core_bytes, failed, numbers),
+        parts,
+    )
 
 
 def show_memory(trace: Trace, in_core_bytes: int | None = None, span_s: float | None = None) -> Picture:

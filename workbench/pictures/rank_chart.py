@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from l2l_core.analysis import Traces
-from l2l_core.trace import NETWORK_LANES, format_bytes, intersect, merge, total_length
+from l2l_core.trace import LANES, NETWORK_LANES, format_bytes, intersect, merge, total_length
 from workbench.pictures.memory_chart import show_memory
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import format_seconds
@@ -29,12 +29,14 @@ def show_ranks(run: ParallelRun | PipelineRun) -> list[Picture]:
     span_s = common_span_s(*traces)
     pictures = [Picture(draw_workers(traces, table.title, table.note), table)]
     for trace in traces:
-        lanes = draw_timeline(Columns.of(trace), span_s=span_s, keys=trace.names)
+        used = {lane: events for lane, events in trace.lanes.items() if events or lane not in LANES}
+        if not used.keys().isdisjoint(LANES[1:]):  # an offload in a pipeline's stage
+            used = trace.lanes
+        lanes = draw_timeline(Columns.of(trace), span_s=span_s, keys=trace.names, lanes=[*used])
         memory = show_memory(trace, span_s=span_s)
         title = f"Lanes of rank {trace.worker.rank}"
         rows = [
-            (LANE_NAMES[lane], str(len(events)), format_seconds(trace.busy_s(lane)))
-            for lane, events in trace.lanes.items()
+            (LANE_NAMES[lane], str(len(events)), format_seconds(trace.busy_s(lane))) for lane, events in used.items()
         ]
         pictures += [Picture(lanes, Table(title, ("lane", "events", "busy"), rows)), memory]
     return pictures

@@ -55,6 +55,7 @@ def draw_timeline(
     span_s: float | None = None,
     keys: Iterable[str] = (),
     sentences: Sequence[str] = (),
+    lanes: Sequence[str] = (),
 ) -> str:
     """Draw the lanes of a step as an SVG of less than 60 kB, regardless of the number of events.
 
@@ -65,11 +66,12 @@ def draw_timeline(
         span_s: end of the time axis; default a round value after the last event.
         keys: keys of all layers of the step, in order, which define the numbers on bars.
         sentences: sentences such as "forward: ...", one per phase, shown under the figures.
+        lanes: the lanes to draw; default all that a worker of a relay has.
     """
     summary, numbers = summarize_timeline(now), number_layers(keys)
     reach_s = max(now.end_s, now_s or 0.0, before.end_s if before is not None else 0.0)
     axis = Scale(0.0, span_s or round_up(reach_s), LEFT, RIGHT)
-    sheet = TimelineLayout(now.lanes)
+    sheet = TimelineLayout(lanes or now.lanes)
     height = sheet.text + sentences_height(sentences)
     parts = [*_draw_lane_backgrounds(sheet, LEFT, RIGHT)]
     if before is not None and now_s is not None:
@@ -101,7 +103,7 @@ def draw_timeline(
         parts += timeline_labels.draw_tips([(units[lane], y) for lane, y in sheet.rows], LANE, axis, numbers, room)
     else:  # no tooltips in a picture that is replaced many times a second
         parts += timeline_labels.draw_pickable(units["compute"], TOP, LANE, axis, numbers)
-    return svg.document(WIDTH, height, "Timeline of a step", _describe(summary, now_s, sentences), parts)
+    return svg.document(WIDTH, height, "Timeline of a step", _describe(summary, sheet, now_s, sentences), parts)
 
 
 def common_span_s(*traces: Trace) -> float:
@@ -250,11 +252,13 @@ def _draw_phases(columns: Columns, axis: Scale) -> Iterator[str]:
         yield svg.path("".join(brackets), style="axis")
 
 
-def _describe(summary: TimelineSummary, now_s: float | None, sentences: Sequence[str]) -> str:
+def _describe(summary: TimelineSummary, sheet: TimelineLayout, now_s: float | None, sentences: Sequence[str]) -> str:
     step = f"A step of {format_seconds(summary.span_s)}" if now_s is None else f"A step, {format_seconds(now_s)} so far"
-    busy = ", ".join(f"{lane} {format_seconds(seconds)}" for lane, seconds in summary.busy_s.items())
-    exposed = ", ".join(f"{lane} {format_seconds(s)}" for lane, s in summary.exposed_s.items() if lane != "compute")
+    busy = ", ".join(f"{lane} {format_seconds(summary.busy_s[lane])}" for lane in sheet.lanes)
+    others = [lane for lane in sheet.lanes if lane != "compute"]
+    exposed = ", ".join(f"{lane} {format_seconds(summary.exposed_s[lane])}" for lane in others)
+    hidden = f"{percent(summary.overlap)} of copy time hidden under compute. " if sheet.has_copies else ""
     return (
-        f"{step}. Busy: {busy}. Exposed, hatched: {exposed}. {percent(summary.overlap)} of copy time hidden under "
-        f"compute. Bars lower than their lane were busy for that share of the time. {' '.join(sentences)}"
+        f"{step}. Busy: {busy}. Exposed, hatched: {exposed}. {hidden}Bars lower than their lane were busy for "
+        f"that share of the time. {' '.join(sentences)}"
     ).strip()

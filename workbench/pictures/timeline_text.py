@@ -49,7 +49,13 @@ class TimelineLayout:
     @property
     def text(self) -> float:
         """Top of the text, which is the height of a timeline without text."""
-        return self.axis + 118 + (FIGURE_ROW if len(self.lanes) > len(LANES) else 0)
+        has_two_rows = self.has_copies and not set(self.lanes).isdisjoint(NETWORK_LANES)
+        return self.axis + 118 + (FIGURE_ROW if has_two_rows else 0)
+
+    @property
+    def has_copies(self) -> bool:
+        """True if the lanes of a relay's copies and updates are drawn."""
+        return not set(self.lanes).isdisjoint(LANES[1:])
 
 
 def draw_legend(y: float, *shown: Columns | None) -> Iterator[str]:
@@ -70,7 +76,7 @@ def draw_legend(y: float, *shown: Columns | None) -> Iterator[str]:
 
 
 def draw_figures(sheet: TimelineLayout, summary: TimelineSummary, now_s: float | None) -> Iterator[str]:
-    """Draw the five figures at fixed positions, and those of the network below."""
+    """Draw the five figures at fixed positions, and those of the network below, or in their place without copies."""
     whole_s = summary.span_s if now_s is None else now_s
     figures = [
         ("copies hidden under compute", percent(summary.overlap)),
@@ -78,11 +84,12 @@ def draw_figures(sheet: TimelineLayout, summary: TimelineSummary, now_s: float |
         ("step" if now_s is None else "step so far", format_seconds(whole_s)),
     ]
     yield svg.path(f"M{LEFT} {sheet.figures - 18}H{RIGHT}", style="rule")
-    for i, (name, value) in enumerate(figures):
+    for i, (name, value) in enumerate(figures if sheet.has_copies else figures[-1:]):
         yield from _draw_figure((0, 210, 400, 590, 740)[i], sheet.figures, name, value, is_hatched=1 <= i <= 3)
     for i, lane in enumerate([lane for lane in sheet.lanes if lane in NETWORK_LANES]):
         name, value = f"{LANE_NAMES[lane]}, exposed", format_seconds(summary.exposed_s[lane])
-        yield from _draw_figure((210, 400)[i], sheet.figures + FIGURE_ROW, name, value, is_hatched=True)
+        y = sheet.figures + (FIGURE_ROW if sheet.has_copies else 0)
+        yield from _draw_figure((210, 400)[i], y, name, value, is_hatched=True)
 
 
 def _draw_figure(left: float, y: float, name: str, value: str, is_hatched: bool) -> Iterator[str]:

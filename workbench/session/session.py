@@ -17,7 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from l2l_core import Edit, Fit, Relay, Schedule
-from l2l_core.edits import Branch, JournalEntry
+from l2l_core.edits import Branch, JournalEntry, refuse_own_step
 from l2l_core.relay import accept_trust
 from workbench.session.batches import Batches, BatchSource
 from workbench.session.command_thread import Command
@@ -61,7 +61,7 @@ class Session(ResumableSession):
 
     Raises:
         TypeError: `relay`, `batches` or `probe` has the wrong type.
-        ValueError: `probe` is empty, or the relay or the scheduler cannot be saved with `autosave`.
+        ValueError: `probe` is empty, `schedule` overrides `step`, or the relay or the scheduler cannot be saved with `autosave`.
 
     Example:
         >>> from workbench import Session
@@ -86,6 +86,7 @@ class Session(ResumableSession):
     ) -> None:
         if not isinstance(relay, Relay):
             raise TypeError(f"relay is a {type(relay).__name__}: a session takes an l2l_core.Relay over your model")
+        refuse_own_step(schedule, "a session")
         self.relay, self.decode = relay, decode or find_decode(relay.model, batches)
         self.encode = find_encode(self.decode, relay.model)
         self._batches = Batches(batches, tracks=autosave is not None)

@@ -1,10 +1,13 @@
 """Ways to train over ranks: against plain training, and bytes that the kernel counts against those foreseen."""
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from l2l_core.parallel import (
     run_pipeline,
 )
 from l2l_core.parallel.parallel_traffic import all_reduce_bytes
+from l2l_core.parallel.rank_trace import RankProfile
 from l2l_core.pipelines import one_forward_one_backward
 
 EXACT = ["data parallel", "ZeRO 1", "ZeRO 2", "ZeRO 3", "ZeRO 3, CPU offload", "tensor parallel", "3D, 2 x 2 x 2"]
@@ -58,6 +62,7 @@ def check_trace(rank: int, report: WayRank, count: int) -> None:
     """Lanes, layers and memory of a rank's last step."""
     trace = report.trace
     assert (trace.worker.rank, trace.worker.count, trace.step) == (rank, count, 3)
+    assert min(event.start_s for event in trace.events) >= 0
     for events in trace.lanes.values():
         assert all(one.stop_s <= other.start_s + 1e-9 for one, other in pairwise(events))
     compute = trace.lanes["compute"]
@@ -149,6 +154,27 @@ def test_compressed_gradients_equal_their_definition(way: str, compressed: Calla
     assert run.sent_bytes == run.gloo_bytes
     for name, param in model.named_parameters():
         assert torch.equal(run.weights[name], param), name
+
+
+def test_messages_of_the_step_before_are_not_in_a_trace() -> None:
+    """Though the callback of one may end within the step, when gloo's thread gets to run."""
+
+    def message(start_s: float, stop_s: float) -> Any:
+        begin_ns = time.time_ns()
+        return SimpleNamespace(
+            start_ns=lambda: begin_ns + round(1e9 * start_s),
+            end_ns=lambda: begin_ns + round(1e9 * stop_s),
+            name=lambda: "gloo:all_reduce",
+            shapes=lambda: [[100]],
+            dtypes=lambda: ["double"],
+        )
+
+    events = [message(-0.6, 0.1), message(0.2, 0.4), message(0.3, 0.5)]
+    recorded = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
+    profile = RankProfile(recorded, time.perf_counter())
+    times = [(event.start_s, event.stop_s) for event in profile.messages()]
+    assert sum(times, ()) == pytest.approx((0.2, 0.4, 0.4, 0.5), abs=0.02)
+    assert sum(profile.waits(), ()) == pytest.approx((0.2, 0.5), abs=0.02)
 
 
 @pytest.mark.slow

@@ -36,9 +36,10 @@ from l2l_core.pipelines import (
     simulate_pipeline,
     state_bytes,
 )
-from l2l_core.pipelines.layout_cost import cut_stages, layout_bounds
+from l2l_core.pipelines.layout_cost import _StepCost, cut_stages, layout_bounds
 from l2l_core.pipelines.layout_rounds import simulate_step
-from l2l_core.pipelines.layout_search import _is_possible
+from l2l_core.pipelines.layout_search import OFFLOADS, _is_possible
+from l2l_core.pipelines.rank_layout import RECOMPUTING
 
 SMALL = TransformerShape(layers=8, width=1024, heads=16, sequence=512, vocabulary=8192)
 NO_LINK = RankCluster(
@@ -317,6 +318,26 @@ def test_pipelines_are_cut_as_well_as_by_simulating_every_cut(schedule: str, lin
         assert all(least_bytes <= cost.device_bytes * (1 + 1e-9) for cost in costs)
         assert all(least_s <= cost.step_s * (1 + 1e-9) for cost in costs)
     assert uneven >= 4
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "GPipe-recompute", "Varuna"])
+@pytest.mark.all_cases
+def test_the_bytes_by_which_layers_are_cut_are_those_that_are_simulated(schedule: str) -> None:
+    """Of every cut, so that one within the budget is found whenever there is one."""
+    for p, rows, recompute, offload in product((2, 3, 4), (1, 3, 12), ("nothing", "attention", "layers"), OFFLOADS):
+        if schedule in RECOMPUTING and (recompute == "layers" or offload != "nothing"):
+            continue  # refused
+        layout = RankLayout(1, p, 1, schedule=schedule, recompute=recompute, offload=offload)
+        table = _StepCost(TINY, RankCluster(4), layout, rows).stage_table()[1]
+        needs = {}
+        for cut in all_cuts(6, p):
+            cost = layout_cost(TINY, RankCluster(4), replace(layout, cut=cut), rows)
+            by_rank = [table[rank][edge] for rank, edge in enumerate(pairwise([0, *accumulate(cut)]))]
+            assert max(by_rank) == pytest.approx(cost.device_bytes, rel=1e-12), str(cost.layout)
+            needs[cut] = cost.device_bytes
+        for budget in needs.values():
+            cut = cut_layout(TINY, RankCluster(4, budget + 1), layout, rows).cut
+            assert cut is not None and needs[cut] <= budget + 1
 
 
 def test_the_finder_compares_cuts_and_relays() -> None:

@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from on_shelf import (
 )
 from oracle import adamw
 from patience import rarely
-from zoo import BY_NAME, KINDS, Kind
+from torch import nn
+from zoo import BY_NAME, FEATURES, KINDS, WIDTH, Chain, Kind, ResidualMlp
 
 from l2l_core import EmulatedDevice, FileShelf, Relay, RelayConfig
 from l2l_core.devices import Ledger
@@ -110,6 +112,49 @@ def test_the_smallest_memory_works_at_any_depth_and_is_kept(ahead: int, folder: 
             assert max(s.get("weights", 0) + s.get("optimizer", 0) for s in samples) <= nbytes
             assert relay.host.peak <= nbytes + relay.host.by_category().get("gradients", 0)
             assert relay.trace.peak_bytes("host") > 0
+
+
+def frozen_shell() -> nn.Module:
+    """A chain whose embedding has most of the weights, and is not trained; nor is the head."""
+    torch.manual_seed(0)
+    model = Chain([ResidualMlp() for _ in range(3)])
+    model.embed = nn.Sequential(nn.Linear(FEATURES, 8192), nn.Linear(8192, WIDTH))
+    model.embed.requires_grad_(False)
+    model.head.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("only_trained", [True, False], ids=["of the trained", "of all"])
+def test_a_frozen_shell_takes_its_memory_once(only_trained: bool, folder: Path) -> None:
+    """Of an optimizer without its parameters; one with them reserves their state, beside which loads take no more."""
+    kind = replace(BY_NAME["chain"], make_model=frozen_shell)
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return adamw(model) if not only_trained else torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+
+    shell = sum(param.nbytes for name, param in frozen_shell().named_parameters() if not name.startswith("layers"))
+    nbytes = smallest(folder / "it", kind, optimizer=optimizer)
+    assert nbytes < (1.1 if only_trained else 3.1) * shell
+    with pytest.raises(ValueError, match="smallest"):
+        relay_on(folder / "it", kind, optimizer, memory_bytes=nbytes - 1)
+    with compared(folder / "it", kind, optimizer, memory_bytes=nbytes) as (relay, plain):
+        train(relay, plain, 2)
+        samples = [sample.bytes_by_category for sample in relay.trace.memory if sample.place == "host"]
+        assert max(s.get("weights", 0) + s.get("optimizer", 0) for s in samples) <= nbytes
+        assert relay.verify(kind.make_batch(ROWS, 5)).equal
+        relay.save(folder / "save")
+        if not only_trained:
+            relay.model.embed.requires_grad_(True)
+            with pytest.raises(ValueError, match=r"the smallest that works is [\d,]+"):
+                relay.step(kind.make_batch(ROWS, 9))
+            relay.model.embed.requires_grad_(False)
+        train(relay, plain, 1)
+    if not only_trained:  # the remedy
+        with relay_on(folder / "it", kind, optimizer, memory_bytes=7 * shell, resume=True) as relay:
+            relay.model.embed.requires_grad_(True)
+            plain.model.embed.requires_grad_(True)
+            train(relay, plain, 1)
+            assert_same(weights_of(relay), state_of(plain.model))
 
 
 def test_a_model_that_was_refused_is_as_it_was(folder: Path) -> None:

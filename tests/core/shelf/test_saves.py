@@ -3,6 +3,7 @@
 import errno
 import json
 import resource
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from on_shelf import (
     OPTIMIZERS,
     ROWS,
     assert_same,
+    compared,
     empty,
     in_core,
     relay_on,
@@ -338,6 +340,50 @@ def test_a_shelf_of_the_former_schema_is_resumed(folder: Path) -> None:
         assert relay.steps == 1
         assert_same(weights_of(relay), before)
         relay.step(CHAIN.make_batch(ROWS, 1))
+
+
+def test_a_run_with_its_own_loss_does_not_go_on_with_the_models(folder: Path) -> None:
+    """On a shelf that is resumed, and on one that was filled from a save."""
+    kind = BY_NAME["gpt2"]  # computes a loss
+    own, batch = replace(kind, loss=lambda outputs, batch: 2 * outputs.loss), kind.make_batch(ROWS, 1)
+    refused = r"was trained with a loss= or objective= of yours.*Pass the same one to Relay or Relay\.load"
+    with compared(folder / "it", own) as (relay, plain):
+        train(relay, plain, 1)
+        relay.save(folder / "save")
+    with load(folder / "save", kind, shelf=folder / "filled"):
+        pass
+    expected = plain.step(batch)
+    for shelf in (folder / "it", folder / "filled"):
+        with relay_on(shelf, kind, resume=True) as relay:
+            before = weights_of(relay)
+            for verb in (relay.step, relay.evaluate, lambda batch, relay=relay: relay.probe([batch])):
+                with pytest.raises(ValueError, match=refused):
+                    verb(batch)
+            assert_same(weights_of(relay), before)
+            relay.apply(Drop(0))
+            relay.undo()  # commits the shelf
+        copied = Path(shutil.copytree(shelf, folder / f"copy of {shelf.name}"))
+        with relay_on(copied, kind, resume=True, objective=lambda model, batch: model(**batch).loss) as relay:
+            assert relay.step(batch).loss < 0.6 * expected, "one remedy"
+        with relay_on(shelf, own, resume=True) as relay:
+            assert relay.step(batch).loss == expected, "the other"
+            assert_same(weights_of(relay), state_of(plain.model))
+
+
+def test_a_shelf_that_does_not_name_its_loss_is_resumed(folder: Path) -> None:
+    """As those of 0.2.0; from then on it does."""
+    kind = BY_NAME["gpt2"]
+    with relay_on(folder, kind) as relay:
+        relay.step(kind.make_batch(ROWS, 0))
+    path = folder / "step.json"
+    plain = json.loads(path.read_text())
+    assert plain.pop("own_loss") is False
+    path.write_text(json.dumps(plain))
+    with relay_on(folder, kind, resume=True) as relay:
+        relay.step(kind.make_batch(ROWS, 1))
+    with relay_on(folder, replace(kind, loss=lambda outputs, batch: 2 * outputs.loss), resume=True) as relay:
+        relay.step(kind.make_batch(ROWS, 2))
+    assert json.loads(path.read_text())["own_loss"] is True
 
 
 def test_a_shelf_of_another_schema_is_refused(folder: Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice
-from l2l_core.strategies import Full, Lab, Plain, RelayPolicy, Rotor
+from l2l_core.strategies import Full, Lab, Plain, Policy, RelayPolicy, Rotor
 
 
 class Double(torch.autograd.Function):
@@ -231,6 +231,61 @@ def test_plans_by_hand_are_checked() -> None:
         subject.plan([*plan[:6], ("Fall", 1), *plan[7:]])
     with pytest.raises(ValueError, match="every stage needs one B"):
         subject.plan(plan[:-1])
+
+
+class Experts(nn.Module):
+    """The sign of the first number of a row decides which of two linear layers gets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, out = (x[:, 0] > 0).long(), x
+        for i in chosen.unique().tolist():
+            out = out.index_add(0, (rows := (chosen == i).nonzero()[:, 0]), self.experts[i](x[rows]))
+        return out
+
+
+def signs(*rows: float) -> tuple[Tensor]:
+    return (torch.rand(len(rows), 64, generator=torch.Generator().manual_seed(3)) * torch.tensor(rows)[:, None],)
+
+
+@pytest.mark.parametrize("measured", [(1.0, 1.0, 1.0), (1.0, -1.0, 1.0)], ids=["one expert", "both"])
+@pytest.mark.parametrize("policy", [Plain(), Full()], ids=["plain", "full"])
+def test_the_smallest_budget_of_a_step_that_needs_more_than_the_measured_batch_runs(
+    measured: tuple[float, ...], policy: Policy
+) -> None:
+    """Experts without a row in the measured batch get gradients and optimizer state later."""
+
+    def make(device: EmulatedDevice) -> Lab:
+        torch.manual_seed(0)
+        model = nn.Sequential(Experts(), Experts())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return Lab(
+            model, signs(*measured), optimizer, device, loss=lambda out, _: out.square().mean(), loss_over="micro-batch"
+        )
+
+    for batch in (signs(-1.0, -1.0, -1.0), signs(1.0, -1.0, -1.0)):
+        free = make(EmulatedDevice())
+        plan = free.plan(policy)
+        expected = [free.step(plan, each).loss for each in (signs(*measured), batch, batch)]
+        tight, losses = make(EmulatedDevice(budget := plan.peak_device_bytes)), list[float]()
+        for each in (signs(*measured), batch, batch):
+            before = [param.clone() for param in tight.model.parameters()]
+            try:
+                losses.append(tight.step(plan, each).loss)
+            except DeviceOutOfMemory as refused:
+                least = refused.least_bytes
+                assert least is not None and least > budget
+                assert all(map(torch.equal, tight.model.parameters(), before))
+                assert tight.device.ledger.total == 0
+                tight.device = EmulatedDevice(least - 1)
+                with pytest.raises(DeviceOutOfMemory, match=f"{least} bytes"):
+                    tight.step(plan, each)
+                tight.device = EmulatedDevice(budget := least)  # the remedy
+                losses.append(tight.step(plan, each).loss)
+        assert losses == expected
 
 
 def test_a_budget_that_does_not_suffice_leaves_weights_and_names_one_that_would() -> None:

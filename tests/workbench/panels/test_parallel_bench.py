@@ -14,6 +14,7 @@ from l2l_core.trace import MemorySample, WorkerInfo
 from workbench.panels.layer_picker import LayerPicker
 from workbench.parallel_bench import ParallelBench
 from workbench.pictures import rank_chart
+from workbench.pictures.theme import LANE_NAMES
 
 SMALL = TransformerShape(layers=8, width=1024, heads=16, sequence=512, vocabulary=8192)
 
@@ -96,6 +97,9 @@ def test_runs_are_shown_with_rows_lanes_and_memory_of_their_ranks() -> None:
     bench = make_bench(run=make_run("ZeRO 3"))
     html = bench._run_html.value
     assert html.count("<svg") == 5 and "ZeRO 3, run on 2 ranks: the last step" in html
+    assert ">compute<" in html and ">gather<" in html and ">Device<" in html
+    absent = [f">{LANE_NAMES[lane]}<" for lane in ("h2d", "d2h", "eps")] + ["copies hidden", ">Host<", "no memory was"]
+    assert not [words for words in absent if words in html], "a rank has no copies to a host, and no samples of one"
     ranks = rank_chart.ranks_table(make_run("ZeRO 3"))
     assert [row[1:] for row in ranks.rows] == [
         ("1 ms", "1 ms", "1 ms", "1 ms", "7 kB", "501 kB"),

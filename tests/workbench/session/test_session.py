@@ -15,7 +15,8 @@ from patience import HANG_S
 from sessions import assert_equal, make_batches, make_relay, weights_of
 from torch import nn
 
-from l2l_core import Relay, RelayConfig
+from l2l_core import LayerDrop, Relay, RelayConfig, Schedule
+from workbench.lessons.recipe_races import ByBranch
 from workbench.pictures.session_header import progress_html
 from workbench.session.session import Session
 
@@ -170,6 +171,44 @@ def test_plateau_scheduler_gets_the_loss(relay: Relay) -> None:
     assert now.failure is None and now.step == 3
     assert schedule.best == min(row.loss for row in now.steps) or schedule.num_bad_epochs >= 0
     assert relay.optimizer.param_groups[0]["lr"] < 1e-2
+
+
+class Halving(Schedule):
+    """Halves the learning rate after each step, by overriding `step`."""
+
+    def step(self, relay: Any, batch: Any) -> Any:
+        result = super().step(relay, batch)
+        relay.optimizer.param_groups[0]["lr"] /= 2
+        return result
+
+
+class PreparedHalving(Schedule):
+    """The same, by the remedy."""
+
+    def prepare(self, relay: Any) -> None:
+        super().prepare(relay)
+        if relay.steps:
+            relay.optimizer.param_groups[0]["lr"] /= 2
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda relay: Session(relay, make_batches(), schedule=Halving()),
+        lambda relay: Halving() + LayerDrop(0.5),
+        lambda relay: ByBranch({"main": Halving()}),
+    ],
+    ids=["session", "sum", "race"],
+)
+def test_a_schedule_that_overrides_step_is_refused_where_that_would_be_ignored(relay: Relay, use: Any) -> None:
+    with pytest.raises(ValueError, match=r"Halving overrides step.*Move the code into prepare"):
+        use(relay)
+    with make_relay() as plain:
+        losses = [Halving().step(plain, batch).loss for batch in make_batches()]
+    schedule = ByBranch({"main": PreparedHalving()}) + Schedule()
+    with Session(relay, make_batches(), schedule=schedule) as session:  # the remedy
+        session.run(5)
+        assert [row.loss for row in session.wait(HANG_S).steps] == losses
 
 
 # The end --------------------------------------------------------------------------------------------------------------
