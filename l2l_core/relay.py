@@ -41,7 +41,7 @@ from l2l_core.batches import (
 )
 from l2l_core.config import RelayConfig, check_int, checked_config
 from l2l_core.devices import Device, ForkGuard, Ledger, free_bytes, resolve_device, serial_executor
-from l2l_core.edits import Branch, Branches, Edit, Editor, History, JournalEntry, SampleRun
+from l2l_core.edits import Branch, Branches, Edit, Editor, History, InverseEdit, JournalEntry, SampleRun
 from l2l_core.edits import BranchState as BranchState
 from l2l_core.eps import GradientBuffers, LayerStore, Masters, Residuals, TornStep
 from l2l_core.eps.blocks import (
@@ -1647,10 +1647,17 @@ class Relay:
             logger.warning(
                 "the rows of a batch failed, so edits are not checked for what depends on positions: %s", error
             )
-        found = positions.code_between.values()
-        if not all(code.has_equal_arguments for code in found) and all(code.odd_position is None for code in found):
-            with self._restored_state(), self._trial_edits(edits, False, 1), self._observing():
-                self._evidence.check_arguments()
+            return
+        before, counts = None, [len(stack) for stack in self._editor.registry.stacks]
+        # Not of an inverse, which removes what may have been trained since
+        if all(edit.preserves_function and not isinstance(edit, InverseEdit) for edit in edits):
+            with self._observing():
+                before, _ = self._evidence.run(rows)
+        with self._restored_state(), self._trial_edits(edits, False, 1):
+            unlike = not all(code.has_equal_arguments for code in positions.code_between.values())
+            if unlike or counts != [len(stack) for stack in self._editor.registry.stacks]:
+                with self._observing():
+                    self._evidence.check_edited(rows, before)
 
     @contextmanager
     def _observing(self) -> Iterator[None]:
