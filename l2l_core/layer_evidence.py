@@ -26,6 +26,7 @@ from l2l_core.surgery import (
     EqualOutputs,
     copy_outputs,
     describe_layer,
+    ignored_hook_results,
     outputs_are_alike,
     results_are_close,
 )
@@ -187,15 +188,15 @@ class LayerEvidence:
         else:  # anew, since weights that were equal may have been trained
             self._compare_positions()
 
-    def run(self, rows: Any) -> tuple[Any, set[Unit]]:
-        """Return the model's result on rows in evaluation mode, and the layers that ran."""
+    def run(self, rows: Any, task: PassTask | None = None) -> tuple[Any, set[Unit]]:
+        """Return the result of a task, by default the model's, on rows in evaluation mode, and the layers that ran."""
         ran = set[Unit]()
 
         def observe(call: LayerCall, forward: Callable[..., Any]) -> Callable[..., Any]:
             ran.add(call.unit)
             return forward
 
-        return self._runner.observe(rows, self._runner.objective, [observe], mode="evaluation"), ran
+        return self._runner.observe(rows, task or self._runner.objective, [observe], mode="evaluation"), ran
 
     def check_edited(self, rows: Any, before: Any | None) -> None:
         """Refuse edits, tried by now, if the model fails, omits a layer, or gives one other arguments than observed.
@@ -218,11 +219,14 @@ class LayerEvidence:
             raise ValueError(
                 f"with these edits the model's own code fails on rows of a batch ({type(error).__name__}: {error}). It may need "
                 "something for every position: make that a member of the layer (in its __init__: self.scale = "
-                "nn.Parameter(torch.ones(()))) and use it in the layer's forward, so that a new layer has its own"
+                "nn.Parameter(torch.ones(()))) and use it in the layer's forward, so that a new layer has its own. If it runs "
+                "layers in pairs, change both of a pair in one apply()"
             ) from error
         positions.check_arguments(now, names)
-        idle = [unit.name for unit in self._editor.registry.layers if unit not in ran]
-        if idle and self._ran_all.get(self._editor.registry.model.training):
+        layers, ran_all = self._editor.registry.layers, self._ran_all.get(self._editor.registry.model.training)
+        if ran_all and not ran.issuperset(layers):  # unless it draws the layers that run
+            ran |= self.run(rows, _WithOtherRandom(self._runner.objective))[1]
+        if ran_all and (idle := [unit.name for unit in layers if unit not in ran]):
             raise ValueError(
                 f"with these edits the model's forward would not run {', '.join(idle)}, and it ran all layers before. Its code "
                 "may have their number written out, as range(12): let it run all that there are, as for layer in self.layers"
@@ -232,7 +236,8 @@ class LayerEvidence:
                 "these edits would not keep the model's function, although the new layers return their hidden state: on rows of "
                 f"a batch its result is {_shown(after)} in place of {_shown(before)}. Its own code, or a hook, does more with "
                 "every layer than hand its output on, such as a norm, a mask or a sum of all outputs. Use init='copy' or "
-                "'fresh', with which a new layer need not be the identity"
+                "'fresh', with which a new layer need not be the identity; where only some layers have such a hook or mask, "
+                "like= another layer, which gives the new one its own"
             )
 
     # -- passes --------------------------------------------------------------------------------------------------------
@@ -336,8 +341,9 @@ class LayerEvidence:
                 return forward
             return lambda *args, **kwargs: in_place.call(call.unit.module, args, kwargs)
 
-        # In evaluation mode, where the code between drops nothing out
-        return self._runner.observe(rows, task, [observe], mode="evaluation")
+        with ignored_hook_results(unit.module for unit, name in stack_of.items() if name in returned):
+            # In evaluation mode, where the code between drops nothing out
+            return self._runner.observe(rows, task, [observe], mode="evaluation")
 
     def code_between(self) -> dict[str, CodeBetweenLayers]:
         """Return the arguments of layers that return equal outputs, by the first name of their stack.

@@ -10,15 +10,17 @@ is compared in its place, if it doubles with the outputs.
 Code after the last layer that uses the outputs of several earlier ones (a weighted mean of all hidden states) must not care which
 of them returned what: two forwards give them different tensors, in one order and in the reverse one.
 
-Not found: code that depends on the position inside the layers, or in training alone; after the last layer, if the code between
-carries on more than the last outputs; and changes of the hidden state where the code between draws random numbers, or carries on
-what is no such sum (reversible layers, states of other kinds).
+Not found: code that depends on the position inside layers and their hooks, or in training alone; after the last layer, if the
+code between carries on more than the last outputs; and changes of the hidden state where the code between draws random numbers,
+or carries on what is no such sum (reversible layers, states of other kinds).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -58,6 +60,24 @@ class EqualOutputs:
         factor = self._factor_first if len(self.calls) == 1 else self._factor
         roll = self._rolls[len(self.calls) - 1] if len(self.calls) <= len(self._rolls) else 0
         return pytree.tree_map(lambda leaf: _changed_copy(leaf, device, factor, roll), self._outputs)
+
+
+@contextmanager
+def ignored_hook_results(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Ignore the results of hooks on layers in a block: a hook belongs to its layer and moves with it."""
+    held = [hooks for layer in layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
+    before = [dict[int, Any](hooks) for hooks in held]
+    try:
+        for hooks in held:
+            hooks.update({key: partial(_call_without_result, hook) for key, hook in hooks.items()})
+        yield
+    finally:
+        for hooks, own in zip(held, before, strict=True):
+            hooks.update(own)
+
+
+def _call_without_result(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    hook(*args, **kwargs)
 
 
 def _changed_copy(leaf: Any, device: torch.device, factor: float, roll: int) -> Any:

@@ -443,7 +443,7 @@ def test_code_that_treats_positions_alike_is_no_reason(model: type[Beside]) -> N
             assert len(relay.journal) == 1
 
 
-BY_POSITION = {"by_depth", "norm_outside"}
+BY_POSITION = {"by_depth", "norm_outside", "reversible"}  # the last one runs its layers in pairs
 STACKED = [kind.name for kind in KINDS if kind.name != "unlike"]  # in which layers must be named
 
 

@@ -10,7 +10,7 @@ import torch
 from beside import DEPTH, Beside, assert_refused, kind_of, parameter, relay_of
 from oracle import InCore, assert_state, copy_state
 from torch import Tensor, nn
-from zoo import WIDTH, Chain, ResidualMlp
+from zoo import BY_NAME, WIDTH, Chain, ResidualMlp
 
 from l2l_core import Drop, Edit, EmulatedDevice, Insert, Move, Relay, RelayConfig, Swap
 
@@ -121,6 +121,40 @@ def test_outputs_that_are_used_alike_follow_and_so_does_the_remedy(model: type[C
 @pytest.mark.parametrize("edit", [Drop(1), Swap(0, 2)], ids=repr)
 def test_force_leaves_the_weights_at_their_positions(edit: Edit) -> None:
     assert_equal_to_a_list_by_hand(Summed, edit, force=True)
+
+
+def test_a_pair_of_layers_that_the_model_runs_together_is_changed_together() -> None:
+    kind = BY_NAME["reversible"]
+    with relay_of(kind) as relay:
+        relay.step(kind.make_batch(4))
+        assert_refused(relay, Drop(0), "own code fails on rows of a batch .*change both of a pair in one apply")
+        relay.apply(Drop(0), Drop(0))
+        assert len(relay.stack) == 2 and relay.verify(kind.make_batch(4)).equal
+
+
+class Steered(Chain):
+    """A hook of the user changes what one layer returns."""
+
+    def __init__(self) -> None:
+        super().__init__([ResidualMlp() for _ in range(DEPTH)])
+        self.layers[1].register_forward_hook(lambda _, args, output: output + 0.5)
+
+
+@pytest.mark.parametrize("edit", MOVES, ids=repr)
+def test_a_hook_that_changes_what_one_layer_returns_moves_with_it(edit: Edit) -> None:
+    assert_equal_to_a_list_by_hand(Steered, edit, force=False)
+
+
+def test_an_identity_layer_with_the_hook_of_its_like_is_refused_and_the_remedies_work() -> None:
+    kind = kind_of(Steered)
+    with relay_of(kind) as relay:
+        relay.step(kind.make_batch(4))
+        assert_refused(relay, Insert(2), r"result is [\d.]+ in place of .*hook.*Use init='copy'.*like=")
+        loss = relay.evaluate(kind.make_batch(4))
+        relay.apply(Insert(2, like=0))
+        assert relay.evaluate(kind.make_batch(4)) == loss
+        relay.apply(Insert(2, init="copy"))
+        assert relay.step(kind.make_batch(4), skip=[0]).loss > 0 and relay.verify(kind.make_batch(4)).equal
 
 
 def assert_equal_to_a_list_by_hand(made: type[Chain], edit: Edit, force: bool) -> None:
