@@ -986,7 +986,8 @@ class Relay:
             edits: in order.
             force: apply an edit that is refused only because of the model's structure: layers of different kinds at a
                 position, modules beside the stack with one member per layer, things that the model reads by the position of
-                a layer (found by one forward on rows of the last batch), a configuration without the depth.
+                a layer or does with its outputs (found by forwards on rows of the last batch, one of them with the edits), a
+                configuration without the depth.
 
         Returns:
             The inverse edit: applied next, it restores weights, optimizer state and loss to the bit.
@@ -1648,16 +1649,15 @@ class Relay:
                 "the rows of a batch failed, so edits are not checked for what depends on positions: %s", error
             )
             return
-        before, counts = None, [len(stack) for stack in self._editor.registry.stacks]
+        is_alike, before = all(code.has_equal_arguments for code in positions.code_between.values()), None
+        if is_alike and not any(getattr(edit, "changes_depth", True) for edit in edits):
+            return
         # Not of an inverse, which removes what may have been trained since
-        if all(edit.preserves_function and not isinstance(edit, InverseEdit) for edit in edits):
+        if all(getattr(edit, "preserves_function", False) and not isinstance(edit, InverseEdit) for edit in edits):
             with self._observing():
                 before, _ = self._evidence.run(rows)
-        with self._restored_state(), self._trial_edits(edits, False, 1):
-            unlike = not all(code.has_equal_arguments for code in positions.code_between.values())
-            if unlike or counts != [len(stack) for stack in self._editor.registry.stacks]:
-                with self._observing():
-                    self._evidence.check_edited(rows, before)
+        with self._restored_state(), self._trial_edits(edits, False, 1), self._observing():
+            self._evidence.check_edited(rows, before)
 
     @contextmanager
     def _observing(self) -> Iterator[None]:
