@@ -6,7 +6,7 @@ rows without gradients, and restores all state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,9 @@ from l2l_core.surgery import (
     EqualOutputs,
     copy_outputs,
     describe_layer,
+    ignored_hook_results,
     outputs_are_alike,
+    results_are_close,
 )
 from l2l_core.surgery.identity import hidden_argument
 
@@ -42,7 +44,9 @@ class _WatchedTask:
 
     def __call__(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
         with self.watch.watching():
-            return self.objective(model, micro_batch)
+            result = self.objective(model, micro_batch)
+        self.watch.flow.result = self.watch.flow.layers_in(result)
+        return result
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class _StackCalls:
         samples: for each kind of layer, the arguments of one call.
         outputs: copies of the first outputs; None if those of other calls differ in structure, shapes or types.
         code_between: whether a call got something else than the last hidden output, unchanged, and what the first call got.
+        carries: whether a call got more than the last outputs of the stack.
     """
 
     returns: dict[Unit, LayerReturn] = field(default_factory=dict)
@@ -75,10 +80,14 @@ class _StackCalls:
     samples: dict[int, tuple[Unit, CallSample]] = field(default_factory=dict)
     outputs: Any = None
     code_between: bool = False
+    carries: bool = False
     first: list[tuple[Any, int]] = field(default_factory=list)  # what the first call got, with versions of tensors
 
-    def begin(self, unit: Unit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Record that a layer is called with these arguments."""
+    def begin(
+        self, unit: Unit, args: tuple[Any, ...], kwargs: Mapping[str, Any], made_of: Collection[nn.Module]
+    ) -> None:
+        """Record a call of a layer with these arguments, made of the outputs of some layers of the stack."""
+        self.carries |= not {*made_of} <= ({self.last[0].module} if self.last else set())
         leaves = [(leaf, _version_of(leaf)) for leaf in pytree.tree_leaves((args, kwargs), is_leaf=is_cache)]
         if self.last is None:
             self.first = leaves
@@ -116,6 +125,11 @@ def _version_of(leaf: Any) -> int:
     return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0
 
 
+def _shown(result: Any) -> str:
+    one = isinstance(result, torch.Tensor) and result.numel() == 1
+    return f"{float(result):.6g}" if one else "another tensor"
+
+
 def _is_same(a: tuple[Any, int], b: tuple[Any, int]) -> bool:
     """Return whether two arguments, with versions, are one tensor or object, or equal plain values."""
     (ours, our_version), (theirs, their_version) = a, b
@@ -143,12 +157,15 @@ class LayerEvidence:
         self._runner, self._editor, self._share = runner, editor, share
         self._forms: dict[tuple[Unit, bool], ReturnForm | None] = {}  # by layer and the model's mode
         self._layers: dict[bool, list[Unit]] = {}  # those of the last evidence, by mode
+        self._ran_all: dict[bool, bool] = {}  # whether the forward ran all of them
         self._observed: set[tuple[str, int, bool]] = (
             set()
         )  # first names of stacks, with the number of layers and the mode
         # Rows, and the outputs that all layers of a stack return on them, by first name of the stack; by mode. Only of stacks
         # with code between layers.
         self._outputs: dict[bool, tuple[Any, dict[str, Any]]] = {}
+        # The same of stacks of which several outputs are used behind the last layer, with the positions of these.
+        self._used_behind: dict[bool, dict[str, tuple[Any, list[int]]]] = {}
 
     def forms(self, units: Iterable[Unit], rows: Any) -> dict[Unit, ReturnForm]:
         """Return the forms in which stand-ins of these layers return; of layers that can have one.
@@ -165,26 +182,63 @@ class LayerEvidence:
     def observe(self, rows: Any) -> None:
         """Record in the editor what depends on the positions of layers."""
         registry, training = self._editor.registry, self._editor.registry.model.training
-        self._editor.positions.code_between = {}  # for rows that fail
+        self._editor.positions.code_between, self._editor.positions.used_behind = {}, {}  # for rows that fail
         if any((registry.first_name(stack), len(stack), training) not in self._observed for stack in registry.stacks):
             self._collect(rows)
         else:  # anew, since weights that were equal may have been trained
-            self._editor.positions.code_between = self.code_between()
+            self._compare_positions()
 
-    def check_arguments(self) -> None:
-        """Refuse edits, tried by now, if a layer is given other arguments than when observed, or the model fails."""
+    def run(self, rows: Any, task: PassTask | None = None) -> tuple[Any, set[Unit]]:
+        """Return the result of a task, by default the model's, on rows in evaluation mode, and the layers that ran."""
+        ran = set[Unit]()
+
+        def observe(call: LayerCall, forward: Callable[..., Any]) -> Callable[..., Any]:
+            ran.add(call.unit)
+            return forward
+
+        return self._runner.observe(rows, task or self._runner.objective, [observe], mode="evaluation"), ran
+
+    def check_edited(self, rows: Any, before: Any | None) -> None:
+        """Refuse edits, tried by now, if the model fails, omits a layer, or gives one other arguments than observed.
+
+        Args:
+            rows: the rows that were observed.
+            before: result of `run` before the edits, if they are to preserve the model's function.
+
+        Raises:
+            ValueError: the edits are refused.
+        """
+        positions = self._editor.positions
         names = {unit.module: unit.name for unit in self._editor.registry.layers}
+        unlike = not all(code.has_equal_arguments for code in positions.code_between.values())
         try:
-            now = self.code_between()
+            now, (after, ran) = self.code_between() if unlike else {}, self.run(rows)
         except MemoryError:
             raise
         except Exception as error:
             raise ValueError(
                 f"with these edits the model's own code fails on rows of a batch ({type(error).__name__}: {error}). It may need "
                 "something for every position: make that a member of the layer (in its __init__: self.scale = "
-                "nn.Parameter(torch.ones(()))) and use it in the layer's forward, so that a new layer has its own"
+                "nn.Parameter(torch.ones(()))) and use it in the layer's forward, so that a new layer has its own. If it runs "
+                "layers in pairs, change both of a pair in one apply()"
             ) from error
-        self._editor.positions.check_arguments(now, names)
+        positions.check_arguments(now, names)
+        layers, ran_all = self._editor.registry.layers, self._ran_all.get(self._editor.registry.model.training)
+        if ran_all and not ran.issuperset(layers):  # unless it draws the layers that run
+            ran |= self.run(rows, _WithOtherRandom(self._runner.objective))[1]
+        if ran_all and (idle := [unit.name for unit in layers if unit not in ran]):
+            raise ValueError(
+                f"with these edits the model's forward would not run {', '.join(idle)}, and it ran all layers before. Its code "
+                "may have their number written out, as range(12): let it run all that there are, as for layer in self.layers"
+            )
+        if before is not None and not results_are_close(before, after):
+            raise ValueError(
+                "these edits would not keep the model's function, although the new layers return their hidden state: on rows of "
+                f"a batch its result is {_shown(after)} in place of {_shown(before)}. Its own code, or a hook, does more with "
+                "every layer than hand its output on, such as a norm, a mask or a sum of all outputs. Use init='copy' or "
+                "'fresh', with which a new layer need not be the identity; where only some layers have such a hook or mask, "
+                "like= another layer, which gives the new one its own"
+            )
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
@@ -197,13 +251,16 @@ class LayerEvidence:
         def observe(call: LayerCall, forward: Callable[..., Any]) -> Callable[..., Any]:
             def observed(*args: Any, **kwargs: Any) -> Any:
                 stack = stack_of.get(call.unit)
+                made_of = watch.flow.layers_in((args, kwargs))
                 with watch.clock.call(call.unit.module):
                     if stack is None:
-                        return forward(*args, **kwargs)
-                    calls[stack.name].begin(call.unit, args, kwargs)
-                    outputs = forward(*args, **kwargs)
-                    calls[stack.name].end(call.unit, args, kwargs, outputs)
-                    return outputs
+                        outputs = forward(*args, **kwargs)
+                    else:
+                        calls[stack.name].begin(call.unit, args, kwargs, made_of.intersection(stack.layers))
+                        outputs = forward(*args, **kwargs)
+                        calls[stack.name].end(call.unit, args, kwargs, outputs)
+                watch.flow.mark(outputs, call.unit.module)
+                return outputs
 
             return observed
 
@@ -214,7 +271,14 @@ class LayerEvidence:
             if calls[stack.name].code_between
         }
         self._outputs[training] = rows, {name: each for name, each in outputs.items() if each is not None}
-        self._editor.positions.code_between = self.code_between()
+        self._used_behind[training] = {
+            registry.first_name(stack): (calls[stack.name].outputs, used)
+            for stack in registry.stacks
+            if calls[stack.name].outputs is not None
+            and not calls[stack.name].carries
+            and len(used := [i for i, layer in enumerate(stack.layers[:-1]) if layer in watch.flow.result]) > 1
+        }
+        self._compare_positions()
         for stack in registry.stacks:
             reads = watch.reads_by_depth(stack.layers)
             # Together with those in the other mode
@@ -229,6 +293,7 @@ class LayerEvidence:
             for unit, form in forms.items():
                 self._forms[unit, training] = form if all(unit.key in keys for keys in shared) else None
         self._layers[training] = list(registry.layers)
+        self._ran_all[training] = all(unit in calls[stack.name].returns for unit, stack in stack_of.items())
 
     def _forms_of(self, stack: Stack, calls: _StackCalls) -> dict[Unit, ReturnForm | None]:
         units, hidden_at = dict.fromkeys(self._editor.registry.units_of(stack)), calls.hidden_at
@@ -244,6 +309,42 @@ class LayerEvidence:
         with self._editor.load_layers([like]):
             return hidden_argument(like.module, sample, returned.alike)
 
+    def _compare_positions(self) -> None:
+        positions, training = self._editor.positions, self._editor.registry.model.training
+        positions.code_between = self.code_between()
+        positions.used_behind = {
+            name: used
+            for name, (outputs, used) in self._used_behind[training].items()
+            if self._has_order(name, outputs, used)
+        }
+
+    def _has_order(self, name: str, outputs: Any, used: Sequence[int]) -> bool:
+        """Return whether the model's result depends on the order of the outputs at these positions of a stack."""
+        count, rows = (
+            len(self._editor.registry.find_stack(name)),
+            self._outputs[self._editor.registry.model.training][0],
+        )
+        results = []
+        for order in (used, used[::-1]):
+            rolls = [order.index(i) + 1 if i in used else 0 for i in range(count)]
+            results.append(self._run_with(rows, {name: EqualOutputs(outputs, rolls=rolls)}, self._runner.objective))
+        return not results_are_close(*results)
+
+    def _run_with(self, rows: Any, returned: Mapping[str, EqualOutputs], task: PassTask) -> Any:
+        """Run the model with other outputs of the layers of some stacks; return its result."""
+        registry = self._editor.registry
+        stack_of = {u: registry.first_name(stack) for stack in registry.stacks for u in registry.units_of(stack)}
+
+        def observe(call: LayerCall, forward: Callable[..., Any]) -> Callable[..., Any]:
+            in_place = returned.get(stack_of.get(call.unit, ""))
+            if in_place is None:
+                return forward
+            return lambda *args, **kwargs: in_place.call(call.unit.module, args, kwargs)
+
+        with ignored_hook_results(unit.module for unit, name in stack_of.items() if name in returned):
+            # In evaluation mode, where the code between drops nothing out
+            return self._runner.observe(rows, task, [observe], mode="evaluation")
+
     def code_between(self) -> dict[str, CodeBetweenLayers]:
         """Return the arguments of layers that return equal outputs, by the first name of their stack.
 
@@ -254,19 +355,10 @@ class LayerEvidence:
         rows, outputs = self._outputs[registry.model.training]
         if not outputs:
             return {}
-        stack_of = {u: registry.first_name(stack) for stack in registry.stacks for u in registry.units_of(stack)}
 
-        def run(task: PassTask, **factors: float) -> dict[str, EqualOutputs]:
-            returned = {name: EqualOutputs(value, **factors) for name, value in outputs.items()}
-
-            def observe(call: LayerCall, forward: Callable[..., Any]) -> Callable[..., Any]:
-                in_place = returned.get(stack_of.get(call.unit, ""))
-                if in_place is None:
-                    return forward
-                return lambda *args, **kwargs: in_place.call(call.unit.module, args, kwargs)
-
-            # In evaluation mode, where the code between drops nothing out
-            self._runner.observe(rows, task, [observe], mode="evaluation")
+        def run(task: PassTask, factor: float = 1.0, factor_first: float | None = None) -> dict[str, EqualOutputs]:
+            returned = {name: EqualOutputs(value, factor, factor_first) for name, value in outputs.items()}
+            self._run_with(rows, returned, task)
             return returned
 
         objective = self._runner.objective

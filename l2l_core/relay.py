@@ -41,7 +41,7 @@ from l2l_core.batches import (
 )
 from l2l_core.config import RelayConfig, check_int, checked_config
 from l2l_core.devices import Device, ForkGuard, Ledger, free_bytes, resolve_device, serial_executor
-from l2l_core.edits import Branch, Branches, Edit, Editor, History, JournalEntry, SampleRun
+from l2l_core.edits import Branch, Branches, Edit, Editor, History, InverseEdit, JournalEntry, SampleRun
 from l2l_core.edits import BranchState as BranchState
 from l2l_core.eps import GradientBuffers, LayerStore, Masters, Residuals, TornStep
 from l2l_core.eps.blocks import (
@@ -1014,7 +1014,8 @@ class Relay:
             edits: in order.
             force: apply an edit that is refused only because of the model's structure: layers of different kinds at a
                 position, modules beside the stack with one member per layer, things that the model reads by the position of
-                a layer (found by one forward on rows of the last batch), a configuration without the depth.
+                a layer or does with its outputs (found by forwards on rows of the last batch, one of them with the edits), a
+                configuration without the depth.
 
         Returns:
             The inverse edit: applied next, it restores weights, optimizer state and loss to the bit.
@@ -1692,10 +1693,16 @@ class Relay:
             logger.warning(
                 "the rows of a batch failed, so edits are not checked for what depends on positions: %s", error
             )
-        found = positions.code_between.values()
-        if not all(code.has_equal_arguments for code in found) and all(code.odd_position is None for code in found):
-            with self._restored_state(), self._trial_edits(edits, False, 1), self._observing():
-                self._evidence.check_arguments()
+            return
+        is_alike, before = all(code.has_equal_arguments for code in positions.code_between.values()), None
+        if is_alike and not any(getattr(edit, "changes_depth", True) for edit in edits):
+            return
+        # Not of an inverse, which removes what may have been trained since
+        if all(getattr(edit, "preserves_function", False) and not isinstance(edit, InverseEdit) for edit in edits):
+            with self._observing():
+                before, _ = self._evidence.run(rows)
+        with self._restored_state(), self._trial_edits(edits, False, 1), self._observing():
+            self._evidence.check_edited(rows, before)
 
     @contextmanager
     def _observing(self) -> Iterator[None]:

@@ -583,14 +583,14 @@ class Runner:
             )
             raise
 
-    def observe(self, rows: Any, task: PassTask, observers: Sequence[CallObserver], mode: PassMode = "present") -> None:
-        """Run a task on a few rows with observers; all state is as before."""
+    def observe(self, rows: Any, task: PassTask, observers: Sequence[CallObserver], mode: PassMode = "present") -> Any:
+        """Run a task on a few rows with observers, and return its result; all state is as before."""
 
         def prepare(runtime: BreadthFirstRuntime) -> None:
             runtime.ctx.observers.extend(observers)
 
         try:
-            self._infer_apart([rows], task, prepare, mode=mode)
+            return self._infer_apart([rows], task, prepare, mode=mode)[0]
         except Exception as error:
             error.add_note(
                 "The relay ran a few rows, to find what the model reads by the position of a layer. Nothing was trained"

@@ -51,12 +51,14 @@ class Edit(ABC):
         preserves_function: whether the model's outputs stay the same.
         optimizer_policy: the effect on the optimizer's state, for the journal.
         moves_layers: whether layers change their position, or their number changes.
+        changes_depth: whether their number may change, so that the model is run with the edit before it is applied.
 
     Example:
         See `Relay.apply`.
     """
 
     moves_layers: ClassVar[bool] = True
+    changes_depth: ClassVar[bool] = True
     preserves_function: bool = False
     optimizer_policy: str = "kept"
 
@@ -266,6 +268,8 @@ class Swap(Edit):
     a: LayerRef
     b: LayerRef
 
+    changes_depth = False
+
     def execute(self, editor: Editor, run: RunCommand) -> None:
         stack, i, j = _positions_in_one_stack(editor, self.a, self.b)
         after = list(editor.registry.units_of(stack))
@@ -286,6 +290,8 @@ class Move(Edit):
 
     layer: LayerRef
     to: LayerRef
+
+    changes_depth = False
 
     def execute(self, editor: Editor, run: RunCommand) -> None:
         stack, i, j = _positions_in_one_stack(editor, self.layer, self.to)

@@ -27,12 +27,15 @@ class ObservedPositions:
     Attributes:
         reads: things that the model reads by position, by their names; of the stacks that were observed.
         code_between: arguments that the model's own code gives to layers that return equal outputs, as last observed.
+        used_behind: positions whose outputs the model's own code uses behind the last layer, each in another way, as last
+            observed.
         failure: error of the last forward; None if it succeeded.
     """
 
     def __init__(self) -> None:
         self.reads: dict[str, dict[str, DepthRead]] = {}
         self.code_between: Mapping[str, CodeBetweenLayers] = {}
+        self.used_behind: Mapping[str, Sequence[int]] = {}
         self.failure: Exception | None = None
 
     def check_move(self, model: nn.Module, stack: Stack, name: str) -> None:
@@ -48,6 +51,17 @@ class ObservedPositions:
             raise ValueError(
                 f"the model's own code changes the hidden state in another way before layer {code.odd_position} of {stack.title} "
                 f"than before an earlier one: with a number of that position, or a formula of it. {_BOTH_READINGS}"
+            )
+
+        elif used := self.used_behind.get(name):
+            shown = f"{', '.join(map(str, used[:3]))}{', ...' if len(used) > 3 else ''}"
+            raise ValueError(
+                f"behind the last layer, the model's own code uses the outputs of layers {shown} of {stack.title}, each in "
+                "another way: with a weight or a head of that position, or a formula of it. Layers would get those of others, or "
+                "none. If they belong to the layers, make them members (in its __init__: self.weight = "
+                "nn.Parameter(torch.ones(()))), and return from the layer's forward what is added up: return h, self.weight * h. "
+                "If they belong to the positions, force=True leaves them there; for further layers give the model further ones "
+                "before the relay is made"
             )
 
     def check_shorter_list(self, model: nn.Module, stack: Stack, name: str) -> None:

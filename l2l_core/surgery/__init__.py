@@ -8,7 +8,9 @@ from l2l_core.surgery.code_between_layers import CodeBetweenLayers as CodeBetwee
 from l2l_core.surgery.code_between_layers import EqualOutputs as EqualOutputs
 from l2l_core.surgery.code_between_layers import copy_outputs as copy_outputs
 from l2l_core.surgery.code_between_layers import different_arguments as different_arguments
+from l2l_core.surgery.code_between_layers import ignored_hook_results as ignored_hook_results
 from l2l_core.surgery.code_between_layers import outputs_are_alike as outputs_are_alike
+from l2l_core.surgery.code_between_layers import results_are_close as results_are_close
 from l2l_core.surgery.config_update import lists_that_follow as lists_that_follow
 from l2l_core.surgery.depth_reads import DepthRead as DepthRead
 from l2l_core.surgery.depth_reads import DepthWatch as DepthWatch

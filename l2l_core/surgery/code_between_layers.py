@@ -7,15 +7,20 @@ doubled, shows which arguments depend on them. No weights of layers are needed.
 Where the code carries more than the last outputs on, as a residual sum outside of the layers does, the growth of the hidden state
 is compared in its place, if it doubles with the outputs.
 
-Not found: code that depends on the position inside the layers, after the last one (a weighted mean of all hidden states), or in
-training alone; and changes of the hidden state where the code between draws random numbers, or carries on what is no such sum
-(reversible layers, states of other kinds).
+Code after the last layer that uses the outputs of several earlier ones (a weighted mean of all hidden states) must not care which
+of them returned what: two forwards give them different tensors, in one order and in the reverse one.
+
+Not found: code that depends on the position inside layers and their hooks, or in training alone; after the last layer, if the
+code between carries on more than the last outputs; and changes of the hidden state where the code between draws random numbers,
+or carries on what is no such sum (reversible layers, states of other kinds).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -37,10 +42,13 @@ class EqualOutputs:
         outputs: what every call returns.
         factor: of its floating-point tensors.
         factor_first: of those that the first call returns.
+        rolls: places by which those of each call are rolled along their last dimension; 0 for further calls.
     """
 
-    def __init__(self, outputs: Any, factor: float = 1.0, factor_first: float | None = None) -> None:
-        self._outputs, self._factor = outputs, factor
+    def __init__(
+        self, outputs: Any, factor: float = 1.0, factor_first: float | None = None, *, rolls: Sequence[int] = ()
+    ) -> None:
+        self._outputs, self._factor, self._rolls = outputs, factor, rolls
         self._factor_first = factor if factor_first is None else factor_first
         self.calls: list[tuple[nn.Module, Arguments]] = []
 
@@ -50,14 +58,35 @@ class EqualOutputs:
         self.calls.append((layer, copy_arguments(args, kwargs)))
         device = tensors[0].device if tensors else torch.device("cpu")
         factor = self._factor_first if len(self.calls) == 1 else self._factor
-        return pytree.tree_map(lambda leaf: _scaled_copy(leaf, device, factor), self._outputs)
+        roll = self._rolls[len(self.calls) - 1] if len(self.calls) <= len(self._rolls) else 0
+        return pytree.tree_map(lambda leaf: _changed_copy(leaf, device, factor, roll), self._outputs)
 
 
-def _scaled_copy(leaf: Any, device: torch.device, factor: float) -> Any:
+@contextmanager
+def ignored_hook_results(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Ignore the results of hooks on layers in a block: a hook belongs to its layer and moves with it."""
+    held = [hooks for layer in layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
+    before = [dict[int, Any](hooks) for hooks in held]
+    try:
+        for hooks in held:
+            hooks.update({key: partial(_call_without_result, hook) for key, hook in hooks.items()})
+        yield
+    finally:
+        for hooks, own in zip(held, before, strict=True):
+            hooks.update(own)
+
+
+def _call_without_result(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    hook(*args, **kwargs)
+
+
+def _changed_copy(leaf: Any, device: torch.device, factor: float, roll: int) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     copied = leaf.to(device, copy=True)
-    return copied * factor if copied.is_floating_point() else copied
+    if not copied.is_floating_point():
+        return copied
+    return (copied.roll(roll, -1) if roll and copied.ndim else copied) * factor
 
 
 def copy_outputs(outputs: Any) -> Any | None:
@@ -161,6 +190,18 @@ def _is_close(a: torch.Tensor, b: torch.Tensor, atol: float) -> bool:
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 0
+
+
+def results_are_close(a: Any, b: Any) -> bool:
+    """Return whether results of two forwards have the same tensors, up to 5e-5 of the largest element of each."""
+    ours, theirs = pytree.tree_leaves(a), pytree.tree_leaves(b)
+    return len(ours) == len(theirs) and all(_is_close_result(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+def _is_close_result(a: Any, b: Any) -> bool:
+    if not (_is_floating(a) and _is_floating(b) and a.shape == b.shape):
+        return _is_equal(a, b)
+    return bool(torch.allclose(a, b, rtol=0, atol=5e-5 * float(a.abs().max().nan_to_num()), equal_nan=True))
 
 
 def different_arguments(a: Arguments, b: Arguments) -> list[str]:

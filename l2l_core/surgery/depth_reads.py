@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from l2l_core._torch import pytree
 from l2l_core.surgery import config_depth
+from l2l_core.surgery.output_flow import OutputFlow
 from l2l_core.surgery.stack_context import named_configs
 
 _ENTRIES_PER_LAYER = 4  # as one parameter of 3 n scalars has
@@ -104,10 +105,15 @@ class DepthWatch:
     Args:
         model: the model.
         stacks: the layers of each stack.
+
+    Attributes:
+        clock: the layer calls so far.
+        flow: the use of their outputs by the model's own code.
     """
 
     def __init__(self, model: nn.Module, stacks: Sequence[Sequence[nn.Module]]) -> None:
         self.clock = LayerClock()
+        self.flow = OutputFlow(self.clock.running)
         self._reads: Reads = defaultdict(set)
         self._kinds: dict[str, str] = {}
         self._most = _ENTRIES_PER_LAYER * max(map(len, stacks), default=0)
@@ -135,6 +141,7 @@ class DepthWatch:
             for path, module in self._modules:
                 self._record_members(path, module, undo)
             undo.enter_context(tensors)
+            undo.enter_context(self.flow)
             yield
 
     def _record_containers(self, path: str, attributes: dict[str, Any], undo: ExitStack) -> None:

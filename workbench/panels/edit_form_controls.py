@@ -11,7 +11,17 @@ from l2l_core import Edit
 from workbench.panels.controls import control_layout, make_box, make_dropdown, set_options
 from workbench.pictures import preview_html
 from workbench.readings import LayerNumbers, full_name, number_layers
-from workbench.session import END, FORM_FIELDS, NEEDS_CODE, PREVIOUS, LayerRow, apply_code, make_edit, preview_edit
+from workbench.session import (
+    END,
+    FORM_FIELDS,
+    NEEDS_CODE,
+    PREVIOUS,
+    LayerRow,
+    StepFlop,
+    apply_code,
+    make_edit,
+    preview_edit,
+)
 
 
 class EditFormControls:
@@ -30,6 +40,7 @@ class EditFormControls:
     def __init__(self, guard: Callable[[Callable[[], Any]], Callable[..., None]], on_change: Callable[[], Any]) -> None:
         self._on_change = on_change
         self._layers: Sequence[LayerRow] = ()
+        self._flop: StepFlop | None = None
         self.numbers: LayerNumbers = {}
         self._span_start: str | None = None  # first layer of the span before the user's selection
         self._shown_layers: object = None  # the layers' attributes that the options show
@@ -77,6 +88,12 @@ class EditFormControls:
             self._updating = False
         self._update_preview()
         return True
+
+    def set_flop(self, flop: StepFlop | None) -> None:
+        """Update the preview with the operations of the last step; None if they were not counted."""
+        if flop != self._flop:
+            self._flop = flop
+            self._update_preview()
 
     def reset(self) -> None:
         """Reset the span to one layer after an edit was taken from the form."""
@@ -153,7 +170,7 @@ class EditFormControls:
             self.preview.value = preview_html(NEEDS_CODE.format(key=rows[0].key), ())
         else:
             edit = self.edit()
-            preview = preview_edit(edit, rows, self.numbers)
+            preview = preview_edit(edit, rows, self.numbers, self._flop)
             self.preview.value = preview_html(preview.effect, preview.facts(self._layers), apply_code([edit]) or "")
 
 

@@ -32,6 +32,7 @@ class EditsPanel(ControlPanel):
     def build(self) -> ipywidgets.DOMWidget:
         self._drawn_inputs: object = None  # of journal, undo and redo
         self._group: list[Edit] = []
+        self.session.counts_flop = True
         title = ipywidgets.HTML('<div class="l2l-heading">Edit the stack of layers</div>')
         self._form = EditFormControls(self._guard, self._enable)
         self._apply = self._button("Apply", "check", "Apply after the current step", self._press_apply)
@@ -72,6 +73,9 @@ class EditsPanel(ControlPanel):
     def draw(self, snapshot: Snapshot) -> None:
         if self._form.set_layers(snapshot.layers) and self._group:  # the numbers of layers may have changed
             self._show_group(self._members.index if self._members.index is not None else -1)
+        shown = snapshot.shown
+        is_stale = shown is not None and shown.is_before_edit(snapshot.layers, snapshot.journal)
+        self._form.set_flop(None if shown is None or is_stale else shown.flop)
         self._queue.draw(snapshot)
         self._branches.draw(snapshot)
         self._probe.draw(snapshot)

@@ -16,8 +16,8 @@ STYLE = """
 
 def preview_html(effect: str, facts: Sequence[str], code: str = "") -> str:
     """Return three lines: the effect of an edit, its figures, and its code; the last two may be empty."""
-    lines = [" · ".join(map(escape, facts)), code_line(code) if code else ""]
     # an empty line keeps its height, so that the buttons below do not move
-    more = "".join(f"<p>{line or '&nbsp;'}</p>" for line in lines)
+    code_html = f"<p>{code_line(code) if code else '&nbsp;'}</p>"
     # the style truncates a long line; the tooltip has all of it
-    return f'<p title="{escape(effect)}">{escape(effect)}</p>{more}'
+    texts = (escape(effect), " · ".join(map(escape, facts)))
+    return "".join(f'<p title="{text}">{text or "&nbsp;"}</p>' for text in texts) + code_html

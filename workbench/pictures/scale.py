@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+from workbench.readings import format_prefixed as format_prefixed
 
 
 class Scale(NamedTuple):
@@ -70,9 +70,3 @@ def format_seconds(seconds: float) -> str:
     if size >= 0.9995:  # three digits of 999.6 ms would be "1e+03"
         return f"{seconds:.3g} s" if size < 999.5 else f"{seconds:.0f} s"
     return f"{seconds * 1e3:.3g} ms" if size >= 0.9995e-3 or size == 0 else f"{seconds * 1e6:.3g} µs"
-
-
-def format_prefixed(value: float) -> str:
-    """Return a number with three digits and an SI prefix."""
-    factor, prefix = next((unit for unit in UNITS if value >= unit[0] * 0.9995), UNITS[-1])
-    return f"{value / factor:.3g} {prefix}"

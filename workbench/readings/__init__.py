@@ -26,6 +26,7 @@ from workbench.readings.memory_estimate import estimate_in_core_bytes as estimat
 from workbench.readings.memory_levels import MemoryLevels as MemoryLevels
 from workbench.readings.memory_levels import Peak as Peak
 from workbench.readings.memory_levels import find_peak as find_peak
+from workbench.readings.si_prefix import format_prefixed as format_prefixed
 from workbench.readings.state_timeline import StateTimeline as StateTimeline
 from workbench.readings.step_state import SlotState as SlotState
 from workbench.readings.step_state import StepState as StepState

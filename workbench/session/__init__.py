@@ -71,6 +71,7 @@ from workbench.session.snapshot_values import ProbeRow as ProbeRow
 from workbench.session.snapshot_values import Progress as Progress
 from workbench.session.snapshot_values import Remedy as Remedy
 from workbench.session.snapshot_values import ShownStep as ShownStep
+from workbench.session.snapshot_values import StepFlop as StepFlop
 from workbench.session.snapshot_values import StepRow as StepRow
 from workbench.session.snapshot_values import journal_state_of as journal_state_of
 from workbench.session.statistics import FIGURES as FIGURES

@@ -11,9 +11,9 @@ from typing import Any
 
 from l2l_core import Delink, Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Loops, Move, Swap, Unfreeze, Unroll
 from l2l_core.trace import format_bytes
-from workbench.readings import LayerNumbers, full_name
+from workbench.readings import LayerNumbers, format_prefixed, full_name
 from workbench.session.edit_text import describe_layers
-from workbench.session.snapshot_values import LayerRow
+from workbench.session.snapshot_values import LayerRow, StepFlop
 
 END = ""  # in place of a key: after the last layer
 PREVIOUS = ""  # in place of a key: the layer before the new one
@@ -101,6 +101,8 @@ class EditPreview:
         optimizer: effect on the optimizer state.
         layers, params, nbytes: change of the numbers of layers and weights, and of the weights' bytes; None if it depends
             on shared weights or on loops, which the rows of layers do not show.
+        flop: operations of a step before and after; None if they are not known.
+        flop_unknown: why not, in words; empty for edits that keep the number of layer calls.
     """
 
     effect: str
@@ -109,6 +111,8 @@ class EditPreview:
     layers: int | None
     params: int | None
     nbytes: int | None
+    flop: tuple[int, int] | None = None
+    flop_unknown: str = ""
 
     def facts(self, layers: Sequence[LayerRow]) -> tuple[str, ...]:
         """Return short descriptions of the changes; `layers` are all current layers."""
@@ -124,14 +128,29 @@ class EditPreview:
                 f"{params:,} → {params + self.params:,} weights",
                 f"{format_bytes(nbytes)} → {format_bytes(nbytes + self.nbytes)}",
             )
+        if self.flop is not None:
+            before, after = (f"{format_prefixed(flop)}FLOP" for flop in self.flop)
+            sizes += (f"{before} → {after} per step" if before != after else f"{before} per step",)
+        elif self.flop_unknown:
+            sizes += (f"FLOP not known: {self.flop_unknown}",)
         return (same, *sizes, f"optimizer state {self.optimizer}")
 
 
-def preview_edit(edit: Edit, stack: Sequence[LayerRow], numbers: LayerNumbers) -> EditPreview:
-    """Preview an edit from `make_edit` on the current stack; `numbers` are those of all layers."""
+def preview_edit(
+    edit: Edit, stack: Sequence[LayerRow], numbers: LayerNumbers, flop: StepFlop | None = None
+) -> EditPreview:
+    """Preview an edit from `make_edit` on the current stack.
+
+    Args:
+        edit: the edit.
+        stack: the layers of its stack.
+        numbers: numbers of all layers.
+        flop: operations of the last step; None if they were not counted.
+    """
     effect = _describe_effect(edit, stack, numbers)
+    flops, unknown = _flop_change(edit, stack, flop)
     if isinstance(edit, Delink | Unroll):
-        return EditPreview(effect, edit.preserves_function, edit.optimizer_policy, None, None, None)
+        return EditPreview(effect, edit.preserves_function, edit.optimizer_policy, None, None, None, flops, unknown)
     sign, rows = _layer_delta(edit, stack)
     return EditPreview(
         effect,
@@ -140,7 +159,35 @@ def preview_edit(edit: Edit, stack: Sequence[LayerRow], numbers: LayerNumbers) -
         sign * len(rows),
         sign * sum(row.num_params for row in rows),
         sign * sum(row.nbytes for row in rows),
+        flops,
+        unknown,
     )
+
+
+def _flop_change(edit: Edit, stack: Sequence[LayerRow], flop: StepFlop | None) -> tuple[tuple[int, int] | None, str]:
+    """Return the operations of a step before and after an edit of the number of layer calls, or why none."""
+    if not isinstance(edit, Insert | Duplicate | Drop | Loops | Unroll):
+        return None, ""
+    if flop is None:
+        return None, "none counted since the last edit, or they depend on values"
+    if {row.key for row in stack} - flop.layers.keys():
+        return None, "none counted since the last edit"
+    if isinstance(edit, Unroll):
+        return (flop.total, flop.total), ""
+    layers = {row.key: flop.layers[row.key] for row in stack}
+    # All operations of a layer are then the same at every position, and in every loop.
+    if not all(layer.receives_gradient for layer in layers.values()):
+        return None, "the first layer's input gets no gradient, and another one may become the first"
+    if isinstance(edit, Loops):
+        now = {layer.calls for layer in layers.values()}
+        if len(now) > 1 or not isinstance(edit.count, int):
+            return None, "the layers do not run equally often"
+        once = sum(layer.flop for layer in layers.values()) // max(1, *now)
+        return (flop.total, flop.total + (edit.count - max(now)) * once), ""
+    sign, rows = _layer_delta(edit, stack)
+    if sign > 0 and any(row.frozen for row in rows):
+        return None, "the copy of a frozen layer is trained, and costs more"
+    return (flop.total, flop.total + sign * sum(layers[row.key].flop for row in rows)), ""
 
 
 def _layer_delta(edit: Edit, stack: Sequence[LayerRow]) -> tuple[int, Sequence[LayerRow]]:

@@ -66,6 +66,15 @@ class QueryableSession(RunController):
         """True if weights are in files; the stash can then be in files, too."""
         return self.relay.shelf is not None
 
+    @property
+    def counts_flop(self) -> bool:
+        """Whether the operations of each further step are counted by layer, for previews of edits: once per shape and edit."""
+        return self._trainer.counts_flop
+
+    @counts_flop.setter
+    def counts_flop(self, on: bool) -> None:
+        self._trainer.counts_flop = on
+
     def snapshot(self) -> Snapshot:
         """Return the current state, also in the middle of a step; never blocks on a step."""
         return self._state.snapshot()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from l2l_core import Relay, Trace
 from workbench.session.branch_history import BranchHistories
 from workbench.session.snapshot_rows import changed_layers, count_params, layer_rows
-from workbench.session.snapshot_values import LayerRow, ShownStep, StepRow
+from workbench.session.snapshot_values import LayerRow, ShownStep, StepFlop, StepRow
 
 
 class RelayView:
@@ -45,7 +45,12 @@ class RelayView:
         self.touched = changed_layers(before, self.layers)
 
     def add_step(
-        self, row: StepRow, layers: Sequence[LayerRow], trace: Trace, in_core_bytes: int | None = None
+        self,
+        row: StepRow,
+        layers: Sequence[LayerRow],
+        trace: Trace,
+        in_core_bytes: int | None = None,
+        flop: StepFlop | None = None,
     ) -> None:
         """Add a finished step; `layers` are the layers after it."""
         history = self.histories.current
@@ -53,7 +58,7 @@ class RelayView:
         history.statistics.append(row.step, layers)
         self.layers = tuple(layers)
         self._read_relay()
-        history.shown = ShownStep(row.branch, row.step, trace, self.layers, self.journal, in_core_bytes)
+        history.shown = ShownStep(row.branch, row.step, trace, self.layers, self.journal, in_core_bytes, flop)
 
     def _read_relay(self) -> None:
         relay = self._relay

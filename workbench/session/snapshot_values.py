@@ -237,6 +237,27 @@ def journal_state_of(journal: Sequence[JournalEntry]) -> JournalState:
     return JournalState(tuple(done), tuple(undone))
 
 
+class LayerFlop(NamedTuple):
+    """Operations of one layer in a step, its calls, and whether its input gets a gradient in all of them."""
+
+    flop: int
+    calls: int
+    receives_gradient: bool
+
+
+@dataclass(frozen=True)
+class StepFlop:
+    """Operations of a step on a batch in which all layers run, counted by `FlopCounter`.
+
+    Attributes:
+        total: of the step.
+        layers: by key.
+    """
+
+    total: int
+    layers: Mapping[str, LayerFlop]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ShownStep:
     """A finished step with the branch, layers and journal that its trace belongs to.
@@ -248,6 +269,7 @@ class ShownStep:
         layers: the stack after the step, in order.
         journal: the journal after the step.
         in_core_bytes: estimated device bytes of in-core training on the same batch; None if there is no estimate.
+        flop: operations of the step; None if they were not counted.
     """
 
     branch: str
@@ -256,6 +278,7 @@ class ShownStep:
     layers: Sequence[LayerRow]
     journal: Sequence[JournalEntry] = ()
     in_core_bytes: int | None = None
+    flop: StepFlop | None = None
 
     def is_before_edit(self, layers: Sequence[LayerRow], journal: Sequence[JournalEntry]) -> bool:
         """Return True if the stack was edited after this step and not edited back.

@@ -25,7 +25,7 @@ from l2l_core.batches import Batch, leaves_in, map_tensors
 from l2l_core.eps.blocks import Unit
 from l2l_core.model import deep_copy, preserve_random_state
 from workbench.readings import batch_bytes, estimate_in_core_bytes
-from workbench.session.snapshot_values import LayerRow
+from workbench.session.snapshot_values import LayerFlop, LayerRow, StepFlop
 
 _log = logging.getLogger(__name__)
 
@@ -48,11 +48,15 @@ class Products:
     Attributes:
         forward, backward: of each layer.
         shell: forward and backward of everything outside of layers.
+        calls: number of calls of each layer.
+        receive_gradient: whether backward computes a gradient of the input in every call of each layer.
     """
 
     forward: Sequence[int]
     backward: Sequence[int]
     shell: int
+    calls: Sequence[int]
+    receive_gradient: Sequence[bool]
 
 
 CountedShapes = dict[Hashable, Products | None]
@@ -83,6 +87,16 @@ class FlopCounter:
             return estimate_flop(self._relay, batch, trace, samples)
         of_layers = zip(self._relay.stack, products.forward, products.backward, strict=True)
         return products.shell + sum(forward + backward for layer, forward, backward in of_layers if layer in visits)
+
+    def count_layers(self, batch: Batch, trace: Trace) -> StepFlop | None:
+        """Count a step like the finished one, with all layers; None if the model cannot run without values."""
+        products = self._products_of(batch, _layers_that_ran(self._relay, trace))
+        if products is None:
+            return None
+        flop = [forward + backward for forward, backward in zip(products.forward, products.backward, strict=True)]
+        of_layers = map(LayerFlop, flop, products.calls, products.receive_gradient)
+        keys = (layer.key for layer in self._relay.stack)
+        return StepFlop(products.shell + sum(flop), dict(zip(keys, of_layers, strict=True)))
 
     @property
     def formula(self) -> str:
@@ -132,13 +146,26 @@ def _count_products(relay: Relay, batch: Batch) -> Products:
     with _quiet(), preserve_random_state(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         call = _ObjectiveCall(_fake_copy(relay.model, fake), relay.objective)
         fakes = map_tensors(batch, fake.from_tensor)
+        calls = [_record_calls(call.model.get_submodule(unit.name)) for unit in relay.stack]
         with counter, torch.enable_grad():
             loss = call(fakes)
             forward = [_total(counter, name) for name in names]
             loss.backward()
     whole = [_total(counter, name) for name in names]
     backward = [after - before for after, before in zip(whole, forward, strict=True)]
-    return Products(forward, backward, counter.get_total_flops() - sum(whole))
+    shell = counter.get_total_flops() - sum(whole)
+    return Products(forward, backward, shell, [len(each) for each in calls], [all(each) for each in calls])
+
+
+def _record_calls(layer: nn.Module) -> list[bool]:
+    """Return a list to which each call of a layer adds whether an argument requires a gradient."""
+    calls = list[bool]()
+
+    def record(_: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.append(any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves_in((args, kwargs))))
+
+    layer.register_forward_pre_hook(record, with_kwargs=True)
+    return calls
 
 
 def _fake_copy(model: nn.Module, fake: Any) -> nn.Module:

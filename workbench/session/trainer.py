@@ -21,7 +21,7 @@ from workbench.session.settings import apply_settings, read_settings
 from workbench.session.settings_search import FIT_S
 from workbench.session.snapshot_rows import describe_settings_change, layer_rows, step_row
 from workbench.session.snapshot_values import Change, LayerRow, StepRow
-from workbench.session.step_estimates import InCoreEstimate
+from workbench.session.step_estimates import FlopCounter, InCoreEstimate
 
 if TYPE_CHECKING:
     from l2l_core.edits import SchedulableRelay
@@ -61,6 +61,7 @@ class Trainer:
         self._changed = state.changed
         self.script = Script(relay, batches, scheduler, schedule, self._changed)
         self._in_core = InCoreEstimate(relay)
+        self._flop, self.counts_flop = FlopCounter(relay), False
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -166,8 +167,9 @@ class Trainer:
         # Outside of the lock, since these are slow and snapshots must not wait.
         row, layers = step_row(self.relay, result, batch, self.batches.epoch), layer_rows(self.relay)
         needed = self._in_core.estimate(result, layers)
+        flop = self._flop.count_layers(batch, result.trace) if self.counts_flop else None
         with self._changed:  # all at once: no snapshot may count a step without its row
-            self._state.relay_view.add_step(row, layers, result.trace, needed)
+            self._state.relay_view.add_step(row, layers, result.trace, needed, flop)
             self._state.settings_plan.mark_used()
             count()
         return row

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -11,33 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from beside import DEPTH, Beside, assert_refused, kind_of, parameter, relay_of
 from oracle import InCore, adamw, assert_state, copy_state
 from torch import Tensor, nn
-from zoo import BY_NAME, KINDS, WIDTH, Chain, Kind, Mlp, ResidualMlp, cross_entropy, sequences
+from zoo import BY_NAME, KINDS, WIDTH, Chain, Mlp, ResidualMlp
 
 from l2l_core import Drop, Duplicate, EmulatedDevice, Freeze, Insert, Move, Relay, RelayConfig, Swap
 
 EDITS = [Drop(1), Drop(-1), Swap(0, 2), Move(0, 3), Insert(2), Insert(4, init="copy"), Duplicate(0)]
-DEPTH = 4
-
-
-class Beside(Chain):
-    """Layers, and one thing of some kind beside them."""
-
-    def __init__(self) -> None:
-        super().__init__([ResidualMlp() for _ in range(DEPTH)])
-
-    def walk(self, h: Tensor) -> Tensor:
-        for i, layer in enumerate(self.layers):
-            h = layer(self.at(i, h))
-        return h
-
-    def at(self, i: int, h: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-def parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(1 + 0.1 * torch.randn(shape))
 
 
 class Scalars(Beside):
@@ -341,36 +321,6 @@ class Alternate(Beside):
         return h
 
 
-def kind_of(model: Callable[[], nn.Module]) -> Kind:
-    def make_model() -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return model().train()
-
-    return Kind("beside", make_model, sequences, loss=cross_entropy)
-
-
-def relay_of(kind: Kind) -> Relay:
-    model = kind.make_model()
-    return Relay(
-        model,
-        adamw(model),
-        EmulatedDevice(),
-        loss=kind.loss,
-        loss_over=kind.loss_over,
-        config=RelayConfig(micro_batches=2),
-    )
-
-
-def assert_refused(relay: Relay, edit: Any, match: str) -> None:
-    """Refused, and nothing has changed."""
-    before, stack, held = copy_state(relay.model), relay.stack, copy.copy(vars(relay.model))
-    with pytest.raises(ValueError, match=match):
-        relay.apply(edit)
-    assert relay.stack == stack and relay.journal == () and vars(relay.model) == held
-    assert_state(relay.model, before)
-
-
 @pytest.mark.parametrize("model", NAMES, ids=lambda model: model.__name__)
 def test_edits_of_positions_are_refused_with_the_name_of_what_is_read(model: type[Beside]) -> None:
     kind = kind_of(model)
@@ -493,7 +443,7 @@ def test_code_that_treats_positions_alike_is_no_reason(model: type[Beside]) -> N
             assert len(relay.journal) == 1
 
 
-BY_POSITION = {"by_depth", "norm_outside"}
+BY_POSITION = {"by_depth", "norm_outside", "reversible"}  # the last one runs its layers in pairs
 STACKED = [kind.name for kind in KINDS if kind.name != "unlike"]  # in which layers must be named
 
 
@@ -635,7 +585,9 @@ def test_things_are_observed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         relay.apply(Swap(0, 2))
         assert len(passes) == 3, "what is read, and twice what the code between the layers does"
         relay.apply(Swap(0, 1), Drop(0))
-        assert len(passes) == 5, "the latter again, since weights that were equal may have been trained"
+        assert len(passes) == 6, (
+            "the latter again, since weights may have been trained, and the model without the layer"
+        )
 
 
 class WithGraph(nn.Module):
@@ -678,7 +630,7 @@ class FromTheSixth(Beside):
 
 
 def test_layers_that_pass_on_their_outputs_alone_are_observed_once_per_depth(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = kind_of(FromTheSixth)
+    kind, once = kind_of(FromTheSixth), {"mode": "evaluation"}
     with relay_of(kind) as relay:
         passes, observe = list[Any](), relay._runner.observe
         monkeypatch.setattr(
@@ -689,10 +641,13 @@ def test_layers_that_pass_on_their_outputs_alone_are_observed_once_per_depth(mon
             relay.apply(Swap(0, 2))
             relay.apply(Drop(1))
             relay.undo(), relay.undo()
-        assert len(passes) == 1, "with four layers"
+        assert passes == [{}, once, once], "with four layers, and the model once after each Drop"
+        passes.clear()
         relay.apply(Insert(4))
-        relay.apply(Insert(4))
-        assert len(passes) == 2, "with five layers"
+        with pytest.raises(ValueError, match="would not keep the model's function.*Use init='copy'"):
+            relay.apply(Insert(4))
+        assert passes == [once, once, {}, once, once], "with five layers, and the model before and after each Insert"
+        relay.apply(Insert(4, init="copy"))
         with pytest.raises(ValueError, match="before layer 5 of layers than before an earlier one"):
             relay.apply(Move(0, 3))
         assert relay.verify(kind.make_batch(4)).equal

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from sessions import make_batches, make_relay, mse
-from zoo import BY_NAME
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, GPT2LMHeadModel
+from zoo import BY_NAME, loss_of
 
 from l2l_core import (
     Delink,
@@ -26,6 +30,8 @@ from l2l_core import (
 from workbench.session.edit_form import END, FORM_FIELDS, PREVIOUS, make_edit, preview_edit
 from workbench.session.edit_text import describe_entry
 from workbench.session.snapshot_rows import layer_rows
+from workbench.session.snapshot_values import StepFlop
+from workbench.session.step_estimates import FlopCounter
 
 NEW = {"optimizer": "fresh", "factor": 0.5, "warmup": 3}
 MADE: list[tuple[str, dict[str, Any], Any]] = [
@@ -111,6 +117,70 @@ def test_form_changes_and_unrolls_loops() -> None:
         assert unroll == Unroll("layers", optimizer=0.5, warmup=3) and outlook.layers is None and outlook.keeps_function
         relay.apply(unroll)
         assert len(layer_rows(relay)) == 6
+
+
+def test_preview_has_the_operations_of_a_model_built_anew() -> None:
+    rows, edits = layer_rows, {"Drop": {"first": "L000", "last": "L001", "park": "memory"}, "Insert": MADE[0][1]}
+    edits["Duplicate"] = {"first": "L000", "last": "L002", "mode": "top", **NEW}
+    tokens = torch.randint(50, (4, 16))
+    batch = {"input_ids": tokens, "labels": tokens}
+    with Relay(make_gpt(4), partial(torch.optim.SGD, lr=0.1), EmulatedDevice()) as relay:
+        flop = counted(relay, batch)
+        assert flop is not None and flop.total == counted_anew(make_gpt(4), batch)
+        for kind, answers in edits.items():
+            outlook = preview_edit(make_edit(kind, answers, rows(relay)), rows(relay), {}, flop)
+            assert outlook.layers is not None
+            assert outlook.flop == (flop.total, counted_anew(make_gpt(4 + outlook.layers), batch)), kind
+            assert " per step" in " ".join(outlook.facts(rows(relay)))
+        relay.apply(Freeze("L002"))
+        copied = preview_edit(Duplicate("L002"), rows(relay), {}, counted(relay, batch))
+        assert copied.flop is None and "FLOP not known: the copy of a frozen layer" in " ".join(copied.facts(()))
+
+
+def test_preview_of_loops_has_the_operations_of_a_model_built_anew() -> None:
+    kind = BY_NAME["looped"]
+    with Relay(kind.make_model(), device=EmulatedDevice(), loss=kind.loss) as relay:
+        batch = kind.make_batch(4)
+        flop, stack, plain = counted(relay, batch), layer_rows(relay), kind.make_model()
+        assert flop is not None
+        plain.n_loops = 5
+        with FlopCounterMode(display=False) as counter:
+            loss_of(kind, plain, batch).backward()
+        assert preview_edit(Loops(5, "layers"), stack, {}, flop).flop == (flop.total, counter.get_total_flops())
+        assert preview_edit(Unroll("layers"), stack, {}, flop).flop == (flop.total, flop.total)
+
+
+def test_operations_that_are_not_known_are_left_out_with_the_reason() -> None:
+    with make_relay() as relay:
+        for param in relay.shell.params:
+            param.requires_grad_(False)
+        flop, rows = counted(relay, make_batches()[0]), layer_rows(relay)
+        outlook = preview_edit(Drop("L000"), rows, {}, flop)
+        assert outlook.flop is None and "another one may become the first" in outlook.flop_unknown
+        relay.apply(Insert(1, init="copy"))
+        assert (
+            "none counted since the last edit" == preview_edit(Drop("L000"), layer_rows(relay), {}, flop).flop_unknown
+        )
+        assert "or they depend on values" in preview_edit(Drop("L000"), rows, {}).flop_unknown
+        assert preview_edit(Freeze("L000"), rows, {}).flop_unknown == ""
+
+
+def counted(relay: Relay, batch: Any) -> StepFlop | None:
+    return FlopCounter(relay).count_layers(batch, relay.step(batch).trace)
+
+
+def make_gpt(layers: int) -> GPT2LMHeadModel:
+    """Return a model whose attention is made of plain products, which PyTorch counts on every device."""
+    shape = {"n_layer": layers, "n_embd": 32, "n_head": 2, "vocab_size": 50, "n_positions": 16, "attn_pdrop": 0.1}
+    model = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0)).train()
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+def counted_anew(model: GPT2LMHeadModel, batch: Any) -> int:
+    with FlopCounterMode(display=False) as counter:
+        model(**batch).loss.backward()
+    return counter.get_total_flops()
 
 
 def test_replace_needs_code() -> None:
