@@ -158,6 +158,7 @@ class LayerEvidence:
         self._forms: dict[tuple[Unit, bool], ReturnForm | None] = {}  # by layer and the model's mode
         self._layers: dict[bool, list[Unit]] = {}  # those of the last evidence, by mode
         self._ran_all: dict[bool, bool] = {}  # whether the forward ran all of them
+        self._tried: set[tuple[str, bool]] = set()  # first names of stacks that ran with another depth, and the mode
         self._observed: set[tuple[str, int, bool]] = (
             set()
         )  # first names of stacks, with the number of layers and the mode
@@ -187,6 +188,14 @@ class LayerEvidence:
             self._collect(rows)
         else:  # anew, since weights that were equal may have been trained
             self._compare_positions()
+
+    @property
+    def follows_depth(self) -> bool:
+        """Whether the model's code only hands outputs on from layer to layer, and ran with another depth of every stack."""
+        training = self._editor.registry.model.training
+        names = {(self._editor.registry.first_name(stack), training) for stack in self._editor.registry.stacks}
+        used = self._outputs[training][1] or self._used_behind[training] or any(self._editor.positions.reads.values())
+        return not used and names <= self._tried
 
     def run(self, rows: Any, task: PassTask | None = None) -> tuple[Any, set[Unit]]:
         """Return the result of a task, by default the model's, on rows in evaluation mode, and the layers that ran."""
@@ -239,6 +248,11 @@ class LayerEvidence:
                 "'fresh', with which a new layer need not be the identity; where only some layers have such a hook or mask, "
                 "like= another layer, which gives the new one its own"
             )
+        registry = self._editor.registry
+        for stack in registry.stacks:
+            name, training = registry.first_name(stack), registry.model.training
+            if (name, len(stack), training) not in self._observed:
+                self._tried.add((name, training))
 
     # -- passes --------------------------------------------------------------------------------------------------------
 

@@ -1695,7 +1695,9 @@ class Relay:
             )
             return
         is_alike, before = all(code.has_equal_arguments for code in positions.code_between.values()), None
-        if is_alike and not any(getattr(edit, "changes_depth", True) for edit in edits):
+        if is_alike and (
+            self._evidence.follows_depth or not any(getattr(edit, "changes_depth", True) for edit in edits)
+        ):
             return
         # Not of an inverse, which removes what may have been trained since
         if all(getattr(edit, "preserves_function", False) and not isinstance(edit, InverseEdit) for edit in edits):
