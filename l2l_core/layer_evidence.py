@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -157,8 +157,8 @@ class LayerEvidence:
         self._runner, self._editor, self._share = runner, editor, share
         self._forms: dict[tuple[Unit, bool], ReturnForm | None] = {}  # by layer and the model's mode
         self._layers: dict[bool, list[Unit]] = {}  # those of the last evidence, by mode
-        self._ran_all: dict[bool, bool] = {}  # whether the forward ran all of them
-        self._tried: set[tuple[str, bool]] = set()  # first names of stacks that ran with another depth, and the mode
+        # First names of stacks that ran with another depth, and in which way it differed
+        self._tried: set[tuple[str, Literal["deeper", "shallower", "same function"]]] = set()
         self._observed: set[tuple[str, int, bool]] = (
             set()
         )  # first names of stacks, with the number of layers and the mode
@@ -189,13 +189,17 @@ class LayerEvidence:
         else:  # anew, since weights that were equal may have been trained
             self._compare_positions()
 
-    @property
-    def follows_depth(self) -> bool:
-        """Whether the model's code only hands outputs on from layer to layer, and ran with another depth of every stack."""
-        training = self._editor.registry.model.training
-        names = {(self._editor.registry.first_name(stack), training) for stack in self._editor.registry.stacks}
-        used = self._outputs[training][1] or self._used_behind[training] or any(self._editor.positions.reads.values())
-        return not used and names <= self._tried
+    def follows_depth(self, how: Literal["deeper", "shallower", "same function"]) -> bool:
+        """Return whether the model's code only hands outputs on from layer to layer, and every stack ran with another depth.
+
+        Args:
+            how: as the depth will change; what ran with more layers than at first does not have their number written out.
+        """
+        registry, positions = self._editor.registry, self._editor.positions
+        training, names = registry.model.training, map(registry.first_name, registry.stacks)
+        if self._outputs[training][1] or self._used_behind[training] or any(positions.reads.values()):
+            return False
+        return all((name, how) in self._tried for name in names)
 
     def run(self, rows: Any, task: PassTask | None = None) -> tuple[Any, set[Unit]]:
         """Return the result of a task, by default the model's, on rows in evaluation mode, and the layers that ran."""
@@ -207,15 +211,11 @@ class LayerEvidence:
 
         return self._runner.observe(rows, task or self._runner.objective, [observe], mode="evaluation"), ran
 
-    def check_edited(self, rows: Any, before: Any | None) -> None:
-        """Refuse edits, tried by now, if the model fails, omits a layer, or gives one other arguments than observed.
-
-        Args:
-            rows: the rows that were observed.
-            before: result of `run` before the edits, if they are to preserve the model's function.
+    def run_edited(self, rows: Any) -> tuple[Any, list[str]]:
+        """Run the model with edits, which are tried by now; return its result, and the names of layers that did not run.
 
         Raises:
-            ValueError: the edits are refused.
+            ValueError: the model fails, or a layer is given other arguments than when observed.
         """
         positions = self._editor.positions
         names = {unit.module: unit.name for unit in self._editor.registry.layers}
@@ -232,15 +232,38 @@ class LayerEvidence:
                 "layers in pairs, change both of a pair in one apply()"
             ) from error
         positions.check_arguments(now, names)
-        layers, ran_all = self._editor.registry.layers, self._ran_all.get(self._editor.registry.model.training)
-        if ran_all and not ran.issuperset(layers):  # unless it draws the layers that run
+        if not ran.issuperset(self._editor.registry.layers):  # unless it draws the layers that run
             ran |= self.run(rows, _WithOtherRandom(self._runner.objective))[1]
-        if ran_all and (idle := [unit.name for unit in layers if unit not in ran]):
+        for stack in self._editor.registry.stacks:
+            name = self._editor.registry.first_name(stack)
+            first = len(self._editor.registry.first_structure.stacks[name])
+            if len(stack) != first:
+                self._tried.add((name, "deeper" if len(stack) > first else "shallower"))
+        return after, [unit.name for unit in self._editor.registry.layers if unit not in ran]
+
+    def check_edited(self, rows: Any, after: Any, idle: Sequence[str], preserves: bool) -> None:
+        """Refuse edits, undone by now, with which the model did not run a layer or gave another result than without.
+
+        Args:
+            rows: rows on which it ran.
+            after, idle: its result, and the names of layers that did not run.
+            preserves: whether the edits are to keep its function.
+        """
+        if not idle and not preserves:
+            return
+        before, ran = self.run(rows)
+        if idle and ran.issuperset(self._editor.registry.layers):
+            self._tried.clear()
             raise ValueError(
-                f"with these edits the model's forward would not run {', '.join(idle)}, and it ran all layers before. Its code "
-                "may have their number written out, as range(12): let it run all that there are, as for layer in self.layers"
+                f"with these edits the model's forward would not run {', '.join(idle)}, and "
+                "without them it runs all layers. Its code may have their number written out, as range(12): let it run all "
+                "that there are, as for layer in self.layers. If it leaves layers out on purpose, force=True applies the edits"
             )
-        if before is not None and not results_are_close(before, after):
+        if not preserves:
+            return
+        if not results_are_close(before, after):
+            if not results_are_close(before, self.run(rows, _WithOtherRandom(self._runner.objective))[0]):
+                return  # random, so that the results cannot be compared
             raise ValueError(
                 "these edits would not keep the model's function, although the new layers return their hidden state: on rows of "
                 f"a batch its result is {_shown(after)} in place of {_shown(before)}. Its own code, or a hook, does more with "
@@ -248,11 +271,9 @@ class LayerEvidence:
                 "'fresh', with which a new layer need not be the identity; where only some layers have such a hook or mask, "
                 "like= another layer, which gives the new one its own"
             )
-        registry = self._editor.registry
-        for stack in registry.stacks:
-            name, training = registry.first_name(stack), registry.model.training
-            if (name, len(stack), training) not in self._observed:
-                self._tried.add((name, training))
+        self._tried |= {
+            (self._editor.registry.first_name(each), "same function") for each in self._editor.registry.stacks
+        }
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
@@ -307,7 +328,6 @@ class LayerEvidence:
             for unit, form in forms.items():
                 self._forms[unit, training] = form if all(unit.key in keys for keys in shared) else None
         self._layers[training] = list(registry.layers)
-        self._ran_all[training] = all(unit in calls[stack.name].returns for unit, stack in stack_of.items())
 
     def _forms_of(self, stack: Stack, calls: _StackCalls) -> dict[Unit, ReturnForm | None]:
         units, hidden_at = dict.fromkeys(self._editor.registry.units_of(stack)), calls.hidden_at

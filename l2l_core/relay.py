@@ -41,7 +41,7 @@ from l2l_core.batches import (
 )
 from l2l_core.config import RelayConfig, check_int, checked_config
 from l2l_core.devices import Device, ForkGuard, Ledger, free_bytes, resolve_device, serial_executor
-from l2l_core.edits import Branch, Branches, Edit, Editor, History, InverseEdit, JournalEntry, SampleRun
+from l2l_core.edits import Branch, Branches, Drop, Edit, Editor, History, InverseEdit, JournalEntry, SampleRun
 from l2l_core.edits import BranchState as BranchState
 from l2l_core.eps import GradientBuffers, LayerStore, Masters, Residuals, TornStep
 from l2l_core.eps.blocks import (
@@ -1387,6 +1387,7 @@ class Relay:
         first_call = self._sample_call(self._runner.rows_of(batch))
         result = self._runner.step(batch, config)
         self._editor.layer_factory.run_model = first_call
+        self._editor.registry.layer_order = self._runner.pass_cache.layer_order
         self._history.loss = result.loss
         return result
 
@@ -1694,17 +1695,21 @@ class Relay:
                 "the rows of a batch failed, so edits are not checked for what depends on positions: %s", error
             )
             return
-        is_alike, before = all(code.has_equal_arguments for code in positions.code_between.values()), None
-        if is_alike and (
-            self._evidence.follows_depth or not any(getattr(edit, "changes_depth", True) for edit in edits)
-        ):
-            return
+        changes = any(getattr(edit, "changes_depth", True) for edit in edits)
         # Not of an inverse, which removes what may have been trained since
-        if all(getattr(edit, "preserves_function", False) and not isinstance(edit, InverseEdit) for edit in edits):
-            with self._observing():
-                before, _ = self._evidence.run(rows)
+        preserves = all(
+            getattr(edit, "preserves_function", False) and not isinstance(edit, InverseEdit) for edit in edits
+        )
+        how = (
+            "same function" if preserves else "shallower" if all(isinstance(edit, Drop) for edit in edits) else "deeper"
+        )
+        is_alike = all(code.has_equal_arguments for code in positions.code_between.values())
+        if is_alike and (not changes or self._evidence.follows_depth(how)):
+            return
         with self._restored_state(), self._trial_edits(edits, False, 1), self._observing():
-            self._evidence.check_edited(rows, before)
+            after, idle = self._evidence.run_edited(rows)
+        with self._observing():
+            self._evidence.check_edited(rows, after, idle, preserves)
 
     @contextmanager
     def _observing(self) -> Iterator[None]:

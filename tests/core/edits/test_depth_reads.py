@@ -644,7 +644,7 @@ def test_layers_that_pass_on_their_outputs_alone_are_observed_once_per_depth(mon
         assert passes == [{}, once], "with four layers, and the model after the first Drop"
         relay.apply(Insert(4))
         relay.apply(Insert(4))
-        assert passes == [{}, once, {}], "with five layers"
+        assert passes == [{}, once, once, once, {}], "the model with and without the first Insert, and with five layers"
         with pytest.raises(ValueError, match="before layer 5 of layers than before an earlier one"):
             relay.apply(Move(0, 3))
         assert relay.verify(kind.make_batch(4)).equal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,3 +213,71 @@ def test_a_layer_that_would_not_run_is_refused() -> None:
         assert_refused(relay, Insert(2, init="copy"), r"would not run layers.4.*for layer in self.layers")
         relay.apply(Swap(0, 2))
         assert relay.verify(kind.make_batch(4)).equal
+
+
+class Sliced(Beside):
+    """The same, without an error where there are fewer."""
+
+    def walk(self, h: Tensor) -> Tensor:
+        for layer in self.layers[:DEPTH]:
+            h = layer(h)
+        return h
+
+
+class Tapped(Beside):
+    """Adds the output of the second layer once more."""
+
+    def walk(self, h: Tensor) -> Tensor:
+        outputs = [h]
+        for layer in self.layers:
+            outputs.append(layer(outputs[-1]))
+        return outputs[-1] + 0.4 * outputs[2]
+
+
+@pytest.mark.parametrize(
+    ("made", "edit", "match"),
+    [(Sliced, Insert(2, init="copy"), "would not run layers.4"), (Tapped, Insert(0), "would not keep the model's")],
+)
+def test_edits_that_passed_do_not_vouch_for_others(made: type[Chain], edit: Edit, match: str) -> None:
+    kind = kind_of(made)
+    with relay_of(kind) as relay:
+        relay.step(kind.make_batch(4))
+        relay.apply(Drop(3))
+        relay.undo()
+        with pytest.raises(ValueError, match=match):
+            relay.apply(edit)
+
+
+class InTrainingAlone(Beside):
+    """Leaves early in evaluation."""
+
+    def walk(self, h: Tensor) -> Tensor:
+        for layer in self.layers if self.training else self.layers[:2]:
+            h = layer(h)
+        return h
+
+
+class PrunedByHand(Beside):
+    """Had six layers, as its configuration still says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(n_layer=6)
+
+    def walk(self, h: Tensor) -> Tensor:
+        for layer in self.layers[: self.config.n_layer]:
+            h = layer(h)
+        return h
+
+
+@pytest.mark.parametrize("made", [InTrainingAlone, PrunedByHand])
+def test_all_layers_run_after_edits_in_training(made: type[Chain]) -> None:
+    kind = kind_of(made)
+    with relay_of(kind) as relay:
+        for _ in range(4):
+            relay.step(kind.make_batch(4))
+            relay.apply(Insert(1, init="copy"))
+        before = copy_state(relay.model)
+        relay.step(kind.make_batch(4))
+        after = dict(relay.model.named_parameters())
+        assert all(not torch.equal(value, after[name]) for name, value in before.items() if name.startswith("layers."))
