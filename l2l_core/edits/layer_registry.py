@@ -44,6 +44,7 @@ class LayerRegistry:
         self.first_structure = self.structure  # before any edit
         self._first_numbers = {stack.name: numbers_around(model, stack) for stack in self.stacks}
         self._first_depths = {stack.name: len(stack) for stack in self.stacks}
+        self.layer_order: Sequence[Unit] = ()  # as the last step ran them
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -99,11 +100,15 @@ class LayerRegistry:
         """Return numbers with the name of a depth that are none: loops, or another number than the depth at first."""
         name = self.first_name(stack)
         first, depth, loops = self._first_numbers.get(name, {}), self._first_depths.get(name), self.loops.get(name, {})
-        named = depth_numbers(self.model, stack)
+        named, runs = (
+            depth_numbers(self.model, stack),
+            {self.layer_order.count(unit) for unit in self.units_of(stack)} - {0},
+        )
         return {
             number: value
             for number, value in numbers_around(self.model, stack).items()
-            if number in loops or (number in named and first.get(number, depth) != depth)
+            # Other than the depth, it may also be that of a model from which layers were taken by hand: then they run once.
+            if number in loops or (number in named and first.get(number, depth) != depth and runs <= {value})
         }
 
     # -- stacks --------------------------------------------------------------------------------------------------------
