@@ -261,7 +261,8 @@ class WarmupStableDecay(Schedule):
 
 def refuse_own_step(schedule: Schedule, caller: str) -> None:
     """Raise ValueError if a schedule overrides `step`, which a caller that makes the steps itself would ignore."""
-    if getattr(schedule.step, "__func__", None) is not Schedule.step:
+    step = getattr(schedule, "step", None)
+    if step is not None and getattr(step, "__func__", None) is not Schedule.step:
         raise ValueError(
             f"{type(schedule).__name__} overrides step, and {caller} would ignore that: it calls prepare, skip and "
             "is_forced, and makes the step itself. Move the code into prepare(self, relay), which runs before each step and "

@@ -32,7 +32,7 @@ from l2l_core.batches import (
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, DeviceOutOfMemory, EmulatedDevice
 from l2l_core.eps.blocks import refuse_checkpointing, refuse_scripted
-from l2l_core.model import accumulate, copy_tensors, resolve_layers
+from l2l_core.model import accumulate, copy_tensors, preserve_random_state, preserved_user_state, resolve_layers
 from l2l_core.relay import Relay
 from l2l_core.schedule_rules import kept_layer_count, weight_slots
 from l2l_core.simulator import Profile, simulate
@@ -344,7 +344,8 @@ class Lab:
         lab = self.on_device(EmulatedDevice())
         model, optimizer = lab._copy_model()
         runner = lab._make_runner(model)
-        return lab._run(runner, optimizer, partial(runner.run, plan.operations, inputs))[1]
+        with preserve_random_state(), preserved_user_state(*self._model_call.functions):
+            return lab._run(runner, optimizer, partial(runner.run, plan.operations, inputs))[1]
 
     def _make_runner(self, model: nn.Module, trace: Trace | None = None) -> PlanRunner:
         layers = {model.get_submodule(name): name for name in self.layers}
