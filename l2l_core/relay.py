@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -1387,7 +1388,7 @@ class Relay:
         first_call = self._sample_call(self._runner.rows_of(batch))
         result = self._runner.step(batch, config)
         self._editor.layer_factory.run_model = first_call
-        self._editor.registry.layer_order = self._runner.pass_cache.layer_order
+        self._editor.registry.runs = Counter(unit.key for unit in self._runner.pass_cache.layer_order)
         self._history.loss = result.loss
         return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -44,7 +45,7 @@ class LayerRegistry:
         self.first_structure = self.structure  # before any edit
         self._first_numbers = {stack.name: numbers_around(model, stack) for stack in self.stacks}
         self._first_depths = {stack.name: len(stack) for stack in self.stacks}
-        self.layer_order: Sequence[Unit] = ()  # as the last step ran them
+        self.runs = Counter[str]()  # by key, how often the last step ran a layer
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -102,7 +103,7 @@ class LayerRegistry:
         first, depth, loops = self._first_numbers.get(name, {}), self._first_depths.get(name), self.loops.get(name, {})
         named, runs = (
             depth_numbers(self.model, stack),
-            {self.layer_order.count(unit) for unit in self.units_of(stack)} - {0},
+            {self.runs[unit.key] for unit in self.units_of(stack)} - {0},
         )
         return {
             number: value
