@@ -144,6 +144,10 @@ def _is_same(a: tuple[Any, int], b: tuple[Any, int]) -> bool:
     return same_memory and ours.shape == theirs.shape and ours.dtype == theirs.dtype and our_version == their_version
 
 
+class EditedModelError(ValueError):
+    """The model failed with edits that were tried."""
+
+
 class LayerEvidence:
     """Evidence of one relay, collected when it is first needed.
 
@@ -215,7 +219,8 @@ class LayerEvidence:
         """Run the model with edits, which are tried by now; return its result, and the names of layers that did not run.
 
         Raises:
-            ValueError: the model fails, or a layer is given other arguments than when observed.
+            EditedModelError: the model fails.
+            ValueError: a layer is given other arguments than when observed.
         """
         positions = self._editor.positions
         names = {unit.module: unit.name for unit in self._editor.registry.layers}
@@ -225,7 +230,7 @@ class LayerEvidence:
         except MemoryError:
             raise
         except Exception as error:
-            raise ValueError(
+            raise EditedModelError(
                 f"with these edits the model's own code fails on rows of a batch ({type(error).__name__}: {error}). It may need "
                 "something for every position: make that a member of the layer (in its __init__: self.scale = "
                 "nn.Parameter(torch.ones(()))) and use it in the layer's forward, so that a new layer has its own. If it runs "

@@ -69,7 +69,7 @@ from l2l_core.eps.optimizers import (
     user_hooks,
     without_step_hooks,
 )
-from l2l_core.layer_evidence import LayerEvidence
+from l2l_core.layer_evidence import EditedModelError, LayerEvidence
 from l2l_core.model import (
     KVCaches,
     LayerRef,
@@ -1691,10 +1691,7 @@ class Relay:
                 self._evidence.observe(rows)
         except Exception as error:
             # Of the batch and not of the edit, which is refused if something may be read by position
-            positions.failure = error
-            logger.warning(
-                "the rows of a batch failed, so edits are not checked for what depends on positions: %s", error
-            )
+            self._note_failed_rows(error)
             return
         changes = any(getattr(edit, "changes_depth", True) for edit in edits)
         # Not of an inverse, which removes what may have been trained since
@@ -1707,10 +1704,23 @@ class Relay:
         is_alike = all(code.has_equal_arguments for code in positions.code_between.values())
         if is_alike and (not changes or self._evidence.follows_depth(how)):
             return
-        with self._restored_state(), self._trial_edits(edits, False, 1), self._observing():
-            after, idle = self._evidence.run_edited(rows)
+        try:
+            with self._restored_state(), self._trial_edits(edits, False, 1), self._observing():
+                after, idle = self._evidence.run_edited(rows)
+        except EditedModelError:
+            try:
+                with self._observing():
+                    self._evidence.run(rows)
+            except Exception as error:
+                self._note_failed_rows(error)
+                return
+            raise
         with self._observing():
             self._evidence.check_edited(rows, after, idle, preserves)
+
+    def _note_failed_rows(self, error: Exception) -> None:
+        self._editor.positions.failure = error
+        logger.warning("the rows of a batch failed, so edits are not checked for what depends on positions: %s", error)
 
     @contextmanager
     def _observing(self) -> Iterator[None]:
