@@ -114,7 +114,9 @@ def _loss_at(ends: Sequence[Runs], seed: int, flop: float) -> float | None:
 def _closed(mine: Runs, scratch: Runs, gap: Runs, seeds: Iterable[int]) -> str:
     seeds = [seed for seed in seeds if seed in gap]
     interval = paired_interval([gap[s][1] for s in seeds], [scratch[s][1] for s in seeds])
-    if interval is None or interval[0] <= 0:
+    if interval is None:
+        return "fewer than 3 seeds"
+    if interval[0] <= 0:
         return "no gap"  # none that an interval shows
     closed, whole = (statistics.fmean(gap[s][1] - each[s][1] for s in seeds) for each in (mine, scratch))
     return f"{closed / whole:.2f}"

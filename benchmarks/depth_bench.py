@@ -266,17 +266,19 @@ class DepthBench:
             gap = regime["1 layer, equal tokens"] if share == 1 else None
             tables[f"recipes{end}"] = show_recipes({"scratch": scratch, **mine}, scratch, lines, gap)
         if self._has("mup"):
-            mup = self.ends_in("mup")
-            tables["mup"] = show_recipes(mup, mup["scratch"], lines)
-            usual = {"scratch, usual rates": regime[f"{names[-1]}, 1 of the compute"]}
-            tables["mup"] += show_recipes(usual, mup["scratch"], lines)
+            mup, usual = self.ends_in("mup"), regime[f"{names[-1]}, 1 of the compute"]
+            tables["mup"] = show_recipes({**mup, "scratch, without muP": usual}, mup["scratch"], lines)
         if self._has("loops"):
+            titles = {"1 loops": "run once", "2 loops": "run twice"}
             loops = self.ends_in("loops")
             once = {
-                name: [loops[f"{name}, {share:g} of the compute"] for share in SHARES]
-                for name in ("1 loops", "2 loops")
+                title: [loops[f"{name}, {share:g} of the compute"] for share in SHARES]
+                for name, title in titles.items()
             }
-            tables["loops"] = show_recipes(loops, loops["fixed loops"], Lines(once))
+            shown = {name: loops[name] for name in LOOPED_RECIPES}
+            for name, title in titles.items():
+                shown[f"{title}, equal tokens"] = loops[f"{name}, equal tokens"]
+            tables["loops"] = show_recipes(shown, loops["fixed loops"], Lines(once))
         return tables
 
     def _has(self, part: str) -> bool:

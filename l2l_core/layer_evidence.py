@@ -194,7 +194,7 @@ class LayerEvidence:
             self._compare_positions()
 
     def follows_depth(self, how: Literal["deeper", "shallower", "same function"]) -> bool:
-        """Return whether the model's code only hands outputs on from layer to layer, and every stack ran with another depth.
+        """Return whether the model only hands outputs on from layer to layer, and ran with another depth.
 
         Args:
             how: as the depth will change; what ran with more layers than at first does not have their number written out.
@@ -216,7 +216,7 @@ class LayerEvidence:
         return self._runner.observe(rows, task or self._runner.objective, [observe], mode="evaluation"), ran
 
     def run_edited(self, rows: Any) -> tuple[Any, list[str]]:
-        """Run the model with edits, which are tried by now; return its result, and the names of layers that did not run.
+        """Run the model with edits that are tried; return its result, and the names of layers that did not run.
 
         Raises:
             EditedModelError: the model fails.
@@ -247,7 +247,7 @@ class LayerEvidence:
         return after, [unit.name for unit in self._editor.registry.layers if unit not in ran]
 
     def check_edited(self, rows: Any, after: Any, idle: Sequence[str], preserves: bool) -> None:
-        """Refuse edits, undone by now, with which the model did not run a layer or gave another result than without.
+        """Refuse edits, undone by now, that left out a layer or changed a result that they should keep.
 
         Args:
             rows: rows on which it ran.

@@ -98,7 +98,7 @@ class LayerRegistry:
         return replace(self.first_structure, loops=first), replace(self.structure, loops=now)
 
     def numbers_not_of_depth(self, stack: Stack) -> dict[str, int]:
-        """Return numbers with the name of a depth that are none: loops, or another number than the depth at first."""
+        """Return numbers with the name of a depth that are none, such as numbers of loops."""
         name = self.first_name(stack)
         first, depth, loops = self._first_numbers.get(name, {}), self._first_depths.get(name), self.loops.get(name, {})
         named, runs = (
