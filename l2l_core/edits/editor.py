@@ -25,7 +25,7 @@ from l2l_core.eps import BlockContents, LayerStore, StateView
 from l2l_core.eps.blocks import Block, EmptyFn, Layout, Unit
 from l2l_core.eps.optimizers import GroupOrder, ParameterIndex, clone_state
 from l2l_core.model import Stack
-from l2l_core.surgery import describe_layer, numbers_around, replace_layers, set_numbers, substitute_modules
+from l2l_core.surgery import describe_layer, loop_numbers_among, numbers_around, replace_layers, set_numbers, substitute_modules
 
 
 class Editor:
@@ -137,6 +137,10 @@ class Editor:
                 self.registry.model, stack, name
             )
         # By its name and value a number of loops may be a depth (num_hidden_layers of ALBERT), which it does not follow.
+        if len(before) != len(after) and self.layer_factory.run_model is not None:
+            unclear = self.registry.numbers_of_depth_or_loops(stack)
+            found = loop_numbers_among(self.registry.model, stack, self.layer_factory.run_model, unclear)
+            self.registry.add_loops(stack, found)
         loops = self.registry.numbers_not_of_depth(stack)
         # May raise without having changed anything, so it runs before EPS and ledger change.
         restore_model = replace_layers(self.registry.model, stack, modules, twins, force, inserted)

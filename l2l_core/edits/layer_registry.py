@@ -97,6 +97,22 @@ class LayerRegistry:
                 now[name], first[name] = found, {number: before[number] for number in found}
         return replace(self.first_structure, loops=first), replace(self.structure, loops=now)
 
+    def numbers_of_depth_or_loops(self, stack: Stack) -> set[str]:
+        """Return the numbers with the name and value of the depth that may as well be numbers of loops: layers run as often."""
+        depth, known = len(stack), self.loops.get(self.first_name(stack), {})
+        if not {self.runs[unit.key] for unit in self.units_of(stack)} <= {0, depth}:
+            return set()
+        held = numbers_around(self.model, stack)
+        return {number for number in depth_numbers(self.model, stack) - known.keys() if held[number] == depth}
+
+    def add_loops(self, stack: Stack, numbers: Iterable[str]) -> None:
+        """Record that numbers with their present values are numbers of loops."""
+        name, held = self.first_name(stack), numbers_around(self.model, stack)
+        if found := {number: held[number] for number in numbers}:
+            first = self.first_structure.loops
+            first[name] = {**found, **first.get(name, {})}
+            self.loops = {**self.loops, name: {**self.loops.get(name, {}), **found}}
+
     def numbers_not_of_depth(self, stack: Stack) -> dict[str, int]:
         """Return numbers with the name of a depth that are none, such as numbers of loops."""
         name = self.first_name(stack)

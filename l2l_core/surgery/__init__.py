@@ -22,6 +22,7 @@ from l2l_core.surgery.layer_replacement import substitute_modules as substitute_
 from l2l_core.surgery.loop_numbers import RecordedCalls as RecordedCalls
 from l2l_core.surgery.loop_numbers import depth_numbers as depth_numbers
 from l2l_core.surgery.loop_numbers import find_loop_numbers as find_loop_numbers
+from l2l_core.surgery.loop_numbers import loop_numbers_among as loop_numbers_among
 from l2l_core.surgery.loop_numbers import numbers_around as numbers_around
 from l2l_core.surgery.loop_numbers import record_calls as record_calls
 from l2l_core.surgery.loop_numbers import set_numbers as set_numbers

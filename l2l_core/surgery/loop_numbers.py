@@ -6,7 +6,7 @@ layer calls of a forward are counted: the number of loops is the one that the la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
@@ -174,14 +174,33 @@ def find_loop_numbers(
             f"each of {_listed(found)} alone makes the forward run the layers of {stack.title} {other} times in place of {now}. "
             f"Name the one to set: {choices}"
         )
-    kind = found[0].rpartition(".")[2], numbers[found[0]]
-    names = [name for name, value in numbers.items() if (name.rpartition(".")[2], value) == kind]
+    names = _of_same_kind(numbers, found[0])
     if _loops_with(model, stack, call, dict.fromkeys(names, other), seed=1) != other:
         raise ValueError(
             f"with {_listed(names)} = {other} the forward runs the layers of {stack.title} {other} times, but not with other "
             "random numbers: their number is drawn at random, which no edit sets. Change what it is drawn from in your own code"
         )
     return now, names
+
+
+def loop_numbers_among(model: nn.Module, stack: Stack, call: Callable[[], Any], names: Iterable[str]) -> set[str]:
+    """Return those of some numbers that are numbers of loops: with one more, the forward runs all layers once more.
+
+    Numbers of the same name and value, such as the one in the configuration from which it was copied, are returned with them.
+    """
+    numbers, found = numbers_around(model, stack), set[str]()
+    for name in names:
+        count = numbers[name] + 1
+        with suppress(Exception):  # a model without a layer for a greater depth may fail in any way
+            if _loops_with(model, stack, call, {name: count}) == count:
+                found.update(_of_same_kind(numbers, name))
+    return found
+
+
+def _of_same_kind(numbers: Mapping[str, int], name: str) -> list[str]:
+    """Return the numbers with the last part and the value of one of them."""
+    kind = name.rpartition(".")[2], numbers[name]
+    return [each for each, value in numbers.items() if (each.rpartition(".")[2], value) == kind]
 
 
 def _loops_with(

@@ -435,11 +435,11 @@ def unrolled_by_hand(
 
 
 class LayerLoops(Looped):
-    """The number of loops is a number of layers by its name, and equal to the depth."""
+    """The number of loops is a number of layers by its name, and at first equal to the depth."""
 
-    def __init__(self) -> None:
-        super().__init__(2)
-        self.config = SimpleNamespace(n_layer_runs=2)
+    def __init__(self, loops: int = 2, depth: int = 2) -> None:
+        super().__init__(loops, depth)
+        self.config = SimpleNamespace(n_layer_runs=loops)
 
     def walk(self, h: Tensor) -> Tensor:
         for _ in range(self.config.n_layer_runs):
@@ -461,6 +461,48 @@ def test_a_number_of_loops_does_not_follow_the_depth(tmp_path: Path) -> None:
     model = kind.make_model()
     with load(tmp_path, model) as again:
         assert vars(model.config) == {"n_layer_runs": 2} and len(again.stack) == 4
+
+
+class DepthAndLoops(Looped):
+    """The number of layers that run, which happens to be the number of loops, too."""
+
+    def __init__(self, loops: int = 2, depth: int = 2) -> None:
+        super().__init__(loops, depth)
+        self.config = SimpleNamespace(n_layer=depth)
+
+    def walk(self, h: Tensor) -> Tensor:
+        for _ in range(self.n_loops):
+            for i in range(self.config.n_layer):
+                h = self.layers[i](h)
+        return h
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("make", [LayerLoops, DepthAndLoops])
+@pytest.mark.parametrize("has_stepped", [True, False], ids=["step", "example"])
+def test_a_number_is_loops_or_depth_by_what_the_forward_does_with_it(
+    count: int, make: type[Looped], has_stepped: bool, tmp_path: Path
+) -> None:
+    kind = kind_of(partial(make, count, count))
+    deeper = kind_of(partial(make, count, count + 1))
+    with relay_of(kind) as relay:
+        (relay.step if has_stepped else relay.expect)(batch_of(kind, 0))
+        relay.fork("deep")
+        relay.apply(Duplicate(0))
+        assert vars(relay.model.config) == vars(deeper.make_model().config)
+        assert_trains_alike(relay, built_anew(deeper, relay.model, relay.optimizer, relay.steps))
+        relay.undo()
+        relay.redo()
+        relay.switch("main")
+        assert vars(relay.model.config) == vars(kind.make_model().config)
+        relay.switch("deep")
+        assert_trains_alike(relay, built_anew(deeper, relay.model, relay.optimizer, relay.steps))
+        relay.save(tmp_path)
+        for model in (kind.make_model(), copy.deepcopy(relay.model)):
+            with load(tmp_path, model) as again:
+                assert_trains_alike(again, built_anew(deeper, again.model, again.optimizer, again.steps))
+                again.switch("main")
+                assert_trains_alike(again, built_anew(kind, again.model, again.optimizer, again.steps))
 
 
 def test_albert_is_unrolled_by_force() -> None:
