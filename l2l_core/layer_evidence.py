@@ -24,6 +24,7 @@ from l2l_core.surgery import (
     CodeBetweenLayers,
     DepthWatch,
     EqualOutputs,
+    OutputFlow,
     copy_outputs,
     describe_layer,
     ignored_hook_results,
@@ -46,6 +47,20 @@ class _WatchedTask:
         with self.watch.watching():
             result = self.objective(model, micro_batch)
         self.watch.flow.result = self.watch.flow.layers_in(result)
+        return result
+
+
+@dataclass(frozen=True)
+class _TaskWithFlow:
+    """Task of a pass that finds the layers of which the result is made."""
+
+    objective: Callable[[nn.Module, Any], torch.Tensor]
+    flow: OutputFlow = field(compare=False)
+
+    def __call__(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
+        with self.flow:
+            result = self.objective(model, micro_batch)
+        self.flow.result = self.flow.layers_in(result)
         return result
 
 
@@ -169,7 +184,7 @@ class LayerEvidence:
         # Rows, and the outputs that all layers of a stack return on them, by first name of the stack; by mode. Only of stacks
         # with code between layers.
         self._outputs: dict[bool, tuple[Any, dict[str, Any]]] = {}
-        # The same of stacks of which several outputs are used behind the last layer, with the positions of these.
+        # The same of stacks of which earlier outputs are used behind the last layer, with the positions of these.
         self._used_behind: dict[bool, dict[str, tuple[Any, list[int]]]] = {}
 
     def forms(self, units: Iterable[Unit], rows: Any) -> dict[Unit, ReturnForm]:
@@ -224,9 +239,11 @@ class LayerEvidence:
         """
         positions = self._editor.positions
         names = {unit.module: unit.name for unit in self._editor.registry.layers}
+        used = positions.some_used_behind
         unlike = not all(code.has_equal_arguments for code in positions.code_between.values())
         try:
             now, (after, ran) = self.code_between() if unlike else {}, self.run(rows)
+            used_now = self._used_before_last(rows) if used else {}
         except MemoryError:
             raise
         except Exception as error:
@@ -237,6 +254,7 @@ class LayerEvidence:
                 "layers in pairs, change both of a pair in one apply()"
             ) from error
         positions.check_arguments(now, names)
+        positions.check_used_behind(used_now)
         if not ran.issuperset(self._editor.registry.layers):  # unless it draws the layers that run
             ran |= self.run(rows, _WithOtherRandom(self._runner.objective))[1]
         for stack in self._editor.registry.stacks:
@@ -316,7 +334,8 @@ class LayerEvidence:
             for stack in registry.stacks
             if calls[stack.name].outputs is not None
             and not calls[stack.name].carries
-            and len(used := [i for i, layer in enumerate(stack.layers[:-1]) if layer in watch.flow.result]) > 1
+            and stack.layers[-1] in watch.flow.result
+            and (used := [i for i, layer in enumerate(stack.layers[:-1]) if layer in watch.flow.result])
         }
         self._compare_positions()
         for stack in registry.stacks:
@@ -351,18 +370,46 @@ class LayerEvidence:
     def _compare_positions(self) -> None:
         positions, training = self._editor.positions, self._editor.registry.model.training
         positions.code_between = self.code_between()
-        positions.used_behind = {
-            name: used
-            for name, (outputs, used) in self._used_behind[training].items()
-            if self._has_order(name, outputs, used)
-        }
+        positions.used_behind, positions.some_used_behind = {}, {}
+        for name, (outputs, used) in self._used_behind[training].items():
+            layers = self._editor.registry.find_stack(name).layers
+            has_order = self._has_order(name, outputs, used)
+            if has_order and len(used) > 1:
+                positions.used_behind[name] = used
+            elif has_order or len(used) < len(layers) - 1:
+                names = {unit.module: unit.name for unit in self._editor.registry.layers}
+                positions.some_used_behind[name] = {names[layers[i]]: layers[i] for i in used}
+
+    def _used_before_last(self, rows: Any) -> dict[str, set[nn.Module]]:
+        """Return, by first name of the stack, the layers but the last whose outputs the result is made of."""
+        flow = OutputFlow(running := list[nn.Module]())
+
+        def observe(call: LayerCall, forward: Callable[..., Any]) -> Callable[..., Any]:
+            def observed(*args: Any, **kwargs: Any) -> Any:
+                running.append(call.unit.module)
+                try:
+                    outputs = forward(*args, **kwargs)
+                finally:
+                    running.pop()
+                flow.mark(outputs, call.unit.module)
+                return outputs
+
+            return observed
+
+        self._runner.observe(rows, _TaskWithFlow(self._runner.objective, flow), [observe])
+        registry = self._editor.registry
+        return {registry.first_name(each): {*flow.result}.intersection(each.layers[:-1]) for each in registry.stacks}
 
     def _has_order(self, name: str, outputs: Any, used: Sequence[int]) -> bool:
-        """Return whether the model's result depends on the order of the outputs at these positions of a stack."""
+        """Return whether the model's result depends on the order of the outputs at these positions of a stack.
+
+        Of one position: whether it depends on the order of this output and the last.
+        """
         count, rows = (
             len(self._editor.registry.find_stack(name)),
             self._outputs[self._editor.registry.model.training][0],
         )
+        used = [*used, count - 1] if len(used) == 1 else used
         results = []
         for order in (used, used[::-1]):
             rolls = [order.index(i) + 1 if i in used else 0 for i in range(count)]

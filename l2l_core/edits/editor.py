@@ -25,7 +25,14 @@ from l2l_core.eps import BlockContents, LayerStore, StateView
 from l2l_core.eps.blocks import Block, EmptyFn, Layout, Unit
 from l2l_core.eps.optimizers import GroupOrder, ParameterIndex, clone_state
 from l2l_core.model import Stack
-from l2l_core.surgery import describe_layer, loop_numbers_among, numbers_around, replace_layers, set_numbers, substitute_modules
+from l2l_core.surgery import (
+    describe_layer,
+    loop_numbers_among,
+    numbers_around,
+    replace_layers,
+    set_numbers,
+    substitute_modules,
+)
 
 
 class Editor:

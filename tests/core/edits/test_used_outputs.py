@@ -119,6 +119,57 @@ def test_outputs_that_are_used_alike_follow_and_so_does_the_remedy(model: type[C
     assert_equal_to_a_list_by_hand(model, edit, force=False)
 
 
+class SecondHead(Beside):
+    """A second head on the output of one layer in the middle."""
+
+    at_layer = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def walk(self, h: Tensor) -> Tensor:
+        outputs = list[Tensor]()
+        for layer in self.layers:
+            h = layer(h)
+            outputs.append(h)
+        return h + self.second(outputs[self.at_layer])
+
+
+class SecondHeadFromTheEnd(SecondHead):
+    at_layer = -3
+
+
+@pytest.mark.parametrize(
+    ("model", "edits", "refused"),
+    [
+        (SecondHead, [Drop(2), Swap(2, 3), Insert(3, init="copy")], [Drop(1), Drop(0), Swap(1, 2), Move(0, 3)]),
+        (
+            SecondHeadFromTheEnd,
+            [Drop(0), Swap(2, 3), Insert(1, init="copy")],
+            [Drop(1), Drop(2), Swap(1, 3), Move(0, 3)],
+        ),
+    ],
+)
+def test_one_output_that_is_used_behind_the_last_layer_stays_that_of_its_layer(
+    model: type[Beside], edits: list[Edit], refused: list[Edit]
+) -> None:
+    kind = kind_of(model)
+    for edit in edits:
+        with relay_of(kind) as relay:
+            relay.step(kind.make_batch(4))
+            layers = list(relay.model.layers)
+            relay.apply(edit)
+            moved, tapped = list(relay.model.layers), model.at_layer
+            assert moved[tapped] is layers[tapped] and relay.verify(kind.make_batch(4)).equal
+    with relay_of(kind) as relay:
+        relay.step(kind.make_batch(4))
+        for edit in refused:
+            assert_refused(relay, edit, "uses the output of layers.1 too, and .* of the same layers.*force=True leaves")
+        relay.apply(Drop(1), force=True)
+        assert relay.verify(kind.make_batch(4)).equal
+
+
 @pytest.mark.parametrize("edit", [Drop(1), Swap(0, 2)], ids=repr)
 def test_force_leaves_the_weights_at_their_positions(edit: Edit) -> None:
     assert_equal_to_a_list_by_hand(Summed, edit, force=True)
@@ -224,6 +275,15 @@ class Sliced(Beside):
         return h
 
 
+class ScaledByDepth(Beside):
+    """Uses the number of its layers behind them."""
+
+    def walk(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h)
+        return torch.cat([h[..., :1] * len(self.layers), h[..., 1:]], -1)
+
+
 class Tapped(Beside):
     """Adds the output of the second layer once more."""
 
@@ -231,12 +291,16 @@ class Tapped(Beside):
         outputs = [h]
         for layer in self.layers:
             outputs.append(layer(outputs[-1]))
-        return outputs[-1] + 0.4 * outputs[2]
+        return outputs[-1] + outputs[2]
 
 
 @pytest.mark.parametrize(
     ("made", "edit", "match"),
-    [(Sliced, Insert(2, init="copy"), "would not run layers.4"), (Tapped, Insert(0), "would not keep the model's")],
+    [
+        (Sliced, Insert(2, init="copy"), "would not run layers.4"),
+        (ScaledByDepth, Insert(0), "would not keep the model's"),
+        (Tapped, Insert(0), "uses the output of layers.1 too"),
+    ],
 )
 def test_edits_that_passed_do_not_vouch_for_others(made: type[Chain], edit: Edit, match: str) -> None:
     kind = kind_of(made)
