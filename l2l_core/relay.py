@@ -144,7 +144,8 @@ class Relay:
         device: "auto" (a GPU if PyTorch finds one, else "cpu"), "cpu" (emulated, no limits), "cuda", "cuda:n", a
             `torch.device` with such a name, or a Device.
         layers: modules or dotted names, or a mapping from keys to them. Default: `find_layers(model)`.
-        loss: ``loss(outputs, batch) -> scalar``, or ``(scalar, extras)`` for `StepResult.extras`. Default: ``outputs.loss``.
+        loss: ``loss(outputs, batch) -> scalar``, or ``(scalar, extras)`` for `StepResult.extras`. Default: ``outputs.loss``, or
+            the outputs themselves if they are one scalar.
         objective: ``objective(model, micro_batch) -> scalar`` or ``(scalar, extras)``, instead of calling the model and `loss`.
         weight: weight of a micro-batch in the mean loss. Default: measured before the first step, see `loss_normaliser.py`: rows,
             targets other than -100, shifted or not, or a sum. A weighted mean (``cross_entropy(weight=...)``) needs it: the

@@ -119,7 +119,7 @@ class ModelCall:
         if self._loss is not None:
             with _explained(self._loss, _LOSS_CALL, outputs, micro_batch):
                 return split_extras(self._loss(outputs, micro_batch), "loss(outputs, batch)")
-        return _check_scalar(_loss_of(outputs), "outputs.loss"), None
+        return _check_scalar(_loss_of(outputs, micro_batch), "outputs.loss"), None
 
     def loss_modules(self) -> list[nn.Module]:
         """Return the modules that the loss or the objective uses beside the model, such as metrics or a teacher."""
@@ -236,14 +236,24 @@ def _check_arguments(batch: Any) -> None:
         )
 
 
-def _loss_of(outputs: Any) -> Any:
+def _loss_of(outputs: Any, micro_batch: Any) -> Any:
+    """Return the loss among a model's outputs: the field `loss`, or the outputs themselves if they are one floating scalar."""
+    if _is_scalar(outputs):
+        return outputs
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if loss is None:
-        raise ValueError(
-            f"the model's output ({type(outputs).__name__}) has no .loss: put labels into the batch, or pass "
-            "loss=lambda outputs, batch: ... or objective=lambda model, micro_batch: ..."
-        )
-    return loss
+    if loss is not None:
+        return loss
+    call = "model(**batch)" if isinstance(micro_batch, Mapping) else "model(*batch)"
+    remedy = f"put labels into the batch, or pass loss=lambda outputs, batch: ..., or objective=lambda model, batch: {call}..."
+    if isinstance(outputs, Mapping) and outputs and all(map(_is_scalar, outputs.values())):
+        remedy = f"if the loss is their sum, pass objective=lambda model, batch: sum({call}.values())"
+    elif isinstance(outputs, Sequence) and (at := [i for i, each in enumerate(outputs) if _is_scalar(each)]):
+        remedy = f"if it is the scalar at {at[0]}, pass objective=lambda model, batch: {call}[{at[0]}]"
+    raise ValueError(f"the model's output ({type(outputs).__name__}) has no .loss: {remedy}")
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
 
 
 def split_extras(result: Any, source: str) -> tuple[torch.Tensor, Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from l2l_core import Relay
 from l2l_core.batches.batch import BatchRows
@@ -51,6 +53,56 @@ def test_without_a_loss_everything_goes_to_the_model() -> None:
     assert ModelCall(model).outputs(model, ("x", "m")).mask == "m"
     with pytest.raises(TypeError, match="target"):
         ModelCall(model).outputs(model, {"x": 1, "target": 2})
+
+
+class WithLoss(nn.Module):
+    """Computes its loss, and returns it in some form."""
+
+    def __init__(self, form: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        self.form = form
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        outputs = self.layers(x)
+        return self.form(outputs, nn.functional.mse_loss(outputs, y))
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(
+    ("form", "remedy"),
+    [
+        (lambda outputs, loss: loss, ""),
+        (lambda outputs, loss: {"loss": loss}, ""),
+        (lambda outputs, loss: (outputs, loss), r"has no .loss: if it is the scalar at 1, pass (objective=.*\[1\])"),
+        (
+            lambda outputs, loss: {"a": loss, "b": 2 * loss},
+            r"if the loss is their sum, pass (objective=.*values\(\)\))",
+        ),
+    ],
+)
+def test_a_loss_that_the_model_returns_is_used_or_the_remedy_works(form: Any, remedy: str, named: bool) -> None:
+    x = torch.randn(4, 4)
+    batch = {"x": x, "y": x.sin()} if named else (x, x.sin())
+    model = WithLoss(form)
+    plain = copy.deepcopy(model)
+    plain.form = lambda outputs, loss: loss + 2 * loss if "sum" in remedy else loss
+    options = dict[str, Any]()
+    if remedy:
+        with Relay(model, device="cpu") as relay, pytest.raises(ValueError, match=remedy) as refused:
+            relay.step(batch)
+        told = re.search(remedy, str(refused.value))
+        assert told is not None
+        options["objective"] = eval(told[1].removeprefix("objective="))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with Relay(model, torch.optim.SGD(model.parameters(), lr=0.1), device="cpu", **options) as relay:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = plain(**batch) if named else plain(*batch)
+            loss.backward()
+            optimizer.step()
+            assert relay.step(batch).loss == loss.item()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 def test_a_call_with_other_arguments_says_how_a_relay_calls() -> None:
