@@ -4,13 +4,15 @@
     python benchmarks/depth_bench.py regime --seeds 0 1 2 3 4    (more seeds of one part)
     python benchmarks/depth_bench.py --width 32 --depth 4 --steps 4000    (another size)
     python benchmarks/depth_bench.py --report                    (the tables of what has been run)
+    python benchmarks/depth_bench.py --report --keep             (add what has been run to the records in the repository)
     python benchmarks/depth_bench.py --quick                     (two minutes: a test that it works, without a result)
     python benchmarks/depth_bench.py regime recipes --device cuda --width 768 --heads 12 --context 1024 --rows 32 --depth 12 \\
         --steps 100000                                           (the size of arXiv 2511.04981; not run)
 
 A GPT over bytes on the text of Python's standard library. Every run has the same rate: a warm-up, a constant rate, and a linear
 decay over the last tenth (`WarmupStableDecay`). Runs of one depth and seed share one run at constant rate; each end is a
-branch of it that decays. All parts are studies (`workbench.Study`), which continue where they stopped.
+branch of it that decays. All parts are studies (`workbench.Study`), which continue where they stopped. Seeds that are in the
+repository, in `benchmarks/depth_records`, are not run again.
 
     rates    learning rates, one seed of its own, a third of the steps: the best one of each depth is used by the other parts
     regime   1, 2, 4, ... layers up to `--depth`, at 1/16 to all of the compute of `--steps` deep steps. Is there a budget at
@@ -29,6 +31,7 @@ forward and backward of the layers that run, attention's and the shell's include
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -93,6 +96,8 @@ class DepthBench:
         self.looped = max(1, depth // LOOPS)  # layers of the looped model
         size = f"{settings.width}x{depth}-{settings.context}x{settings.rows}-{steps}"
         self.folder = Path("out", "benchmarks", "depth_bench", size)
+        self.records = Path(__file__).with_name("depth_records") / f"{size}.json"
+        self.kept: dict[str, Any] = json.loads(self.records.read_text()) if self.records.exists() else {}
         self.corpus = load_corpus()
         judged = torch.Generator().manual_seed(HELD_OUT_SEED)
         self.held_out = [draw_batch(self.corpus.held_out, settings, judged) for _ in range(2 if args.quick else 16)]
@@ -174,14 +179,28 @@ class DepthBench:
         return min(RATES, key=lambda lr: ends[f"{name}, {lr:g}"][RATE_SEED][1])
 
     def ends_in(self, part: str) -> Ends:
-        """Return compute and loss at the end of every finished run of a part."""
+        """Return compute and loss at the end of every finished run of a part, here and in the repository's records."""
+        kept = self.kept.get(part, {})
+        found: Ends = {name: {int(seed): tuple(end) for seed, end in ends.items()} for name, ends in kept.items()}
+        if not (self.folder / part / "study.json").exists():
+            return found
         study = Study.load(self.folder / part)
-        found: Ends = {name: {} for name in study.names}
         for (name, seed), rows in study.frame(seconds=False).groupby(["variant", "seed"]):
             if study.is_complete(name, seed):
                 end = rows[rows.split == "held out"].iloc[-1]
-                found[name][int(seed)] = (float(end.flop), float(end.loss))
-        return found
+                found.setdefault(name, {})[int(seed)] = (float(end.flop), float(end.loss))
+        return {name: found.get(name, {}) for name in dict.fromkeys([*study.names, *found])}
+
+    def keep(self) -> None:
+        """Add the finished runs to the records in the repository."""
+        parts = {part: self.ends_in(part) for part in (*PARTS, "mup_rates", "loop_rates") if self._has(part)}
+        self.records.parent.mkdir(exist_ok=True)
+        lines = {
+            part: {name: dict(sorted(runs.items())) for name, runs in ends.items() if runs}
+            for part, ends in parts.items()
+        }
+        self.records.write_text(json.dumps(lines, indent=1) + "\n")
+        print(f"kept in {self.records}")
 
     def _plans(self, steps: int) -> dict[str, Schedule]:
         """Return the schedules of a budget; training from scratch is in the regime."""
@@ -202,10 +221,18 @@ class DepthBench:
         self._run(part, variants, [RATE_SEED])
 
     def _run(self, part: str, variants: dict[str, Variant], seeds: Sequence[int]) -> None:
+        kept = self.kept.get(part, {})
+        left = [seed for seed in seeds if any(str(seed) not in kept.get(name, {}) for name in variants)]
+        if not left:
+            return
+        if (self.folder / part / "study.json").exists():  # a study reports the seeds that it was last run with
+            study = Study.load(self.folder / part)
+            seeds_run = study.seeds_of(study.names[0])
+            left = sorted({*left, *(s for s in seeds_run if all(study.is_complete(name, s) for name in study.names))})
         Study(
             self._make_relay,
             variants,
-            seeds=list(seeds),
+            seeds=left,
             steps=self.steps,
             batches=self._batches,
             held_out=self.held_out,
@@ -282,7 +309,7 @@ class DepthBench:
         return tables
 
     def _has(self, part: str) -> bool:
-        return (self.folder / part / "study.json").exists()
+        return part in self.kept or (self.folder / part / "study.json").exists()
 
 
 def _name(layers: int) -> str:
@@ -297,6 +324,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="in this order; default all")
     parser.add_argument("--report", action="store_true", help="train nothing")
+    parser.add_argument("--keep", action="store_true", help="add the finished runs to the repository's records")
     parser.add_argument("--quick", action="store_true", help="a tiny model, three seeds, few steps")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--width", type=int, default=16)
@@ -319,6 +347,8 @@ def main() -> None:
         for part in [] if args.report else args.parts or PARTS:
             getattr(bench, part)(args.seeds)
         tables = bench.show()
+        if args.keep:
+            bench.keep()
     report("depth_bench_quick" if args.quick else "depth_bench", {"arguments": vars(args), **tables})
 
 
