@@ -335,7 +335,7 @@ class LayerEvidence:
             if calls[stack.name].outputs is not None
             and not calls[stack.name].carries
             and stack.layers[-1] in watch.flow.result
-            and (used := [i for i, layer in enumerate(stack.layers[:-1]) if layer in watch.flow.result])
+            and (used := [i for i, layer in enumerate(stack.layers) if layer in watch.flow.result - {stack.layers[-1]}])
         }
         self._compare_positions()
         for stack in registry.stacks:
@@ -398,7 +398,10 @@ class LayerEvidence:
 
         self._runner.observe(rows, _TaskWithFlow(self._runner.objective, flow), [observe])
         registry = self._editor.registry
-        return {registry.first_name(each): {*flow.result}.intersection(each.layers[:-1]) for each in registry.stacks}
+        return {
+            registry.first_name(each): {*flow.result}.intersection(each.layers) - {each.layers[-1]}
+            for each in registry.stacks
+        }
 
     def _has_order(self, name: str, outputs: Any, used: Sequence[int]) -> bool:
         """Return whether the model's result depends on the order of the outputs at these positions of a stack.
