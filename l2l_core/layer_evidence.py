@@ -24,7 +24,6 @@ from l2l_core.surgery import (
     CodeBetweenLayers,
     DepthWatch,
     EqualOutputs,
-    OutputFlow,
     copy_outputs,
     describe_layer,
     ignored_hook_results,
@@ -47,20 +46,6 @@ class _WatchedTask:
         with self.watch.watching():
             result = self.objective(model, micro_batch)
         self.watch.flow.result = self.watch.flow.layers_in(result)
-        return result
-
-
-@dataclass(frozen=True)
-class _TaskWithFlow:
-    """Task of a pass that finds the layers of which the result is made."""
-
-    objective: Callable[[nn.Module, Any], torch.Tensor]
-    flow: OutputFlow = field(compare=False)
-
-    def __call__(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
-        with self.flow:
-            result = self.objective(model, micro_batch)
-        self.flow.result = self.flow.layers_in(result)
         return result
 
 
@@ -136,6 +121,11 @@ class _StackCalls:
         return places.pop() if len(places) == 1 else None
 
 
+def _layers_before_last(stack: Stack, used: Collection[nn.Module]) -> list[nn.Module]:
+    """Return those of some layers that are in a stack before its last one, in order."""
+    return [layer for layer in dict.fromkeys(stack.layers) if layer in used and layer is not stack.layers[-1]]
+
+
 def _version_of(leaf: Any) -> int:
     return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0
 
@@ -184,8 +174,10 @@ class LayerEvidence:
         # Rows, and the outputs that all layers of a stack return on them, by first name of the stack; by mode. Only of stacks
         # with code between layers.
         self._outputs: dict[bool, tuple[Any, dict[str, Any]]] = {}
-        # The same of stacks of which earlier outputs are used behind the last layer, with the positions of these.
+        # The same of stacks of which several outputs are used behind the last layer, with the positions of these.
         self._used_behind: dict[bool, dict[str, tuple[Any, list[int]]]] = {}
+        # Positions of layers whose outputs are used beyond their stack, by first name, where it is some of the layers; by mode.
+        self._some_used: dict[bool, dict[str, list[int]]] = {}
 
     def forms(self, units: Iterable[Unit], rows: Any) -> dict[Unit, ReturnForm]:
         """Return the forms in which stand-ins of these layers return; of layers that can have one.
@@ -216,7 +208,12 @@ class LayerEvidence:
         """
         registry, positions = self._editor.registry, self._editor.positions
         training, names = registry.model.training, map(registry.first_name, registry.stacks)
-        if self._outputs[training][1] or self._used_behind[training] or any(positions.reads.values()):
+        if (
+            self._outputs[training][1]
+            or self._used_behind[training]
+            or positions.some_used
+            or any(positions.reads.values())
+        ):
             return False
         return all((name, how) in self._tried for name in names)
 
@@ -239,11 +236,10 @@ class LayerEvidence:
         """
         positions = self._editor.positions
         names = {unit.module: unit.name for unit in self._editor.registry.layers}
-        used = positions.some_used_behind
         unlike = not all(code.has_equal_arguments for code in positions.code_between.values())
         try:
             now, (after, ran) = self.code_between() if unlike else {}, self.run(rows)
-            used_now = self._used_before_last(rows) if used else {}
+            used = self._watch(rows)[2] if positions.some_used else set[nn.Module]()
         except MemoryError:
             raise
         except Exception as error:
@@ -254,7 +250,8 @@ class LayerEvidence:
                 "layers in pairs, change both of a pair in one apply()"
             ) from error
         positions.check_arguments(now, names)
-        positions.check_used_behind(used_now)
+        stacks = {self._editor.registry.first_name(stack): stack for stack in self._editor.registry.stacks}
+        positions.check_used({name: _layers_before_last(stacks[name], used) for name in positions.some_used})
         if not ran.issuperset(self._editor.registry.layers):  # unless it draws the layers that run
             ran |= self.run(rows, _WithOtherRandom(self._runner.objective))[1]
         for stack in self._editor.registry.stacks:
@@ -300,16 +297,23 @@ class LayerEvidence:
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
-    def _collect(self, rows: Any) -> None:
-        registry, training = self._editor.registry, self._editor.registry.model.training
+    def _watch(self, rows: Any) -> tuple[DepthWatch, dict[str, _StackCalls], set[nn.Module]]:
+        """Run the model, and watch its own code.
+
+        Returns:
+            The watch, the calls by stack, and the layers whose outputs are used in the result or by layers of other stacks.
+        """
+        registry = self._editor.registry
         watch = DepthWatch(registry.model, [stack.layers for stack in registry.stacks])
         stack_of = {unit: stack for stack in registry.stacks for unit in registry.units_of(stack)}
         calls = {stack.name: _StackCalls() for stack in registry.stacks}
+        used = set[nn.Module]()
 
         def observe(call: LayerCall, forward: Callable[..., Any]) -> Callable[..., Any]:
             def observed(*args: Any, **kwargs: Any) -> Any:
                 stack = stack_of.get(call.unit)
                 made_of = watch.flow.layers_in((args, kwargs))
+                used.update(made_of.difference(stack.layers if stack else ()))
                 with watch.clock.call(call.unit.module):
                     if stack is None:
                         outputs = forward(*args, **kwargs)
@@ -323,6 +327,11 @@ class LayerEvidence:
             return observed
 
         self._runner.observe(rows, _WatchedTask(self._runner.objective, watch), [observe])
+        return watch, calls, used | watch.flow.result
+
+    def _collect(self, rows: Any) -> None:
+        registry, training = self._editor.registry, self._editor.registry.model.training
+        watch, calls, used = self._watch(rows)
         outputs = {
             registry.first_name(stack): calls[stack.name].outputs
             for stack in registry.stacks
@@ -330,12 +339,17 @@ class LayerEvidence:
         }
         self._outputs[training] = rows, {name: each for name, each in outputs.items() if each is not None}
         self._used_behind[training] = {
-            registry.first_name(stack): (calls[stack.name].outputs, used)
+            registry.first_name(stack): (calls[stack.name].outputs, at)
             for stack in registry.stacks
             if calls[stack.name].outputs is not None
             and not calls[stack.name].carries
-            and stack.layers[-1] in watch.flow.result
-            and (used := [i for i, layer in enumerate(stack.layers) if layer in watch.flow.result - {stack.layers[-1]}])
+            and len(at := [i for i, layer in enumerate(stack.layers[:-1]) if layer in watch.flow.result]) > 1
+        }
+        self._some_used[training] = {
+            registry.first_name(stack): [stack.layers.index(layer) for layer in found]
+            for stack in registry.stacks
+            if stack.layers[-1] in used
+            and 0 < len(found := _layers_before_last(stack, used)) < len({*stack.layers}) - 1
         }
         self._compare_positions()
         for stack in registry.stacks:
@@ -370,49 +384,23 @@ class LayerEvidence:
     def _compare_positions(self) -> None:
         positions, training = self._editor.positions, self._editor.registry.model.training
         positions.code_between = self.code_between()
-        positions.used_behind, positions.some_used_behind = {}, {}
-        for name, (outputs, used) in self._used_behind[training].items():
-            layers = self._editor.registry.find_stack(name).layers
-            has_order = self._has_order(name, outputs, used)
-            if has_order and len(used) > 1:
-                positions.used_behind[name] = used
-            elif has_order or len(used) < len(layers) - 1:
-                names = {unit.module: unit.name for unit in self._editor.registry.layers}
-                positions.some_used_behind[name] = {names[layers[i]]: layers[i] for i in used}
-
-    def _used_before_last(self, rows: Any) -> dict[str, set[nn.Module]]:
-        """Return, by first name of the stack, the layers but the last whose outputs the result is made of."""
-        flow = OutputFlow(running := list[nn.Module]())
-
-        def observe(call: LayerCall, forward: Callable[..., Any]) -> Callable[..., Any]:
-            def observed(*args: Any, **kwargs: Any) -> Any:
-                running.append(call.unit.module)
-                try:
-                    outputs = forward(*args, **kwargs)
-                finally:
-                    running.pop()
-                flow.mark(outputs, call.unit.module)
-                return outputs
-
-            return observed
-
-        self._runner.observe(rows, _TaskWithFlow(self._runner.objective, flow), [observe])
-        registry = self._editor.registry
-        return {
-            registry.first_name(each): {*flow.result}.intersection(each.layers) - {each.layers[-1]}
-            for each in registry.stacks
+        positions.used_behind = {
+            name: used
+            for name, (outputs, used) in self._used_behind[training].items()
+            if self._has_order(name, outputs, used)
+        }
+        positions.some_used = {
+            name: {unit.name: unit.module for i, unit in enumerate(units) if i in at}
+            for name, at in self._some_used[training].items()
+            for units in [self._editor.registry.units_of(self._editor.registry.find_stack(name))]
         }
 
     def _has_order(self, name: str, outputs: Any, used: Sequence[int]) -> bool:
-        """Return whether the model's result depends on the order of the outputs at these positions of a stack.
-
-        Of one position: whether it depends on the order of this output and the last.
-        """
+        """Return whether the model's result depends on the order of the outputs at these positions of a stack."""
         count, rows = (
             len(self._editor.registry.find_stack(name)),
             self._outputs[self._editor.registry.model.training][0],
         )
-        used = [*used, count - 1] if len(used) == 1 else used
         results = []
         for order in (used, used[::-1]):
             rolls = [order.index(i) + 1 if i in used else 0 for i in range(count)]

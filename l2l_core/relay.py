@@ -1703,7 +1703,7 @@ class Relay:
             "same function" if preserves else "shallower" if all(isinstance(edit, Drop) for edit in edits) else "deeper"
         )
         is_alike = all(code.has_equal_arguments for code in positions.code_between.values())
-        is_alike &= not positions.some_used_behind
+        is_alike &= not positions.some_used
         if is_alike and (not changes or self._evidence.follows_depth(how)):
             return
         try:

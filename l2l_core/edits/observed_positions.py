@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -29,7 +29,7 @@ class ObservedPositions:
         code_between: arguments that the model's own code gives to layers that return equal outputs, as last observed.
         used_behind: positions whose outputs the model's own code uses behind the last layer, each in another way, as last
             observed.
-        some_used_behind: layers whose outputs, and the last one's, it uses there in one way, but not those of all layers; by
+        some_used: layers before the last whose outputs are used behind it or by other stacks, unless those of all are; by
             dotted names, as last observed.
         failure: error of the last forward; None if it succeeded.
     """
@@ -37,8 +37,8 @@ class ObservedPositions:
     def __init__(self) -> None:
         self.reads: dict[str, dict[str, DepthRead]] = {}
         self.code_between: Mapping[str, CodeBetweenLayers] = {}
-        self.used_behind: dict[str, Sequence[int]] = {}
-        self.some_used_behind: dict[str, Mapping[str, nn.Module]] = {}
+        self.used_behind: Mapping[str, Sequence[int]] = {}
+        self.some_used: Mapping[str, Mapping[str, nn.Module]] = {}
         self.failure: Exception | None = None
 
     def check_move(self, model: nn.Module, stack: Stack, name: str) -> None:
@@ -104,19 +104,19 @@ class ObservedPositions:
                         f"model's own code makes it from the layer's position or from the depth. {_BOTH_READINGS}"
                     )
 
-    def check_used_behind(self, now: Mapping[str, Collection[nn.Module]]) -> None:
-        """Refuse edits, tried by now, with which the model's own code uses other layers' outputs behind the last layer.
+    def check_used(self, now: Mapping[str, Sequence[nn.Module]]) -> None:
+        """Refuse edits, tried by now, with which the model's own code uses outputs of other layers.
 
         Args:
-            now: by first name of the stack, the layers but the last whose outputs it uses with the edits.
+            now: by first name of the stack, the layers before the last whose outputs it uses with the edits, in order.
         """
-        for stack, before in self.some_used_behind.items():
-            if {*before.values()} != {*now[stack]}:
+        for stack, before in self.some_used.items():
+            if [*before.values()] != [*now[stack]]:
                 raise ValueError(
-                    f"behind the last layer, the model's own code uses the output of {', '.join(before)} too, and with these "
-                    "edits it would not be that of the same layers: it is found by its position. If that use belongs to the "
-                    "layer, make it part of it: let the layer's forward return what is used, too. If it belongs to the "
-                    "position, force=True leaves it there"
+                    f"beside that of the last layer, the model's own code uses the output of {', '.join(before)}, and with these "
+                    "edits it would not be that of the same layers in order, since it is found by its position. If that use "
+                    "belongs to the layer, let the layer's forward return what is used, too. If it belongs to the position, "
+                    "force=True leaves it there"
                 )
 
     def _unobserved_message(self, stack: Stack, names: Sequence[str]) -> str:

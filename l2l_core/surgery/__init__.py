@@ -26,7 +26,6 @@ from l2l_core.surgery.loop_numbers import loop_numbers_among as loop_numbers_amo
 from l2l_core.surgery.loop_numbers import numbers_around as numbers_around
 from l2l_core.surgery.loop_numbers import record_calls as record_calls
 from l2l_core.surgery.loop_numbers import set_numbers as set_numbers
-from l2l_core.surgery.output_flow import OutputFlow as OutputFlow
 from l2l_core.surgery.stack_context import possible_depth_reads as possible_depth_reads
 from l2l_core.surgery.trial_runs import CallSample as CallSample
 from l2l_core.surgery.trial_runs import capture_samples as capture_samples
