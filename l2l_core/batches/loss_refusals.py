@@ -113,7 +113,7 @@ def unknown_error(table: str, error: float) -> ValueError:
     return ValueError(
         f"the items over which the loss is a mean cannot be determined, and micro-batches have unequal counts of them ({table}): "
         f"the loss of a few rows together is not the mean of their losses under any of these (off by {error:.2g} or "
-        f"more). A sum of several means has no such mean. {_REMEDY}"
+        f"more). A sum of several means has no such mean: {_TOGETHER}. {_REMEDY}"
     )
 
 

@@ -85,13 +85,18 @@ def target_trials(rows: RowsOfBatch, counts: CandidateCounts, kinds: Sequence[st
     for name, column in rows.columns():
         if not has_rows(column) or column.ndim < 2 or not is_integer(column) or bool((column != IGNORE_INDEX).all()):
             continue
-        kept = {row: masks for row in _best_rows(column) if (masks := _target_masks(column[row])) is not None}
+        best = _best_rows(column)
+        kept = {row: masks for row in best if (masks := _target_masks(column[row])) is not None}
         for row, (few, more) in kept.items():
             yield LossTrial(_mask_targets(rows, counts, name, (row, row), (few, more)))
-        if len(kept) == 2:
-            (one, (few, more)), (other, (_, other_more)) = kept.items()
+        for one, other in [(row, other) for row in kept for other in best if other != row][:1]:
+            if (last := _last_targets(column[other], KEPT_TARGETS[1])) is None:
+                continue
+            few, more = kept[one]
+            as_many = _last_targets(column[one], int(last.sum()))
+            others = few if int(last.sum()) == KEPT_TARGETS[1] else more
             unlike, alike = (
-                _mask_targets(rows, counts, name, (one, other), (mask, other_more)) for mask in (few, more)
+                _mask_targets(rows, counts, name, (one, other), (mask, last)) for mask in (others, as_many)
             )
             yield LossTrial(unlike, alike)
 
@@ -111,12 +116,21 @@ def _target_masks(row: Any) -> tuple[Any, Any] | None:
     places = torch.as_tensor(flat).nonzero().flatten().tolist()
     if len(places) < sum(KEPT_TARGETS):
         return None
-    chosen = []
-    for kept in (places[: KEPT_TARGETS[0]], places[-KEPT_TARGETS[1] :]):
-        mask = flat & False
-        mask[kept] = True
-        chosen.append(mask.reshape(row.shape))
-    return chosen[0], chosen[1]
+    few, more = places[: KEPT_TARGETS[0]], places[-KEPT_TARGETS[1] :]
+    return _mask_at(row, few), _mask_at(row, more)
+
+
+def _last_targets(row: Any, most: int) -> Any:
+    """Return a mask of a row's last targets, without first positions, which a shift omits; None if there are none."""
+    flat = torch.as_tensor(row != IGNORE_INDEX).reshape(-1)
+    places = [place for place in flat.nonzero().flatten().tolist() if place % row.shape[-1]]
+    return _mask_at(row, places[-most:]) if places else None
+
+
+def _mask_at(row: Any, places: Sequence[int]) -> Any:
+    mask = (row != IGNORE_INDEX).reshape(-1) & False
+    mask[list(places)] = True
+    return mask.reshape(row.shape)
 
 
 def _mask_targets(

@@ -301,9 +301,8 @@ class StepExecutor(ForwardExecutor):
 
     def _is_irregular(self) -> bool:
         """Whether micro-batches call layers in different orders, so that the shell's gradients arrive out of order."""
-        # The call at which a micro-batch waits counts: it will run in the present visit.
-        orders = [[c.unit for c in f.calls] + ([f.waiting_call.unit] if f.waiting_call else []) for f in self.forwards]
-        return any(order != orders[0] for order in orders)
+        # Also calls without a gradient, which delay a micro-batch as others do. One that waits will run in the present visit.
+        return any(forward.called != self.forwards[0].called for forward in self.forwards)
 
     def _run_batch_loss(self) -> None:
         """Back-propagate one loss over the outputs of all micro-batches, then the last segment of each, in ascending k."""

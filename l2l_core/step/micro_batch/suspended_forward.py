@@ -36,6 +36,7 @@ class SuspendedForward:
 
     Attributes:
         calls: the calls that take part in backward, in order.
+        called: the layers called so far, also those without a gradient, in order.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class SuspendedForward:
         self.k = k
         self.segmenter = segmenter
         self.calls: list[LayerCall] = []
+        self.called: list[Unit] = []
         self.waiting_call: LayerCall | None = None
         self.result: Any = None
         self.done = False
@@ -135,6 +137,7 @@ class SuspendedForward:
         for last in self.calls[-1:]:
             last.suspend(self._ctx)  # it was not the last one
         self._ctx.check_call()
+        self.called.append(unit)
         with DisableTorchFunction():  # hides the engine's operations from the segmenter
             arguments = Arguments.of(unit.name, args, kwargs, self.segmenter)
             self._ctx.guard.check_arguments(arguments.tensors, self.k)

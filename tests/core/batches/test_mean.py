@@ -389,13 +389,40 @@ class TwoMeans(Around):
         return outputs
 
 
-def test_a_second_mean_over_something_else_is_refused() -> None:
+@pytest.mark.parametrize("lengths", [LENGTHS, (8, 3, 4, 2, 1, 4), (6, 1, 2, 1, 1, 2), (4, 3, 4, 2, 1, 4)])
+def test_a_second_mean_over_something_else_is_refused(lengths: Sequence[int]) -> None:
     """One divisor cannot serve both; and what of a loss does not change with the targets is not overlooked."""
-    batch = uneven() | {"score": torch.tensor([0, 1, 0, 1, 1, 0])}
+    batch = uneven(lengths) | {"score": torch.tensor([0, 1, 0, 1, 1, 0])}
     with Relay(TwoMeans(gpt()), sgd, config=THREE) as relay:
         with pytest.raises(ValueError, match="(in two parts|sum of several means).*weight="):
             relay.step(batch)
         assert relay.steps == 0
+
+
+def with_large_logits(outputs: Any, batch: Batch) -> Tensor:
+    """Cross entropy over targets, and the z-loss over all positions."""
+    tokens = F.cross_entropy(outputs.logits.flatten(0, 1), batch["target"].flatten())
+    return tokens + 0.1 * outputs.logits.logsumexp(-1).pow(2).mean()
+
+
+def test_a_second_mean_that_comes_with_padding_is_refused_and_the_remedy_is_the_whole_batch() -> None:
+    batches = [renamed(uneven((8,) * 6)), renamed(uneven((8, 3, 4, 2, 1, 4), seed=1))]
+    with Relay(gpt(), sgd, loss=with_large_logits, config=THREE) as relay:
+        relay.step(batches[0])
+        with pytest.raises(ValueError, match=r'sum of several means.*loss_over="batch" with loss='):
+            relay.step(batches[1])
+    model = gpt()
+    in_core = copy.deepcopy(model)
+    optimizer = sgd(in_core.parameters())
+    with Relay(model, sgd, loss=with_large_logits, loss_over="batch", config=THREE) as relay:
+        for batch in batches:
+            optimizer.zero_grad()
+            loss = with_large_logits(in_core(batch["input_ids"]), batch)
+            loss.backward()
+            optimizer.step()
+            assert relay.step(batch).loss == pytest.approx(loss.item(), abs=1e-6)
+    for ours, theirs in zip(model.parameters(), in_core.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "bert", "t5"])

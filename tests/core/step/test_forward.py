@@ -108,6 +108,22 @@ def test_every_micro_batch_its_own_order(stash: str) -> None:
     assert_trains(chain_of(ResidualMlp, Alone), stash, steps=6)
 
 
+class SamplesFirst(Chain):
+    """Runs its layers a random number of times without gradients, as to sample from itself, and then with them."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            for _ in range(int(torch.randint(3, ()))):
+                super().forward(*args, **kwargs)
+        return super().forward(*args, **kwargs)
+
+
+@stashes
+def test_every_micro_batch_runs_as_often_as_it_samples(stash: str) -> None:
+    """Without gradients, too, a call delays its micro-batch, and so the order in which gradients arrive."""
+    assert_trains(chain_of(ResidualMlp, SamplesFirst), stash, steps=6)
+
+
 # --- R5: exceptions --------------------------------------------------------------------------------------------------
 
 
