@@ -311,7 +311,7 @@ class RowSelection:
                 f"{where} is a nested tensor, which cannot be cut along rows: use RelayConfig(micro_batches=1), with which "
                 "nothing is cut, or pass split=lambda batch, k: ..., a function that returns k micro-batches"
             )
-        return [self._changed(value[choice], where, k) for k, choice in enumerate(self._choices)]
+        return [self._changed(_take_rows(value, choice), where, k) for k, choice in enumerate(self._choices)]
 
     def _select_library_batch(self, value: Any, count: int, where: str) -> list[Any]:
         if count != self._rows:
@@ -361,6 +361,21 @@ class RowSelection:
         if not isinstance(value, torch.Tensor):  # a tensor here has no dimensions
             refuse_hidden_tensors(value, where)
         return self._replicate(value)
+
+
+def _take_rows(value: Any, choice: RowChoice) -> Any:
+    """Return some rows of a tensor or an array; a sparse tensor, which has no slices, keeps its layout."""
+    if not isinstance(value, torch.Tensor) or value.layout not in (
+        torch.sparse_coo,
+        torch.sparse_csr,
+        torch.sparse_csc,
+    ):
+        return value[choice]
+    index = torch.arange(len(value), device=value.device)[choice]
+    if torch.equal(index, torch.arange(len(value), device=value.device)):
+        return value
+    taken = value.to_sparse_coo().index_select(0, index)
+    return taken if value.layout is torch.sparse_coo else taken.to_sparse(layout=value.layout)
 
 
 def _items(value: Any, choice: RowChoice) -> list[Any]:
