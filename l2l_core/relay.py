@@ -31,6 +31,7 @@ from l2l_core.batches import (
     Batch,
     Join,
     Loss,
+    LossError,
     LossOver,
     ModelCall,
     RowsOfBatch,
@@ -1424,7 +1425,7 @@ class Relay:
                 verified = self._step_check.run(self._compare, batch, config, kind(), reason)
             result = self._step(batch, config)
         except (RuntimeError, TypeError, ValueError) as error:
-            has_remedy = isinstance(error, TornStep | UnequalStepError | PlanError)
+            has_remedy = isinstance(error, TornStep | UnequalStepError | PlanError | LossError)
             if config.verify != "never" and not has_remedy and not self._reason_not_to_compare(config):
                 for remedy in filter(None, [find_remedy(self._compare, batch, config)]):
                     error.add_note(remedy)

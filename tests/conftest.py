@@ -6,8 +6,10 @@
 import gc
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,9 +51,27 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("no CUDA device on this machine")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Let each process of pytest-xdist begin with other files.
+
+    In a new clone every test file, and all that it imports, has to be compiled, and a process that comes later finds that done.
+    """
+    report = yield
+    here: dict[str, Any] = getattr(collector.config, "workerinput", {})
+    if here and isinstance(collector, pytest.Directory):
+        begin = len(report.result) * int(here["workerid"].removeprefix("gw")) // here["workercount"]
+        report.result = [*report.result[begin:], *report.result[:begin]]
+    return report
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Choose; and let the longest files begin, so that no worker is left alone with one of them in the end."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.path.parts)  # the same order in every process
     if changing := changing_names(item.nodeid for item in items):
         raise pytest.UsageError(f"give ids= without addresses to the parameters of {changing[0]}")
     rare = rare_cases(item.nodeid for item in items if not item.get_closest_marker("all_cases"))
@@ -59,12 +79,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.nodeid in rare:
             item.add_marker(pytest.mark.slow)
     yield  # -k and -m; what they leave is sampled
-    first = ["notebooks", "browser"]
-    items.sort(key=lambda item: first.index(item.path.parent.name) if item.path.parent.name in first else len(first))
+    items.sort(key=lambda item: _turn(item.path))
     if config.getoption("--fast"):
         taken = sample([item.nodeid for item in items])
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in taken])
         items[:] = [item for item in items if item.nodeid in taken]
+
+
+@cache
+def _turn(path: Path) -> int:
+    """Return when the tests of a file run: of notebooks, of browsers, those that start other processes, then all others."""
+    first = ["notebooks", "browser"]
+    return first.index(path.parent.name) if path.parent.name in first else len(first) + (not is_left_out(path))
 
 
 def pytest_collection_finish() -> None:

@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -205,11 +206,17 @@ def import_nodes(node: ast.AST, *, typing: bool, late: bool = True) -> Iterator[
         yield from import_nodes(child, typing=typing, late=late)
 
 
+@cache
+def imports_in(path: Path, *, typing: bool, late: bool = True) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """A file's `import_nodes`; several tests ask for them."""
+    return tuple(import_nodes(ast.parse(path.read_text(encoding="utf-8")), typing=typing, late=late))
+
+
 def imported(path: Path, modules: set[str], *, typing: bool = True, late: bool = True) -> set[str]:
     """Absolute names that a file imports; `from package import x` is `package.x` if that is a module."""
     package = module_name(path).split(".")[: None if path.name == "__init__.py" else -1]
     names = set()
-    for node in import_nodes(ast.parse(path.read_text(encoding="utf-8")), typing=typing, late=late):
+    for node in imports_in(path, typing=typing, late=late):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
             continue
@@ -409,7 +416,7 @@ def test_others_come_through_the_doors() -> None:
     strays = []
     for name, path in {**files, **files_of("workbench")}.items():
         mine = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        for node in import_nodes(ast.parse(path.read_text(encoding="utf-8")), typing=True):
+        for node in imports_in(path, typing=True):
             other = node.module if isinstance(node, ast.ImportFrom) else None
             if other in {*files} - rooms and other.rpartition(".")[0] in rooms - {mine}:
                 strays.append(f"{name} imports {other} past {other.rpartition('.')[0]}")

@@ -26,6 +26,7 @@ from l2l_core.batches.loss_normaliser import NoPeers as NoPeers
 from l2l_core.batches.loss_normaliser import Peers as Peers
 from l2l_core.batches.loss_normaliser import Weight as Weight
 from l2l_core.batches.loss_normaliser import weighted_divisors as weighted_divisors
+from l2l_core.batches.loss_refusals import LossError as LossError
 from l2l_core.batches.lru_cache import LRUCache as LRUCache
 from l2l_core.batches.objective import Loss as Loss
 from l2l_core.batches.objective import ModelCall as ModelCall

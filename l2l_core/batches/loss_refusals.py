@@ -14,7 +14,11 @@ _REMEDY = (
 )
 
 
-class UndecidedError(ValueError):
+class LossError(ValueError):
+    """The loss of the batch cannot be put together from micro-batches; no setting of a step changes that."""
+
+
+class UndecidedError(LossError):
     """The rows do not distinguish the candidates; another worker's rows may."""
 
 
@@ -30,9 +34,9 @@ def _listed(counts: Sequence[int]) -> str:
     return f"[{shown}{', ...' if len(counts) > _MAX_COUNTS_SHOWN else ''}]"
 
 
-def no_target_error(source: str) -> ValueError:
+def no_target_error(source: str) -> LossError:
     """Return the error for a batch without targets."""
-    return ValueError(
+    return LossError(
         f"the batch counts nothing ({source}): it has no target (all labels -100?), so its mean loss is not defined. Leave such "
         "batches out, or pass weight="
     )
@@ -59,18 +63,18 @@ def _figures(comparison: LossComparison) -> str:
     )
 
 
-def mixed_rows_error(comparison: LossComparison) -> ValueError:
+def mixed_rows_error(comparison: LossComparison) -> LossError:
     """Return the error for a loss that is no mean and no sum."""
-    return ValueError(
+    return LossError(
         f"{_figures(comparison)}, so it is neither a mean over rows or targets nor a sum. It mixes rows (others as negatives, "
         "pairs of views), or the batch is cut in a wrong place. Micro-batches would train on another loss than the batch. "
         f"Nothing was trained. {_CUTS}. {_TOGETHER}. {_REMEDIES}"
     )
 
 
-def mixed_outputs_error(gap: float) -> ValueError:
+def mixed_outputs_error(gap: float) -> LossError:
     """Return the error for outputs that depend on the other rows."""
-    return ValueError(
+    return LossError(
         f"the outputs of a few rows in two parts are not those of the same rows together ({100 * gap:.2g} % apart): the model "
         f"mixes rows, or the batch is cut in a wrong place. Nothing was trained. {_CUTS}. micro_batches=1 cuts nothing"
     )
@@ -108,9 +112,9 @@ def not_compared_message(why_not: str) -> str:
     )
 
 
-def unknown_error(table: str, error: float) -> ValueError:
+def unknown_error(table: str, error: float) -> LossError:
     """Return the error for a mean over unknown items."""
-    return ValueError(
+    return LossError(
         f"the items over which the loss is a mean cannot be determined, and micro-batches have unequal counts of them ({table}): "
         f"the loss of a few rows together is not the mean of their losses under any of these (off by {error:.2g} or "
         f"more). A sum of several means has no such mean: {_TOGETHER}. {_REMEDY}"

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,8 +61,13 @@ class Stumble(NamedTuple):
     sentence: str
 
 
-def texts_of_python(path: Path) -> Iterator[Text]:
-    """Docstrings, comments (adjacent lines together), and strings of four words or more."""
+@cache
+def texts_of_python(path: Path) -> tuple[Text, ...]:
+    """Docstrings, comments (adjacent lines together), and strings of four words or more; the file is read once."""
+    return tuple(_texts_of_python(path))
+
+
+def _texts_of_python(path: Path) -> Iterator[Text]:
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source)
     docstrings = set()

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig
+from l2l_core.batches import loss_normaliser
+from l2l_core.batches.loss_comparison import compare_losses
 
 ROWS, K, RATE = 16, 4, 1e-2
 Batch = dict[str, Tensor]
@@ -191,6 +193,20 @@ def test_a_loss_that_mixes_rows_is_refused_and_each_remedy_works(name: str) -> N
     trained, found = train(objective, micro_batches=1)
     assert found == pytest.approx(losses, rel=1e-5)
     assert_close(trained, whole)
+
+
+def test_a_loss_that_mixes_rows_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other settings of the step are not tried: the loss would be compared again, and refused again."""
+    compared = []
+
+    def counting(*args: Any) -> Any:
+        compared.append(args)
+        return compare_losses(*args)
+
+    monkeypatch.setattr(loss_normaliser, "compare_losses", counting)
+    with pytest.raises(ValueError, match="in two parts"):
+        train(variance)
+    assert len(compared) == 1
 
 
 def test_a_weighted_mean_is_right_with_its_weights() -> None:
