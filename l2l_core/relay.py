@@ -1684,6 +1684,7 @@ class Relay:
         """Refuse edits after which layers would get what the model keeps for the position of others; see `LayerEvidence`."""
         if not any(getattr(edit, "moves_layers", False) for edit in edits):
             return
+        self._backend.require("edit")  # else its refusal would be taken for a failure of the rows
         positions = self._editor.positions
         positions.failure = None
         try:
