@@ -260,7 +260,10 @@ class Relay:
         self._runner = Runner(
             parts, self._store, self._model_call, weight, loss_over, self._backend, self._kv_caches, settings, rule
         )
-        self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, self._runner.seed)
+        agree = partial(self._backend.gather_items, list[None](), "change the stack")
+        self._editor = Editor(
+            model, shell, units, self._store, self.host, self.device.host_empty, self._runner.seed, agree
+        )
         self._evidence = LayerEvidence(self._runner, self._editor, self._backend.gather_items)
         self._history = History(self._editor)
         self._branches = Branches(self._editor, self.host, self.device.host_empty)
@@ -1109,9 +1112,8 @@ class Relay:
             True
         """
         with self._together("switch", branch=name):
-            barrier = partial(self._backend.gather_items, [], "switch")
             with self._editing():
-                state = self._branches.switch(name, self._branch_state(), barrier)
+                state = self._branches.switch(name, self._branch_state())
                 self.config, self._runner.steps, self._history = state.config, state.steps, state.history
             self._backend.reshard(self._editor.detached.entries)
             self._editor.detached.rebook()
