@@ -104,7 +104,10 @@ class FlopCounter:
         fixed = self._fixed[case]
         flop = [forward + backward for forward, backward in zip(products.forward, products.backward, strict=True)]
         of_layers = zip(self._relay.stack, flop, products.calls, products.receive_gradient, strict=True)
-        layers = {unit.key: LayerFlop(*counts, *fixed.get(unit.key, (False, False))) for unit, *counts in of_layers}
+        layers = {
+            unit.key: LayerFlop(own, calls, receives, *fixed.get(unit.key, (False, False)))
+            for unit, own, calls, receives in of_layers
+        }
         return StepFlop(products.shell + sum(flop), layers)
 
     @property
