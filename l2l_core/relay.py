@@ -1710,16 +1710,21 @@ class Relay:
         try:
             with self._restored_state(), self._trial_edits(edits, False, 1), self._observing():
                 after, idle = self._evidence.run_edited(rows)
-        except EditedModelError:
-            try:
-                with self._observing():
-                    self._evidence.run(rows)
-            except Exception as error:
-                self._note_failed_rows(error)
-                return
-            raise
+            failure = None
+        except EditedModelError as error:
+            after, idle, failure = None, [], error
+        if failure is None and not idle and not preserves:
+            return
+        try:
+            with self._observing():
+                before, ran = self._evidence.run(rows)
+        except Exception as error:  # without the edits, too, or without them alone: nothing to compare with
+            self._note_failed_rows(error)
+            return
+        if failure is not None:
+            raise failure
         with self._observing():
-            self._evidence.check_edited(rows, after, idle, preserves)
+            self._evidence.check_edited(rows, before, ran, after, idle, preserves)
 
     def _note_failed_rows(self, error: Exception) -> None:
         self._editor.positions.failure = error
