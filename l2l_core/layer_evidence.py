@@ -261,17 +261,17 @@ class LayerEvidence:
                 self._tried.add((name, "deeper" if len(stack) > first else "shallower"))
         return after, [unit.name for unit in self._editor.registry.layers if unit not in ran]
 
-    def check_edited(self, rows: Any, after: Any, idle: Sequence[str], preserves: bool) -> None:
+    def check_edited(
+        self, rows: Any, before: Any, ran: set[Unit], after: Any, idle: Sequence[str], preserves: bool
+    ) -> None:
         """Refuse edits, undone by now, that left out a layer or changed a result that they should keep.
 
         Args:
             rows: rows on which it ran.
+            before, ran: what `run` returns on them without the edits.
             after, idle: its result, and the names of layers that did not run.
             preserves: whether the edits are to keep its function.
         """
-        if not idle and not preserves:
-            return
-        before, ran = self.run(rows)
         if idle and ran.issuperset(self._editor.registry.layers):
             self._tried.clear()
             raise ValueError(

@@ -262,7 +262,10 @@ class Relay:
         self._runner = Runner(
             parts, self._store, self._model_call, weight, loss_over, self._backend, self._kv_caches, settings, rule
         )
-        self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, self._runner.seed)
+        agree = partial(self._backend.gather_items, list[None](), "change the stack")
+        self._editor = Editor(
+            model, shell, units, self._store, self.host, self.device.host_empty, self._runner.seed, agree
+        )
         self._evidence = LayerEvidence(self._runner, self._editor, self._backend.gather_items)
         self._history = History(self._editor)
         self._branches = Branches(self._editor, self.host, self.device.host_empty)
@@ -1111,9 +1114,8 @@ class Relay:
             True
         """
         with self._together("switch", branch=name):
-            barrier = partial(self._backend.gather_items, [], "switch")
             with self._editing():
-                state = self._branches.switch(name, self._branch_state(), barrier)
+                state = self._branches.switch(name, self._branch_state())
                 self.config, self._runner.steps, self._history = state.config, state.steps, state.history
             self._backend.reshard(self._editor.detached.entries)
             self._editor.detached.rebook()
@@ -1686,6 +1688,7 @@ class Relay:
         """Refuse edits after which layers would get what the model keeps for the position of others; see `LayerEvidence`."""
         if not any(getattr(edit, "moves_layers", False) for edit in edits):
             return
+        self._backend.require("edit")  # else its refusal would be taken for a failure of the rows
         positions = self._editor.positions
         positions.failure = None
         try:
@@ -1710,16 +1713,21 @@ class Relay:
         try:
             with self._restored_state(), self._trial_edits(edits, False, 1), self._observing():
                 after, idle = self._evidence.run_edited(rows)
-        except EditedModelError:
-            try:
-                with self._observing():
-                    self._evidence.run(rows)
-            except Exception as error:
-                self._note_failed_rows(error)
-                return
-            raise
+            failure = None
+        except EditedModelError as error:
+            after, idle, failure = None, [], error
+        if failure is None and not idle and not preserves:
+            return
+        try:
+            with self._observing():
+                before, ran = self._evidence.run(rows)
+        except Exception as error:  # without the edits, too, or without them alone: nothing to compare with
+            self._note_failed_rows(error)
+            return
+        if failure is not None:
+            raise failure
         with self._observing():
-            self._evidence.check_edited(rows, after, idle, preserves)
+            self._evidence.check_edited(rows, before, ran, after, idle, preserves)
 
     def _note_failed_rows(self, error: Exception) -> None:
         self._editor.positions.failure = error

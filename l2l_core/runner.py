@@ -290,8 +290,9 @@ class Runner:
         task: PassTask,
         micro_batches: Sequence[Any],
         batch_loss: BatchLoss | None = None,
+        first: int | None = None,
     ) -> PassSpec:
-        first = self._backend.first_micro_batch(len(micro_batches))
+        first = self._backend.first_micro_batch(len(micro_batches)) if first is None else first
         seeds = [config.micro_batch_seed(self.steps, first + k) for k in range(len(micro_batches))]
         plan = PassPlan.of(config, self.pass_cache.layer_order, loss_per_micro_batch=batch_loss is None)
         return PassSpec(config, plan, task, micro_batches, seeds, batch_loss=batch_loss)
@@ -488,8 +489,11 @@ class Runner:
         prepare: Callable[[BreadthFirstRuntime], None] = _change_nothing,
         batch_loss: BatchLoss | None = None,
         mode: PassMode = "evaluation",
+        first: int | None = None,
     ) -> list[Any]:
         """Run a forward relay without gradients, in evaluation mode or in the modes that the modules are in.
+
+        Random numbers are those of micro-batch `first` of the whole batch and of the next ones; by default this worker's.
 
         Returns:
             The micro-batches' results on the host; with `batch_loss` that loss alone.
@@ -502,7 +506,7 @@ class Runner:
             config, micro_batches=len(micro_batches), meter="on_change", keep=0, schedule="breadth_first"
         )  # no backward: nothing is kept
         kind = self.kind_of(micro_batches, config)
-        spec = self._make_spec(config, task, micro_batches, batch_loss)
+        spec = self._make_spec(config, task, micro_batches, batch_loss, first)
         trace = self._backend.sign_trace(self.parts.new_trace(config, self.steps))
         try:
             # Not model.eval(), which a model may override: to merge adapters, for one
@@ -584,13 +588,18 @@ class Runner:
             raise
 
     def observe(self, rows: Any, task: PassTask, observers: Sequence[CallObserver], mode: PassMode = "present") -> Any:
-        """Run a task on a few rows with observers, and return its result; all state is as before."""
+        """Run a task on a few rows with observers, and return its result; all state is as before.
+
+        All workers run the rows of worker 0, with the same random numbers, so that they find the same and make the same passes.
+        """
 
         def prepare(runtime: BreadthFirstRuntime) -> None:
             runtime.ctx.observers.extend(observers)
 
         try:
-            return self._infer_apart([rows], task, prepare, mode=mode)[0]
+            # Also, a worker that makes another pass is an error then, and the others do not wait for it.
+            [rows, *_] = self._backend.gather_items([rows], "observe layers")
+            return self._infer_apart([rows], task, prepare, mode=mode, first=0)[0]
         except Exception as error:
             error.add_note(
                 "The relay ran a few rows, to find what the model reads by the position of a layer. Nothing was trained"

@@ -113,11 +113,10 @@ class Branches:
         self.others[self.active] = now
         self.active = name
 
-    def switch(self, name: str, now: BranchState, agree: Callable[[], object]) -> BranchState:
+    def switch(self, name: str, now: BranchState) -> BranchState:
         """Store the current state `now`, load another branch, and return the loaded state.
 
-        With several workers each block has the shards that it had when it was stored. `agree` is called as the last operation
-        that can fail; if it raises, nothing has changed.
+        With several workers each block has the shards that it had when it was stored.
 
         Raises:
             ValueError: there is no such branch.
@@ -138,7 +137,6 @@ class Branches:
             for unit in target.units:
                 if any(target.snapshots[block] is not None for block in unit.blocks):
                     editor.detached.load(unit)
-            agree()
         # Nothing can fail from here on.
         del self.others[name]
         self.others[self.active] = now  # before values are exchanged: this branch has the current ones

@@ -182,5 +182,6 @@ def transaction(editor: Editor) -> Iterator[Transaction]:
         rollbacks.callback(editor.store.storage.rollback)  # called last, when memory is restored
         yield Transaction(editor, rollbacks)
         editor.check_shared()
+        editor.agree()
         editor.commit()
         rollbacks.pop_all()  # dropped: they refer to layers that the group may have freed

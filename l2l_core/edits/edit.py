@@ -140,7 +140,7 @@ class Insert(LayerMakingEdit):
             plan = editor.layer_factory.plan_identity(new, stack, at) if self.preserves_function else None
             unit = self.make_layer(editor, new, like)
             if self.module is not None:
-                editor.layer_factory.unverified.append(unit)
+                editor.layer_factory.add_given(unit)
             if plan is not None:
                 # Before the restack, while `preceding` still has the values to transfer.
                 preceding = before[at - 1] if at else editor.registry.shell
@@ -333,7 +333,7 @@ class Replace(LayerMakingEdit):
         module = editor.layer_factory.check_module(self.module)
         with editor.load_layers(()):
             unit = self.make_layer(editor, module, before[i])
-        editor.layer_factory.unverified.append(unit)
+            editor.layer_factory.add_given(unit)
         run(restack_command(editor, stack, (*before[:i], unit, *before[i + 1 :]), {unit: before[i]}))
 
 

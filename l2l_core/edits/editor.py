@@ -36,7 +36,11 @@ from l2l_core.surgery import (
 
 
 class Editor:
-    """Editor of the stacks of one relay."""
+    """Editor of the stacks of one relay.
+
+    Args:
+        agree: returns when all workers have executed a group; raises if one has failed, after which it is undone on all.
+    """
 
     def __init__(
         self,
@@ -47,8 +51,9 @@ class Editor:
         host: Ledger,
         empty: EmptyFn,
         seed: Callable[[], int],
+        agree: Callable[[], object],
     ) -> None:
-        self.store, self._host = store, host
+        self.store, self._host, self.agree = store, host, agree
         self.registry = LayerRegistry(model, shell, layers)
         self.detached = DetachedLayers(host, empty)
         self.layer_factory = LayerFactory(self.registry, store, self.detached, empty, seed)

@@ -111,6 +111,7 @@ class History:
         except BaseException:
             remove_new_layers()
             raise
+        self._editor.layer_factory.forget_given()
         for command in group.commands:  # after the group, because a failed group restores its layers
             command.finalize(self._editor)
         preserves = all(edit.preserves_function for edit in edits)
@@ -148,7 +149,7 @@ class History:
         rollbacks = registry.snapshot_keys(), factory.snapshot_plans()
 
         def remove() -> None:
-            factory.unverified.clear()
+            factory.restore_given()
             self.free_unreachable()
             for rollback in rollbacks:  # so that the next new layer gets the same key and initial weights
                 rollback()

@@ -20,7 +20,7 @@ from l2l_core.edits.detached_layers import DetachedLayer, DetachedLayers
 from l2l_core.edits.layer_registry import LayerRegistry
 from l2l_core.edits.optimizer_state import InheritFn, ParameterSnapshot, ParamState, reshape_state, states_of
 from l2l_core.eps import LayerStore, OptimizerEntry
-from l2l_core.eps.blocks import EmptyFn, Unit, build_layer, refuse_scripted
+from l2l_core.eps.blocks import EmptyFn, Unit, build_layer, is_placeholder, refuse_scripted
 from l2l_core.eps.optimizers import rounds_weights
 from l2l_core.model import RandomState, Stack, deep_copy, preserve_random_state
 from l2l_core.surgery import check_fit, describe_layer, replace_layers
@@ -53,7 +53,7 @@ class LayerFactory:
         self._empty, self._seed, self._bf16 = empty, seed, rounds_weights(store.optimizer)
         # Runs the model on a few rows of the last batch; None before the first step.
         self.run_model: SampleRun | None = None
-        self.unverified: list[Unit] = []  # the user's modules inserted by the current group, to be checked at its end
+        self._given: dict[Unit, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # see `add_given`
         self.unstored: list[Unit] = []  # new layers whose values are not in the storage yet
         self._plans: dict[int, IdentityPlan] = {}  # the last plan by kind of layer, which is tried first
 
@@ -135,6 +135,26 @@ class LayerFactory:
         self._detached.add(DetachedLayer(unit, entries))
         self.unstored.append(unit)
         return unit
+
+    def add_given(self, unit: Unit) -> None:
+        """Note a new layer that is a module of the user, until `forget_given`.
+
+        It is checked at the end of its group. A group that fails, and one that is only tried, leave the module its values, which
+        a shelf has moved into a file by then.
+        """
+        self._given[unit] = [(param, param.data) for block in unit.blocks for param in block.params]
+
+    def restore_given(self) -> None:
+        """Restore the values of the user's modules in layers that are removed again."""
+        for values in self._given.values():
+            for param, value in values:
+                if is_placeholder(param):
+                    param.data = value
+        self._given = {}
+
+    def forget_given(self) -> None:
+        """Forget the user's modules in a group that has succeeded."""
+        self._given = {}
 
     def make_empty(self, key: str, module: nn.Module) -> Unit:
         """Return a detached layer for a save, without values, state and groups yet; it may share weights."""
@@ -230,11 +250,10 @@ class LayerFactory:
             ValueError: the model does not run; the message has the neighbours and the shapes.
         """
         registry, call = self._registry, self.run_model
-        # Without modules that later edits of the group have removed.
-        new, self.unverified = [unit for unit in self.unverified if unit in registry.layers], []
         if call is None:
             return
-        for unit in new:
+        # Without modules that later edits of the group have removed.
+        for unit in [unit for unit in self._given if unit in registry.layers]:
             stack = next(stack for stack in registry.stacks if unit.module in stack.layers)
             names = [f"{other.key} ({other.name})" for other in registry.units_of(stack)]
             check_fit(registry.model, call, stack, stack.layers.index(unit.module), names)

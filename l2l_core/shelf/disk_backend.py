@@ -54,7 +54,7 @@ _SUPPORTED = (
     *("make a step", "run forward", "evaluate", "probe", "look inside", "put traces together"),
     *("save", "take a save over", "verify", "gather weights"),
 )
-_EDITS = ("edit", "undo", "redo", "try edits", "take edits back")
+_EDITS = ("observe layers", "edit", "undo", "redo", "try edits", "take edits back")
 _REMEDIES = {
     "fit": "it might choose to load more layers ahead than the pool has room for; forecast single settings with "
     "relay.forecast(batch, config), or use fit_config before the model is made",
@@ -258,9 +258,12 @@ class DiskBackend(WorkerBackend):
         return self._workers.lost
 
     def synchronized(self, what: str, facts: FactsFn) -> AbstractContextManager[None]:
+        self.require(what)
+        return self._workers.synchronized(what, facts)
+
+    def require(self, what: str) -> None:
         if what not in (_SUPPORTED if self.count > 1 else (*_SUPPORTED, *_EDITS, "forecast")):
             self.refuse(what, _SHARDED_REMEDIES.get(what, ""))
-        return self._workers.synchronized(what, facts)
 
     def layer_keys(self, names: Sequence[str]) -> list[str]:
         """Return the keys in the folder; if it has other layers, it is refused later."""

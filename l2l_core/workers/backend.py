@@ -81,6 +81,9 @@ class WorkerBackend:
         """Run a block of code on all workers; see `WorkerGroup.synchronized`."""
         return nullcontext()
 
+    def require(self, what: str) -> None:
+        """Raise ValueError, with a remedy, if this backend cannot do the operation `what`."""
+
     def unsharded(self) -> AbstractContextManager[None]:
         """Hold every block whole in a block of code that all workers run; reentrant."""
         return nullcontext()

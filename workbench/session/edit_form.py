@@ -182,8 +182,12 @@ def _flop_change(edit: Edit, stack: Sequence[LayerRow], flop: StepFlop | None) -
         now = {layer.calls for layer in layers.values()}
         if len(now) > 1 or not isinstance(edit.count, int):
             return None, "the layers do not run equally often"
+        if not all(layer.loops_are_all for layer in layers.values()):
+            return None, "the model's own code makes products in every loop, or may do so"
         once = sum(layer.flop for layer in layers.values()) // max(1, *now)
         return (flop.total, flop.total + (edit.count - max(now)) * once), ""
+    if not all(layer.depth_is_all for layer in layers.values()):
+        return None, "the model's own code makes products for every layer, or may do so"
     sign, rows = _layer_delta(edit, stack)
     if sign > 0 and any(row.frozen for row in rows):
         return None, "the copy of a frozen layer is trained, and costs more"

@@ -238,11 +238,21 @@ def journal_state_of(journal: Sequence[JournalEntry]) -> JournalState:
 
 
 class LayerFlop(NamedTuple):
-    """Operations of one layer in a step, its calls, and whether its input gets a gradient in all of them."""
+    """Operations of one layer in a step.
+
+    Attributes:
+        flop: operations.
+        calls: calls.
+        receives_gradient: whether its input gets a gradient in all of them.
+        depth_is_all, loops_are_all: whether another number of layers in its stack, or of its loops, changes no operation outside
+            of the layers; False if that is not known.
+    """
 
     flop: int
     calls: int
     receives_gradient: bool
+    depth_is_all: bool
+    loops_are_all: bool
 
 
 @dataclass(frozen=True)

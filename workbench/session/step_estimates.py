@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from l2l_core import Relay, StepResult, Trace
 from l2l_core._torch import FakeTensorMode
 from l2l_core.batches import Batch, leaves_in, map_tensors
 from l2l_core.eps.blocks import Unit
-from l2l_core.model import deep_copy, preserve_random_state
+from l2l_core.model import deep_copy, find_stacks, preserve_random_state
+from l2l_core.surgery import find_loop_numbers, set_numbers
 from workbench.readings import batch_bytes, estimate_in_core_bytes
 from workbench.session.snapshot_values import LayerFlop, LayerRow, StepFlop
 
@@ -48,6 +50,7 @@ class Products:
     Attributes:
         forward, backward: of each layer.
         shell: forward and backward of everything outside of layers.
+        shell_forward: forward alone.
         calls: number of calls of each layer.
         receive_gradient: whether backward computes a gradient of the input in every call of each layer.
     """
@@ -55,6 +58,7 @@ class Products:
     forward: Sequence[int]
     backward: Sequence[int]
     shell: int
+    shell_forward: int
     calls: Sequence[int]
     receive_gradient: Sequence[bool]
 
@@ -72,6 +76,7 @@ class FlopCounter:
 
     def __init__(self, relay: Relay, counted: CountedShapes | None = None) -> None:
         self._relay, self._counted = relay, {} if counted is None else counted
+        self._fixed: dict[Hashable, Mapping[str, tuple[bool, bool]]] = {}  # by the same cases
 
     def count(self, batch: Batch, trace: Trace, samples: int) -> int:
         """Return the operations of a finished step.
@@ -90,25 +95,36 @@ class FlopCounter:
 
     def count_layers(self, batch: Batch, trace: Trace) -> StepFlop | None:
         """Count a step like the finished one, with all layers; None if the model cannot run without values."""
-        products = self._products_of(batch, _layers_that_ran(self._relay, trace))
+        case = self._case_of(batch, visits := _layers_that_ran(self._relay, trace))
+        products = self._products_of(batch, visits)
         if products is None:
             return None
+        if case not in self._fixed:
+            self._fixed[case] = _find_fixed_shells(self._relay, batch, products)
+        fixed = self._fixed[case]
         flop = [forward + backward for forward, backward in zip(products.forward, products.backward, strict=True)]
-        of_layers = map(LayerFlop, flop, products.calls, products.receive_gradient)
-        keys = (layer.key for layer in self._relay.stack)
-        return StepFlop(products.shell + sum(flop), dict(zip(keys, of_layers, strict=True)))
+        of_layers = zip(self._relay.stack, flop, products.calls, products.receive_gradient, strict=True)
+        layers = {
+            unit.key: LayerFlop(own, calls, receives, *fixed.get(unit.key, (False, False)))
+            for unit, own, calls, receives in of_layers
+        }
+        return StepFlop(products.shell + sum(flop), layers)
 
     @property
     def formula(self) -> str:
         """Statement of what the counts of this relay contain."""
         return FLOP_ESTIMATE if None in self._counted.values() else FLOP_FORMULA
 
-    def _products_of(self, batch: Batch, visits: Mapping[Unit, int]) -> Products | None:
-        """Return the products of a batch of this shape; None if the model cannot run without values."""
+    def _case_of(self, batch: Batch, visits: Mapping[Unit, int]) -> Hashable:
+        """Return what determines the products of a batch."""
         units = (self._relay.shell, *self._relay.stack)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves_in(batch) if isinstance(leaf, torch.Tensor))
         loops = tuple(max([1, *(visits.get(unit, 0) for unit in layers)]) for layers in self._relay.stacks.values())
-        case = shapes, loops, tuple((type(u.module), tuple(p.shape for p in u.params), u.trained) for u in units)
+        return shapes, loops, tuple((type(u.module), tuple(p.shape for p in u.params), u.trained) for u in units)
+
+    def _products_of(self, batch: Batch, visits: Mapping[Unit, int]) -> Products | None:
+        """Return the products of a batch of this shape; None if the model cannot run without values."""
+        case = self._case_of(batch, visits)
         if case not in self._counted:
             try:
                 self._counted[case] = _count_products(self._relay, batch)
@@ -140,21 +156,76 @@ class _ObjectiveCall(nn.Module):
         return self._objective(self.model, batch)
 
 
+@contextmanager
+def _on_fakes(relay: Relay, batch: Batch) -> Iterator[tuple[_ObjectiveCall, Any]]:
+    """Yield a call of a copy of the model on fake tensors, and the batch as such."""
+    with _quiet(), preserve_random_state(), FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.enable_grad():
+        yield _ObjectiveCall(_fake_copy(relay.model, fake), relay.objective), map_tensors(batch, fake.from_tensor)
+
+
 def _count_products(relay: Relay, batch: Batch) -> Products:
     names = [f"{_ObjectiveCall.__name__}.model.{unit.name}" for unit in relay.stack]
     counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
-    with _quiet(), preserve_random_state(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        call = _ObjectiveCall(_fake_copy(relay.model, fake), relay.objective)
-        fakes = map_tensors(batch, fake.from_tensor)
+    with _on_fakes(relay, batch) as (call, fakes):
         calls = [_record_calls(call.model.get_submodule(unit.name)) for unit in relay.stack]
-        with counter, torch.enable_grad():
+        with counter:
             loss = call(fakes)
-            forward = [_total(counter, name) for name in names]
+            forward, shell_forward = [_total(counter, name) for name in names], counter.get_total_flops()
             loss.backward()
     whole = [_total(counter, name) for name in names]
     backward = [after - before for after, before in zip(whole, forward, strict=True)]
-    shell = counter.get_total_flops() - sum(whole)
-    return Products(forward, backward, shell, [len(each) for each in calls], [all(each) for each in calls])
+    shell, shell_forward = counter.get_total_flops() - sum(whole), shell_forward - sum(forward)
+    receive_gradient = [all(each) for each in calls]
+    return Products(forward, backward, shell, shell_forward, [len(each) for each in calls], receive_gradient)
+
+
+def _find_fixed_shells(relay: Relay, batch: Batch, products: Products) -> Mapping[str, tuple[bool, bool]]:
+    """Return by layer whether the products outside of layers stay with another depth of its stack, and with more loops.
+
+    Found by running the copy without the last layer of each stack (twice with it, if it is the only one), and with one loop more
+    where layers run more than once. False if it fails then: the model's code may need something for every layer or loop.
+    """
+    count = dict(zip((unit.key for unit in relay.stack), products.calls, strict=True))
+    found = {}
+    for name, units in relay.stacks.items():
+        changes: list[Callable[[_ObjectiveCall, Any], None]] = [partial(_change_depth, name, units)]
+        if (loops := max(count[unit.key] for unit in units)) > 1:
+            changes.append(partial(_set_loops, name, relay, loops + 1))
+        same = [_shell_forward(relay, batch, change) == products.shell_forward for change in changes]
+        found |= {unit.key: (same[0], same[-1] and len(same) > 1) for unit in units}
+    return found
+
+
+def _shell_forward(relay: Relay, batch: Batch, change: Callable[[_ObjectiveCall, Any], None]) -> int | None:
+    """Return the products of a changed copy's forward outside of layers; None if it fails."""
+    counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
+    try:
+        with _on_fakes(relay, batch) as (call, fakes):
+            layers = {call.model.get_submodule(unit.name) for unit in relay.stack}
+            change(call, fakes)
+            names = [f"{_ObjectiveCall.__name__}.{name}" for name, module in call.named_modules() if module in layers]
+            with counter:
+                call(fakes)
+    except Exception as error:  # any of the model's own
+        _log.info("the copy with another depth, or with more loops, fails: %s: %s", type(error).__name__, error)
+        return None
+    return counter.get_total_flops() - sum(_total(counter, name) for name in names)
+
+
+def _change_depth(name: str, units: Sequence[Unit], call: _ObjectiveCall, _: Any) -> None:
+    container: Any = call.model.get_submodule(name)
+    at = int(units[-1].name.rpartition(".")[2])
+    if len(units) > 1:
+        del container[at]
+    else:
+        container.insert(at + 1, container[at])
+
+
+def _set_loops(name: str, relay: Relay, count: int, call: _ObjectiveCall, fakes: Any) -> None:
+    stacks = find_stacks(call.model, [call.model.get_submodule(unit.name) for unit in relay.stack])
+    stack = next(each for each in stacks if each.name == name)
+    _, numbers = find_loop_numbers(call.model, stack, partial(call, fakes), count)
+    set_numbers(call.model, stack, dict.fromkeys(numbers, count))
 
 
 def _record_calls(layer: nn.Module) -> list[bool]:

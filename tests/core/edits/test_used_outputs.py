@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -295,6 +296,30 @@ def test_a_layer_that_would_not_run_is_refused() -> None:
         assert_refused(relay, Insert(2, init="copy"), r"would not run layers.4.*for layer in self.layers")
         relay.apply(Swap(0, 2))
         assert relay.verify(kind.make_batch(4)).equal
+
+
+class ForFive(Beside):
+    """Fails in evaluation with the layers that it has."""
+
+    def walk(self, h: Tensor) -> Tensor:
+        if not self.training and len(self.layers) < 5:
+            raise ValueError("five layers, please")
+        for layer in self.layers[:4]:
+            h = layer(h)
+        return h
+
+
+@pytest.mark.parametrize("edit", [Insert(2, init="copy"), Drop(1)], ids=repr)
+def test_a_model_that_fails_without_the_edits_has_nothing_to_be_compared_with(
+    edit: Edit, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own error is logged and not raised."""
+    kind = replace(kind_of(ForFive), loss_over="micro-batch")  # the check of the loss runs in evaluation mode, too
+    with relay_of(kind) as relay:
+        relay.step(kind.make_batch(4))
+        relay.apply(edit)
+        assert "five layers, please" in caplog.text
+        assert relay.step(kind.make_batch(4, 1)).loss > 0
 
 
 class Sliced(Beside):

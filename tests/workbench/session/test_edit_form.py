@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from sessions import make_batches, make_relay, mse
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
-from zoo import BY_NAME, loss_of
+from zoo import BY_NAME, WIDTH, Chain, Looped, ResidualMlp, loss_of
 
 from l2l_core import (
     Delink,
@@ -163,6 +164,88 @@ def test_operations_that_are_not_known_are_left_out_with_the_reason() -> None:
         )
         assert "or they depend on values" in preview_edit(Drop("L000"), rows, {}).flop_unknown
         assert preview_edit(Freeze("L000"), rows, {}).flop_unknown == ""
+
+
+class Supervised(Chain):
+    """Deep supervision: one head on what each layer returns."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__([ResidualMlp() for _ in range(depth)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs, h = list[torch.Tensor](), self.embed(x)
+        for layer in self.layers:
+            outputs.append(h := layer(h))
+        return torch.stack([self.head(each.mean(1)) for each in outputs]).mean(0)
+
+
+class Gated(Chain):
+    """A projection for every layer, in a list beside them."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__([ResidualMlp() for _ in range(depth)])
+        self.gates = nn.ModuleList(nn.Linear(WIDTH, 1) for _ in range(depth))
+
+    def walk(self, h: torch.Tensor) -> torch.Tensor:
+        for layer, gate in zip(self.layers, self.gates, strict=False):
+            h = layer(h * torch.sigmoid(gate(h)))
+        return h
+
+
+class Mixed(Chain):
+    """A learned sum of what all layers return."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__([ResidualMlp() for _ in range(depth)])
+        self.mix = nn.Linear(depth, 1)
+
+    def walk(self, h: torch.Tensor) -> torch.Tensor:
+        outputs = [h := layer(h) for layer in self.layers]
+        return self.mix(torch.stack(outputs, -1))[..., 0]
+
+
+class Adapted(Looped):
+    """A projection in every loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter = nn.Linear(WIDTH, WIDTH)
+
+    def walk(self, h: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.n_loops):
+            h = Chain.walk(self, self.adapter(h))
+        return h
+
+
+@pytest.mark.parametrize("made", [Supervised, Gated, Mixed])
+def test_operations_that_change_outside_of_the_layers_are_not_given_as_those_of_the_step(made: Any) -> None:
+    batch = BY_NAME["chain"].make_batch(4)
+    with Relay(made(4), device=EmulatedDevice(), loss=nn.CrossEntropyLoss()) as relay:
+        flop, rows = counted(relay, batch), layer_rows(relay)
+        assert flop is not None and flop.total == counted_with_loss(made(4), batch)
+        of_layers = sum(layer.flop for layer in flop.layers.values())
+        assert flop.total - of_layers // 4 != counted_with_loss(made(3), batch)
+        for edit in (Drop("L003"), Insert(at=4, init="copy"), Duplicate("L000")):
+            outlook = preview_edit(edit, rows, {}, flop)
+            assert outlook.flop is None and "own code makes products for every layer" in outlook.flop_unknown
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_operations_of_every_loop_outside_of_the_layers_are_not_left_out(count: int) -> None:
+    batch = BY_NAME["chain"].make_batch(4)
+    with Relay(Adapted(), device=EmulatedDevice(), loss=nn.CrossEntropyLoss()) as relay:
+        flop, rows = counted(relay, batch), layer_rows(relay)
+        outlook = preview_edit(Loops(count, "layers"), rows, {}, flop)
+        assert outlook.flop is None and "own code makes products in every loop" in outlook.flop_unknown
+        relay.apply(Loops(1))
+        outlook = preview_edit(Loops(count, "layers"), rows, {}, counted(relay, batch))
+        assert outlook.flop is None and "in every loop, or may do so" in outlook.flop_unknown
+
+
+def counted_with_loss(model: nn.Module, batch: Any) -> int:
+    with FlopCounterMode(display=False) as counter:
+        nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+    return counter.get_total_flops()
 
 
 def counted(relay: Relay, batch: Any) -> StepFlop | None:
