@@ -57,6 +57,7 @@ from l2l_core.eps.blocks import (
     refuse_scripted,
     refuse_uninitialized,
     refuse_wrapped,
+    warn_of_shared_memory,
 )
 from l2l_core.eps.optimizers import (
     Findings,
@@ -207,6 +208,7 @@ class Relay:
             raise TypeError(f"model is a {type(model).__name__}: the relay takes a torch.nn.Module")
         refuse_wrapped(model)
         refuse_checkpointing(model)
+        warn_of_shared_memory(model)
         refuse_scripted(model)
         refuse_uninitialized(model)
         keys, layers = (check_keys(layers), layers.values()) if isinstance(layers, Mapping) else (None, layers)

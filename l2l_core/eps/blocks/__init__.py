@@ -27,6 +27,7 @@ from l2l_core.eps.blocks.model_checks import refuse_uninitialized as refuse_unin
 from l2l_core.eps.blocks.model_checks import refuse_wrapped as refuse_wrapped
 from l2l_core.eps.blocks.model_checks import stamps_of as stamps_of
 from l2l_core.eps.blocks.model_checks import stray_grad_message as stray_grad_message
+from l2l_core.eps.blocks.model_checks import warn_of_shared_memory as warn_of_shared_memory
 from l2l_core.eps.blocks.model_checks import weights_changed_message as weights_changed_message
 from l2l_core.eps.blocks.module_buffers import BufferKey as BufferKey
 from l2l_core.eps.blocks.module_buffers import ModuleBuffers as ModuleBuffers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -66,6 +67,7 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
 
 def check_values_in_place(block: Block) -> None:
     """Raise RuntimeError if a parameter's values are no longer those of the block."""
+    _refuse_shared_memory(block)
     for param, home, name in zip(block.params, block.host_views, block.names, strict=True):
         if param.data_ptr() != home.data_ptr() or param.dtype != home.dtype:
             raise RuntimeError(
@@ -75,6 +77,38 @@ def check_values_in_place(block: Block) -> None:
                 "or close the relay, which leaves those, and make a new one over the model as it is; leave moving to it: "
                 "Relay(..., device=...)"
             )
+
+
+_SHARED_MEMORY = (
+    "Share a copy, and write the weights into it after steps: shared = copy.deepcopy(model).share_memory(), then "
+    "shared.load_state_dict(model.state_dict())"
+)
+
+
+def _refuse_shared_memory(block: Block) -> None:
+    """Raise RuntimeError if a parameter's memory was exchanged in place, with all its views but the master."""
+    if block.local_layout is not None or block.offloaded:
+        return
+    start, itemsize = block.master.data_ptr(), block.master.element_size()
+    for param, view, piece, name in zip(block.params, block.views, block.layout.pieces, block.names, strict=True):
+        if param.numel() and view.data_ptr() != start + piece.offset * itemsize:
+            raise RuntimeError(
+                f"parameter {name} was moved into shared memory (model.share_memory()) while a relay owns it, so that updates "
+                f"would not reach it. Close the relay, and make a new one. {_SHARED_MEMORY}"
+            )
+
+
+def warn_of_shared_memory(model: nn.Module) -> None:
+    """Warn that a relay takes weights out of memory that is shared with other processes."""
+    name = next(
+        (name for name, param in model.named_parameters() if param.device.type == "cpu" and param.is_shared()), None
+    )
+    if name is not None:
+        warnings.warn(
+            f"parameter {name} is in shared memory (model.share_memory(), or it came from another process), and a relay keeps "
+            f"the weights in memory of its own: other processes see no updates. {_SHARED_MEMORY}",
+            stacklevel=4,
+        )
 
 
 def _refuse_thawed(block: Block) -> None:

@@ -70,6 +70,10 @@ class UsedGradient(torch.Tensor):
                 return cls(param, **{"dtype": args[0].dtype, "device": args[0].device, **options})
         raise RuntimeError(_MESSAGE)
 
+    def share_memory_(self) -> UsedGradient:
+        """Do nothing: ``model.share_memory()`` shares gradients, too, and there is no memory to share."""
+        return self
+
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(_MESSAGE)
 

@@ -139,6 +139,27 @@ def test_conversions_and_copies_of_the_model_go_on(convert: Callable[[nn.Module]
             assert torch.equal(param, before.to(param.dtype))
 
 
+def test_a_model_in_shared_memory_is_refused_while_a_relay_owns_it_and_the_remedy_works() -> None:
+    """Its storages are exchanged in place, so that every view of them moves, and the EPS's master does not."""
+    model = make_model()
+    with make_relay(model) as relay:
+        relay.step(BATCH)
+        model.share_memory()
+        with pytest.raises(RuntimeError, match=r"parameter 0.weight was moved into shared memory.*Share a copy"):
+            relay.step(BATCH)
+    with pytest.warns(UserWarning, match="is in shared memory .* other processes see no updates. Share a copy"):
+        make_relay(make_model().share_memory()).close()
+    with make_relay(model) as relay:
+        shared = copy.deepcopy(model).share_memory()
+        memory = [param.data_ptr() for param in shared.parameters()]
+        for _ in range(2):
+            relay.step(BATCH)
+            shared.load_state_dict(model.state_dict())
+        assert all(param.is_shared() for param in shared.parameters())
+        assert memory == [param.data_ptr() for param in shared.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), shared.parameters(), strict=True))
+
+
 def test_its_repr_says_what_it_is() -> None:
     model = make_model()
     with make_relay(model) as relay:
