@@ -23,6 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.loss import _Loss
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode_stack
@@ -131,6 +137,12 @@ def caches_parametrizations() -> bool:
 def hooks_of_all_optimizers() -> tuple[dict[int, Any], dict[int, Any]]:
     """Return the global hooks before and after any optimizer's step; without them, each part of a step runs them once."""
     return _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+
+
+def hooks_of_all_modules() -> list[Any]:
+    """Return the hooks of ``register_module_forward_hook`` and the like; without them, what they keep is not restored."""
+    hooks = _global_forward_pre_hooks, _global_forward_hooks, _global_backward_pre_hooks, _global_backward_hooks
+    return [hook for each in hooks for hook in each.values()]
 
 
 def default_store() -> Any:

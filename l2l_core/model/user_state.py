@@ -22,6 +22,7 @@ import numpy
 import torch
 from torch import nn
 
+from l2l_core._torch import hooks_of_all_modules
 from l2l_core.model.state_snapshot import HOOK_DICTS, INTERNALS, Restore, restore_all, snapshot_value
 
 _MOST_ITEMS, _MOST_OBJECTS = 100, 5_000  # a longer container holds data
@@ -147,6 +148,7 @@ def _values_of_modules(modules: Iterable[nn.Module], restores: list[Restore], fo
             yield from hooks.values() if hooks else ()
         for param in attributes["_parameters"].values():
             yield from (getattr(param, "_backward_hooks", None) or {}).values()
+    yield from hooks_of_all_modules()
 
 
 def _restore_attributes(module: nn.Module, kept: dict[str, object], for_recompute: bool) -> None:

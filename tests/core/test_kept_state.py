@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import SGD
 
 from l2l_core import Relay, RelayConfig
@@ -98,6 +99,20 @@ def of_forward(model: Any, hook: Any) -> None:
 
 def of_backward(model: Any, hook: Any) -> None:
     model.head.register_full_backward_hook(lambda module, grads, outs: tuple(map(hook, grads)))
+
+
+HANDLES: list[Any] = []  # of hooks that torch keeps for all modules
+
+
+@pytest.fixture(autouse=True)
+def remove_hooks() -> Iterator[None]:
+    yield
+    while HANDLES:
+        HANDLES.pop().remove()
+
+
+def of_all_modules(model: Any, hook: Any) -> None:
+    HANDLES.append(register_module_forward_hook(lambda module, args, out: hook(out) if module is model.head else None))
 
 
 class CountingBlock(Block):
@@ -195,6 +210,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "parameter hook": hooked(of_parameter),
     "forward hook": hooked(of_forward),
     "backward hook": hooked(of_backward),
+    "hook of all modules": hooked(of_all_modules),
     **{f"layer's {count.__name__}": layered(count) for count in (number, entry, item, tensor, namespace)},
     "loss object": loss_object,
     "optimizer class": optimizer_class,
