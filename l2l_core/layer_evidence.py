@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -130,11 +130,6 @@ def _version_of(leaf: Any) -> int:
     return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0
 
 
-def _shown(result: Any) -> str:
-    one = isinstance(result, torch.Tensor) and result.numel() == 1
-    return f"{float(result):.6g}" if one else "another tensor"
-
-
 def _is_same(a: tuple[Any, int], b: tuple[Any, int]) -> bool:
     """Return whether two arguments, with versions, are one tensor or object, or equal plain values."""
     (ours, our_version), (theirs, their_version) = a, b
@@ -147,10 +142,6 @@ def _is_same(a: tuple[Any, int], b: tuple[Any, int]) -> bool:
         return False
     same_memory = ours.data_ptr() == theirs.data_ptr() and ours.stride() == theirs.stride()
     return same_memory and ours.shape == theirs.shape and ours.dtype == theirs.dtype and our_version == their_version
-
-
-class EditedModelError(ValueError):
-    """The model failed with edits that were tried."""
 
 
 class LayerEvidence:
@@ -166,8 +157,6 @@ class LayerEvidence:
         self._runner, self._editor, self._share = runner, editor, share
         self._forms: dict[tuple[Unit, bool], ReturnForm | None] = {}  # by layer and the model's mode
         self._layers: dict[bool, list[Unit]] = {}  # those of the last evidence, by mode
-        # First names of stacks that ran with another depth, and in which way it differed
-        self._tried: set[tuple[str, Literal["deeper", "shallower", "same function"]]] = set()
         self._observed: set[tuple[str, int, bool]] = (
             set()
         )  # first names of stacks, with the number of layers and the mode
@@ -194,28 +183,23 @@ class LayerEvidence:
     def observe(self, rows: Any) -> None:
         """Record in the editor what depends on the positions of layers."""
         registry, training = self._editor.registry, self._editor.registry.model.training
-        self._editor.positions.code_between, self._editor.positions.used_behind = {}, {}  # for rows that fail
+        positions = self._editor.positions
+        positions.code_between, positions.used_behind, positions.some_used = {}, {}, {}  # for rows that fail
         if any((registry.first_name(stack), len(stack), training) not in self._observed for stack in registry.stacks):
             self._collect(rows)
         else:  # anew, since weights that were equal may have been trained
             self._compare_positions()
 
-    def follows_depth(self, how: Literal["deeper", "shallower", "same function"]) -> bool:
-        """Return whether the model only hands outputs on from layer to layer, and ran with another depth.
-
-        Args:
-            how: as the depth will change; what ran with more layers than at first does not have their number written out.
-        """
-        registry, positions = self._editor.registry, self._editor.positions
-        training, names = registry.model.training, map(registry.first_name, registry.stacks)
-        if (
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model's own code, as last observed, only hands outputs on from one layer to the next."""
+        positions, training = self._editor.positions, self._editor.registry.model.training
+        return not (
             self._outputs[training][1]
             or self._used_behind[training]
             or positions.some_used
             or any(positions.reads.values())
-        ):
-            return False
-        return all((name, how) in self._tried for name in names)
+        )
 
     def run(self, rows: Any, task: PassTask | None = None) -> tuple[Any, set[Unit]]:
         """Return the result of a task, by default the model's, on rows in evaluation mode, and the layers that ran."""
@@ -227,73 +211,14 @@ class LayerEvidence:
 
         return self._runner.observe(rows, task or self._runner.objective, [observe], mode="evaluation"), ran
 
-    def run_edited(self, rows: Any) -> tuple[Any, list[str]]:
-        """Run the model with edits that are tried; return its result, and the names of layers that did not run.
+    def run_with_other_random(self, rows: Any) -> tuple[Any, set[Unit]]:
+        """Return what `run` returns with other random numbers."""
+        return self.run(rows, _WithOtherRandom(self._runner.objective))
 
-        Raises:
-            EditedModelError: the model fails.
-            ValueError: a layer is given other arguments than when observed.
-        """
-        positions = self._editor.positions
-        names = {unit.module: unit.name for unit in self._editor.registry.layers}
-        unlike = not all(code.has_equal_arguments for code in positions.code_between.values())
-        try:
-            now, (after, ran) = self.code_between() if unlike else {}, self.run(rows)
-            used = self._watch(rows)[2] if positions.some_used else set[nn.Module]()
-        except MemoryError:
-            raise
-        except Exception as error:
-            raise EditedModelError(
-                f"with these edits the model's own code fails on rows of a batch ({type(error).__name__}: {error}). It may need "
-                "something for every position: make that a member of the layer (in its __init__: self.scale = "
-                "nn.Parameter(torch.ones(()))) and use it in the layer's forward, so that a new layer has its own. If it runs "
-                "layers in pairs, change both of a pair in one apply()"
-            ) from error
-        positions.check_arguments(now, names)
-        stacks = {self._editor.registry.first_name(stack): stack for stack in self._editor.registry.stacks}
-        positions.check_used({name: _layers_before_last(stacks[name], used) for name in positions.some_used})
-        if not ran.issuperset(self._editor.registry.layers):  # unless it draws the layers that run
-            ran |= self.run(rows, _WithOtherRandom(self._runner.objective))[1]
-        for stack in self._editor.registry.stacks:
-            name = self._editor.registry.first_name(stack)
-            first = len(self._editor.registry.first_structure.stacks[name])
-            if len(stack) != first:
-                self._tried.add((name, "deeper" if len(stack) > first else "shallower"))
-        return after, [unit.name for unit in self._editor.registry.layers if unit not in ran]
-
-    def check_edited(
-        self, rows: Any, before: Any, ran: set[Unit], after: Any, idle: Sequence[str], preserves: bool
-    ) -> None:
-        """Refuse edits, undone by now, that left out a layer or changed a result that they should keep.
-
-        Args:
-            rows: rows on which it ran.
-            before, ran: what `run` returns on them without the edits.
-            after, idle: its result, and the names of layers that did not run.
-            preserves: whether the edits are to keep its function.
-        """
-        if idle and ran.issuperset(self._editor.registry.layers):
-            self._tried.clear()
-            raise ValueError(
-                f"with these edits the model's forward would not run {', '.join(idle)}, and "
-                "without them it runs all layers. Its code may have their number written out, as range(12): let it run all "
-                "that there are, as for layer in self.layers. If it leaves layers out on purpose, force=True applies the edits"
-            )
-        if not preserves:
-            return
-        if not results_are_close(before, after):
-            if not results_are_close(before, self.run(rows, _WithOtherRandom(self._runner.objective))[0]):
-                return  # random, so that the results cannot be compared
-            raise ValueError(
-                "these edits would not keep the model's function, although the new layers return their hidden state: on rows of "
-                f"a batch its result is {_shown(after)} in place of {_shown(before)}. Its own code, or a hook, does more with "
-                "every layer than hand its output on, such as a norm, a mask or a sum of all outputs. Use init='copy' or "
-                "'fresh', with which a new layer need not be the identity; where only some layers have such a hook or mask, "
-                "like= another layer, which gives the new one its own"
-            )
-        self._tried |= {
-            (self._editor.registry.first_name(each), "same function") for each in self._editor.registry.stacks
-        }
+    def used_layers(self, rows: Any) -> dict[str, list[nn.Module]]:
+        """Return, by first name of the stack, the layers before the last whose outputs are used beyond their stack, in order."""
+        registry, (_, _, used) = self._editor.registry, self._watch(rows)
+        return {registry.first_name(stack): _layers_before_last(stack, used) for stack in registry.stacks}
 
     # -- passes --------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ Every public method holds one lock and delegates to the rooms; `runner.py` runs 
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 import threading
@@ -43,7 +42,8 @@ from l2l_core.batches import (
 )
 from l2l_core.config import RelayConfig, check_int, checked_config
 from l2l_core.devices import Device, ForkGuard, Ledger, free_bytes, resolve_device, serial_executor
-from l2l_core.edits import Branch, Branches, Drop, Edit, Editor, History, InverseEdit, JournalEntry, SampleRun
+from l2l_core.edit_check import EditCheck
+from l2l_core.edits import Branch, Branches, Edit, Editor, History, JournalEntry, SampleRun
 from l2l_core.edits import BranchState as BranchState
 from l2l_core.eps import GradientBuffers, LayerStore, Masters, Residuals, TornStep
 from l2l_core.eps.blocks import (
@@ -71,7 +71,7 @@ from l2l_core.eps.optimizers import (
     user_hooks,
     without_step_hooks,
 )
-from l2l_core.layer_evidence import EditedModelError, LayerEvidence
+from l2l_core.layer_evidence import LayerEvidence
 from l2l_core.model import (
     KVCaches,
     LayerRef,
@@ -108,7 +108,6 @@ _COMPARISON = (
 )
 _FIT_SECONDS = 30.0  # time limit of a search for settings, once it has found some
 _OPEN: WeakSet[Relay] = WeakSet()  # relays of this process that are not closed
-logger = logging.getLogger("l2l_core")
 _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
 
@@ -269,6 +268,7 @@ class Relay:
             model, shell, units, self._store, self.host, self.device.host_empty, self._runner.seed, agree
         )
         self._evidence = LayerEvidence(self._runner, self._editor, self._backend.gather_items)
+        self._edit_check = EditCheck(self._editor, self._evidence)
         self._history = History(self._editor)
         self._branches = Branches(self._editor, self.host, self.device.host_empty)
         self._step_check = StepCheck()
@@ -1687,53 +1687,16 @@ class Relay:
             yield units
 
     def _check_positions(self, edits: Sequence[Edit], rows: Any) -> None:
-        """Refuse edits after which layers would get what the model keeps for the position of others; see `LayerEvidence`."""
-        if not any(getattr(edit, "moves_layers", False) for edit in edits):
-            return
-        self._backend.require("edit")  # else its refusal would be taken for a failure of the rows
-        positions = self._editor.positions
-        positions.failure = None
-        try:
-            with self._observing():
-                self._evidence.observe(rows)
-        except Exception as error:
-            # Of the batch and not of the edit, which is refused if something may be read by position
-            self._note_failed_rows(error)
-            return
-        changes = any(getattr(edit, "changes_depth", True) for edit in edits)
-        # Not of an inverse, which removes what may have been trained since
-        preserves = all(
-            getattr(edit, "preserves_function", False) and not isinstance(edit, InverseEdit) for edit in edits
-        )
-        how = (
-            "same function" if preserves else "shallower" if all(isinstance(edit, Drop) for edit in edits) else "deeper"
-        )
-        is_alike = all(code.has_equal_arguments for code in positions.code_between.values())
-        is_alike &= not positions.some_used
-        if is_alike and (not changes or self._evidence.follows_depth(how)):
-            return
-        try:
-            with self._restored_state(), self._trial_edits(edits, False, 1), self._observing():
-                after, idle = self._evidence.run_edited(rows)
-            failure = None
-        except EditedModelError as error:
-            after, idle, failure = None, [], error
-        if failure is None and not idle and not preserves:
-            return
-        try:
-            with self._observing():
-                before, ran = self._evidence.run(rows)
-        except Exception as error:  # without the edits, too, or without them alone: nothing to compare with
-            self._note_failed_rows(error)
-            return
-        if failure is not None:
-            raise failure
-        with self._observing():
-            self._evidence.check_edited(rows, before, ran, after, idle, preserves)
+        """Refuse edits after which layers would get what the model keeps for the position of others; see `EditCheck`."""
+        if any(getattr(edit, "moves_layers", False) for edit in edits):
+            self._backend.require("edit")  # else its refusal would be taken for a failure of the rows
+            self._edit_check.check(edits, rows, self._observing, partial(self._trying, edits))
 
-    def _note_failed_rows(self, error: Exception) -> None:
-        self._editor.positions.failure = error
-        logger.warning("the rows of a batch failed, so edits are not checked for what depends on positions: %s", error)
+    @contextmanager
+    def _trying(self, edits: Sequence[Edit]) -> Iterator[None]:
+        """Make edits for a block that observes, and undo them."""
+        with self._restored_state(), self._trial_edits(edits, False, 1), self._observing():
+            yield
 
     @contextmanager
     def _observing(self) -> Iterator[None]:
