@@ -1,4 +1,4 @@
-"""Refusals of edits, tried on a few rows, after which layers would get what the model keeps for the position of others.
+"""Refusals of edits after which layers would get what the model keeps for the position of others.
 
 The rows run before the edits and with them. Refused are edits with which the model fails, leaves out a layer, gives a layer other
 arguments than before, uses the outputs of other layers, or has another result although they are to keep its function.

@@ -216,7 +216,7 @@ class LayerEvidence:
         return self.run(rows, _WithOtherRandom(self._runner.objective))
 
     def used_layers(self, rows: Any) -> dict[str, list[nn.Module]]:
-        """Return, by first name of the stack, the layers before the last whose outputs are used beyond their stack, in order."""
+        """Return, by stack, the layers before the last whose outputs are used beyond it, in order."""
         registry, (_, _, used) = self._editor.registry, self._watch(rows)
         return {registry.first_name(stack): _layers_before_last(stack, used) for stack in registry.stacks}
 

@@ -98,7 +98,7 @@ class LayerRegistry:
         return replace(self.first_structure, loops=first), replace(self.structure, loops=now)
 
     def numbers_of_depth_or_loops(self, stack: Stack) -> set[str]:
-        """Return the numbers with the name and value of the depth that may as well be numbers of loops: layers run as often."""
+        """Return numbers with the name and value of the depth that may be numbers of loops: layers run as often."""
         depth, known = len(stack), self.loops.get(self.first_name(stack), {})
         if not {self.runs[unit.key] for unit in self.units_of(stack)} <= {0, depth}:
             return set()

@@ -105,8 +105,8 @@ def warn_of_shared_memory(model: nn.Module) -> None:
     )
     if name is not None:
         warnings.warn(
-            f"parameter {name} is in shared memory (model.share_memory(), or it came from another process), and a relay keeps "
-            f"the weights in memory of its own: other processes see no updates. {_SHARED_MEMORY}",
+            f"parameter {name} is in shared memory (model.share_memory(), or another process made it), and a relay keeps "
+            f"the weights elsewhere: other processes see no updates. {_SHARED_MEMORY}",
             stacklevel=4,
         )
 
