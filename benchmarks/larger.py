@@ -2,6 +2,7 @@
 
     python benchmarks/larger.py                      (all parts)
     python benchmarks/larger.py --part experts       (one part; a later run continues where one was ended)
+    python benchmarks/larger.py --part resnet --seconds    (without the search for the largest sizes)
 
 A ResNet of growing depth, a mixture of experts with more experts per layer, and a recurrent network on longer sequences, at small
 width on the emulated device. Its memory is what plain training needs at the largest size that the paper trained without swapping:
@@ -384,8 +385,8 @@ def run_kept(
     return Steps(**tried[str(size)])
 
 
-def measure(name: str, ways: Sequence[str], again: bool) -> None:
-    """Find the largest sizes and the seconds of one part; keep the result of every try as soon as it has been run."""
+def measure(name: str, ways: Sequence[str], again: bool, seconds_alone: bool) -> None:
+    """Find the largest sizes and the seconds of one part, or seconds alone; keep every try as soon as it has been run."""
     part, path = PARTS[name], Path("out", "benchmarks", f"larger_{name}.json")
     record: dict[str, Any] = {"results": {}} if again or not path.exists() else json.loads(path.read_text())
     results = record["results"]
@@ -398,6 +399,13 @@ def measure(name: str, ways: Sequence[str], again: bool) -> None:
         found = results.setdefault(case, {"most": None, "tried": {}})
         if found["most"] is None and way in ways:
             run = partial(run_kept, found["tried"], partial(report, f"larger_{name}", record), machine, WAYS[way], rows)
+            if seconds_alone:
+                steps = {size: run(size) for size in (*part.sizes, part.plain) if case in WAYS}
+                fitting = {part.in_units(size): each.seconds for size, each in steps.items() if machine.load(each) <= 1}
+                print(
+                    f"{case}, seconds: {', '.join(f'{size} {part.unit} {each:.3g}' for size, each in fitting.items())}"
+                )
+                continue
             found["most"] = search(machine, part, run)
             print(f"{case}: {part.in_units(found['most'])} {part.unit}")
             report(f"larger_{name}", record)
@@ -430,11 +438,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--seconds", action="store_true", help="without the search for the largest sizes")
     parser.add_argument("--again", action="store_true", help="run also what out/benchmarks has the results of")
     args = parser.parse_args()
     with threads(1):
         for name in args.part:
-            measure(name, args.ways, args.again)
+            measure(name, args.ways, args.again, args.seconds)
 
 
 if __name__ == "__main__":

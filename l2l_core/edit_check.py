@@ -85,7 +85,10 @@ class EditCheck:
             self._note_failed_rows(error)
             return
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                failure = None  # else error and frame refer to each other, and the relay is not freed
         self._check_idle(idle, ran)
         if preserves:
             with observing():
@@ -123,7 +126,7 @@ class EditCheck:
                 "layers in pairs, change both of a pair in one apply()"
             ) from error
         positions.check_arguments(now, names)
-        positions.check_used(used)
+        positions.check_used(used, {registry.first_name(stack): stack for stack in registry.stacks})
         if not ran.issuperset(registry.layers):  # unless it draws the layers that run
             ran |= evidence.run_with_other_random(rows)[1]
         for stack in registry.stacks:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from l2l_core._torch import pytree
-from l2l_core.edits import Editor, LayerReturn, Place, ReturnForm, tensor_arguments
+from l2l_core.edits import Editor, LayerReturn, Place, ReturnForm, UsedOutputs, tensor_arguments
 from l2l_core.eps.blocks import Unit
 from l2l_core.model import Stack, is_cache
 from l2l_core.runner import Runner
@@ -45,7 +45,8 @@ class _WatchedTask:
     def __call__(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
         with self.watch.watching():
             result = self.objective(model, micro_batch)
-        self.watch.flow.result = self.watch.flow.layers_in(result)
+        for flow in (self.watch.flow, self.watch.hidden_flow):
+            flow.result = flow.layers_in(result)
         return result
 
 
@@ -238,7 +239,8 @@ class LayerEvidence:
             def observed(*args: Any, **kwargs: Any) -> Any:
                 stack = stack_of.get(call.unit)
                 made_of = watch.flow.layers_in((args, kwargs))
-                used.update(made_of.difference(stack.layers if stack else ()))
+                hidden_of = watch.hidden_flow.layers_in((args, kwargs))
+                used.update(hidden_of.difference(stack.layers if stack else ()))
                 with watch.clock.call(call.unit.module):
                     if stack is None:
                         outputs = forward(*args, **kwargs)
@@ -247,12 +249,14 @@ class LayerEvidence:
                         outputs = forward(*args, **kwargs)
                         calls[stack.name].end(call.unit, args, kwargs, outputs)
                 watch.flow.mark(outputs, call.unit.module)
+                last = None if stack is None else calls[stack.name].last
+                watch.hidden_flow.mark(outputs if last is None else last[1], call.unit.module)
                 return outputs
 
             return observed
 
         self._runner.observe(rows, _WatchedTask(self._runner.objective, watch), [observe])
-        return watch, calls, used | watch.flow.result
+        return watch, calls, used | watch.hidden_flow.result
 
     def _collect(self, rows: Any) -> None:
         registry, training = self._editor.registry, self._editor.registry.model.training
@@ -273,8 +277,8 @@ class LayerEvidence:
         self._some_used[training] = {
             registry.first_name(stack): [stack.layers.index(layer) for layer in found]
             for stack in registry.stacks
-            if stack.layers[-1] in used
-            and 0 < len(found := _layers_before_last(stack, used)) < len({*stack.layers}) - 1
+            for ran in [[unit.module for unit in calls[stack.name].returns]]  # a model may draw those that run
+            if ran and ran[-1] in used and 0 < len(found := _layers_before_last(stack, used)) < len(ran) - 1
         }
         self._compare_positions()
         for stack in registry.stacks:
@@ -315,7 +319,11 @@ class LayerEvidence:
             if self._has_order(name, outputs, used)
         }
         positions.some_used = {
-            name: {unit.name: unit.module for i, unit in enumerate(units) if i in at}
+            name: UsedOutputs(
+                {units[i].name: units[i].module for i in at},
+                [unit.module for unit in units],
+                in_order=name in positions.used_behind or name not in self._used_behind[training],
+            )
             for name, at in self._some_used[training].items()
             for units in [self._editor.registry.units_of(self._editor.registry.find_stack(name))]
         }

@@ -598,7 +598,8 @@ class Runner:
 
         try:
             # Also, a worker that makes another pass is an error then, and the others do not wait for it.
-            [rows, *_] = self._backend.gather_items([rows], "observe layers")
+            if self._backend.count > 1:  # clones, since a slice is sent with the memory of the whole batch
+                [rows, *_] = self._backend.gather_items([map_tensors(rows, torch.Tensor.clone)], "observe layers")
             return self._infer_apart([rows], task, prepare, mode=mode, first=0)[0]
         except Exception as error:
             error.add_note(

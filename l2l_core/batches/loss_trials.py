@@ -90,11 +90,12 @@ def target_trials(rows: RowsOfBatch, counts: CandidateCounts, kinds: Sequence[st
         for row, (few, more) in kept.items():
             yield LossTrial(_mask_targets(rows, counts, name, (row, row), (few, more)))
         for one, other in [(row, other) for row in kept for other in best if other != row][:1]:
-            if (last := _last_targets(column[other], KEPT_TARGETS[1])) is None:
-                continue
             few, more = kept[one]
-            as_many = _last_targets(column[one], int(last.sum()))
-            others = few if int(last.sum()) == KEPT_TARGETS[1] else more
+            last = kept[other][1] if other in kept else _last_targets(column[other], KEPT_TARGETS[1])
+            number = 0 if last is None else int(last.sum())
+            others, as_many = (few, more) if number == KEPT_TARGETS[1] else (more, _last_targets(column[one], number))
+            if last is None or as_many is None or int(as_many.sum()) != number:
+                continue
             unlike, alike = (
                 _mask_targets(rows, counts, name, (one, other), (mask, last)) for mask in (others, as_many)
             )
@@ -123,7 +124,8 @@ def _target_masks(row: Any) -> tuple[Any, Any] | None:
 def _last_targets(row: Any, most: int) -> Any:
     """Return a mask of a row's last targets, without first positions, which a shift omits; None if there are none."""
     flat = torch.as_tensor(row != IGNORE_INDEX).reshape(-1)
-    places = [place for place in flat.nonzero().flatten().tolist() if place % row.shape[-1]]
+    length = row.shape[-1]
+    places = [place for place in flat.nonzero().flatten().tolist() if length == 1 or place % length]
     return _mask_at(row, places[-most:]) if places else None
 
 

@@ -40,6 +40,7 @@ from l2l_core.edits.layer_registry import ModelStructure as ModelStructure
 from l2l_core.edits.loops import Looping as Looping
 from l2l_core.edits.loops import Loops as Loops
 from l2l_core.edits.loops import Unroll as Unroll
+from l2l_core.edits.observed_positions import UsedOutputs as UsedOutputs
 from l2l_core.edits.optimizer_state import ParameterSnapshot as ParameterSnapshot
 from l2l_core.edits.recipes import LOOPED_RECIPES as LOOPED_RECIPES
 from l2l_core.edits.recipes import RECIPES as RECIPES

@@ -149,21 +149,26 @@ class Editor:
                 self.registry.model, stack, name
             )
         # By its name and value a number of loops may be a depth (num_hidden_layers of ALBERT), which it does not follow.
+        found = dict[str, int]()
         if len(before) != len(after) and self.layer_factory.run_model is not None:
             unclear = self.registry.numbers_of_depth_or_loops(stack)
-            found = loop_numbers_among(self.registry.model, stack, self.layer_factory.run_model, unclear)
-            self.registry.add_loops(stack, found)
-        loops = self.registry.numbers_not_of_depth(stack)
+            names = loop_numbers_among(self.registry.model, stack, self.layer_factory.run_model, unclear)
+            found = {
+                number: value for number, value in numbers_around(self.registry.model, stack).items() if number in names
+            }
+        loops, known_loops = self.registry.numbers_not_of_depth(stack) | found, self.registry.loops
         # May raise without having changed anything, so it runs before EPS and ledger change.
         restore_model = replace_layers(self.registry.model, stack, modules, twins, force, inserted)
         self._update_store(name, before, after)
         restore_loops = set_numbers(self.registry.model, self.registry.find_stack(name), loops)
+        self.registry.add_loops(name, found)
         if not temporary:
             places = ParameterIndex(self.registry.model, self.registry.stacks)
             self.store.masters.reorder_groups(self.group_order.sort(self.store.masters.groups, places))
 
         def restore() -> None:
             restore_loops()
+            self.registry.loops = known_loops
             restore_model()
             self._update_store(name, after, before)
             # Exactly: `update_stack` makes the layers of a stack adjacent, `add_units` appends to the groups, and sorting

@@ -105,13 +105,12 @@ class LayerRegistry:
         held = numbers_around(self.model, stack)
         return {number for number in depth_numbers(self.model, stack) - known.keys() if held[number] == depth}
 
-    def add_loops(self, stack: Stack, numbers: Iterable[str]) -> None:
-        """Record that numbers with their present values are numbers of loops."""
-        name, held = self.first_name(stack), numbers_around(self.model, stack)
-        if found := {number: held[number] for number in numbers}:
+    def add_loops(self, name: str, numbers: Mapping[str, int]) -> None:
+        """Record that numbers, with these values, are numbers of loops of the stack with this first name."""
+        if numbers:
             first = self.first_structure.loops
-            first[name] = {**found, **first.get(name, {})}
-            self.loops = {**self.loops, name: {**self.loops.get(name, {}), **found}}
+            first[name] = {**numbers, **first.get(name, {})}
+            self.loops = {**self.loops, name: {**self.loops.get(name, {}), **numbers}}
 
     def numbers_not_of_depth(self, stack: Stack) -> dict[str, int]:
         """Return numbers with the name of a depth that are none, such as numbers of loops."""

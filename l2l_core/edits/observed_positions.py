@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from torch import nn
 
@@ -21,6 +22,14 @@ _BOTH_READINGS = (
 )
 
 
+class UsedOutputs(NamedTuple):
+    """Some layers of a stack, of whose outputs the model's own code uses more than the next layer gets."""
+
+    layers: Mapping[str, nn.Module]  # by dotted name
+    all_layers: Sequence[nn.Module]  # of the stack
+    in_order: bool  # whether it uses each in another way
+
+
 class ObservedPositions:
     """Things of one model that depend on the positions of layers, by first name of the stack.
 
@@ -29,8 +38,8 @@ class ObservedPositions:
         code_between: arguments that the model's own code gives to layers that return equal outputs, as last observed.
         used_behind: positions whose outputs the model's own code uses behind the last layer, each in another way, as last
             observed.
-        some_used: layers before the last whose outputs are used behind it or by other stacks, unless those of all are; by
-            dotted names, as last observed.
+        some_used: layers before the last whose outputs are used behind it or by other stacks, unless those of all are, as last
+            observed.
         failure: error of the last forward; None if it succeeded.
     """
 
@@ -38,7 +47,7 @@ class ObservedPositions:
         self.reads: dict[str, dict[str, DepthRead]] = {}
         self.code_between: Mapping[str, CodeBetweenLayers] = {}
         self.used_behind: Mapping[str, Sequence[int]] = {}
-        self.some_used: Mapping[str, Mapping[str, nn.Module]] = {}
+        self.some_used: Mapping[str, UsedOutputs] = {}
         self.failure: Exception | None = None
 
     def check_move(self, model: nn.Module, stack: Stack, name: str) -> None:
@@ -104,17 +113,22 @@ class ObservedPositions:
                         f"model's own code makes it from the layer's position or from the depth. {_BOTH_READINGS}"
                     )
 
-    def check_used(self, now: Mapping[str, Sequence[nn.Module]]) -> None:
+    def check_used(self, now: Mapping[str, Sequence[nn.Module]], stacks: Mapping[str, Stack]) -> None:
         """Refuse edits, tried by now, with which the model's own code uses outputs of other layers.
+
+        Layers that the edits remove or make do not count: of the others, those that were used must still be.
 
         Args:
             now: by first name of the stack, the layers before the last whose outputs it uses with the edits, in order.
+            stacks: the stacks with the edits.
         """
         for stack, before in self.some_used.items():
-            if [*before.values()] != [*now[stack]]:
+            used = [layer for layer in before.layers.values() if layer in stacks[stack].layers]
+            used_now = [layer for layer in now[stack] if layer in before.all_layers]
+            if used != used_now if before.in_order else {*used} != {*used_now}:
                 raise ValueError(
-                    f"beside that of the last layer, the model's own code uses the output of {', '.join(before)}, and with these "
-                    "edits it would not be that of the same layers in order, since it is found by its position. If that use "
+                    f"beside that of the last layer, the model's own code uses the output of {', '.join(before.layers)}, and "
+                    "with these edits it would not be that of the same layers, since it is found by its position. If that use "
                     "belongs to the layer, let the layer's forward return what is used, too. If it belongs to the position, "
                     "force=True leaves it there"
                 )

@@ -109,11 +109,12 @@ class DepthWatch:
     Attributes:
         clock: the layer calls so far.
         flow: the use of their outputs by the model's own code.
+        hidden_flow: the same of their hidden outputs alone, without what they return beside these.
     """
 
     def __init__(self, model: nn.Module, stacks: Sequence[Sequence[nn.Module]]) -> None:
         self.clock = LayerClock()
-        self.flow = OutputFlow(self.clock.running)
+        self.flow, self.hidden_flow = OutputFlow(self.clock.running), OutputFlow(self.clock.running)
         self._reads: Reads = defaultdict(set)
         self._kinds: dict[str, str] = {}
         self._most = _ENTRIES_PER_LAYER * max(map(len, stacks), default=0)
@@ -142,6 +143,7 @@ class DepthWatch:
                 self._record_members(path, module, undo)
             undo.enter_context(tensors)
             undo.enter_context(self.flow)
+            undo.enter_context(self.hidden_flow)
             yield
 
     def _record_containers(self, path: str, attributes: dict[str, Any], undo: ExitStack) -> None:

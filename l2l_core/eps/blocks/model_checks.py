@@ -100,9 +100,10 @@ def _refuse_shared_memory(block: Block) -> None:
 
 def warn_of_shared_memory(model: nn.Module) -> None:
     """Warn that a relay takes weights out of memory that is shared with other processes."""
-    name = next(
-        (name for name, param in model.named_parameters() if param.device.type == "cpu" and param.is_shared()), None
+    on_host = (
+        (name, param) for name, param in model.named_parameters() if not is_lazy(param) and param.device.type == "cpu"
     )
+    name = next((name for name, param in on_host if param.is_shared()), None)
     if name is not None:
         warnings.warn(
             f"parameter {name} is in shared memory (model.share_memory(), or another process made it), and a relay keeps "

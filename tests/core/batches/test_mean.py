@@ -405,6 +405,47 @@ def with_large_logits(outputs: Any, batch: Batch) -> Tensor:
     return tokens + 0.1 * outputs.logits.logsumexp(-1).pow(2).mean()
 
 
+@pytest.mark.parametrize("shape", [(6, 8), (6, 8, 1)])
+@pytest.mark.parametrize("lengths", [LENGTHS, (8, 3, 4, 2, 1, 4)])
+def test_a_second_mean_is_found_in_whatever_shape_the_targets_are(
+    shape: tuple[int, ...], lengths: Sequence[int]
+) -> None:
+    batch = uneven(lengths)
+    rows = {"x": F.one_hot(batch["input_ids"], 32).float(), "target": batch["labels"].reshape(shape)}
+
+    def two_means(outputs: Any, batch: Batch) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), batch["target"].flatten()) + outputs.square().mean()
+
+    model = Stacked()
+    with (
+        Relay(model, sgd, loss=two_means, config=THREE) as relay,
+        pytest.raises(ValueError, match="sum of several means"),
+    ):
+        relay.step(rows)
+
+
+def test_targets_in_the_first_column_alone_end_in_no_error_of_another_kind() -> None:
+    target = torch.full((4, 6, 4), IGNORED)
+    target[0, :, 0], target[1, 0, :2], target[2, 0, :3], target[3, 1, :2] = 1, 2, 0, 0
+    batch = {"x": torch.randn(4, 6, 4, 32), "target": target}
+    model = Stacked()
+    expected = F.cross_entropy(copy.deepcopy(model)(batch["x"]).flatten(0, 2), target.flatten()).item()
+    config = RelayConfig(micro_batches=2)
+    loss = lambda outputs, batch: F.cross_entropy(outputs.flatten(0, 2), batch["target"].flatten())  # noqa: E731
+    with Relay(model, sgd, loss=loss, config=config) as relay:
+        assert relay.step(batch).loss == pytest.approx(expected, abs=1e-6)
+
+
+class Stacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
 def test_a_second_mean_that_comes_with_padding_is_refused_and_the_remedy_is_the_whole_batch() -> None:
     batches = [renamed(uneven((8,) * 6)), renamed(uneven((8, 3, 4, 2, 1, 4), seed=1))]
     with Relay(gpt(), sgd, loss=with_large_logits, config=THREE) as relay:

@@ -492,6 +492,7 @@ def test_a_number_is_loops_or_depth_by_what_the_forward_does_with_it(
         assert vars(relay.model.config) == vars(deeper.make_model().config)
         assert_trains_alike(relay, built_anew(deeper, relay.model, relay.optimizer, relay.steps))
         relay.undo()
+        assert relay.loops == {}
         relay.redo()
         relay.switch("main")
         assert vars(relay.model.config) == vars(kind.make_model().config)

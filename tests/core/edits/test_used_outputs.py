@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from beside import DEPTH, Beside, assert_refused, kind_of, parameter, relay_of
-from oracle import InCore, assert_state, copy_state
+from oracle import InCore, adamw, assert_state, copy_state
 from torch import Tensor, nn
 from zoo import BY_NAME, WIDTH, Chain, ResidualMlp
 
 from l2l_core import Drop, Edit, EmulatedDevice, Insert, Move, Relay, RelayConfig, Swap
 
+ONE = RelayConfig(micro_batches=1)
 MOVES: dict[Edit, list[int]] = {
     Drop(1): [0, 2, 3],
     Swap(0, 2): [2, 1, 0, 3],
@@ -329,6 +330,75 @@ class Sliced(Beside):
         for layer in self.layers[:DEPTH]:
             h = layer(h)
         return h
+
+
+class LastThree(Beside):
+    """The mean of some outputs, in which no order matters."""
+
+    def walk(self, h: Tensor) -> Tensor:
+        outputs = list[Tensor]()
+        for layer in self.layers:
+            h = layer(h)
+            outputs.append(h)
+        return torch.stack(outputs[-3:]).mean(0)
+
+
+class Routed(ResidualMlp):
+    """Returns a loss of its router, if it has one."""
+
+    def __init__(self, has_router: bool) -> None:
+        super().__init__()
+        self.gate = parameter(WIDTH) if has_router else None
+
+    def forward(self, x: Tensor) -> Any:
+        h = super().forward(x)
+        return h, None if self.gate is None else (h * self.gate).square().mean()
+
+
+class SomeRouted(Beside):
+    """Sparse layers among dense ones, whose losses are added up behind them: these move with their layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Routed(i % 2 == 1) for i in range(DEPTH))
+
+    def walk(self, h: Tensor) -> Tensor:
+        losses = list[Tensor]()
+        for layer in self.layers:
+            h, loss = layer(h)
+            losses += [] if loss is None else [loss]
+        return h + sum(losses)
+
+
+class Drawn(Beside):
+    """Draws the layers that run, and takes the mean of what they return."""
+
+    def walk(self, h: Tensor) -> Tensor:
+        outputs = [h]
+        for layer in self.layers:
+            if not self.training or torch.rand(()) > 0.4:
+                outputs.append(layer(outputs[-1]))
+        return torch.stack(outputs).mean(0)
+
+
+@pytest.mark.parametrize(
+    ("made", "edits"),
+    [
+        (LastThree, [Swap(1, 2)]),
+        (SomeRouted, [Drop(1), Drop(2), Insert(2, like=1, init="copy"), Swap(1, 3)]),
+        (Drawn, [Swap(1, 2), Drop(3)]),
+    ],
+)
+def test_a_use_that_is_no_matter_of_positions_is_no_reason_to_refuse(made: type[Beside], edits: list[Edit]) -> None:
+    kind = kind_of(made)
+    for edit in edits:
+        model = kind.make_model()
+        with Relay(
+            model, adamw(model), EmulatedDevice(), loss=kind.loss, layers=list(model.layers), config=ONE
+        ) as relay:
+            relay.step(kind.make_batch(4))
+            relay.apply(edit)
+            relay.step(kind.make_batch(4))
 
 
 class ScaledByDepth(Beside):

@@ -147,6 +147,8 @@ def test_a_model_in_shared_memory_is_refused_while_a_relay_owns_it_and_the_remed
         model.share_memory()
         with pytest.raises(RuntimeError, match=r"parameter 0.weight was moved into shared memory.*Share a copy"):
             relay.step(BATCH)
+    with pytest.raises(ValueError, match="is not initialized, .*run one forward"):
+        Relay(nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)), nn.LazyLinear(4)), loss=nn.MSELoss())
     with pytest.warns(UserWarning, match="is in shared memory .* other processes see no updates. Share a copy"):
         make_relay(make_model().share_memory()).close()
     with make_relay(model) as relay:
