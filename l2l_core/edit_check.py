@@ -39,9 +39,8 @@ class EditCheck:
 
     def __init__(self, editor: Editor, evidence: LayerEvidence) -> None:
         self._editor, self._evidence = editor, evidence
-        self._tried: set[tuple[str, Change]] = (
-            set()
-        )  # first names of stacks that ran with another depth, and how it differed
+        # First names of stacks that ran with another depth, and how it differed
+        self._tried = set[tuple[str, Change]]()
 
     def check(self, edits: Sequence[Edit], rows: Any, observing: Block, trying: Block) -> None:
         """Raise ValueError for edits that must not be made; a warning is logged where the rows themselves fail.
@@ -73,22 +72,16 @@ class EditCheck:
         try:
             with trying():
                 after, idle = self._run_edited(rows)
-            failure = None
-        except _EditedModelError as error:
-            after, idle, failure = None, [], error
-        if failure is None and not idle and not preserves:
+        except _EditedModelError:
+            if self._run_unedited(rows, observing) is None:
+                return
+            raise
+        if not idle and not preserves:
             return
-        try:
-            with observing():
-                before, ran = self._evidence.run(rows)
-        except Exception as error:  # without the edits, too, or without them alone: nothing to compare with
-            self._note_failed_rows(error)
+        unedited = self._run_unedited(rows, observing)
+        if unedited is None:
             return
-        if failure is not None:
-            try:
-                raise failure
-            finally:
-                failure = None  # else error and frame refer to each other, and the relay is not freed
+        before, ran = unedited
         self._check_idle(idle, ran)
         if preserves:
             with observing():
@@ -100,6 +93,15 @@ class EditCheck:
         return self._evidence.is_plain and all(
             (registry.first_name(each), how) in self._tried for each in registry.stacks
         )
+
+    def _run_unedited(self, rows: Any, observing: Block) -> tuple[Any, set[Unit]] | None:
+        """Return the result without the edits, and the layers that ran; None if it fails, so that nothing can be compared."""
+        try:
+            with observing():
+                return self._evidence.run(rows)
+        except Exception as error:
+            self._note_failed_rows(error)
+            return None
 
     def _run_edited(self, rows: Any) -> tuple[Any, list[str]]:
         """Run the model with edits that are tried; return its result, and the names of layers that did not run.

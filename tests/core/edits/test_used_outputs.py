@@ -398,7 +398,8 @@ def test_a_use_that_is_no_matter_of_positions_is_no_reason_to_refuse(made: type[
         ) as relay:
             relay.step(kind.make_batch(4))
             relay.apply(edit)
-            relay.step(kind.make_batch(4))
+            assert len(relay.journal) == 1
+            assert relay.verify(kind.make_batch(4)).equal
 
 
 class ScaledByDepth(Beside):
