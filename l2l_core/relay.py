@@ -301,7 +301,7 @@ class Relay:
 
     @property
     def loops(self) -> Mapping[str, int]:
-        """How often the model's forward runs the stacks for which an edit has set it, by their names."""
+        """How often the model's forward runs the stacks for which an edit has set or found it, by their names."""
         registry = self._editor.registry
         return {s.name: max(n.values()) for s in registry.stacks if (n := registry.loops.get(registry.first_name(s)))}
 
