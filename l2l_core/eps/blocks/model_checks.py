@@ -103,7 +103,9 @@ def warn_of_shared_memory(model: nn.Module) -> None:
     on_host = (
         (name, param) for name, param in model.named_parameters() if not is_lazy(param) and param.device.type == "cpu"
     )
-    name = next((name for name, param in on_host if param.is_shared()), None)
+    # A mapped file is shared, too, and has a name
+    shared = (name for name, param in on_host if param.is_shared() and param.untyped_storage().filename is None)
+    name = next(shared, None)
     if name is not None:
         warnings.warn(
             f"parameter {name} is in shared memory (model.share_memory(), or another process made it), and a relay keeps "
