@@ -386,7 +386,7 @@ def run_kept(
 
 
 def measure(name: str, ways: Sequence[str], again: bool, seconds_alone: bool = False) -> None:
-    """Find the largest sizes and the seconds of one part, or seconds alone; keep every try as soon as it has been run."""
+    """Find the largest sizes and the seconds of a part, or seconds alone; keep every try."""
     part, path = PARTS[name], Path("out", "benchmarks", f"larger_{name}.json")
     record: dict[str, Any] = {"results": {}} if again or not path.exists() else json.loads(path.read_text())
     results = record["results"]

@@ -95,7 +95,7 @@ class EditCheck:
         )
 
     def _run_unedited(self, rows: Any, observing: Block) -> tuple[Any, set[Unit]] | None:
-        """Return the result without the edits, and the layers that ran; None if it fails, so that nothing can be compared."""
+        """Return the result without the edits, and the layers that ran; None if nothing can be compared, since it fails."""
         try:
             with observing():
                 return self._evidence.run(rows)

@@ -20,6 +20,7 @@ from workbench.session.snapshot import Snapshot
 
 WIDTH = 8
 Batch = tuple[torch.Tensor, torch.Tensor]
+SESSION_THREADS = "session", "refresh loop"
 
 
 class Layer(nn.Module):
@@ -120,6 +121,14 @@ def train(session: Session, steps: int) -> None:
 def threads_named(*names: str) -> list[str]:
     """Threads of these names that are alive."""
     return [thread.name for thread in threading.enumerate() if thread.name in names]
+
+
+@contextmanager
+def sessions_end() -> Iterator[None]:
+    """Wait in the end for the threads of the sessions that begin inside: one that stays fails its own test alone."""
+    before = set(threading.enumerate())
+    yield
+    wait_until(lambda: not [thread for thread in set(threading.enumerate()) - before if thread.name in SESSION_THREADS])
 
 
 def changes_of(now: Snapshot) -> list[tuple[int, str]]:

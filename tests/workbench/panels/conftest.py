@@ -1,4 +1,4 @@
-"""Fixtures: a small relay, its session and header panel; all threads end with them."""
+"""Fixtures: a small relay, its session and header panel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from panel_reading import shown
-from sessions import make_batches, make_relay, threads_named, wait_until
+from sessions import make_batches, make_relay
 
 from l2l_core import Relay
 from workbench.panels.header_panel import HeaderPanel
@@ -17,7 +17,6 @@ from workbench.session.session import Session
 def relay() -> Iterator[Relay]:
     with make_relay() as made:
         yield made
-    wait_until(lambda: not threads_named("session", "refresh loop"))
 
 
 @pytest.fixture
@@ -31,10 +30,3 @@ def header(session: Session) -> HeaderPanel:
     panel = HeaderPanel(session)
     shown(panel)
     return panel
-
-
-@pytest.fixture
-def threads_end() -> Iterator[None]:
-    """Wait for the threads of a session that the test creates itself."""
-    yield
-    wait_until(lambda: not threads_named("session", "refresh loop"))

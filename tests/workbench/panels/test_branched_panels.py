@@ -225,7 +225,7 @@ def too_small(budget: int) -> Session:
     return Session(make_relay(RelayConfig(micro_batches=1), device), make_batches())
 
 
-def test_settings_that_fit_have_a_button(threads_end: None) -> None:
+def test_settings_that_fit_have_a_button() -> None:
     with too_small(2_600) as session, session.relay:
         panel = HeaderPanel(session)
         session.run(2)
@@ -245,7 +245,7 @@ def test_settings_that_fit_have_a_button(threads_end: None) -> None:
         assert now.failure is None and now.step == 2
 
 
-def test_larger_device_is_suggested_as_code(threads_end: None) -> None:
+def test_larger_device_is_suggested_as_code() -> None:
     with too_small(900) as session, session.relay:
         panel = HeaderPanel(session)
         session.step()

@@ -26,7 +26,7 @@ CONFIG = RelayConfig(micro_batches=2, keep=4, resident=2, schedule="depth_first"
 
 
 @pytest.fixture
-def relay(threads_end: None) -> Iterator[Relay]:
+def relay() -> Iterator[Relay]:
     with make_relay(CONFIG, EmulatedDevice(h2d_bytes_per_s=1e6, d2h_bytes_per_s=1e6)) as made:
         yield made
 

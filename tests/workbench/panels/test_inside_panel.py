@@ -25,7 +25,7 @@ def letters(tokens: Sequence[int]) -> str:
 
 
 @pytest.fixture
-def panel(threads_end: None) -> Iterator[InsidePanel]:
+def panel() -> Iterator[InsidePanel]:
     """Panel of a decoder with four layers after two steps."""
     with make_decoder(make_gpt()) as relay, Session(relay, [make_batch(0)], decode=letters) as session:
         train(session, 2)

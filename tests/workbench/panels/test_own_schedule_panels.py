@@ -17,7 +17,7 @@ from workbench.session.session import Session
 CONFIG = RelayConfig(seed=0, micro_batches=2, verify="never", schedule=serial)
 
 
-def test_pictures_are_those_of_a_relay(threads_end: None) -> None:
+def test_pictures_are_those_of_a_relay() -> None:
     with make_relay(CONFIG) as relay, Session(relay, make_batches(), probe=False) as session:
         panels = [kind(session) for kind in (RelayPanel, TimelinePanel, MemoryPanel)]
         for schedule in (serial, relay.plan(make_batches()[0])):

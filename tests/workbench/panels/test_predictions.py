@@ -28,7 +28,7 @@ def letters(tokens: Sequence[int]) -> str:
 
 
 @pytest.fixture
-def panel(threads_end: None) -> Iterator[CardPanel]:
+def panel() -> Iterator[CardPanel]:
     """Card of the second of four layers of a decoder after two steps."""
     with (
         make_decoder(make_gpt()) as relay,

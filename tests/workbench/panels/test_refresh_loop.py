@@ -32,10 +32,8 @@ class View:
 
 @pytest.fixture
 def session() -> Iterator[Session]:
-    with make_relay() as relay:
-        with Session(relay, make_batches()) as made:
-            yield made
-        wait_until(lambda: not threads_named("session", "refresh loop"))
+    with make_relay() as relay, Session(relay, make_batches()) as made:
+        yield made
 
 
 @pytest.fixture

@@ -158,7 +158,7 @@ def test_settings_beyond_the_number_of_layers_are_shown() -> None:
         assert "The settings of the last step." in html_of(panel)
 
 
-def test_step_that_does_not_fit_has_a_suggestion(threads_end: None) -> None:
+def test_step_that_does_not_fit_has_a_suggestion() -> None:
     with make_relay(RelayConfig(seed=0, micro_batches=6, ahead=0, stash="host")) as relay:
         needed = relay.step(make_batches()[0]).peak_device_bytes
     device = EmulatedDevice(memory_bytes=int(1.2 * needed))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 from panel_reading import find, html_of, shown
 from patience import HANG_S
-from sessions import threads_named, wait_until
 from torch import nn
 
 import workbench
@@ -48,12 +47,6 @@ def make_lab(memory_bytes: int | None = None) -> Lab:
 def needs(*ways: Plain | Full) -> list[int]:
     lab = make_lab()
     return [lab.plan(way).peak_device_bytes for way in ways]
-
-
-@pytest.fixture(autouse=True)
-def threads_end() -> Iterator[None]:
-    yield
-    wait_until(lambda: not threads_named("session", "refresh loop"))
 
 
 def test_steps_by_plans_in_turn_are_plain_training() -> None:

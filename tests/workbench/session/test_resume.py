@@ -207,8 +207,9 @@ def test_nothing_is_trained_or_written_before_the_choice(tmp_path: Path) -> None
         train(session, 1)
     assert {aside / path.relative_to(folder) for path in saved} == {p for p in aside.rglob("*") if p.is_file()}
     assert [save.step for save in SaveFolder(folder).saves()] == [1]
-    with pytest.raises(ValueError, match="no session that waits"), make_relay() as relay:
-        make_session(tmp_path / "other", relay).start_afresh()
+    with make_relay() as relay, make_session(tmp_path / "other", relay) as session:
+        with pytest.raises(ValueError, match="no session that waits"):
+            session.start_afresh()
 
 
 def test_a_cell_that_is_run_again_resumes_its_own_relay(tmp_path: Path) -> None:
@@ -334,9 +335,9 @@ def test_batches_of_the_probe_that_cannot_be_saved_are_named(tmp_path: Path) -> 
         pass
 
     batches = [Own(zip(("x", "y"), batch, strict=True)) for batch in make_batches()]
-    with make_relay() as relay:
+    with make_relay() as relay, make_session(tmp_path, relay) as session:
         relay._model_call.model_call = lambda batch: relay.model(batch["x"])  # type: ignore[attr-defined]
-        saver = make_session(tmp_path, relay)._saver
+        saver = session._saver
         assert saver is not None
         saver._probe._batches = tuple(batches)
         packed, lost = saver._pack_probe({})
