@@ -18,9 +18,19 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from itertools import islice
 from typing import Any, Literal, NoReturn, Protocol, get_args
 
+import torch
+
 from l2l_core.batches.batch import RowsOfBatch
 from l2l_core.batches.containers import structure_of
-from l2l_core.batches.loss_comparison import ROUNDING, LossComparison, Measure, RunFn, compare_losses, compare_outputs
+from l2l_core.batches.loss_comparison import (
+    ROUNDING,
+    LossComparison,
+    Measure,
+    RunFn,
+    compare_losses,
+    compare_outputs,
+    find_shared_tensor,
+)
 from l2l_core.batches.loss_refusals import (
     UndecidedError,
     counts_table,
@@ -31,6 +41,7 @@ from l2l_core.batches.loss_refusals import (
     not_compared_message,
     outputs_gap_message,
     outputs_not_compared_message,
+    shared_tensor_error,
     undecided_error,
     unknown_error,
 )
@@ -242,6 +253,7 @@ class LossNormaliser:
                     gap = compare_outputs(each, max(rows.sizes(len(micro_batches))), run)
                 except _CannotRunError as error:
                     why_not = str(error)
+                    _refuse_shared_tensor(each, lambda batches: own_run(batches, False), why_not)
         if gap is None:
             warnings.warn(outputs_not_compared_message(why_not), stacklevel=2)
         elif gap > MOST_GAP:
@@ -279,6 +291,9 @@ class LossNormaliser:
                     if self._peers.count > 1 or isinstance(error, MemoryError):  # a step would not fit either
                         raise
                     why_not = f"{type(error).__name__}: {error}"
+                    _refuse_shared_tensor(
+                        rows, lambda batches: list(torch.tensor(self._measure(batches, False))), why_not
+                    )
         if comparison.gap > MOST_GAP:  # beyond noise, too
             raise mixed_rows_error(comparison)
         if not comparison.gaps:
@@ -407,6 +422,12 @@ def _describe(names: Sequence[str]) -> str:
     if SUM in names:
         return "sum"
     return "mean over rows or targets" if len(names) > 1 and ROWS in names else f"mean over {' or '.join(names)}"
+
+
+def _refuse_shared_tensor(rows: RowsOfBatch, run: Callable[[Sequence[Any]], Sequence[Any]], why_not: str) -> None:
+    """Raise ValueError if a few rows cannot be computed because a tensor that all rows share was cut."""
+    if (found := find_shared_tensor(rows, run)) is not None:
+        raise shared_tensor_error(*found, why_not)
 
 
 class _CannotRunError(RuntimeError):

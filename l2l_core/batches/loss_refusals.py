@@ -72,6 +72,15 @@ def mixed_rows_error(comparison: LossComparison) -> LossError:
     )
 
 
+def shared_tensor_error(name: str, shape: Sequence[int], why_not: str) -> LossError:
+    """Return the error for a tensor that all rows share, though it has as many entries as there are rows."""
+    return LossError(
+        f"{name} has as many entries as the batch has rows ({shape[0]}), so micro-batches would get a part of it, with which the "
+        f"model does not run ({why_not}). All rows share it: as one row it changes no result. Nothing was trained. Pass "
+        f"it as {name}[None], of shape {(1, *shape)}, which is not cut"
+    )
+
+
 def mixed_outputs_error(gap: float) -> LossError:
     """Return the error for outputs that depend on the other rows."""
     return LossError(

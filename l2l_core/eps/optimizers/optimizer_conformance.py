@@ -9,6 +9,7 @@ trial; `merge_changes` refuses it in training if the coupling shows in its setti
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -228,7 +229,7 @@ class Trial:
             try:
                 step_part(optimizer)
             except Exception as error:
-                raise _StepError(f"{self._name} cannot be used: {_why_it_fails(error)}") from error
+                raise _StepError(f"{self._name} cannot be used: {_why_it_fails(optimizer, error)}") from error
             if not torch.equal(before, torch.get_rng_state()):
                 raise ValueError(
                     f"{self._name} draws random numbers in its step: updates of one layer at a time, in another order, draw "
@@ -370,7 +371,7 @@ def _likes(params: Sequence[nn.Parameter], state: Any, noise: torch.Generator) -
     return likes
 
 
-def _why_it_fails(error: Exception) -> str:
+def _why_it_fails(optimizer: Optimizer, error: Exception) -> str:
     """Return cause and remedy of an error in a step of a copy over small weights."""
     words, what = str(error).lower(), f"a step of a copy over other weights raised {error!r}. "
     if "closure" in words or "'nonetype' object is not callable" in words:
@@ -382,6 +383,12 @@ def _why_it_fails(error: Exception) -> str:
         return (
             f"{what}It needs gradients of gradients, and a relay keeps no graph. Use an optimizer that needs none, such as "
             "torch.optim.AdamW"
+        )
+    others = [*{*inspect.signature(optimizer.step).parameters} - {"closure", "args", "kwargs"}]
+    if others and not isinstance(error, RuntimeError):  # torch's own, of shapes and devices
+        return (
+            f"{what}Its step takes {', '.join(sorted(others))}, which a relay does not pass. Use an optimizer whose step() works "
+            "without, such as torch.optim.AdamW"
         )
     return (
         f"{what}It probably keeps tensors outside of its groups and its state (lists beside param_groups?), which no copy and no "

@@ -439,3 +439,72 @@ def test_random_losses_are_right_or_refused(count: int) -> None:
             assert losses == pytest.approx(expected, rel=1e-4), (seed, terms, factors)
             assert_close(model, whole)
     assert trained > count // 5
+
+
+# -- tensors that all rows share -----------------------------------------------------------------------------------------
+
+
+class Positioned(nn.Module):
+    """As many tokens as rows: position indices, or a mask between tokens, are as long as the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.body = nn.Embedding(ROWS, 8), Stack()
+
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        x = x + self.positions(positions)
+        return self.body((x @ x.mT).masked_fill(~mask, -1e9).softmax(-1) @ x)
+
+
+def positioned_batch(seed: int) -> Batch:
+    y = classes(ROWS, ROWS, seed=seed)
+    mask = torch.ones(ROWS, ROWS, dtype=torch.bool).tril()
+    return {"x": noise(ROWS, ROWS, 8, seed=seed), "positions": torch.arange(ROWS), "mask": mask[None], "y": y}
+
+
+def token_loss(outputs: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), batch["y"].flatten())
+
+
+@pytest.mark.parametrize("name", ["positions", "mask"])
+@pytest.mark.parametrize("loss_over", [None, "batch"])
+@pytest.mark.parametrize("micro_batches", [K, ROWS])
+def test_a_tensor_that_all_rows_share_is_not_cut(name: str, loss_over: Any, micro_batches: int) -> None:
+    """With as many micro-batches as tokens each had one index, the model ran, and trained on others."""
+    shared = {"positions": torch.arange(ROWS), "mask": torch.ones(ROWS, ROWS, dtype=torch.bool).tril()}[name]
+    batches = [positioned_batch(seed) | {"positions": torch.arange(ROWS)[None]} for seed in range(3)]
+    model = model_of(Positioned)
+    oracle = copy.deepcopy(model)
+    optimizer = sgd(oracle.parameters())
+    config = RelayConfig(micro_batches=micro_batches)
+    with Relay(
+        model, sgd(model.parameters()), EmulatedDevice(), loss=token_loss, loss_over=loss_over, config=config
+    ) as relay:
+        with pytest.raises(ValueError, match=rf"batch\['{name}'\]\[None\], of shape \(1, {ROWS}") as refused:
+            relay.step(batches[0] | {name: shared})
+        assert "Nothing was trained" in str(refused.value)
+        assert all(map(torch.equal, model.state_dict().values(), oracle.state_dict().values()))
+        for batch in batches:
+            one = batch | {name: shared[None]}  # as the message says
+            optimizer.zero_grad()
+            loss = token_loss(oracle(one["x"], one["positions"], one["mask"]), one)
+            loss.backward()
+            optimizer.step()
+            assert relay.step(one).loss == pytest.approx(float(loss.detach()), rel=1e-5)
+
+
+def test_a_tensor_that_rows_need_is_not_taken_for_a_shared_one() -> None:
+    """A model that does not run with few rows says nothing of its labels and weights."""
+
+    def objective(model: nn.Module, batch: Batch) -> Tensor:
+        if len(batch["x"]) < ROWS // 2:
+            raise RuntimeError("half the rows at least")
+        losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        return (losses * batch["weight"].square()).mean()
+
+    model, batch = model_of(), batch_of() | {"weight": noise(ROWS)}
+    with Relay(
+        model, sgd(model.parameters()), EmulatedDevice(), objective=objective, config=RelayConfig(micro_batches=2)
+    ) as relay:
+        with pytest.warns(UserWarning, match="not compared .*half the rows at least"):
+            relay.step(batch)

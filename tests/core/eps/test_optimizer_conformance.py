@@ -443,6 +443,11 @@ class WantsAClosure(SGD):
         assert closure is not None, "requires closure, but it was not provided"
 
 
+class WantsTheLoss(SGD):
+    def step(self, closure: Any = None, loss: float | None = None) -> None:
+        assert loss is not None
+
+
 class DrawsNumbers(SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -583,6 +588,7 @@ class SkipsAll(SGD):
         (Wrapper, r"a wrapper around a AdamW in \.inside"),
         (TwoGradients, "two gradients per step"),
         (WantsAClosure, "one forward and backward"),
+        (WantsTheLoss, "takes loss, which a relay does not pass"),
         (DrawsNumbers, "draws random numbers"),
         (KeepsPackedTensors, r"kept is a Packed, which cannot be saved.*verify, undo, branches and saves would fail"),
         (KeepsObjects, "kept is a object, which cannot be saved"),
