@@ -508,3 +508,21 @@ def test_a_tensor_that_rows_need_is_not_taken_for_a_shared_one() -> None:
     ) as relay:
         with pytest.warns(UserWarning, match="not compared .*half the rows at least"):
             relay.step(batch)
+
+
+class InEights(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 2 and len(x) % 8:
+            raise RuntimeError("no multiple of eight")
+        return super().forward(x)
+
+
+def test_outputs_of_another_shape_are_no_sign_of_a_shared_tensor() -> None:
+    def loss(outputs: Tensor, batch: Batch) -> Tensor:
+        return F.cross_entropy(outputs, batch["y"])
+
+    model, config = model_of(InEights), RelayConfig(micro_batches=2)
+    optimizer = sgd(model.parameters())
+    with Relay(model, optimizer, EmulatedDevice(), loss=loss, loss_over="batch", config=config) as relay:
+        with pytest.warns(UserWarning, match="not compared .*no multiple of eight"):
+            relay.step({name: column for name, column in batch_of().items() if name != "other"})
