@@ -129,7 +129,7 @@ def find_shared_tensor(
         run: small batches -> losses or outputs, as tensors.
     """
     every, fewer = slice(0, rows.count), slice(0, rows.count - 1)
-    if _results(rows, run, [fewer]):
+    if _results(rows, run, [fewer]) or not (as_it_is := _results(rows, run, [every])):
         return None
     for name, column in rows.columns():
         if not isinstance(column, torch.Tensor):
@@ -138,8 +138,8 @@ def find_shared_tensor(
         def as_one_row(where: str, part: Any, _: int, name: str = name, column: torch.Tensor = column) -> Any:
             return column[None] if where == name else part
 
-        as_it_is, as_one = _results(rows, run, [every]), _results(rows, run, [every, fewer], as_one_row)
-        if as_it_is and as_one and _are_alike(as_it_is[0], as_one[0]):
+        as_one = _results(rows, run, [every, fewer], as_one_row)
+        if as_one and _are_alike(as_it_is[0], as_one[0]):
             return name, tuple(column.shape)
     return None
 
