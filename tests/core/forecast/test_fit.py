@@ -315,11 +315,10 @@ def test_a_fixed_schedule_that_does_not_fit_is_named() -> None:
 def test_the_description_has_reasons_and_the_needs_of_a_faster_step() -> None:
     kind = MODELS["gpt2"]
     batch = kind.make_batch(8, 0)
-    with relay_of(kind) as relay:
-        most = relay.fit(batch, fixed=["micro_batches"]).forecast.peak_device_bytes
-    with relay_of(kind, budget=round(0.7 * most)) as relay:
-        # With smaller micro-batches a step in core may fit, and nothing is faster.
-        found = relay.fit(batch, fixed=["micro_batches"])
+    least, _ = budgets_of("gpt2")
+    with relay_of(kind, budget=least) as relay:
+        # Only one row per micro-batch fits, which takes far longer than more rows on any machine, however busy.
+        found = relay.fit(batch)
     text = str(found)
     assert found.faster is not None and found.limits.exceeded(found.faster[0]).keys() == {"device"}
     assert "Next better: " in text and " times as fast and needs " in text and f"of {found.limits}." in text
