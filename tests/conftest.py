@@ -74,7 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: item.path.parts)  # the same order in every process
     if changing := changing_names(item.nodeid for item in items):
         raise pytest.UsageError(f"give ids= without addresses to the parameters of {changing[0]}")
-    rare = rare_cases(item.nodeid for item in items if not item.get_closest_marker("all_cases"))
+    slow = {item.nodeid for item in items if item.get_closest_marker("slow")}
+    rare = rare_cases((item.nodeid for item in items if not item.get_closest_marker("all_cases")), slow)
     for item in items:
         if item.nodeid in rare:
             item.add_marker(pytest.mark.slow)

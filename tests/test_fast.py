@@ -75,6 +75,13 @@ def test_of_many_cases_one_runs_by_default_and_functions_draw_different_ones() -
     assert len({name.partition("[")[2] for (name,) in drawn}) > 10
 
 
+def test_a_case_that_is_not_slow_runs_if_there_is_one() -> None:
+    for file in range(10):
+        cases = [f"tests/a/test_{file}.py::test_many[{case}]" for case in range(30)]
+        assert {*cases} - rare_cases(cases, cases[1:]) == {cases[0]}
+        assert {*cases} - rare_cases(cases, cases) == {*cases} - rare_cases(cases)
+
+
 def test_a_case_that_is_asked_for_by_name_runs() -> None:
     assert not rare_cases(["tests/a/test_a.py::test_one[29]"])
 

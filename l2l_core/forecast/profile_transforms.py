@@ -40,12 +40,15 @@ def interpolate_profiles(recomputing: Profile, keeping: Profile, kept: int) -> P
     kept graph shares with the layer before it, which is recomputed here.
 
     Raises:
-        ValueError: the two steps visit different layers, or a backward pass is not the reverse of its forward pass.
+        ValueError: the two steps visit different layers, or backward does not visit the last ones of forward in reverse.
     """
-    orders = [[stay.layer for stay in profile.stays] for profile in (recomputing, keeping)]
-    last_visit = (len(orders[0]) + 1) // 2 - 1
-    if orders[0] != orders[1] or orders[0] != orders[0][::-1]:
-        raise ValueError(f"the steps visit layers in different orders: {orders[0]} and {orders[1]}")
+    order, other = ([stay.layer for stay in profile.stays] for profile in (recomputing, keeping))
+    last_visit = recomputing.forward_visits - 1
+    if order != other:
+        raise ValueError(f"the steps visit layers in different orders: {order} and {other}")
+    forward, backward = order[: last_visit + 1], order[last_visit:]
+    if backward != forward[::-1][: len(backward)]:  # shorter where the first layers and what feeds them are frozen
+        raise ValueError(f"backward visits {backward} after {forward}: not in reverse")
     timelines = MemoryTimeline(recomputing), MemoryTimeline(keeping)
     state, time_ratio = dict(timelines[0].initial), _time_ratio(recomputing, keeping)
 

@@ -58,7 +58,7 @@ class StepCostModel:
         costs = self._costs(kind)
         if costs is None:
             return None
-        self.visits = (len(costs.profile.stays) + 1) // 2
+        self.visits = costs.profile.forward_visits
         if config.schedule == "depth_first":
             return self._price_depth_first(config, costs)
         kept = kept_layer_count(asdict(config), self.visits)

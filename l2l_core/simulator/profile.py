@@ -113,6 +113,11 @@ class Profile:
         return replace(self.map_turns(changed), memory=change(self.memory))
 
     @property
+    def forward_visits(self) -> int:
+        """Number of layer visits in forward; the last one is the first of backward, which ends where nothing is trained."""
+        return sum(stay.has("forward") for stay in self.stays)
+
+    @property
     def trained(self) -> set[str]:
         """Keys of the layers with gradients."""
         by_micro_batch = {part.layer for turn in self.turns for op in turn.ops for part in op.gradient_parts}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -40,13 +40,16 @@ def _imported(file: Path) -> set[str]:
     return set(re.findall(r"^\s*(?:import|from) (\w+)", file.read_text(encoding="utf-8"), flags=re.MULTILINE))
 
 
-def rare_cases(names: Iterable[str]) -> set[str]:
-    """Return the node ids of all but one case of every sweep. Functions with the same parameters draw others."""
+def rare_cases(names: Iterable[str], slow: Collection[str] = ()) -> set[str]:
+    """Return the node ids of all but one case of every sweep. Functions with the same parameters draw others.
+
+    The one is none of the `slow`, as long as there are others.
+    """
     functions: dict[str, list[str]] = defaultdict(list)
     for name in names:
         functions[name.partition("[")[0]].append(name)
     sweeps = [cases for cases in functions.values() if len(cases) > FEW]
-    return {name for cases in sweeps for name in sorted(cases, key=_draw)[1:]}
+    return {name for cases in sweeps for name in sorted(cases, key=lambda name: (name in slow, _draw(name)))[1:]}
 
 
 def changing_names(names: Iterable[str]) -> list[str]:

@@ -71,6 +71,14 @@ def test_prices_equal_rehearsals(kind: Kind, ahead: int, stash: Any) -> None:
                 assert found == need if keep in (0, visits) else 0.88 * need < found < 1.01 * need, asked
 
 
+def test_a_model_that_begins_with_frozen_layers_keeps_graphs() -> None:
+    """Backward ends at the first layer that is trained, and the graphs of those behind it can be kept."""
+    kind = BY_NAME["frozen_prefix"]
+    with relay_of(kind) as relay:
+        found = relay.fit(kind.make_batch(6, 0), fixed=["micro_batches", "schedule"])
+        assert found.config.keep >= 2 and found.layers == len(relay.stack)
+
+
 @pytest.mark.parametrize("stash", ["device", "host"])
 def test_a_kind_of_step_is_metered_once_for_any_ahead(stash: Any) -> None:
     kind = BY_NAME["gpt2"]
