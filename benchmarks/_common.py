@@ -52,6 +52,12 @@ def cut(batch: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.Tens
     return [dict(zip(batch, each, strict=True)) for each in zip(*parts, strict=True)]
 
 
+def peak_resident_bytes() -> int:
+    """Return the most bytes of this process that were in memory; `resource` would count those of the one that started it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+
+
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     """Compute on `count` cores."""

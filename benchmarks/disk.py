@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import make_gpt2, report, show
+from _common import make_gpt2, peak_resident_bytes, report, show
 from _disk_forecast import Foreteller, said
 
 from l2l_core import EmulatedDevice, FileShelf, Relay, RelayConfig, Trace, empty_weights
@@ -110,12 +110,6 @@ def is_equal(folder: Path, length: int, config: RelayConfig) -> bool:
 # -- in the capped process ---------------------------------------------------------------------------------------------
 
 
-def status_bytes(name: str) -> int:
-    """Return the bytes of this process as the system reports them."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1000 * int(next(line.split()[1] for line in lines if line.startswith(name)))
-
-
 def measured(trace: Trace, seconds: float) -> dict[str, Any]:
     """Seconds and bytes of each lane."""
     lanes = {
@@ -154,7 +148,7 @@ def train(params: float, length: int, rows: list[int], steps: int, micro_batches
             "mode": result.trace.settings["shelf"],
             "made_s": made_s,
             "on_disk_bytes": sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()),
-            "resident_peak_bytes": status_bytes("VmHWM"),
+            "resident_peak_bytes": peak_resident_bytes(),
             "steps": done,
         }
     print(json.dumps(told))

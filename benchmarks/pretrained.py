@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import report, show
+from _common import peak_resident_bytes, report, show
 from safetensors.torch import save_file
 
 from l2l_core.trace import format_bytes, parse_bytes
@@ -71,11 +71,6 @@ def random_weight(shape: torch.Size) -> torch.Tensor:
 # -- in a capped process -----------------------------------------------------------------------------------------------
 
 
-def resident_bytes() -> int:
-    """Return the most memory that was resident, as the system reports it."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def load(side: str, folder: str, dtype: torch.dtype, rows: int, length: int, memory: str) -> dict[str, Any]:
     """Load the model, and train a step if it is the relay's side; return bytes and seconds."""
     import logging
@@ -88,7 +83,7 @@ def load(side: str, folder: str, dtype: torch.dtype, rows: int, length: int, mem
     logging.disable(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
     lora = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    before, began_s = resident_bytes(), time.perf_counter()
+    before, began_s = peak_resident_bytes(), time.perf_counter()
     if side == "transformers":
         settings = transformers.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
@@ -97,19 +92,23 @@ def load(side: str, folder: str, dtype: torch.dtype, rows: int, length: int, mem
             folder, quantization_config=settings, device_map="cpu", dtype=dtype
         )
         peft.get_peft_model(model, lora)
-        return {"before": before, "loaded": resident_bytes(), "load_s": time.perf_counter() - began_s}
+        return {"before": before, "loaded": peak_resident_bytes(), "load_s": time.perf_counter() - began_s}
     config = RelayConfig(micro_batches=1, stash="host", verify="never")
     options: dict[str, Any] = {"device": EmulatedDevice(), "config": config}
     if side == "shelf":
         options["shelf"] = FileShelf(folder=Path(folder) / "shelf", memory_bytes=memory)
     with Relay.from_pretrained(folder, quantize="nf4", adapters=lora, dtype=dtype, **options) as relay:
-        seen: dict[str, Any] = {"before": before, "loaded": resident_bytes(), "load_s": time.perf_counter() - began_s}
+        seen: dict[str, Any] = {
+            "before": before,
+            "loaded": peak_resident_bytes(),
+            "load_s": time.perf_counter() - began_s,
+        }
         seen["weights"] = relay.host.by_category().get("weights", 0)  # none between steps of a shelf
         model: Any = relay.model
         tokens = torch.randint(model.config.vocab_size, (rows, length))
         result = relay.step({"input_ids": tokens, "labels": tokens})
         seen |= {"loss": result.loss, "step_s": result.seconds, "device": result.peak_device_bytes}
-        seen |= {"stepped": resident_bytes(), "link": result.bytes_loaded, "pushed": result.bytes_pushed}
+        seen |= {"stepped": peak_resident_bytes(), "link": result.bytes_loaded, "pushed": result.bytes_pushed}
     return seen
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from l2l_core import EmulatedDevice, Relay, RelayConfig
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize(
     "settings, message",
     [
@@ -18,7 +19,7 @@ from l2l_core import EmulatedDevice, Relay, RelayConfig
         ({"micro_batches": 2.0}, "micro_batches=2.0"),
         ({"micro_batches": True}, "micro_batches=True"),
         ({"ahead": -1}, "ahead=-1: must be an integer of at least 0"),
-        ({"stash": "disk"}, "stash='disk': must be one of 'device', 'host'"),
+        ({"stash": "tape"}, "stash='tape': must be one of 'device', 'host'"),
         ({"update": "lazy"}, "update='lazy'"),
         ({"precision": "fp16"}, "precision='fp16': must be one of 'fp32', 'bf16'"),
         ({"meter": "never"}, "meter='never'"),

@@ -285,7 +285,7 @@ def two_tensors(seed: int = 0) -> tuple[Tensor, Tensor]:
 sgd = partial(torch.optim.SGD, lr=0.1)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support")
 @pytest.mark.parametrize("make, read", [*KINDS.values(), *SPARSE.values()], ids=[*KINDS, *SPARSE])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_every_type_trains_as_in_core(make: Any, read: Any, micro_batches: int) -> None:

@@ -236,12 +236,13 @@ def test_buffers_belong_to_a_branch() -> None:
         assert_same(whole(relay), after)
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda relay: relay.fork("main"), "'main' already: there are main, other"),
-        (lambda relay: relay.fork(" "), "needs a name"),
-        (lambda relay: relay.fork(None), "needs a name"),
+        (lambda relay: relay.fork("main"), "branch 'main' exists already: there are main, other"),
+        (lambda relay: relay.fork(" "), "' ' is no name for a branch"),
+        (lambda relay: relay.fork(None), "None is no name for a branch"),
         (lambda relay: relay.switch("nowhere"), "no branch 'nowhere': there are main, other"),
         (lambda relay: relay.discard("nowhere"), "no branch 'nowhere'"),
         (lambda relay: relay.discard("other"), "switch to another"),

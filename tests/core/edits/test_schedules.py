@@ -217,11 +217,12 @@ def test_an_empty_group_of_edits_is_refused(relay: Relay) -> None:
     assert relay.journal == ()
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Depth(3), TypeError, "depth=3"),
-        (lambda: Depth({}), ValueError, "from some step on"),
+        (lambda: Depth("3"), TypeError, "depth='3'"),
+        (lambda: Depth({}), ValueError, "pass at least one value by its first step"),
         (lambda: Depth({0: 0}), ValueError, "depth from step 0 on is 0"),
         (lambda: Depth({-1: 3}), ValueError, "a step of depth is -1"),
         (lambda: Depth({0: 3}, "outwards"), ValueError, "grow='outwards'"),
@@ -230,7 +231,7 @@ def test_an_empty_group_of_edits_is_refused(relay: Relay) -> None:
         (lambda: Depth({0: 3}, warmup=-1), ValueError, "warmup=-1"),
         (lambda: Depth({0: 3}, park="tape"), ValueError, "park='tape'"),
         (lambda: gradual_stacking(0, 10, 12), ValueError, "the first depth is 0"),
-        (lambda: gradual_stacking(13, 10, 12), ValueError, "no growth"),
+        (lambda: gradual_stacking(13, 10, 12), ValueError, "would not grow"),
         (lambda: stacking_by_doubling(3, 0, 12), ValueError, "every is 0"),
         (lambda: growing_by_identity(3, 1, 12, by=0), ValueError, "at a time is 0"),
         (lambda: Freezing({0: -1}), ValueError, "frozen from step 0 on is -1"),

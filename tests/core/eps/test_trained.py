@@ -341,7 +341,7 @@ def test_an_optimizer_that_needs_all_gradients_is_taken() -> None:
 
 
 def storage_bytes() -> int:
-    tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
+    tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter) and t.layout == torch.strided]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 

@@ -460,11 +460,12 @@ def test_a_constant_has_a_bin_of_its_own() -> None:
 # Refused --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"layers": [9]}, "9"),
-        ({"layers": "L001"}, "give a collection of layers"),
+        ({"layers": "L001"}, "is not a collection of layers: give a list"),
         ({"layers": []}, "names no layer"),
         ({"micro_batches": [2]}, "numbers 0 to 1"),
         ({"micro_batches": []}, "numbers 0 to 1"),

@@ -128,17 +128,19 @@ WRONG_ONE = {
     "empty: position 1 is before 4": lambda find: find.span(4, 1),
     "the span 3 to 3 of transformer.h is empty; it has 6 layers": lambda find: find.span(slice(3, 3)),
     "position 9 is out of range": lambda find: find.span(slice(0, 9)),
-    "a step of 2": lambda find: find.span(slice(0, 4, 2)),
+    "step 2 does not work: a span has no gaps": lambda find: find.span(slice(0, 4, 2)),
     "not both": lambda find: find.span(slice(0, 4), 5),
 }  # fmt: skip
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("message", WRONG_ONE)
 def test_what_does_not_exist(one: tuple[nn.Module, LayerResolver], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         WRONG_ONE[message](one[1])
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("where", [1.5, True, None, ("transformer.h", "0"), ("transformer.h", 0, 1), (0, 1)], ids=repr)
 def test_what_is_no_name_at_all(one: tuple[nn.Module, LayerResolver], where: object) -> None:
     with pytest.raises(TypeError, match="names no layer"):
@@ -147,13 +149,14 @@ def test_what_is_no_name_at_all(one: tuple[nn.Module, LayerResolver], where: obj
 
 WRONG_TWO = {
     "3 is ambiguous: there are stacks encoder.block (6 layers) and decoder.block (6 layers); "
-    "say ('encoder.block', 3) or a key": lambda find: find.layer(3),
+    "pass ('encoder.block', 3) or a key": lambda find: find.layer(3),
     "no layer 'L099'; there are L000 to L012": lambda find: find.layer("L099"),
     "a span lies in one stack": lambda find: find.span("L000", "L007"),
-    "layer L012 (bridge) is an attribute of a module": lambda find: find.place("bridge"),
+    "layer L012 (bridge) is an attribute of a module": lambda find: find.position_of("bridge"),
 }
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("message", WRONG_TWO)
 def test_what_could_mean_several(two: tuple[nn.Module, LayerResolver], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -333,7 +333,7 @@ NOTES = {
     "a number, set by the shell too": None,
     "a number, of the last forward": "attribute 'size' of Noting passes a value from one micro-batch's forward to the next",
     **{way: "passes a value from one micro-batch's forward to the next" for way in KEEPS},
-    "a counter": "'size' of Noting, which a layer computes from its last value",
+    "a counter": None,
     "a number in a list": "attribute 'sizes' of Noting passes a value from one micro-batch's forward to the next",
     "set, then the last one read": "reads a tensor of shape .* that was made for micro-batch 0",
     "the last one read, then set": "attribute 'before' of Noting passes a value from one micro-batch's forward to the next",

@@ -83,15 +83,15 @@ def relay() -> Iterator[Relay]:
 MISFITS: dict[str, tuple[Callable[[], list[Edit]], str]] = {
     "too wide": (
         lambda: [Insert(at=2, module=Adapter(16, 24))],
-        r"position 2 of h: given \(2, 8, 16\).* it gives \(2, 8, 24\).*L002 \(h.3\) behind it is next",
+        r"position 2 of h: given \(2, 8, 16\).* it returns \(2, 8, 24\).*L002 \(h.3\) after it is next",
     ),
     "takes another width": (
         lambda: [Insert(at=2, module=Adapter(24, 16))],
-        r"does not take what L001 \(h.1\) before it gives \(\(2, 8, 16\)",
+        r"does not accept the output of L001 \(h.1\) before it \(\(2, 8, 16\)\)",
     ),
     "in front": (lambda: [Insert(at=0, module=Adapter(24, 16))], "the part of the model before the stack"),
     "behind the last": (lambda: [Insert(at=6, module=Adapter(16, 24))], "the part of the model after the stack"),
-    "replaced": (lambda: [Replace(3, Adapter(16, 24))], r"position 3 .*L004 \(h.4\) behind it"),
+    "replaced": (lambda: [Replace(3, Adapter(16, 24))], r"position 3 .*L004 \(h.4\) after it"),
     "another tree": (lambda: [Replace(3, Pair(16, 16))], r"it returns \(2, 8, 16\), \(2, 8, 16\)"),
     "the second of two": (
         lambda: [Insert(at=1, module=Adapter(16, 16)), Insert(at=4, module=Adapter(16, 8))],
@@ -100,6 +100,7 @@ MISFITS: dict[str, tuple[Callable[[], list[Edit]], str]] = {
 }
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("name", MISFITS)
 def test_a_module_that_does_not_fit_is_refused_and_nothing_has_changed(relay: Relay, name: str) -> None:
     make, message = MISFITS[name]

@@ -111,7 +111,7 @@ def test_another_worker_is_killed_where_one_holds_the_store() -> None:
 @pytest.mark.parametrize("what", ["batch_norm", "spectral_norm", "hook", "bfloat16"])
 def test_what_several_workers_cannot_do_is_refused_before_anything_is_trained(what: str, two: Crew) -> None:
     remedies = {
-        "hook": "is not possible with 2 workers: hooks would see parts of parameters",
+        "hook": "is not possible with 2 workers: hooks would see shards of parameters",
         "bfloat16": "a model in bfloat16 is not possible with 2 workers: call model.float()",
     }
     for seen in two.run(refused, what):

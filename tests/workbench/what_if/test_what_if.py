@@ -326,6 +326,7 @@ def test_a_budget_that_does_not_suffice_is_named() -> None:
     assert answer(traced(), memory_bytes=float(before.peak_device_bytes)).fits
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize(
     "settings, text",
     [
@@ -337,7 +338,7 @@ def test_a_budget_that_does_not_suffice_is_named() -> None:
         ({"ahead": -1}, "ahead=-1"),
         ({"resident": -1}, "resident=-1"),
         ({"keep": 0.5}, "keep=0.5"),
-        ({"stash": "disk"}, "stash='disk': must be one of 'device', 'host'"),
+        ({"stash": "tape"}, "stash='tape': must be one of 'device', 'host'"),
         ({"precision": "fp8"}, "precision='fp8'"),
         ({"h2d_bytes_per_s": 0.0}, "h2d_bytes_per_s=0.0: must be positive, or None"),
         ({"memory_bytes": -1.0}, "memory_bytes=-1.0"),
