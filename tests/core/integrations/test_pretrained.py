@@ -163,7 +163,8 @@ def test_the_host_needs_the_memory_of_the_quantised_model(tmp_path: Path, monkey
     args = Namespace(cap="2 GB", dtype="bfloat16", rows=1, length=16, memory="60 MB")
     seen = pretrained.in_process("relay", tmp_path, args)
     assert "error" not in seen, seen
-    assert 280e6 < params and seen["stepped"] - seen["before"] < 2 * seen["weights"] < 2 * params, seen
+    of_host = seen["stepped"] - seen["before"] - seen["device"]  # the emulated device is in the same memory
+    assert 280e6 < params and of_host < 2 * seen["weights"] < 2 * params, seen
 
 
 @pytest.mark.slow
