@@ -179,7 +179,7 @@ def optimized_module() -> type:
 def wrap_dynamo(package: str, check: Callable[[Any], None]) -> None:
     """Make Dynamo skip frames of a package, and call `check` with the compiler before compiled code runs.
 
-    Again, since what restores the globals of the user's functions may undo it; nothing happens where it holds.
+    To be called before every pass, since restoring the globals of the user's functions may undo it. Nothing is wrapped twice.
     """
     from torch._dynamo import eval_frame, trace_rules
 

@@ -15,17 +15,17 @@ from patience import HANG_S
 @pytest.mark.timeout(3 * HANG_S)
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_compiled_parts(which: str) -> None:
-    run_tests("-m", which)
+    done = run_tests("-m", which)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
 
 
 def test_a_compiled_function_is_refused_in_the_first_step_of_a_process() -> None:
     """The loss is measured before, which is refused for the same reason, and what that changes is restored."""
-    run_tests("-k", "compiled_function_outside")
+    done = run_tests("-k", "compiled_function_outside")
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-def run_tests(*options: str) -> None:
+def run_tests(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
     tests = Path(__file__).with_name("compiling.py")
-    done = subprocess.run([*command, str(tests)], capture_output=True, text=True, timeout=2 * HANG_S)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout, done.stdout
+    return subprocess.run([*command, str(tests)], capture_output=True, text=True, timeout=2 * HANG_S)

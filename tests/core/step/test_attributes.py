@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
@@ -246,6 +247,10 @@ def counts(layer: Any, value: float) -> None:
     layer.size += 1
 
 
+def counts_elsewhere(layer: Any, value: float) -> None:
+    layer.size = float(next(CALLS))
+
+
 def writes_dict(layer: Any, value: float) -> None:
     layer.__dict__["size"] = value
 
@@ -266,8 +271,10 @@ def fills_tensor(layer: Any, value: float) -> None:
     layer.plain.fill_(value)
 
 
+CALLS = itertools.count()
 KEEPS = {
     "a counter": counts,
+    "a counter outside of the model": counts_elsewhere,
     "in __dict__": writes_dict,
     "in a dictionary": fills_dict,
     "in an object": fills_object,
@@ -334,6 +341,7 @@ NOTES = {
     "a number, of the last forward": "attribute 'size' of Noting passes a value from one micro-batch's forward to the next",
     **{way: "passes a value from one micro-batch's forward to the next" for way in KEEPS},
     "a counter": None,
+    "a counter outside of the model": "'size' of Noting, which a layer computes from its last value",
     "a number in a list": "attribute 'sizes' of Noting passes a value from one micro-batch's forward to the next",
     "set, then the last one read": "reads a tensor of shape .* that was made for micro-batch 0",
     "the last one read, then set": "attribute 'before' of Noting passes a value from one micro-batch's forward to the next",
