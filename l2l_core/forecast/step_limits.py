@@ -65,7 +65,7 @@ def largest_depth(profile: Profile, representatives: Sequence[int], budget: Dept
 
 
 def _extra_slot_bytes(profile: Profile, layers: int) -> Callable[[int], int]:
-    """Return a function from a depth to the bytes of its additional slots: none breadth first."""
+    """Return a function from a depth to the bytes of its additional slots, or minus those it lacks: none breadth first."""
     settings = profile.settings
     if settings.get("schedule", "breadth_first") == "breadth_first":
         return lambda depth: 0
@@ -77,8 +77,8 @@ def _extra_slot_bytes(profile: Profile, layers: int) -> Callable[[int], int]:
         gradient = max(cost.block_bytes for cost in costs if cost.push_bytes)
         whole = settings.get("update", "eager") != "eager" or settings.get("rollback", False)
         gradient *= 1 + wire.feedback * (1 + whole)
-    slots = weight_slots(settings["ahead"], settings["resident"])
-    return lambda depth: weights * max(0, depth - slots) + gradient * (depth - layers)
+    fewest, slots = weight_slots(settings["ahead"]), weight_slots(settings["ahead"], settings["resident"])
+    return lambda depth: weights * (max(depth, fewest) - slots) + gradient * (depth - layers)
 
 
 def hiding_micro_batches(

@@ -338,16 +338,18 @@ def test_deeper_stacks_keep_no_more_graphs(start_depth: int, keep: int) -> None:
     check_largest_depth(start_depth, RelayConfig(micro_batches=2, resident=2, ahead=1, keep=keep))
 
 
-@pytest.mark.parametrize("start_depth", [4, rarely(2), rarely(12)])
-@pytest.mark.parametrize("resident", [20, 7])
-def test_the_largest_depth_in_core(start_depth: int, resident: int) -> None:
-    """Each added layer takes a gradient and a graph, and a slot once all are in use."""
-    config = RelayConfig(micro_batches=2, schedule="depth_first", keep=20, resident=20)
-    with chain(9, replace(config, resident=resident)) as nine:
-        budget = nine.forecast(chain_batch(2)).peak_device_bytes + 7
-    with chain(start_depth, replace(config, resident=max(resident, start_depth - 2))) as relay:
-        forecast = relay.forecast(chain_batch(2), device={"memory_bytes": budget})
-    assert forecast.largest_depth == 9
+@pytest.mark.all_cases
+@pytest.mark.parametrize("ahead, resident", [(1, 20), rarely(1, 7), rarely(5, 0)])
+@pytest.mark.parametrize("start_depth", [4, 12, rarely(2)])
+def test_the_largest_depth_in_core(start_depth: int, ahead: int, resident: int) -> None:
+    """Each layer takes a gradient and a graph, and a slot unless the slots for loads ahead are more than the layers."""
+    config = RelayConfig(micro_batches=2, schedule="depth_first", keep=20, ahead=ahead, resident=resident)
+    for depth in (3, 9):
+        with chain(depth, config) as other:
+            budget = other.forecast(chain_batch(2)).peak_device_bytes + 7
+        with chain(start_depth, config) as relay:
+            forecast = relay.forecast(chain_batch(2), device={"memory_bytes": budget})
+        assert forecast.largest_depth == depth
 
 
 def check_largest_depth(start_depth: int, config: RelayConfig) -> None:
