@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -177,22 +176,17 @@ def optimized_module() -> type:
 
 
 def wrap_dynamo(package: str, check: Callable[[Any], None]) -> None:
-    """Make Dynamo skip frames of a package, and call `check` with the compiler before compiled code runs.
-
-    To be called before every pass, since restoring the globals of the user's functions may undo it. Nothing is wrapped twice.
-    """
+    """Make Dynamo skip frames of a package, and call `check` with the compiler before compiled code runs."""
     from torch._dynamo import eval_frame, trace_rules
 
-    before = eval_frame._callback_from_stance
-    if isinstance(before, partial) and before.func is _call_checked:
-        return
     trace_rules.add(package)
-    eval_frame._callback_from_stance = partial(_call_checked, check, before)
+    before = eval_frame._callback_from_stance
 
+    def checked(compiler: Any) -> Any:
+        check(compiler)
+        return before(compiler)
 
-def _call_checked(check: Callable[[Any], None], callback: Callable[[Any], Any], compiler: Any) -> Any:
-    check(compiler)
-    return callback(compiler)
+    eval_frame._callback_from_stance = checked
 
 
 # Private attributes of PyTorch's objects: their use, or the effect of their absence.

@@ -210,7 +210,10 @@ def _variables(function: FunctionType) -> Iterator[tuple[Callable[[Any], object]
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # the variable has no value yet
             yield partial(setattr, cell, "cell_contents"), cell.cell_contents
-    held = {} if _package(function) in _PACKAGES else function.__globals__
+    held = function.__globals__
+    # functools.wraps gives a wrapper the module of what it wraps: the one that defines it has its globals.
+    if str(held.get("__name__")).partition(".")[0] in _PACKAGES:
+        held = {}
     for name in names_in(function.__code__):
         if name in held:
             yield partial(held.__setitem__, name), held[name]

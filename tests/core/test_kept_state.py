@@ -6,6 +6,7 @@ recomputes layers.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import SGD
 
 from l2l_core import Relay, RelayConfig
+from l2l_core.model import snapshot_user_state
 
 STEPS, ROWS = 4, 4
 RISES = 5  # calls after which what is kept begins to act
@@ -366,3 +368,18 @@ def test_a_loss_is_called_once_per_micro_batch_as_far_as_it_knows(make_loss: Any
         for _ in range(2):
             relay.step(batch)
     assert CALLS["loss"] == 4
+
+
+def test_globals_of_a_library_whose_wrapper_is_around_a_users_function_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper says that it is of the module of what it wraps, and its globals are those of the library."""
+
+    @contextlib.contextmanager
+    def of_a_user() -> Iterator[None]:
+        yield
+
+    name = "_GeneratorContextManager"  # which the wrapper names
+    made = type("Made", (getattr(contextlib, name),), {})
+    restore = snapshot_user_state([of_a_user])
+    monkeypatch.setattr(contextlib, name, made)
+    restore()
+    assert getattr(contextlib, name) is made

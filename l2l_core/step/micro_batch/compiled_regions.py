@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class CompiledRegionGuard:
     def __enter__(self) -> CompiledRegionGuard:
         self._undo.enter_context(_exclude_other_passes(bool(self._regions)))
         if dynamo_is_imported():
-            wrap_dynamo("l2l_core.step", _refuse_compiled_function)
+            _hide_engine()
         self._undo.enter_context(_plain_calls(self._regions))
         for region in self._regions:
             entry = call_attribute(region)
@@ -149,6 +149,12 @@ def _plain_calls(regions: Sequence[nn.Module]) -> Iterator[None]:
 
     with temporarily(cls, "__call__", call):
         yield
+
+
+@cache
+def _hide_engine() -> None:
+    """Make Dynamo skip the engine's frames, and refuse compiled functions in shell code."""
+    wrap_dynamo("l2l_core.step", _refuse_compiled_function)
 
 
 def _refuse_compiled_function(compiler: Any) -> None:
