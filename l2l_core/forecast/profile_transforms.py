@@ -43,17 +43,19 @@ def interpolate_profiles(recomputing: Profile, keeping: Profile, kept: int) -> P
         ValueError: the two steps visit different layers, or backward does not visit the last ones of forward in reverse.
     """
     order, other = ([stay.layer for stay in profile.stays] for profile in (recomputing, keeping))
+    # The last visit of forward is also the first of backward, unless what the layer keeps beside its outputs is used later.
     last_visit = recomputing.forward_visits - 1
+    turned = last_visit + (not recomputing.stays[last_visit].has("backward") and len(order) > last_visit + 1)
     if order != other:
         raise ValueError(f"the steps visit layers in different orders: {order} and {other}")
-    forward, backward = order[: last_visit + 1], order[last_visit:]
+    forward, backward = order[: last_visit + 1], order[turned:]
     if backward != forward[::-1][: len(backward)]:  # shorter where the first layers and what feeds them are frozen
         raise ValueError(f"backward visits {backward} after {forward}: not in reverse")
     timelines = MemoryTimeline(recomputing), MemoryTimeline(keeping)
     state, time_ratio = dict(timelines[0].initial), _time_ratio(recomputing, keeping)
 
     def turns_of(index: int, turns: Sequence[TurnCost]) -> Iterator[TurnCost]:
-        is_kept = index != BEFORE_FIRST_STAY and abs(index - last_visit) < kept
+        is_kept = index != BEFORE_FIRST_STAY and last_visit - kept < index < turned + kept
         for turn in turns:
             made = timelines[is_kept].turns[index, turn.k].continue_from(state)
             yield _match_timing(made, turn, time_ratio) if is_kept else made

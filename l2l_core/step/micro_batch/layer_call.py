@@ -429,6 +429,7 @@ def suspend_all(calls: Sequence[LayerCall], ctx: StepContext) -> None:
     if kept and any(call.has_changed_buffers(ctx) for call in calls):
         for call in kept:
             call.drop_graph(ctx)
+        ctx.meter.amend_event()
     for call in calls:
         call.suspend(ctx)
 

@@ -163,6 +163,13 @@ class MemoryMeter:
         self._event_index += 1
         self.sample()
 
+    def amend_event(self) -> None:
+        """Count bytes that were freed after the last compute event as freed by it, not by the next one."""
+        if self._replay is None and self.new_record.events:
+            label, during, _ = self.new_record.events[-1]
+            self.new_record.events[-1] = label, during, self._activations()
+            self.sample()
+
     def _activations(self) -> int:
         return self._device.by_category().get("activations", 0)
 

@@ -55,6 +55,16 @@ def test_prices_equal_rehearsals(kind: Kind, ahead: int, stash: Any) -> None:
 
     Equal to the byte, except for bytes that the first kept graph shares with the layer before it.
     """
+    check_prices(kind, ahead, stash)
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "spectral_norm_old"])
+def test_graphs_that_are_dropped_when_their_layer_leaves_are_priced(name: str) -> None:
+    """Layers whose buffers change are recomputed, however many graphs are asked for."""
+    check_prices(BY_NAME[name], 1, "device")
+
+
+def check_prices(kind: Kind, ahead: int, stash: Any) -> None:
     batch = kind.make_batch(6, 0)
     with relay_of(kind) as relay, torch.enable_grad(), relay._kv_caches.disabled():
         prices = StepCostModel(relay._runner.rehearsal(batch), batch, relay.device.figures(), None)
