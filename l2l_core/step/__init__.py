@@ -7,6 +7,7 @@ Begin reading at `loop.py`, the algorithm; then `passes.py`, which assembles a p
 
 from l2l_core.step.batch_loss import BatchLoss as BatchLoss
 from l2l_core.step.breadth_first import BreadthFirstRuntime as BreadthFirstRuntime
+from l2l_core.step.breadth_first import perturb as perturb
 from l2l_core.step.extras import StepExtras as StepExtras
 from l2l_core.step.extras import host_copy as host_copy
 from l2l_core.step.extras import new_state_copied as new_state_copied

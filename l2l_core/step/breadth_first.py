@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from l2l_core.eps.blocks import refuse_cached
+from l2l_core.eps.blocks import Unit, refuse_cached
 from l2l_core.plan import RelaySchedule
 from l2l_core.step.graph import BufferOrder, TensorGuard
 from l2l_core.step.guards import ModuleAttributes, SideOutputs, UserHooks
@@ -27,7 +27,7 @@ from l2l_core.step.micro_batch import (
 from l2l_core.step.pass_runtime import PassRuntime
 from l2l_core.step.traffic import StashMode, raw_read_hook
 
-_PERTURBATION = 0.02  # standard deviation in `perturb_shell`, that of common initializations
+_PERTURBATION = 0.02  # standard deviation in `perturb`, that of common initializations
 
 
 class BreadthFirstRuntime(PassRuntime):
@@ -71,15 +71,8 @@ class BreadthFirstRuntime(PassRuntime):
             self._stack.enter_context(raw_read_hook(self.stash.restore_tensor))
 
     def perturb_shell(self) -> None:
-        """Add noise to the shell's device weights: a zero head gives every input the same loss.
-
-        The masters stay unchanged. So do parameters kept as bytes, which may be codes.
-        """
-        generator = torch.Generator().manual_seed(0)  # on the host, apart from all streams: equal on every device
-        with torch.no_grad():
-            for param in (p for block in self.parts.shell.blocks if not block.in_bytes for p in block.params):
-                noise = torch.randn(param.shape, generator=generator) * _PERTURBATION
-                param.data.add_(noise.to(param.device, param.dtype))
+        """Perturb the shell's weights on the device; see `perturb`."""
+        perturb(self.parts.shell)
 
     def make_forwards(self) -> list[SuspendedForward]:
         """Make one suspended forward per micro-batch, each with its random stream."""
@@ -105,3 +98,15 @@ class BreadthFirstRuntime(PassRuntime):
     def _register_input(self, tensor: torch.Tensor, k: int) -> torch.Tensor:
         self._guard.register(tensor, k)
         return tensor
+
+
+def perturb(shell: Unit) -> None:
+    """Add noise to a copy of the shell's weights: a zero head gives every input the same loss.
+
+    Parameters kept as bytes, which may be codes, stay unchanged.
+    """
+    generator = torch.Generator().manual_seed(0)  # on the host, apart from all streams: equal on every device
+    with torch.no_grad():
+        for param in (p for block in shell.blocks if not block.in_bytes for p in block.params):
+            noise = torch.randn(param.shape, generator=generator) * _PERTURBATION
+            param.data.add_(noise.to(param.device, param.dtype))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from l2l_core import DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig
 from l2l_core.batches import loss_normaliser
 from l2l_core.batches.loss_comparison import compare_losses
+from l2l_core.runner import Runner
 
 ROWS, K, RATE = 16, 4, 1e-2
 Batch = dict[str, Tensor]
@@ -347,8 +348,9 @@ def test_a_comparison_leaves_buffers_and_flags() -> None:
         assert all(param.requires_grad for param in model.parameters())
 
 
-def test_a_device_that_is_too_small_is_reported_as_by_a_step() -> None:
+def test_a_device_that_is_too_small_is_reported_as_by_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """With advice, and without a result that a later step on a larger device would rely on."""
+    monkeypatch.setattr(Runner, "_can_copy_weights", lambda self: False)  # as of a device that is not the host
     device = EmulatedDevice(memory_bytes=1000)
     with Relay(model_of(), sgd, device, objective=info_nce, config=RelayConfig(micro_batches=K)) as relay:
         with pytest.raises(DeviceOutOfMemory, match="Remedy") as caught:
@@ -357,6 +359,27 @@ def test_a_device_that_is_too_small_is_reported_as_by_a_step() -> None:
         device.ledger.limit_bytes = None
         with pytest.raises(ValueError, match="mixes rows"):
             relay.step(batch_of())
+
+
+class Clamping(nn.Module):
+    """A head that changes its own weights in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.head.weight.data.clamp_(-0.01, 0.01)
+        return self.head(x)
+
+
+def test_a_comparison_leaves_weights_that_a_forward_changes() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), Clamping())
+    config = RelayConfig(micro_batches=2)
+    with Relay(model, sgd, objective=lambda m, x: m(x).square().mean(), layers=["0", "1", "2"], config=config) as relay:
+        before = [param.detach().clone() for param in model.parameters()]
+        relay._runner._measure_losses([torch.randn(2, 8)], True)
+        assert all(map(torch.equal, before, model.parameters()))
 
 
 @pytest.mark.parametrize("settings", [{}, {"schedule": "depth_first"}])
