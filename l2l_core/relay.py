@@ -76,10 +76,11 @@ from l2l_core.model import (
     KVCaches,
     LayerRef,
     RandomState,
-    preserve_random_state,
     refuse_compiled_whole,
     resolve_layers,
+    restore_all,
     snapshot_except,
+    snapshot_random_state,
 )
 from l2l_core.plan import PlanError, StepPlan, schedule_name
 from l2l_core.runner import BatchProbe, OnTrial, Runner
@@ -1420,14 +1421,17 @@ class Relay:
 
     def _checked_step(self, batch: Batch, config: RelayConfig) -> StepResult:
         """Train on a batch, after a comparison with training in core if one is due."""
-        verified = ""
+        result, verified = None, ""
         self._model_call.check_loss()
         try:
             kind = partial(self._kind_of_check, batch, config)
             if config.verify != "never" and self._step_check.is_due(config, kind, self.steps):
                 reason = self._reason_not_to_compare(config)
-                verified = self._step_check.run(self._compare, batch, config, kind(), reason)
-            result = self._step(batch, config)
+                result, verified = self._step_check.run(
+                    self._compared_step, self._compare, batch, config, kind(), reason
+                )
+            if result is None:
+                result = self._step(batch, config)
         except (RuntimeError, TypeError, ValueError) as error:
             has_remedy = isinstance(error, TornStep | UnequalStepError | PlanError | LossError)
             if config.verify != "never" and not has_remedy and not self._reason_not_to_compare(config):
@@ -1463,20 +1467,35 @@ class Relay:
 
     def _compare(self, batch: Batch, config: RelayConfig, in_place: bool = True) -> VerifyReport:
         """Train a batch in core, in place or on copies, and by relay; undo both, and return the differences."""
+        return self._step_beside_core(batch, config, in_place, lambda report: False)[1]
+
+    def _compared_step(self, batch: Batch, config: RelayConfig) -> tuple[StepResult, VerifyReport]:
+        """Train a batch in core, undo that, and train it by relay, which is undone unless it is equal."""
+        return self._step_beside_core(batch, config, True, lambda report: report.equal)
+
+    def _step_beside_core(
+        self, batch: Batch, config: RelayConfig, in_place: bool, is_kept: Callable[[VerifyReport], bool]
+    ) -> tuple[StepResult, VerifyReport]:
         with self.device.current(), self._kv_caches.disabled():  # in the copy, too
             with self._preserved():
                 in_core = self._train_in_core(batch, self._runner.resolve_config(config, batch), in_place)
-            with self._preserved():
+            with self._preserved() as keep:
+                outside = in_core.outside
                 try:
                     result = self._step(batch, self._runner.resolve_config(config, batch))
+                    with self._backend.storage_unsharded():
+                        same_buffers = self._backend.settings.buffers == "same"
+                        report = in_core.compare(result, self._runner.parts.units, with_buffers=same_buffers)
+                    if is_kept(report):
+                        keep()
+                        outside = None
+                    return result, report
                 except TornStep as error:  # what it trained is undone
                     raise error.__cause__ or error from None
                 finally:
-                    in_core.outside.restore()
-                    clear_used_gradients(self.model.parameters())
-                with self._backend.storage_unsharded():
-                    same_buffers = self._backend.settings.buffers == "same"
-                    return in_core.compare(result, self._runner.parts.units, with_buffers=same_buffers)
+                    if outside is not None:
+                        outside.restore()
+                        clear_used_gradients(self.model.parameters())
 
     def _train_in_core(self, batch: Batch, config: RelayConfig, in_place: bool) -> InCoreStep:
         self._runner.check_can_step(batch)  # before gradients are added to those of the user
@@ -1728,8 +1747,8 @@ class Relay:
             self._busy.release()
 
     @contextmanager
-    def _preserved(self) -> Iterator[None]:
-        """Undo the training of a block; step hooks of the optimizer do not run in it."""
+    def _preserved(self) -> Iterator[Callable[[], object]]:
+        """Undo the training of a block, unless the function that it is given is called; no step hooks run in it."""
         trained = [
             self._runner.snapshot_user_state(),
             self._store.storage.snapshot(),
@@ -1737,22 +1756,21 @@ class Relay:
             self._history.snapshot(),
             self._branches.snapshot(),
         ]
-        with self._restored_state(*trained), without_step_hooks(self.optimizer):
-            yield
+        with self._restored_state(*trained) as keep, without_step_hooks(self.optimizer):
+            yield keep
 
     @contextmanager
-    def _restored_state(self, *more: Callable[[], object]) -> Iterator[None]:
-        """Restore everything but weights that a forward may change in a block; then call `more`."""
+    def _restored_state(self, *more: Callable[[], object]) -> Iterator[Callable[[], object]]:
+        """Restore everything but weights that a forward may change in a block; then call `more`.
+
+        Nothing is restored if the function that the block is given was called.
+        """
         parts, factory = self._runner.parts, self._editor.layer_factory
         restores = [self._runner.snapshot_attributes(), parts.snapshot_buffers(), self._runner.snapshot(), *more]
-        sample_call = factory.run_model
-        with preserve_random_state():
-            try:
-                yield
-            finally:
-                for restore in restores:
-                    restore()
-                factory.run_model = sample_call
+        restores.append(partial(setattr, factory, "run_model", factory.run_model))
+        with ExitStack() as undo:
+            undo.callback(restore_all([*restores, snapshot_random_state()]))
+            yield undo.pop_all
 
     def _branch_state(self) -> BranchState:
         return self._branches.capture(self.config, self.steps, self._history)

@@ -20,8 +20,11 @@ from l2l_core._torch import pytree
 from l2l_core.config import RelayConfig
 from l2l_core.devices import DeviceOutOfMemory
 from l2l_core.step import VerifyReport
+from l2l_core.trace import StepResult
 
 Compare = Callable[[Any, RelayConfig], VerifyReport]  # trains a batch both ways, undoes it, and returns the report
+# Trains a batch both ways, and undoes the step in core; the other one too, if they differ
+Train = Callable[[Any, RelayConfig], tuple[StepResult, VerifyReport]]
 
 
 class UnequalStepError(RuntimeError):
@@ -84,8 +87,13 @@ class StepCheck:
             return steps % config.verify == 0
         return config.verify == "first" and kind() not in self._compared
 
-    def run(self, compare: Compare, batch: Any, config: RelayConfig, kind: Hashable, reason: str) -> str:
-        """Compare a step, unless there is a reason against it; return the result, or the reason, in words.
+    def run(
+        self, train: Train, compare: Compare, batch: Any, config: RelayConfig, kind: Hashable, reason: str
+    ) -> tuple[StepResult | None, str]:
+        """Train on a batch beside training in core, unless there is a reason against it.
+
+        Returns:
+            The step, or None if it was not made, and the comparison or the reason in words.
 
         A kind that cannot be compared is not tried again.
 
@@ -95,15 +103,15 @@ class StepCheck:
         """
         if reason:
             self._compared.add(kind)
-            return reason
+            return None, reason
         began_s = time.perf_counter()
         try:
-            report = compare(batch, config)
+            result, report = train(batch, config)
         except InCoreError as error:  # a failure of the step itself names the place
             self._compared.add(kind)
-            return f"not compared with training in core, which failed: {type(error.error).__name__}: {error}"
+            return None, f"not compared with training in core, which failed: {type(error.error).__name__}: {error}"
         except DeviceOutOfMemory:  # the step's own error has advice
-            return "not compared with training in core: it does not fit the device"
+            return None, "not compared with training in core: it does not fit the device"
         if not report.equal:
             remedy = find_remedy(compare, batch, config) or (
                 "If the loss or the model counts its calls or keeps other state outside of modules, which a comparison changes, "
@@ -111,7 +119,8 @@ class StepCheck:
             )
             raise UnequalStepError(f"{_different(report)}. Nothing has been trained. {remedy}", report)
         self._compared.add(kind)
-        return f"equal to the step in core, to the bit; compared in {time.perf_counter() - began_s:.2g} s"
+        seconds = time.perf_counter() - began_s - result.seconds
+        return result, f"equal to the step in core, to the bit; compared in {seconds:.2g} s"
 
 
 def find_remedy(compare: Compare, batch: Any, config: RelayConfig) -> str:

@@ -45,6 +45,7 @@ from l2l_core.model.state_snapshot import preserve_random_state as preserve_rand
 from l2l_core.model.state_snapshot import restore_all as restore_all
 from l2l_core.model.state_snapshot import snapshot_attributes as snapshot_attributes
 from l2l_core.model.state_snapshot import snapshot_except as snapshot_except
+from l2l_core.model.state_snapshot import snapshot_random_state as snapshot_random_state
 from l2l_core.model.state_snapshot import snapshot_value as snapshot_value
 from l2l_core.model.tensor_storage import dense_parts as dense_parts
 from l2l_core.model.tensor_storage import equal_values as equal_values

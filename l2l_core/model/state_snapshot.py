@@ -167,15 +167,20 @@ def _restore_nothing() -> None:
     """Restore nothing: the value cannot change, or another snapshot covers it."""
 
 
+def snapshot_random_state() -> Restore:
+    """Capture the random generators of torch, Python and NumPy; return a function that restores them."""
+    before, numpy_before = RandomState.capture(), numpy.random.get_state(legacy=False)
+    return restore_all([before.restore, partial(numpy.random.set_state, numpy_before)])
+
+
 @contextmanager
 def preserve_random_state() -> Iterator[None]:
     """Restore the random generators of torch, Python and NumPy after a block."""
-    before, numpy_before = RandomState.capture(), numpy.random.get_state(legacy=False)
+    restore = snapshot_random_state()
     try:
         yield
     finally:
-        before.restore()
-        numpy.random.set_state(numpy_before)
+        restore()
 
 
 @contextmanager
