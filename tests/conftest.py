@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fast import changing_names, is_left_out, rare_cases, sample
+from fast import changing_names, further_cases, is_left_out, rare_cases, sample
 from hypothesis import settings
 
 settings.register_profile(
@@ -32,6 +32,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="run a sample of the tests: tests/support/fast.py says which")
+
+    parser.addoption(
+        "--draw",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of every sweep, of which one case runs, run another one (N = 1, 2, ...), and nothing else",
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -75,16 +83,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if changing := changing_names(item.nodeid for item in items):
         raise pytest.UsageError(f"give ids= without addresses to the parameters of {changing[0]}")
     slow = {item.nodeid for item in items if item.get_closest_marker("slow")}
-    rare = rare_cases((item.nodeid for item in items if not item.get_closest_marker("all_cases")), slow)
+    sweeps = [item.nodeid for item in items if not item.get_closest_marker("all_cases")]
+    draw = config.getoption("--draw")
+    rare = rare_cases(sweeps, slow, draw)
     for item in items:
         if item.nodeid in rare:
             item.add_marker(pytest.mark.slow)
     yield  # -k and -m; what they leave is sampled
+    if draw:
+        _select(config, items, further_cases(sweeps, slow, draw))
     items.sort(key=lambda item: _turn(item.path))
     if config.getoption("--fast"):
-        taken = sample([item.nodeid for item in items])
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in taken])
-        items[:] = [item for item in items if item.nodeid in taken]
+        _select(config, items, sample([item.nodeid for item in items]))
+
+
+def _select(config: pytest.Config, items: list[pytest.Item], taken: set[str]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in taken])
+    items[:] = [item for item in items if item.nodeid in taken]
 
 
 @cache

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from fast import FEW, FOLDERS, ONE_OF, changing_names, is_left_out, rare_cases, sample
+from fast import FEW, FOLDERS, ONE_OF, changing_names, further_cases, is_left_out, rare_cases, sample
 
 TESTS = Path(__file__).resolve().parent
 
@@ -80,6 +80,16 @@ def test_a_case_that_is_not_slow_runs_if_there_is_one() -> None:
         cases = [f"tests/a/test_{file}.py::test_many[{case}]" for case in range(30)]
         assert {*cases} - rare_cases(cases, cases[1:]) == {cases[0]}
         assert {*cases} - rare_cases(cases, cases) == {*cases} - rare_cases(cases)
+
+
+def test_later_draws_run_every_case_that_is_not_slow_once() -> None:
+    cases = [f"tests/a/test_a.py::test_many[{case}]" for case in range(30)]
+    names, slow = [*cases, "tests/a/test_a.py::test_alone"], cases[20:]
+    first = {*cases} - rare_cases(names, slow)
+    later = [further_cases(names, slow, draw) for draw in range(1, 40)]
+    assert sorted(first | set().union(*later)) == sorted(cases[:20])
+    assert [len(each) for each in later] == [1] * 19 + [0] * 20
+    assert all(not each & rare_cases(names, slow, draw) for draw, each in enumerate(later, 1))
 
 
 def test_a_case_that_is_asked_for_by_name_runs() -> None:

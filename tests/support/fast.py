@@ -1,13 +1,14 @@
 """What runs how often, by rules about files and names, so that it stays fair, without a list, as tests come and go.
 
-`rare_cases` are those that only the long run (-m slow) tries; `sample` is what `--fast` runs.
+`rare_cases` are those that only the long run (-m slow) tries; `further_cases` what `--draw` runs of them; `sample` is what
+`--fast` runs.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -40,16 +41,31 @@ def _imported(file: Path) -> set[str]:
     return set(re.findall(r"^\s*(?:import|from) (\w+)", file.read_text(encoding="utf-8"), flags=re.MULTILINE))
 
 
-def rare_cases(names: Iterable[str], slow: Collection[str] = ()) -> set[str]:
+def rare_cases(names: Iterable[str], slow: Collection[str] = (), draw: int = 0) -> set[str]:
     """Return the node ids of all but one case of every sweep. Functions with the same parameters draw others.
 
-    The one is none of the `slow`, as long as there are others.
+    The one is none of the `slow`, as long as there are others. Another `draw` takes another one.
     """
+    sweeps = _sweeps(names)
+    return {name for cases in sweeps for name in cases} - {_drawn_case(cases, slow, draw) for cases in sweeps}
+
+
+def further_cases(names: Iterable[str], slow: Collection[str], draw: int) -> set[str]:
+    """Return the node ids of the cases of a later draw, of sweeps that have so many cases that are not `slow`."""
+    return {
+        _drawn_case(cases, slow, draw) for cases in _sweeps(names) if sum(name not in slow for name in cases) > draw
+    }
+
+
+def _sweeps(names: Iterable[str]) -> list[list[str]]:
     functions: dict[str, list[str]] = defaultdict(list)
     for name in names:
         functions[name.partition("[")[0]].append(name)
-    sweeps = [cases for cases in functions.values() if len(cases) > FEW]
-    return {name for cases in sweeps for name in sorted(cases, key=lambda name: (name in slow, _draw(name)))[1:]}
+    return [cases for cases in functions.values() if len(cases) > FEW]
+
+
+def _drawn_case(cases: Sequence[str], slow: Collection[str], draw: int) -> str:
+    return sorted(cases, key=lambda name: (name in slow, _draw(name)))[draw % len(cases)]
 
 
 def changing_names(names: Iterable[str]) -> list[str]:

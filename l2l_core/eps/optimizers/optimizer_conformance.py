@@ -232,8 +232,9 @@ class Trial:
                 raise _StepError(f"{self._name} cannot be used: {_why_it_fails(optimizer, error)}") from error
             if not torch.equal(before, torch.get_rng_state()):
                 raise ValueError(
-                    f"{self._name} draws random numbers in its step: updates of one layer at a time, in another order, draw "
-                    "others than one step over all. Switch that off (stochastic rounding, for instance), or use another optimizer"
+                    f"{self._name} draws random numbers in its step: a relay draws others than plain training, with any update=, "
+                    "since micro-batches have random streams of their own and layers are updated in another order. Switch that "
+                    "off (stochastic rounding, for instance), or use another optimizer"
                 )
         return optimizer
 
@@ -384,7 +385,7 @@ def _why_it_fails(optimizer: Optimizer, error: Exception) -> str:
             f"{what}It needs gradients of gradients, and a relay keeps no graph. Use an optimizer that needs none, such as "
             "torch.optim.AdamW"
         )
-    others = [*{*inspect.signature(optimizer.step).parameters} - {"closure", "args", "kwargs"}]
+    others = [*{*_arguments_of(optimizer.step)} - {"closure", "args", "kwargs"}]
     if others and not isinstance(error, RuntimeError):  # torch's own, of shapes and devices
         return (
             f"{what}Its step takes {', '.join(sorted(others))}, which a relay does not pass. Use an optimizer whose step() works "
@@ -394,3 +395,10 @@ def _why_it_fails(optimizer: Optimizer, error: Exception) -> str:
         f"{what}It probably keeps tensors outside of its groups and its state (lists beside param_groups?), which no copy and no "
         "save would hold, with any update=. Keep them in self.state[param], as torch's own optimizers do"
     )
+
+
+def _arguments_of(function: Callable[..., Any]) -> Iterable[str]:
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:  # in C, without a statement of its arguments
+        return ()
