@@ -1467,7 +1467,8 @@ class Relay:
 
     def _compare(self, batch: Batch, config: RelayConfig, in_place: bool = True) -> VerifyReport:
         """Train a batch in core, in place or on copies, and by relay; undo both, and return the differences."""
-        return self._step_beside_core(batch, config, in_place, lambda report: False)[1]
+        with without_step_hooks(self.optimizer):
+            return self._step_beside_core(batch, config, in_place, lambda report: False)[1]
 
     def _compared_step(self, batch: Batch, config: RelayConfig) -> tuple[StepResult, VerifyReport]:
         """Train a batch in core, undo that, and train it by relay, which is undone unless it is equal."""
@@ -1477,7 +1478,7 @@ class Relay:
         self, batch: Batch, config: RelayConfig, in_place: bool, is_kept: Callable[[VerifyReport], bool]
     ) -> tuple[StepResult, VerifyReport]:
         with self.device.current(), self._kv_caches.disabled():  # in the copy, too
-            with self._preserved():
+            with self._preserved(), without_step_hooks(self.optimizer):
                 in_core = self._train_in_core(batch, self._runner.resolve_config(config, batch), in_place)
             with self._preserved() as keep:
                 outside = in_core.outside
@@ -1748,7 +1749,7 @@ class Relay:
 
     @contextmanager
     def _preserved(self) -> Iterator[Callable[[], object]]:
-        """Undo the training of a block, unless the function that it is given is called; no step hooks run in it."""
+        """Undo the training of a block, unless the function that it is given is called."""
         trained = [
             self._runner.snapshot_user_state(),
             self._store.storage.snapshot(),
@@ -1756,7 +1757,7 @@ class Relay:
             self._history.snapshot(),
             self._branches.snapshot(),
         ]
-        with self._restored_state(*trained) as keep, without_step_hooks(self.optimizer):
+        with self._restored_state(*trained) as keep:
             yield keep
 
     @contextmanager

@@ -667,7 +667,7 @@ class Runner:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Restore all state after runs that the user has not asked for, which compute in full precision."""
+        """Restore all state after a block, which computes in full precision and without compiled code."""
         restores = [self.parts.snapshot_buffers(), self.snapshot_attributes(), self.snapshot_user_state()]
         restores += [partial(param.requires_grad_, param.requires_grad) for param in self._model.parameters()]
         try:

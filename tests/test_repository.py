@@ -283,7 +283,7 @@ MAY_IMPORT = {
         "runner": "workers step eps eps.blocks devices batches model plan trace config",
         "layer_evidence": "runner edits step eps.blocks surgery.identity surgery model",
         "edit_check": "layer_evidence edits eps.blocks surgery",
-        "step_check": "step devices config",
+        "step_check": "step devices config trace",
         "relay": "edit_check layer_evidence step_check runner shelf workers saves edits step eps eps.optimizers eps.blocks "
         "devices batches model plan trace config",
         "integrations": "relay shelf step devices batches trace config",

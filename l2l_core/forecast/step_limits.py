@@ -65,7 +65,7 @@ def largest_depth(profile: Profile, representatives: Sequence[int], budget: Dept
 
 
 def _extra_slot_bytes(profile: Profile, layers: int) -> Callable[[int], int]:
-    """Return a function from a depth to the bytes of its additional slots, or minus those it lacks: none breadth first."""
+    """Return a function from a depth to the bytes of its additional slots, or of missing ones: none breadth first."""
     settings = profile.settings
     if settings.get("schedule", "breadth_first") == "breadth_first":
         return lambda depth: 0

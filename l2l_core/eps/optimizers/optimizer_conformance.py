@@ -233,7 +233,7 @@ class Trial:
             if not torch.equal(before, torch.get_rng_state()):
                 raise ValueError(
                     f"{self._name} draws random numbers in its step: a relay draws others than plain training, with any update=, "
-                    "since micro-batches have random streams of their own and layers are updated in another order. Switch that "
+                    "since micro-batches have separate random streams and layers are updated in another order. Switch that "
                     "off (stochastic rounding, for instance), or use another optimizer"
                 )
         return optimizer
