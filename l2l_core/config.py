@@ -105,9 +105,9 @@ class RelayConfig:
         seed: seed of all random streams, see `micro_batch_seed`. None: that of PyTorch when the relay is made
             (``torch.initial_seed()``, worker 0's), so that ``torch.manual_seed`` before it decides; `Relay.config` has it.
             Saves keep it, the files of a shelf do not.
-        verify: which steps are compared with the same step in core before they train, as `Relay.verify` does: ``"first"``, the
-            first with these settings, layers and types of batch; ``"never"``; or n, every n-th. It takes a step in core and one
-            by relay more, and for that time the memory of training in core. A step that would differ is refused.
+        verify: which steps are compared with the same step in core, as `Relay.verify` does: ``"first"``, the first with these
+            settings, layers and types of batch; ``"never"``; or n, every n-th. It takes a step in core more, and for that time
+            the memory of training in core. A step that differs is undone and refused.
             `StepResult.verified` has the result, or why it was left out: on a GPU, with `precision="bf16"`, `compress`, several
             workers, weights in files or step hooks, or without the memory.
 

@@ -1,6 +1,6 @@
-"""Comparison of a step with the same step in core before it trains, and settings that train what is refused.
+"""Comparison of a step with the same step in core, and settings that train what is refused.
 
-A step that would train other weights than plain training is refused while the model is unchanged. No check of the model's code
+A step that trains other weights than plain training is undone and refused. No check of the model's code
 finds all such cases: a layer may read a number that the forward left in a global dictionary, and an optimizer may couple layers
 for some gradients only.
 """
