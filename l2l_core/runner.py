@@ -98,8 +98,16 @@ def _weights_copied(model: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
     finally:
         torch.set_autocast_cache_enabled(caches_casts)
         put_back_params(owners)
-        for unit in units:
-            unit.set_data([home for block in unit.blocks for home in block.host_views])
+        try:
+            _point_home(units)
+        except BaseException:  # an interrupt, between two parameters
+            _point_home(units)
+            raise
+
+
+def _point_home(units: Sequence[Unit]) -> None:
+    for unit in units:
+        unit.set_data([home for block in unit.blocks for home in block.host_views])
 
 
 def _copies_of(block: Block) -> list[torch.Tensor]:
