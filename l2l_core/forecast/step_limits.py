@@ -36,8 +36,8 @@ class DepthBudget:
 def largest_depth(profile: Profile, representatives: Sequence[int], budget: DepthBudget) -> int | None:
     """Return the most layers that fit both limits, None without a limit; deeper stacks repeat the middle layer.
 
-    The step is `extrapolate_profile(profile, representatives)`, with the stash alone in its host memory. If all of its layers keep
-    their graphs, and deeper stacks would not, the number is too low: nothing was measured of a layer that is recomputed.
+    The step is `extrapolate_profile(profile, representatives)`, with the stash alone in its host memory. If all of its layers
+    keep their graphs, and deeper stacks would not, the number is too low: nothing was measured of a layer that is recomputed.
     """
     if budget.device_bytes is None and budget.host_bytes is None:
         return None
