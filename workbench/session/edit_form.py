@@ -228,6 +228,8 @@ def _describe_effect(edit: Edit, stack: Sequence[LayerRow], numbers: LayerNumber
             like = full_name(_template_of(edit, stack).key, numbers)
             return f"A new layer {where}, made like {like}: {_INIT_TEXT[init].format(like=like)}."
         case Duplicate(layers, mode):
+            if not isinstance(layers, tuple):
+                return f"A copy of {name(layers)}, {_MODE_TEXT['top'] if mode == 'top' else 'after it'}."
             return f"Copies of {name(layers)}, {_MODE_TEXT[mode]}."
         case Drop(layers, park):
             return f"{name(layers)} {'leave' if isinstance(layers, tuple) else 'leaves'} the stack; {_KEEP_TEXT[park]}."

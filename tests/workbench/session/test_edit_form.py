@@ -136,6 +136,7 @@ def test_preview_has_the_operations_of_a_model_built_anew() -> None:
         relay.apply(Freeze("L002"))
         copied = preview_edit(Duplicate("L002"), rows(relay), {}, counted(relay, batch))
         assert copied.flop is None and "FLOP not known: the copy of a frozen layer" in " ".join(copied.facts(()))
+        assert copied.effect == "A copy of L002, after it."
 
 
 def test_preview_of_loops_has_the_operations_of_a_model_built_anew() -> None:
