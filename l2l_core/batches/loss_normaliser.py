@@ -150,6 +150,11 @@ class LossNormaliser:
             targets has an infinite divisor: it adds nothing.
         """
         peers = self._peers
+        if self._weight is not None or self._loss_over in (
+            "sum",
+            "micro-batch",
+        ):  # otherwise losses or outputs are compared
+            self._check_shared(rows, len(micro_batches))
         if self._weight is not None:
             self.summary = "mean over micro-batches, weighted by weight="
             return peers.select_own(weighted_divisors(micro_batches, self._weight, peers))
@@ -262,6 +267,30 @@ class LossNormaliser:
             warnings.warn(outputs_gap_message(gap), stacklevel=2)
         self._remaining.put(key, frozenset({SUM}))
 
+    def _check_shared(self, rows: RowsOfBatch, micro_batches: int) -> None:
+        """Refuse a tensor that all rows share, once per structure, where no losses are compared.
+
+        Nothing is run unless it may be cut by mistake: where there are as many rows as entries of another dimension.
+
+        Raises:
+            ValueError: the model cannot run two rows, and can if a tensor is given whole.
+        """
+        tensors = [column for _, column in rows.columns() if isinstance(column, torch.Tensor)]
+        is_ambiguous = rows.count > 2 and len(tensors) > 1 and any(rows.count in tensor.shape[1:] for tensor in tensors)
+        if micro_batches == 1 or not is_ambiguous or self._peers.count > 1:
+            return
+        key = self._key(rows, {})
+        if self._remaining.get(key) is not None:
+            return
+        try:
+            self._measure(rows.select([slice(0, 2)]), False)
+        except Exception as error:  # any of the user's own code
+            _refuse_shared_tensor(rows, self._losses_of, f"{type(error).__name__}: {error}")
+        self._remaining.put(key, frozenset({SUM}))
+
+    def _losses_of(self, batches: Sequence[Any]) -> list[torch.Tensor]:
+        return list(torch.tensor(self._measure(batches, False)))
+
     def _key(self, rows: RowsOfBatch, counts: CandidateCounts) -> Hashable:
         """Return what a verdict holds for: candidates, structure of the batch, and settings of batch and loss."""
         kind, names, tensors = structure_of(rows.batch)
@@ -291,9 +320,7 @@ class LossNormaliser:
                     if self._peers.count > 1 or isinstance(error, MemoryError):  # a step would not fit either
                         raise
                     why_not = f"{type(error).__name__}: {error}"
-                    _refuse_shared_tensor(
-                        rows, lambda batches: list(torch.tensor(self._measure(batches, False))), why_not
-                    )
+                    _refuse_shared_tensor(rows, self._losses_of, why_not)
         if comparison.gap > MOST_GAP:  # beyond noise, too
             raise mixed_rows_error(comparison)
         if not comparison.gaps:

@@ -489,10 +489,19 @@ def token_loss(outputs: Tensor, batch: Batch) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, 1), batch["y"].flatten())
 
 
+KINDS_OF_LOSS: dict[str, dict[str, Any]] = {
+    "compared": {},
+    "batch": {"loss_over": "batch"},
+    "micro-batch": {"loss_over": "micro-batch"},
+    "weight": {"weight": lambda part: float(part["y"].numel())},
+}
+
+
+@pytest.mark.all_cases
 @pytest.mark.parametrize("name", ["positions", "mask"])
-@pytest.mark.parametrize("loss_over", [None, "batch"])
+@pytest.mark.parametrize("kind", KINDS_OF_LOSS)
 @pytest.mark.parametrize("micro_batches", [K, ROWS])
-def test_a_tensor_that_all_rows_share_is_not_cut(name: str, loss_over: Any, micro_batches: int) -> None:
+def test_a_tensor_that_all_rows_share_is_not_cut(name: str, kind: str, micro_batches: int) -> None:
     """With as many micro-batches as tokens each had one index, the model ran, and trained on others."""
     shared = {"positions": torch.arange(ROWS), "mask": torch.ones(ROWS, ROWS, dtype=torch.bool).tril()}[name]
     batches = [positioned_batch(seed) | {"positions": torch.arange(ROWS)[None]} for seed in range(3)]
@@ -500,11 +509,11 @@ def test_a_tensor_that_all_rows_share_is_not_cut(name: str, loss_over: Any, micr
     oracle = copy.deepcopy(model)
     optimizer = sgd(oracle.parameters())
     config = RelayConfig(micro_batches=micro_batches)
-    with Relay(
-        model, sgd(model.parameters()), EmulatedDevice(), loss=token_loss, loss_over=loss_over, config=config
-    ) as relay:
-        with pytest.raises(ValueError, match=rf"batch\['{name}'\]\[None\], of shape \(1, {ROWS}") as refused:
-            relay.step(batches[0] | {name: shared})
+    options = {"loss": token_loss, "config": config, **KINDS_OF_LOSS[kind]}
+    with Relay(model, sgd(model.parameters()), EmulatedDevice(), **options) as relay:
+        for _ in range(2):  # also when it is tried again
+            with pytest.raises(ValueError, match=rf"batch\['{name}'\]\[None\], of shape \(1, {ROWS}") as refused:
+                relay.step(batches[0] | {name: shared})
         assert "Nothing was trained" in str(refused.value)
         assert all(map(torch.equal, model.state_dict().values(), oracle.state_dict().values()))
         for batch in batches:
@@ -514,6 +523,20 @@ def test_a_tensor_that_all_rows_share_is_not_cut(name: str, loss_over: Any, micr
             loss.backward()
             optimizer.step()
             assert relay.step(one).loss == pytest.approx(float(loss.detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [ROWS, ROWS + 1])
+def test_where_no_losses_are_compared_rows_run_only_if_a_tensor_may_be_shared(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, real = [], Runner._measure_losses
+    monkeypatch.setattr(Runner, "_measure_losses", lambda self, *given: runs.append(given) or real(self, *given))
+    batch, config = {"x": noise(ROWS, tokens, 8), "y": classes(ROWS, seed=0)}, RelayConfig(micro_batches=K)
+    options: Any = {"objective": lambda m, b: m(b["x"]).square().mean(), "loss_over": "sum", "config": config}
+    with Relay(model_of(), sgd, EmulatedDevice(), **options) as relay:
+        relay.step(batch)
+        relay.step(batch)
+    assert len(runs) == (tokens == ROWS)
 
 
 def test_a_tensor_that_rows_need_is_not_taken_for_a_shared_one() -> None:
