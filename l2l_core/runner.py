@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import replace
 from functools import cache, partial
 from socket import gethostname
@@ -66,6 +67,7 @@ from l2l_core.step import (
     PassTask,
     RelayParts,
     StaleMeterError,
+    StateDiffs,
     StepExtras,
     new_state_copied,
     perturb,
@@ -608,9 +610,8 @@ class Runner:
         weights need twice the memory of bfloat16.
         """
         try:
-            if self._can_copy_weights():
-                with self._apart():
-                    return self._run_in_core(batches, task, perturbed)
+            if self._can_copy_weights() and (results := self._measure_in_core(batches, perturbed, task)) is not None:
+                return results
             prepare = BreadthFirstRuntime.perturb_shell if perturbed else _change_nothing
             return self._infer_apart(batches, task, prepare)
         except Exception as error:
@@ -627,19 +628,31 @@ class Runner:
             return False
         return 2 * sum(4 * block.layout.numel for block in blocks if not block.in_bytes) <= free_bytes(None)
 
-    def _run_in_core(self, batches: Sequence[Any], task: PassTask, perturbed: bool) -> list[Any]:
-        """Return the results of small batches on the host, from the model's own forward on copies of the weights."""
+    def _measure_in_core(self, batches: Sequence[Any], perturbed: bool, task: PassTask) -> list[Any] | None:
+        """Return the results of the model's own forward on copies of the weights.
+
+        None if it fails, or changes state that the next small batch may read: a relay explains the one, and sees the other.
+        """
         check_model(self._model, self.parts.units)
-        seeds = self._seeds_of(len(batches), self.config)
         results: list[Any] = []
-        with self._without_gradients("evaluation"), _weights_copied(self._model, self.parts.units):
+        with self._apart(), self._without_gradients("evaluation"), _weights_copied(self._model, self.parts.units):
             if perturbed:
                 perturb(self.parts.shell)
-            for batch, seed in zip(batches, seeds, strict=True):
-                RandomState.from_seed(seed).restore()
-                result = task(self._model, map_tensors(batch, _copied))
-                results.append(map_tensors(result, _copied))
-        return results
+            differs, versions = StateDiffs().full_diff(self._model), self._tensor_versions()
+            try:
+                for batch, seed in zip(batches, self._seeds_of(len(batches), self.config), strict=True):
+                    RandomState.from_seed(seed).restore()
+                    # In a copied context, as a suspended forward's: variables that it sets are not those of the caller.
+                    result = copy_context().run(task, self._model, map_tensors(batch, _copied))
+                    results.append(map_tensors(result, _copied))
+            except Exception:
+                return None
+            may_differ, changed = differs()
+            return None if may_differ or changed or self._tensor_versions() != versions else results
+
+    def _tensor_versions(self) -> list[tuple[int, int]]:
+        """Return the identity and autograd's version of each parameter and buffer."""
+        return [(id(tensor), tensor._version) for tensor in (*self._model.parameters(), *self._model.buffers())]
 
     def observe(self, rows: Any, task: PassTask, observers: Sequence[CallObserver], mode: PassMode = "present") -> Any:
         """Run a task on a few rows with observers, and return its result; all state is as before.

@@ -9,6 +9,7 @@ import copy
 import random
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -380,6 +381,42 @@ def test_a_comparison_leaves_weights_that_a_forward_changes() -> None:
         before = [param.detach().clone() for param in model.parameters()]
         relay._runner._measure_losses([torch.randn(2, 8)], True)
         assert all(map(torch.equal, before, model.parameters()))
+
+
+class Remembering(nn.Module):
+    """Adds its last output, if it has as many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        last, self.last = self.last, x.detach()
+        return x + 10 * last if last is not None and len(last) == len(x) == 2 else x
+
+
+def test_rows_that_read_what_others_left_are_no_mixed_rows() -> None:
+    """A few rows ran one after another in core, and the second part read the state of the first."""
+    options: Any = {"objective": lambda m, batch: m(batch[0]).square().mean(), "config": RelayConfig(micro_batches=2)}
+    with Relay(Remembering(), sgd, EmulatedDevice(), **options) as relay:
+        with pytest.warns(UserWarning, match="not compared"):
+            relay.step((torch.randn(4, 8),))
+
+
+def test_context_variables_that_a_forward_sets_in_a_comparison_are_not_the_callers() -> None:
+    count = ContextVar("count", default=0)
+
+    def objective(model: nn.Module, batch: Any) -> torch.Tensor:
+        count.set(count.get() + 1)
+        return model(batch[0]).square().mean()
+
+    config = RelayConfig(micro_batches=2, verify="never")
+    with Relay(Remembering(), sgd, EmulatedDevice(), objective=objective, config=config) as relay:
+        relay._runner._measure_losses([(torch.randn(2, 8),)], False)
+    assert count.get() == 0
 
 
 @pytest.mark.parametrize("settings", [{}, {"schedule": "depth_first"}])
