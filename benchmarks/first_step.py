@@ -38,7 +38,7 @@ def relay_seconds(layers: int, width: int, verify: Any = "first", loss_over: Any
 
 
 def plain_seconds(layers: int, width: int) -> float:
-    """Processor time of a step of the same micro-batches in core, the least of four."""
+    """Processor time of a step of the same micro-batches in core, the least of five."""
     model, parts = make_gpt2(layers, width, LENGTH), cut(make_batch(4, LENGTH), 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 

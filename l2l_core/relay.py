@@ -1480,23 +1480,20 @@ class Relay:
         with self.device.current(), self._kv_caches.disabled():  # in the copy, too
             with self._preserved(), without_step_hooks(self.optimizer):
                 in_core = self._train_in_core(batch, self._runner.resolve_config(config, batch), in_place)
-            with self._preserved() as keep:
-                outside = in_core.outside
+            with self._preserved() as keep, ExitStack() as gradients:
+                gradients.callback(clear_used_gradients, self.model.parameters())
+                gradients.callback(in_core.outside.restore)
                 try:
                     result = self._step(batch, self._runner.resolve_config(config, batch))
                     with self._backend.storage_unsharded():
                         same_buffers = self._backend.settings.buffers == "same"
                         report = in_core.compare(result, self._runner.parts.units, with_buffers=same_buffers)
-                    if is_kept(report):
-                        keep()
-                        outside = None
-                    return result, report
                 except TornStep as error:  # what it trained is undone
                     raise error.__cause__ or error from None
-                finally:
-                    if outside is not None:
-                        outside.restore()
-                        clear_used_gradients(self.model.parameters())
+                if is_kept(report):
+                    keep()
+                    gradients.pop_all()
+                return result, report
 
     def _train_in_core(self, batch: Batch, config: RelayConfig, in_place: bool) -> InCoreStep:
         self._runner.check_can_step(batch)  # before gradients are added to those of the user

@@ -87,6 +87,11 @@ def _change_nothing(runtime: BreadthFirstRuntime) -> None:
     """Leave the weights as they are."""
 
 
+def _perturb_shell(runtime: BreadthFirstRuntime) -> None:
+    """Perturb the shell's weights on the device; the masters stay unchanged."""
+    perturb(runtime.parts.shell)
+
+
 @contextmanager
 def _weights_copied(model: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
     """Give parameters copies of their weights in float32 in the block, which a forward may change; bytes are not copied."""
@@ -612,7 +617,7 @@ class Runner:
         try:
             if self._can_copy_weights() and (results := self._measure_in_core(batches, perturbed, task)) is not None:
                 return results
-            prepare = BreadthFirstRuntime.perturb_shell if perturbed else _change_nothing
+            prepare = _perturb_shell if perturbed else _change_nothing
             return self._infer_apart(batches, task, prepare)
         except Exception as error:
             error.add_note(

@@ -32,7 +32,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="run a sample of the tests: tests/support/fast.py says which")
-
     parser.addoption(
         "--draw",
         type=int,

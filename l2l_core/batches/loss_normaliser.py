@@ -150,10 +150,7 @@ class LossNormaliser:
             targets has an infinite divisor: it adds nothing.
         """
         peers = self._peers
-        if self._weight is not None or self._loss_over in (
-            "sum",
-            "micro-batch",
-        ):  # otherwise losses or outputs are compared
+        if self._weight is not None or self._loss_over in ("sum", "micro-batch"):  # others compare losses or outputs
             self._check_shared(rows, len(micro_batches))
         if self._weight is not None:
             self.summary = "mean over micro-batches, weighted by weight="

@@ -85,6 +85,7 @@ class Forecast(StepFigures):
         hiding_micro_batches: the smallest number of micro-batches of this size that hides the link in forward and backward;
             None if none does. With a shelf, the disk must be hidden too.
         largest_depth: most layers like the middle one that fit; 0 if not even one does, None without a limit.
+            Too low if all layers keep their graphs now, and deeper stacks would recompute some.
         memory_bytes: budget of the device, None without one.
         host_limit_bytes: budget of the host, None without one.
         advice: settings that would fit if these do not, as far as they were searched.

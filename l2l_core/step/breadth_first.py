@@ -70,10 +70,6 @@ class BreadthFirstRuntime(PassRuntime):
         if self.stash.offloads:
             self._stack.enter_context(raw_read_hook(self.stash.restore_tensor))
 
-    def perturb_shell(self) -> None:
-        """Perturb the shell's weights on the device; see `perturb`."""
-        perturb(self.parts.shell)
-
     def make_forwards(self) -> list[SuspendedForward]:
         """Make one suspended forward per micro-batch, each with its random stream."""
         run: Callable[[Any], Any] = partial(self.spec.task, self.parts.model)
