@@ -31,6 +31,7 @@ from l2l_core.surgery import (
     results_are_close,
 )
 from l2l_core.surgery.identity import hidden_argument
+from l2l_core.trial_forwards import TrialForwards
 
 Share = Callable[[list[Any], str], list[Any]]  # gathers the items of all workers
 
@@ -156,6 +157,7 @@ class LayerEvidence:
 
     def __init__(self, runner: Runner, editor: Editor, share: Share) -> None:
         self._runner, self._editor, self._share = runner, editor, share
+        self._forwards = TrialForwards(runner)
         self._forms: dict[tuple[Unit, bool], ReturnForm | None] = {}  # by layer and the model's mode
         self._layers: dict[bool, list[Unit]] = {}  # those of the last evidence, by mode
         self._observed: set[tuple[str, int, bool]] = (
@@ -210,7 +212,7 @@ class LayerEvidence:
             ran.add(call.unit)
             return forward
 
-        return self._runner.observe(rows, task or self._runner.objective, [observe], mode="evaluation"), ran
+        return self._forwards.observe(rows, task or self._runner.objective, [observe], mode="evaluation"), ran
 
     def run_with_other_random(self, rows: Any) -> tuple[Any, set[Unit]]:
         """Return what `run` returns with other random numbers."""
@@ -255,7 +257,7 @@ class LayerEvidence:
 
             return observed
 
-        self._runner.observe(rows, _WatchedTask(self._runner.objective, watch), [observe])
+        self._forwards.observe(rows, _WatchedTask(self._runner.objective, watch), [observe])
         return watch, calls, used | watch.hidden_flow.result
 
     def _collect(self, rows: Any) -> None:
@@ -353,7 +355,7 @@ class LayerEvidence:
 
         with ignored_hook_results(unit.module for unit, name in stack_of.items() if name in returned):
             # In evaluation mode, where the code between drops nothing out
-            return self._runner.observe(rows, task, [observe], mode="evaluation")
+            return self._forwards.observe(rows, task, [observe], mode="evaluation")
 
     def code_between(self) -> dict[str, CodeBetweenLayers]:
         """Return the arguments of layers that return equal outputs, by the first name of their stack.

@@ -96,6 +96,7 @@ from l2l_core.shelf import (
 from l2l_core.step import BreadthFirstRuntime, InCoreStep, PassTask, RelayParts, VerifyReport, defer_interrupts
 from l2l_core.step_check import InCoreError, StepCheck, UnequalStepError, find_remedy, in_core_errors, kind_of_check
 from l2l_core.trace import StepResult, Trace
+from l2l_core.trial_forwards import TrialForwards, make_normaliser
 from l2l_core.workers import Network, Workers, make_backend
 
 if TYPE_CHECKING:  # the methods that plan, analyse or inspect import these rooms when they are called
@@ -262,7 +263,15 @@ class Relay:
         self._store = LayerStore(masters, gradients, Residuals(self.device), thread)
         self._store.reducer = self._backend.make_reducer(loss_over == "batch")
         self._runner = Runner(
-            parts, self._store, self._model_call, weight, loss_over, self._backend, self._kv_caches, settings, rule
+            parts,
+            self._store,
+            self._model_call,
+            partial(make_normaliser, weight, loss_over),
+            loss_over == "batch",
+            self._backend,
+            self._kv_caches,
+            settings,
+            rule,
         )
         agree = partial(self._backend.gather_items, list[None](), "change the stack")
         self._editor = Editor(
@@ -1722,9 +1731,8 @@ class Relay:
 
     def _sample_call(self, rows: RowsOfBatch) -> SampleRun:
         """Return a function that runs the model on a few rows, for edits that must run layers."""
-        return SampleRun(
-            self._runner.run_sample, self._few_rows(rows)
-        )  # no method of the relay, which would not be freed
+        run = TrialForwards(self._runner).run  # no method of the relay, which would not be freed
+        return SampleRun(run, self._few_rows(rows))
 
     def _few_rows(self, rows: RowsOfBatch) -> Any:
         """Return one or two rows of a batch, on which edits and evidence of layers rest."""

@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import copy_context
 from dataclasses import replace
 from functools import cache, partial
 from socket import gethostname
@@ -23,11 +22,9 @@ from l2l_core.batches import (
     Batch,
     BatchRows,
     LossNormaliser,
-    LossOver,
     ModelCall,
     RowsOfBatch,
     RowsRule,
-    Weight,
     divide_loss,
     join_batches,
     leaves_in,
@@ -37,15 +34,13 @@ from l2l_core.batches import (
     snapshot_modules,
 )
 from l2l_core.config import RelayConfig
-from l2l_core.devices import DeviceOutOfMemory, free_bytes
+from l2l_core.devices import DeviceOutOfMemory
 from l2l_core.eps import LayerStore, TornStep
-from l2l_core.eps.blocks import Block, Unit, check_model, check_step, put_back_params, set_used_gradients
+from l2l_core.eps.blocks import Unit, check_model, check_step, set_used_gradients
 from l2l_core.model import (
     KVCaches,
     RandomState,
     Restore,
-    force_eager,
-    full_precision,
     nbytes_of,
     preserve_random_state,
     restore_all,
@@ -56,7 +51,6 @@ from l2l_core.plan import ScheduleFunction, ScheduleSettings, StepPlan, check_pl
 from l2l_core.step import (
     BatchLoss,
     BreadthFirstRuntime,
-    CallObserver,
     MeterRecord,
     OutsideGradients,
     PassCache,
@@ -67,10 +61,8 @@ from l2l_core.step import (
     PassTask,
     RelayParts,
     StaleMeterError,
-    StateDiffs,
     StepExtras,
     new_state_copied,
-    perturb,
     record_failure,
     run_forward,
     run_step,
@@ -83,46 +75,8 @@ if TYPE_CHECKING:  # the methods that plan import these rooms when they are call
     from l2l_core.simulator import Cluster
 
 
-def _change_nothing(runtime: BreadthFirstRuntime) -> None:
+def change_nothing(runtime: BreadthFirstRuntime) -> None:
     """Leave the weights as they are."""
-
-
-def _perturb_shell(runtime: BreadthFirstRuntime) -> None:
-    """Perturb the shell's weights on the device; the masters stay unchanged."""
-    perturb(runtime.parts.shell)
-
-
-@contextmanager
-def _weights_copied(model: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
-    """Give parameters copies of their weights in float32 in the block, which a forward may change; bytes are not copied."""
-    owners = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
-    caches_casts = torch.is_autocast_cache_enabled()
-    try:
-        torch.set_autocast_cache_enabled(False)  # a cast would outlive the copy
-        for unit in units:
-            unit.set_data([view for block in unit.blocks for view in _copies_of(block)])
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(caches_casts)
-        put_back_params(owners)
-        try:
-            _point_home(units)
-        except BaseException:  # an interrupt, between two parameters
-            _point_home(units)
-            raise
-
-
-def _point_home(units: Sequence[Unit]) -> None:
-    for unit in units:
-        unit.set_data([home for block in unit.blocks for home in block.host_views])
-
-
-def _copies_of(block: Block) -> list[torch.Tensor]:
-    return block.host_views if block.in_bytes else block.layout.views(block.values.to(torch.float32, copy=True))
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
 
 
 class BatchProbe(NamedTuple):
@@ -153,8 +107,8 @@ class Runner:
         parts: model, device, shell and layers.
         store: the EPS.
         model_call: runs the model on a micro-batch.
-        weight: the user's function for the weight of a micro-batch.
-        loss_over: "micro-batch" if the loss need not be that of the batch, "batch" for one loss over all outputs.
+        make_normaliser: returns a new normaliser of losses, which measures them by this runner.
+        has_batch_loss: whether the loss is one over the outputs of all micro-batches.
         backend: of one or several workers.
         kv_caches: of decoders; disabled in every pass.
         config: settings of a step.
@@ -176,19 +130,17 @@ class Runner:
         parts: RelayParts,
         store: LayerStore,
         model_call: ModelCall,
-        weight: Weight | None,
-        loss_over: LossOver | None,
+        make_normaliser: Callable[[Runner], LossNormaliser],
+        has_batch_loss: bool,
         backend: WorkerBackend,
         kv_caches: KVCaches,
         config: RelayConfig,
         rows_rule: RowsRule = BatchRows,
     ) -> None:
         self.config, self.parts, self.pass_cache = config, parts, PassCache(parts.layers)
-        self._has_batch_loss = loss_over == "batch"
-        if self._has_batch_loss:
+        self._has_batch_loss = has_batch_loss
+        if has_batch_loss:
             model_call.check_batch_loss()
-        measures = self._measure_losses, backend.batch_peers, loss_over, self._measure_outputs, model_call.settings
-        self.normaliser, self.probe_normaliser = LossNormaliser(weight, *measures), LossNormaliser(weight, *measures)
         self.steps = 0
         self.trace: Trace | None = None
         self.on_trial: OnTrial | None = None
@@ -196,7 +148,8 @@ class Runner:
         self._warned_of_fewer = False
         self._rows_rule = rows_rule
         self._model, self._device = parts.model, parts.device
-        self._store, self._model_call, self._backend, self._kv_caches = store, model_call, backend, kv_caches
+        self._store, self.model_call, self.backend, self.kv_caches = store, model_call, backend, kv_caches
+        self.normaliser, self.probe_normaliser = make_normaliser(self), make_normaliser(self)
 
     def close(self) -> None:
         """Release threads and files, and references by which the runner would keep itself alive."""
@@ -216,7 +169,7 @@ class Runner:
     def rows_of(self, batch: Batch) -> RowsOfBatch:
         """Return a batch as rows."""
         rows = self._rows_rule(batch)
-        self._model_call.check(batch)
+        self.model_call.check(batch)
         return rows
 
     def split(self, batch: Batch) -> tuple[RowsOfBatch, list[Any]]:
@@ -234,7 +187,7 @@ class Runner:
 
     def _most_parts(self, rows: RowsOfBatch, count: int) -> int:
         """Return `count`, or the number of rows if there are fewer; workers must agree on a number."""
-        return rows.most_parts(count) if self._backend.count == 1 else count
+        return rows.most_parts(count) if self.backend.count == 1 else count
 
     def kind_of(self, micro_batches: Sequence[Any], config: RelayConfig) -> PassKind:
         """Return the kind of a pass over these micro-batches."""
@@ -265,14 +218,14 @@ class Runner:
         kind = self.kind_of(rows.split(config.micro_batches), config)
         cached = self.pass_cache.kept_counts.get(kind)
         counts = [
-            count for count in self._backend.gather_items([cached], "share counts of kept graphs") if count is not None
+            count for count in self.backend.gather_items([cached], "share counts of kept graphs") if count is not None
         ]
-        if len(counts) < self._backend.count:
+        if len(counts) < self.backend.count:
             from l2l_core.forecast import layers_within
 
-            with self._backend.storage_unsharded(), self.rehearsing(batch) as rehearsal:
+            with self.backend.storage_unsharded(), self.rehearsing(batch) as rehearsal:
                 own = layers_within(rehearsal, batch, config, nbytes) if cached is None else cached
-            counts = self._backend.gather_items([own], "count the graphs that are kept")
+            counts = self.backend.gather_items([own], "count the graphs that are kept")
         kept = min(counts)  # all workers must load the same layers
         self.pass_cache.kept_counts.put(kind, kept)
         return replace(config, keep=kept)
@@ -280,10 +233,10 @@ class Runner:
     def batch_loss(self, rows: RowsOfBatch, micro_batches: int, extras: StepExtras | None = None) -> BatchLoss | None:
         """Return the loss over the outputs of all micro-batches, of all workers; None if every micro-batch has a loss."""
         found = self.batch_loss_in_core(rows, micro_batches, extras)
-        if found is None or self._backend.count == 1:
+        if found is None or self.backend.count == 1:
             return found
         compute = partial(self._gather_outputs, found.compute)
-        return replace(found, compute=compute, trains_parameters=self._backend.rank == 0)
+        return replace(found, compute=compute, trains_parameters=self.backend.rank == 0)
 
     def batch_loss_in_core(
         self, rows: RowsOfBatch, micro_batches: int, extras: StepExtras | None = None
@@ -291,10 +244,10 @@ class Runner:
         """Return the same loss where one process has the micro-batches of all workers."""
         if not self._has_batch_loss:
             return None
-        if self._backend.count == 1:
+        if self.backend.count == 1:
             return self._make_batch_loss(rows.batch, rows.join, extras)
         own = rows.batch, rows.sizes(micro_batches)
-        batches, sizes = zip(*self._backend.gather_items([own], "gather the batch"), strict=True)
+        batches, sizes = zip(*self.backend.gather_items([own], "gather the batch"), strict=True)
         rows = rows.of(join_batches(batches, [sum(each) for each in sizes]))
         assert isinstance(rows, BatchRows), "another rule is refused where the relay is made"
         join = partial(rows.join, sizes=[size for each in sizes for size in each])
@@ -303,7 +256,7 @@ class Runner:
     def _make_batch_loss(
         self, batch: Batch, join: Callable[[Sequence[Any]], Any], extras: StepExtras | None = None
     ) -> BatchLoss:
-        call = self._model_call
+        call = self.model_call
         compute = call.batch_loss if extras is None else partial(extras.run_once, call.batch_loss_with_extras)
         return BatchLoss(call.outputs, batch, partial(compute, join))
 
@@ -317,10 +270,10 @@ class Runner:
             return map_tensors(tree, lambda t: t.detach().to(device).requires_grad_(t.requires_grad))
 
         own = [copy_to(torch.device("cpu"), each) for each in outputs], RandomState.capture()
-        gathered = self._backend.gather_items([own], "gather outputs")
+        gathered = self.backend.gather_items([own], "gather outputs")
         every: list[Any] = []
         for rank, (trees, _) in enumerate(gathered):
-            is_own, device = rank == self._backend.rank, self._device.torch_device
+            is_own, device = rank == self.backend.rank, self._device.torch_device
             every += outputs if is_own else [copy_to(device, tree) for tree in trees]
         gathered[-1][1].restore()  # the loss follows the last micro-batch of all
         return compute(every, batch=batch)
@@ -333,21 +286,22 @@ class Runner:
         batch_loss: BatchLoss | None = None,
         first: int | None = None,
     ) -> PassSpec:
-        seeds = self._seeds_of(len(micro_batches), config, first)
+        seeds = self.seeds_of(len(micro_batches), config, first)
         plan = PassPlan.of(config, self.pass_cache.layer_order, loss_per_micro_batch=batch_loss is None)
         return PassSpec(config, plan, task, micro_batches, seeds, batch_loss=batch_loss)
 
-    def _seeds_of(self, count: int, config: RelayConfig, first: int | None = None) -> list[int]:
-        first = self._backend.first_micro_batch(count) if first is None else first
+    def seeds_of(self, count: int, config: RelayConfig, first: int | None = None) -> list[int]:
+        """Return the seeds of `count` micro-batches; `first` is the position of the first one in the whole batch."""
+        first = self.backend.first_micro_batch(count) if first is None else first
         return [config.micro_batch_seed(self.steps, first + k) for k in range(count)]
 
     def objective(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
         """Return the loss of a micro-batch, without extras; NaN if only the batch has a loss."""
         if self._has_batch_loss:
-            self._model_call.outputs(model, micro_batch)
+            self.model_call.outputs(model, micro_batch)
             return torch.full((), torch.nan)
-        with new_state_copied(self._model_call.metrics()):
-            return self._model_call.objective(model, micro_batch)
+        with new_state_copied(self.model_call.metrics()):
+            return self.model_call.objective(model, micro_batch)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -369,10 +323,10 @@ class Runner:
             raise
         kind = self.kind_of(micro_batches, config)
         replay = self.pass_cache.find_step(kind) if config.meter == "on_change" else None
-        extras = StepExtras(self._model_call.objective_with_extras, self._model_call.metrics())
+        extras = StepExtras(self.model_call.objective_with_extras, self.model_call.metrics())
         batch_loss = self.batch_loss(rows, len(micro_batches), extras)
         losses, ran, trace = self._train(batch, micro_batches, divisors, batch_loss, config, replay, extras)
-        loss = float(sum(self._backend.gather_items(losses)))
+        loss = float(sum(self.backend.gather_items(losses)))
         self.steps += 1
         set_used_gradients(self._store.updated)
         self._store.updated.clear()  # else it would keep layers that are dropped next in memory
@@ -450,7 +404,7 @@ class Runner:
 
     def _grad_norm(self, config: RelayConfig) -> float | None:
         """Return the norm of the last step's gradients; None if a worker knows only the norms of its part."""
-        is_whole = self._backend.count == 1 or config.max_grad_norm is not None
+        is_whole = self.backend.count == 1 or config.max_grad_norm is not None
         return self._store.grad_norm if is_whole else None
 
     def _train(
@@ -464,20 +418,20 @@ class Runner:
         extras: StepExtras,
     ) -> tuple[list[torch.Tensor], PassResult, Trace]:
         # Set before the step runs, for readers that follow it live.
-        self.trace = trace = self._backend.sign_trace(self.parts.new_trace(config, self.steps))
+        self.trace = trace = self.backend.sign_trace(self.parts.new_trace(config, self.steps))
         restore_buffers = self.parts.snapshot_buffers()
         self._device.ledger.reset_peak()
         if batch_loss is None:
             spec = self._make_spec(config, extras.run, list(enumerate(micro_batches)))
         else:
             spec = self._make_spec(config, batch_loss.outputs, micro_batches, batch_loss)
-        spec = replace(spec, check=self._backend.make_buffer_check(self.parts.units))
+        spec = replace(spec, check=self.backend.make_buffer_check(self.parts.units))
         try:
             return *run_step(self.parts, self._store, spec, divisors, trace, replay), trace
         except BaseException as error:  # a second interrupt, too
             record_failure(trace, error)
-            self._backend.announce_failure(error)
-            updated = self._backend.agree_on_failure(error, self._roll_back(restore_buffers))
+            self.backend.announce_failure(error)
+            updated = self.backend.agree_on_failure(error, self._roll_back(restore_buffers))
             if isinstance(error, StaleMeterError):
                 self.pass_cache.invalidate()
             if isinstance(error, DeviceOutOfMemory):
@@ -488,7 +442,7 @@ class Runner:
 
     def _advise(self, error: DeviceOutOfMemory, batch: Batch, config: RelayConfig) -> None:
         """Add settings that fit to an error, with one worker."""
-        if self._backend.count == 1:
+        if self.backend.count == 1:
             from l2l_core.forecast import advise
 
             searched = replace(config, schedule="breadth_first") if config.has_own_schedule else config
@@ -530,7 +484,7 @@ class Runner:
         micro_batches: Sequence[Any],
         task: PassTask,
         config: RelayConfig | None = None,
-        prepare: Callable[[BreadthFirstRuntime], None] = _change_nothing,
+        prepare: Callable[[BreadthFirstRuntime], None] = change_nothing,
         batch_loss: BatchLoss | None = None,
         mode: PassMode = "evaluation",
         first: int | None = None,
@@ -549,9 +503,9 @@ class Runner:
         )  # no backward: nothing is kept
         kind = self.kind_of(micro_batches, config)
         spec = self._make_spec(config, task, micro_batches, batch_loss, first)
-        trace = self._backend.sign_trace(self.parts.new_trace(config, self.steps))
+        trace = self.backend.sign_trace(self.parts.new_trace(config, self.steps))
         try:
-            with self._without_gradients(mode):
+            with self.without_gradients(mode):
                 replay = self.pass_cache.inferences.get((kind, task))
                 results, ran = run_forward(self.parts, spec, trace, replay, prepare)
             self.pass_cache.inferences.put((kind, task), ran.metered)
@@ -576,21 +530,21 @@ class Runner:
         finally:
             restore_buffers()
         return float(
-            sum(self._backend.gather_items([divide_loss(loss, n) for loss, n in zip(losses, divisors, strict=True)]))
+            sum(self.backend.gather_items([divide_loss(loss, n) for loss, n in zip(losses, divisors, strict=True)]))
         )
 
     def probe_batch(self, batch: Batch, with_outputs: bool) -> BatchProbe:
         """Return loss, count and outputs of a batch; see `Relay.probe_batch`."""
         rows, micro_batches = self.split(batch)
-        joins_passes = with_outputs and not (self._has_batch_loss or self._model_call.has_objective)
+        joins_passes = with_outputs and not (self._has_batch_loss or self.model_call.has_objective)
         if not joins_passes:
             loss = self.evaluate(batch, self.probe_normaliser)
-            outputs = self.infer(micro_batches, self._model_call.outputs) if with_outputs else None
+            outputs = self.infer(micro_batches, self.model_call.outputs) if with_outputs else None
         else:
             divisors = self.probe_normaliser.divisors(rows, micro_batches)
             results = self.infer(micro_batches, self._objective_with_outputs)
             losses = [divide_loss(each[0], n) for each, n in zip(results, divisors, strict=True)]
-            loss, outputs = float(sum(self._backend.gather_items(losses))), [each[1] for each in results]
+            loss, outputs = float(sum(self.backend.gather_items(losses))), [each[1] for each in results]
         count = self.probe_normaliser.item_count(rows, micro_batches)
         if outputs is None:
             return BatchProbe(loss, count, rows.count, None)
@@ -598,114 +552,11 @@ class Runner:
         return BatchProbe(loss, count, rows.count, joined)
 
     def _objective_with_outputs(self, model: nn.Module, micro_batch: Any) -> tuple[torch.Tensor, Any]:
-        with new_state_copied(self._model_call.metrics()):
-            return self._model_call.objective_with_outputs(model, micro_batch)
-
-    def _measure_losses(self, batches: Sequence[Any], perturbed: bool) -> list[float]:
-        return [float(loss) for loss in self._measure(batches, perturbed, self.objective)]
-
-    def _measure_outputs(self, batches: Sequence[Any], perturbed: bool) -> list[Any]:
-        return self._measure(batches, perturbed, self._model_call.outputs)
-
-    def _measure(self, batches: Sequence[Any], perturbed: bool, task: PassTask) -> list[Any]:
-        """Return the results of a few rows each, in evaluation mode and float32; all state is as before.
-
-        With `perturbed`, the shell's weights are perturbed, in copies. Where layers compute in host memory the model's own
-        forward runs, in a tenth of the time. Elsewhere one layer and one micro-batch are on the device at a time: in float32,
-        weights need twice the memory of bfloat16.
-        """
-        try:
-            if self._can_copy_weights() and (results := self._measure_in_core(batches, perturbed, task)) is not None:
-                return results
-            prepare = _perturb_shell if perturbed else _change_nothing
-            return self._infer_apart(batches, task, prepare)
-        except Exception as error:
-            error.add_note(
-                "The relay ran a few rows, to compare them with the same rows in parts. Nothing was trained. With weight=... or "
-                'loss_over="micro-batch", this is not needed'
-            )
-            raise
-
-    def _can_copy_weights(self) -> bool:
-        """Whether all weights are in the host's memory, where layers compute, and there is room for a copy in float32."""
-        blocks = [block for unit in self.parts.units for block in unit.blocks]
-        if not self._device.in_host_memory or any(block.local_layout or block.offloaded for block in blocks):
-            return False
-        return 2 * sum(4 * block.layout.numel for block in blocks if not block.in_bytes) <= free_bytes(None)
-
-    def _measure_in_core(self, batches: Sequence[Any], perturbed: bool, task: PassTask) -> list[Any] | None:
-        """Return the results of the model's own forward on copies of the weights.
-
-        None if it fails, or changes state that the next small batch may read: a relay explains the one, and sees the other.
-        """
-        check_model(self._model, self.parts.units)
-        results: list[Any] = []
-        with self._apart(), self._without_gradients("evaluation"), _weights_copied(self._model, self.parts.units):
-            if perturbed:
-                perturb(self.parts.shell)
-            differs, versions = StateDiffs().full_diff(self._model), self._tensor_versions()
-            try:
-                for batch, seed in zip(batches, self._seeds_of(len(batches), self.config), strict=True):
-                    RandomState.from_seed(seed).restore()
-                    # In a copied context, as a suspended forward's: variables that it sets are not those of the caller.
-                    result = copy_context().run(task, self._model, map_tensors(batch, _copied))
-                    results.append(map_tensors(result, _copied))
-            except Exception:
-                return None
-            may_differ, changed = differs()
-            return None if may_differ or changed or self._tensor_versions() != versions else results
-
-    def _tensor_versions(self) -> list[tuple[int, int]]:
-        """Return the identity and autograd's version of each parameter and buffer."""
-        return [(id(tensor), tensor._version) for tensor in (*self._model.parameters(), *self._model.buffers())]
-
-    def observe(self, rows: Any, task: PassTask, observers: Sequence[CallObserver], mode: PassMode = "present") -> Any:
-        """Run a task on a few rows with observers, and return its result; all state is as before.
-
-        All workers run the rows of worker 0, with the same random numbers, so that they find the same and make the same passes.
-        """
-
-        def prepare(runtime: BreadthFirstRuntime) -> None:
-            runtime.ctx.observers.extend(observers)
-
-        try:
-            # Also, a worker that makes another pass is an error then, and the others do not wait for it.
-            if self._backend.count > 1:  # clones, since a slice is sent with the memory of the whole batch
-                [rows, *_] = self._backend.gather_items([map_tensors(rows, torch.Tensor.clone)], "observe layers")
-            return self._infer_apart([rows], task, prepare, mode=mode, first=0)[0]
-        except Exception as error:
-            error.add_note(
-                "The relay ran a few rows, to find what the model reads by the position of a layer. Nothing was trained"
-            )
-            raise
-
-    def _infer_apart(
-        self, batches: Sequence[Any], task: PassTask, prepare: Callable[[BreadthFirstRuntime], None], **options: Any
-    ) -> list[Any]:
-        """Return the results of a few rows each, in float32; all state is as before.
-
-        One layer is on the device at a time.
-        """
-        least = {"schedule": "breadth_first", "ahead": 0, "resident": 0, "keep": 0, "stash": "host"}
-        config = replace(self.config, micro_batches=len(batches), precision="fp32", **least)
-        with self._apart():
-            return self.infer(batches, task, config, prepare, **options)
+        with new_state_copied(self.model_call.metrics()):
+            return self.model_call.objective_with_outputs(model, micro_batch)
 
     @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Restore all state after a block, which computes in full precision and without compiled code."""
-        restores = [self.parts.snapshot_buffers(), self.snapshot_attributes(), self.snapshot_user_state()]
-        restores += [partial(param.requires_grad_, param.requires_grad) for param in self._model.parameters()]
-        try:
-            # Eager: compiled code would be compiled anew for these shapes.
-            with preserve_random_state(), full_precision(self._device.torch_device), force_eager():
-                yield
-        finally:
-            for restore in restores:
-                restore()
-
-    @contextmanager
-    def _without_gradients(self, mode: PassMode) -> Iterator[None]:
+    def without_gradients(self, mode: PassMode) -> Iterator[None]:
         """Disable gradients and the caches of decoders; set the modules to evaluation mode, or leave them as they are."""
         # Per module: parts of a model may always be in evaluation mode.
         modes = {module: module.training for module in self._model.modules()}
@@ -713,7 +564,7 @@ class Runner:
             # Not model.eval(), which a model may override: to merge adapters, for one
             for module in modes if mode == "evaluation" else ():
                 module.training = False
-            with torch.no_grad(), self._kv_caches.disabled():
+            with torch.no_grad(), self.kv_caches.disabled():
                 yield
         finally:
             for module, training in modes.items():
@@ -721,12 +572,12 @@ class Runner:
 
     def snapshot_attributes(self) -> Restore:
         """Capture plain attributes of the model, and metrics that the loss updates; return a function that restores them."""
-        restore_metrics = snapshot_modules(self._model_call.loss_modules())
+        restore_metrics = snapshot_modules(self.model_call.loss_modules())
         return restore_all([snapshot_attributes(self._model.modules()), restore_metrics])
 
     def snapshot_user_state(self) -> Restore:
-        """Capture what loss, hooks, objects and optimizer keep beside those, around runs that the user has not asked for."""
-        roots = [*self._model_call.functions, *self._store.masters.user_objects]
+        """Capture what loss, hooks, objects and optimizer keep beside those, before runs that the user must not notice."""
+        roots = [*self.model_call.functions, *self._store.masters.user_objects]
         return snapshot_user_state(roots, self._model.modules())
 
     # -- a rehearsal ---------------------------------------------------------------------------------------------------
@@ -749,7 +600,7 @@ class Runner:
             self.pass_cache.layer_order,
             outside.keeping(self.objective),
             self.rows_of,
-            self._backend.make_rehearsal_source,
+            self.backend.make_rehearsal_source,
             self.pass_cache.set_layer_order,  # spares the first step the search for the order
             reduce,
             batch_loss,
@@ -771,10 +622,10 @@ class Runner:
         """Return the workers for a forecast; arguments in `other` that are not None override this relay's own."""
         from l2l_core.simulator import Cluster
 
-        settings = self._backend.settings
+        settings = self.backend.settings
         own = {"network": settings.network, "wire": settings.wire, "reduce": settings.reduce}
         given = {name: value for name, value in other.items() if value is not None}
-        return Cluster(**{"count": self._backend.count, "rank": self._backend.rank, **own, **given})
+        return Cluster(**{"count": self.backend.count, "rank": self.backend.rank, **own, **given})
 
     def fit(
         self, batch: Batch, device_bytes: int | None, host_bytes: int | None, fixed: Iterable[str], most_s: float
@@ -786,7 +637,7 @@ class Runner:
         from l2l_core.forecast import MemoryLimits, fit_step, memory_limits_of
 
         check_model(self._model, self.parts.units)
-        backend, rows, host = self._backend, self.rows_of(batch), gethostname()
+        backend, rows, host = self.backend, self.rows_of(batch), gethostname()
         workers_here = backend.gather_items([host], "share host names").count(host)
         limits = memory_limits_of(self._device, self.parts.host, device_bytes, host_bytes, workers_here)
         tensors = [leaf for leaf in leaves_in(batch) if isinstance(leaf, torch.Tensor)]
@@ -801,16 +652,6 @@ class Runner:
                     found = [fit_step(self._watched(rehearsal, None), batch, config, *args)]
             [fit] = backend.gather_items(found, "send the settings found")
         return fit
-
-    def run_sample(self, rows: Any) -> torch.Tensor:
-        """Run the model on a few rows, the same on all workers; no relay around it."""
-        [rows, *_] = self._backend.gather_items([rows])
-        restore = snapshot_modules(self._model_call.loss_modules())
-        try:
-            with self._kv_caches.disabled():
-                return self.objective(self._model, rows)
-        finally:
-            restore()
 
     # -- between passes ------------------------------------------------------------------------------------------------
 

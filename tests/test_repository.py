@@ -281,11 +281,12 @@ MAY_IMPORT = {
         "trace config schedule_rules",
         "inside": "step.micro_batch eps.blocks batches model",
         "runner": "workers step eps eps.blocks devices batches model plan trace config",
-        "layer_evidence": "runner edits step eps.blocks surgery.identity surgery model",
+        "trial_forwards": "runner step eps.blocks devices batches model",
+        "layer_evidence": "trial_forwards runner edits step eps.blocks surgery.identity surgery model",
         "edit_check": "layer_evidence edits eps.blocks surgery",
         "step_check": "step devices config trace",
-        "relay": "edit_check layer_evidence step_check runner shelf workers saves edits step eps eps.optimizers eps.blocks "
-        "devices batches model plan trace config",
+        "relay": "edit_check layer_evidence step_check trial_forwards runner shelf workers saves edits step eps eps.optimizers "
+        "eps.blocks devices batches model plan trace config",
         "integrations": "relay shelf step devices batches trace config",
         "parallel": "strategies pipelines workers step.traffic devices batches model trace config",
         "strategies": "relay pipelines simulator step step.traffic step.graph eps eps.optimizers eps.blocks devices "

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from l2l_core import DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig
 from l2l_core.batches import loss_normaliser
 from l2l_core.batches.loss_comparison import compare_losses
-from l2l_core.runner import Runner
+from l2l_core.trial_forwards import TrialForwards
 
 ROWS, K, RATE = 16, 4, 1e-2
 Batch = dict[str, Tensor]
@@ -351,7 +351,7 @@ def test_a_comparison_leaves_buffers_and_flags() -> None:
 
 def test_a_device_that_is_too_small_is_reported_as_by_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """With advice, and without a result that a later step on a larger device would rely on."""
-    monkeypatch.setattr(Runner, "_can_copy_weights", lambda self: False)  # as of a device that is not the host
+    monkeypatch.setattr(TrialForwards, "_can_copy_weights", lambda self: False)  # as of a device that is not the host
     device = EmulatedDevice(memory_bytes=1000)
     with Relay(model_of(), sgd, device, objective=info_nce, config=RelayConfig(micro_batches=K)) as relay:
         with pytest.raises(DeviceOutOfMemory, match="Remedy") as caught:
@@ -379,7 +379,7 @@ def test_a_comparison_leaves_weights_that_a_forward_changes() -> None:
     config = RelayConfig(micro_batches=2)
     with Relay(model, sgd, objective=lambda m, x: m(x).square().mean(), layers=["0", "1", "2"], config=config) as relay:
         before = [param.detach().clone() for param in model.parameters()]
-        relay._runner._measure_losses([torch.randn(2, 8)], True)
+        TrialForwards(relay._runner).losses([torch.randn(2, 8)], True)
         assert all(map(torch.equal, before, model.parameters()))
 
 
@@ -415,7 +415,7 @@ def test_context_variables_that_a_forward_sets_in_a_comparison_are_not_the_calle
 
     config = RelayConfig(micro_batches=2, verify="never")
     with Relay(Remembering(), sgd, EmulatedDevice(), objective=objective, config=config) as relay:
-        relay._runner._measure_losses([(torch.randn(2, 8),)], False)
+        TrialForwards(relay._runner).losses([(torch.randn(2, 8),)], False)
     assert count.get() == 0
 
 
@@ -566,8 +566,8 @@ def test_a_tensor_that_all_rows_share_is_not_cut(name: str, kind: str, micro_bat
 def test_where_no_losses_are_compared_rows_run_only_if_a_tensor_may_be_shared(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs, real = [], Runner._measure_losses
-    monkeypatch.setattr(Runner, "_measure_losses", lambda self, *given: runs.append(given) or real(self, *given))
+    runs, real = [], TrialForwards.losses
+    monkeypatch.setattr(TrialForwards, "losses", lambda self, *given: runs.append(given) or real(self, *given))
     batch, config = {"x": noise(ROWS, tokens, 8), "y": classes(ROWS, seed=0)}, RelayConfig(micro_batches=K)
     options: Any = {"objective": lambda m, b: m(b["x"]).square().mean(), "loss_over": "sum", "config": config}
     with Relay(model_of(), sgd, EmulatedDevice(), **options) as relay:

@@ -29,7 +29,7 @@ from l2l_core.batches.batch import BatchRows
 from l2l_core.batches.loss_normaliser import LossNormaliser, weighted_divisors
 from l2l_core.batches.lru_cache import LRUCache
 from l2l_core.batches.target_counts import SUM, normaliser_candidates
-from l2l_core.runner import Runner
+from l2l_core.trial_forwards import TrialForwards
 
 Batch = dict[str, Any]
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -534,8 +534,8 @@ def test_a_look_leaves_no_trace(stash: Any) -> None:
 
 def test_losses_are_measured_once_per_structure(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    real = Runner._measure_losses
-    monkeypatch.setattr(Runner, "_measure_losses", lambda self, *small: made.append(small) or real(self, *small))
+    real = TrialForwards.losses
+    monkeypatch.setattr(TrialForwards, "losses", lambda self, *small: made.append(small) or real(self, *small))
     with Relay(gpt(), sgd, config=THREE) as relay:
         relay.step(uneven((8,) * 6))
         relay.step(uneven((8, 3, 3, 8, 8, 3)))
@@ -670,7 +670,7 @@ def test_a_refused_step_has_trained_nothing() -> None:
 
 def test_outputs_are_joined_without_a_look_where_they_have_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch whose mean cannot be found out is none to the outputs, unless there is a loss among them."""
-    monkeypatch.setattr(Runner, "_measure_losses", lambda self, small, shaken: [1.0] * len(small))
+    monkeypatch.setattr(TrialForwards, "losses", lambda self, small, shaken: [1.0] * len(small))
     with Relay(Around(gpt().transformer), sgd, config=THREE) as relay:
         batch = {"input_ids": uneven()["labels"].clamp(min=0), "position_ids": uneven()["labels"].clamp(0, 7)}
         batch["token_type_ids"] = uneven()["labels"].clamp(min=0)

@@ -577,9 +577,9 @@ def test_further_entries_let_force_add_a_layer() -> None:
 def test_things_are_observed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = kind_of(Unrelated)
     with relay_of(kind) as relay:
-        passes, observe = list[Any](), relay._runner.observe
+        passes, observe = list[Any](), relay._evidence._forwards.observe
         monkeypatch.setattr(
-            relay._runner, "observe", lambda *given, **how: passes.append(how) or observe(*given, **how)
+            relay._evidence._forwards, "observe", lambda *given, **how: passes.append(how) or observe(*given, **how)
         )
         relay.step(kind.make_batch(4))
         relay.apply(Freeze(3))
@@ -634,9 +634,9 @@ class FromTheSixth(Beside):
 def test_layers_that_pass_on_their_outputs_alone_are_observed_once_per_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     kind, once = kind_of(FromTheSixth), {"mode": "evaluation"}
     with relay_of(kind) as relay:
-        passes, observe = list[Any](), relay._runner.observe
+        passes, observe = list[Any](), relay._evidence._forwards.observe
         monkeypatch.setattr(
-            relay._runner, "observe", lambda *given, **how: passes.append(how) or observe(*given, **how)
+            relay._evidence._forwards, "observe", lambda *given, **how: passes.append(how) or observe(*given, **how)
         )
         for _ in range(2):
             relay.step(kind.make_batch(4))
