@@ -94,7 +94,14 @@ from l2l_core.shelf import (
     refuse_edited_save,
 )
 from l2l_core.step import BreadthFirstRuntime, InCoreStep, PassTask, RelayParts, VerifyReport, defer_interrupts
-from l2l_core.step_check import InCoreError, StepCheck, UnequalStepError, find_remedy, in_core_errors, kind_of_check
+from l2l_core.step_check import (
+    InCoreError,
+    StepCheck,
+    UnequalStepError,
+    in_core_errors,
+    kind_of_check,
+    remedy_for_error,
+)
 from l2l_core.trace import StepResult, Trace
 from l2l_core.trial_forwards import TrialForwards, make_normaliser
 from l2l_core.workers import Network, Workers, make_backend
@@ -1444,7 +1451,7 @@ class Relay:
         except (RuntimeError, TypeError, ValueError) as error:
             has_remedy = isinstance(error, TornStep | UnequalStepError | PlanError | LossError)
             if config.verify != "never" and not has_remedy and not self._reason_not_to_compare(config):
-                for remedy in filter(None, [find_remedy(self._compare, batch, config)]):
+                for remedy in filter(None, [remedy_for_error(self._compare, batch, config)]):
                     error.add_note(remedy)
             raise
         return replace(result, verified=verified)

@@ -113,7 +113,7 @@ class StepCheck:
         except DeviceOutOfMemory:  # the step's own error has advice
             return None, "not compared with training in core: it does not fit the device"
         if not report.equal:
-            remedy = find_remedy(compare, batch, config) or (
+            remedy = _find_remedy(compare, batch, config) or (
                 "If the loss or the model counts its calls or keeps other state outside of modules, which a comparison changes, "
                 "RelayConfig(verify='never') trains without one; Relay(..., loss_over='micro-batch') tries it on no rows either"
             )
@@ -123,13 +123,22 @@ class StepCheck:
         return result, f"equal to the step in core, to the bit; compared in {seconds:.2g} s"
 
 
-def find_remedy(compare: Compare, batch: Any, config: RelayConfig) -> str:
+def remedy_for_error(compare: Compare, batch: Any, config: RelayConfig) -> str:
+    """Return settings that train a batch whose step failed, in words; empty if it fails no more."""
+    try:
+        _compare_quietly(compare, batch, config)
+    except InCoreError:
+        return ""
+    except Exception:
+        return _find_remedy(compare, batch, config)
+    return ""  # other settings would be no remedy of an error that passed by itself
+
+
+def _find_remedy(compare: Compare, batch: Any, config: RelayConfig) -> str:
     """Return settings with which the step equals training in core, in words; empty if none are found."""
     for changes in _alternatives(config):
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                report = compare(batch, replace(config, **changes))
+            report = _compare_quietly(compare, batch, replace(config, **changes))
         except InCoreError:
             return ""
         except Exception:  # of any kind: these settings do not help
@@ -138,6 +147,12 @@ def find_remedy(compare: Compare, batch: Any, config: RelayConfig) -> str:
             settings = ", ".join(f"{name}={value!r}" for name, value in changes.items())
             return f"RelayConfig({settings}) trains it with the bits of training in core: a trial step was equal"
     return ""
+
+
+def _compare_quietly(compare: Compare, batch: Any, config: RelayConfig) -> VerifyReport:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return compare(batch, config)
 
 
 def kind_of_check(batch: Any, config: RelayConfig, layers: Hashable) -> Hashable:

@@ -127,7 +127,7 @@ class DepthFirstRuntime(PassRuntime):
         for k, (thread_state, divisor) in enumerate(zip(self.initial_states(), divisors, strict=True)):
             self._k, run = k, remaining.popleft()
             loss = divide_loss(self._forward(run, thread_state), divisor)
-            spec.check()
+            self.check_forward()
             if not torch.isfinite(loss):  # the host waits for the device here, once per micro-batch
                 loss = loss.detach()  # frees its graph before the forward runs again
                 raise NonFiniteError(self._explain_nonfinite(loss, run, thread_state))

@@ -23,6 +23,7 @@ from l2l_core.eps.blocks import Block, Unit
 from l2l_core.model import RandomState, ThreadState, dense_parts, is_sparse
 from l2l_core.schedule_rules import chunks_per_copy, gradient_slots, weight_slots
 from l2l_core.step.failure import suggest_remedy
+from l2l_core.step.guards import refuse_kept_weights
 from l2l_core.step.pass_inputs import WEIGHT_DTYPES, PassSpec, RelayParts
 from l2l_core.step.traffic import (
     NO_MICRO_BATCH,
@@ -56,6 +57,7 @@ class PassRuntime(ABC):
         stalled = None if config.ahead else self.clock.stalled
         self.h2d, self.d2h = (Lane(parts.device, trace, name, turns, stalled) for name in ("h2d", "d2h"))
         self._dtype = WEIGHT_DTYPES[config.precision]  # of weights on the device
+        self._checked_attributes = False
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -168,6 +170,7 @@ class PassRuntime(ABC):
         device.ledger.book("weights", "shell", flat.nbytes)
         self._stack.callback(device.ledger.release, "weights", "shell", flat.nbytes)
         self._tracker.exempt([flat, *(master for unit in self.parts.units for master in unit.masters)], weights=True)
+        self._shell_weights = flat
         pairs = zip(shell.ranges(flat), shell.blocks, strict=True)
         with self.clock.stalled():
             copies = [(part, self.parts.weight_source.acquire(block)) for part, block in pairs]
@@ -179,6 +182,14 @@ class PassRuntime(ABC):
         self._stack.callback(shell.set_data, [home for block in shell.blocks for home in block.host_views])
         shell.set_data(views)
         return dict(zip(shell.params, views, strict=True))
+
+    def check_forward(self) -> None:
+        """Refuse the step if a forward shows that it would differ from plain training; called after each forward."""
+        self.spec.check()
+        if self.meter.is_metering and not self._checked_attributes:
+            self._checked_attributes = True
+            buffers = [slot.flat for slot in self.weight_slots.slots]
+            refuse_kept_weights(self.parts.model, self.parts.units, [*buffers, self._shell_weights])
 
     def make_gradients(
         self, store: LayerStore, is_per_micro_batch: Callable[[Block], bool]

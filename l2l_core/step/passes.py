@@ -58,7 +58,7 @@ def run_step(
     with BreadthFirstRuntime(parts, spec, trace, replay) as runtime:
         per_micro_batch = PerMicroBatch(parts.shell, store.reducer.per_micro_batch)
         slots, shell = runtime.make_gradients(store, per_micro_batch)
-        checks = StepChecks(runtime.ctx, parts, per_micro_batch, spec.check)
+        checks = StepChecks(runtime.ctx, parts, per_micro_batch, runtime.check_forward)
         of_batch = spec.batch_loss
         load, trains = (
             (None, True)

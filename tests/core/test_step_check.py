@@ -180,6 +180,24 @@ def test_a_refused_layer_trains_as_the_note_says() -> None:
         assert relay.step(BATCH).verified.startswith("equal")
 
 
+def test_an_error_that_passes_by_itself_is_not_said_to_need_other_settings() -> None:
+    failures = []
+
+    def loss(out: Tensor, batch: Any) -> Tensor:
+        if failures:
+            raise RuntimeError(failures.pop())
+        return F.cross_entropy(out, batch[1])
+
+    model = Model()
+    with Relay(model, torch.optim.SGD(model.parameters(), lr=0.1), "cpu", loss=loss) as relay:
+        relay.step(BATCH)
+        failures.append("the disk was full")
+        with pytest.raises(RuntimeError, match="the disk was full") as info:
+            relay.step(BATCH)
+        assert not any("trains it" in note for note in getattr(info.value, "__notes__", []))
+        relay.step(BATCH)
+
+
 def test_layers_with_a_generator_train_nothing() -> None:
     """Without the comparison, the last layers would hold new weights."""
     generator = torch.Generator()

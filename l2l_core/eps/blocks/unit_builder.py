@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from l2l_core.devices import return_freed_memory
 from l2l_core.eps.blocks.layout import Layout
+from l2l_core.eps.blocks.model_checks import refuse_shared_values
 from l2l_core.eps.blocks.module_buffers import ModuleBuffers
 from l2l_core.eps.blocks.units import SHELL, Block, Unit, is_placeholder
 
@@ -46,6 +48,7 @@ def build_units(
     members = {SHELL: shell, **{key: list(module.modules()) for key, module in layers.items()}}
     names = {param: name for name, param in model.named_parameters()}
     _check_parameters(names, bf16, keeps_dtypes)
+    refuse_shared_values({**names, **{buffer: name for name, buffer in model.named_buffers()}})
     parts = quantised_parts(model.modules())
     users = Counter(param for modules in members.values() for param in _parameters(modules))
     several = [param for param, count in users.items() if count > 1]
@@ -76,6 +79,7 @@ def build_layer(
     """
     names = {param: f"{name}.{inner}" for inner, param in module.named_parameters()}
     _check_parameters(names, bf16, keeps_dtypes)
+    refuse_shared_values({**names, **{buffer: f"{name}.{inner}" for inner, buffer in module.named_buffers()}})
     parts = quantised_parts(module.modules())
     return _make_unit(key, name, module, list(module.modules()), names, shared, host_master_init(empty), bf16, parts)
 
@@ -239,6 +243,7 @@ def _make_block(
         tensors |= {tensor: f"{names[param]}.{name}" for name, tensor in parts.get(param, {}).items()}
     layout = Layout.of_bytes([*tensors]) if in_bytes else Layout.of(params)
     block = Block(key, [*tensors], [*tensors.values()], layout, torch.empty(0), shared)
+    block.left_storages = [StorageWeakRef(param.untyped_storage()) for param in params if param.requires_grad]
     init_master(block)
     if in_bytes:
         return_freed_memory()  # of the codes before the next layer's are copied

@@ -15,6 +15,7 @@ from functools import cache
 import numpy as np
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from l2l_core.eps.blocks.layout import Layout, Piece, TrainedParameters
 from l2l_core.eps.blocks.module_buffers import ModuleBuffers
@@ -54,6 +55,7 @@ class Block:
     returned: bool = False  # until the step ends, parameters point to the master, and only its update sets their data
     residuals: dict[int, torch.Tensor] = field(default_factory=dict)  # by parameter, on the device; see `Residuals`
     used_gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # by parameter; see `UsedGradient`
+    left_storages: list[StorageWeakRef] = field(default_factory=list)  # of trained parameters before they had a master
     _trained: TrainedParameters | None = None  # cache
 
     @property
