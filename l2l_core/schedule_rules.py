@@ -53,11 +53,6 @@ def kept_layer_count(settings: Mapping[str, Any], layers: int) -> int:
     return min(layers, max(1, kept))
 
 
-def load_count(layers: int, ahead: int, resident: int) -> int:
-    """Return the number of loads in a training step that visits each layer once in forward and once in backward."""
-    return layers + max(0, layers - weight_slots(ahead, resident))
-
-
 def has_link(figures: Mapping[str, Any]) -> bool:
     """Whether copies can overlap with compute, by the figures of a device.
 

@@ -25,7 +25,7 @@ from l2l_core.forecast.measured_costs import costs_of_rehearsal
 from l2l_core.forecast.profile_transforms import interpolate_profiles
 from l2l_core.forecast.relay_fit import FastestSearch, faster_than, finalists
 from l2l_core.forecast.step_cost_model import StepCostModel
-from l2l_core.schedule_rules import kept_layer_count, load_count, weight_slots
+from l2l_core.schedule_rules import kept_layer_count, weight_slots
 
 LINK = {"h2d_bytes_per_s": 2e7, "d2h_bytes_per_s": 2e7}
 
@@ -168,7 +168,7 @@ def made_up(link: float, config: RelayConfig) -> Priced:
     nbytes = 50 * (config.ahead + 1 + config.resident) + 8 * rows + 8 * 16 * (kept - 1)
     nbytes += 2 * 16 * (9 - kept) if config.stash == "device" else 4 * rows
     compute = 16 * (1 + 0.4 / rows) * (3 * kept + 4 * (8 - kept)) / 32
-    copies = link * (load_count(8, config.ahead, config.resident) + 0.5 * (8 - kept) * (config.stash == "host"))
+    copies = link * (16 - slots + 0.5 * (8 - kept) * (config.stash == "host"))
     seconds = compute + copies if config.ahead == 0 else max(compute, copies) + 0.1 * (slots == 8)
     return Priced(config, nbytes, lambda: Run(seconds, host))
 
