@@ -97,7 +97,8 @@ class Insert(LayerMakingEdit):
         like: the layer to be made like, by default the one before `at` (at 0, the first). It also determines the groups of
             the optimizer, and the state that may be inherited.
         init: "identity" does not change the model's outputs; "copy" has the weights of `like`; "fresh" is initialised as in a
-            new model; "interpolate" is the mean of the layers before and after.
+            new model, by its `_init_weights` (transformers) or `reset_parameters()`; weights that the code of layer or model sets
+            in another way need `module`. "interpolate" is the mean of the layers before and after.
         optimizer: "fresh" starts with an empty state and no steps; "copy" inherits the state of `like`; a number scales the
             inherited state (first moments by it, second moments by its square).
         warmup: updates over which its learning rate rises to that of its group.
@@ -162,7 +163,7 @@ class Insert(LayerMakingEdit):
             return module
         module = copy_module(like)
         if self.init == "fresh":
-            editor.layer_factory.initialise(module)
+            editor.layer_factory.initialise(module, like)
         if self.init == "interpolate":
             if not 0 < at < len(before):
                 raise ValueError(

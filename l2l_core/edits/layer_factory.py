@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from l2l_core.edits.detached_layers import DetachedLayer, DetachedLayers
+from l2l_core.edits.initial_weights import initialise
 from l2l_core.edits.layer_registry import LayerRegistry
 from l2l_core.edits.optimizer_state import InheritFn, ParameterSnapshot, ParamState, reshape_state, states_of
 from l2l_core.eps import LayerStore, OptimizerEntry
@@ -78,8 +79,8 @@ class LayerFactory:
             )
         return module
 
-    def initialise(self, module: nn.Module) -> None:
-        """Initialise a module as in a new model, from seed and number of keys; raise ValueError if it stays constant."""
+    def initialise(self, module: nn.Module, like: Unit) -> None:
+        """Draw the weights of a module as those of a new model, from seed and number of keys; see `initial_weights.py`."""
         for name, param in module.named_parameters():
             if _is_code(param):
                 raise ValueError(
@@ -89,19 +90,7 @@ class LayerFactory:
         with preserve_random_state():
             # Not `hash`, which differs between processes.
             RandomState.from_seed(zlib.crc32(f"{self._seed()}/layer/{self._registry.key_count}".encode())).restore()
-            before = {name: param.detach().clone() for name, param in module.named_parameters()}
-            init = getattr(self._registry.model, "_init_weights", None)  # of transformers' models
-            for inner in module.modules():
-                if init is not None:
-                    init(inner)
-                elif callable(reset := getattr(inner, "reset_parameters", None)):
-                    reset()
-        for name, param in module.named_parameters():
-            if param.dim() > 1 and torch.equal(param, before[name]):
-                raise ValueError(
-                    f"init='fresh': neither the model's _init_weights nor reset_parameters() sets {name}. Initialise a module "
-                    "yourself and pass it as module="
-                )
+            initialise(module, self._registry.model, like.module)
 
     # -- layers --------------------------------------------------------------------------------------------------------
 
