@@ -10,7 +10,8 @@ These have rows:
   batch is refused;
 - batches of graphs and TensorDicts (`library_batches.py`).
 
-Other lists and tuples, mappings, namedtuples and dataclasses are containers; they keep their types.
+A batch that is itself a list of dicts with the same entries may be samples or arguments, and is refused: samples go in a tuple,
+`(samples,)`. Other lists and tuples, mappings, namedtuples and dataclasses are containers; they keep their types.
 
 Tensors and arrays outside of lists define the number of rows; without them, the lists do. If they disagree (the nodes and the
 edges of one graph), the batch is one sample and cannot be cut.

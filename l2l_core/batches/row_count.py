@@ -27,6 +27,7 @@ def count_rows(batch: Any) -> int:
         NoRowsError: its tensors disagree, or it has a graph, which is one sample.
         ValueError: it is empty, or its lists have two readings with different numbers of rows.
     """
+    _refuse_list_of_samples(batch)
     outside: list[int] = []
     lists: list[Any] = []
     _collect_rows(batch, outside, lists, is_root=True)
@@ -53,6 +54,24 @@ def count_rows(batch: Any) -> int:
     if not (found := by_tensor or by_list):
         raise _disagreement(batch, inside)
     return found
+
+
+def _refuse_list_of_samples(batch: Any) -> None:
+    """Raise AmbiguousRowsError for a list of several dicts, or other records, with the same entries.
+
+    They may be samples, as a DataLoader with `collate_fn=list` gives them, or arguments of the model with rows each.
+    """
+    if not isinstance(batch, list) or len(batch) < 2:
+        return
+    opened = [None if is_sequence(item) else open_container(item) for item in batch]
+    forms = [None if each is None else (type(item), each.names) for item, each in zip(batch, opened, strict=True)]
+    if forms[0] is not None and all(form == forms[0] for form in forms) and _sizes_in(batch[0]):
+        count, kind = len(batch), type(batch[0]).__name__
+        raise AmbiguousRowsError(
+            f"the batch is a list of {count} {kind}s with the same entries: {count} samples, or {count} arguments of the model, "
+            "which have rows? Pass samples in a tuple, (samples,), or in a dict, {'samples': samples}: then each is a "
+            "row, and the model or the objective gets a list of some of them; pass arguments as a tuple, tuple(batch)"
+        )
 
 
 def _collect_rows(value: Any, outside: list[int], lists: list[Any], is_root: bool = False) -> None:

@@ -149,6 +149,33 @@ def test_lists_tell_the_rows_where_there_are_no_tensors_outside() -> None:
     assert num_rows({"positions": torch.zeros(1, 4), "text": ["a", "b", "c"]}) == 1, "tensors come first"
 
 
+def sequences_of(objects: type) -> list[Any]:
+    return [objects({"x": torch.full((8, 2), float(i)), "id": f"{i}"}) for i in range(4)]
+
+
+@pytest.mark.parametrize("objects", [dict, UserDict])
+def test_a_list_of_samples_is_not_taken_for_arguments(objects: type) -> None:
+    """As `collate_fn=list` gives it: its sequences were cut, without a word where losses were not compared."""
+    samples = sequences_of(objects)
+    with pytest.raises(ValueError, match=r"a list of 4 \w+s with the same entries: 4 samples, or 4 arguments"):
+        num_rows(samples)
+    for batch in ((samples,), {"samples": samples}):
+        assert num_rows(batch) == 4
+        parts = split(batch, 2)
+        assert [
+            [each["id"] for each in (part[0] if isinstance(part, tuple) else part["samples"])] for part in parts
+        ] == [
+            ["0", "1"],
+            ["2", "3"],
+        ]
+    assert num_rows(tuple(samples)) == 8 and split(tuple(samples), 2)[0][3]["x"].shape == (4, 2)
+
+
+def test_lists_of_other_things_are_arguments() -> None:
+    x, y = torch.ones(4, 2), torch.ones(4)
+    assert num_rows([{"x": x}, {"y": y}]) == num_rows([{"x": x}, y]) == num_rows([{"x": x}]) == num_rows([x, x]) == 4
+
+
 def test_what_default_collate_makes_of_samples() -> None:
     samples = [
         {"x": torch.tensor([i, i]), "name": f"row {i}", "pair": (i, str(i)), "many": [i, i, i]} for i in range(4)
