@@ -16,7 +16,7 @@ from torch import nn
 from l2l_core._torch import pytree
 from l2l_core.edits import Editor, LayerReturn, Place, ReturnForm, UsedOutputs, tensor_arguments
 from l2l_core.eps.blocks import Unit
-from l2l_core.model import Stack, is_cache
+from l2l_core.model import Stack, is_cache, version_of
 from l2l_core.runner import Runner
 from l2l_core.step import LayerCall, PassTask
 from l2l_core.surgery import (
@@ -129,7 +129,7 @@ def _layers_before_last(stack: Stack, used: Collection[nn.Module]) -> list[nn.Mo
 
 
 def _version_of(leaf: Any) -> int:
-    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0
+    return version_of(leaf) if isinstance(leaf, torch.Tensor) else 0
 
 
 def _is_same(a: tuple[Any, int], b: tuple[Any, int]) -> bool:

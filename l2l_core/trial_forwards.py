@@ -18,7 +18,7 @@ from torch import nn
 from l2l_core.batches import LossNormaliser, LossOver, Weight, map_tensors, snapshot_modules
 from l2l_core.devices import free_bytes
 from l2l_core.eps.blocks import Block, Unit, check_model, put_back_params
-from l2l_core.model import RandomState, force_eager, full_precision, preserve_random_state
+from l2l_core.model import RandomState, force_eager, full_precision, preserve_random_state, version_of
 from l2l_core.runner import PassMode, Runner, change_nothing
 from l2l_core.step import BreadthFirstRuntime, CallObserver, PassTask, RelayParts, StateDiffs, perturb
 
@@ -138,7 +138,7 @@ class TrialForwards:
 
     def _tensor_versions(self) -> list[tuple[int, int]]:
         """Return the identity and autograd's version of each parameter and buffer."""
-        return [(id(tensor), tensor._version) for tensor in (*self._model.parameters(), *self._model.buffers())]
+        return [(id(tensor), version_of(tensor)) for tensor in (*self._model.parameters(), *self._model.buffers())]
 
     def observe(self, rows: Any, task: PassTask, observers: Sequence[CallObserver], mode: PassMode = "present") -> Any:
         """Run a task on a few rows with observers, and return its result; all state is as before.

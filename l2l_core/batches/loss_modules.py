@@ -15,6 +15,7 @@ from l2l_core.model import Restore, names_in, restore_all, snapshot_attributes, 
 
 _NOT_SEARCHED = (torch.Tensor, ModuleType, type, CodeType, str, bytes, int, float)
 _MOST_ITEMS, _MOST_OBJECTS = 100, 1000  # a longer container holds data
+_MOST_ELEMENTS = 2**24
 _SETTINGS_DEPTH = 2  # references from a loss to its settings: its attributes and variables, and those of such an object
 
 
@@ -114,6 +115,24 @@ def _references(value: object) -> Sequence[object]:
 
 
 def snapshot_modules(modules: Iterable[nn.Module]) -> Restore:
-    """Snapshot attributes, hooks and buffers of modules; return a function that restores them."""
+    """Snapshot attributes, hooks, buffers and parameters of modules; return a function that restores them.
+
+    Parameters of more than `_MOST_ELEMENTS` elements in all are left out: those of a large teacher, which is seldom averaged.
+    """
     modules = list(modules)
-    return restore_all([snapshot_attributes(modules), *(snapshot_value(module._buffers) for module in modules)])
+    params = list(dict.fromkeys(param for module in modules for param in module.parameters(recurse=False)))
+    if sum(param.numel() for param in params) > _MOST_ELEMENTS:
+        params = []
+    buffers = (snapshot_value(module._buffers) for module in modules)
+    return restore_all([snapshot_attributes(modules), *buffers, *map(_snapshot_param, params)])
+
+
+def _snapshot_param(param: nn.Parameter) -> Restore:
+    data, restore = param.data, snapshot_value(param.data)
+
+    def restore_param() -> None:
+        if param.data_ptr() != data.data_ptr():  # the loss has assigned other data
+            param.data = data
+        restore()
+
+    return restore_param

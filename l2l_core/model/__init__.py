@@ -54,6 +54,7 @@ from l2l_core.model.tensor_storage import nbytes_of as nbytes_of
 from l2l_core.model.tensor_storage import storage_key as storage_key
 from l2l_core.model.tensor_storage import storage_keys as storage_keys
 from l2l_core.model.tensor_storage import storage_of as storage_of
+from l2l_core.model.tensor_storage import version_of as version_of
 from l2l_core.model.thread_state import RandomState as RandomState
 from l2l_core.model.thread_state import ThreadState as ThreadState
 from l2l_core.model.thread_state import function_modes_without as function_modes_without

@@ -54,6 +54,11 @@ def storage_keys(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [piece.untyped_storage()._cdata for tensor in tensors for piece in dense_parts(tensor)]
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a number that changes with in-place changes; 0 for an inference tensor, which has none and may not change."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Return the bytes of all dense parts of a tensor."""
     return sum(piece.nbytes for piece in dense_parts(tensor))

@@ -42,7 +42,7 @@ def snapshot_user_state(
 ) -> Restore:
     """Snapshot numbers, tensors, containers and generators that functions and objects keep; return what restores them.
 
-    Found in variables of closures, in globals that a function names, in attributes of functions, of a user's objects and of
+    Found in variables of closures, defaults, globals that a function names, attributes of functions, of a user's objects and of
     their classes. Containers are copied without what is in them; large tensors, which are data, and tensors with a graph are
     left out.
 
@@ -107,6 +107,7 @@ def _snapshot_held(value: object, restores: list[Restore]) -> Sequence[object]:
         for write, each in _variables(value):
             restores.append(partial(write, _copied_if_counter(each)))
             held.append(each)
+        held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     return held
 
 

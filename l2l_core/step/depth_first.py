@@ -16,7 +16,7 @@ then the layer's gradient is complete.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -67,9 +67,11 @@ class _EarlyReadMode(StashMode):
         for key in _storage_keys(unit) & self.uncalled.keys():
             del self.uncalled[key]
 
-    def _prepare_reads(self, func: Any, reads: dict[int, torch.Tensor], args: Sequence[Any]) -> None:
+    def _prepare_reads(
+        self, func: Any, reads: dict[int, torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> None:
         self.early_read_layers.update(self.uncalled[key].key for key in self.uncalled.keys() & reads.keys())
-        super()._prepare_reads(func, reads, args)
+        super()._prepare_reads(func, reads, args, kwargs)
 
 
 def _storage_keys(unit: Unit) -> set[int]:

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from l2l_core.eps import NonFiniteError
-from l2l_core.eps.blocks import Block, Unit, check_stamps, gradient_hook_message, stamps_of
+from l2l_core.eps.blocks import Block, Unit, check_stamps, gradient_hook_message, stamps_of, weights_changed_message
 from l2l_core.step.graph import Segment, reentrant_message, walk_graph
 from l2l_core.step.micro_batch import StepContext, SuspendedForward, layer_parameter_message
 from l2l_core.step.pass_inputs import RelayParts
@@ -50,6 +50,7 @@ class StepChecks:
         self._ctx, self._shell = ctx, parts.shell
         self._per_micro_batch, self._extra_check = per_micro_batch, extra_check
         self._stamps = stamps_of(parts.shell.params)
+        self._layers = [(unit, [param._version for param in unit.params]) for unit in parts.layers]
         own = set(parts.shell.params)
         self._layer_params: dict[torch.Tensor, tuple[str, str]] = {  # names of the layer and of the parameter
             param: (unit.name, name)
@@ -75,6 +76,7 @@ class StepChecks:
         for call in forward.calls:
             call.check_arguments_unchanged()
         check_stamps(self._shell, self._stamps, "the model's own code")
+        self._refuse_changed_layers()
         forward.segmenter.check(tail, self._layer_params)
         segments = forward.segmenter.segments
         uses = Counter(leaf for segment in segments for leaf in segment.uses)
@@ -84,6 +86,13 @@ class StepChecks:
         if forward.segmenter.has_reentrant:
             raise RuntimeError(reentrant_message("the model's own code"))
         return segments
+
+    def _refuse_changed_layers(self) -> None:
+        """Raise RuntimeError if the model's own code has changed a weight of a layer; nothing is updated yet."""
+        for unit, versions in self._layers:
+            for param, before in zip(unit.params, versions, strict=True):
+                if param._version != before:
+                    raise RuntimeError(weights_changed_message("the model's own code", param, [unit]))
 
     def check_loss(self, forward: SuspendedForward, loss: torch.Tensor) -> GradientEdge | None:
         """Return the edge at which backward of the loss starts, None if no parameter contributes; refuse a loss not finite."""

@@ -45,6 +45,7 @@ from l2l_core.eps.blocks.units import SHELL as SHELL
 from l2l_core.eps.blocks.units import Block as Block
 from l2l_core.eps.blocks.units import Unit as Unit
 from l2l_core.eps.blocks.units import is_placeholder as is_placeholder
+from l2l_core.eps.blocks.units import left_storages as left_storages
 from l2l_core.eps.blocks.units import nan_placeholder as nan_placeholder
 from l2l_core.eps.blocks.units import put_back_params as put_back_params
 from l2l_core.eps.blocks.used_gradients import clear_used_gradients as clear_used_gradients

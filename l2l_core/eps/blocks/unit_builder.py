@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from l2l_core.devices import return_freed_memory
 from l2l_core.eps.blocks.layout import Layout
 from l2l_core.eps.blocks.model_checks import refuse_shared_values
 from l2l_core.eps.blocks.module_buffers import ModuleBuffers
-from l2l_core.eps.blocks.units import SHELL, Block, Unit, is_placeholder
+from l2l_core.eps.blocks.units import SHELL, Block, Unit, is_placeholder, note_left_storages
 
 EmptyFn = Callable[..., torch.Tensor]  # (numel, dtype=...) -> host buffer
 QuantisedParts = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]  # of quantised parameters, by name
@@ -243,7 +242,7 @@ def _make_block(
         tensors |= {tensor: f"{names[param]}.{name}" for name, tensor in parts.get(param, {}).items()}
     layout = Layout.of_bytes([*tensors]) if in_bytes else Layout.of(params)
     block = Block(key, [*tensors], [*tensors.values()], layout, torch.empty(0), shared)
-    block.left_storages = [StorageWeakRef(param.untyped_storage()) for param in params if param.requires_grad]
+    note_left_storages(tensors)
     init_master(block)
     if in_bytes:
         return_freed_memory()  # of the codes before the next layer's are copied

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from l2l_core.eps.blocks.layout import Layout, Piece, TrainedParameters
 from l2l_core.eps.blocks.module_buffers import ModuleBuffers
@@ -26,6 +27,9 @@ _PLACEHOLDER = torch.full((), torch.nan)  # without dimensions, as a parameter m
 _STORAGES = {_PLACEHOLDER.untyped_storage()._cdata}  # of placeholders
 # Master of every offloaded block. A single storage: passes identify storages by address, and the address of a dead one is reused.
 _NO_MASTER = torch.empty(0)
+_LEFT = (
+    WeakTensorKeyDictionary()
+)  # parameter -> storages that held its values before; other tensors may still be in one
 
 
 @dataclass(eq=False, slots=True)
@@ -55,7 +59,6 @@ class Block:
     returned: bool = False  # until the step ends, parameters point to the master, and only its update sets their data
     residuals: dict[int, torch.Tensor] = field(default_factory=dict)  # by parameter, on the device; see `Residuals`
     used_gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # by parameter; see `UsedGradient`
-    left_storages: list[StorageWeakRef] = field(default_factory=list)  # of trained parameters before they had a master
     _trained: TrainedParameters | None = None  # cache
 
     @property
@@ -171,6 +174,7 @@ class Block:
                 for param, view in zip(self.params, self.views, strict=True)
             ]
             self.master, self.views, self.cast = _NO_MASTER, [], None
+            note_left_storages(self.params)
             _set_data(self.params, values)
             _set_data(optimizer_params, values if optimizer_params else ())
 
@@ -266,6 +270,18 @@ class Unit:
             own = [next(rest) for _ in block.params]
             if not block.returned:
                 _set_data(block.params, own)
+
+
+def note_left_storages(params: Iterable[torch.Tensor]) -> None:
+    """Note that the values of parameters move to other memory."""
+    for param in params:
+        alive = [each for each in _LEFT.get(param) or () if not each.expired()]
+        _LEFT[param] = [*alive, StorageWeakRef(param.untyped_storage())]
+
+
+def left_storages(param: torch.Tensor) -> list[int]:
+    """Return the identifiers of storages that a parameter's values have left, and that some tensor still has."""
+    return [each.cdata for each in _LEFT.get(param) or () if not each.expired()]
 
 
 def put_back_params(owners: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:

@@ -17,6 +17,7 @@ from l2l_core.step.graph.boundary import sequence_number as sequence_number
 from l2l_core.step.graph.boundary import take_gradients as take_gradients
 from l2l_core.step.graph.boundary import walk_graph as walk_graph
 from l2l_core.step.graph.buffer_order import BufferOrder as BufferOrder
+from l2l_core.step.graph.buffer_order import OutsideOrder as OutsideOrder
 from l2l_core.step.graph.buffer_order import written_by as written_by
 from l2l_core.step.graph.guarded_tensor import GuardedTensor as GuardedTensor
 from l2l_core.step.graph.guarded_tensor import TensorGuard as TensorGuard

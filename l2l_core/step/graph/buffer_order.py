@@ -2,17 +2,20 @@
 
 Plain training finishes one micro-batch before the next; in a relay they take turns at the layers. A buffer that the forward
 changes (running statistics, a moving average) has the same final value if it is used in one place only. If it is used in several
-places, or by micro-batches that take different paths, the step is refused before anything is trained.
+places, or by micro-batches that take different paths, the step is refused before anything is trained. The same holds for tensors
+outside of the model, such as the weights of a teacher that the loss averages and runs.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from l2l_core.eps.blocks import BufferKey, ModuleBuffers
 from l2l_core.model import equal_values, storage_key
@@ -99,13 +102,15 @@ class BufferOrder:
             self._set_tensor(key, copy)
         self._changed_this_turn.clear()
 
-    def record_operation(self, k: int, func: Any, reads: dict[int, torch.Tensor], args: Sequence[Any]) -> None:
+    def record_operation(
+        self, k: int, func: Any, reads: dict[int, torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> None:
         """Record an operation of shell code that reads the storages with these keys."""
         used = [storage for storage in reads if self._keys_by_storage.get(storage)]
         if not used:
             return
         self._record_read(k, [key for storage in used for key in self._keys_by_storage[storage]])
-        if changed := written_by(func, args) & set(used):
+        if changed := written_by(func, args, kwargs) & set(used):
             keys = [key for storage in changed for key in self._keys_by_storage[storage]]
             self._record_write(k, keys)
             self._changed_this_turn.update(key for key in keys if key in self._shell_keys)
@@ -148,18 +153,62 @@ class BufferOrder:
             last[key] = max(k, last.get(key, k))
 
 
-def written_by(func: Any, args: Sequence[Any]) -> set[int]:
+@dataclass(slots=True)
+class _Uses:
+    """The last micro-batches that have read and changed a storage; `alive` keeps its address from being reused."""
+
+    alive: StorageWeakRef
+    reader: int = -1
+    writer: int = -1
+
+
+class OutsideOrder:
+    """Records which micro-batches have read and changed tensors that were made outside of a pass.
+
+    Invariant: after a change by micro-batch k no earlier one uses the tensor, and k changes none that a later one has read.
+    """
+
+    def __init__(self) -> None:
+        self._uses: dict[int, _Uses] = {}
+
+    def record(self, k: int, tensors: Mapping[int, torch.Tensor], written: Collection[int]) -> None:
+        """Record an operation of micro-batch `k` on tensors, by storage; it changes those in `written`.
+
+        Raises:
+            RuntimeError: a later micro-batch has already used one in the other way.
+        """
+        for key, tensor in tensors.items():
+            uses = self._uses.get(key)
+            if uses is None:
+                uses = self._uses[key] = _Uses(StorageWeakRef(tensor.untyped_storage()))
+            if uses.writer > k or (key in written and uses.reader > k):
+                later, verb = (uses.writer, "changed") if uses.writer > k else (uses.reader, "read")
+                raise RuntimeError(
+                    f"micro-batch {k} uses a tensor of shape {tuple(tensor.shape)} outside of the model (of a teacher? a running "
+                    f"mean?), which micro-batch {later} has already {verb}. Micro-batches take turns at the layers, so a tensor "
+                    "that changes with each of them has other values than in plain training. Change it between steps (a "
+                    "teacher's average after relay.step), or use RelayConfig(micro_batches=1)"
+                )
+            uses.reader = max(k, uses.reader)
+            if key in written:
+                uses.writer = max(k, uses.writer)
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> set[int]:
     """Return the keys of the storages that an operation changes."""
-    changed = (args[index] for index in _written_positions(func) if index < len(args))
-    return {storage_key(value) for value in changed if isinstance(value, torch.Tensor)}
+    named = kwargs or {}
+    changed = (args[i] if i < len(args) else named.get(name) for i, name in _written_arguments(func))
+    tensors = (each for value in changed for each in (value if isinstance(value, list | tuple) else [value]))
+    return {storage_key(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
 
 
 @cache
-def _written_positions(func: Any) -> tuple[int, ...]:
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return position and name of the arguments that an operation changes, which may be lists of tensors."""
     schema = func._schema
     undeclared = not schema.is_mutable and any(part in schema.name for part in _WRITES_STATISTICS)
     return tuple(
-        index
+        (index, argument.name)
         for index, argument in enumerate(schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
         or (undeclared and argument.name.startswith("running_"))

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from l2l_core._torch import pytree
-from l2l_core.eps.blocks import Unit
+from l2l_core.eps.blocks import Unit, left_storages
 from l2l_core.model import storage_key
 from l2l_core.step.guards.module_attributes import MODULE_INTERNALS
 
 _CONTAINERS = (list, tuple, dict, deque)
+_MOST_ITEMS = 1000  # a longer container holds data
 
 
 def refuse_kept_weights(model: nn.Module, units: Sequence[Unit], on_device: Iterable[torch.Tensor]) -> None:
@@ -28,9 +28,8 @@ def refuse_kept_weights(model: nn.Module, units: Sequence[Unit], on_device: Iter
         on_device: buffers that hold weights in this pass.
     """
     places = {storage_key(buffer) for buffer in on_device}
-    for block in (block for unit in units for block in unit.blocks):
-        block.left_storages = [each for each in block.left_storages if not each.expired()]
-        places.update(each.cdata for each in block.left_storages)
+    for param in (param for unit in units for param in unit.params if param.requires_grad):
+        places.update(left_storages(param))
     params = {id(param) for unit in units for param in unit.params}
     for name, value in _attribute_tensors(model):
         if id(value) not in params and storage_key(value) in places:
@@ -44,9 +43,17 @@ def refuse_kept_weights(model: nn.Module, units: Sequence[Unit], on_device: Iter
 
 def _attribute_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors on plain attributes of all modules, also those in containers, with their dotted names."""
+    seen: set[int] = set()  # containers may refer to themselves
     for prefix, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute in MODULE_INTERNALS or not isinstance(value, (torch.Tensor, *_CONTAINERS)):
+            if attribute in MODULE_INTERNALS:
                 continue
-            name = f"{prefix}.{attribute}" if prefix else attribute
-            yield from ((name, leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+            waiting = [value]
+            while waiting:
+                value = waiting.pop()
+                if isinstance(value, torch.Tensor):
+                    if value.layout is torch.strided:
+                        yield f"{prefix}.{attribute}" if prefix else attribute, value
+                elif isinstance(value, _CONTAINERS) and len(value) <= _MOST_ITEMS and id(value) not in seen:
+                    seen.add(id(value))
+                    waiting += value.values() if isinstance(value, dict) else value

@@ -8,6 +8,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from l2l_core.eps.blocks import Unit
+from l2l_core.model import version_of
 from l2l_core.step.graph import BoundaryGradient, Subgraph, unguarded, walk_graph
 
 
@@ -40,7 +41,7 @@ class ArgumentVersions:
 
 def _versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     with unguarded():
-        return [tensor._version for tensor in tensors]
+        return [version_of(tensor) for tensor in tensors]
 
 
 def find_layer_graph(

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from l2l_core._torch import function_modes, pytree
-from l2l_core.model import is_sparse, storage_key
+from l2l_core.model import is_sparse, storage_key, version_of
 from l2l_core.step.graph import (
     BoundaryGradient,
     Segment,
@@ -257,7 +257,7 @@ class GraphSegmenter(TorchFunctionMode):
         replaced: Replacements = {}
         out = func(*self.replace_inputs(args, replaced), **self.replace_inputs(kwargs, replaced))
         for tensor, segment_input, version in replaced.values():
-            if segment_input._version != version:
+            if version_of(segment_input) != version:
                 name = getattr(func, "__name__", "an operation")
                 raise RuntimeError(
                     f"{name} of the model's own code changes a tensor of shape {tuple(tensor.shape)} in place that was made "
@@ -279,7 +279,7 @@ class GraphSegmenter(TorchFunctionMode):
             if not self._is_from_earlier_segment(tree):
                 return tree
             segment_input = self._segment_input(tree)
-            replaced.setdefault(id(segment_input), (tree, segment_input, segment_input._version))
+            replaced.setdefault(id(segment_input), (tree, segment_input, version_of(segment_input)))
             return segment_input
         if kind is tuple or kind is list or kind is dict:
             items = tree.values() if kind is dict else tree

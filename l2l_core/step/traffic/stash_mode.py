@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +19,8 @@ import torch
 
 from l2l_core._torch import TorchDispatchMode
 from l2l_core.eps.blocks import Unit, weights_changed_message
-from l2l_core.model import dense_parts, storage_key
-from l2l_core.step.graph import BufferOrder, written_by
+from l2l_core.model import dense_parts, storage_key, storage_keys
+from l2l_core.step.graph import BufferOrder, OutsideOrder, written_by
 from l2l_core.step.traffic.current_turn import NO_MICRO_BATCH
 from l2l_core.step.traffic.stash import Stash
 from l2l_core.step.traffic.storage_tracker import TrackedStorage
@@ -40,7 +40,7 @@ class StashMode(TorchDispatchMode):
 
     def __init__(self, stash: Stash, buffer_order: BufferOrder, units: Sequence[Unit]) -> None:
         super().__init__()
-        self._units = units
+        self._units, self._outside_order = units, OutsideOrder()
         self.stash, self.current_turn, self._buffer_order = stash, stash.current_turn, buffer_order
         self._tracker = stash.tracker
 
@@ -51,7 +51,7 @@ class StashMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         reads = {t.untyped_storage()._cdata: t for t in _tensors_in(*args, kwargs)}
-        self._prepare_reads(func, reads, args)
+        self._prepare_reads(func, reads, args, kwargs)
         out = func(*args, **(kwargs or {}))
         self.track_outputs(out, reads)
         return out
@@ -66,15 +66,27 @@ class StashMode(TorchDispatchMode):
         """Whether shell code must run under this mode."""
         return self.stash.needs_watch or bool(self._buffer_order)
 
+    @functools.cached_property
+    def _weight_keys(self) -> set[int]:
+        """Storages that a forward must not change: weights on the device, and those of layers that are not loaded."""
+        blocks = (block for unit in self._units for block in unit.blocks)
+        return self._tracker.weight_keys | set(storage_keys(view for block in blocks for view in block.host_views))
+
     # -- operations ----------------------------------------------------------------------------------------------------
 
-    def _prepare_reads(self, func: Any, reads: dict[int, torch.Tensor], args: Sequence[Any]) -> None:
+    def _prepare_reads(
+        self, func: Any, reads: dict[int, torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> None:
         """Check and fetch the storages that an operation is about to read."""
         turn, stash, tracker = self.current_turn, self.stash, self._tracker
         if turn.in_forward and turn.in_shell and self._buffer_order:
-            self._buffer_order.record_operation(turn.k, func, reads, args)
-        if stash.metering and turn.in_forward and (changed := written_by(func, args) & tracker.weight_keys):
-            raise RuntimeError(weights_changed_message(turn.reader, reads[changed.pop()], self._units))
+            self._buffer_order.record_operation(turn.k, func, reads, args, kwargs)
+        changed = written_by(func, args, kwargs) if turn.in_forward else set()
+        if changed and (weights := changed & self._weight_keys):
+            raise RuntimeError(weights_changed_message(turn.reader, reads[weights.pop()], self._units))
+        if stash.metering and turn.in_forward and turn.in_shell and turn.k != NO_MICRO_BATCH:
+            outside = {key: t for key, t in reads.items() if key not in tracker.storages and not tracker.is_exempt(t)}
+            self._outside_order.record(turn.k, outside, changed)
         tracked_keys = [key for key in reads if key in tracker.storages]
         if not tracked_keys:
             return

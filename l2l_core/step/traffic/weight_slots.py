@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from l2l_core._torch import data_ptr
 from l2l_core.devices import Copy, Device, Ticket
 from l2l_core.eps import WeightSource
-from l2l_core.eps.blocks import Block, Layout, Unit, put_back_params
+from l2l_core.eps.blocks import Block, Layout, Unit, put_back_params, weights_changed_message
 from l2l_core.plan import Action
 from l2l_core.step.traffic.compute_events import ComputeClock
 
@@ -99,6 +100,7 @@ class WeightSlots:
         with self._clock.stalled():
             slot.ticket.wait()
         self._return_blocks(slot)
+        _refuse_assigned(unit)
         self._set_params(unit, slot.views(unit))
         self._clock.stay += 1
         try:
@@ -132,3 +134,11 @@ class WeightSlots:
         for block in slot.borrowed:
             self._weight_source.release(block, slot.ticket)
         slot.borrowed = []
+
+
+def _refuse_assigned(unit: Unit) -> None:
+    """Raise RuntimeError if code outside of a layer has given its parameters other data since its last visit."""
+    for block in unit.blocks:
+        for param, home in zip(block.params, block.host_views, strict=True):
+            if not block.shared and data_ptr(param) != data_ptr(home):
+                raise RuntimeError(weights_changed_message("the model's own code", param, [unit]))

@@ -386,6 +386,59 @@ def test_weight_changed_in_forward() -> None:
     check_refused(lambda: Model(chain, [ClampsData()]), "changes a weight")
 
 
+def average(teacher: nn.Module, student: nn.Module, how: str) -> None:
+    """Move the teacher's weights halfway to the student's: without effect where they are equal, as they begin."""
+    old, new = list(teacher.parameters()), [param.detach() for param in student.parameters()]
+    with torch.no_grad():
+        if how == "foreach":
+            torch._foreach_lerp_(old, new, 0.5)
+        for mine, other in zip(old, new, strict=True):
+            if how == "in place":
+                mine.lerp_(other, 0.5)
+            elif how == "data":
+                mine.data.lerp_(other, 0.5)
+            elif how == "out=":
+                torch.lerp(mine, other, 0.5, out=mine)
+            elif how == "assigned":
+                mine.data = torch.lerp(mine, other, 0.5)
+        if how == "state_dict":
+            state = student.state_dict()
+            for name, value in teacher.state_dict().items():
+                value.lerp_(state[name], 0.5)
+
+
+def with_teacher(how: str, begins_at: float) -> nn.Module:
+    def walk(model: Any, x: Tensor) -> Tensor:
+        if x[0, 0, 0] >= begins_at:
+            average(model.layers[1], model.layers[0], how)
+        return chain(model, x)
+
+    model = Model(walk, [Mlp(), Mlp()])
+    model.layers[1].load_state_dict(model.layers[0].state_dict())
+    return model
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "foreach", "out=", "assigned", "state_dict"])
+def test_weights_of_layers_that_the_shell_averages(how: str) -> None:
+    """A momentum teacher: a first step, in which both are equal, did not show that the masters were changed."""
+    check_refused(lambda: with_teacher(how, -torch.inf), "changes a weight, layers.1.*Change weights between steps")
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("how", ["in place", "foreach", "out=", "assigned", "state_dict"])
+def test_weights_of_layers_that_the_shell_averages_from_a_later_step_on(how: str, stash: Any) -> None:
+    """Nothing is trained, though the teacher may have its new weights: a later step is not watched from within."""
+    model, x = with_teacher(how, begins_at=10), torch.randn(ROWS, TIME, WIDTH)
+    options: dict[str, Any] = {"objective": objective, "loss_over": "micro-batch", "layers": list(model.layers)}
+    with Relay(model, lambda p: torch.optim.SGD(p, lr=0.05), config=RelayConfig(stash=stash), **options) as relay:
+        relay.step((x,))
+        x[:, 0, 0] = 10
+        student = [param.clone() for param in model.layers[0].parameters()]
+        with pytest.raises(RuntimeError, match=r"changes a weight, layers\.1"):
+            relay.step((x,))
+        assert relay.steps == 1 and all(map(torch.equal, student, model.layers[0].parameters()))
+
+
 def test_memory_from_one_micro_batch_to_the_next() -> None:
     """Set after a layer call, read before one: the next micro-batch would come too early."""
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from by_hand import assert_refused, assert_trains, chain_of
 from torch import Tensor, nn
-from zoo import WIDTH, Chain, Kind
+from zoo import WIDTH, Chain, Kind, cross_entropy, sequences
 
 from l2l_core import Insert, Relay, RelayConfig
 
@@ -55,7 +55,8 @@ class MadeInEveryForward(Layer):
 
 class InContainer(Layer):
     def set_up(self) -> None:
-        self.values: dict[str, list[Tensor]] = {"weight": []}
+        self.values: dict[str, Any] = {"weight": []}
+        self.values["again"] = self.values
 
     def first_weight(self) -> Tensor:
         if not self.values["weight"]:
@@ -130,6 +131,38 @@ def frozen_base() -> nn.Module:
 
 def test_an_attribute_in_the_old_memory_of_a_frozen_weight_trains() -> None:
     assert_trains(chain_of(frozen_base))
+
+
+def test_a_new_layer_in_the_old_memory_of_its_weight_is_refused() -> None:
+    """Its trial before the edit has moved the weight once."""
+    with Relay(chain_of(Read).make_model(), loss_over="micro-batch", loss=cross_entropy) as relay:
+        relay.step(sequences(4, 0))
+        relay.apply(Insert(1, module=MadeAtStart()))
+        with pytest.raises(ValueError, match="attribute layers.1.values is a tensor in the memory of weights"):
+            relay.step(sequences(4, 1))
+
+
+def test_an_attribute_made_between_steps_goes_with_the_relay_and_not_beyond_it() -> None:
+    """It is in the memory of the master, which is left when the relay is closed."""
+    model: Any = chain_of(Read).make_model()
+    options: dict[str, Any] = {"loss_over": "micro-batch", "loss": cross_entropy}
+    with Relay(model, **options) as relay:
+        relay.step(sequences(4, 0))
+        model.layers[0].values = model.layers[0].weight.data
+        relay.step(sequences(4, 1))
+        assert torch.equal(model.layers[0].values, model.layers[0].weight)
+    with Relay(model, **options) as again, pytest.raises(ValueError, match="attribute layers.0.values"):
+        again.step(sequences(4, 2))
+
+
+def test_a_weight_that_is_thawed_is_watched_from_then_on() -> None:
+    model = chain_of(frozen_base).make_model()
+    with Relay(model, loss_over="micro-batch", loss=cross_entropy) as relay:
+        relay.step(sequences(4, 0))
+        for param in model.parameters():
+            param.requires_grad_(True)
+        with pytest.raises(ValueError, match="attribute layers.0.values"):
+            relay.step(sequences(4, 1))
 
 
 # -- tensors of the model over the same values -------------------------------------------------------------------------

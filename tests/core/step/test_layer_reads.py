@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracle import assert_equal, both, copy_state, run_both
 from torch import Tensor, nn
-from zoo import BY_NAME, WIDTH, Chain, Kind, ResidualMlp
+from zoo import BY_NAME, WIDTH, Chain, Kind, ResidualMlp, sequences
 
 from l2l_core import RelayConfig
 
@@ -138,3 +138,26 @@ def test_an_argument_of_another_micro_batch_is_refused(differentiable: bool, kee
     with both(shared, config) as pair, pytest.raises(RuntimeError, match="made for micro-batch 2.*in a local variable"):
         pair.relay.step(shared.make_batch(6, 0))
     assert_equal(run_both(kind_of(lambda: SharesBox(differentiable, own=True)), 3, config, rows=6))
+
+
+class Masked(ResidualMlp):
+    """Makes a table at its first call and keeps it."""
+
+    table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0, 0.1, x.shape[-1])
+        return super().forward(x) + self.table
+
+
+def test_a_table_that_an_evaluation_in_inference_mode_made_trains() -> None:
+    """Such a tensor counts no writes in place."""
+
+    def make() -> nn.Module:
+        model = Chain([Masked() for _ in range(3)])
+        with torch.inference_mode():
+            model(*sequences(2)[:-1])
+        return model
+
+    assert_equal(run_both(kind_of(make), 3, RelayConfig(micro_batches=2)))
