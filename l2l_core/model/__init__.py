@@ -38,6 +38,7 @@ from l2l_core.model.reference import accumulate_together as accumulate_together
 from l2l_core.model.reference import copy_tensors as copy_tensors
 from l2l_core.model.reference import train_step as train_step
 from l2l_core.model.reference import update_after as update_after
+from l2l_core.model.state_snapshot import MOST_ITEMS as MOST_ITEMS
 from l2l_core.model.state_snapshot import Restore as Restore
 from l2l_core.model.state_snapshot import full_precision as full_precision
 from l2l_core.model.state_snapshot import preserve_module_state as preserve_module_state

@@ -22,6 +22,7 @@ from l2l_core.model.thread_state import RandomState
 
 Restore = Callable[[], object]
 
+MOST_ITEMS = 10_000
 _EXACT, _UNSET = "ieee", "none"
 _NEVER_CHANGED = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
 INTERNALS = frozenset(vars(nn.Module())) - {"training"}  # parameters and buffers are restored elsewhere
@@ -29,7 +30,10 @@ HOOK_DICTS = tuple(name for name, value in vars(nn.Module()).items() if "hook" i
 
 
 def snapshot_value(value: Any, memo: dict[int, Any] | None = None) -> Restore:
-    """Copy the contents of `value` at any depth; return a function that writes them back into the same objects."""
+    """Copy the contents of `value` at any depth; return a function that writes them back into the same objects.
+
+    Of a container with more than `MOST_ITEMS` items, which holds data, the items themselves are not copied.
+    """
     memo = {} if memo is None else memo
     if id(value) in memo:
         return _restore_nothing  # a second reference to the same object
@@ -42,6 +46,7 @@ def snapshot_value(value: Any, memo: dict[int, Any] | None = None) -> Restore:
         return _snapshot_generator(value)
     items: list[Any] = list(value.items() if isinstance(value, dict) else value)
     held = value.values() if isinstance(value, dict) else () if isinstance(value, set) else value
+    held = held if len(value) <= MOST_ITEMS else ()
     inner = [snapshot_value(item, memo) for item in held]
 
     def restore() -> None:

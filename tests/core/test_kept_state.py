@@ -383,3 +383,30 @@ def test_globals_of_a_library_whose_wrapper_is_around_a_users_function_stay(monk
     monkeypatch.setattr(contextlib, name, made)
     restore()
     assert getattr(contextlib, name) is made
+
+
+class Remembers(Model):
+    """Appends what it has seen to a long memory, and reads none of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = deque([(torch.zeros(1), k) for k in range(10_001)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory.append((x.detach().mean(), len(self.memory)))
+        return super().forward(x)
+
+
+def test_a_long_memory_is_restored_without_copies_of_its_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copying a replay buffer for each comparison took minutes."""
+    copied = []
+    original = torch.Tensor.clone
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self, *a, **k: copied.append(1) or original(self, *a, **k))
+    model = Remembers()
+    with Relay(
+        model, SGD(model.parameters(), lr=0.1), "cpu", loss=cross_entropy, config=RelayConfig(micro_batches=2)
+    ) as relay:
+        for step in range(2):
+            relay.step(batch_of(step))
+    assert len(model.memory) == 10_001 + 2 * 2 and [number for _, number in model.memory] == list(range(10_005))
+    assert len(copied) < 10_000

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from l2l_core.devices import NoTorchModes
-from l2l_core.model import is_state, snapshot_user_state, version_of
+from l2l_core.model import MOST_ITEMS, is_state, snapshot_user_state, version_of
 from l2l_core.step.graph import unguarded
 from l2l_core.step.guards.module_attributes import MODULE_INTERNALS, AttributeKey, attributes_of, is_plain
 
@@ -208,6 +208,8 @@ def _content(value: Any, depth: int = 2) -> Any:
     """Return a value that changes with in-place changes: a tensor's version, an array's bytes, contents of containers."""
     if isinstance(value, torch.Tensor):
         return version_of(value)
+    if isinstance(value, set | dict | list | deque | tuple) and len(value) > MOST_ITEMS:  # data
+        return len(value)
     if depth and isinstance(value, dict):
         return [(key if is_plain(key) else id(key), _content(item, depth - 1)) for key, item in value.items()]
     if depth and isinstance(value, list | tuple | deque):
