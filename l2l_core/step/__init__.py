@@ -14,6 +14,7 @@ from l2l_core.step.extras import new_state_copied as new_state_copied
 from l2l_core.step.failure import defer_interrupts as defer_interrupts
 from l2l_core.step.failure import record_failure as record_failure
 from l2l_core.step.guards import StateDiffs as StateDiffs
+from l2l_core.step.guards import warn_of_tensors_in_left_memory as warn_of_tensors_in_left_memory
 from l2l_core.step.micro_batch import CallObserver as CallObserver
 from l2l_core.step.micro_batch import LayerCall as LayerCall
 from l2l_core.step.outside_gradients import OutsideGradients as OutsideGradients

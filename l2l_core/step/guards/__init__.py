@@ -21,6 +21,7 @@ the walk of its graph for foreign reads 81 us, checksums 30 us, side outputs 3 u
 from l2l_core.step.guards.empty_cache import CacheView as CacheView
 from l2l_core.step.guards.empty_cache import EmptyCache as EmptyCache
 from l2l_core.step.guards.kept_weights import refuse_kept_weights as refuse_kept_weights
+from l2l_core.step.guards.kept_weights import warn_of_tensors_in_left_memory as warn_of_tensors_in_left_memory
 from l2l_core.step.guards.layer_reads import ArgumentVersions as ArgumentVersions
 from l2l_core.step.guards.layer_reads import find_layer_graph as find_layer_graph
 from l2l_core.step.guards.module_attributes import AttributeKey as AttributeKey

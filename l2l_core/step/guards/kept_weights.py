@@ -1,7 +1,9 @@
-"""Refusal of models that keep a tensor in the memory of a weight, which a relay moves between steps."""
+"""Tensors in the memory of a weight, which a relay moves: refused in a model, and warned of elsewhere."""
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -39,6 +41,33 @@ def refuse_kept_weights(model: nn.Module, units: Sequence[Unit], on_device: Iter
                 "in every forward (w = self.weight.view(-1), in a variable that is not kept), or keep a copy, which does not "
                 "follow it (.detach().clone())"
             )
+
+
+def warn_of_tensors_in_left_memory(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Warn of a tensor that is in the memory that trained weights have just left, such as a `state_dict()` taken before.
+
+    Those on attributes of the model are refused in the first step, unless the forward sets them anew.
+    """
+    params = [param for unit in units for param in unit.params if param.requires_grad]
+    if not any(map(left_storages, params)):
+        return
+    gc.collect()  # what no variable has any more
+    places = {place: param for param in params for place in left_storages(param)}
+    for _, tensor in _attribute_tensors(model):
+        places.pop(storage_key(tensor), None)
+    for value in gc.get_objects() if places else ():
+        # By its class: an object may run code of a user to say what it is.
+        if not issubclass(type(value), torch.Tensor) or value.layout is not torch.strided:
+            continue
+        if (param := places.get(storage_key(value))) is not None:
+            name = next(name for name, each in model.named_parameters() if each is param)
+            warnings.warn(
+                f"a tensor of shape {tuple(value.shape)} outside of the model is in the memory of parameter {name}, as those of "
+                "a state_dict() are: in plain training it would follow the updates, and it keeps these values from now on. Take "
+                "model.state_dict() where it is used; to keep these values, copy them: copy.deepcopy(model.state_dict())",
+                stacklevel=4,
+            )
+            return
 
 
 def _attribute_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,5 +1,6 @@
 """Other tensors in the memory of a weight, which a relay moves, are refused; with the remedy training equals plain training."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -163,6 +164,20 @@ def test_a_weight_that_is_thawed_is_watched_from_then_on() -> None:
             param.requires_grad_(True)
         with pytest.raises(ValueError, match="attribute layers.0.values"):
             relay.step(sequences(4, 1))
+
+
+def test_a_state_dict_taken_before_is_warned_of_and_a_copy_is_not() -> None:
+    model = chain_of(Read).make_model()
+    state = copy.deepcopy(model.state_dict())
+    Relay(model).close()
+    state = model.state_dict()
+    with pytest.warns(UserWarning, match=r"outside of the model is in the memory of parameter .*copy.deepcopy"):
+        relay = Relay(model)
+    relay.close()
+    del state
+    out = model(*sequences(2, 0)[:-1])  # its graph has views of weights
+    Relay(model).close()
+    out.sum().backward()
 
 
 # -- tensors of the model over the same values -------------------------------------------------------------------------
