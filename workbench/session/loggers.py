@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from l2l_core import Inside
+from l2l_core.edits import MAIN_BRANCH
 from workbench.session.race_result import Race
 from workbench.session.snapshot import Snapshot
 from workbench.session.snapshot_values import Change, HeldOutRow, StepRow
@@ -72,9 +73,14 @@ class HeldOutLogger(Protocol):
         """Log a measurement."""
 
 
+def tag_of(name: str, branch: str) -> str:
+    """Return the tag of a value: its name, followed by the name of any branch but the first."""
+    return name if branch == MAIN_BRANCH else f"{name}/{branch}"
+
+
 def scalars_of_held_out(row: HeldOutRow) -> dict[str, float]:
     """Return the values of a measurement on held-out data by tag."""
-    return {f"held_out/{name}": value for name, value in row.values.items()}
+    return {tag_of(f"held_out/{name}", row.branch): value for name, value in row.values.items()}
 
 
 def scalars_of(row: StepRow) -> dict[str, float]:
@@ -82,7 +88,7 @@ def scalars_of(row: StepRow) -> dict[str, float]:
     rate = {} if row.lr is None else {"lr": row.lr}
     epoch = {} if row.epoch is None else {"epoch": row.epoch}
     counted = {"step/tokens_per_s": row.per_s} if row.unit == "tokens" else {}
-    return (
+    scalars = (
         rate
         | epoch
         | counted
@@ -97,12 +103,15 @@ def scalars_of(row: StepRow) -> dict[str, float]:
             "bytes/pushed": row.bytes_pushed,
         }
     )
+    return {tag_of(name, row.branch): value for name, value in scalars.items()}
 
 
 def scalars_of_change(change: Change) -> dict[str, float]:
     """Return the held-out loss after an edit, and its change, by tag; empty if they were not measured."""
-    judged = change.judged
-    return {} if judged is None else {"probe/loss": judged.after.mean, "probe/change": judged.change}
+    if change.judged is None:
+        return {}
+    scalars = {"probe/loss": change.judged.after.mean, "probe/change": change.judged.change}
+    return {tag_of(name, change.branch): value for name, value in scalars.items()}
 
 
 def text_of(change: Change) -> str:
@@ -187,6 +196,8 @@ class JsonLines:
 class TensorBoard:
     """Logger of scalars and changes to TensorBoard.
 
+    Tags of a branch other than "main" end with its name, as ``loss/slim``, so that each branch has its own curve.
+
     Args:
         writer: a folder for a new `torch.utils.tensorboard.SummaryWriter`, or a writer, which stays open when the logger
             is closed.
@@ -209,7 +220,7 @@ class TensorBoard:
 
     def log_change(self, change: Change) -> None:
         """Write a change as text at its step, and for a measured edit the probe's mean loss and its change."""
-        self._writer.add_text("change", text_of(change), change.step)
+        self._writer.add_text(tag_of("change", change.branch), text_of(change), change.step)
         for tag, value in scalars_of_change(change).items():
             self._writer.add_scalar(tag, value, change.step)
 
