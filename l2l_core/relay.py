@@ -1752,7 +1752,8 @@ class Relay:
         self._process.check("this relay")
         if not self._busy.acquire(blocking=False):  # waiting would hang if a hook or the loss calls the relay
             raise RuntimeError(
-                "this relay is in the middle of a step in another thread: wait for it, or stop the session"
+                "this relay is in the middle of a step, or of a session's measurement, in another thread: wait for it, as with "
+                "session.wait(), or stop the session; session.edit(lambda relay: ...).result() calls it in between"
             )
         try:
             yield
