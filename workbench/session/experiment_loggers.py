@@ -84,6 +84,9 @@ class Wandb(_ExperimentLogger):
     Args:
         run: a run of ``wandb.init``, which stays open when the logger is closed; by default a new one.
         options: of ``wandb.init``, such as project and name.
+
+    Example:
+        See `JsonLines`; ``Wandb(project="depth")`` takes its place in `loggers`.
     """
 
     package = "wandb"
@@ -113,6 +116,9 @@ class Trackio(Wandb):
     Args:
         run: a run of ``trackio.init``, which stays open when the logger is closed; by default a new one.
         options: of ``trackio.init``, such as project and name.
+
+    Example:
+        See `JsonLines`; ``Trackio(project="depth")`` takes its place in `loggers`.
     """
 
     package = "trackio"
@@ -130,6 +136,9 @@ class MLflow(_ExperimentLogger):
         run_id: a run to which it logs, and which it does not end; by default it begins one.
         tracking_uri: where runs are kept; by default MLflow's own setting.
         experiment: name of the experiment of a new run.
+
+    Example:
+        See `JsonLines`; ``MLflow(experiment="depth")`` takes its place in `loggers`.
     """
 
     package = "mlflow"

@@ -29,7 +29,37 @@ SCHEMA = 1
 
 @runtime_checkable
 class Logger(Protocol):
-    """Receives the steps and changes of a session, from one thread at a time."""
+    """Interface of loggers: any object with these three methods receives the steps and changes of a session.
+
+    They are called by one thread at a time, after each step and each change. A row has the fields `step`, `loss`, `seconds`,
+    `samples`, `tokens`, `epoch`, `lr`, `layers`, `branch`, `flop`, `overlap`, `peak_device_bytes`, `bytes_loaded`,
+    `bytes_pushed` and `objective`. A change has `step`, `what` (in words), `branch`, and for an edit `entry` (its number in
+    the journal) and `verdict` (its effect on the losses of the probe, in words).
+
+    Example:
+        >>> import csv
+        >>> from dataclasses import asdict
+        >>> from workbench import Session
+        >>> class CsvFile:
+        ...     def __init__(self, path):
+        ...         self.file, self.writer = open(path, "w", newline=""), None
+        ...     def log_step(self, row):
+        ...         if self.writer is None:
+        ...             self.writer = csv.DictWriter(self.file, list(asdict(row)))
+        ...             self.writer.writeheader()
+        ...         self.writer.writerow(asdict(row))
+        ...         self.file.flush()
+        ...     def log_change(self, change):
+        ...         pass
+        ...     def close(self):
+        ...         self.file.close()
+        >>> with Session(relay, lambda: batch, loggers=[CsvFile("steps.csv")]) as session:
+        ...     session.run(2)
+        ...     now = session.wait()
+        >>> with open("steps.csv", newline="") as file:
+        ...     [row["step"] for row in csv.DictReader(file)]
+        ['1', '2']
+    """
 
     def log_step(self, row: StepRow) -> None:
         """Log a finished step."""
@@ -124,7 +154,7 @@ class JsonLines:
 
     Every line has a `type`: "header" (schema, versions, start time; one per run), then "step", "change" and
     "held_out" with the fields of `StepRow`, `Change` and `HeldOutRow`. JSON has no NaN or infinity, so a number that is not
-    finite becomes null.
+    finite becomes null. ``pandas.read_json(path, lines=True)`` reads it as a table.
 
     Args:
         path: the file; its folder is created.
@@ -132,6 +162,16 @@ class JsonLines:
 
     Raises:
         FileExistsError: the file exists and `append` is False.
+
+    Example:
+        >>> import json
+        >>> from workbench import JsonLines, Session
+        >>> with Session(relay, lambda: batch, loggers=[JsonLines("run.jsonl")]) as session:
+        ...     session.run(2)
+        ...     now = session.wait()
+        >>> with open("run.jsonl") as file:
+        ...     [json.loads(line)["type"] for line in file]
+        ['header', 'step', 'step']
     """
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
@@ -205,6 +245,9 @@ class TensorBoard:
     Raises:
         ModuleNotFoundError: `writer` is a folder and the package tensorboard is not installed.
         TypeError: neither a folder nor a writer.
+
+    Example:
+        See `JsonLines`; ``TensorBoard("out/tensorboard")`` takes its place in `loggers`.
     """
 
     def __init__(self, writer: str | Path | Any) -> None:

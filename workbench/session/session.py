@@ -50,7 +50,7 @@ class Session(ResumableSession):
         relay: used by the session alone while the session is open; `close` leaves it open.
         batches: an iterable that begins again when it ends (a DataLoader, a list), an iterator, or a function without
             arguments that returns a batch.
-        loggers: receive every finished step and every change, see `loggers.py`; they are closed with the session.
+        loggers: receive every finished step and every change, see `Logger`; they are closed with the session.
         scheduler: learning rate scheduler, stepped after every step; a `ReduceLROnPlateau` gets the loss of the step.
         schedule: edits the layers before each step, and selects layers that the step skips.
         probe: a few held-out batches whose losses are measured before and after every edit, see `Probe`; None: copies of
