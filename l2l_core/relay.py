@@ -306,6 +306,13 @@ class Relay:
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        if self._closed:  # or not made, as in the traceback of an error in `__init__`
+            return "Relay(closed)"
+        layers, parameters = len(self._runner.parts.layers), sum(param.numel() for param in self.model.parameters())
+        size = f"{type(self.model).__name__}, {layers} layers, {parameters:,} parameters"
+        return f"Relay({', '.join([size, self.device.name, f'{self.steps} steps', *self.config.differences()])})"
+
     @property
     def stack(self) -> tuple[Unit, ...]:
         """Layers in order, with permanent key, name, sizes, version and statistics of the last step."""

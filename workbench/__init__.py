@@ -66,6 +66,10 @@ _MODULE_OF = {
 }
 
 
+if not TYPE_CHECKING:  # type checkers read the imports above
+    __all__ = [*_MODULE_OF]
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that `python -m workbench doctor` runs without torch and ipywidgets.
 
@@ -83,4 +87,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_MODULE_OF]  # for completion, including names that are not imported yet
+    return [*_MODULE_OF]  # for completion, including names that are not imported yet
