@@ -1129,15 +1129,24 @@ class Relay:
     def switch(self, name: str) -> Branch:
         """Switch to another branch: its stack, weights, optimizer, journal, step count, settings and random state.
 
-        Learning rates are restored, but no other state of a learning rate scheduler.
+        Learning rates are restored, but no other state of a learning rate scheduler, which keeps its position: load that of the
+        branch, as in the example.
 
         Raises:
             ValueError: no branch has this name; lists the branches.
 
         Example:
+            >>> scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(relay.optimizer, T_max=100)
             >>> branch = relay.fork("slim")
+            >>> positions = {"main": scheduler.state_dict()}
+            >>> result = relay.step(batch)
+            >>> scheduler.step()
+            >>> positions["slim"] = scheduler.state_dict()
             >>> relay.switch("main").active
             True
+            >>> scheduler.load_state_dict(positions["main"])
+            >>> scheduler.last_epoch  # no step of this branch yet
+            0
         """
         with self._together("switch", branch=name):
             with self._editing():
