@@ -315,7 +315,7 @@ class Relay:
 
     @property
     def stack(self) -> tuple[Unit, ...]:
-        """Layers in order, with permanent key, name, sizes, version and statistics of the last step."""
+        """Layers in order, with permanent key, name, sizes, version and statistics of the last step; see `Unit`."""
         return tuple(self._runner.parts.layers)
 
     @property
