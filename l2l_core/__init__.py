@@ -42,6 +42,7 @@ from l2l_core.edits import stacking_by_doubling as stacking_by_doubling
 from l2l_core.eps import LayerStore as LayerStore
 from l2l_core.eps import NonFiniteError as NonFiniteError
 from l2l_core.eps import TornStep as TornStep
+from l2l_core.eps.blocks import Unit as Unit
 from l2l_core.model import find_layers as find_layers
 from l2l_core.plan import PlanError as PlanError
 from l2l_core.plan import StepPlan as StepPlan

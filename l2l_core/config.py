@@ -191,10 +191,17 @@ class RelayConfig:
             _check_choice("schedule", self.schedule, ScheduleName, ", a function of settings and visits, or a StepPlan")
 
     def __repr__(self) -> str:
+        return f"RelayConfig({', '.join(self._texts())})"
+
+    def differences(self) -> list[str]:
+        """List the settings that are not the defaults, as ``"micro_batches=4"``."""
+        return [text for text, default in zip(self._texts(), RelayConfig()._texts(), strict=True) if text != default]
+
+    def _texts(self) -> list[str]:
         values = {each.name: repr(getattr(self, each.name)) for each in fields(self)}
         if self.has_own_schedule:  # by name: an address differs between processes, and a plan has many lines
             values["schedule"] = schedule_name(self.schedule)
-        return f"RelayConfig({', '.join(f'{name}={value}' for name, value in values.items())})"
+        return [f"{name}={value}" for name, value in values.items()]
 
     def to_plain(self) -> dict[str, Any]:
         """Return the settings as plain data for JSON: a plan as its text, a function as its name."""

@@ -315,9 +315,16 @@ class Relay:
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        if self._closed:  # or not made, as in the traceback of an error in `__init__`
+            return "Relay(closed)"
+        layers, parameters = len(self._runner.parts.layers), sum(param.numel() for param in self.model.parameters())
+        size = f"{type(self.model).__name__}, {layers} layers, {parameters:,} parameters"
+        return f"Relay({', '.join([size, self.device.name, f'{self.steps} steps', *self.config.differences()])})"
+
     @property
     def stack(self) -> tuple[Unit, ...]:
-        """Layers in order, with permanent key, name, sizes, version and statistics of the last step."""
+        """Layers in order, with permanent key, name, sizes, version and statistics of the last step; see `Unit`."""
         return tuple(self._runner.parts.layers)
 
     @property
@@ -1131,15 +1138,24 @@ class Relay:
     def switch(self, name: str) -> Branch:
         """Switch to another branch: its stack, weights, optimizer, journal, step count, settings and random state.
 
-        Learning rates are restored, but no other state of a learning rate scheduler.
+        Learning rates are restored, but no other state of a learning rate scheduler, which keeps its position: load that of the
+        branch, as in the example.
 
         Raises:
             ValueError: no branch has this name; lists the branches.
 
         Example:
+            >>> scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(relay.optimizer, T_max=100)
             >>> branch = relay.fork("slim")
+            >>> positions = {"main": scheduler.state_dict()}
+            >>> result = relay.step(batch)
+            >>> scheduler.step()
+            >>> positions["slim"] = scheduler.state_dict()
             >>> relay.switch("main").active
             True
+            >>> scheduler.load_state_dict(positions["main"])
+            >>> scheduler.last_epoch  # no step of this branch yet
+            0
         """
         with self._together("switch", branch=name):
             with self._editing():
@@ -1761,7 +1777,8 @@ class Relay:
         self._process.check("this relay")
         if not self._busy.acquire(blocking=False):  # waiting would hang if a hook or the loss calls the relay
             raise RuntimeError(
-                "this relay is in the middle of a step in another thread: wait for it, or stop the session"
+                "this relay is in the middle of a step, or of a session's measurement, in another thread: wait for it, as with "
+                "session.wait(), or stop the session; session.edit(lambda relay: ...).result() calls it in between"
             )
         try:
             yield

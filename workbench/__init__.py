@@ -23,8 +23,14 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from workbench.runs import write_player as write_player
     from workbench.session import Autosave as Autosave
     from workbench.session import EarlyStopping as EarlyStopping
+    from workbench.session import JsonLines as JsonLines
+    from workbench.session import Logger as Logger
+    from workbench.session import MLflow as MLflow
     from workbench.session import Session as Session
     from workbench.session import Snapshot as Snapshot
+    from workbench.session import TensorBoard as TensorBoard
+    from workbench.session import Trackio as Trackio
+    from workbench.session import Wandb as Wandb
     from workbench.study import Study as Study
     from workbench.study import Variant as Variant
     from workbench.study import grid as grid
@@ -40,8 +46,14 @@ _MODULE_OF = {
     "Ways": "workbench.panels.ways",
     "Autosave": "workbench.session",
     "EarlyStopping": "workbench.session",
+    "JsonLines": "workbench.session",
+    "Logger": "workbench.session",
+    "MLflow": "workbench.session",
     "Session": "workbench.session",
     "Snapshot": "workbench.session",
+    "TensorBoard": "workbench.session",
+    "Trackio": "workbench.session",
+    "Wandb": "workbench.session",
     "Study": "workbench.study",
     "Variant": "workbench.study",
     "grid": "workbench.study",
@@ -52,6 +64,10 @@ _MODULE_OF = {
     "replay": "workbench.replay_bench",
     "compare": "workbench.replay_bench",
 }
+
+
+if not TYPE_CHECKING:  # type checkers read the imports above
+    __all__ = [*_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
@@ -71,4 +87,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_MODULE_OF]  # for completion, including names that are not imported yet
+    return [*_MODULE_OF]  # for completion, including names that are not imported yet

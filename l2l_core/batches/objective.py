@@ -32,6 +32,11 @@ _LOSS_CALL = (
     "A relay calls loss(outputs, batch), with the whole batch: pass loss=lambda outputs, batch: ... and take from the batch what "
     "the loss needs, as batch[-1] or batch['labels']."
 )
+_TARGETS_CALL = (
+    "A relay calls loss(outputs, batch), with the whole batch, and this function runs with the last entry of the batch: pass "
+    "loss=lambda outputs, batch: criterion(outputs, batch[{}]). Losses of torch.nn, as nn.CrossEntropyLoss(), are passed as they "
+    "are."
+)
 JoinFn = Callable[[Sequence[Any]], Any]  # joins the outputs of micro-batches
 
 
@@ -117,8 +122,7 @@ class ModelCall:
 
     def _loss_with_extras(self, outputs: Any, micro_batch: Any) -> tuple[torch.Tensor, Any]:
         if self._loss is not None:
-            with _explained(self._loss, _LOSS_CALL, outputs, micro_batch):
-                return split_extras(self._loss(outputs, micro_batch), "loss(outputs, batch)")
+            return _apply_loss(self._loss, outputs, micro_batch)
         return _check_scalar(_loss_of(outputs, micro_batch), "outputs.loss"), None
 
     def loss_modules(self) -> list[nn.Module]:
@@ -150,7 +154,7 @@ class ModelCall:
             ValueError: the loss is not a scalar, or outputs cannot be joined.
         """
         assert self._loss is not None, "checked by `check_batch_loss`"
-        return split_extras(self._loss(join(outputs), batch), "loss(outputs, batch)")
+        return _apply_loss(self._loss, join(outputs), batch)
 
     def check_batch_loss(self) -> None:
         """Raise ValueError if the loss cannot be taken over the outputs of several micro-batches."""
@@ -199,6 +203,27 @@ def _explained(function: Callable[..., Any], how: str, *args: Any, **kwargs: Any
         except ValueError:  # a function in C that does not state its arguments
             pass
         raise
+
+
+def _apply_loss(loss: Loss, outputs: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    """Return the scalar loss and the extras; add a remedy to the error of a function of outputs and targets."""
+    try:
+        with _explained(loss, _LOSS_CALL, outputs, batch):
+            result = loss(outputs, batch)
+    except (TypeError, AttributeError) as error:
+        if isinstance(batch, Sequence) and batch and _returns_scalar(loss, outputs, batch[-1]):
+            error.add_note(_TARGETS_CALL.format(len(batch) - 1))
+        raise
+    return split_extras(result, "loss(outputs, batch)")
+
+
+def _returns_scalar(loss: Loss, outputs: Any, targets: Any) -> bool:
+    try:
+        with torch.no_grad():
+            split_extras(loss(outputs, targets), "loss(outputs, targets)")
+    except Exception:
+        return False
+    return True
 
 
 def _apply_criterion(criterion: Any, outputs: Any, batch: Any) -> torch.Tensor:

@@ -47,6 +47,11 @@ RunCommand = Callable[[EditCommand], None]
 class Edit(ABC):
     """A change of a stack's layers, of their values, or of the set of trained parameters.
 
+    Arguments of type `LayerRef` name one layer: by its position in the only stack, such as 2 or -1; by the stack, a key of
+    `Relay.stacks`, and its position there, ``("encoder", 2)``; by its permanent key, ``"L002"``; by its dotted name,
+    ``"encoder.2"``; or by the module. Those of type `Span` name one layer likewise, or consecutive ones: positions as in Python,
+    ``slice(2, 5)``, ``range(2, 5)`` or ``("encoder", slice(2, 5))``; or the first and the last one, ``("L002", "L004")``.
+
     Attributes:
         preserves_function: whether the model's outputs stay the same.
         optimizer_policy: the effect on the optimizer's state, for the journal.
@@ -54,7 +59,12 @@ class Edit(ABC):
         changes_depth: whether their number may change, so that the model is run with the edit before it is applied.
 
     Example:
-        See `Relay.apply`.
+        >>> from l2l_core import Drop
+        >>> names = [2, -4, ("", 2), "L002", "2", model[2]]  # the model itself is the stack, whose name is ""
+        >>> for layers in [*names, slice(2, 3), range(2, 3), ("", slice(2, 3)), ("L002", "L002")]:
+        ...     inverse = relay.apply(Drop(layers))
+        ...     assert [layer.key for layer in relay.stack] == ["L000", "L001", "L003", "L004", "L005"]
+        ...     entry = relay.undo()
     """
 
     moves_layers: ClassVar[bool] = True

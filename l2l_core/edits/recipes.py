@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from l2l_core.edits.depth import Depth
 from l2l_core.edits.loops import Looping
@@ -51,13 +52,15 @@ class Recipe:
     least_steps: int = 1
     least_depth: int = 1
 
-    def plan(self, first: int, steps: int, depth: int) -> Schedule:
+    def plan(self, first: int, steps: int, depth: int, stack: str | None = None) -> Schedule:
         """Make the schedule of a run.
 
         Args:
             first: number of finished steps at its beginning.
             steps: number of steps of the run.
             depth: depth at the end, or at the beginning if layers are dropped.
+            stack: dotted name of the stack, as in ``relay.stacks``, if there are several. Without it, "LayerDrop" and
+                "progressive drop" are for all stacks, and other recipes are refused at their first step.
 
         Raises:
             ValueError: too few steps or layers for the stages of the recipe.
@@ -65,7 +68,8 @@ class Recipe:
         for name, value, least in (("steps", steps, self.least_steps), ("depth", depth, self.least_depth)):
             if value < least:
                 raise ValueError(f"{name}={value} is too few for the stages of {self.name}: give it {least} or more")
-        return self.schedule(first, steps, depth)
+        schedule: Any = self.schedule(first, steps, depth)  # of a class with a field `stack`
+        return schedule if stack is None else replace(schedule, stack=stack)
 
 
 def _recipes(*recipes: Recipe) -> Mapping[str, Recipe]:

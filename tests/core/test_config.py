@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
@@ -81,3 +82,16 @@ def test_what_cannot_relay_is_refused_with_the_remedy() -> None:
         Relay(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"parameter 0.weight is torch.bfloat16.*model.float\(\)"):
         Relay(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).bfloat16())
+
+
+def test_the_repr_of_a_relay_is_one_line_with_size_device_steps_and_settings() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)), nn.Linear(4, 2))
+    config, batch = RelayConfig(micro_batches=2, stash="host", seed=7), (torch.randn(4, 4), torch.randn(4, 2))
+    with Relay(model, device="cpu", loss=nn.MSELoss(), config=config) as relay:
+        assert repr(relay) == (
+            "Relay(Sequential, 3 layers, 70 parameters, emulated device, 0 steps, micro_batches=2, stash='host', seed=7)"
+        )
+        relay.step(batch)
+        relay.config = dataclasses.replace(config, schedule=relay.plan(batch))
+        assert "1 steps" in repr(relay) and "schedule=" in repr(relay) and "\n" not in repr(relay)
+    assert repr(relay) == repr(Relay.__new__(Relay)) == "Relay(closed)"

@@ -31,6 +31,7 @@ from workbench.session.layer_trial import LayerTrial as LayerTrial
 from workbench.session.layer_trial import StateVersion as StateVersion
 from workbench.session.layer_trial import TrialKind as TrialKind
 from workbench.session.loggers import HeldOutLogger as HeldOutLogger
+from workbench.session.loggers import JsonLines as JsonLines
 from workbench.session.loggers import Logger as Logger
 from workbench.session.loggers import TensorBoard as TensorBoard
 from workbench.session.lr_finder import LR_RULE as LR_RULE

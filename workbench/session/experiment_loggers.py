@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from workbench.session.loggers import scalars_of, scalars_of_change, scalars_of_held_out, text_of
+from workbench.session.loggers import scalars_of, scalars_of_change, scalars_of_held_out, tag_of, text_of
 from workbench.session.snapshot import Snapshot
 from workbench.session.snapshot_values import Change, HeldOutRow, StepRow
 
@@ -41,8 +42,8 @@ class _ExperimentLogger(ABC):
         """Log figures at a step."""
 
     @abstractmethod
-    def _log_text(self, text: str, step: int) -> None:
-        """Log a change at a step."""
+    def _log_text(self, text: str, step: int, branch: str) -> None:
+        """Log a change of a branch at a step."""
 
     @abstractmethod
     def _log_settings(self, settings: Mapping[str, Any]) -> None:
@@ -58,7 +59,7 @@ class _ExperimentLogger(ABC):
 
     def log_change(self, change: Change) -> None:
         """Log a change as text, and for a measured edit the held-out loss."""
-        self._log_text(text_of(change), change.step)
+        self._log_text(text_of(change), change.step, change.branch)
         if values := scalars_of_change(change):
             self._log(values, change.step)
 
@@ -77,11 +78,15 @@ class _ExperimentLogger(ABC):
 class Wandb(_ExperimentLogger):
     """Logger to Weights & Biases, offline too (``WANDB_MODE=offline``).
 
-    A change is logged under "change", and in the run's summary.
+    A change is logged under "change", and in the run's summary. Names of values of a branch other than "main" end with its
+    name, as ``loss/slim``. W&B drops rows with a lower step than the last one, so those of a branch that is behind another.
 
     Args:
         run: a run of ``wandb.init``, which stays open when the logger is closed; by default a new one.
         options: of ``wandb.init``, such as project and name.
+
+    Example:
+        See `JsonLines`; ``Wandb(project="depth")`` takes its place in `loggers`.
     """
 
     package = "wandb"
@@ -93,8 +98,8 @@ class Wandb(_ExperimentLogger):
     def _log(self, values: Mapping[str, float], step: int) -> None:
         self.run.log(dict(values), step=step)
 
-    def _log_text(self, text: str, step: int) -> None:
-        self.run.log({"change": text}, step=step)
+    def _log_text(self, text: str, step: int, branch: str) -> None:
+        self.run.log({tag_of("change", branch): text}, step=step)
 
     def _log_settings(self, settings: Mapping[str, Any]) -> None:
         self.run.config.update(dict(settings), allow_val_change=True)
@@ -106,11 +111,14 @@ class Wandb(_ExperimentLogger):
 
 
 class Trackio(Wandb):
-    """Logger to trackio, which keeps runs in a local database.
+    """Logger to trackio, which keeps runs in a local database; names of branches as in `Wandb`.
 
     Args:
         run: a run of ``trackio.init``, which stays open when the logger is closed; by default a new one.
         options: of ``trackio.init``, such as project and name.
+
+    Example:
+        See `JsonLines`; ``Trackio(project="depth")`` takes its place in `loggers`.
     """
 
     package = "trackio"
@@ -122,10 +130,15 @@ class Trackio(Wandb):
 class MLflow(_ExperimentLogger):
     """Logger to MLflow: metrics, parameters, and changes in ``changes.txt`` among the artifacts.
 
+    Names of metrics of a branch other than "main" end with its name, as ``loss/slim``.
+
     Args:
         run_id: a run to which it logs, and which it does not end; by default it begins one.
         tracking_uri: where runs are kept; by default MLflow's own setting.
         experiment: name of the experiment of a new run.
+
+    Example:
+        See `JsonLines`; ``MLflow(experiment="depth")`` takes its place in `loggers`.
     """
 
     package = "mlflow"
@@ -144,11 +157,11 @@ class MLflow(_ExperimentLogger):
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
-            if math.isfinite(value):  # its stores refuse others
-                self._client.log_metric(self.run_id, name, value, step=step)
+            if math.isfinite(value):  # its stores refuse others, and names with other characters
+                self._client.log_metric(self.run_id, re.sub(r"[^/\w.\- ]", "_", name), value, step=step)
 
-    def _log_text(self, text: str, step: int) -> None:
-        self._changes.append(f"step {step}: {text}")
+    def _log_text(self, text: str, step: int, branch: str) -> None:
+        self._changes.append(f"{tag_of(f'step {step}', branch)}: {text}")
         self._client.log_text(self.run_id, "\n".join(self._changes), "changes.txt")
 
     def _log_settings(self, settings: Mapping[str, Any]) -> None:

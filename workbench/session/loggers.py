@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from l2l_core import Inside
+from l2l_core.edits import MAIN_BRANCH
 from workbench.session.race_result import Race
 from workbench.session.snapshot import Snapshot
 from workbench.session.snapshot_values import Change, HeldOutRow, StepRow
@@ -28,7 +29,37 @@ SCHEMA = 1
 
 @runtime_checkable
 class Logger(Protocol):
-    """Receives the steps and changes of a session, from one thread at a time."""
+    """Interface of loggers: any object with these three methods receives the steps and changes of a session.
+
+    They are called by one thread at a time, after each step and each change. A row has the fields `step`, `loss`, `seconds`,
+    `samples`, `tokens`, `epoch`, `lr`, `layers`, `branch`, `flop`, `overlap`, `peak_device_bytes`, `bytes_loaded`,
+    `bytes_pushed` and `objective`. A change has `step`, `what` (in words), `branch`, and for an edit `entry` (its number in
+    the journal) and `verdict` (its effect on the losses of the probe, in words).
+
+    Example:
+        >>> import csv
+        >>> from dataclasses import asdict
+        >>> from workbench import Session
+        >>> class CsvFile:
+        ...     def __init__(self, path):
+        ...         self.file, self.writer = open(path, "w", newline=""), None
+        ...     def log_step(self, row):
+        ...         if self.writer is None:
+        ...             self.writer = csv.DictWriter(self.file, list(asdict(row)))
+        ...             self.writer.writeheader()
+        ...         self.writer.writerow(asdict(row))
+        ...         self.file.flush()
+        ...     def log_change(self, change):
+        ...         pass
+        ...     def close(self):
+        ...         self.file.close()
+        >>> with Session(relay, lambda: batch, loggers=[CsvFile("steps.csv")]) as session:
+        ...     session.run(2)
+        ...     now = session.wait()
+        >>> with open("steps.csv", newline="") as file:
+        ...     [row["step"] for row in csv.DictReader(file)]
+        ['1', '2']
+    """
 
     def log_step(self, row: StepRow) -> None:
         """Log a finished step."""
@@ -72,9 +103,14 @@ class HeldOutLogger(Protocol):
         """Log a measurement."""
 
 
+def tag_of(name: str, branch: str) -> str:
+    """Return the tag of a value: its name, followed by the name of any branch but the first."""
+    return name if branch == MAIN_BRANCH else f"{name}/{branch}"
+
+
 def scalars_of_held_out(row: HeldOutRow) -> dict[str, float]:
     """Return the values of a measurement on held-out data by tag."""
-    return {f"held_out/{name}": value for name, value in row.values.items()}
+    return {tag_of(f"held_out/{name}", row.branch): value for name, value in row.values.items()}
 
 
 def scalars_of(row: StepRow) -> dict[str, float]:
@@ -82,7 +118,7 @@ def scalars_of(row: StepRow) -> dict[str, float]:
     rate = {} if row.lr is None else {"lr": row.lr}
     epoch = {} if row.epoch is None else {"epoch": row.epoch}
     counted = {"step/tokens_per_s": row.per_s} if row.unit == "tokens" else {}
-    return (
+    scalars = (
         rate
         | epoch
         | counted
@@ -97,12 +133,15 @@ def scalars_of(row: StepRow) -> dict[str, float]:
             "bytes/pushed": row.bytes_pushed,
         }
     )
+    return {tag_of(name, row.branch): value for name, value in scalars.items()}
 
 
 def scalars_of_change(change: Change) -> dict[str, float]:
     """Return the held-out loss after an edit, and its change, by tag; empty if they were not measured."""
-    judged = change.judged
-    return {} if judged is None else {"probe/loss": judged.after.mean, "probe/change": judged.change}
+    if change.judged is None:
+        return {}
+    scalars = {"probe/loss": change.judged.after.mean, "probe/change": change.judged.change}
+    return {tag_of(name, change.branch): value for name, value in scalars.items()}
 
 
 def text_of(change: Change) -> str:
@@ -115,7 +154,7 @@ class JsonLines:
 
     Every line has a `type`: "header" (schema, versions, start time; one per run), then "step", "change" and
     "held_out" with the fields of `StepRow`, `Change` and `HeldOutRow`. JSON has no NaN or infinity, so a number that is not
-    finite becomes null.
+    finite becomes null. ``pandas.read_json(path, lines=True)`` reads it as a table.
 
     Args:
         path: the file; its folder is created.
@@ -123,6 +162,16 @@ class JsonLines:
 
     Raises:
         FileExistsError: the file exists and `append` is False.
+
+    Example:
+        >>> import json
+        >>> from workbench import JsonLines, Session
+        >>> with Session(relay, lambda: batch, loggers=[JsonLines("run.jsonl")]) as session:
+        ...     session.run(2)
+        ...     now = session.wait()
+        >>> with open("run.jsonl") as file:
+        ...     [json.loads(line)["type"] for line in file]
+        ['header', 'step', 'step']
     """
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
@@ -187,6 +236,8 @@ class JsonLines:
 class TensorBoard:
     """Logger of scalars and changes to TensorBoard.
 
+    Tags of a branch other than "main" end with its name, as ``loss/slim``, so that each branch has its own curve.
+
     Args:
         writer: a folder for a new `torch.utils.tensorboard.SummaryWriter`, or a writer, which stays open when the logger
             is closed.
@@ -194,6 +245,9 @@ class TensorBoard:
     Raises:
         ModuleNotFoundError: `writer` is a folder and the package tensorboard is not installed.
         TypeError: neither a folder nor a writer.
+
+    Example:
+        See `JsonLines`; ``TensorBoard("out/tensorboard")`` takes its place in `loggers`.
     """
 
     def __init__(self, writer: str | Path | Any) -> None:
@@ -209,7 +263,7 @@ class TensorBoard:
 
     def log_change(self, change: Change) -> None:
         """Write a change as text at its step, and for a measured edit the probe's mean loss and its change."""
-        self._writer.add_text("change", text_of(change), change.step)
+        self._writer.add_text(tag_of("change", change.branch), text_of(change), change.step)
         for tag, value in scalars_of_change(change).items():
             self._writer.add_scalar(tag, value, change.step)
 

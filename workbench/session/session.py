@@ -50,7 +50,7 @@ class Session(ResumableSession):
         relay: used by the session alone while the session is open; `close` leaves it open.
         batches: an iterable that begins again when it ends (a DataLoader, a list), an iterator, or a function without
             arguments that returns a batch.
-        loggers: receive every finished step and every change, see `loggers.py`; they are closed with the session.
+        loggers: receive every finished step and every change, see `Logger`; they are closed with the session.
         scheduler: learning rate scheduler, stepped after every step; a `ReduceLROnPlateau` gets the loss of the step.
         schedule: edits the layers before each step, and selects layers that the step skips.
         probe: a few held-out batches whose losses are measured before and after every edit, see `Probe`; None: copies of
@@ -164,7 +164,9 @@ class Session(ResumableSession):
             force: apply edits that would be refused on evidence alone, see `Relay.apply`.
 
         Returns:
-            A future of the inverse edit, or of the function's return value. It also gets the error.
+            A future of the inverse edit, or of the function's return value. It also gets the error. It is done before the
+            losses of the probe after an edit are measured; until then another call of the relay is refused. `wait` waits for
+            the measurement, too.
 
         Raises:
             TypeError: neither edits nor a function.
@@ -181,11 +183,11 @@ class Session(ResumableSession):
         return self._commands.submit(Command(what or "a call between steps", lambda: self._trainer.edit(call, what)))
 
     def undo(self) -> Future[JournalEntry]:
-        """Undo the last edit between two steps; refused like an edit if that is impossible."""
+        """Undo the last edit between two steps; refused like an edit if that is impossible. For the future see `edit`."""
         return self._submit_atomic("undo", self._trainer.undo_or_redo, "undo")
 
     def redo(self) -> Future[JournalEntry]:
-        """Redo the edit that was undone last."""
+        """Redo the edit that was undone last. For the future see `edit`."""
         return self._submit_atomic("redo", self._trainer.undo_or_redo, "redo")
 
     def fork(self, name: str) -> Future[Branch]:

@@ -187,7 +187,30 @@ class Block:
 
 @dataclass(eq=False, slots=True)
 class Unit:
-    """A layer or the shell, with its modules, blocks and buffers."""
+    """A layer or the shell, with its modules, blocks and buffers; entries of `Relay.stack` are for reading.
+
+    Schedules and functions of yours may read the attributes below, `num_params`, `num_trained`, `nbytes`, `frozen` and
+    `version` (number of updates).
+
+    Attributes:
+        key: permanent identity, such as "L003"; edits do not change it.
+        name: dotted name in the model, which changes with the layer's position.
+        module: the layer itself.
+        stats: figures of the last step: "grad_norm", norm of its gradient; "update_ratio", norm of the update over norm of the
+            weights, of a sample of them; "influence", 1 minus the mean cosine between the hidden state of a token before and
+            after the layer, in [0, 2] (Block Influence, arXiv 2403.03853). Influence is of the step's first calls of the layer,
+            in training mode, until they have 128 tokens: evenly spread ones, about 256 of a call at most. A token is an entry of
+            all dimensions but the last, so a row if there are no others. A figure that was not measured is missing: all of a new
+            layer before its first step, of a skipped one, and of all layers after a failed step; "influence" if no input has the
+            shape of the output; the others of a frozen layer. So use ``layer.stats.get("influence")``.
+
+    Example:
+        >>> from l2l_core import Insert
+        >>> result = relay.step(batch)
+        >>> inverse = relay.apply(Insert(at=0))
+        >>> [(layer.key, layer.num_params, sorted(layer.stats)) for layer in relay.stack[:2]]
+        [('L006', 1072, []), ('L000', 1072, ['grad_norm', 'influence', 'update_ratio'])]
+    """
 
     key: str
     name: str

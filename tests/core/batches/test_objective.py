@@ -131,6 +131,40 @@ def test_a_call_with_other_arguments_says_how_a_relay_calls() -> None:
     assert not hasattr(refused.value, "__notes__"), "an error within the loss is not about the call"
 
 
+@pytest.mark.parametrize("loss_over", ["rows", "batch"])
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        lambda logits, y: nn.functional.cross_entropy(logits.flatten(0, -2), y.flatten()),
+        lambda logits, y: nn.functional.cross_entropy(logits, y),
+    ],
+)
+def test_a_loss_of_outputs_and_targets_is_refused_and_the_remedy_works(criterion: Any, loss_over: Any) -> None:
+    torch.manual_seed(0)
+    model, batch = (
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        [torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])],
+    )
+    options = {"loss_over": loss_over} if loss_over == "batch" else {}
+    with Relay(model, device="cpu", loss=criterion, **options) as relay:
+        with pytest.raises((AttributeError, TypeError)) as refused:
+            relay.step(batch)
+        assert relay.steps == 0
+    remedy = re.findall(r"loss=(lambda outputs, batch: criterion\(outputs, batch\[1\]\))", refused.value.__notes__[0])
+    with Relay(model, device="cpu", loss=eval(remedy[0], {"criterion": criterion}), **options) as relay:
+        expected = criterion(model(batch[0]), batch[1]).item()
+        assert relay.step(batch).loss == pytest.approx(expected)
+
+
+def test_an_error_of_a_loss_that_has_another_reason_has_no_note() -> None:
+    def criterion(logits: Any, y: Any) -> Any:
+        return logits.no_such_attribute
+
+    with pytest.raises(AttributeError) as refused:
+        ModelCall(model := Records(), criterion).objective(model, ("x", "y"))
+    assert not hasattr(refused.value, "__notes__")
+
+
 def test_a_loss_that_is_no_scalar_or_missing_is_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"has no \.loss.*labels"):

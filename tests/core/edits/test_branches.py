@@ -68,6 +68,32 @@ def test_a_branch_is_a_whole_state_and_the_other_does_not_notice(relay: Relay) -
     assert keys(relay) == ["L000", "L001", "L002", "L003"] and not relay.stack[2].frozen
 
 
+def test_a_scheduler_keeps_its_position_in_a_switch_and_the_remedy_works(relay: Relay) -> None:
+    def rates_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)  # computes a rate from the one before
+
+    alone = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=relay.optimizer.param_groups[0]["lr"])
+    of_plain, expected = rates_of(alone), list[float]()
+    for _ in range(4):
+        expected.append(alone.param_groups[0]["lr"])
+        alone.step()
+        of_plain.step()
+
+    scheduler, used = rates_of(relay.optimizer), {"main": list[float](), "slim": list[float]()}
+    relay.fork("slim")
+    positions = dict.fromkeys(used, scheduler.state_dict())
+    for name in ("slim", "slim", "main", "slim", "main", "main", "slim", "main"):
+        positions[relay.branch] = scheduler.state_dict()
+        before = scheduler.last_epoch
+        relay.switch(name)
+        assert scheduler.last_epoch == before, "as documented"
+        scheduler.load_state_dict(positions[name])
+        used[name].append(relay.optimizer.param_groups[0]["lr"])
+        relay.step(make_batch())
+        scheduler.step()
+    assert used == {"main": expected, "slim": expected}
+
+
 def test_both_branches_go_on_as_if_they_were_alone(relay: Relay, tmp_path: Path) -> None:
     """The oracle is a relay of its own for each: loaded from a save that was made at the fork."""
     relay.apply(Insert(at=1, init="copy", warmup=5))

@@ -200,7 +200,8 @@ def test_outside_a_clone_the_installed_package_says_what_it_needs(
 
 def test_what_the_package_imports_on_first_use_is_there() -> None:
     for name in workbench._MODULE_OF:
-        assert name in dir(workbench) and getattr(workbench, name).__name__ in (name, f"{name}Bench")
+        assert getattr(workbench, name).__name__ in (name, f"{name}Bench")
+    assert dir(workbench) == sorted(workbench.__all__) == sorted(workbench._MODULE_OF), "no internals"
 
 
 def test_no_name_of_the_package_is_hidden_by_a_folder() -> None:

@@ -3,7 +3,9 @@
 import importlib.util
 import json
 import math
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 from patience import HANG_S
 from sessions import make_batches
 
-from l2l_core import Relay
+from l2l_core import Drop, Relay
+from workbench.session.experiment_loggers import MLflow, Wandb
 from workbench.session.loggers import JsonLines, Logger, TensorBoard
 from workbench.session.session import Session
 from workbench.session.snapshot_values import Change, StepRow
@@ -144,6 +147,62 @@ def test_writer_gets_figures_at_their_step() -> None:
     assert writer.scalars["step/samples_per_s"] == (16.0, 3)
     assert writer.scalars["bytes/peak_device"] == (1000, 3)
     assert writer.texts == [("change", "micro_batches 4 → 8", 3)]
+
+
+class Run:
+    """Stand-in for a run of W&B that keeps its input."""
+
+    def __init__(self) -> None:
+        self.logged: dict[tuple[str, int], Any] = {}
+        self.config: dict[str, Any] = {}
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.logged |= {(name, step): value for name, value in values.items()}
+
+
+class Client:
+    """Stand-in for MLflow's client, which refuses other characters in names as the real one does."""
+
+    def __init__(self, *_: Any) -> None:
+        self.run, self.texts = Run(), ""
+
+    def log_metric(self, run_id: str, name: str, value: float, step: int) -> None:
+        assert re.fullmatch(r"[/\w.\- ]*", name)
+        self.run.log({name: value}, step)
+
+    def log_text(self, run_id: str, text: str, file: str) -> None:
+        self.texts = text
+
+    def log_param(self, *_: Any) -> None: ...
+
+
+class LikeMLflow(MLflow):
+    def _import(self) -> Any:
+        return SimpleNamespace(tracking=SimpleNamespace(MlflowClient=Client))
+
+
+def test_branches_of_a_race_have_their_own_tags_in_every_logger(relay: Relay) -> None:
+    writer, run, mlflow, seen = Writer(), Run(), LikeMLflow(run_id="one"), Recorder()
+    loggers = [TensorBoard(writer), Wandb(run), mlflow, seen]
+    with Session(relay, make_batches(), loggers=loggers, probe=make_batches()[:1]) as session:
+        for name in ("slim", "a:b"):
+            session.fork(name).result(HANG_S)
+            session.edit(Drop(0)).result(HANG_S)
+            session.switch("main").result(HANG_S)
+        session.race("main", "slim", "a:b", steps=2).result(HANG_S)
+        assert session.wait(HANG_S).failure is None
+    losses = {(row.branch, row.step): row.loss for row in seen.steps}
+    assert len(losses) == 6
+    tags = {"main": "loss", "slim": "loss/slim", "a:b": "loss/a:b"}
+    assert {each: run.logged[tags[each[0]], each[1]] for each in losses} == losses
+    tags |= {"a:b": "loss/a_b"}
+    assert {each: mlflow._client.run.logged[tags[each[0]], each[1]] for each in losses} == losses
+    assert {name: writer.scalars[f"loss{end}"] for name, end in (("main", ""), ("slim", "/slim"))} == {
+        name: (losses[name, 2], 2) for name in ("main", "slim")
+    }
+    assert {"change", "change/slim"} <= {tag for tag, _, _ in writer.texts}
+    assert {"change", "change/slim"} <= {name for name, _ in run.logged}
+    assert "step 0/slim: " in mlflow._client.texts and "probe/loss/slim" in writer.scalars
 
 
 def test_writer_of_the_user_stays_open() -> None:

@@ -260,6 +260,32 @@ def test_callers_do_not_wait_for_the_measurement(relay: Relay) -> None:
         assert judged(session.wait(HANG_S))[2].change != 0
 
 
+def test_a_call_of_the_relay_during_the_measurement_is_refused_and_the_remedies_work(relay: Relay) -> None:
+    with Session(relay, make_batches(), probe=HELD_OUT) as session:
+        train(session, 1)
+        session.edit(Drop("L003"))
+        session.wait(HANG_S)
+        measure, began, go_on = relay._runner.evaluate, threading.Event(), threading.Event()
+
+        def measure_later(*args: Any) -> float:
+            began.set()
+            assert go_on.wait(HANG_S)
+            return measure(*args)
+
+        relay._runner.evaluate = measure_later  # type: ignore[method-assign]
+        session.undo().result(HANG_S)
+        assert began.wait(HANG_S)
+        with pytest.raises(
+            RuntimeError, match=r"session's measurement.* as with session\.wait\(\).*session\.edit\(lambda"
+        ):
+            relay.evaluate(HELD_OUT[0])
+        between = session.edit(lambda relay: relay.evaluate(HELD_OUT[0]))
+        go_on.set()
+        loss = between.result(HANG_S)
+        session.wait(HANG_S)
+        assert relay.evaluate(HELD_OUT[0]) == loss
+
+
 def test_a_refused_edit_costs_no_measurement_after_it(relay: Relay) -> None:
     with Session(relay, make_batches(), probe=HELD_OUT) as session:
         train(session, 1)
