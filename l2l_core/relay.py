@@ -261,7 +261,8 @@ class Relay:
         source = self._backend.make_weight_source(self.device, self.host)
         disk_stash = self._backend.make_disk_stash(self.device, self.host)
         parts = RelayParts(model, self.device, self.host, shell, units, source, disk_stash)
-        warn_of_tensors_in_left_memory(model, parts.units)
+        if self.shelf is None and self.workers == 1:  # else the optimizer has parameters over the same memory
+            warn_of_tensors_in_left_memory(model, parts.units)
         # If layers compute on the same cores, updates beside them use one. An optimizer that sums over elements gets as many as
         # in core, since the order of its sums depends on the number.
         cores = 1 if self.device.in_host_memory else max(1, torch.get_num_threads() * 3 // 4)
