@@ -22,7 +22,7 @@ unguarded = DisableTorchFunctionSubclass  # in this block the engine uses guarde
 
 _METADATA = frozenset((  # methods that read none of a tensor's bytes
     "untyped_storage", "size", "dim", "stride", "numel", "nelement", "ndimension", "element_size", "storage_offset",
-    "is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "get_device", "register_hook", "retain_grad",
+    "is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device", "register_hook", "retain_grad",
     "_is_view", "_use_count", "__len__", "__hash__",
 ))  # fmt: skip
 _VIEW_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
