@@ -44,7 +44,7 @@ def refuse_kept_weights(model: nn.Module, units: Sequence[Unit], on_device: Iter
 
 
 def warn_of_tensors_in_left_memory(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Warn of a tensor that is in the memory that trained weights have just left, such as a `state_dict()` taken before.
+    """Warn of a tensor in memory that trained weights have just left, such as a `state_dict()` taken before.
 
     Those on attributes of the model are refused in the first step, unless the forward sets them anew.
     """
@@ -56,7 +56,7 @@ def warn_of_tensors_in_left_memory(model: nn.Module, units: Sequence[Unit]) -> N
     for _, tensor in _attribute_tensors(model):
         places.pop(storage_key(tensor), None)
     for value in gc.get_objects() if places else ():
-        # By its class: an object may run code of a user to say what it is.
+        # By its class: `isinstance` may run code of a user.
         if not issubclass(type(value), torch.Tensor) or value.layout is not torch.strided:
             continue
         if (param := places.get(storage_key(value))) is not None:
