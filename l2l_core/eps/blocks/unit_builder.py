@@ -14,7 +14,7 @@ from l2l_core.devices import return_freed_memory
 from l2l_core.eps.blocks.layout import Layout
 from l2l_core.eps.blocks.model_checks import refuse_shared_values
 from l2l_core.eps.blocks.module_buffers import ModuleBuffers
-from l2l_core.eps.blocks.units import SHELL, Block, Unit, is_placeholder, note_left_storages
+from l2l_core.eps.blocks.units import SHELL, Block, Unit, is_placeholder, leaving_storages
 
 EmptyFn = Callable[..., torch.Tensor]  # (numel, dtype=...) -> host buffer
 QuantisedParts = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]  # of quantised parameters, by name
@@ -242,8 +242,8 @@ def _make_block(
         tensors |= {tensor: f"{names[param]}.{name}" for name, tensor in parts.get(param, {}).items()}
     layout = Layout.of_bytes([*tensors]) if in_bytes else Layout.of(params)
     block = Block(key, [*tensors], [*tensors.values()], layout, torch.empty(0), shared)
-    note_left_storages(tensors)
-    init_master(block)
+    with leaving_storages(tensors):
+        init_master(block)
     if in_bytes:
         return_freed_memory()  # of the codes before the next layer's are copied
     return block

@@ -8,7 +8,8 @@ a second block of the unit, in bytes: copies move these as they are, in every pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -174,8 +175,8 @@ class Block:
                 for param, view in zip(self.params, self.views, strict=True)
             ]
             self.master, self.views, self.cast = _NO_MASTER, [], None
-            note_left_storages(self.params)
-            _set_data(self.params, values)
+            with leaving_storages(self.params):
+                _set_data(self.params, values)
             _set_data(optimizer_params, values if optimizer_params else ())
 
     def drop_weights(self, optimizer_params: Sequence[nn.Parameter]) -> None:
@@ -295,11 +296,17 @@ class Unit:
                 _set_data(block.params, own)
 
 
-def note_left_storages(params: Iterable[torch.Tensor]) -> None:
-    """Note that the values of parameters move to other memory."""
-    for param in params:
-        alive = [each for each in _LEFT.get(param) or () if not each.expired()]
-        _LEFT[param] = [*alive, StorageWeakRef(param.untyped_storage())]
+@contextmanager
+def leaving_storages(params: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Move the values of parameters to other memory in the block; note storages that other tensors still have."""
+    left = [(param, StorageWeakRef(param.untyped_storage())) for param in params]
+    yield
+    for (
+        param,
+        storage,
+    ) in left:  # a weak reference to a parameter, which PyTorch could not swap then, only where it is needed
+        if alive := [each for each in (*(_LEFT.pop(param, None) or ()), storage) if not each.expired()]:
+            _LEFT[param] = alive
 
 
 def left_storages(param: torch.Tensor) -> list[int]:

@@ -204,11 +204,16 @@ def _extent(value: Any) -> int:
     return len(value) if _can_grow(value) else 0
 
 
+def _is_long(value: Any) -> bool:
+    """Whether it is a container that holds data."""
+    return isinstance(value, set | dict | list | deque | tuple) and len(value) > MOST_ITEMS
+
+
 def _content(value: Any, depth: int = 2) -> Any:
     """Return a value that changes with in-place changes: a tensor's version, an array's bytes, contents of containers."""
     if isinstance(value, torch.Tensor):
         return version_of(value)
-    if isinstance(value, set | dict | list | deque | tuple) and len(value) > MOST_ITEMS:  # data
+    if _is_long(value):
         return len(value)
     if depth and isinstance(value, dict):
         return [(key if is_plain(key) else id(key), _content(item, depth - 1)) for key, item in value.items()]
