@@ -1,6 +1,6 @@
 """Files of a segment: a stretch of steps that one or more runs of a study share.
 
-    study.json                   variants, seeds, budget
+    study.json                   variants, seeds, budget, fingerprints of the user's functions
     segments/s0-g0/              seed 0, first group of factors: all runs that begin alike
         segment.json             variants, factors, schedule, settings, versions, commit
         rows.jsonl               a line per step and per held-out measurement; the same bytes in every repetition

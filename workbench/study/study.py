@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from l2l_core.batches import leaves_in
+from workbench.study.code_fingerprint import PYTHON, describe_change, fingerprint
 from workbench.study.recorded_study import RecordedStudy
 from workbench.study.segment import Counts, read_json, write_json
 from workbench.study.segment_queue import SegmentQueue, SegmentTask
@@ -45,7 +46,7 @@ class Study(RecordedStudy):
         batches: ``batches(seed)``, which returns an iterable, or an iterable that restarts: a list or a loader. All variants of a
             seed train on the same batches.
         held_out: batches whose mean loss is measured; the comparison rests on it.
-        folder: where runs are recorded.
+        folder: where runs are recorded. `run` refuses one whose steps were trained by other code.
         evaluate_every: steps between held-out measurements; default a twentieth of `steps`, or 25.
         autosave_s: seconds between saves. A killed study repeats the steps since the last one.
         workers: number of processes that train runs at the same time, with the bits of training alone; "auto": as many as
@@ -111,6 +112,7 @@ class Study(RecordedStudy):
             "flop": flop,
             "evaluate_every": every,
             "held_out": digest(held_out),
+            "code": self._describe_code(),
         }
         self._specs = {self.folder: self._spec}
         self._check_folder()
@@ -127,13 +129,22 @@ class Study(RecordedStudy):
         """
         return RecordedStudy(*folders)
 
-    def run(self, report: Callable[[str], object] | None = print) -> None:
+    def run(self, report: Callable[[str], object] | None = print, *, accept_changes: bool = False) -> None:
         """Train what is left of the study; a line of progress is reported every few seconds.
 
+        Args:
+            report: gets each line.
+            accept_changes: go on although functions or objects of the study have changed since its first runs, as after a mistake
+                in them that does not concern the steps trained so far. Those steps keep their results.
+
         Raises:
+            ValueError: `make_relay`, `batches`, or a variant's schedule or factors have other code or other values than when the
+                folder's runs were trained.
             Exception: a step failed; its notes name the variants and the seed. Calling `run` again resumes.
         """
         self._check_folder()
+        if not accept_changes:
+            self._check_code()
         self.folder.mkdir(parents=True, exist_ok=True)
         progress = StudyProgress(self, self._plan.budget, partial(self._report, report or (lambda _: None)))
         with self._running(), locked(self.folder), suppress(StudyStopped):
@@ -202,6 +213,43 @@ class Study(RecordedStudy):
                 groups.append(factors)
             described[name] = {**variant.describe(), "group": groups.index(factors)}
         return described
+
+    def _describe_code(self) -> dict[str, Any]:
+        """Return fingerprints of the user's functions and objects, as JSON."""
+        shared = {name: getattr(self._plan, name) for name in ("make_relay", "batches")}
+        variants = {
+            name: (getattr(one.schedule, "function", one.schedule), one.factors)
+            for name, one in self._plan.variants.items()
+        }
+        return {
+            "python": PYTHON,
+            "shared": {name: fingerprint(value, name) for name, value in shared.items()},
+            "variants": {
+                name: {**fingerprint(recipe, "schedule"), **fingerprint(factors, "factors")}
+                for name, (recipe, factors) in variants.items()
+            },
+        }
+
+    def _check_code(self) -> None:
+        """Refuse functions and objects that have changed since a step of theirs was recorded, if the same Python wrote them."""
+        before, now = (read_json(self.folder / "study.json") or {}).get("code"), self._spec["code"]
+        if before is None or before["python"] != now["python"]:
+            return
+        recorded = RecordedStudy(self.folder)
+        trained = {name for name, seed in recorded.runs if recorded.last_counts(name, seed).step}
+        changes = [
+            *(describe_change(before["shared"][name], now["shared"][name]) for name in now["shared"] if trained),
+            *(
+                f"variant {name!r}: {change}"
+                for name in now["variants"]
+                if name in trained and (change := describe_change(before["variants"][name], now["variants"][name]))
+            ),
+        ]
+        if found := [change for change in changes if change]:
+            raise ValueError(
+                f"{self.folder} holds runs of other code. {'; '.join(found)}. Pass another folder= to train again, restore the "
+                "code, or keep the steps that are trained: run(accept_changes=True), on the command line --accept-changes"
+            )
 
     def _check_folder(self) -> None:
         before = read_json(self.folder / "study.json")

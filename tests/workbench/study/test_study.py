@@ -100,7 +100,8 @@ def test_a_failing_process_is_reported_and_the_others_are_saved(tmp_path: Path) 
     ):
         with pytest.raises(kind, match=message):
             make_light_study(tmp_path / fails, fails, workers=2, autosave_s=1e9).run(report=None)
-        resumed = trained(make_light_study(tmp_path / fails, workers=2))
+        resumed = make_light_study(tmp_path / fails, workers=2)  # whose make_relay does not fail any more
+        resumed.run(report=None, accept_changes=True)
         assert recorded_rows(resumed.folder) == recorded_rows(trained(make_light_study(tmp_path / "alone")).folder)
 
 
@@ -205,6 +206,12 @@ def test_the_command_prints_progress_and_the_table(tmp_path: Path, capsys: pytes
     assert lines[1].startswith("1 of 1 runs finished.") and lines[3].startswith("| variant | n |")
     assert study_runner.main([tmp_path / "out"]) == 0
     assert capsys.readouterr().out.splitlines() == lines[3:]
+    seen = list[bool]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Study, "run", lambda study, report, accept_changes: seen.append(accept_changes))
+        study_runner.main([path])
+        study_runner.main([path], accept_changes=True)
+    assert seen == [False, True]
     path.write_text("studio = 1\n")
     assert study_runner.main([path]) == 2 and study_runner.main([tmp_path / "none.py"]) == 2
     refused = capsys.readouterr().err
