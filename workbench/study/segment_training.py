@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
-from l2l_core import Relay
+from l2l_core import NonFiniteError, Relay
 from l2l_core.model import preserve_random_state
 from workbench.session import CountedShapes, FlopCounter, LRSchedulerAdapter, count_tokens
 from workbench.study.segment import Counts, SharedSegment
 from workbench.study.segment_relay import BatchStream, MakeRelay, open_relay, scheduler_file
 from workbench.study.variants import Variant, group_by_next_step
+
+DIVERGED = "diverged"  # split of the row of a step whose loss or gradient is not finite
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def train_segment(
 
     Raises:
         StudyStopped: raised by `report`; the segment is saved.
-        Exception: a step failed; its notes name the variants and the seed.
+        Exception: a step failed; its notes name the variants and the seed. Runs whose loss or gradient is not finite end instead.
     """
     variants = {name: plan.variants[name] for name in names}
     factors = variants[names[0]].factors
@@ -141,7 +143,13 @@ class _SegmentTrainer:
                 self._save()
                 self._segment.finish(self._counts, self._flop.formula, groups)
                 return
-            loss = self._train_step()
+            try:
+                loss = self._train_step()
+            except Exception as error:
+                if not isinstance(error, NonFiniteError) and not isinstance(error.__cause__, NonFiniteError):
+                    raise
+                self._end_diverged(error)
+                return
             try:
                 report(self._counts, loss)
             except StudyStopped:
@@ -149,6 +157,13 @@ class _SegmentTrainer:
                 raise
         self._measure()
         self._segment.finish(self._counts, self._flop.formula)
+
+    def _end_diverged(self, error: Exception) -> None:
+        """Record that the next step of these runs has no finite loss or gradient, so that they end; others go on."""
+        row = {**vars(self._counts), "step": self._counts.step + 1, "split": DIVERGED, "loss": None}
+        group = self._relay.optimizer.param_groups[0]
+        self._segment.add_row({**row, "lr": float(group["lr"]), "layers": len(self._relay.stack)})
+        self._segment.finish(self._counts, self._flop.formula, diverged=str(error))
 
     def _is_spent(self, name: str) -> bool:
         return self._plan.budget_of(name).is_spent(self._counts)

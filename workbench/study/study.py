@@ -140,7 +140,8 @@ class Study(RecordedStudy):
         Raises:
             ValueError: `make_relay`, `batches`, or a variant's schedule or factors have other code or other values than when the
                 folder's runs were trained.
-            Exception: a step failed; its notes name the variants and the seed. Calling `run` again resumes.
+            Exception: a step failed; its notes name the variants and the seed. Calling `run` again resumes. Runs whose loss or
+                gradient is not finite end as diverged instead, and the others go on.
         """
         self._check_folder()
         if not accept_changes:

@@ -11,7 +11,7 @@ from workbench.pictures.relay_drawing import shortened
 from workbench.pictures.scale import format_prefixed
 from workbench.pictures.step_axis import LEFT, RIGHT, WIDTH
 from workbench.pictures.svg import polyline
-from workbench.study.study_figure import AXES, COLOURS, UNITS, MeanCurve, mean_curves
+from workbench.study.study_figure import AXES, COLOURS, UNITS, MeanCurve, diverged_words, mean_curves
 from workbench.study.study_records import StudyRecords
 from workbench.study.study_table import StudyTable, compare_variants
 
@@ -33,9 +33,10 @@ def draw_study(study: StudyRecords, x: str) -> str:
     y, marks = loss_scale(ends)
     across = Scale(0.0, max((curve.x[-1] for curve in curves.values()), default=1.0), LEFT, RIGHT)
     kind = "held-out loss" if study.has_held_out else "training loss"
+    caption = "mean over seeds; bands are ± one standard deviation over seeds"
     parts = [
         text(LEFT, 20, f"Study: {kind}", style="strong"),
-        text(LEFT, 40, "mean over seeds; bands are ± one standard deviation over seeds", style="dim"),
+        text(LEFT, 40, "; ".join([caption, *diverged_words(study)]), style="dim"),
         *draw_loss_axis(y, marks, kind, named=bool(curves)),
         *_draw_axis(across, x),
         *(part for i, curve in enumerate(curves.values()) for part in _draw_mean(curve, across, y, i)),

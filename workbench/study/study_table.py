@@ -37,6 +37,7 @@ class TableRow:
         low, high: 95 % interval of the difference; None with fewer than three seeds.
         reached: number of seeds whose run reaches the baseline's last loss of that seed.
         saved: share of the baseline's compute that is not needed to reach that loss, mean over seeds; None unless all reach it.
+        diverged: number of runs that ended since a loss or gradient was not finite; they are in no other figure of the row.
     """
 
     variant: str
@@ -51,6 +52,7 @@ class TableRow:
     high: float | None = None
     reached: int = 0
     saved: float | None = None
+    diverged: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -125,7 +127,7 @@ class StudyTable:
             cells.append(
                 [
                     quote(row.variant),
-                    str(row.n),
+                    f"{row.n}, {row.diverged} diverged" if row.diverged else str(row.n),
                     "–" if row.steps is None else f"{row.steps:,.0f}",
                     "–" if row.flop is None else f"{row.flop:.3g}",
                     loss if row.spread is None else f"{loss} {plus} {row.spread:.4f}",
@@ -187,8 +189,9 @@ def saved_share(curve: Curve, baseline: Curve) -> float | None:
 
 
 def _row(study: StudyRecords, name: str, curves: dict[int, Curve], others: dict[int, Curve] | None) -> TableRow:
+    diverged = sum(study.diverged_at(name, seed) is not None for seed in study.seeds_of(name))
     if not curves:
-        return TableRow(name, 0)
+        return TableRow(name, 0, diverged=diverged)
     ends = [study.last_counts(name, seed) for seed in curves]
     losses = [curve[1][-1] for curve in curves.values()]
     row = {
@@ -197,7 +200,7 @@ def _row(study: StudyRecords, name: str, curves: dict[int, Curve], others: dict[
         "mean": float(np.mean(losses)),
         "spread": float(np.std(losses, ddof=1)) if len(losses) > 1 else None,
     }
-    return TableRow(name, len(curves), **row, **_difference(curves, others or {}))
+    return TableRow(name, len(curves), diverged=diverged, **row, **_difference(curves, others or {}))
 
 
 def _difference(curves: dict[int, Curve], others: dict[int, Curve]) -> dict[str, Any]:
@@ -220,8 +223,12 @@ def _difference(curves: dict[int, Curve], others: dict[int, Curve]) -> dict[str,
 
 
 def _notes(study: StudyRecords, rows: Sequence[TableRow]) -> list[str]:
-    done, runs = sum(row.n for row in rows), len(study.runs)
+    done, runs = sum(row.n + row.diverged for row in rows), len(study.runs)
     notes = [] if done == runs else [f"{done} of {runs} runs are finished; the others are not in the table."]
+    if diverged := study.diverged_runs():
+        notes.append(
+            f"Diverged, with a loss or gradient that is not finite: {'; '.join(diverged)}. The means are of the other runs."
+        )
     kind = "held-out losses" if study.has_held_out else "training losses of single steps, as no held_out= was given"
     notes.append(
         f"Loss: mean ± standard deviation over seeds of the last {kind}. Difference: paired by seed, at equal compute; interval "
