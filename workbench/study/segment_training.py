@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from l2l_core import NonFiniteError, Relay
+from l2l_core import NonFiniteError, Relay, Schedule, StepResult
 from l2l_core.model import preserve_random_state
 from workbench.session import CountedShapes, FlopCounter, LRSchedulerAdapter, count_tokens
 from workbench.study.segment import Counts, SharedSegment
-from workbench.study.segment_relay import BatchStream, MakeRelay, open_relay, scheduler_file
+from workbench.study.segment_relay import BatchStream, MakeRelay, open_relay, recipe_random_state, scheduler_file
 from workbench.study.variants import Variant, group_by_next_step
 
 DIVERGED = "diverged"  # split of the row of a step whose loss or gradient is not finite
@@ -136,7 +136,7 @@ class _SegmentTrainer:
         report(self._counts, None)
         while running := {name: v for name, v in self._variants.items() if not self._is_spent(name)}:
             spent = [name for name in self._variants if name not in running]
-            groups = [*([spent] if spent else []), *group_by_next_step(self._relay, running)]
+            groups = [*([spent] if spent else []), *group_by_next_step(self._relay, running, self._segment.seed)]
             if len(groups) > 1:
                 if spent:  # their last loss
                     self._measure()
@@ -171,7 +171,7 @@ class _SegmentTrainer:
     def _train_step(self) -> float:
         batch, group = self._stream.draw(), self._relay.optimizer.param_groups[0]
         rate = group["lr"]
-        result = self._schedule.step(self._relay, batch)
+        result = self._apply_schedule(batch)
         if self._schedule.lr_factor(self._relay) is not None:
             rate = group["lr"]  # the schedule has set it before the step
         before, samples = self._counts, result.samples
@@ -185,6 +185,17 @@ class _SegmentTrainer:
         if time.monotonic() - self._saved_s >= self._plan.autosave_s:
             self._save()
         return result.loss
+
+    def _apply_schedule(self, batch: Any) -> StepResult:
+        """Make the schedule's edits and train, as `Schedule.step`; edits get the random numbers of the seed and the step."""
+        schedule, relay = self._schedule, self._relay
+        if type(schedule).step is not Schedule.step:
+            return schedule.step(relay, batch)
+        with relay.expect(batch):
+            with recipe_random_state(self._segment.seed, relay.steps):
+                schedule.prepare(relay)
+                skipped, forced = schedule.skip(relay), schedule.is_forced(relay)
+            return relay.step(batch, skip=skipped, force=forced)
 
     def _measure(self) -> None:
         if self._plan.held_out and not self._is_measured:

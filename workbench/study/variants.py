@@ -11,6 +11,7 @@ from typing import Any
 
 from l2l_core import Edit, Relay, Schedule
 from l2l_core.edits import SchedulableRelay, Schedules
+from workbench.study.segment_relay import recipe_random_state
 
 EditFunction = Callable[[Any, int], Edit | Sequence[Edit] | None]
 # Columns of every frame.
@@ -38,7 +39,8 @@ class Variant:
     """One way to train in a study.
 
     Args:
-        schedule: a schedule as `Depth`, or a function ``(relay, step) -> edits`` without a state; None: no edits.
+        schedule: a schedule as `Depth`, or a function ``(relay, step) -> edits`` without a state; None: no edits. Random numbers
+            that it draws, as for the weights of ``Insert(module=Block())``, depend on the run's seed and the step alone.
         factors: keyword arguments for `make_relay`; also columns of the frame, see `columns`.
         labels: further columns of the frame, which `make_relay` does not get.
         steps: budget of its runs in place of the study's. Runs of different lengths share their common beginning.
@@ -127,13 +129,14 @@ def check_variants(variants: object) -> dict[str, Variant]:
     return {name: one if isinstance(one, Variant) else Variant(one) for name, one in variants.items()}
 
 
-def group_by_next_step(relay: Relay, variants: Mapping[str, Variant]) -> list[list[str]]:
-    """Return the names of the variants in groups whose next step is the same, to the bit."""
+def group_by_next_step(relay: Relay, variants: Mapping[str, Variant], seed: int) -> list[list[str]]:
+    """Return the names of the variants in groups whose next step is the same, to the bit; `seed` is that of the runs."""
     if len(variants) == 1:
         return [[*variants]]
     groups: list[tuple[object, list[str]]] = []
     for name, variant in variants.items():
-        decision = _next_decision(variant.schedule, relay)
+        with recipe_random_state(seed, relay.steps):
+            decision = _next_decision(variant.schedule, relay)
         members = next((members for other, members in groups if other == decision), None)
         if members is None:
             groups.append((decision, [name]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -11,11 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from study_program import VARIANTS, batches, make_batch, make_relay, make_study
 
-from l2l_core import ActiveLayers, Depth, Relay, WarmupStableDecay
+from l2l_core import ActiveLayers, Depth, EmulatedDevice, Insert, Relay, Schedule, WarmupStableDecay
 from workbench import Study, Variant, grid
 from workbench.study.segment import SEGMENTS, SharedSegment
 from workbench.study.segment_relay import BatchStream
@@ -392,3 +394,50 @@ def make_study_of(folder: Path, variants: dict[str, Any], evaluate_every: int = 
     torch.manual_seed(7)
     options: dict[str, Any] = {"seeds": [0], "steps": 4, "evaluate_every": evaluate_every, "batches": batches}
     return Study(make_plain_relay, variants, held_out=[make_batch()], folder=folder, **options)
+
+
+# -- recipes that draw random numbers ------------------------------------------------------------------------------------
+
+
+def insert_drawn(relay: Relay, step: int) -> list[Insert]:
+    """Insert layers whose weights are drawn from the generators of torch, Python and NumPy."""
+    if step not in (1, 2):
+        return []
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2), torch.nn.Tanh())
+    torch.nn.init.constant_(layer[0].bias, random.random() + numpy.random.rand())
+    return [Insert(1, module=layer)]
+
+
+class DrawnDepth(Schedule):
+    def edits(self, relay: Any) -> list[Insert]:
+        return insert_drawn(relay, relay.steps)
+
+
+def test_a_recipe_that_draws_random_numbers_is_the_same_alone_and_beside_others(tmp_path: Path) -> None:
+    def make(seed: int) -> Relay:
+        layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2), torch.nn.Tanh()) for _ in range(2)]
+        model = torch.nn.Sequential(torch.nn.Sequential(*layers), torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Relay(model, optimizer, EmulatedDevice(), layers=[*model[0]], loss=torch.nn.MSELoss())
+
+    def draw(seed: int) -> Iterator[Any]:
+        while True:
+            yield torch.randn(4, 4), torch.randn(4, 1)
+
+    recipes: dict[str, Any] = {
+        "drawn": insert_drawn,
+        "beside": lambda relay, step: insert_drawn(relay, step),
+        "class": DrawnDepth(),
+        "plain": lambda relay, step: [torch.rand(3)] and [],
+    }
+
+    def losses(name: str, *names: str, seed: int = 0) -> dict[str, list[float]]:
+        variants = {each: recipes[each] for each in names}
+        study = Study(make, variants, seeds=[seed], steps=4, batches=draw, folder=tmp_path / name, autosave_s=0.0)
+        study.run(report=None)
+        return study.frame().groupby("variant")["loss"].apply(list).to_dict()
+
+    alone = {name: losses(name, name)[name] for name in recipes}
+    assert losses("all", *recipes) == losses("turned", *reversed(recipes)) == alone
+    assert alone["drawn"] == alone["beside"] == alone["class"] != alone["plain"]
+    assert losses("other", "drawn", seed=1)["drawn"] != alone["drawn"]
