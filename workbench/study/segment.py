@@ -5,7 +5,7 @@
         segment.json             variants, factors, schedule, settings, versions, commit
         rows.jsonl               a line per step and per held-out measurement; the same bytes in every repetition
         seconds.jsonl            wall time of each step, which differs between repetitions
-        state/                   the last save of the relay, until no run needs it
+        state/                   the last save of the relay, until no run needs it; with keep_models that of a run's end stays
         end.json                 step, FLOP and tokens at the end, the formula of FLOP, and the variants of each child; or the
                                  error of a run that diverged
     segments/s0-g0.1/            second child: continues from the state at the end of s0-g0
@@ -134,8 +134,6 @@ class SharedSegment:
         """
         end = {**vars(counts), "formula": formula, "children": children}
         write_json(self.folder / "end.json", end if diverged is None else {**end, "diverged": diverged})
-        if not children:
-            self.drop_state()
 
     def drop_state(self) -> None:
         """Remove the save of the relay."""

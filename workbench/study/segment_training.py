@@ -52,6 +52,7 @@ class TrainingPlan:
         batches: ``batches(seed)``, or an iterable that can be iterated again.
         held_out: batches whose mean loss is measured every `evaluate_every` steps and at the end.
         autosave_s: seconds from one save to the next.
+        keep_models: keep the save of each run's end.
         counted: operations of each shape of the batch, by factors.
     """
 
@@ -63,6 +64,7 @@ class TrainingPlan:
     budget: Budget
     evaluate_every: int
     autosave_s: float
+    keep_models: bool = False
     counted: dict[str, CountedShapes] = field(default_factory=dict)
 
     def budget_of(self, name: str) -> Budget:
@@ -156,7 +158,11 @@ class _SegmentTrainer:
                 self._save()
                 raise
         self._measure()
+        if self._plan.keep_models:
+            self._save()
         self._segment.finish(self._counts, self._flop.formula)
+        if not self._plan.keep_models:
+            self._segment.drop_state()
 
     def _end_diverged(self, error: Exception) -> None:
         """Record that the next step of these runs has no finite loss or gradient, so that they end; others go on."""
@@ -164,6 +170,7 @@ class _SegmentTrainer:
         group = self._relay.optimizer.param_groups[0]
         self._segment.add_row({**row, "lr": float(group["lr"]), "layers": len(self._relay.stack)})
         self._segment.finish(self._counts, self._flop.formula, diverged=str(error))
+        self._segment.drop_state()
 
     def _is_spent(self, name: str) -> bool:
         return self._plan.budget_of(name).is_spent(self._counts)

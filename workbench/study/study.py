@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 
+from l2l_core import Relay
 from l2l_core.batches import leaves_in
+from l2l_core.model import preserve_random_state
 from workbench.study.code_fingerprint import PYTHON, describe_change, fingerprint
 from workbench.study.recorded_study import RecordedStudy
 from workbench.study.segment import Counts, read_json, write_json
 from workbench.study.segment_queue import SegmentQueue, SegmentTask
-from workbench.study.segment_relay import MakeRelay
+from workbench.study.segment_relay import MakeRelay, open_relay
 from workbench.study.segment_training import Budget, StudyStopped, TrainingPlan, train_segment
 from workbench.study.study_progress import StudyProgress
 from workbench.study.study_records import SCHEMA, VERSION
@@ -51,6 +53,7 @@ class Study(RecordedStudy):
         autosave_s: seconds between saves. A killed study repeats the steps since the last one.
         workers: number of processes that train runs at the same time, with the bits of training alone; "auto": as many as
             cores (divided by `torch.get_num_threads()`) and free memory allow. 1: train in this process.
+        keep_models: keep the weights and the optimizer's state at the end of each run, for `relay`.
 
     Raises:
         ValueError, TypeError: an argument is not usable, or the folder holds another study.
@@ -86,6 +89,7 @@ class Study(RecordedStudy):
         evaluate_every: int | None = None,
         autosave_s: float = 30.0,
         workers: Workers = 1,
+        keep_models: bool = False,
     ) -> None:
         self.folder = Path(folder)
         self._workers: Workers = check_workers(workers)
@@ -101,7 +105,7 @@ class Study(RecordedStudy):
             raise ValueError(f"evaluate_every={every!r}: pass a positive number of steps")
         held_out = _check_held_out(held_out)
         self._plan = TrainingPlan(
-            self.folder, check_variants(variants), make_relay, batches, held_out, budget, every, autosave_s
+            self.folder, check_variants(variants), make_relay, batches, held_out, budget, every, autosave_s, keep_models
         )
         self._spec = {
             "schema": SCHEMA,
@@ -174,6 +178,41 @@ class Study(RecordedStudy):
     def stop(self) -> None:
         """End `run`, which may be on another thread, after the current step; the next `run` resumes there."""
         self._stops = True
+
+    def relay(self, variant: str, seed: int) -> Relay:
+        """Make the relay at the end of a run: `make_relay`, with the layers, weights and optimizer state of that run.
+
+        Its `model` is the trained model; close it to use the model alone.
+
+        Raises:
+            ValueError: there is no such run, it has not ended or has diverged, or its state was not kept.
+
+        Example:
+            >>> study = Study(make_relay, {"grown": Depth({0: 2, 2: 4})}, seeds=[0], steps=3, batches=[batch],
+            ...               folder="models", keep_models=True)
+            >>> study.run(report=None)
+            >>> with study.relay("grown", 0) as relay:
+            ...     print(relay.steps, len(relay.stack))
+            3 4
+        """
+        if (variant, seed) not in self.runs:
+            raise ValueError(
+                f"variant={variant!r}, seed={seed!r}: there are the variants {self.names}, seeds {self._spec['seeds']}"
+            )
+        if (step := self.diverged_at(variant, seed)) is not None:
+            raise ValueError(
+                f"the run of {variant!r}, seed {seed}, diverged at step {step}, so there is no state at its end"
+            )
+        if not self.is_complete(variant, seed):
+            raise ValueError(f"the run of {variant!r}, seed {seed}, has not ended: call run() first")
+        segment = self.segments_of(variant, seed)[-1]
+        if not (segment.state / "relay").exists():
+            raise ValueError(
+                f"the state at the end of the run of {variant!r}, seed {seed}, was not kept: train it with keep_models=True in "
+                "another folder="
+            )
+        with preserve_random_state():
+            return open_relay(self._plan.make_relay, seed, self._plan.variants[variant].factors, segment)[0]
 
     @contextmanager
     def _running(self) -> Iterator[None]:
