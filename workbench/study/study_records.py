@@ -215,7 +215,7 @@ class StudyRecords:
         columns = ["variant", *self.factor_names, "seed", "step", "flop", "tokens", "split", "loss", "lr", "layers"]
         if seconds:
             columns.append("seconds")
-        rows = [row for run in self.runs for row in self._run_rows(*run)]
+        rows = [row for run in self.runs for row in self.run_rows(*run)]
         return pandas.DataFrame(rows, columns=columns)
 
     def run_frame(self) -> pandas.DataFrame:
@@ -240,7 +240,8 @@ class StudyRecords:
         segments = self.segments_of(variant, seed)
         return segments[-1].header if segments else {}
 
-    def _run_rows(self, name: str, seed: int) -> list[dict[str, Any]]:
+    def run_rows(self, name: str, seed: int) -> list[dict[str, Any]]:
+        """Return the rows of a run, as in the frame."""
         fixed = {"variant": name, **self._places[name, seed].columns, "seed": seed}
         found, spent = [], 0.0
         for segment in self.segments_of(name, seed):
@@ -276,7 +277,7 @@ class StudyRecords:
         return [seed for seed in seeds if self.diverged_at(variant, seed) is None] or seeds
 
     def _rows_to_draw(self, variant: str, seed: int) -> list[dict[str, Any]]:
-        rows = self._run_rows(variant, seed)
+        rows = self.run_rows(variant, seed)
         if self.diverged_at(variant, seed) is None:
             return rows
         return [row for row in rows if row["loss"] is not None and math.isfinite(row["loss"])]

@@ -43,7 +43,8 @@ class Variant:
             that it draws, as for the weights of ``Insert(module=Block())``, depend on the run's seed and the step alone.
         factors: keyword arguments for `make_relay`; also columns of the frame, see `columns`.
         labels: further columns of the frame, which `make_relay` does not get.
-        steps: budget of its runs in place of the study's. Runs of different lengths share their common beginning.
+        steps: budget of its runs in place of the study's. Runs of different lengths share their common beginning. With a learning
+            rate that changes over the steps, pass the length of its schedule as a factor too, so that it ends with the run.
 
     Example:
         >>> from l2l_core import Depth

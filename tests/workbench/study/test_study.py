@@ -441,3 +441,28 @@ def test_a_recipe_that_draws_random_numbers_is_the_same_alone_and_beside_others(
     assert losses("all", *recipes) == losses("turned", *reversed(recipes)) == alone
     assert alone["drawn"] == alone["beside"] == alone["class"] != alone["plain"]
     assert losses("other", "drawn", seed=1)["drawn"] != alone["drawn"]
+
+
+def test_a_schedule_that_ends_with_its_run_is_the_remedy_for_one_that_is_cut(tmp_path: Path) -> None:
+    """The note of the table is on the deep run alone, and names the length with which it is gone."""
+
+    def make(seed: int, layers: int, length: int = 8) -> Any:
+        model = torch.nn.Sequential(
+            torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(layers))), torch.nn.Linear(4, 1)
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        relay = Relay(model, optimizer, EmulatedDevice(), layers=[*model[0]], loss=torch.nn.MSELoss())
+        return relay, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, length)
+
+    def note(name: str, variants: dict[str, Any]) -> str:
+        data = [(torch.ones(4, 4), torch.ones(4, 1))]
+        options: dict[str, Any] = {"seeds": [0], "steps": 8, "batches": data, "held_out": data, "evaluate_every": 1}
+        table = trained(Study(make, variants, folder=tmp_path / name, **options)).table()
+        return next((each for each in table.notes if "schedule" in each), "")
+
+    deep, shallow = Variant(factors={"layers": 2}), Variant(factors={"layers": 1})
+    found = note("cut", {"deep": deep, "shallow": shallow})
+    length = int(found.partition('"length": ')[2].partition("}")[0])
+    assert f"deep after {length} of 8 steps" in found and "shallow" not in found and 4 <= length < 8
+    remedy = Variant(factors={"layers": 2, "length": length}, steps=length)
+    assert not note("ended", {"deep": remedy, "shallow": shallow})
