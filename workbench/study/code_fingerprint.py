@@ -119,8 +119,9 @@ class _Walk:
         given = dict(zip(positional[len(positional) - len(defaults) :], defaults, strict=True))
         for name, value in {**given, **(function.__kwdefaults__ or {})}.items():
             self.add(value, f"default {name} of {path}")
+        state = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_DEREF"}  # as of a counter
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            if (value := _content(cell)) is not cell:
+            if name not in state and (value := _content(cell)) is not cell:
                 self.add(value, f"{name} in {path}")
         for name, value in _globals_of(function):
             self.add(value, name)

@@ -131,6 +131,23 @@ def test_attributes_that_a_bound_method_does_not_use_may_change() -> None:
     assert parts(SOURCE.replace("Trial([1])", "Trial([1, 2])")) == parts(SOURCE)
 
 
+def test_a_variable_that_a_function_counts_in_may_change() -> None:
+    def make_batches(rows: int) -> Callable[[], int]:
+        calls = 0
+
+        def batches() -> int:
+            nonlocal calls
+            calls += rows
+            return calls
+
+        return batches
+
+    batches = make_batches(2)
+    before = fingerprint(batches, "batches")
+    batches()
+    assert fingerprint(batches, "batches") == before and before["rows in batches"] == "2"
+
+
 def test_values_of_libraries_are_compared_as_far_as_they_are_plain() -> None:
     data = torch.utils.data.TensorDataset(torch.ones(8, 2))
     loader = partial(torch.utils.data.DataLoader, data)
