@@ -28,7 +28,7 @@ from workbench.study.segment_relay import MakeRelay, open_relay
 from workbench.study.segment_training import Budget, StudyStopped, TrainingPlan, train_segment
 from workbench.study.study_progress import StudyProgress
 from workbench.study.study_records import SCHEMA, VERSION
-from workbench.study.variants import check_variants
+from workbench.study.variants import check_factors, check_variants
 from workbench.study.worker_pool import WorkerPool, Workers, check_workers, most_workers
 
 MEASUREMENTS = 20  # of the held-out loss per run, by default
@@ -56,7 +56,7 @@ class Study(RecordedStudy):
         keep_models: keep the weights and the optimizer's state at the end of each run, for `relay`.
 
     Raises:
-        ValueError, TypeError: an argument is not usable, or the folder holds another study.
+        ValueError, TypeError: an argument is not usable, `make_relay` has no such factor, or the folder holds another study.
 
     Example:
         >>> from l2l_core import Depth
@@ -104,8 +104,10 @@ class Study(RecordedStudy):
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"evaluate_every={every!r}: pass a positive number of steps")
         held_out = _check_held_out(held_out)
+        described = check_variants(variants)
+        check_factors(described, make_relay)
         self._plan = TrainingPlan(
-            self.folder, check_variants(variants), make_relay, batches, held_out, budget, every, autosave_s, keep_models
+            self.folder, described, make_relay, batches, held_out, budget, every, autosave_s, keep_models
         )
         self._spec = {
             "schema": SCHEMA,

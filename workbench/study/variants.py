@@ -130,6 +130,28 @@ def check_variants(variants: object) -> dict[str, Variant]:
     return {name: one if isinstance(one, Variant) else Variant(one) for name, one in variants.items()}
 
 
+def check_factors(variants: Mapping[str, Variant], make_relay: Callable[..., Any]) -> None:
+    """Check that `make_relay` can be called with a seed and the factors of each variant.
+
+    Raises:
+        TypeError: a factor is no parameter of it, or a parameter without a default is no factor.
+    """
+    try:
+        signature = inspect.signature(make_relay)
+    except ValueError:  # as of some functions written in C
+        return
+    known = [*signature.parameters][1:]
+    for name, variant in variants.items():
+        try:
+            signature.bind(0, **variant.factors)
+        except TypeError as error:
+            raise TypeError(
+                f"variant {name!r} has the factors {[*variant.factors]}, with which make_relay{signature} cannot be called: "
+                f"{error}; its parameters after the seed are {', '.join(known) or 'none'}. Correct the name in Variant(..., "
+                "factors=) or in make_relay"
+            ) from None
+
+
 def group_by_next_step(relay: Relay, variants: Mapping[str, Variant], seed: int) -> list[list[str]]:
     """Return the names of the variants in groups whose next step is the same, to the bit; `seed` is that of the runs."""
     if len(variants) == 1:

@@ -304,6 +304,31 @@ def test_wrong_factors_are_refused() -> None:
         Variant(None, {"lr": 1}, {"lr": 2})
 
 
+def test_a_factor_that_make_relay_does_not_take_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    def make(seed: int, layers: int, lr: float = 0.1) -> Relay:
+        raise AssertionError("nothing may be trained")
+
+    def study(factors: dict[str, Any], make_relay: Any = make) -> Study:
+        variants = {"good": Variant(factors={"layers": 2}), "odd": Variant(factors=factors)}
+        return Study(make_relay, variants, steps=2, batches=batches, folder=tmp_path)
+
+    for factors, reason in (
+        (
+            {"layers": 2, "leyers": 3},
+            "got an unexpected keyword argument 'leyers'; its parameters after the seed are layers, lr",
+        ),
+        ({"lr": 0.2}, "missing a required argument: 'layers'; its"),
+        ({"layers": 2, "seed": 3}, "multiple values for argument 'seed'"),
+    ):
+        with pytest.raises(TypeError, match=f"variant 'odd' has the factors .*{reason}.*Correct the name"):
+            study(factors)
+    study({"layers": 3, "lr": 0.2})
+    study({"layers": 2, "leyers": 3}, lambda seed, layers, **others: make_relay(seed))
+    with pytest.raises(TypeError, match="its parameters after the seed are none"):
+        study({}, lambda seed: make_relay(seed))
+    assert not [*tmp_path.iterdir()]
+
+
 def test_another_study_in_the_folder_is_refused(undisturbed: Study) -> None:
     with pytest.raises(ValueError, match="holds another study: steps was 6 and is 7; pass another folder="):
         make_study(undisturbed.folder, steps=7)
