@@ -260,13 +260,16 @@ def _content(cell: CellType) -> Any:
 
 
 def _describe_tensor(value: Any) -> str:
+    """Return type and shape, with a digest of the contents if they are few and no weights."""
     text = f"{value.dtype} {[*value.shape]}"
-    tensor = torch.as_tensor(value) if not isinstance(value, torch.Tensor) and value.dtype != object else value
-    count = tensor.numel() if isinstance(tensor, torch.Tensor) else MOST_ELEMENTS + 1
-    if count > MOST_ELEMENTS or isinstance(tensor, nn.Parameter) or tensor.is_meta or tensor.layout != torch.strided:
-        return text
-    plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return f"{text}, digest {hashlib.sha256(plain.tobytes()).hexdigest()[:12]}"
+    if isinstance(value, numpy.ndarray):
+        data = value.tobytes() if value.size <= MOST_ELEMENTS and not value.dtype.hasobject else b""
+    elif isinstance(value, nn.Parameter) or value.is_meta or value.layout != torch.strided or value.is_quantized:
+        data = b""
+    else:
+        few = value.numel() <= MOST_ELEMENTS
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if few else b""
+    return f"{text}, digest {hashlib.sha256(data).hexdigest()[:12]}" if data else text
 
 
 def _shorten(text: str) -> str:

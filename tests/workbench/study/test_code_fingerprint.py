@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -166,6 +167,8 @@ def test_values_of_libraries_are_compared_as_far_as_they_are_plain() -> None:
         (cache(lambda: 1), cache(lambda: 2)),
         (Path("a"), Path("b")),
         ([], ["a"]),
+        (numpy.array(["a", "b"]), numpy.array(["a", "c"])),
+        (numpy.zeros(3, [("x", "f4")]), numpy.ones(3, [("x", "f4")])),
     ]
     for one, other in pairs:
         assert fingerprint(one, "root") == fingerprint(one, "root")
@@ -173,6 +176,7 @@ def test_values_of_libraries_are_compared_as_far_as_they_are_plain() -> None:
     cyclic: list[Any] = [1]
     cyclic.append(cyclic)
     assert fingerprint(cyclic, "root") and fingerprint(torch.zeros(3, 3).to_sparse(), "root")
+    assert fingerprint(numpy.array([print]), "root") == {"root": "object [1]"} and fingerprint(torch.tensor(1), "root")
     assert len(json.dumps(fingerprint([{"x": torch.ones(2, 2)}] * 500, "root"))) < 100
     assert fingerprint(nn.Linear(2, 2), "root") == fingerprint(nn.Linear(2, 2), "root")  # other weights
 
