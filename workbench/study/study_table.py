@@ -275,8 +275,8 @@ def _schedule_notes(study: StudyRecords, cuts: Sequence[CutRun], by: str) -> lis
     return [
         f"Runs compared in the middle of their learning rate's schedule: {places}. The other run is at the end of its own, "
         f"which favours it. Make the length of the schedule a factor of make_relay, and add a variant of {name} that ends there, "
-        f'as Variant(factors={{"length": {length}}}, steps={length}); or pass the axis on which the runs end together, as '
-        'table(by="step").'
+        f'as Variant(schedule, {{**factors, "length": {length}}}, steps={length}); or compare where the runs '
+        'end together, as with table(by="step").'
     ]
 
 

@@ -114,7 +114,11 @@ def test_it_is_shown_in_progress_table_and_figures(study: Study, tmp_path: Path)
     assert f"once (seed 1 at step {step}); root (seed 0 at step 1, seed 1 at step 1). The means" in text
     assert "runs are finished; the others" not in text
     assert mean_curves(study, "step")["once"].n == 1 and mean_curves(study, "step")["once"].x[-1] == 6
-    assert "; once: 1 of 2 diverged; root: 2 of 2 diverged" in draw_study(study, "flop")
+    drawn = draw_study(study, "flop")
+    assert "; once: 1 of 2 diverged; root: 2 of 2 diverged" in drawn  # for screen readers
+    assert (
+        "over seeds; high: 2 of 2 diverged; high, grown: 2 of 2 diverged" in drawn and "…" in drawn
+    )  # within its width
     assert "once: 1 of 2 diverged" in study.save(tmp_path / "figure.svg").read_text()
     with pytest.raises(
         ValueError, match="1 runs of 'once' diverged: an entry needs all of its seeds, so change the recipe"

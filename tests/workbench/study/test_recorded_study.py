@@ -115,7 +115,9 @@ def test_runs_are_compared_at_equal_tokens_and_steps_too(recorded: RecordedStudy
 def test_a_run_in_the_middle_of_its_schedule_is_noted(tmp_path: Path) -> None:
     falling = write_study(tmp_path / "falling", 3, rate=lambda step: 0.1 * (11 - step))
     note = "Runs compared in the middle of their learning rate's schedule: deep after 8 of 10 steps. The other run is at the end"
-    remedy = """add a variant of deep that ends there, as Variant(factors={"length": 8}, steps=8); or pass"""
+    remedy = (
+        """add a variant of deep that ends there, as Variant(schedule, {**factors, "length": 8}, steps=8); or compare"""
+    )
     for baseline in ENDS:
         assert note in str(falling.table(baseline)) and remedy in str(falling.table(baseline))
     for by in ("step", "tokens"):
