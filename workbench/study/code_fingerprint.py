@@ -1,4 +1,4 @@
-"""Fingerprints of a user's functions and objects, so that a study does not take its old results for those of changed code.
+"""Fingerprints of a user's functions and objects, by which a study notices changed code.
 
 Compared are instructions with their constants and names, defaults, values of closures, attributes of objects, and the functions
 and classes of the user that these name. Not compared are comments, line numbers, docstrings, libraries, values of globals, and
@@ -50,7 +50,7 @@ LINE_NAMES = ("__firstlineno__", "__static_attributes__")  # set in the body of 
 
 
 def fingerprint(value: object, name: str) -> dict[str, str]:
-    """Return texts that describe a function or an object, by the name of each part; `name` is that of the whole."""
+    """Return texts that describe a function or an object, by the part; `name` is that of the whole."""
     walk = _Walk()
     walk.add(value, name)
     return walk.parts
@@ -218,7 +218,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def _globals_of(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """Yield functions and classes of the user that a function names, alone or as members of a module of the user."""
+    """Yield functions and classes of the user that a function names, alone or in a module."""
     names = sorted({*_names_in(function.__code__)})
     for name in names:
         value = function.__globals__.get(name)

@@ -62,7 +62,7 @@ class SegmentQueue:
 
 
 def _needs_no_parent(child: SharedSegment) -> bool:
-    """Return True if a segment has ended, and so have those that continue from it; a state at the end of a run stays."""
+    """Return True if a segment and those that continue from it have ended."""
     end = child.end
     return end is not None and (not end["children"] or not child.state.exists())
 

@@ -60,7 +60,7 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def recipe_random_state(seed: int, step: int) -> Iterator[None]:
-    """Give a recipe the random numbers of a seed and a step, so that a second call, or one in another process, draws the same."""
+    """Give a recipe the random numbers of a seed and a step; a second call draws the same."""
     with preserve_random_state():
         seed_all(zlib.crc32(f"{seed}/{step}/recipe".encode()))
         yield

@@ -165,7 +165,7 @@ class _SegmentTrainer:
             self._segment.drop_state()
 
     def _end_diverged(self, error: Exception) -> None:
-        """Record that the next step of these runs has no finite loss or gradient, so that they end; others go on."""
+        """End these runs, since the loss or a gradient of the next step is not finite."""
         row = {**vars(self._counts), "step": self._counts.step + 1, "split": DIVERGED, "loss": None}
         group = self._relay.optimizer.param_groups[0]
         self._segment.add_row({**row, "lr": float(group["lr"]), "layers": len(self._relay.stack)})

@@ -273,7 +273,7 @@ def _schedule_notes(study: StudyRecords, cuts: Sequence[CutRun], by: str) -> lis
     )
     (name, _), (length, *_) = next(iter(steps.items()))
     return [
-        f"Runs compared in the middle of their learning rate's schedule: {places}. The other run is at the end of its own, "
+        f"Runs compared in the middle of their learning rate's schedule: {places}. The other run has finished its schedule, "
         f"which favours it. Make the length of the schedule a factor of make_relay, and add a variant of {name} that ends there, "
         f'as Variant(schedule, {{**factors, "length": {length}}}, steps={length}); or compare where the runs '
         'end together, as with table(by="step").'

@@ -153,7 +153,7 @@ def check_factors(variants: Mapping[str, Variant], make_relay: Callable[..., Any
 
 
 def group_by_next_step(relay: Relay, variants: Mapping[str, Variant], seed: int) -> list[list[str]]:
-    """Return the names of the variants in groups whose next step is the same, to the bit; `seed` is that of the runs."""
+    """Return the names of the variants in groups with the same next step, to the bit; `seed` is the runs'."""
     if len(variants) == 1:
         return [[*variants]]
     groups: list[tuple[object, list[str]]] = []

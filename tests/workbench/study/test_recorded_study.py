@@ -114,7 +114,7 @@ def test_runs_are_compared_at_equal_tokens_and_steps_too(recorded: RecordedStudy
 
 def test_a_run_in_the_middle_of_its_schedule_is_noted(tmp_path: Path) -> None:
     falling = write_study(tmp_path / "falling", 3, rate=lambda step: 0.1 * (11 - step))
-    note = "Runs compared in the middle of their learning rate's schedule: deep after 8 of 10 steps. The other run is at the end"
+    note = "Runs compared in the middle of their learning rate's schedule: deep after 8 of 10 steps. The other run has finished"
     remedy = (
         """add a variant of deep that ends there, as Variant(schedule, {**factors, "length": 8}, steps=8); or compare"""
     )
