@@ -38,6 +38,9 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
         help="a Python file that defines `study`, a workbench.Study; or folders of studies, to print one table of them",
     )
     study.add_argument("-o", "--out", type=Path, help="also save the figure: a name that ends in .pdf, .svg or .png")
+    study.add_argument(
+        "--accept-changes", action="store_true", help="go on although the study's functions have changed"
+    )
     for opener in (lab, replay):
         opener.add_argument("--port", type=int, default=8888, help="first port to try (default: %(default)s)")
         opener.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
@@ -89,7 +92,7 @@ def run(args: argparse.Namespace) -> int | None:
     if args.command == "study":
         from workbench.commands import study_runner
 
-        return study_runner.main(args.paths, args.out)
+        return study_runner.main(args.paths, args.out, args.accept_changes)
     if args.command == "notebooks" and args.to is not None:
         from workbench.commands import copy_notebooks
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from workbench.study import RecordedStudy, Study
 
 
-def main(paths: Sequence[Path], out: Path | None = None) -> int:
+def main(paths: Sequence[Path], out: Path | None = None, accept_changes: bool = False) -> int:
     """Run or resume the study of a Python file; return 0, 2 if there is none, or 130 if interrupted.
 
     For one or more folders of studies, only print the table of them together.
@@ -28,7 +28,7 @@ def main(paths: Sequence[Path], out: Path | None = None) -> int:
         print(f"{path} defines no `study`: add study = workbench.Study(make_relay, {{...}}, ...)", file=sys.stderr)
         return 2
     try:
-        study.run(report=partial(print, flush=True))
+        study.run(report=partial(print, flush=True), accept_changes=accept_changes)
     except KeyboardInterrupt:
         print("interrupted: the same command resumes the study", file=sys.stderr)
         return 130

@@ -65,6 +65,10 @@ class LeaderBoard:
             ValueError: too few seeds, unfinished runs, another depth at the end, or a loss that some seed does not reach.
         """
         row = _row(study.table(self.deep), recipe)
+        if row.diverged:
+            raise ValueError(
+                f"{row.diverged} runs of {recipe!r} diverged: an entry needs all of its seeds, so change the recipe"
+            )
         if row.n < MIN_SEEDS or row.n < len(study.seeds_of(recipe)):
             raise ValueError(
                 f"{recipe!r} has {row.n} finished runs of {len(study.seeds_of(recipe))}: an entry needs all, and at least "

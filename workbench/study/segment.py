@@ -1,12 +1,13 @@
 """Files of a segment: a stretch of steps that one or more runs of a study share.
 
-    study.json                   variants, seeds, budget
+    study.json                   variants, seeds, budget, fingerprints of the user's functions
     segments/s0-g0/              seed 0, first group of factors: all runs that begin alike
         segment.json             variants, factors, schedule, settings, versions, commit
         rows.jsonl               a line per step and per held-out measurement; the same bytes in every repetition
         seconds.jsonl            wall time of each step, which differs between repetitions
-        state/                   the last save of the relay, until no run needs it
-        end.json                 step, FLOP and tokens at the end, the formula of FLOP, and the variants of each child
+        state/                   the last save of the relay, until no run needs it; with keep_models that of a run's end stays
+        end.json                 step, FLOP and tokens at the end, the formula of FLOP, and the variants of each child; or the
+                                 error of a run that diverged
     segments/s0-g0.1/            second child: continues from the state at the end of s0-g0
 
 A process that is killed leaves complete lines, a complete save, and at most lines of steps after the save, which are dropped.
@@ -120,17 +121,19 @@ class SharedSegment:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / "segment.json", header)
 
-    def finish(self, counts: Counts, formula: str, children: Sequence[Sequence[str]] = ()) -> None:
+    def finish(
+        self, counts: Counts, formula: str, children: Sequence[Sequence[str]] = (), diverged: str | None = None
+    ) -> None:
         """Write `end.json`.
 
         Args:
             counts: at its end.
             formula: statement of what the operations in `counts` contain.
             children: the variants of each segment that continues from here.
+            diverged: the error of the next step if the loss or a gradient was not finite; the segment's runs end here.
         """
-        write_json(self.folder / "end.json", {**vars(counts), "formula": formula, "children": children})
-        if not children:
-            self.drop_state()
+        end = {**vars(counts), "formula": formula, "children": children}
+        write_json(self.folder / "end.json", end if diverged is None else {**end, "diverged": diverged})
 
     def drop_state(self) -> None:
         """Remove the save of the relay."""

@@ -61,9 +61,15 @@ class SegmentQueue:
             self._add(SegmentTask(child, names))
 
 
+def _needs_no_parent(child: SharedSegment) -> bool:
+    """Return True if a segment and those that continue from it have ended."""
+    end = child.end
+    return end is not None and (not end["children"] or not child.state.exists())
+
+
 def _drop_states(segment: SharedSegment) -> None:
     """Remove the saves of ancestors whose descendants have all ended."""
     parent = segment.parent
-    while parent is not None and all(child.end and not child.state.exists() for child in parent.children):
+    while parent is not None and all(_needs_no_parent(child) for child in parent.children):
         parent.drop_state()
         parent = parent.parent

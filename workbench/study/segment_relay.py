@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,14 @@ def seed_all(seed: int) -> None:
     """Seed the generators of torch, NumPy and Python."""
     RandomState.from_seed(seed).restore()
     numpy.random.seed(seed % 2**32)
+
+
+@contextmanager
+def recipe_random_state(seed: int, step: int) -> Iterator[None]:
+    """Give a recipe the random numbers of a seed and a step; a second call draws the same."""
+    with preserve_random_state():
+        seed_all(zlib.crc32(f"{seed}/{step}/recipe".encode()))
+        yield
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------

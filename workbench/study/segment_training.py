@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
-from l2l_core import Relay
+from l2l_core import NonFiniteError, Relay, Schedule, StepResult
 from l2l_core.model import preserve_random_state
 from workbench.session import CountedShapes, FlopCounter, LRSchedulerAdapter, count_tokens
 from workbench.study.segment import Counts, SharedSegment
-from workbench.study.segment_relay import BatchStream, MakeRelay, open_relay, scheduler_file
+from workbench.study.segment_relay import BatchStream, MakeRelay, open_relay, recipe_random_state, scheduler_file
 from workbench.study.variants import Variant, group_by_next_step
+
+DIVERGED = "diverged"  # split of the row of a step whose loss or gradient is not finite
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class TrainingPlan:
         batches: ``batches(seed)``, or an iterable that can be iterated again.
         held_out: batches whose mean loss is measured every `evaluate_every` steps and at the end.
         autosave_s: seconds from one save to the next.
+        keep_models: keep the save of each run's end.
         counted: operations of each shape of the batch, by factors.
     """
 
@@ -61,6 +64,7 @@ class TrainingPlan:
     budget: Budget
     evaluate_every: int
     autosave_s: float
+    keep_models: bool = False
     counted: dict[str, CountedShapes] = field(default_factory=dict)
 
     def budget_of(self, name: str) -> Budget:
@@ -85,7 +89,7 @@ def train_segment(
 
     Raises:
         StudyStopped: raised by `report`; the segment is saved.
-        Exception: a step failed; its notes name the variants and the seed.
+        Exception: a step failed; its notes name the variants and the seed. Runs whose loss or gradient is not finite end instead.
     """
     variants = {name: plan.variants[name] for name in names}
     factors = variants[names[0]].factors
@@ -134,21 +138,39 @@ class _SegmentTrainer:
         report(self._counts, None)
         while running := {name: v for name, v in self._variants.items() if not self._is_spent(name)}:
             spent = [name for name in self._variants if name not in running]
-            groups = [*([spent] if spent else []), *group_by_next_step(self._relay, running)]
+            groups = [*([spent] if spent else []), *group_by_next_step(self._relay, running, self._segment.seed)]
             if len(groups) > 1:
                 if spent:  # their last loss
                     self._measure()
                 self._save()
                 self._segment.finish(self._counts, self._flop.formula, groups)
                 return
-            loss = self._train_step()
+            try:
+                loss = self._train_step()
+            except Exception as error:
+                if not isinstance(error, NonFiniteError) and not isinstance(error.__cause__, NonFiniteError):
+                    raise
+                self._end_diverged(error)
+                return
             try:
                 report(self._counts, loss)
             except StudyStopped:
                 self._save()
                 raise
         self._measure()
+        if self._plan.keep_models:
+            self._save()
         self._segment.finish(self._counts, self._flop.formula)
+        if not self._plan.keep_models:
+            self._segment.drop_state()
+
+    def _end_diverged(self, error: Exception) -> None:
+        """End these runs, since the loss or a gradient of the next step is not finite."""
+        row = {**vars(self._counts), "step": self._counts.step + 1, "split": DIVERGED, "loss": None}
+        group = self._relay.optimizer.param_groups[0]
+        self._segment.add_row({**row, "lr": float(group["lr"]), "layers": len(self._relay.stack)})
+        self._segment.finish(self._counts, self._flop.formula, diverged=str(error))
+        self._segment.drop_state()
 
     def _is_spent(self, name: str) -> bool:
         return self._plan.budget_of(name).is_spent(self._counts)
@@ -156,7 +178,7 @@ class _SegmentTrainer:
     def _train_step(self) -> float:
         batch, group = self._stream.draw(), self._relay.optimizer.param_groups[0]
         rate = group["lr"]
-        result = self._schedule.step(self._relay, batch)
+        result = self._apply_schedule(batch)
         if self._schedule.lr_factor(self._relay) is not None:
             rate = group["lr"]  # the schedule has set it before the step
         before, samples = self._counts, result.samples
@@ -170,6 +192,17 @@ class _SegmentTrainer:
         if time.monotonic() - self._saved_s >= self._plan.autosave_s:
             self._save()
         return result.loss
+
+    def _apply_schedule(self, batch: Any) -> StepResult:
+        """Make the schedule's edits and train, as `Schedule.step`; edits get the random numbers of the seed and the step."""
+        schedule, relay = self._schedule, self._relay
+        if type(schedule).step is not Schedule.step:
+            return schedule.step(relay, batch)
+        with relay.expect(batch):
+            with recipe_random_state(self._segment.seed, relay.steps):
+                schedule.prepare(relay)
+                skipped, forced = schedule.skip(relay), schedule.is_forced(relay)
+            return relay.step(batch, skip=skipped, force=forced)
 
     def _measure(self) -> None:
         if self._plan.held_out and not self._is_measured:

@@ -17,15 +17,18 @@ from typing import Any
 
 import torch
 
+from l2l_core import Relay
 from l2l_core.batches import leaves_in
+from l2l_core.model import preserve_random_state
+from workbench.study.code_fingerprint import PYTHON, describe_change, fingerprint
 from workbench.study.recorded_study import RecordedStudy
 from workbench.study.segment import Counts, read_json, write_json
 from workbench.study.segment_queue import SegmentQueue, SegmentTask
-from workbench.study.segment_relay import MakeRelay
+from workbench.study.segment_relay import MakeRelay, open_relay
 from workbench.study.segment_training import Budget, StudyStopped, TrainingPlan, train_segment
 from workbench.study.study_progress import StudyProgress
 from workbench.study.study_records import SCHEMA, VERSION
-from workbench.study.variants import check_variants
+from workbench.study.variants import check_factors, check_variants
 from workbench.study.worker_pool import WorkerPool, Workers, check_workers, most_workers
 
 MEASUREMENTS = 20  # of the held-out loss per run, by default
@@ -45,14 +48,15 @@ class Study(RecordedStudy):
         batches: ``batches(seed)``, which returns an iterable, or an iterable that restarts: a list or a loader. All variants of a
             seed train on the same batches.
         held_out: batches whose mean loss is measured; the comparison rests on it.
-        folder: where runs are recorded.
+        folder: where runs are recorded. `run` refuses one whose steps were trained by other code.
         evaluate_every: steps between held-out measurements; default a twentieth of `steps`, or 25.
         autosave_s: seconds between saves. A killed study repeats the steps since the last one.
         workers: number of processes that train runs at the same time, with the bits of training alone; "auto": as many as
             cores (divided by `torch.get_num_threads()`) and free memory allow. 1: train in this process.
+        keep_models: keep the weights and the optimizer's state at the end of each run, for `relay`.
 
     Raises:
-        ValueError, TypeError: an argument is not usable, or the folder holds another study.
+        ValueError, TypeError: an argument is not usable, `make_relay` has no such factor, or the folder holds another study.
 
     Example:
         >>> from l2l_core import Depth
@@ -85,6 +89,7 @@ class Study(RecordedStudy):
         evaluate_every: int | None = None,
         autosave_s: float = 30.0,
         workers: Workers = 1,
+        keep_models: bool = False,
     ) -> None:
         self.folder = Path(folder)
         self._workers: Workers = check_workers(workers)
@@ -99,8 +104,10 @@ class Study(RecordedStudy):
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"evaluate_every={every!r}: pass a positive number of steps")
         held_out = _check_held_out(held_out)
+        described = check_variants(variants)
+        check_factors(described, make_relay)
         self._plan = TrainingPlan(
-            self.folder, check_variants(variants), make_relay, batches, held_out, budget, every, autosave_s
+            self.folder, described, make_relay, batches, held_out, budget, every, autosave_s, keep_models
         )
         self._spec = {
             "schema": SCHEMA,
@@ -111,6 +118,7 @@ class Study(RecordedStudy):
             "flop": flop,
             "evaluate_every": every,
             "held_out": digest(held_out),
+            "code": self._describe_code(),
         }
         self._specs = {self.folder: self._spec}
         self._check_folder()
@@ -127,13 +135,23 @@ class Study(RecordedStudy):
         """
         return RecordedStudy(*folders)
 
-    def run(self, report: Callable[[str], object] | None = print) -> None:
+    def run(self, report: Callable[[str], object] | None = print, *, accept_changes: bool = False) -> None:
         """Train what is left of the study; a line of progress is reported every few seconds.
 
+        Args:
+            report: gets each line.
+            accept_changes: go on although functions or objects of the study have changed since its first runs, as after a mistake
+                in them that does not concern the steps trained so far. Those steps keep their results.
+
         Raises:
-            Exception: a step failed; its notes name the variants and the seed. Calling `run` again resumes.
+            ValueError: `make_relay`, `batches`, or a variant's schedule or factors have other code or other values than when the
+                folder's runs were trained.
+            Exception: a step failed; its notes name the variants and the seed. Calling `run` again resumes. Runs whose loss or
+                gradient is not finite end as diverged instead, and the others go on.
         """
         self._check_folder()
+        if not accept_changes:
+            self._check_code()
         self.folder.mkdir(parents=True, exist_ok=True)
         progress = StudyProgress(self, self._plan.budget, partial(self._report, report or (lambda _: None)))
         with self._running(), locked(self.folder), suppress(StudyStopped):
@@ -162,6 +180,41 @@ class Study(RecordedStudy):
     def stop(self) -> None:
         """End `run`, which may be on another thread, after the current step; the next `run` resumes there."""
         self._stops = True
+
+    def relay(self, variant: str, seed: int) -> Relay:
+        """Make the relay at the end of a run: `make_relay`, with the layers, weights and optimizer state of that run.
+
+        Its `model` is the trained model; close it to use the model alone.
+
+        Raises:
+            ValueError: there is no such run, it has not ended or has diverged, or its state was not kept.
+
+        Example:
+            >>> study = Study(make_relay, {"grown": Depth({0: 2, 2: 4})}, seeds=[0], steps=3, batches=[batch],
+            ...               folder="models", keep_models=True)
+            >>> study.run(report=None)
+            >>> with study.relay("grown", 0) as relay:
+            ...     print(relay.steps, len(relay.stack))
+            3 4
+        """
+        if (variant, seed) not in self.runs:
+            raise ValueError(
+                f"variant={variant!r}, seed={seed!r}: there are the variants {self.names}, seeds {self._spec['seeds']}"
+            )
+        if (step := self.diverged_at(variant, seed)) is not None:
+            raise ValueError(
+                f"the run of {variant!r}, seed {seed}, diverged at step {step}, so there is no state at its end"
+            )
+        if not self.is_complete(variant, seed):
+            raise ValueError(f"the run of {variant!r}, seed {seed}, has not ended: call run() first")
+        segment = self.segments_of(variant, seed)[-1]
+        if not (segment.state / "relay").exists():
+            raise ValueError(
+                f"the state at the end of the run of {variant!r}, seed {seed}, was not kept: train it with keep_models=True in "
+                "another folder="
+            )
+        with preserve_random_state():
+            return open_relay(self._plan.make_relay, seed, self._plan.variants[variant].factors, segment)[0]
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -202,6 +255,43 @@ class Study(RecordedStudy):
                 groups.append(factors)
             described[name] = {**variant.describe(), "group": groups.index(factors)}
         return described
+
+    def _describe_code(self) -> dict[str, Any]:
+        """Return fingerprints of the user's functions and objects, as JSON."""
+        shared = {name: getattr(self._plan, name) for name in ("make_relay", "batches")}
+        variants = {
+            name: (getattr(one.schedule, "function", one.schedule), one.factors)
+            for name, one in self._plan.variants.items()
+        }
+        return {
+            "python": PYTHON,
+            "shared": {name: fingerprint(value, name) for name, value in shared.items()},
+            "variants": {
+                name: {**fingerprint(recipe, "schedule"), **fingerprint(factors, "factors")}
+                for name, (recipe, factors) in variants.items()
+            },
+        }
+
+    def _check_code(self) -> None:
+        """Refuse functions and objects that have changed since a step of theirs was recorded, if the same Python wrote them."""
+        before, now = (read_json(self.folder / "study.json") or {}).get("code"), self._spec["code"]
+        if before is None or before["python"] != now["python"]:
+            return
+        recorded = RecordedStudy(self.folder)
+        trained = {name for name, seed in recorded.runs if recorded.last_counts(name, seed).step}
+        changes = [
+            *(describe_change(before["shared"][name], now["shared"][name]) for name in now["shared"] if trained),
+            *(
+                f"variant {name!r}: {change}"
+                for name in now["variants"]
+                if name in trained and (change := describe_change(before["variants"][name], now["variants"][name]))
+            ),
+        ]
+        if found := [change for change in changes if change]:
+            raise ValueError(
+                f"{self.folder} holds runs of other code. {'; '.join(found)}. Pass another folder= to train again, restore the "
+                "code, or keep the steps that are trained: run(accept_changes=True), on the command line --accept-changes"
+            )
 
     def _check_folder(self) -> None:
         before = read_json(self.folder / "study.json")

@@ -47,6 +47,16 @@ def mean_curves(study: StudyRecords, x: str) -> dict[str, MeanCurve]:
     return {name: curve for name, curve in found.items() if len(curve.x)}
 
 
+def diverged_words(study: StudyRecords) -> list[str]:
+    """Return for each variant with runs that diverged how many did, in words."""
+    found = []
+    for name in study.names:
+        seeds = study.seeds_of(name)
+        if count := sum(study.diverged_at(name, seed) is not None for seed in seeds):
+            found.append(f"{name}: {count} of {len(seeds)} diverged")
+    return found
+
+
 def _mean_curve(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> MeanCurve:
     first, last = max(places[0] for places, _ in curves), min(places[-1] for places, _ in curves)
     places = sorted({place for each, _ in curves for place in each if first <= place <= last})
@@ -68,7 +78,11 @@ def save_figure(study: StudyRecords, path: Path, x: str, size: tuple[float, floa
     path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE):
         figure = figure_module.Figure(figsize=size, layout="constrained")
-        _draw(figure.add_subplot(), curves, x, "held-out loss" if study.has_held_out else "training loss")
+        axes = figure.add_subplot()
+        _draw(axes, curves, x, "held-out loss" if study.has_held_out else "training loss")
+        for words in diverged_words(study):  # entries without a line
+            axes.plot([], [], " ", label=words)
+        axes.legend()
         figure.savefig(path, dpi=300, metadata=NO_DATE[path.suffix])
     return path
 
@@ -82,4 +96,3 @@ def _draw(axes: Any, curves: Mapping[str, MeanCurve], x: str, name: str) -> None
     seeds = max(curve.n for curve in curves.values())
     axes.set_xlabel(AXES[x])
     axes.set_ylabel(f"{name} (mean ± s.d. of {seeds} seeds)" if seeds > 1 else name)
-    axes.legend()

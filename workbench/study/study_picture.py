@@ -11,7 +11,7 @@ from workbench.pictures.relay_drawing import shortened
 from workbench.pictures.scale import format_prefixed
 from workbench.pictures.step_axis import LEFT, RIGHT, WIDTH
 from workbench.pictures.svg import polyline
-from workbench.study.study_figure import AXES, COLOURS, UNITS, MeanCurve, mean_curves
+from workbench.study.study_figure import AXES, COLOURS, UNITS, MeanCurve, diverged_words, mean_curves
 from workbench.study.study_records import StudyRecords
 from workbench.study.study_table import StudyTable, compare_variants
 
@@ -33,9 +33,11 @@ def draw_study(study: StudyRecords, x: str) -> str:
     y, marks = loss_scale(ends)
     across = Scale(0.0, max((curve.x[-1] for curve in curves.values()), default=1.0), LEFT, RIGHT)
     kind = "held-out loss" if study.has_held_out else "training loss"
+    diverged = diverged_words(study)
+    caption = "mean over seeds; bands are ± one standard deviation over seeds"
     parts = [
         text(LEFT, 20, f"Study: {kind}", style="strong"),
-        text(LEFT, 40, "mean over seeds; bands are ± one standard deviation over seeds", style="dim"),
+        text(LEFT, 40, shortened("; ".join([caption, *diverged]), 130), style="dim"),
         *draw_loss_axis(y, marks, kind, named=bool(curves)),
         *_draw_axis(across, x),
         *(part for i, curve in enumerate(curves.values()) for part in _draw_mean(curve, across, y, i)),
@@ -45,7 +47,7 @@ def draw_study(study: StudyRecords, x: str) -> str:
     if not curves:
         parts.append(text((LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2, "no loss yet", style="dim", anchor="middle"))
     height = BOTTOM + 54 + LEGEND_LINE * -(-max(len(curves), 1) // PER_LINE)
-    return document(WIDTH, height, f"Study: {kind} over {AXES[x]}", _describe(curves, UNITS[x]), parts)
+    return document(WIDTH, height, f"Study: {kind} over {AXES[x]}", _describe(curves, UNITS[x], diverged), parts)
 
 
 def plain_table(table: StudyTable) -> Table:
@@ -114,6 +116,6 @@ def _colour(i: int) -> str:
     return "currentColor" if colour == "#000000" else colour
 
 
-def _describe(curves: dict[str, MeanCurve], unit: str) -> str:
+def _describe(curves: dict[str, MeanCurve], unit: str, diverged: list[str]) -> str:
     ends = [f"{name} at {_value_text(curve.x[-1], unit)}: {_loss_text(curve, -1)}" for name, curve in curves.items()]
-    return "At the end: " + "; ".join(ends) if ends else "No loss yet"
+    return "; ".join(["At the end: " + "; ".join(ends) if ends else "No loss yet", *diverged])

@@ -57,7 +57,8 @@ class StudyProgress:
         """Return the time left if no more steps are shared, at the mean speed of this call."""
         if not self._done:
             return ""
-        left = sum(self._budget.left(self._study.last_counts(*run)) for run in self._study.runs)
+        runs = [run for run in self._study.runs if self._study.diverged_at(*run) is None]
+        left = sum(self._budget.left(self._study.last_counts(*run)) for run in runs)
         seconds = left * (time.monotonic() - self._began_s) / self._done
         text = f"{seconds / 60:.0f} min" if seconds > MINUTES_FROM_S else f"{seconds:.0f} s"
         return f", at most about {text} left"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -139,19 +140,42 @@ class StudyRecords:
 
     def is_complete(self, variant: str, seed: int) -> bool:
         """Return True if the run has reached the budget."""
+        end = self._end_of(variant, seed)
+        return end is not None and not end["children"] and "diverged" not in end
+
+    def diverged_at(self, variant: str, seed: int) -> int | None:
+        """Return the step whose loss or gradient was not finite, which ended the run; None if there is none."""
+        end = self._end_of(variant, seed) or {}
+        return end["step"] + 1 if "diverged" in end else None
+
+    def diverged_runs(self) -> list[str]:
+        """Return in words which runs diverged, by variant."""
+        found = []
+        for name in self.names:
+            steps = {seed: step for seed in self.seeds_of(name) if (step := self.diverged_at(name, seed)) is not None}
+            if steps:
+                places = ", ".join(f"seed {seed} at step {step}" for seed, step in steps.items())
+                found.append(f"{name} ({places})")
+        return found
+
+    def _end_of(self, variant: str, seed: int) -> dict[str, Any] | None:
         segments = self.segments_of(variant, seed)
-        end = segments[-1].end if segments else None
-        return end is not None and not end["children"]
+        return segments[-1].end if segments else None
 
     def finished_runs(self) -> str:
-        """Return the number of finished runs, in words."""
-        return f"{sum(self.is_complete(*run) for run in self.runs)} of {len(self.runs)} runs finished"
+        """Return the numbers of finished and of diverged runs, in words."""
+        diverged = sum(self.diverged_at(*run) is not None for run in self.runs)
+        text = f"{sum(self.is_complete(*run) for run in self.runs)} of {len(self.runs)} runs finished"
+        return f"{text}, {diverged} diverged" if diverged else text
 
     def share_done(self) -> float:
         """Return the share of all runs' steps, or of their compute if that is the budget, that is trained."""
         shares = []
         for run in self.runs:
             spec, counts = self._specs[self._places[run].folder], self.last_counts(*run)
+            if self.diverged_at(*run) is not None:
+                shares.append(1.0)
+                continue
             steps = spec["variants"][self._places[run].variant].get("steps", spec["steps"])
             share = counts.step / steps if steps is not None else counts.flop / spec["flop"]
             shares.append(min(1.0, share))
@@ -180,8 +204,9 @@ class StudyRecords:
     def frame(self, seconds: bool = True) -> pandas.DataFrame:
         """Return a tidy frame: a row per variant, seed and step, or held-out measurement.
 
-        Columns: variant, factors, seed, step, flop, tokens, split ("train", "held out"), loss, lr, layers, and seconds. FLOP,
-        tokens and seconds are totals since the first step, shared steps included.
+        Columns: variant, factors, seed, step, flop, tokens, split ("train", "held out", "diverged"), loss, lr, layers, and
+        seconds. FLOP, tokens and seconds are totals since the first step, shared steps included. A run ends with a row
+        "diverged", without a loss, if the loss or a gradient of that step is not finite.
 
         Args:
             seconds: if False, without the wall time. Then a repeated or resumed study gives the same frame, to the bit.
@@ -190,7 +215,7 @@ class StudyRecords:
         columns = ["variant", *self.factor_names, "seed", "step", "flop", "tokens", "split", "loss", "lr", "layers"]
         if seconds:
             columns.append("seconds")
-        rows = [row for run in self.runs for row in self._run_rows(*run)]
+        rows = [row for run in self.runs for row in self.run_rows(*run)]
         return pandas.DataFrame(rows, columns=columns)
 
     def run_frame(self) -> pandas.DataFrame:
@@ -205,6 +230,7 @@ class StudyRecords:
                 "seed": seed,
                 **vars(counts),
                 "finished": self.is_complete(name, seed),
+                "diverged_at": self.diverged_at(name, seed),
             }
             rows.append({**row, **facts, "folder": str(place.folder)})
         return require("pandas").DataFrame(rows)
@@ -214,7 +240,8 @@ class StudyRecords:
         segments = self.segments_of(variant, seed)
         return segments[-1].header if segments else {}
 
-    def _run_rows(self, name: str, seed: int) -> list[dict[str, Any]]:
+    def run_rows(self, name: str, seed: int) -> list[dict[str, Any]]:
+        """Return the rows of a run, as in the frame."""
         fixed = {"variant": name, **self._places[name, seed].columns, "seed": seed}
         found, spent = [], 0.0
         for segment in self.segments_of(name, seed):
@@ -228,6 +255,8 @@ class StudyRecords:
     def curves(self, x: str = "flop") -> dict[str, dict[int, tuple[Sequence[float], Sequence[float]]]]:
         """Return the losses of every variant and seed over `x`: held-out losses, or training losses if there are none.
 
+        Runs that diverged are left out if another one of the variant did not.
+
         Raises:
             ValueError: there is no such axis.
         """
@@ -237,11 +266,21 @@ class StudyRecords:
         return {
             name: {
                 seed: ([row[x] for row in rows], [row["loss"] for row in rows])
-                for seed in self.seeds_of(name)
-                if (rows := [row for row in self._run_rows(name, seed) if row["split"] == split])
+                for seed in self._seeds_to_draw(name)
+                if (rows := [row for row in self._rows_to_draw(name, seed) if row["split"] == split])
             }
             for name in self.names
         }
+
+    def _seeds_to_draw(self, variant: str) -> list[int]:
+        seeds = self.seeds_of(variant)
+        return [seed for seed in seeds if self.diverged_at(variant, seed) is None] or seeds
+
+    def _rows_to_draw(self, variant: str, seed: int) -> list[dict[str, Any]]:
+        rows = self.run_rows(variant, seed)
+        if self.diverged_at(variant, seed) is None:
+            return rows
+        return [row for row in rows if row["loss"] is not None and math.isfinite(row["loss"])]
 
     @property
     def has_held_out(self) -> bool:

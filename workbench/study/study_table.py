@@ -1,7 +1,9 @@
 """Comparison of the variants of a study over seeds: paired differences at equal compute, as Markdown, LaTeX and HTML.
 
 Compute is counted by `FlopCounter`. A variant and the baseline are compared for every seed at the lower of their total
-compute, where losses are interpolated linearly between two measurements. The interval is that of the paired t-test.
+compute, where losses are interpolated linearly between two measurements. The interval is that of the paired t-test. The run with
+more compute is then compared before its end; notes state if its learning rate falls after that, and if measurements are coarse.
+Tokens, steps or seconds can take the place of compute.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +23,9 @@ if TYPE_CHECKING:
     import pandas
 
 LEVEL, MIN_SEEDS = 0.95, 3
-Curve = tuple[Sequence[float], Sequence[float]]  # FLOP and losses
+Curve = tuple[Sequence[float], Sequence[float]]  # FLOP, or another axis, and losses
+AXIS_WORDS = {"flop": "compute", "tokens": "tokens", "step": "steps", "seconds": "seconds"}
+COARSE = 0.1  # distance of two measurements, as a share of the place of a comparison between them
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,14 @@ class TableRow:
         n: finished runs, each with a different seed.
         steps, flop: mean over the runs at their ends.
         mean, spread: of the last losses; the spread is the standard deviation over seeds, None for one seed.
-        difference: mean over seeds of the loss minus the baseline's at equal compute; None for the baseline.
+        difference: mean over seeds of the loss minus the baseline's at equal compute, or on another axis of the table; None for
+            the baseline.
         pairs: number of seeds in the difference.
         low, high: 95 % interval of the difference; None with fewer than three seeds.
         reached: number of seeds whose run reaches the baseline's last loss of that seed.
-        saved: share of the baseline's compute that is not needed to reach that loss, mean over seeds; None unless all reach it.
+        saved: share of the baseline's compute, or of another axis, that is not needed to reach that loss, mean over seeds; None
+            unless all reach it.
+        diverged: number of runs that ended since a loss or gradient was not finite; they are in no other figure of the row.
     """
 
     variant: str
@@ -51,15 +59,17 @@ class TableRow:
     high: float | None = None
     reached: int = 0
     saved: float | None = None
+    diverged: int = 0
 
 
 @dataclass(frozen=True, repr=False)
 class StudyTable:
-    """Rows of a study's comparison, and notes that belong below them."""
+    """Rows of a study's comparison, and notes that belong below them; `by` is the axis on which runs are compared."""
 
     rows: tuple[TableRow, ...]
     notes: tuple[str, ...]
     baseline: str
+    by: str = "flop"
 
     def frame(self) -> pandas.DataFrame:
         """Return the rows as a frame."""
@@ -117,7 +127,7 @@ class StudyTable:
             "loss",
             f"difference to {self.baseline}",
             "95 % interval",
-            "compute saved",
+            f"{AXIS_WORDS[self.by]} saved",
         ]
         cells = [[quote(cell) for cell in header]]
         for row in self.rows:
@@ -125,7 +135,7 @@ class StudyTable:
             cells.append(
                 [
                     quote(row.variant),
-                    str(row.n),
+                    f"{row.n}, {row.diverged} diverged" if row.diverged else str(row.n),
                     "–" if row.steps is None else f"{row.steps:,.0f}",
                     "–" if row.flop is None else f"{row.flop:.3g}",
                     loss if row.spread is None else f"{loss} {plus} {row.spread:.4f}",
@@ -137,21 +147,28 @@ class StudyTable:
         return cells
 
 
-def compare_variants(study: StudyRecords, baseline: str | None = None) -> StudyTable:
-    """Compare the finished runs of a study with those of the baseline.
+def compare_variants(study: StudyRecords, baseline: str | None = None, by: str = "flop") -> StudyTable:
+    """Compare the finished runs of a study with those of the baseline, at equal values of an axis of `StudyRecords.curves`.
 
     Raises:
-        ValueError: there is no such variant.
+        ValueError: there is no such variant or axis.
     """
     first = study.names[0] if baseline is None else baseline
     if first not in study.names:
         raise ValueError(f"baseline={first!r}: there are {', '.join(map(repr, study.names))}")
     curves = {
         name: {seed: curve for seed, curve in by_seed.items() if study.is_complete(name, seed)}
-        for name, by_seed in study.curves("flop").items()
+        for name, by_seed in study.curves(by).items()
     }
     rows = tuple(_row(study, name, curves[name], None if name == first else curves[first]) for name in study.names)
-    return StudyTable(rows, tuple(_notes(study, rows)), first)
+    cuts = [cut for name in study.names if name != first for cut in _cuts(name, first, curves)]
+    notes = [
+        *_notes(study, rows, by),
+        *_schedule_notes(study, cuts, by),
+        *_coarse_notes(study, cuts, by),
+        *_records(study),
+    ]
+    return StudyTable(rows, tuple(notes), first, by)
 
 
 def paired_interval(values: Sequence[float], others: Sequence[float]) -> tuple[float, float] | None:
@@ -165,12 +182,12 @@ def paired_interval(values: Sequence[float], others: Sequence[float]) -> tuple[f
     return float(interval.low), float(interval.high)
 
 
-def losses_at_equal_flop(curve: Curve, other: Curve) -> tuple[float, float] | None:
+def losses_at_equal_place(curve: Curve, other: Curve) -> tuple[float, float] | None:
     """Return two losses at the lower of the total computes; None if one of the curves begins after that."""
-    flop = min(curve[0][-1], other[0][-1])
-    if flop < max(curve[0][0], other[0][0]):
+    place = min(curve[0][-1], other[0][-1])
+    if place < max(curve[0][0], other[0][0]):
         return None
-    return float(np.interp(flop, *curve)), float(np.interp(flop, *other))
+    return float(np.interp(place, *curve)), float(np.interp(place, *other))
 
 
 def saved_share(curve: Curve, baseline: Curve) -> float | None:
@@ -187,8 +204,9 @@ def saved_share(curve: Curve, baseline: Curve) -> float | None:
 
 
 def _row(study: StudyRecords, name: str, curves: dict[int, Curve], others: dict[int, Curve] | None) -> TableRow:
+    diverged = sum(study.diverged_at(name, seed) is not None for seed in study.seeds_of(name))
     if not curves:
-        return TableRow(name, 0)
+        return TableRow(name, 0, diverged=diverged)
     ends = [study.last_counts(name, seed) for seed in curves]
     losses = [curve[1][-1] for curve in curves.values()]
     row = {
@@ -197,12 +215,12 @@ def _row(study: StudyRecords, name: str, curves: dict[int, Curve], others: dict[
         "mean": float(np.mean(losses)),
         "spread": float(np.std(losses, ddof=1)) if len(losses) > 1 else None,
     }
-    return TableRow(name, len(curves), **row, **_difference(curves, others or {}))
+    return TableRow(name, len(curves), diverged=diverged, **row, **_difference(curves, others or {}))
 
 
 def _difference(curves: dict[int, Curve], others: dict[int, Curve]) -> dict[str, Any]:
     shared = [seed for seed in curves if seed in others]
-    pairs = [pair for seed in shared if (pair := losses_at_equal_flop(curves[seed], others[seed]))]
+    pairs = [pair for seed in shared if (pair := losses_at_equal_place(curves[seed], others[seed]))]
     if not pairs:
         return {}
     values, baseline = zip(*pairs, strict=True)
@@ -219,19 +237,89 @@ def _difference(curves: dict[int, Curve], others: dict[int, Curve]) -> dict[str,
     }
 
 
-def _notes(study: StudyRecords, rows: Sequence[TableRow]) -> list[str]:
-    done, runs = sum(row.n for row in rows), len(study.runs)
+@dataclass(frozen=True)
+class CutRun:
+    """A run that is compared at a place before its end."""
+
+    variant: str
+    seed: int
+    place: float
+
+
+def _cuts(name: str, baseline: str, curves: dict[str, dict[int, Curve]]) -> list[CutRun]:
+    """Return the runs that are compared before their ends, of a variant or of the baseline."""
+    found = []
+    for seed in curves[name].keys() & curves[baseline].keys():
+        ends = {each: curves[each][seed][0][-1] for each in (name, baseline)}
+        longer, place = max(ends, key=lambda each: ends[each]), min(ends.values())
+        if ends[longer] > place:
+            found.append(CutRun(longer, seed, place))
+    return found
+
+
+def _schedule_notes(study: StudyRecords, cuts: Sequence[CutRun], by: str) -> list[str]:
+    """Name the runs whose learning rate still changes after the place where they are compared."""
+    steps: dict[tuple[str, int], list[int]] = {}  # by variant and total steps
+    for cut in cuts:
+        rows = [row for row in study.run_rows(cut.variant, cut.seed) if row["split"] == "train"]
+        after = [row for row in rows if row[by] >= cut.place]
+        if len({row["lr"] for row in after}) > 1:
+            steps.setdefault((cut.variant, rows[-1]["step"]), []).append(after[0]["step"])
+    if not steps:
+        return []
+    places = "; ".join(
+        f"{name} after {' or '.join(f'{step:,}' for step in sorted({*found}))} of {total:,} steps"
+        for (name, total), found in steps.items()
+    )
+    (name, _), (length, *_) = next(iter(steps.items()))
+    return [
+        f"Runs compared in the middle of their learning rate's schedule: {places}. The other run has finished its schedule, "
+        f"which favours it. Make the length of the schedule a factor of make_relay, and add a variant of {name} that ends there, "
+        f'as Variant(schedule, {{**factors, "length": {length}}}, steps={length}); or compare where the runs '
+        'end together, as with table(by="step").'
+    ]
+
+
+def _coarse_notes(study: StudyRecords, cuts: Sequence[CutRun], by: str) -> list[str]:
+    """State how far the held-out measurements are apart between which a loss is interpolated, if that is far."""
+    widest = 0.0
+    for cut in cuts:
+        rows = [row for row in study.run_rows(cut.variant, cut.seed) if row["split"] == "held out"]
+        for before, after in pairwise(rows):
+            if before[by] < cut.place < after[by] and after["step"] - before["step"] > 1:
+                widest = max(widest, (after[by] - before[by]) / cut.place)
+    if widest <= COARSE:
+        return []
+    return [
+        f"Losses are interpolated linearly between measurements that are up to {widest:.0%} of the compared distance apart, "
+        "which shifts the differences: pass a smaller evaluate_every= and another folder=."
+    ]
+
+
+def _notes(study: StudyRecords, rows: Sequence[TableRow], by: str) -> list[str]:
+    done, runs = sum(row.n + row.diverged for row in rows), len(study.runs)
     notes = [] if done == runs else [f"{done} of {runs} runs are finished; the others are not in the table."]
+    if diverged := study.diverged_runs():
+        notes.append(
+            f"Diverged, with a loss or gradient that is not finite: {'; '.join(diverged)}. The means are of the other runs."
+        )
+    axis = AXIS_WORDS[by]
     kind = "held-out losses" if study.has_held_out else "training losses of single steps, as no held_out= was given"
     notes.append(
-        f"Loss: mean ± standard deviation over seeds of the last {kind}. Difference: paired by seed, at equal compute; interval "
-        "of the paired t-test. Compute saved: share of the baseline's FLOP that is not needed to reach its last loss."
+        f"Loss: mean ± standard deviation over seeds of the last {kind}. Difference: paired by seed, at equal {axis}; interval "
+        f"of the paired t-test. {axis.capitalize()} saved: share of the baseline's {'FLOP' if by == 'flop' else axis} that is "
+        "not needed to reach its last loss."
     )
     if any(0 < row.pairs < MIN_SEEDS for row in rows):
         notes.append("There is no interval with fewer than three seeds: run the study with seeds=range(3) or more.")
+    return notes
+
+
+def _records(study: StudyRecords) -> list[str]:
+    """Return notes on circumstances, shared steps and the count of operations."""
     headers = [header for run in study.runs if (header := study.header_of(*run))]
     values = {key: dict.fromkeys(str(header.get(key)) for header in headers) for key in CIRCUMSTANCES}
-    notes += [f"Runs differ in {key}: {', '.join(each)}." for key, each in values.items() if len(each) > 1]
+    notes = [f"Runs differ in {key}: {', '.join(each)}." for key, each in values.items() if len(each) > 1]
     return [*notes, str(study.saving), *study.flop_formulas]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from l2l_core import Edit, Relay, Schedule
 from l2l_core.edits import SchedulableRelay, Schedules
+from workbench.study.segment_relay import recipe_random_state
 
 EditFunction = Callable[[Any, int], Edit | Sequence[Edit] | None]
 # Columns of every frame.
@@ -38,10 +39,12 @@ class Variant:
     """One way to train in a study.
 
     Args:
-        schedule: a schedule as `Depth`, or a function ``(relay, step) -> edits`` without a state; None: no edits.
+        schedule: a schedule as `Depth`, or a function ``(relay, step) -> edits`` without a state; None: no edits. Random numbers
+            that it draws, as for the weights of ``Insert(module=Block())``, depend on the run's seed and the step alone.
         factors: keyword arguments for `make_relay`; also columns of the frame, see `columns`.
         labels: further columns of the frame, which `make_relay` does not get.
-        steps: budget of its runs in place of the study's. Runs of different lengths share their common beginning.
+        steps: budget of its runs in place of the study's. Runs of different lengths share their common beginning. With a learning
+            rate that changes over the steps, pass the length of its schedule as a factor too, so that it ends with the run.
 
     Example:
         >>> from l2l_core import Depth
@@ -127,13 +130,36 @@ def check_variants(variants: object) -> dict[str, Variant]:
     return {name: one if isinstance(one, Variant) else Variant(one) for name, one in variants.items()}
 
 
-def group_by_next_step(relay: Relay, variants: Mapping[str, Variant]) -> list[list[str]]:
-    """Return the names of the variants in groups whose next step is the same, to the bit."""
+def check_factors(variants: Mapping[str, Variant], make_relay: Callable[..., Any]) -> None:
+    """Check that `make_relay` can be called with a seed and the factors of each variant.
+
+    Raises:
+        TypeError: a factor is no parameter of it, or a parameter without a default is no factor.
+    """
+    try:
+        signature = inspect.signature(make_relay)
+    except ValueError:  # as of some functions written in C
+        return
+    known = [*signature.parameters][1:]
+    for name, variant in variants.items():
+        try:
+            signature.bind(0, **variant.factors)
+        except TypeError as error:
+            raise TypeError(
+                f"variant {name!r} has the factors {[*variant.factors]}, with which make_relay{signature} cannot be called: "
+                f"{error}; its parameters after the seed are {', '.join(known) or 'none'}. Correct the name in Variant(..., "
+                "factors=) or in make_relay"
+            ) from None
+
+
+def group_by_next_step(relay: Relay, variants: Mapping[str, Variant], seed: int) -> list[list[str]]:
+    """Return the names of the variants in groups with the same next step, to the bit; `seed` is the runs'."""
     if len(variants) == 1:
         return [[*variants]]
     groups: list[tuple[object, list[str]]] = []
     for name, variant in variants.items():
-        decision = _next_decision(variant.schedule, relay)
+        with recipe_random_state(seed, relay.steps):
+            decision = _next_decision(variant.schedule, relay)
         members = next((members for other, members in groups if other == decision), None)
         if members is None:
             groups.append((decision, [name]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,15 @@ stats = pytest.importorskip("scipy.stats")
 ENDS = {"deep": (5.0, 0.50), "50% & more": (4.0, 0.40)}  # FLOP of a step, slope of the loss
 
 
-def write_study(folder: Path, seeds: int, unfinished: str = "", first: int = 0, **changes: Any) -> RecordedStudy:
+def write_study(
+    folder: Path,
+    seeds: int,
+    unfinished: str = "",
+    first: int = 0,
+    rate: Callable[[int], float] = lambda step: 0.1,
+    every: int = 2,
+    **changes: Any,
+) -> RecordedStudy:
     """A study of 10 steps with a held-out loss at every second one, each run alone."""
     variants = {
         name: {"schedule": name, "columns": {"factor_lr": 0.1}, "factors": ["lr"], "group": i}
@@ -39,11 +48,11 @@ def write_study(folder: Path, seeds: int, unfinished: str = "", first: int = 0, 
                     "tokens": 8 * step,
                     "split": "train",
                     "loss": 1.0,
-                    "lr": 0.1,
+                    "lr": rate(step),
                 }
                 segment.add_row({**row, "layers": 2})
                 segment.add_seconds(step, 0.5)
-                if step % 2 == 0:
+                if step % every == 0:
                     loss = 9 - slope * step + 0.1 * noise.random()
                     segment.add_row({**row, "split": "held out", "loss": loss, "layers": 2})
             if name != unfinished:
@@ -84,6 +93,48 @@ def test_difference_and_interval_are_those_of_scipy_by_hand(recorded: RecordedSt
     assert turned.low == pytest.approx(-row.high) and turned.difference == pytest.approx(-row.difference)
     with pytest.raises(ValueError, match="baseline='x': there are 'deep', '50% & more'"):
         recorded.table(baseline="x")
+
+
+def test_runs_are_compared_at_equal_tokens_and_steps_too(recorded: RecordedStudy) -> None:
+    ends = (
+        recorded.frame(seconds=False).query("split == 'held out' and step == 10").pivot(index="seed", columns="variant")
+    )
+    differences = ends["loss"]["50% & more"] - ends["loss"]["deep"]
+    for by, words in {"tokens": "tokens", "step": "steps"}.items():
+        table = recorded.table(by=by)
+        assert table.rows[1].difference == pytest.approx(differences.mean())
+        assert (table.rows[1].low, table.rows[1].high) == pytest.approx(
+            stats.ttest_1samp(differences, 0).confidence_interval(0.95)
+        )
+        assert f"| 95 % interval | {words} saved |" in str(table) and f"at equal {words}; interval" in str(table)
+    assert recorded.table(by="seconds").rows[1].pairs == 4
+    with pytest.raises(ValueError, match="x='epochs' is not an axis: pass 'step', 'flop', 'tokens' or 'seconds'"):
+        recorded.table(by="epochs")
+
+
+def test_a_run_in_the_middle_of_its_schedule_is_noted(tmp_path: Path) -> None:
+    falling = write_study(tmp_path / "falling", 3, rate=lambda step: 0.1 * (11 - step))
+    note = "Runs compared in the middle of their learning rate's schedule: deep after 8 of 10 steps. The other run has finished"
+    remedy = (
+        """add a variant of deep that ends there, as Variant(schedule, {**factors, "length": 8}, steps=8); or compare"""
+    )
+    for baseline in ENDS:
+        assert note in str(falling.table(baseline)) and remedy in str(falling.table(baseline))
+    for by in ("step", "tokens"):
+        assert "schedule" not in str(falling.table(by=by))
+    warmed_up = write_study(tmp_path / "warmed up", 3, rate=lambda step: min(1.0, step / 8))
+    late_decay = write_study(tmp_path / "late decay", 3, rate=lambda step: 0.5 if step == 10 else 1.0)
+    assert "schedule" not in str(warmed_up.table()) and note in str(late_decay.table())
+
+
+def test_losses_interpolated_between_distant_measurements_are_noted(recorded: RecordedStudy, tmp_path: Path) -> None:
+    note = "Losses are interpolated linearly between measurements that are up to 62% of the compared distance apart"
+    coarse = write_study(tmp_path / "coarse", 3, every=5)
+    assert note in str(coarse.table()) and "pass a smaller evaluate_every= and another folder=" in str(coarse.table())
+    fine = write_study(tmp_path / "fine", 3, every=1)
+    alone = write_study(tmp_path / "training losses", 3, every=99, held_out="")
+    for table in (alone.table(), coarse.table(by="step"), fine.table(), recorded.table()):  # measured there
+        assert "interpolated" not in str(table)
 
 
 def test_equal_differences_have_an_interval_without_width() -> None:

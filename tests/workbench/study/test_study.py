@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -11,11 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from study_program import VARIANTS, batches, make_batch, make_relay, make_study
 
-from l2l_core import ActiveLayers, Depth, Relay, WarmupStableDecay
+from l2l_core import ActiveLayers, Depth, EmulatedDevice, Insert, Relay, Schedule, WarmupStableDecay
 from workbench import Study, Variant, grid
 from workbench.study.segment import SEGMENTS, SharedSegment
 from workbench.study.segment_relay import BatchStream
@@ -100,7 +102,8 @@ def test_a_failing_process_is_reported_and_the_others_are_saved(tmp_path: Path) 
     ):
         with pytest.raises(kind, match=message):
             make_light_study(tmp_path / fails, fails, workers=2, autosave_s=1e9).run(report=None)
-        resumed = trained(make_light_study(tmp_path / fails, workers=2))
+        resumed = make_light_study(tmp_path / fails, workers=2)  # whose make_relay does not fail any more
+        resumed.run(report=None, accept_changes=True)
         assert recorded_rows(resumed.folder) == recorded_rows(trained(make_light_study(tmp_path / "alone")).folder)
 
 
@@ -205,6 +208,12 @@ def test_the_command_prints_progress_and_the_table(tmp_path: Path, capsys: pytes
     assert lines[1].startswith("1 of 1 runs finished.") and lines[3].startswith("| variant | n |")
     assert study_runner.main([tmp_path / "out"]) == 0
     assert capsys.readouterr().out.splitlines() == lines[3:]
+    seen = list[bool]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Study, "run", lambda study, report, accept_changes: seen.append(accept_changes))
+        study_runner.main([path])
+        study_runner.main([path], accept_changes=True)
+    assert seen == [False, True]
     path.write_text("studio = 1\n")
     assert study_runner.main([path]) == 2 and study_runner.main([tmp_path / "none.py"]) == 2
     refused = capsys.readouterr().err
@@ -293,6 +302,31 @@ def test_wrong_factors_are_refused() -> None:
         grid(lambda depth: None, lr=[1])
     with pytest.raises(ValueError, match="'lr' is a factor and a label: rename one of them"):
         Variant(None, {"lr": 1}, {"lr": 2})
+
+
+def test_a_factor_that_make_relay_does_not_take_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    def make(seed: int, layers: int, lr: float = 0.1) -> Relay:
+        raise AssertionError("nothing may be trained")
+
+    def study(factors: dict[str, Any], make_relay: Any = make) -> Study:
+        variants = {"good": Variant(factors={"layers": 2}), "odd": Variant(factors=factors)}
+        return Study(make_relay, variants, steps=2, batches=batches, folder=tmp_path)
+
+    for factors, reason in (
+        (
+            {"layers": 2, "leyers": 3},
+            "got an unexpected keyword argument 'leyers'; its parameters after the seed are layers, lr",
+        ),
+        ({"lr": 0.2}, "missing a required argument: 'layers'; its"),
+        ({"layers": 2, "seed": 3}, "multiple values for argument 'seed'"),
+    ):
+        with pytest.raises(TypeError, match=f"variant 'odd' has the factors .*{reason}.*Correct the name"):
+            study(factors)
+    study({"layers": 3, "lr": 0.2})
+    study({"layers": 2, "leyers": 3}, lambda seed, layers, **others: make_relay(seed))
+    with pytest.raises(TypeError, match="its parameters after the seed are none"):
+        study({}, lambda seed: make_relay(seed))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_another_study_in_the_folder_is_refused(undisturbed: Study) -> None:
@@ -385,3 +419,75 @@ def make_study_of(folder: Path, variants: dict[str, Any], evaluate_every: int = 
     torch.manual_seed(7)
     options: dict[str, Any] = {"seeds": [0], "steps": 4, "evaluate_every": evaluate_every, "batches": batches}
     return Study(make_plain_relay, variants, held_out=[make_batch()], folder=folder, **options)
+
+
+# -- recipes that draw random numbers ------------------------------------------------------------------------------------
+
+
+def insert_drawn(relay: Relay, step: int) -> list[Insert]:
+    """Insert layers whose weights are drawn from the generators of torch, Python and NumPy."""
+    if step not in (1, 2):
+        return []
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2), torch.nn.Tanh())
+    torch.nn.init.constant_(layer[0].bias, random.random() + numpy.random.rand())
+    return [Insert(1, module=layer)]
+
+
+class DrawnDepth(Schedule):
+    def edits(self, relay: Any) -> list[Insert]:
+        return insert_drawn(relay, relay.steps)
+
+
+def test_a_recipe_that_draws_random_numbers_is_the_same_alone_and_beside_others(tmp_path: Path) -> None:
+    def make(seed: int) -> Relay:
+        layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2), torch.nn.Tanh()) for _ in range(2)]
+        model = torch.nn.Sequential(torch.nn.Sequential(*layers), torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Relay(model, optimizer, EmulatedDevice(), layers=[*model[0]], loss=torch.nn.MSELoss())
+
+    def draw(seed: int) -> Iterator[Any]:
+        while True:
+            yield torch.randn(4, 4), torch.randn(4, 1)
+
+    recipes: dict[str, Any] = {
+        "drawn": insert_drawn,
+        "beside": lambda relay, step: insert_drawn(relay, step),
+        "class": DrawnDepth(),
+        "plain": lambda relay, step: [torch.rand(3)] and [],
+    }
+
+    def losses(name: str, *names: str, seed: int = 0) -> dict[str, list[float]]:
+        variants = {each: recipes[each] for each in names}
+        study = Study(make, variants, seeds=[seed], steps=4, batches=draw, folder=tmp_path / name, autosave_s=0.0)
+        study.run(report=None)
+        return study.frame().groupby("variant")["loss"].apply(list).to_dict()
+
+    alone = {name: losses(name, name)[name] for name in recipes}
+    assert losses("all", *recipes) == losses("turned", *reversed(recipes)) == alone
+    assert alone["drawn"] == alone["beside"] == alone["class"] != alone["plain"]
+    assert losses("other", "drawn", seed=1)["drawn"] != alone["drawn"]
+
+
+def test_a_schedule_that_ends_with_its_run_is_the_remedy_for_one_that_is_cut(tmp_path: Path) -> None:
+    """The note of the table is on the deep run alone, and names the length with which it is gone."""
+
+    def make(seed: int, layers: int, length: int = 8) -> Any:
+        model = torch.nn.Sequential(
+            torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(layers))), torch.nn.Linear(4, 1)
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        relay = Relay(model, optimizer, EmulatedDevice(), layers=[*model[0]], loss=torch.nn.MSELoss())
+        return relay, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, length)
+
+    def note(name: str, variants: dict[str, Any]) -> str:
+        data = [(torch.ones(4, 4), torch.ones(4, 1))]
+        options: dict[str, Any] = {"seeds": [0], "steps": 8, "batches": data, "held_out": data, "evaluate_every": 1}
+        table = trained(Study(make, variants, folder=tmp_path / name, **options)).table()
+        return next((each for each in table.notes if "schedule" in each), "")
+
+    deep, shallow = Variant(factors={"layers": 2}), Variant(factors={"layers": 1})
+    found = note("cut", {"deep": deep, "shallow": shallow})
+    length = int(found.partition('"length": ')[2].partition("}")[0])
+    assert f"deep after {length} of 8 steps" in found and "shallow" not in found and 4 <= length < 8
+    remedy = Variant(factors={"layers": 2, "length": length}, steps=length)
+    assert not note("ended", {"deep": remedy, "shallow": shallow})
