@@ -64,7 +64,7 @@ def warn_of_tensors_in_left_memory(model: nn.Module, units: Sequence[Unit]) -> N
             warnings.warn(
                 f"a tensor of shape {tuple(value.shape)} outside of the model is in the memory of parameter {name}, as those of "
                 "a state_dict() are: in plain training it would follow the updates, and it keeps these values from now on. Take "
-                "model.state_dict() where it is used; to keep these values, copy them: copy.deepcopy(model.state_dict())",
+                "model.state_dict() where it is used, and drop this one; to keep its values, copy it: copy.deepcopy(...)",
                 stacklevel=4,
             )
             return

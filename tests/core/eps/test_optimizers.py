@@ -326,6 +326,7 @@ def test_state_is_moved_to_an_optimizer_over_new_parameters() -> None:
         Relay(net, optimizer, loss=squared_error, config=config)
     new = adamw(net.parameters())
     new.load_state_dict(optimizer.state_dict())
+    del values  # of which a relay would warn: with assign=True it is in the memory of the weights
     with Relay(net, new, loss=squared_error, config=config) as relay:
         relay.step(batch(1))
     train_plainly(expected, [its], steps=[1])

@@ -174,7 +174,12 @@ def test_a_state_dict_taken_before_is_warned_of_and_a_copy_is_not() -> None:
     with pytest.warns(UserWarning, match=r"outside of the model is in the memory of parameter .*copy.deepcopy"):
         relay = Relay(model)
     relay.close()
-    del state
+    del state  # as the warning says
+    Relay(model).close()
+    model.load_state_dict(state_of := copy.deepcopy(model.state_dict()), assign=True)
+    with pytest.warns(UserWarning, match="outside of the model"):
+        Relay(model).close()
+    del state_of
     out = model(*sequences(2, 0)[:-1])  # its graph has views of weights
     Relay(model).close()
     out.sum().backward()
