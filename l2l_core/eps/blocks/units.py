@@ -28,9 +28,8 @@ _PLACEHOLDER = torch.full((), torch.nan)  # without dimensions, as a parameter m
 _STORAGES = {_PLACEHOLDER.untyped_storage()._cdata}  # of placeholders
 # Master of every offloaded block. A single storage: passes identify storages by address, and the address of a dead one is reused.
 _NO_MASTER = torch.empty(0)
-_LEFT = (
-    WeakTensorKeyDictionary()
-)  # parameter -> storages that held its values before; other tensors may still be in one
+# Parameter -> storages that held its values before, and in which other tensors still are.
+_LEFT = WeakTensorKeyDictionary()
 
 
 @dataclass(eq=False, slots=True)
@@ -301,10 +300,8 @@ def leaving_storages(params: Iterable[torch.Tensor]) -> Iterator[None]:
     """Move the values of parameters to other memory in the block; note storages that other tensors still have."""
     left = [(param, StorageWeakRef(param.untyped_storage())) for param in params]
     yield
-    for (
-        param,
-        storage,
-    ) in left:  # a weak reference to a parameter, which PyTorch could not swap then, only where it is needed
+    for param, storage in left:
+        # Only where it is needed: PyTorch cannot swap a parameter that has a weak reference.
         if alive := [each for each in (*(_LEFT.pop(param, None) or ()), storage) if not each.expired()]:
             _LEFT[param] = alive
 

@@ -56,8 +56,8 @@ def warn_of_tensors_in_left_memory(model: nn.Module, units: Sequence[Unit]) -> N
     for _, tensor in _attribute_tensors(model):
         places.pop(storage_key(tensor), None)
     for value in gc.get_objects() if places else ():
-        # By its class: `isinstance` may run code of a user.
-        if not issubclass(type(value), torch.Tensor) or value.layout is not torch.strided:
+        # By its class: `isinstance` may run code of a user, and other tensors may have no memory.
+        if type(value) not in (torch.Tensor, nn.Parameter) or value.layout is not torch.strided:
             continue
         if (param := places.get(storage_key(value))) is not None:
             name = next(name for name, each in model.named_parameters() if each is param)
