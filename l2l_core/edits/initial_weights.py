@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -87,14 +88,22 @@ def _refuse_other_ways(module: nn.Module, around: Iterable[nn.Module], has_init:
 
 
 def _setters(cls: type, names: Iterable[str]) -> str:
-    """Return which of these names the constructors of a user's class refer to, in words; empty for none."""
-    wanted = set(names)
-    constructors = (
-        vars(base).get("__init__") for base in cls.__mro__ if base is nn.Transformer or not _is_of_library(base)
-    )
-    codes = (each.__code__ for each in constructors if isinstance(each, FunctionType))
-    return ", ".join(sorted({name for code in codes for name in names_in(code) if name in wanted}))
+    """Return which of these names a user's constructors refer to, and methods and functions of the user that these call."""
+    wanted, found, seen = set(names), set[str](), set[FunctionType]()
+    waiting = [vars(base).get("__init__") for base in cls.__mro__ if base is nn.Transformer or not _is_of_library(base)]
+    while waiting:
+        function = inspect.unwrap(each) if isinstance(each := waiting.pop(), FunctionType) else each
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        for name in names_in(function.__code__):
+            if name in wanted:
+                found.add(name)
+            elif name not in ("forward", "_init_weights"):  # a layer is drawn by the second one
+                called = (getattr(cls, name, None), function.__globals__.get(name))
+                waiting += [each for each in called if isinstance(each, FunctionType) and not _is_of_library(each)]
+    return ", ".join(sorted(found))
 
 
-def _is_of_library(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] in ("torch", "transformers", "builtins")
+def _is_of_library(value: type | FunctionType) -> bool:
+    return value.__module__.partition(".")[0] in ("torch", "transformers", "builtins")

@@ -47,6 +47,17 @@ class ByApply(Plain):
         self.apply(draw)
 
 
+class ByMethod(Plain):
+    """Draws its weights in a method of any name, and by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_up()
+
+    def set_up(self) -> None:
+        draw(self.inner)
+
+
 class WithGain(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -152,8 +163,9 @@ def test_a_fresh_layer_has_the_values_of_a_new_model(make: Callable[[], Any]) ->
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Model(InConstructor), r"InConstructor.__init__ sets weights itself \(constant_\)"),
-        (lambda: Model(ByApply), r"ByApply.__init__ sets weights itself \(apply\)"),
+        (lambda: Model(InConstructor), r"InConstructor.__init__ sets weights itself \(constant_, zeros_\)"),
+        (lambda: Model(ByMethod), r"ByMethod.__init__ sets weights itself \(constant_, zeros_\)"),
+        (lambda: Model(ByApply), r"ByApply.__init__ sets weights itself \(apply, constant_, zeros_\)"),
         (lambda: Model(WithGain), "neither .* sets gain"),
         (lambda: LikeTransformers(WithGain), "neither .* sets gain"),
         (lambda: Applies(Plain), "Applies.__init__ sets weights by apply"),

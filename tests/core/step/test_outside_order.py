@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -79,16 +80,14 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def plainly(how: str, when: str) -> tuple[nn.Module, nn.Module]:
-    model = make_model()
-    objective, optimizer = MeanTeacher(model, how, when), sgd(model)
+def train_plainly(model: nn.Module, objective: Callable[[nn.Module, Any], Tensor]) -> None:
+    optimizer = sgd(model)
     for step in range(STEPS):
         x, y = make_batch(step)
         for part in zip(x.chunk(K), y.chunk(K), strict=True):
             (objective(model, part) / K).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model, objective.teacher
 
 
 @pytest.mark.parametrize("verify", ["first", "never"])
@@ -98,14 +97,16 @@ def plainly(how: str, when: str) -> tuple[nn.Module, nn.Module]:
 @pytest.mark.parametrize("how", ["swa", "foreach", "data", "assigned"])
 def test_a_teacher_is_averaged_once_per_micro_batch(how: str, when: str, schedule: Any, verify: Any) -> None:
     """Comparisons of a few rows and of the first step call the objective, too."""
-    expected, expected_teacher = plainly(how, when)
+    expected = make_model()
+    plain = MeanTeacher(expected, how, when)
+    train_plainly(expected, plain)
     model = make_model()
     objective, config = MeanTeacher(model, how, when), RelayConfig(micro_batches=K, schedule=schedule, verify=verify)
     with Relay(model, sgd(model), "cpu", objective=objective, config=config) as relay:
         for step in range(STEPS):
             relay.step(make_batch(step))
     assert_state(model, copy_state(expected))
-    assert_state(objective.teacher, copy_state(expected_teacher))
+    assert_state(objective.teacher, copy_state(plain.teacher))
 
 
 @pytest.mark.parametrize("how", ["swa", "foreach", "data"])
@@ -151,18 +152,12 @@ def test_a_running_mean_in_a_closure_is_as_in_plain_training() -> None:
             mean.lerp_(out.detach().mean(0), 0.1)
             return F.cross_entropy(out - mean, batch[1])
 
-        optimizer = sgd(model)
         if by_relay:
             config = RelayConfig(micro_batches=K)
-            with Relay(model, optimizer, "cpu", objective=objective, config=config) as relay:
+            with Relay(model, sgd(model), "cpu", objective=objective, config=config) as relay:
                 for step in range(STEPS):
                     relay.step(make_batch(step))
         else:
-            for step in range(STEPS):
-                x, y = make_batch(step)
-                for part in zip(x.chunk(K), y.chunk(K), strict=True):
-                    (objective(model, part) / K).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            train_plainly(model, objective)
         means.append(mean)
     assert torch.equal(*means)
