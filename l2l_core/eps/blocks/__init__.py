@@ -4,6 +4,7 @@ May import `model`, `devices`. Begin reading at `units.py` (layers and shell), `
 `layout.py`.
 """
 
+from l2l_core.eps.blocks.aliases import left_storages as left_storages
 from l2l_core.eps.blocks.layout import BlockGradient as BlockGradient
 from l2l_core.eps.blocks.layout import Layout as Layout
 from l2l_core.eps.blocks.layout import Piece as Piece
@@ -31,6 +32,8 @@ from l2l_core.eps.blocks.model_checks import warn_of_shared_memory as warn_of_sh
 from l2l_core.eps.blocks.model_checks import weights_changed_message as weights_changed_message
 from l2l_core.eps.blocks.module_buffers import BufferKey as BufferKey
 from l2l_core.eps.blocks.module_buffers import ModuleBuffers as ModuleBuffers
+from l2l_core.eps.blocks.placeholders import is_placeholder as is_placeholder
+from l2l_core.eps.blocks.placeholders import nan_placeholder as nan_placeholder
 from l2l_core.eps.blocks.unit_builder import EmptyFn as EmptyFn
 from l2l_core.eps.blocks.unit_builder import build_layer as build_layer
 from l2l_core.eps.blocks.unit_builder import build_units as build_units
@@ -44,9 +47,6 @@ from l2l_core.eps.blocks.unit_builder import shell_modules as shell_modules
 from l2l_core.eps.blocks.units import SHELL as SHELL
 from l2l_core.eps.blocks.units import Block as Block
 from l2l_core.eps.blocks.units import Unit as Unit
-from l2l_core.eps.blocks.units import is_placeholder as is_placeholder
-from l2l_core.eps.blocks.units import left_storages as left_storages
-from l2l_core.eps.blocks.units import nan_placeholder as nan_placeholder
 from l2l_core.eps.blocks.units import put_back_params as put_back_params
 from l2l_core.eps.blocks.used_gradients import clear_used_gradients as clear_used_gradients
 from l2l_core.eps.blocks.used_gradients import set_used_gradients as set_used_gradients

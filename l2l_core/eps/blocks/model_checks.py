@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -13,9 +12,9 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from l2l_core._torch import caches_parametrizations, data_ptr
-from l2l_core.eps.blocks.units import SHELL, Block, Unit, is_placeholder
+from l2l_core.eps.blocks.units import SHELL, Block, Unit
 from l2l_core.eps.blocks.used_gradients import UsedGradient
-from l2l_core.model import module_name, refuse_compiled_hooks, refuse_compiled_whole, storage_key
+from l2l_core.model import module_name, refuse_compiled_hooks, refuse_compiled_whole
 
 _FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]*")
 _RESERVED_KEYS = re.compile(r"shell|relay|history|(parked|values|branch)-.*")  # other files of a save
@@ -113,63 +112,6 @@ def warn_of_shared_memory(model: nn.Module) -> None:
             f"the weights elsewhere: other processes see no updates. {_SHARED_MEMORY}",
             stacklevel=4,
         )
-
-
-_TIE_WEIGHTS = (
-    "To tie weights, make them one parameter (head.weight = embedding.weight), whose gradient is the sum of both; else give one "
-    "a copy (a.data = a.data.clone())"
-)
-_READ_THE_PARAMETER = (
-    "Read the parameter itself where the buffer is read; or give the buffer a copy, which does not follow it (.clone())"
-)
-
-
-def refuse_shared_values(names: Mapping[torch.Tensor, str]) -> None:
-    """Raise ValueError if a trained parameter has values in common with another parameter or a buffer, given by name.
-
-    Parameters may lie side by side in one memory.
-    """
-    by_storage: dict[int, list[torch.Tensor]] = {}
-    for tensor in names:
-        if tensor.layout is torch.strided and tensor.numel() and not is_placeholder(tensor):
-            by_storage.setdefault(storage_key(tensor), []).append(tensor)
-    for one, other in chain.from_iterable(map(_pairs_in_one_place, by_storage.values())):
-        if (one.requires_grad or other.requires_grad) and _have_values_in_common(one, other):
-            kinds = ["parameter" if isinstance(each, nn.Parameter) else "buffer" for each in (one, other)]
-            raise ValueError(
-                f"{kinds[0]} {names[one]} and {kinds[1]} {names[other]} are two tensors over the same values in memory (a.data = "
-                "b.data?): in plain training each update changes both, and a relay would keep them apart. "
-                f"{_READ_THE_PARAMETER if 'buffer' in kinds else _TIE_WEIGHTS}"
-            )
-
-
-def _pairs_in_one_place(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the pairs of tensors over one storage whose ranges of bytes overlap."""
-    before: list[torch.Tensor] = []
-    for tensor in sorted(tensors, key=_byte_range):
-        start, _ = _byte_range(tensor)
-        before = [each for each in before if _byte_range(each)[1] > start]
-        yield from ((each, tensor) for each in before)
-        before.append(tensor)
-
-
-def _have_values_in_common(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors whose ranges overlap share an element: columns of one matrix, for one, do not."""
-    (start, stop), (other_start, other_stop) = map(_byte_range, (one, other))
-    if one.dtype != other.dtype:
-        return True
-    first = min(one.storage_offset(), other.storage_offset())
-    size = (max(stop, other_stop) - min(start, other_start)) // one.element_size()
-    taken = torch.zeros(size, dtype=torch.bool)
-    taken.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
-    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())
-
-
-def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor's elements in its storage, and the one after the last."""
-    start = int(tensor.storage_offset())
-    last = start + sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start * tensor.element_size(), (last + 1) * tensor.element_size()
 
 
 def _refuse_thawed(block: Block) -> None:

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from l2l_core.devices import return_freed_memory
+from l2l_core.eps.blocks.aliases import leaving_storages, refuse_shared_values
 from l2l_core.eps.blocks.layout import Layout
-from l2l_core.eps.blocks.model_checks import refuse_shared_values
 from l2l_core.eps.blocks.module_buffers import ModuleBuffers
-from l2l_core.eps.blocks.units import SHELL, Block, Unit, is_placeholder, leaving_storages
+from l2l_core.eps.blocks.placeholders import is_placeholder
+from l2l_core.eps.blocks.units import SHELL, Block, Unit
 
 EmptyFn = Callable[..., torch.Tensor]  # (numel, dtype=...) -> host buffer
 QuantisedParts = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]  # of quantised parameters, by name

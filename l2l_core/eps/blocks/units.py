@@ -8,28 +8,21 @@ a second block of the unit, in bytes: copies move these as they are, in every pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cache
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from l2l_core.eps.blocks.layout import Layout, Piece, TrainedParameters
+from l2l_core.eps.blocks.aliases import leaving_storages
+from l2l_core.eps.blocks.layout import Layout, TrainedParameters
 from l2l_core.eps.blocks.module_buffers import ModuleBuffers
+from l2l_core.eps.blocks.placeholders import placeholder
 
 SHELL = "shell"
 
-_PLACEHOLDER = torch.full((), torch.nan)  # without dimensions, as a parameter may be
-_STORAGES = {_PLACEHOLDER.untyped_storage()._cdata}  # of placeholders
 # Master of every offloaded block. A single storage: passes identify storages by address, and the address of a dead one is reused.
 _NO_MASTER = torch.empty(0)
-# Parameter -> storages that held its values before, and in which other tensors still are.
-_LEFT = WeakTensorKeyDictionary()
 
 
 @dataclass(eq=False, slots=True)
@@ -96,12 +89,12 @@ class Block:
         """Data of the parameters between steps."""
         if self.local_layout is None and not self.offloaded:
             return self.views
-        return [_placeholder(piece) for piece in self.layout.pieces]
+        return [placeholder(piece) for piece in self.layout.pieces]
 
     @property
     def _placeholders(self) -> list[torch.Tensor]:
         """Data of the optimizer's parameters while the block is offloaded."""
-        return [_placeholder(piece) for piece in self.master_layout.pieces]
+        return [placeholder(piece) for piece in self.master_layout.pieces]
 
     @property
     def trained(self) -> TrainedParameters:
@@ -200,8 +193,9 @@ class Unit:
             weights, of a sample of them; "influence", 1 minus the mean cosine between the hidden state of a token before and
             after the layer, in [0, 2] (Block Influence, arXiv 2403.03853). Influence is of the step's first calls of the layer,
             in training mode, until they have 128 tokens: evenly spread ones, about 256 of a call at most. A token is an entry of
-            all dimensions but the last, so a row if there are no others. A figure that was not measured is missing: all of a new
-            layer before its first step, of a skipped one, and of all layers after a failed step; "influence" if no input has the
+            all dimensions but the last, so a row if there are no others. It is the mean of all workers; other figures are of a
+            worker's part. A figure that was not measured is missing: all of a new layer before its first step, of a skipped one,
+            and of all layers after a failed step; "influence" if no input has the
             shape of the output; the others of a frozen layer. So use ``layer.stats.get("influence")``.
 
     Example:
@@ -295,22 +289,6 @@ class Unit:
                 _set_data(block.params, own)
 
 
-@contextmanager
-def leaving_storages(params: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Move the values of parameters to other memory in the block; note storages that other tensors still have."""
-    left = [(param, StorageWeakRef(param.untyped_storage())) for param in params]
-    yield
-    for param, storage in left:
-        # Only where it is needed: PyTorch cannot swap a parameter that has a weak reference.
-        if alive := [each for each in (*(_LEFT.pop(param, None) or ()), storage) if not each.expired()]:
-            _LEFT[param] = alive
-
-
-def left_storages(param: torch.Tensor) -> list[int]:
-    """Return the identifiers of storages that a parameter's values have left, and that some tensor still has."""
-    return [each.cdata for each in _LEFT.get(param) or () if not each.expired()]
-
-
 def put_back_params(owners: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
     """Put quantised weights back that a forward has replaced by copies of the same state.
 
@@ -325,26 +303,3 @@ def put_back_params(owners: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> No
 def _set_data(params: Sequence[nn.Parameter], views: Sequence[torch.Tensor]) -> None:
     for param, view in zip(params, views, strict=True):
         param.data = view
-
-
-def nan_placeholder(size: Sequence[int]) -> torch.Tensor:
-    """Return a tensor of NaN in this shape, for a parameter without values in memory."""
-    return _PLACEHOLDER.expand(tuple(size))
-
-
-def _placeholder(piece: Piece) -> torch.Tensor:
-    """Return NaN, or zeros for a piece in bytes, whose dtype may have no NaN."""
-    return nan_placeholder(piece.size) if piece.dtype is None else _zeros(replace(piece, offset=0))
-
-
-@cache  # by form: parameters are recognised by the address of their data
-def _zeros(piece: Piece) -> torch.Tensor:
-    """Return zeros in the memory of a whole piece, since kernels of quantised layers ignore strides."""
-    zeros = torch.from_numpy(np.zeros(piece.stop, np.uint8))  # takes no memory until it is written to
-    _STORAGES.add(zeros.untyped_storage()._cdata)
-    return piece.view(zeros)
-
-
-def is_placeholder(param: torch.Tensor) -> bool:
-    """Return whether a parameter is such a placeholder."""
-    return param.untyped_storage()._cdata in _STORAGES
