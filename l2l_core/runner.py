@@ -12,7 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from socket import gethostname
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
@@ -326,7 +328,7 @@ class Runner:
         extras = StepExtras(self.model_call.objective_with_extras, self.model_call.metrics())
         batch_loss = self.batch_loss(rows, len(micro_batches), extras)
         losses, ran, trace = self._train(batch, micro_batches, divisors, batch_loss, config, replay, extras)
-        loss = float(sum(self.backend.gather_items(losses)))
+        loss = self._share_results(losses)
         self.steps += 1
         set_used_gradients(self._store.updated)
         self._store.updated.clear()  # else it would keep layers that are dropped next in memory
@@ -401,6 +403,15 @@ class Runner:
         check_step(self._model, self.parts.shell_modules(), self.parts.units)
         self._store.masters.check_groups()
         refuse_gradients(batch)
+
+    def _share_results(self, losses: Sequence[torch.Tensor]) -> float:
+        """Return the sum of all workers' losses; set the influence of layers, by which edits choose, to the workers' mean."""
+        own = {unit.key: unit.stats["influence"] for unit in self.parts.layers if "influence" in unit.stats}
+        every_loss, influences = zip(*self.backend.gather_items([(losses, own)]), strict=True)
+        for unit in self.parts.layers:
+            if found := [each[unit.key] for each in influences if unit.key in each]:
+                unit.stats["influence"] = fmean(found)
+        return float(sum(chain.from_iterable(every_loss)))
 
     def _grad_norm(self, config: RelayConfig) -> float | None:
         """Return the norm of the last step's gradients; None if a worker knows only the norms of its part."""

@@ -9,7 +9,18 @@ from oracle import InCore, micro_batches_of
 from torch import nn
 from zoo import BY_NAME, loss_of
 
-from l2l_core import Drop, Duplicate, Insert, LayerDrop, NothingFits, Relay, RelayConfig, WorkerError, Workers
+from l2l_core import (
+    Drop,
+    Duplicate,
+    Insert,
+    LayerDrop,
+    NothingFits,
+    Relay,
+    RelayConfig,
+    WorkerError,
+    Workers,
+    dropping_by_influence,
+)
 
 
 def alone_of(case: Case, count: int) -> Relay:
@@ -81,6 +92,17 @@ def asked_beside_alone(rank: int, count: int) -> dict[str, Any]:
         alone.config = replace(case.settings, micro_batches=count * case.micro_batches)
         seen["next"] = relay.step(mine[0]).loss, alone.step(whole[0]).loss
         return seen
+
+
+def influence_beside_alone(rank: int, count: int) -> dict[str, Any]:
+    """Measure the influence of layers together and alone, before updates; ask which layer is to be dropped."""
+    case = Case("gpt2", rows=(4, 4))
+    with relay_of(case, rank) as relay, alone_of(case, count) as alone:
+        relay.step(case.rows_of(rank, 0))
+        alone.step(together([case.rows_of(worker, 0) for worker in range(count)]))
+        dropped = dropping_by_influence({1: len(relay.stack) - 1}).edits(relay)
+        together_, alone_ = [[unit.stats["influence"] for unit in each.stack] for each in (relay, alone)]
+    return {"together": together_, "alone": alone_, "dropped": dropped}
 
 
 def skipped_beside_plain(rank: int, count: int, case: Case) -> dict[str, Any]:

@@ -7,7 +7,9 @@ import pytest
 import torch
 from crew import Crew
 from crew_cases import Case
-from crew_questions import asked_beside_alone, fitted, settled, skipped_beside_plain, verified
+from crew_questions import asked_beside_alone, fitted, influence_beside_alone, settled, skipped_beside_plain, verified
+
+from l2l_core import Drop
 
 CLIPPED = {"update": "deferred", "max_grad_norm": 0.1}
 SLOW_CASES = [
@@ -66,6 +68,14 @@ def test_probes_and_looks_are_those_of_one_worker(two: Crew) -> None:
         assert is_same(seen["inside"], seen["inside alone"]) and seen["inside"].passings
         assert seen["unchanged"] and seen["next"][0] == seen["next"][1]
         assert "number of batches: worker 0: 1, worker 1: 2" in seen["told"]
+
+
+def test_influence_is_the_mean_of_all_workers(two: Crew) -> None:
+    """Else each worker would drop another layer."""
+    one, other = two.run(influence_beside_alone)
+    assert one["together"] == other["together"] and one["dropped"] == other["dropped"]
+    assert one["together"] == pytest.approx(one["alone"], rel=1e-9)
+    assert one["dropped"] == [Drop(f"L{one['together'].index(min(one['together'])):03d}")]
 
 
 @pytest.mark.parametrize("name", ["chain", "residual_outside", pytest.param("gpt2", marks=pytest.mark.slow)])
