@@ -26,6 +26,7 @@ LEVEL, MIN_SEEDS = 0.95, 3
 Curve = tuple[Sequence[float], Sequence[float]]  # FLOP, or another axis, and losses
 AXIS_WORDS = {"flop": "compute", "tokens": "tokens", "step": "steps", "seconds": "seconds"}
 COARSE = 0.1  # distance of two measurements, as a share of the place of a comparison between them
+_REST = 0.02  # share of a run's steps after which its learning rate has all but reached the end of its schedule
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ def _schedule_notes(study: StudyRecords, cuts: Sequence[CutRun], by: str) -> lis
     for cut in cuts:
         rows = [row for row in study.run_rows(cut.variant, cut.seed) if row["split"] == "train"]
         after = [row for row in rows if row[by] >= cut.place]
-        if len({row["lr"] for row in after}) > 1:
+        if len(after) - 1 > _REST * rows[-1]["step"] and len({row["lr"] for row in after}) > 1:
             steps.setdefault((cut.variant, rows[-1]["step"]), []).append(after[0]["step"])
     if not steps:
         return []

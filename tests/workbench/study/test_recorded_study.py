@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +26,24 @@ def write_study(
     first: int = 0,
     rate: Callable[[int], float] = lambda step: 0.1,
     every: int = 2,
+    steps: int = 10,
+    ends: Mapping[str, tuple[float, float]] = ENDS,
     **changes: Any,
 ) -> RecordedStudy:
     """A study of 10 steps with a held-out loss at every second one, each run alone."""
     variants = {
         name: {"schedule": name, "columns": {"factor_lr": 0.1}, "factors": ["lr"], "group": i}
-        for i, name in enumerate(ENDS)
+        for i, name in enumerate(ends)
     }
     folder.mkdir()
     spec = {"schema": SCHEMA, "version": VERSION, "variants": variants, "seeds": [*range(first, first + seeds)]}
-    write_json(folder / "study.json", {**spec, "held_out": "1 batches", "steps": 10, "flop": None, **changes})
-    for i, (name, (flop, slope)) in enumerate(ENDS.items()):
+    write_json(folder / "study.json", {**spec, "held_out": "1 batches", "steps": steps, "flop": None, **changes})
+    for i, (name, (flop, slope)) in enumerate(ends.items()):
         for seed in range(first, first + seeds):
             segment = SharedSegment(folder, f"s{seed}-g{i}")
             segment.write_header({"variants": [name], "torch": "2.13.0", "commit": "abc"})
             noise = np.random.default_rng([i, seed])
-            for step in range(1, 11):
+            for step in range(1, steps + 1):
                 row = {
                     "step": step,
                     "flop": int(flop * step),
@@ -56,7 +58,7 @@ def write_study(
                     loss = 9 - slope * step + 0.1 * noise.random()
                     segment.add_row({**row, "split": "held out", "loss": loss, "layers": 2})
             if name != unfinished:
-                segment.finish(Counts(10, int(flop * 10), 80), "FLOP: counted.")
+                segment.finish(Counts(steps, int(flop * steps), 8 * steps), "FLOP: counted.")
     return Study.load(folder)
 
 
@@ -125,6 +127,11 @@ def test_a_run_in_the_middle_of_its_schedule_is_noted(tmp_path: Path) -> None:
     warmed_up = write_study(tmp_path / "warmed up", 3, rate=lambda step: min(1.0, step / 8))
     late_decay = write_study(tmp_path / "late decay", 3, rate=lambda step: 0.5 if step == 10 else 1.0)
     assert "schedule" not in str(warmed_up.table()) and note in str(late_decay.table())
+    # Steps have the FLOP that they have: runs of equal compute end within a step of one another.
+    for name, flop, noted in (("all but ends", 102.0, False), ("is cut", 105.0, True)):
+        ends = {"even": (100.0, 0.01), "longer": (flop, 0.01)}
+        long = write_study(tmp_path / name, 3, rate=lambda step: 0.1 * (101 - step), steps=100, ends=ends)
+        assert ("schedule" in str(long.table())) == noted
 
 
 def test_losses_interpolated_between_distant_measurements_are_noted(recorded: RecordedStudy, tmp_path: Path) -> None:
