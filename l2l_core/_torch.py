@@ -67,6 +67,11 @@ pop_dispatch_mode: Callable[[], Any] = _pop_mode
 push_dispatch_mode = _push_mode
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
+
+class EngineDispatchMode(TorchDispatchMode):
+    """A dispatch mode of the relay, which plain training does not have."""
+
+
 # Thread state. Without the first, every turn calls `torch.set_grad_enabled`, which takes ten times as long. Without the others,
 # checkpoints and `saved_tensors_hooks` entered around a layer call are not suspended with their micro-batch.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled

@@ -12,7 +12,8 @@ autograd adds the contributions of that run to it one after the other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,11 @@ from torch.autograd.graph import GradientEdge
 from l2l_core._torch import (
     AccumulateGrad,
     DisableFuncTorch,
+    EngineDispatchMode,
+    count_dispatch_modes,
+    dispatch_modes,
     enable_single_level_autograd_function,
+    no_dispatch,
     run_engine,
     transforms_are_active,
 )
@@ -160,8 +165,38 @@ def run_backward(roots: Sequence[Root]) -> None:
     """Back-propagate from `roots` to segment inputs and parameters."""
     if roots:
         edges, grads = zip(*roots, strict=True)
-        # The engine call under `torch.autograd.backward`, without its checks of the gradients.
-        run_engine(edges, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        with _products_outside_modes(edges) if count_dispatch_modes() else nullcontext():
+            # The engine call under `torch.autograd.backward`, without its checks of the gradients.
+            run_engine(edges, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+@contextmanager
+def _products_outside_modes(edges: Iterable[GradientEdge]) -> Iterator[None]:
+    """Let PyTorch compute gradients of `prod` as in plain training.
+
+    It takes another formula, which rounds otherwise, while a dispatch mode is on, and plain training has none of the relay's.
+    """
+    with ExitStack() as scope:
+        if all(isinstance(mode, EngineDispatchMode) for mode in dispatch_modes()):
+            for node in walk_graph(edges).nodes:
+                if type(node).__name__.startswith("ProdBackward"):
+                    _run_outside_modes(node, scope)
+        yield
+
+
+def _run_outside_modes(node: Any, scope: ExitStack) -> None:
+    hidden = scope.enter_context(ExitStack())  # closed here if the node raises
+
+    def before(grads: Sequence[torch.Tensor | None]) -> None:
+        for saved in (node._saved_self, node._saved_result):
+            saved.detach()  # under the mode: restores its memory, if it was offloaded
+        hidden.enter_context(no_dispatch())
+
+    def after(inputs: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) -> None:
+        hidden.close()
+
+    scope.callback(node.register_prehook(before).remove)  # the hooks refer to the node, and the node to them
+    scope.callback(node.register_hook(after).remove)
 
 
 @dataclass(slots=True)

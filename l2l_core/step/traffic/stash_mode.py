@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from l2l_core._torch import TorchDispatchMode
+from l2l_core._torch import EngineDispatchMode
 from l2l_core.eps.blocks import Unit, weights_changed_message
 from l2l_core.model import dense_parts, storage_key, storage_keys
 from l2l_core.step.graph import BufferOrder, OutsideOrder, written_by
@@ -31,7 +31,7 @@ _hooks: list[Callable[[torch.Tensor], None]] = []
 _originals: dict[str, Any] = {}  # methods that torch.Tensor itself defines; it inherits the rest
 
 
-class StashMode(TorchDispatchMode):
+class StashMode(EngineDispatchMode):
     """Before each operation, fetches the tensors that it reads; after it, tracks the tensors that it makes.
 
     Args:
@@ -85,7 +85,9 @@ class StashMode(TorchDispatchMode):
         if changed and (weights := changed & self._weight_keys):
             raise RuntimeError(weights_changed_message(turn.reader, reads[weights.pop()], self._units))
         if stash.metering and turn.in_forward and turn.in_shell and turn.k != NO_MICRO_BATCH:
-            outside = {key: t for key, t in reads.items() if key not in tracker.storages and not tracker.is_exempt(t)}
+            outside = {
+                key: t for key, t in reads.items() if key not in tracker.storages and not tracker.is_not_stash(t)
+            }
             self._outside_order.record(turn.k, outside, changed)
         tracked_keys = [key for key in reads if key in tracker.storages]
         if not tracked_keys:
