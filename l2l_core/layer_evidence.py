@@ -188,7 +188,8 @@ class LayerEvidence:
         registry, training = self._editor.registry, self._editor.registry.model.training
         positions = self._editor.positions
         positions.code_between, positions.used_behind, positions.some_used = {}, {}, {}  # for rows that fail
-        if any((registry.first_name(stack), len(stack), training) not in self._observed for stack in registry.stacks):
+        unseen = ((registry.first_name(stack), len(stack), training) not in self._observed for stack in registry.stacks)
+        if training not in self._outputs or any(unseen):
             self._collect(rows)
         else:  # anew, since weights that were equal may have been trained
             self._compare_positions()

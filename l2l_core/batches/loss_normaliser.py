@@ -32,6 +32,7 @@ from l2l_core.batches.loss_comparison import (
     find_shared_tensor,
 )
 from l2l_core.batches.loss_refusals import (
+    LossError,
     UndecidedError,
     counts_table,
     gap_message,
@@ -107,7 +108,8 @@ class LossNormaliser:
         weight: returns the weight of a micro-batch; None to try candidates.
         measure: returns the model's losses of small batches, without side effects.
         peers: the other workers that share the batch.
-        loss_over: "micro-batch" for a mean over micro-batches that need not be the loss of the batch, as in plain accumulation;
+        loss_over: "micro-batch" for a mean over micro-batches that need not be the loss of the batch, as in plain accumulation:
+            weighted by the items of the loss where one candidate is right, and by nothing where none is;
             "batch" for one loss over the outputs of all micro-batches; "sum" for losses that add up as they are.
         run: returns the model's outputs of small batches, without side effects; for `loss_over="batch"`.
         loss_settings: returns the settings of the loss; with other settings it is tried anew.
@@ -168,6 +170,9 @@ class LossNormaliser:
             self.summary = "loss of the batch, in one micro-batch"
             return [1.0]
         remaining, sums, note = self._candidates(rows, micro_batches)
+        if not remaining:
+            self.summary = 'mean over micro-batches (loss_over="micro-batch")'
+            return [float(number)] * len(micro_batches)
         found = _divisors_by_candidate({name: sums[name] for name in sums if name in remaining}, number)
         if not found:  # every remaining candidate counts nothing in the whole batch
             raise no_target_error(next(iter(remaining)))
@@ -211,19 +216,28 @@ class LossNormaliser:
     def _candidates(
         self, rows: RowsOfBatch, micro_batches: Sequence[Any]
     ) -> tuple[frozenset[str], dict[str, list[int] | None], str]:
-        """Return the candidates that hold for the batch, the counts of all micro-batches by candidate, and a note on both."""
+        """Return the candidates that hold for the batch, the counts of all micro-batches by candidate, and a note on both.
+
+        With ``loss_over="micro-batch"`` there may be none.
+        """
         peers, number = self._peers, len(micro_batches) * self._peers.count
         counted, compared = rows.counted_by(micro_batches), rows.compared_by(micro_batches)
         counts, sizes = normaliser_candidates(counted), counted.sizes(len(micro_batches))
         key = self._key(rows, counts)
         if self._remaining.get(key) is None:
             self._remaining.put(key, self._compare(key, tuple(counts), peers.gather_rows(compared), max(sizes)))
-        remaining = self._remaining.get(key) or frozenset(counts)
+        known = self._remaining.get(key)
+        remaining = frozenset(counts) if known is None else known
         sums = peers.gather_counts({name: sum_counts(each, sizes) for name, each in counts.items()})
         sums = {name: sums[name] for name in counts}
         found = _divisors_by_candidate({name: sums[name] for name in counts if name in remaining}, number)
         if _disagree(found, found):
-            remaining = self._identify(found, peers.gather_rows(compared), len(micro_batches))
+            try:
+                remaining = self._identify(found, peers.gather_rows(compared), len(micro_batches))
+            except LossError:
+                if self._loss_over != "micro-batch":
+                    raise
+                remaining = frozenset()
             self._remaining.put(key, remaining)
         return remaining, sums, self._notes.get(key) or ""
 

@@ -229,11 +229,11 @@ def _returns_scalar(loss: Loss, outputs: Any, targets: Any) -> bool:
 def _apply_criterion(criterion: Any, outputs: Any, batch: Any) -> torch.Tensor:
     """Apply a loss that takes outputs and targets, as those of `torch.nn` do."""
     name = f"{type(criterion).__name__}()" if isinstance(criterion, nn.Module) else criterion.__name__
-    if isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(outputs, torch.Tensor):
-        return criterion(outputs, batch[1])
+    if isinstance(batch, list | tuple) and len(batch) > 1 and isinstance(outputs, torch.Tensor):
+        return criterion(outputs, batch[-1])  # the model got the others
     raise ValueError(
-        f"loss={name} takes outputs and targets; where they are is known for one tensor of outputs and a pair (inputs, "
-        "targets) as a batch. Otherwise pass loss=lambda outputs, batch: criterion(outputs.logits, batch['labels'])"
+        f"loss={name} takes outputs and targets; where they are is known for one tensor of outputs and a tuple (inputs, "
+        "..., targets) as a batch. Otherwise pass loss=lambda outputs, batch: criterion(outputs.logits, batch['labels'])"
     )
 
 

@@ -31,6 +31,12 @@ def relay_config_of(given: RelayConfig, args: TrainingArguments) -> RelayConfig:
                 f"relay_config=RelayConfig({name}={value!r}): an argument of the trainer decides it. Leave it out, and give "
                 f"TrainingArguments({argument}=...)"
             )
+    if given.verify not in ("first", "never"):
+        raise ValueError(
+            f"relay_config=RelayConfig(verify={given.verify!r}): steps of a trainer are not compared with training in core, as "
+            "its code counts tokens and metrics in every forward. Leave it out, and compare a batch outside of the trainer: "
+            "Relay(model, ...).verify(batch)"
+        )
     update = "deferred" if clip is not None and given.update == "eager" else given.update
     seed = args.seed if given.seed is None else given.seed
     # No comparison with training in core: the trainer's own code counts tokens and metrics

@@ -82,7 +82,9 @@ class RelayTrainer(Trainer):
     trainer's seed. Caches of keys and values are off; a plain trainer leaves that of an encoder-decoder on.
 
     A callback's `on_pre_optimizer_step` runs after the update, with a warning, and reading a gradient in it raises. A gradient
-    that is not finite raises `NonFiniteError`. A subclass may override `create_optimizer` as with the plain trainer.
+    that is not finite raises `NonFiniteError`. A subclass may override `create_optimizer` as with the plain trainer. No step is
+    compared with training in core (`RelayConfig.verify`): a `compute_loss` that counts its calls counts those of micro-batches
+    that take turns.
     The relay exists from the first step or evaluation on, also after `train`; ``trainer.relay.close()`` ends it.
 
     Args:

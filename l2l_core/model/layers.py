@@ -10,7 +10,7 @@ The rules (for each, a model in `tests/core/model/test_layers.py` needs it):
    twice in one container is repeated; all members of that class in all containers of the pattern form a *stack*.
    In a ModuleList the other members of the same rank (rule 3) belong to it too: a model with one attention layer
    among seven state-space layers loops over all eight. In a Sequential they do not: it also holds embedding and head.
-   A ModuleList with a single member is a stack of one (ALBERT; any model of depth 1).
+   A ModuleList with a single member is a stack of one (ALBERT; any model of depth 1), unless others beside it rank as high.
 3. *Rank*: members of two or more operations (submodules that own a matrix or kernel) come first, then an operation
    with its wrapping (convolution and norm), then a bare operation, then what owns vectors only. The highest rank
    found decides, so the `Sequential(Linear, GELU, Linear)` inside a block is not chosen, a plain one is.
@@ -48,7 +48,7 @@ class _Container:
     pattern: str  # dotted path, slots written "*"
     members: list[nn.Module]
     is_loop: bool  # the members of every class run in turn
-    may_have_one: bool  # a single member is a stack too
+    single: list[nn.Module]  # members that are alone in a ModuleList, this one or one in it
     is_routed: bool  # the members count as experts (rule 5)
 
 
@@ -120,8 +120,8 @@ def _containers(
     if contains:
         members = [child for child in children.values() if _is_parameterised(child)]
         is_routed = "expert" in name.lower() or (_is_container(module) and _has_router(owner, module, len(children)))
-        is_list = isinstance(module, nn.ModuleList)
-        yield _Container(pattern, members, is_list or not _is_container(module), is_list, is_routed)
+        is_loop = isinstance(module, nn.ModuleList) or not _is_container(module)
+        yield _Container(pattern, members, is_loop, [*_single_members(module)], is_routed)
     for child_name, child in children.items():
         step = "*" if contains else child_name.rpartition(".")[2]
         outer = owner if _is_container(module) else module
@@ -143,11 +143,12 @@ def _stacks_of_pattern(containers: list[_Container]) -> Iterator[_LayerStack]:
     ranks: Counter[type] = Counter()  # class -> highest rank of its members
     repeated: set[type] = set()
     for container in containers:
-        is_stack_of_one = container.may_have_one and len(container.members) == 1
-        counts = Counter(map(_kind, container.members))
-        repeated |= {kind for kind, count in counts.items() if count > 1 or is_stack_of_one}
+        repeated |= {kind for kind, count in Counter(map(_kind, container.members)).items() if count > 1}
         for module in container.members:
             ranks[_kind(module)] = max(ranks[_kind(module)], _rank(module))
+    highest = max((ranks[kind] for kind in repeated), default=-1)
+    # A model of depth 1 may have its list beside embeddings, which are repeated, in a ModuleDict.
+    repeated |= {kind for each in containers for kind in map(_kind, each.single) if ranks[kind] > highest}
     is_loop = containers[0].is_loop
     for rank in {ranks[kind] for kind in repeated}:
         kinds = {kind for kind in ranks if ranks[kind] == rank and (is_loop or kind in repeated)}
@@ -168,6 +169,15 @@ def _members(container: nn.Module, name: str) -> NamedModules:
     for child_name, child in _children(container, name).items():
         members |= {child_name: child} if can_run(child) else _members(child, child_name)
     return members
+
+
+def _single_members(container: nn.Module) -> Iterator[nn.Module]:
+    """Yield the only parameterised member of a ModuleList, and of those nested in a container."""
+    if isinstance(container, nn.ModuleList) and len(found := [*filter(_is_parameterised, container)]) == 1:
+        yield from found
+    for child in container.children() if _is_container(container) else ():
+        if not can_run(child):
+            yield from _single_members(child)
 
 
 def can_run(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from l2l_core import EmulatedDevice, FileShelf, Relay, RelayConfig, StepResult, UnequalStepError
+from l2l_core import Duplicate, EmulatedDevice, FileShelf, Relay, RelayConfig, StepResult, UnequalStepError
 
 GLOBAL: dict[str, Tensor | float] = {}
 LOCAL = threading.local()
@@ -432,3 +432,48 @@ def test_a_loss_of_outputs_and_targets_gets_the_targets_of_a_pair(loss: Any) -> 
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
         with pytest.raises(ValueError, match=r"takes outputs and targets.*loss=lambda outputs, batch"):
             relay.step({"x": BATCH[0], "target": BATCH[1]})
+
+
+def test_a_criterion_gets_the_last_entry_and_the_model_all_others() -> None:
+    class Scaled(nn.Sequential):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * scale
+
+    torch.manual_seed(0)
+    model = Scaled(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    twin, optimizer = copy.deepcopy(model), torch.optim.AdamW(model.parameters())
+    plain = torch.optim.AdamW(twin.parameters())
+    batch = torch.randn(4, 8), torch.rand(4, 1), torch.randn(4, 8)
+    with Relay(model, optimizer, "cpu", loss=nn.MSELoss(), config=RelayConfig(micro_batches=2)) as relay:
+        relay.step(batch)
+    for x, scale, target in zip(*(part.chunk(2) for part in batch), strict=True):
+        (nn.functional.mse_loss(twin(x, scale), target) / 2).backward()
+    plain.step()
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
+def test_an_edit_where_no_list_holds_the_layers_is_refused_with_nothing_else_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class TwoLinears(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.b(torch.tanh(self.a(x)))
+
+    class InAttributes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = TwoLinears(), TwoLinears()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x))
+
+    with Relay(InAttributes(), torch.optim.AdamW, "cpu", loss=nn.MSELoss()) as relay:
+        relay.step((torch.randn(4, 8), torch.randn(4, 8)))
+        caplog.clear()
+        with pytest.raises(ValueError, match="attributes of modules, in no container"):
+            relay.apply(Duplicate(0))
+    assert not caplog.records

@@ -59,7 +59,7 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
                     param.grad = None
                 elif param.grad is not None:
                     raise RuntimeError(
-                        f"parameter {name} has a gradient from outside: call model.zero_grad() before a step; "
+                        f"parameter {name} has a gradient from outside: call model.zero_grad(set_to_none=True) before a step; "
                         "a penalty that was back-propagated beside the step belongs into the loss: "
                         "Relay(..., objective=lambda model, batch: loss + penalty, config=RelayConfig(schedule='depth_first'))"
                     )

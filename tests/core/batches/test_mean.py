@@ -677,3 +677,33 @@ def test_outputs_are_joined_without_a_look_where_they_have_no_loss(monkeypatch: 
         assert relay.forward(batch).last_hidden_state.shape[0] == 6
     with Relay(gpt(), sgd, config=THREE) as relay, pytest.raises(ValueError, match="cannot be determined"):
         relay.forward(uneven())
+
+
+def test_a_sum_of_two_means_is_averaged_over_micro_batches_on_request() -> None:
+    """As in detection: a mean over queries, and a sum over boxes divided by their number, which differs."""
+
+    def loss(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        boxes = batch[1]
+        apart = sum((row - each["boxes"]).abs().sum() for row, each in zip(outputs, boxes, strict=True))
+        return outputs.square().mean() + apart / sum(len(each["boxes"]) for each in boxes)
+
+    def boxes_of(count: int) -> dict[str, torch.Tensor]:
+        return {"labels": torch.randint(3, (count,)), "boxes": torch.rand(count, 4)}
+
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 16), *[nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)], nn.Linear(16, 4)
+    )
+    plain = copy.deepcopy(model)
+    optimizer, twin = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain))
+    with Relay(model, optimizer, loss=loss, loss_over="micro-batch", config=RelayConfig(micro_batches=2)) as relay:
+        for step in range(3):
+            x, boxes = torch.randn(8, 8), [boxes_of(1 + (7 * i + step) % 3) for i in range(8)]
+            found = relay.step((x, boxes))
+            assert found.objective == 'mean over micro-batches (loss_over="micro-batch")'
+            for half in (slice(0, 4), slice(4, 8)):
+                (loss(plain(x[half]), (x[half], boxes[half])) / 2).backward()
+            twin.step()
+            twin.zero_grad()
+            assert all(map(torch.equal, model.parameters(), plain.parameters()))
+        assert relay.evaluate((x, boxes)) > 0

@@ -651,3 +651,10 @@ def test_a_dataset_without_a_length(tmp_path: Path) -> None:
             trainer.train()
         assert_equal(relayed, plain)
         relayed.relay.close()
+
+
+def test_a_trainer_refuses_to_compare_steps(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"verify=1\): steps of a trainer are not compared.*Relay\(model, ...\).verify\(batch\)"
+    ):
+        make(RelayTrainer, tmp_path, relay_config=RelayConfig(verify=1))

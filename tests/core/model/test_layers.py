@@ -292,6 +292,18 @@ def test_depth_one() -> None:
     assert list(find_layers(hf.T5Model(config))) == ["encoder.block.0", "decoder.block.0"]
 
 
+def test_depth_one_beside_embeddings() -> None:
+    """Two embeddings are repeated in the ModuleDict; the block in its list of one ranks above them."""
+
+    def model_of(depth: int) -> nn.Module:
+        blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(depth))
+        parts = {"wte": nn.Embedding(9, 8), "wpe": nn.Embedding(4, 8), "h": blocks, "ln": nn.LayerNorm(8)}
+        return nn.ModuleDict({"transformer": nn.ModuleDict(parts), "head": nn.Linear(8, 9)})
+
+    assert list(find_layers(model_of(1))) == ["transformer.h.0"]
+    assert list(find_layers(model_of(2))) == ["transformer.h.0", "transformer.h.1"]
+
+
 def test_values_are_the_modules_of_the_model() -> None:
     model = BY_NAME["swin"].make_model()
     assert all(model.get_submodule(name) is layer for name, layer in find_layers(model).items())
