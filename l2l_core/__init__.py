@@ -35,10 +35,6 @@ from l2l_core.edits import Swap as Swap
 from l2l_core.edits import Unfreeze as Unfreeze
 from l2l_core.edits import Unroll as Unroll
 from l2l_core.edits import WarmupStableDecay as WarmupStableDecay
-from l2l_core.edits import dropping_by_influence as dropping_by_influence
-from l2l_core.edits import gradual_stacking as gradual_stacking
-from l2l_core.edits import growing_by_identity as growing_by_identity
-from l2l_core.edits import stacking_by_doubling as stacking_by_doubling
 from l2l_core.eps import LayerStore as LayerStore
 from l2l_core.eps import NonFiniteError as NonFiniteError
 from l2l_core.eps import TornStep as TornStep
@@ -102,15 +98,17 @@ _LATE = {
 }
 
 _REMOVED = {
-    "LAMB": "timm.optim.Lamb(params, max_grad_norm=None, always_adapt=True)",
-    "LARS": "timm.optim.Lars(params, lr=0.1, momentum=0.9, always_adapt=True)",
+    "gradual_stacking": 'Depth({0: 3, 100: 6, 200: 9}, grow="middle", shrink="top")',
+    "stacking_by_doubling": 'Depth({0: 3, 100: 6, 200: 12}, grow="top", shrink="top")',
+    "growing_by_identity": 'Depth({0: 6, 100: 7, 200: 8}, grow="identity", shrink="top")',
+    "dropping_by_influence": 'Depth({100: 5, 200: 4}, shrink="influence")',
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import a name in `_LATE` on first use (PEP 562)."""
     if name in _REMOVED:  # `from l2l_core import ...` would hide the text of an AttributeError
-        raise ImportError(f"l2l_core.{name} was removed: use {_REMOVED[name]} (pip install timm)")
+        raise ImportError(f"l2l_core.{name} was removed: use a schedule as {_REMOVED[name]}")
     if name not in _LATE:
         raise AttributeError(f"module 'l2l_core' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_LATE[name]), name)

@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache, partial, wraps
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -128,25 +128,6 @@ _OPEN: WeakSet[Relay] = WeakSet()  # relays of this process that are not closed
 _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def accept_trust(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Accept ``trust=``, the former name of the parameter ``force``, with a DeprecationWarning."""
-
-    @wraps(function)
-    def accepting(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if "trust" in kwargs:
-            if "force" in kwargs:
-                raise TypeError(f"{function.__name__}() got force= and trust=, its former name: leave trust= out")
-            warnings.warn("trust= was renamed: use force=", DeprecationWarning, stacklevel=2)
-            kwargs["force"] = kwargs.pop("trust")
-        return function(*args, **kwargs)
-
-    return accepting
-
-
 class Relay:
     """Train a model one layer at a time, with the same result as plain training.
 
@@ -169,7 +150,8 @@ class Relay:
             targets other than -100, shifted or not, or a sum. A weighted mean (``cross_entropy(weight=...)``) needs it: the
             sum of the weights of the targets.
         loss_over: for a loss that mixes rows. "batch": `loss` gets the outputs of all micro-batches, joined, and the whole batch;
-            the device holds those outputs. "micro-batch": trains on the mean over micro-batches, as plain accumulation does.
+            the device holds those outputs. "micro-batch": trains on the mean over micro-batches, as plain accumulation does,
+            weighted by the items of the loss if these can be determined.
             "sum": the losses of micro-batches add up as they are; `loss` or `objective` has divided them. Default: such a loss
             is refused.
         split: how a batch is cut, if its rows are not along dim 0: their dim, or dims by key, as ``{"x": 1, "mask": None}``;
@@ -565,7 +547,6 @@ class Relay:
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
-    @accept_trust
     def step(
         self, batch: Batch, skip: Iterable[LayerRef] = (), force: bool = False, plan: StepPlan | None = None
     ) -> StepResult:
@@ -672,7 +653,6 @@ class Relay:
             self._model_call.check_loss()
             return self._runner.evaluate(batch, self._runner.normaliser)
 
-    @accept_trust
     def probe(
         self, batches: Iterable[Batch], *edits: Edit, force: bool = False, skip: Iterable[LayerRef] = ()
     ) -> list[float]:
@@ -1044,7 +1024,6 @@ class Relay:
         with defer_interrupts(), self._exclusive(), torch.enable_grad(), self._kv_caches.disabled():
             return self._fit(batch, device_bytes, host_bytes, fixed, most_s)
 
-    @accept_trust
     def apply(self, *edits: Edit, force: bool = False) -> Edit:
         """Edit the stack of layers between two steps. Several edits are one group: all are applied, or none.
 

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -186,7 +186,6 @@ class CudaDevice(Device):
         lane: str,
         copies: Sequence[Copy],
         record: RecordFn,
-        after: Ticket | None = None,
         label: str = "",
         overlaps: bool = True,
     ) -> Ticket:
@@ -197,8 +196,6 @@ class CudaDevice(Device):
         shown = self._cuda.nvtx.range_start(label)
         with no_dispatch(), self._cuda.stream(stream):  # hide the engine's copies from dispatch modes
             stream.wait_stream(compute)  # [1] sources are computed, and old values of targets read
-            if after is not None:
-                stream.wait_event(cast("_CudaTicket", after).done)
             begun.record(stream)
             for target, source in copies:
                 assert target.dtype == source.dtype, f"{label}: {source.dtype} to {target.dtype}; copies do not cast"

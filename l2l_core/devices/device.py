@@ -82,19 +82,17 @@ class Device(ABC):
         lane: str,
         copies: Sequence[Copy],
         record: RecordFn,
-        after: Ticket | None = None,
         label: str = "",
         overlaps: bool = True,
     ) -> Ticket:
         """Start copies on lane "h2d" or "d2h".
 
-        The copies wait for all compute issued so far and for the ticket `after`.
+        The copies wait for all compute issued so far.
 
         Args:
             lane: "h2d" or "d2h".
             copies: (destination, source) pairs.
             record: called with start and stop of the copies.
-            after: copy to wait for.
             label: shown by profilers.
             overlaps: False if the caller waits for the copies at once.
         """

@@ -116,21 +116,18 @@ class EmulatedDevice(Device):
         lane: str,
         copies: Sequence[Copy],
         record: RecordFn,
-        after: Ticket | None = None,
         label: str = "",
         overlaps: bool = True,
     ) -> Ticket:
         executor: Executor = self._thread(lane) if overlaps else _INLINE
-        return _CopyTicket(executor.submit(self._run, lane, list(copies), record, after))
+        return _CopyTicket(executor.submit(self._run, lane, list(copies), record))
 
     def _thread(self, lane: str) -> ThreadPoolExecutor:
         if lane not in self._lanes:
             self._lanes[lane] = serial_executor(lane)
         return self._lanes[lane]
 
-    def _run(self, lane: str, copies: list[Copy], record: RecordFn, after: Ticket | None) -> None:
-        if after is not None:
-            after.join()
+    def _run(self, lane: str, copies: list[Copy], record: RecordFn) -> None:
         start_s, bytes_per_s = time.perf_counter(), self.bytes_per_s[lane]
         nbytes = sum(target.copy_(source).nbytes for target, source in copies)
         sleep_until(start_s + self.latency_s + (nbytes / bytes_per_s if bytes_per_s else 0.0))

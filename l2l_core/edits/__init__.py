@@ -14,10 +14,6 @@ from l2l_core.edits.commands import EditCommand as EditCommand
 from l2l_core.edits.commands import ImpossibleCommand as ImpossibleCommand
 from l2l_core.edits.delink import Delink as Delink
 from l2l_core.edits.depth import Depth as Depth
-from l2l_core.edits.depth import dropping_by_influence as dropping_by_influence
-from l2l_core.edits.depth import gradual_stacking as gradual_stacking
-from l2l_core.edits.depth import growing_by_identity as growing_by_identity
-from l2l_core.edits.depth import stacking_by_doubling as stacking_by_doubling
 from l2l_core.edits.detached_layers import DetachedLayer as DetachedLayer
 from l2l_core.edits.edit import Drop as Drop
 from l2l_core.edits.edit import Duplicate as Duplicate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from l2l_core.edits.edit import Drop, Duplicate, Edit, Insert, check_choice
 from l2l_core.edits.optimizer_state import Policy
@@ -12,7 +12,6 @@ from l2l_core.edits.schedules import (
     PerStep,
     SchedulableRelay,
     Schedule,
-    check_int,
     check_step_values,
     in_stack,
     stack_of,
@@ -107,69 +106,3 @@ class Depth(Schedule):
             return [Drop(unit.key, self.park) for unit in layers if unit in least] if len(least) == fewer else []
         first = len(layers) - fewer if self.shrink == "top" else 0
         return [Drop(in_stack(self.stack, slice(first, first + fewer)), self.park)]
-
-
-# -- named schedules ---------------------------------------------------------------------------------------------------
-
-
-def gradual_stacking(block: int, every: int, depth: int, grow: GrowMode = "middle", **options: Any) -> Depth:
-    """Add `block` layers after `every` steps, from `block` up to `depth`: in the middle (MIDAS), or on the "top".
-
-    Example:
-        >>> from l2l_core import gradual_stacking
-        >>> gradual_stacking(2, every=100, depth=6).depth
-        {0: 2, 100: 4, 200: 6}
-    """
-    _check_growth(block, depth, block)
-    return _growth_schedule([*range(block, depth, block), depth], every, grow, **options)
-
-
-def stacking_by_doubling(first: int, every: int, depth: int, grow: GrowMode = "top", **options: Any) -> Depth:
-    """Double the layers after `every` steps, from `first` up to `depth` (StackBERT).
-
-    Example:
-        >>> from l2l_core import stacking_by_doubling
-        >>> stacking_by_doubling(6, every=100, depth=24).depth
-        {0: 6, 100: 12, 200: 24}
-    """
-    _check_growth(first, depth, first)
-    depths = [first]
-    while depths[-1] < depth:
-        depths.append(min(depth, 2 * depths[-1]))
-    return _growth_schedule(depths, every, grow, **options)
-
-
-def growing_by_identity(first: int, every: int, depth: int, by: int = 1, **options: Any) -> Depth:
-    """Add `by` identity layers after `every` steps, from `first` up to `depth`; the loss does not jump.
-
-    Example:
-        >>> from l2l_core import growing_by_identity
-        >>> growing_by_identity(6, every=100, depth=8).depth
-        {0: 6, 100: 7, 200: 8}
-    """
-    _check_growth(first, depth, by)
-    return _growth_schedule([*range(first, depth, by), depth], every, "identity", **options)
-
-
-def dropping_by_influence(depth: PerStep, **options: Any) -> Depth:
-    """Shrink to a depth by step; drop the layers with the least influence (ShortGPT).
-
-    Example:
-        >>> from l2l_core import dropping_by_influence
-        >>> dropping_by_influence({100: 5, 200: 4}).shrink
-        'influence'
-    """
-    return Depth(depth, shrink="influence", **options)
-
-
-def _growth_schedule(depths: Sequence[int], every: int, grow: GrowMode, **options: Any) -> Depth:
-    check_int("every", every, 1)
-    options.setdefault("shrink", "top")  # for a model that has its full depth at first
-    return Depth({i * every: depth for i, depth in enumerate(depths)}, grow, **options)
-
-
-def _check_growth(first: int, depth: int, by: int) -> None:
-    for name, value in (("the first depth", first), ("depth", depth), ("the number of layers at a time", by)):
-        check_int(name, value, 1)
-    if first > depth:
-        raise ValueError(f"from {first} to {depth} layers the stack would not grow: begin with at most {depth}")

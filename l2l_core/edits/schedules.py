@@ -3,7 +3,7 @@
 Given the number of finished steps and the stack, a schedule determines the edits before the next step and the layers that are
 skipped in it. It has no state, so that it does the same after loading a save and in a repeated step.
 
-    schedule = gradual_stacking(3, every=100, depth=12) + LayerDrop(0.1)
+    schedule = Depth({0: 3, 100: 6, 200: 12}, grow="top") + LayerDrop(0.1)
     for batch in batches:
         schedule.step(relay, batch)
 

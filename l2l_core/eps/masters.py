@@ -1,4 +1,4 @@
-"""Masters: the optimizer's parameters over the host buffers, their groups and their state.
+"""The optimizer's parameters over the host buffers, their groups and their state.
 
 In memory and with one worker, the optimizer has the model's own parameters. They point to the device while their layer computes;
 before its update they are pointed to the master, for the rest of the step. With a shelf or several workers the optimizer has

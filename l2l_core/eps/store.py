@@ -137,10 +137,14 @@ class LayerStore:
         if self._config.update == "eager":
             self.masters.return_params(block)
             self.updater.prefetch(block)
-            self._submit(lambda: self._reduce_parts(block) or self._update(block))  # None, so both run
+            self._submit(partial(self._reduce_and_update, block))
             self._unfinished.append(self._jobs[-1])
             while len(self._unfinished) > MAX_PENDING_GRADIENTS:
                 self._unfinished.popleft().exception()  # `wait` raises errors
+
+    def _reduce_and_update(self, block: Block) -> None:
+        self._reduce_parts(block)
+        self._update(block)
 
     def finish(self) -> None:
         """Wait for all gradients and updates; deferred updates run now.
@@ -181,7 +185,7 @@ class LayerStore:
 
     def _release_params(self) -> None:
         for block in self.masters.blocks:
-            block.returned = False
+            block.points_to_master = False
 
     def wait(self) -> None:
         """Wait for all submitted work; raise the first error (work after it is skipped)."""

@@ -30,7 +30,7 @@ from l2l_core.trace import format_bytes
 
 _TIMED_PASSES = 3  # of a finalist
 _FINALISTS = 3  # steps that are rehearsed again: one run each does not separate them
-_CHANCE = 1.1  # factor by which noise may slow down one run
+_NOISE_FACTOR = 1.1  # factor by which noise may slow down one run
 _AS_FAST = 1.03  # a smaller gain is not worth other micro-batches, which draw other random numbers, or other updates
 _FASTER = 1.01  # a smaller gain is not reported
 
@@ -52,7 +52,7 @@ class FastestSearch:
         Eager updates, which need less of the host, are tried only if nothing else fits: a step that fails may then be torn.
         """
         space, fits = self._space(), self.limits.fits
-        found = minimise(lambda config: price(self._complete(config)), space, fits, self.cost, _CHANCE, until_s)
+        found = minimise(lambda config: price(self._complete(config)), space, fits, self.cost, _NOISE_FACTOR, until_s)
         if found.steps or "update" not in self.free or self.requested.update != "deferred":
             return found
         return replace(self, requested=replace(self.requested, update="eager")).fastest(price, until_s)
@@ -162,7 +162,7 @@ def finalists(search: FastestSearch, price: Price, steps: list[Priced], until_s:
         return steps[:1]
     by_kind: dict[RelayConfig, Priced] = {}
     for step in steps:
-        if step.seconds < _CHANCE * steps[0].seconds:
+        if step.seconds < _NOISE_FACTOR * steps[0].seconds:
             by_kind.setdefault(kind_of(step.config), step)
     chosen = [*by_kind.values()][:_FINALISTS]
     # Deferred updates keep a failing step whole; if they were requested, eager ones are only a last resort.

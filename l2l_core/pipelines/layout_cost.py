@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.pipelines.layout_rounds import SimulatedRounds, fullest_moments, simulate_step
+from l2l_core.pipelines.layout_rounds import SimulatedRounds, fullest_moments, simulate_rounds
 from l2l_core.pipelines.pipeline_simulation import StageCost
 from l2l_core.pipelines.rank_layout import (
     MESSAGES,
@@ -254,7 +254,7 @@ class _StepCost:
         costs = tuple(
             self.stage_cost(runs[stage], layers, stage == self.stages - 1) for stage, layers in enumerate(self.layers)
         )
-        step = simulate_step(layout.schedule, p, self.m, layout.stages, costs, link)
+        step = simulate_rounds(layout.schedule, p, self.m, layout.stages, costs, link)
         seconds = dict.fromkeys(PARTS, 0.0)
         for (kind, stage), count in step.counts.items():
             for part, value in runs[stage][kind].parts.items():

@@ -32,7 +32,7 @@ _MOST_ROUNDS = 6  # that may differ; with more, the whole step is simulated
 
 
 @lru_cache(maxsize=4096)
-def simulate_step(
+def simulate_rounds(
     schedule: str, p: int, m: int, v: int, costs: Sequence[StageCost], link: float | None
 ) -> SimulatedRounds:
     """Simulate a step; where rounds of p micro-batches are alike, simulate a few and add the others."""

@@ -1,4 +1,4 @@
-"""Actions of a pass: one value for each operation that a schedule issues, and the answer that running it gives.
+"""Actions of a pass: one value for each operation that a schedule issues, and the result of running it.
 
 kind  lane     operation
 A     h2d      announce layers whose loads follow, to a store that reads ahead (disk, other workers)

@@ -60,7 +60,7 @@ class _Check:
             "P": self._push,
             "U": self._finish,
             "E": self._end_visit,
-            "T": self._turn,
+            "T": self._begin_backward,
         }
         for index, action in enumerate(self._plan.actions):
             self._index = index
@@ -225,7 +225,7 @@ class _Check:
         )
         self._lost.append(action.k)
 
-    def _turn(self, action: Action) -> None:
+    def _begin_backward(self, action: Action) -> None:
         self._require(len(self._lost) == self._settings.micro_batches, action, "a loss is missing", "move it behind X")
         self._is_backward = True
 

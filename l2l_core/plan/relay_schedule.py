@@ -188,20 +188,20 @@ class RelaySchedule:
 
     def _start(self) -> Actions:
         for k in range(self.settings.micro_batches):
-            self._take(k, (yield Action("I", SHELL, k)))
+            self._record_result(k, (yield Action("I", SHELL, k)))
             if self.settings.offloads:
                 yield Action("S", SHELL, k)
 
     def _forward(self, k: int, visit: _ScheduledVisit) -> Actions:
-        answer = yield Action("F", visit.layer, k, visit.index, False, -1, visit.keep)
-        if self._take(k, answer).needs_backward:
+        result = yield Action("F", visit.layer, k, visit.index, False, -1, visit.keep)
+        if self._record_result(k, result).needs_backward:
             visit.calls.append(k)
             self._pending[visit.layer] += 1
 
-    def _take(self, k: int, answer: ActionResult | None) -> ActionResult:
-        assert answer is not None, f"the forward of micro-batch {k} got no answer"
-        self._waits_for[k], self._finished[k] = answer.waits_for, answer.waits_for is None
-        return answer
+    def _record_result(self, k: int, result: ActionResult | None) -> ActionResult:
+        assert result is not None, f"the forward of micro-batch {k} got no result"
+        self._waits_for[k], self._finished[k] = result.waits_for, result.waits_for is None
+        return result
 
     def _waiting(self, layer: str) -> list[int]:
         return [k for k, waits_for in enumerate(self._waits_for) if waits_for == layer]
@@ -265,10 +265,10 @@ class RelaySchedule:
             return
         while self._losses < len(self._finished) and self._finished[self._losses]:
             k = self._losses
-            answer = yield Action("X", SHELL, k)
+            result = yield Action("X", SHELL, k)
             self._losses += 1
             # No recompute of the last layer, unless an earlier micro-batch needs one
-            if visit is not None and answer is not None and answer.has_graph and visit.calls[:1] == [k]:
+            if visit is not None and result is not None and result.has_graph and visit.calls[:1] == [k]:
                 yield self._backward(k, visit)
             if k != current and self.settings.offloads:  # it finished in an earlier turn and was offloaded
                 yield Action("S", SHELL, k)

@@ -97,7 +97,7 @@ class StepPlan:
         position = [0] * settings.micro_batches
         kept = [False] * settings.micro_batches
 
-        def answer(action: Action) -> ActionResult | None:
+        def expected_result(action: Action) -> ActionResult | None:
             if action.kind in "IF":
                 k = action.k
                 position[k] += action.kind == "F"
@@ -105,7 +105,7 @@ class StepPlan:
                 return ActionResult(visits[position[k]] if position[k] < len(visits) else None, action.kind == "F")
             return ActionResult(has_graph=kept[action.k]) if action.kind == "X" else None
 
-        return StepPlan(settings, tuple(run_schedule(RelaySchedule(settings, layers, visits).train(), answer)))
+        return StepPlan(settings, tuple(run_schedule(RelaySchedule(settings, layers, visits).train(), expected_result)))
 
     def train(self) -> Actions:
         """Yield the actions of a training step, as `RelaySchedule.train`.
@@ -120,21 +120,21 @@ class StepPlan:
                 calls.setdefault(action.k, []).append(action.layer)
         position = dict.fromkeys(range(self.settings.micro_batches), 0)
         for index, action in enumerate(self.actions):
-            answer = yield action
-            if answer is None or action.kind not in "IF":
+            result = yield action
+            if result is None or action.kind not in "IF":
                 continue
             k = action.k
             position[k] += action.kind == "F"
             planned = calls.get(k, [])[position[k] :][:1]
-            if [answer.waits_for] != (planned or [None]):
+            if [result.waits_for] != (planned or [None]):
                 raise PlanError(
                     index,
-                    f"micro-batch {k} calls {answer.waits_for or 'no further layer'}, where the plan has "
+                    f"micro-batch {k} calls {result.waits_for or 'no further layer'}, where the plan has "
                     f"{planned[0] if planned else 'none'}. Nothing was trained. Run a step with "
                     "RelayConfig(schedule='breadth_first'), which follows the model: a function gets its order of layers in the "
                     "next step, and relay.step(batch).plan is a plan to edit",
                 )
-            if action.kind == "F" and not answer.needs_backward:
+            if action.kind == "F" and not result.needs_backward:
                 raise PlanError(
                     index,
                     f"layer {action.layer} needs no backward (frozen, before every trained parameter?), and the plan has one. "
@@ -167,13 +167,13 @@ class StepPlan:
         return StepPlan(_parse_settings(head), tuple(actions))
 
 
-def run_schedule(actions: Actions, answer: Callable[[Action], ActionResult | None]) -> Iterator[Action]:
-    """Yield the actions of a schedule that gets these answers."""
+def run_schedule(actions: Actions, result_of: Callable[[Action], ActionResult | None]) -> Iterator[Action]:
+    """Yield the actions of a schedule that gets these results."""
     action = next(actions)
     while True:
         yield action
         try:
-            action = actions.send(answer(action))
+            action = actions.send(result_of(action))
         except StopIteration:
             return
 

@@ -36,7 +36,6 @@ from l2l_core.saves import describe_differences, plain_random, read_random, sync
 from l2l_core.shelf.record_store import BlockRecord, RecordLayout, RecordStore
 
 _NAME, _NEXT, _SCHEMA = "step.json", "step.json.tmp", 3
-_FORMER = {2: {"workers": 1, "commits": 0, "run": ""}}  # by readable older schema, what it lacks
 
 
 class ShelfManifest:
@@ -264,8 +263,6 @@ def read_plain(folder: Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}): restore the whole folder from a copy") from error
-    if plain["schema"] in _FORMER:
-        return {**_FORMER[plain["schema"]], **plain}
     if plain["schema"] != _SCHEMA:
         raise ValueError(
             f"{path} has schema {plain['schema']!r}, and this release of l2l_core reads schema {_SCHEMA}: use the release that "

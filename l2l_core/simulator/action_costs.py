@@ -1,6 +1,6 @@
 """The actions of a step, each with the place of its costs in a profile.
 
-`RelaySchedule` decides the actions; the profile answers which layer each micro-batch calls next. Steps depth first, and steps
+`RelaySchedule` decides the actions; the profile has the layer that each micro-batch calls next. Steps depth first, and steps
 whose micro-batches are merged, have no such schedule: their stays are taken one after another, as they were recorded.
 """
 
@@ -136,11 +136,11 @@ def actions_of_step(shape: StepShape, settings: ScheduleSettings, depth_first: b
     places = CostPlaces(shape)
     schedule = RelaySchedule(settings, shape.layers, places.visits).train()
     walk = ActionWalk(places)
-    return tuple(filter(None, map(walk.run, run_schedule(schedule, _Answers(places).answer))))
+    return tuple(filter(None, map(walk.run, run_schedule(schedule, _Results(places).of))))
 
 
-class _Answers:
-    """Answers of a profile to a schedule."""
+class _Results:
+    """Results of actions, as a profile has recorded them."""
 
     def __init__(self, places: CostPlaces) -> None:
         self._places = places
@@ -154,7 +154,7 @@ class _Answers:
             needs_backward = (visit, k) in self._places.backward
         yield ActionResult(None, needs_backward)
 
-    def answer(self, action: Action) -> ActionResult | None:
+    def of(self, action: Action) -> ActionResult | None:
         """Return the result of an action."""
         if action.kind in "IF":
             return next(self._calls[action.k])

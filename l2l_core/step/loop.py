@@ -50,8 +50,8 @@ from l2l_core.step.traffic import Gradient, GradientSlots, SlotStay, WeightSlots
 
 # By name: bound methods would refer to their executor in a circle, and keep the model until Python's collector runs.
 _METHODS = {
-    "A": "_load",
-    "L": "_load",
+    "A": "_announce_or_load",
+    "L": "_announce_or_load",
     "V": "_begin_visit",
     "I": "_start_forward",
     "W": "_wait_for_stash",
@@ -63,15 +63,15 @@ _METHODS = {
     "D": "_drop_graph",
     "S": "_offload",
     "P": "_push",
-    "U": "_finish",
+    "U": "_finish_gradients",
     "E": "_end_visit",
-    "T": "_turn",
+    "T": "_begin_backward",
 }
 
 
 @dataclass(eq=False, slots=True)
 class Visit:
-    """One stay of a layer on the device during forward."""
+    """One visit of a layer in forward, with the calls of all micro-batches."""
 
     unit: Unit
     index: int
@@ -99,20 +99,20 @@ class ForwardExecutor:
         return [visit.unit for visit in self.visits]
 
     def run(self, schedule: Actions) -> None:
-        """Run the actions of a schedule in order, and give it the answers."""
-        answer: ActionResult | None = None
+        """Run the actions of a schedule in order, and give it their results."""
+        result: ActionResult | None = None
         with self._scope:
             while True:
                 try:
-                    action = schedule.send(answer)
+                    action = schedule.send(result)
                 except StopIteration:
                     return
                 self.actions.append(action)
-                answer = getattr(self, _METHODS[action.kind])(action)
+                result = getattr(self, _METHODS[action.kind])(action)
 
     # -- visits --------------------------------------------------------------------------------------------------------
 
-    def _load(self, action: Action) -> None:  # [1]
+    def _announce_or_load(self, action: Action) -> None:  # [1]
         self._weight_slots.run(action)
 
     def _begin_visit(self, action: Action) -> None:
@@ -263,7 +263,7 @@ class StepExecutor(ForwardExecutor):
             suspend_all(self._visit.calls, self._ctx)  # another layer takes the slot: graphs that need it are dropped
         super()._end_visit(action)
 
-    def _turn(self, action: Action) -> None:
+    def _begin_backward(self, action: Action) -> None:
         if not self._has_gradient:
             refuse_frozen_model()
 
@@ -389,7 +389,7 @@ class StepExecutor(ForwardExecutor):
             self._flush(-1, visit.index, gradient)
             gradient.stop()
 
-    def _finish(self, action: Action) -> None:
+    def _finish_gradients(self, action: Action) -> None:
         """Finish the layer's gradients that were pushed by micro-batch; others are finished when they arrive.
 
         To shared blocks, the shell and other layers may still contribute: those are finished at the end of the step.

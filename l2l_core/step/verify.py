@@ -1,7 +1,8 @@
 """Comparison of one relay step with the same step in core, from the same state.
 
-The step in core shares no code or state with the relay: it trains a deep copy of the model with a separate optimizer, made from
-copies of state, groups, defaults and attributes. `Relay.verify` undoes the relay's step.
+The step in core shares no code with the relay. `Relay.verify`, which undoes the relay's step, trains a deep copy of the model
+with an optimizer made from copies of state, groups, defaults and attributes. The comparison of a first step trains the model
+and the optimizer themselves, and puts them back.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from torch import nn
 from zoo import BY_NAME, loss_of
 
 from l2l_core import (
+    Depth,
     Drop,
     Duplicate,
     Insert,
@@ -19,7 +20,6 @@ from l2l_core import (
     RelayConfig,
     WorkerError,
     Workers,
-    dropping_by_influence,
 )
 
 
@@ -100,7 +100,7 @@ def influence_beside_alone(rank: int, count: int) -> dict[str, Any]:
     with relay_of(case, rank) as relay, alone_of(case, count) as alone:
         relay.step(case.rows_of(rank, 0))
         alone.step(together([case.rows_of(worker, 0) for worker in range(count)]))
-        dropped = dropping_by_influence({1: len(relay.stack) - 1}).edits(relay)
+        dropped = Depth({1: len(relay.stack) - 1}, shrink="influence").edits(relay)
         together_, alone_ = [[unit.stats["influence"] for unit in each.stack] for each in (relay, alone)]
     return {"together": together_, "alone": alone_, "dropped": dropped}
 

@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary, ref
 
 from l2l_core import Edit, Fit, Relay, Schedule
 from l2l_core.edits import Branch, JournalEntry, refuse_own_step
-from l2l_core.relay import accept_trust
 from workbench.session.batches import Batches, BatchSource
 from workbench.session.command_thread import Command
 from workbench.session.edit_text import describe_edits
@@ -150,7 +149,6 @@ class Session(ResumableSession):
         """
         self._commands.submit(Command("skip the batch", self._trainer.skip))
 
-    @accept_trust
     def edit(self, *changes: Edit | Callable[[Relay], Any], what: str = "", force: bool = False) -> Future[Any]:
         """Edit the stack of layers, or call a function of the relay, between two steps.
 

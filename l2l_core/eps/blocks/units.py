@@ -49,7 +49,7 @@ class Block:
     cast: torch.Tensor | None = None  # the master in the dtype of loads; see `WeightSource`
     local_layout: Layout | None = None  # layout of `master` if it is a part of the block
     offloaded: bool = False  # not in memory except during its update
-    returned: bool = False  # until the step ends, parameters point to the master, and only its update sets their data
+    points_to_master: bool = False  # until the step ends, parameters do, and only its update sets their data
     residuals: dict[int, torch.Tensor] = field(default_factory=dict)  # by parameter, on the device; see `Residuals`
     used_gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # by parameter; see `UsedGradient`
     _trained: TrainedParameters | None = None  # cache
@@ -128,10 +128,10 @@ class Block:
         return self.set_master(master, optimizer_params)
 
     def return_params(self) -> None:
-        """Point the parameters to the master, whatever visits do, until `returned` is reset."""
-        if not self.returned:
+        """Point the parameters to the master, whatever visits do, until `points_to_master` is reset."""
+        if not self.points_to_master:
             _set_data(self.params, self.host_views)
-            self.returned = True
+            self.points_to_master = True
 
     def offload(self, optimizer_params: Sequence[nn.Parameter] = ()) -> None:
         """Drop the weights, which are stored elsewhere; parameters become placeholders."""
@@ -281,11 +281,11 @@ class Unit:
         self.name = name
 
     def set_data(self, views: Sequence[torch.Tensor]) -> None:
-        """Set the parameters' data (device slots or masters), except in returned blocks; their identity stays."""
+        """Set the parameters' data (device slots or masters), except in blocks that point to the master; their identity stays."""
         rest = iter(views)
         for block in self.blocks:
             own = [next(rest) for _ in block.params]
-            if not block.returned:
+            if not block.points_to_master:
                 _set_data(block.params, own)
 
 

@@ -1,6 +1,21 @@
 """Block-by-block updates with any torch optimizer: parts of it, settings, state, and a trial of their equality.
 
 May import `eps.blocks`, `model`. Begin reading at `factory.py`, `partial_optimizer.py`.
+
+Where an optimizer is refused, or what is done to it:
+
+optimizers/factory.py                parameters that are not the model's; LBFGS, SparseAdam, two gradients per step
+optimizers/optimizer_conformance.py  a trial on a few parameters: what couples layers, draws random numbers, has a hidden state
+optimizers/partial_optimizer.py      step hooks, a replaced `step`, and `step()` where nothing has a gradient
+optimizers/wrapped_optimizer.py      wrappers of other libraries; those of accelerate and Fabric are taken off
+optimizers/optimizer_list.py         lists of optimizers: parameters given twice, filters that accept none
+optimizers/optimizer_settings.py     settings that a step changes otherwise for one layer than for another
+eps/masters.py                       groups that were changed between steps
+eps/updater.py                       a parameter whose first gradient is in a later step
+eps/blocks/used_gradients.py         reading `param.grad` after a step
+batches/loss_modules.py              gradient scalers in the loss
+
+What a shelf, an edit or a trainer cannot do with an optimizer is refused there: `shelf/`, `edits/`, `integrations/`.
 """
 
 from l2l_core.eps.optimizers.factory import OptimizerFactory as OptimizerFactory

@@ -122,8 +122,8 @@ class CompiledRegionGuard:
                 node.register_prehook(partial(self._restore_saved, saved))
 
     def _track(self, tensors: Iterable[torch.Tensor]) -> None:
-        is_exempt = self._ctx.stash.tracker.is_exempt
-        self._ctx.stash_mode.track_outputs([tensor for tensor in tensors if not is_exempt(tensor)], {})
+        is_not_stash = self._ctx.stash.tracker.is_not_stash
+        self._ctx.stash_mode.track_outputs([tensor for tensor in tensors if not is_not_stash(tensor)], {})
 
     def _restore_saved(self, saved: Sequence[torch.Tensor], _grads: Any) -> None:
         """Fetch saved tensors before a compiled backward reads them, since no mode observes it."""

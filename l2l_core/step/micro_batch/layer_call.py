@@ -445,7 +445,7 @@ def _copy_if_exempt(ctx: StepContext, tensor: torch.Tensor) -> torch.Tensor:
 
     The copy has the same strides, also overlapping ones (an expanded weight), since rounding depends on them.
     """
-    if not ctx.stash.tracker.is_exempt(tensor):
+    if not ctx.stash.tracker.is_not_stash(tensor):
         return tensor
     tensor = tensor.detach()
     if tensor.layout is not torch.strided or not tensor.numel():

@@ -111,7 +111,7 @@ class GradientHooks:
     def check_no_stray_grads(self) -> None:
         """Raise RuntimeError if user code has set `grad` of a parameter after the backward of its layer."""
         for block, trained in self.trained.items():
-            if not block.returned:  # else its update sets `grad`, and checks it
+            if not block.points_to_master:  # else its update sets `grad`, and checks it
                 check_no_stray_grads(block, [i for i in trained.indices if block.params[i] not in self._routes])
 
     def close(self) -> None:

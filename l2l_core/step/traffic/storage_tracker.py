@@ -138,7 +138,7 @@ class StorageTracker:
         finally:
             self._exempt -= keys
 
-    def is_exempt(self, tensor: torch.Tensor) -> bool:
+    def is_not_stash(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is in a storage of the model or of the engine."""
         return storage_key(tensor) in self._exempt
 

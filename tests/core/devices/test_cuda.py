@@ -419,16 +419,6 @@ def test_events_that_are_over_arrive_while_the_step_runs(monkeypatch: pytest.Mon
     device.close()
 
 
-def test_a_copy_may_wait_for_another_lane() -> None:
-    device, order = LateDevice(), []
-    up = device.issue("d2h", [(torch.empty(2), torch.ones(2))], lambda a, b: order.append("d2h"))
-    down = device.issue("h2d", [(torch.empty(2), torch.ones(2))], lambda a, b: order.append("h2d"), after=up)
-    down.join()
-    assert up.done.query(), "the first had to run before the second could"
-    device.close()
-    assert sorted(order) == ["d2h", "h2d"]
-
-
 def test_host_memory_of_a_copy_is_held_until_the_copy_is_over() -> None:
     device = LateDevice()
     target = torch.zeros(1000)

@@ -15,6 +15,7 @@ import torch
 from small import assert_same, keys, make_batch, make_gpt, make_relay, state_of
 from torch import nn
 
+import l2l_core
 from l2l_core import (
     ActiveLayers,
     Depth,
@@ -26,10 +27,6 @@ from l2l_core import (
     RelayConfig,
     Schedule,
     WarmupStableDecay,
-    dropping_by_influence,
-    gradual_stacking,
-    growing_by_identity,
-    stacking_by_doubling,
 )
 from l2l_core.edits.skip_schedules import draw_skipped
 
@@ -57,16 +54,16 @@ def run(schedule: Schedule, relay: Relay, until: int) -> list[str]:
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (gradual_stacking(3, every=1, depth=12), ["012", "012012", "012012012", "012012012012"]),
-        (gradual_stacking(2, every=1, depth=7, grow="top"), ["01", "0101", "010101", "0101011"]),
-        (stacking_by_doubling(3, every=2, depth=12), ["012", "012", "012012", "012012", "012012012012"]),
+        (Depth({0: 3, 1: 6, 2: 9, 3: 12}, "middle"), ["012", "012012", "012012012", "012012012012"]),
+        (Depth({0: 2, 1: 4, 2: 6, 3: 7}, "top"), ["01", "0101", "010101", "0101011"]),
+        (Depth({0: 3, 2: 6, 4: 12}, "top"), ["012", "012", "012012", "012012", "012012012012"]),
         (Depth({0: 3, 2: 5}, "middle"), ["012", "012", "01012"]),
         (Depth(5, "middle"), ["01123"] * 3),
         (Depth({0: 4, 1: 6}, "middle"), ["0123", "010123"]),
         (Depth({0: 3, 1: 5}, "interleaved"), ["012", "00122"]),
         (Depth({1: 8}, "interleaved"), ["0123", "00112233"]),
         (Depth({1: 9}, "top"), ["0123", "012301233"]),
-        (growing_by_identity(2, every=1, depth=5, by=2), ["01", "0011", "00111"]),
+        (Depth({0: 2, 1: 4, 2: 5}, "identity"), ["01", "0011", "00111"]),
         (Depth(lambda step: 4 - step, shrink="top"), ["0123", "012", "01"]),
         (Depth(lambda step: 4 - step, shrink="bottom"), ["0123", "123", "23"]),
     ],
@@ -89,7 +86,7 @@ def test_growth_by_identity_does_not_move_the_loss(relay: Relay) -> None:
 
 
 def test_layers_of_least_influence_go_once_it_is_known(relay: Relay) -> None:
-    schedule = dropping_by_influence({0: 3, 2: 2})
+    schedule = Depth({0: 3, 2: 2}, shrink="influence")
     assert schedule.edits(relay) == []
     schedule.step(relay, make_batch())
     assert len(relay.stack) == 4, "nothing was known"
@@ -106,8 +103,8 @@ def test_layers_of_least_influence_go_once_it_is_known(relay: Relay) -> None:
 
 def test_a_layer_whose_influence_is_not_known_stays(relay: Relay) -> None:
     relay.step(make_batch(), skip=["L000", "L002"])
-    assert dropping_by_influence({0: 1}).edits(relay) == [], "three must go, and two are known"
-    assert [edit.layers for edit in dropping_by_influence({0: 2}).edits(relay)] == ["L001", "L003"]
+    assert Depth({0: 1}, shrink="influence").edits(relay) == [], "three must go, and two are known"
+    assert [edit.layers for edit in Depth({0: 2}, shrink="influence").edits(relay)] == ["L001", "L003"]
 
 
 MIXED: Callable[[], Schedule] = lambda: (  # noqa: E731
@@ -230,10 +227,6 @@ def test_an_empty_group_of_edits_is_refused(relay: Relay) -> None:
         (lambda: Depth({0: 3}, optimizer="half"), ValueError, "optimizer='half'"),
         (lambda: Depth({0: 3}, warmup=-1), ValueError, "warmup=-1"),
         (lambda: Depth({0: 3}, park="tape"), ValueError, "park='tape'"),
-        (lambda: gradual_stacking(0, 10, 12), ValueError, "the first depth is 0"),
-        (lambda: gradual_stacking(13, 10, 12), ValueError, "would not grow"),
-        (lambda: stacking_by_doubling(3, 0, 12), ValueError, "every is 0"),
-        (lambda: growing_by_identity(3, 1, 12, by=0), ValueError, "at a time is 0"),
         (lambda: Freezing({0: -1}), ValueError, "frozen from step 0 on is -1"),
         (lambda: LayerDrop(1.5), ValueError, "rate=1.5"),
         (lambda: LayerDrop("half"), ValueError, "rate='half'"),
@@ -382,3 +375,12 @@ def test_every_group_of_the_optimizer_gets_the_factor(relay: Relay) -> None:
 def test_schedules_of_rate_and_running_layers_check_their_values(make: Callable[[], Schedule], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_schedules_of_a_former_release_name_what_to_use() -> None:
+    with pytest.raises(ImportError, match=r"l2l_core.gradual_stacking was removed: use a schedule as Depth\(") as told:
+        exec("from l2l_core import gradual_stacking")
+    schedule = eval(str(told.value).partition(" as ")[2])
+    assert schedule.depth == {0: 3, 100: 6, 200: 9}
+    with pytest.raises(AttributeError, match="no attribute 'SGD'"):
+        l2l_core.SGD  # noqa: B018

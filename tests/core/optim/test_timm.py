@@ -1,4 +1,4 @@
-"""LAMB and LARS of timm train in a relay; the names that this package had for its own name them."""
+"""LAMB and LARS of timm train in a relay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR
 
-import l2l_core
 from l2l_core import Relay, RelayConfig
 
 NEEDS = 'needs timm: pip install -e ".[vision]"'
@@ -71,15 +70,3 @@ def test_a_norm_over_all_gradients_couples_layers() -> None:
     lamb = pytest.importorskip("timm.optim", reason=NEEDS).Lamb
     with pytest.raises(ValueError, match="couples parameters of different layers"):
         Relay(net(), lamb, loss=loss)
-
-
-@pytest.mark.parametrize("name", ["LAMB", "LARS"])
-def test_the_names_of_before_name_what_to_use(name: str) -> None:
-    with pytest.raises(
-        ImportError, match=rf"l2l_core.{name} was removed: use timm.optim.{name.title()}.*pip install timm"
-    ):
-        getattr(l2l_core, name)
-    with pytest.raises(ImportError, match="pip install timm"):
-        exec(f"from l2l_core import {name}")
-    with pytest.raises(AttributeError, match="no attribute 'SGD'"):
-        l2l_core.SGD  # noqa: B018

@@ -37,7 +37,7 @@ from l2l_core.pipelines import (
     state_bytes,
 )
 from l2l_core.pipelines.layout_cost import _StepCost, cut_stages, layout_bounds
-from l2l_core.pipelines.layout_rounds import simulate_step
+from l2l_core.pipelines.layout_rounds import simulate_rounds
 from l2l_core.pipelines.layout_search import OFFLOADS, _is_possible
 from l2l_core.pipelines.rank_layout import RECOMPUTING
 
@@ -206,7 +206,7 @@ def test_rounds_that_are_added_are_those_of_a_whole_simulation() -> None:
         slower = drawn.choice([1.0, 1.0, 1.5]) if schedule in ("1F1B", "Interleaved1F1B") else 1.0
         costs = [replace(cost, forward_s=forward_s * (slower if stage % 2 else 1.0)) for stage in range(plan.stages)]
         costs = (*costs[:-1], replace(costs[-1], record_bytes=cost.record_bytes + 5))
-        found = simulate_step(schedule, p, m, v, costs, link)
+        found = simulate_rounds(schedule, p, m, v, costs, link)
         whole = simulate_pipeline(plan, costs, RankSpeeds(bytes_per_s=link))
         where = (schedule, p, m, link)
         assert found.seconds == pytest.approx(whole.seconds, rel=1e-9), where

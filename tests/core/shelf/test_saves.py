@@ -327,21 +327,6 @@ def test_what_a_load_does_not_go_with(save: Path, folder: Path) -> None:
         assert relay.config.micro_batches == 2 and relay.steps == 2
 
 
-def test_a_shelf_of_the_former_schema_is_resumed(folder: Path) -> None:
-    """It lacks what only several workers need."""
-    with relay_on(folder, CHAIN) as relay:
-        relay.step(CHAIN.make_batch(ROWS, 0))
-        before = weights_of(relay)
-    path = folder / "step.json"
-    plain = json.loads(path.read_text())
-    del plain["workers"], plain["commits"], plain["run"]
-    path.write_text(json.dumps({**plain, "schema": 2}))
-    with relay_on(folder, CHAIN, resume=True) as relay:
-        assert relay.steps == 1
-        assert_same(weights_of(relay), before)
-        relay.step(CHAIN.make_batch(ROWS, 1))
-
-
 def test_a_run_with_its_own_loss_does_not_go_on_with_the_models(folder: Path) -> None:
     """On a shelf that is resumed, and on one that was filled from a save."""
     kind = BY_NAME["gpt2"]  # computes a loss
