@@ -67,6 +67,7 @@ from l2l_core.eps.optimizers import (
     replaced_step,
     rounds_weights,
     settings_of,
+    snapshot_optimizer,
     unwrap_optimizer,
     user_hooks,
     without_step_hooks,
@@ -79,7 +80,6 @@ from l2l_core.model import (
     refuse_compiled_whole,
     resolve_layers,
     restore_all,
-    snapshot_except,
     snapshot_random_state,
 )
 from l2l_core.plan import PlanError, StepPlan, schedule_name
@@ -1361,7 +1361,7 @@ class Relay:
     def _adopt(self, saved: saves.SavedRelay, resumption: Resumption, back: ExitStack) -> None:
         """Take over a save, over the model and optimizer with which it was made; `back` receives the way back."""
         backend, edited = self._backend, saved.edited
-        back.callback(snapshot_except(vars(self.optimizer), {"state"}))
+        back.callback(snapshot_optimizer(self.optimizer))
         back.callback(self._runner.parts.snapshot_buffers())
         back.callback(RandomState.capture().restore)
         with self.device.current(), backend.synchronized("take a save over", dict):

@@ -19,7 +19,7 @@ from l2l_core.devices import Device, Ledger
 from l2l_core.eps.blocks import Block, BlockGradient
 from l2l_core.eps.gradient_buffers import GradientBuffers, Reducer
 from l2l_core.eps.gradient_codec import CATEGORY, OWNER, Residuals
-from l2l_core.eps.optimizers import clone_shallow, clone_state, step_part
+from l2l_core.eps.optimizers import clone_shallow, clone_state, restrict_optimizer, step_part
 from l2l_core.eps.store import LayerStore
 from l2l_core.eps.updater import BlockGradients, EPSClock, Updater, check_can_step
 
@@ -43,7 +43,7 @@ class DryRunUpdater(Updater):
     def __init__(self, store: LayerStore) -> None:
         super().__init__(store.masters)
         self._storage, optimizer = store.storage, store.optimizer
-        self._optimizer = clone_shallow(optimizer, optimizer.param_groups, optimizer.state)  # without hooks
+        self._optimizer = restrict_optimizer(optimizer, list(store.masters.model_params))  # without hooks
         self._by_layout: dict[Any, _ScratchWeights] = {}
         self._states: dict[Block, Sequence[Mapping[str, Any]]] = {}  # of blocks updated in any step so far
 

@@ -24,13 +24,14 @@ from l2l_core.eps.optimizers import (
     OptimizerList,
     StepGuard,
     clone_deep,
+    members_of,
     refuse_other_params,
     replace_params,
     restrict_optimizer,
+    snapshot_optimizer,
     state_bytes,
     user_objects_of,
 )
-from l2l_core.model import snapshot_value
 
 
 @dataclass(eq=False)
@@ -87,8 +88,9 @@ class Masters:
         if not shares_params:
             replace_params(optimizer, masters)
             guard = partial(refuse_other_params, self.model_params)
-            guard(optimizer)
-            self._load_hook = optimizer.register_load_state_dict_post_hook(guard)
+            for each in members_of(optimizer):
+                guard(each)
+            self._load_hooks = [each.register_load_state_dict_post_hook(guard) for each in members_of(optimizer)]
         # After the line above: a part is restricted by the parameters in the optimizer's groups
         self.params = {block: [masters[param] for param in block.params] for block in self.blocks}
         self._parts = {block: restrict_optimizer(optimizer, own) for block, own in self.params.items()}
@@ -213,8 +215,6 @@ class Masters:
         Raises:
             ValueError: groups, or parameters in them, were added, removed or moved.
         """
-        if isinstance(self.optimizer, OptimizerList):
-            self.optimizer.link()
         groups, parts = self.optimizer.param_groups, [part.param_groups for part in self._parts.values()]
         before = [{param for group in alike for param in group["params"]} for alike in zip(*parts, strict=True)]
         changes = [
@@ -222,8 +222,10 @@ class Masters:
             for index, (group, own) in enumerate(zip(groups, before, strict=False))
             if len(group["params"]) != len(own) or not own.issuperset(group["params"])
         ]
-        if parts and len(groups) != len(before):
-            changes = [f"it has {len(groups)} groups and had {len(before)}"]
+        for part in [*self._parts.values()][:1]:
+            for each, own in zip(members_of(self.optimizer), members_of(part), strict=True):
+                if (now := len(each.param_groups)) != (had := len(own.param_groups)):
+                    changes = [f"{type(each).__name__} has {now} groups and had {had}"]
         if changes:
             raise ValueError(
                 f"the groups of the optimizer were changed behind the relay's back: {changes[0]} (add_param_group?). Close the "
@@ -242,7 +244,7 @@ class Masters:
     def snapshot(self) -> Callable[[], None]:
         """Copy all weights, versions and optimizer state; call the result to restore them exactly."""
         masters = [(block, block.master.clone(), block.version) for block in self.blocks]
-        restore_optimizer = snapshot_value(vars(self.optimizer))
+        restore_optimizer = snapshot_optimizer(self.optimizer, with_state=True)
 
         def undo() -> None:
             for block, master, version in masters:
@@ -263,13 +265,18 @@ class Masters:
         counterpart = dict(zip(model.parameters(), model_copy.parameters(), strict=True))
         copies = {p: counterpart[param] for p, param in self.model_params.items() if param in counterpart}
         factors = {p: warmup_factor(block) for block in self.blocks if block.warmup for p in self.params_of(block)}
-        groups = []
-        for group in self.optimizer.param_groups:
-            for factor in sorted({1.0, *(factors.get(p, 1.0) for p in group["params"])}):
-                equal = [copies[p] for p in group["params"] if factors.get(p, 1.0) == factor]
-                groups.append({**group, "params": equal, **({"lr": group["lr"] * factor} if factor != 1.0 else {})})
-        state = defaultdict(dict, {copies[p]: values for p, values in states.items() if p in copies})
-        return clone_deep(self.optimizer, groups, state, {**copies, **counterpart, model: model_copy})
+        made: list[Optimizer] = []
+        for each in members_of(self.optimizer):
+            groups = []
+            for group in each.param_groups:
+                for factor in sorted({1.0, *(factors.get(p, 1.0) for p in group["params"])}):
+                    equal = [copies[p] for p in group["params"] if factors.get(p, 1.0) == factor]
+                    groups.append({**group, "params": equal, **({"lr": group["lr"] * factor} if factor != 1.0 else {})})
+            others = (other for other in members_of(self.optimizer) if other is not each)
+            foreign = {p for other in others for group in other.param_groups for p in group["params"]}
+            own = {copies[p]: values for p, values in states.items() if p in copies and p not in foreign}
+            made.append(clone_deep(each, groups, defaultdict(dict, own), {**copies, **counterpart, model: model_copy}))
+        return OptimizerList(made) if isinstance(self.optimizer, OptimizerList) else made[0]
 
     def restore_model_params(self) -> None:
         """Give the optimizer the model's parameters again, move weights out of the masters, and release the masters' bytes."""
@@ -277,10 +284,10 @@ class Masters:
         self.before_write = _change_nothing
         if not self.shares_params:
             replace_params(self.optimizer, self.model_params)
-            self._load_hook.remove()
-            self.optimizer.state = defaultdict(dict, self.optimizer.state)
-        if isinstance(self.optimizer, OptimizerList):
-            self.optimizer.unlink()
+            for hook in self._load_hooks:
+                hook.remove()
+            for each in members_of(self.optimizer):
+                each.state = defaultdict(dict, each.state)
         for block in self.blocks:
             self._host.release("weights", block.key, block.nbytes)
             with torch.inference_mode(False):

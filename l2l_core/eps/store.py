@@ -28,7 +28,7 @@ from l2l_core.eps.blocks import Block, BlockGradient, Unit, check_no_stray_grads
 from l2l_core.eps.gradient_buffers import GradientBuffers, Reducer, check_finite, joint_norm
 from l2l_core.eps.gradient_codec import GradientCodec, Residuals, make_codec
 from l2l_core.eps.masters import Masters
-from l2l_core.eps.optimizers import user_hooks
+from l2l_core.eps.optimizers import hooks_take_turns, user_hooks
 from l2l_core.eps.updater import EPSClock, Updater, clear_grads
 from l2l_core.model import ThreadState
 from l2l_core.schedule_rules import MAX_PENDING_GRADIENTS
@@ -78,6 +78,8 @@ class LayerStore:
         Raises:
             ValueError: the optimizer has a step hook and updates are eager, or it refuses to step.
         """
+        if config.update == "deferred" and hooks_take_turns(self.optimizer):
+            config = replace(config, update="whole")  # a hook may see what an earlier optimizer's step has changed
         self._config, self._clock = config, EPSClock(trace)
         self._executor = self.thread if config.ahead else _INLINE  # the serial relay: nothing runs in the background
         self._reset()

@@ -27,11 +27,11 @@ from l2l_core.eps.optimizers import (
     clone_state,
     merge_changes,
     restrict_optimizer,
+    snapshot_optimizer,
     step_part,
     update_part,
     user_hooks,
 )
-from l2l_core.model import snapshot_except
 from l2l_core.trace import Event, Trace
 
 _SAMPLES = 4096  # weights per block from which the size of an update is estimated
@@ -140,8 +140,8 @@ class Updater:
             check_own_step(self._optimizer)
         elif warm := [block.key for block in self._masters.blocks if warmup_factor(block) < 1]:
             raise ValueError(
-                f"layer {warm[0]} warms up, and update='whole' takes one step with one learning rate: insert it with warmup=0, "
-                "or use update='deferred'. Nothing has been trained"
+                f"layer {warm[0]} warms up, and update='whole', as hooks of one optimizer of a list, takes one step with one "
+                "learning rate: insert it with warmup=0, or use update='deferred' without such hooks. Nothing has been trained"
             )
 
     def _has_state(self, block: Block) -> bool:
@@ -161,7 +161,7 @@ class Updater:
             for block in self._masters.blocks:  # hooks may change any weight
                 self._keep(block)
             # Without the state, which is in the undo log and may be larger than the weights
-            self._restore_settings = snapshot_except(vars(self._optimizer), {"state"})
+            self._restore_settings = snapshot_optimizer(self._optimizer)
             call_before(self._optimizer, self._masters.blocks, gradients)
 
     def update(self, block: Block, gradient: BlockGradient) -> Mapping[str, float]:
@@ -178,7 +178,7 @@ class Updater:
         """Update all blocks by one step of the optimizer itself, with its hooks; return their statistics."""
         for block in self._masters.blocks:  # the step may change any weight
             self._keep(block)
-        self._restore_settings = snapshot_except(vars(self._optimizer), {"state"})
+        self._restore_settings = snapshot_optimizer(self._optimizer)
         self._has_called_hooks, self._masters.step_guard.is_active = True, False
         try:
             with self._changes(gradients) as stats:
@@ -219,7 +219,7 @@ class Updater:
     def finish(self, gradients: BlockGradients) -> None:
         """End the step after its last update; `gradients` are those of deferred updates."""
         if self._undo_log:  # settings change now, and a hook may still fail
-            self._undo_log.append(snapshot_except(vars(self._optimizer), {"state"}))
+            self._undo_log.append(snapshot_optimizer(self._optimizer))
         apply_changes(self._optimizer, self._setting_changes)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # set for LR schedulers
         if not self._has_called_hooks:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from l2l_core.edits import Editor
 from l2l_core.eps.blocks import Unit, shared_key
-from l2l_core.eps.optimizers import GroupOrder, ParameterIndex
+from l2l_core.eps.optimizers import GroupOrder, ParameterIndex, members_of
 from l2l_core.model import deep_copy, find_stacks
 from l2l_core.saves.codec import PlainPart, parts_of_kind
 from l2l_core.saves.edited_stacks import EditedStacks
@@ -196,7 +196,8 @@ def register_restore(model: nn.Module, optimizer: object, rollback: ExitStack) -
     for param in model.parameters():
         rollback.callback(param.requires_grad_, param.requires_grad)
     if isinstance(optimizer, Optimizer):
-        rollback.callback(_set_state, optimizer, dict(optimizer.state))
+        for each in members_of(optimizer):
+            rollback.callback(_set_state, each, dict(each.state))
         for group in optimizer.param_groups:
             rollback.callback(group.update, {name: group[name] for name in ("params", "param_names") if name in group})
 

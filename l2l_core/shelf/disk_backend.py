@@ -25,6 +25,7 @@ from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, Ledger, StashStore
 from l2l_core.eps import LayerStore, Masters, Reducer, Updater, WeightSource
 from l2l_core.eps.blocks import Block, Unit
+from l2l_core.eps.optimizers import with_members
 from l2l_core.shelf.direct_io import BufferPool, round_to_pages
 from l2l_core.shelf.disk_stash import DiskStashStore
 from l2l_core.shelf.disk_step import DiskUpdater, DiskWeightSource
@@ -240,7 +241,8 @@ class DiskBackend(WorkerBackend):
         """Complete the move of weights and optimizer state to files."""
         self._initial_weights.clear()
         self._guard_state_dict(self._model)
-        optimizer.register_state_dict_pre_hook(partial(refuse_placeholder_state, self.folder))
+        for each in with_members(optimizer):
+            each.register_state_dict_pre_hook(partial(refuse_placeholder_state, self.folder))
 
     def _guard_state_dict(self, module: nn.Module) -> None:
         """Make modules refuse a state dict while their parameters have no values."""

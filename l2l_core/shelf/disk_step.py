@@ -23,8 +23,7 @@ from l2l_core.config import RelayConfig
 from l2l_core.devices import Ledger, Ticket
 from l2l_core.eps import BlockGradients, EPSClock, Updater, WeightSource, check_newcomers
 from l2l_core.eps.blocks import Block, BlockGradient, Unit
-from l2l_core.eps.optimizers import state_bytes
-from l2l_core.model import snapshot_except
+from l2l_core.eps.optimizers import snapshot_optimizer, state_bytes
 from l2l_core.shelf.direct_io import BufferPool, PoolBuffer, round_to_pages
 from l2l_core.shelf.memory_sizes import MemoryBudget
 from l2l_core.shelf.record_store import RecordLayout, RecordStore, bind_record, weights_in
@@ -195,7 +194,7 @@ class DiskUpdater(Updater):
 
     def finish(self, gradients: BlockGradients) -> None:
         self._records.wait_for_writes()
-        restore = snapshot_except(vars(self._masters.optimizer), {"state"})
+        restore = snapshot_optimizer(self._masters.optimizer)
         self._inner.finish(gradients)
         try:
             self._manifest.commit(self._steps_before + 1)

@@ -25,8 +25,7 @@ from torch import nn
 from l2l_core.devices import Device, Ledger, free_bytes
 from l2l_core.eps import BlockContents, BlockStates, BlockStorage, LeaseMode, Notes, OptimizerEntry, StateView
 from l2l_core.eps.blocks import Block, Unit, check_values_in_place
-from l2l_core.eps.optimizers import state_bytes
-from l2l_core.model import snapshot_value
+from l2l_core.eps.optimizers import snapshot_optimizer, state_bytes
 from l2l_core.shelf.direct_io import BufferPool
 from l2l_core.shelf.memory_sizes import MemoryBudget
 from l2l_core.shelf.record_store import RecordLayout, bind_record, weights_in
@@ -153,7 +152,7 @@ class DiskStorage(BlockStorage):
         """See the base class; one step may follow, which writes the other copies and is not recorded on the disk."""
         manifest, committed, steps = self._manifest, dict(self._records.committed), self._manifest.steps
         versions = {block: block.version for block in committed}
-        restore_optimizer = snapshot_value(vars(self._masters.optimizer))
+        restore_optimizer = snapshot_optimizer(self._masters.optimizer, with_state=True)
         manifest.is_rehearsal = True
 
         def undo() -> None:

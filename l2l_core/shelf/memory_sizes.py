@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from l2l_core.eps import Masters, OptimizerEntry
 from l2l_core.eps.blocks import Block, Layout, Unit
-from l2l_core.eps.optimizers import clone_shallow, step_part, without_step_hooks
+from l2l_core.eps.optimizers import clone_shallow, step_part, with_members, without_step_hooks
 from l2l_core.shelf.direct_io import PAGE, BufferPool, PoolBuffer, round_to_pages
 from l2l_core.shelf.record_store import RecordLayout
 from l2l_core.trace import format_bytes
@@ -51,9 +51,10 @@ class StateSizeTrial:
             vars(param).update(vars(known))  # attributes that the optimizer may read
         groups = [{**group, "params": [param] if i == index else []} for i, group in enumerate(optimizer.param_groups)]
         clone = clone_shallow(optimizer, groups, defaultdict(dict))
-        for name, value in vars(clone).items():
-            if name not in ("param_groups", "state", "defaults") and isinstance(value, dict | list):
-                setattr(clone, name, copy.copy(value))  # else the trial would change the optimizer's own
+        for each in with_members(clone):
+            for name, value in vars(each).items():
+                if name not in ("param_groups", "state", "defaults") and isinstance(value, dict | list):
+                    setattr(each, name, copy.copy(value))  # else the trial would change the optimizer's own
         param.grad = torch.ones(shape)
         with without_step_hooks(optimizer):
             step_part(clone)

@@ -219,11 +219,15 @@ class InCoreStep:
 
 
 def _copy_model(model: nn.Module) -> nn.Module:
-    """Copy the model deeply; tensors with a graph, left on modules by a forward, are copied without it."""
+    """Copy the model deeply, with hooks of parameters; tensors with a graph, left on modules by a forward, without it."""
     # `deepcopy` refuses tensors with a graph.
     values = [value for module in model.modules() for value in vars(module).values()]
     copies = {id(v): v.detach().clone() for v in values if isinstance(v, torch.Tensor) and not v.is_leaf}
-    return deep_copy(model, copies)
+    twin = deep_copy(model, copies)
+    for param, own in zip(model.parameters(), twin.parameters(), strict=True):
+        for hook in (param._backward_hooks or {}).values() if own.requires_grad else ():
+            own.register_hook(hook)  # `deepcopy` drops them
+    return twin
 
 
 def _pair_weights(model: nn.Module, twin: nn.Module) -> dict[torch.Tensor, torch.Tensor]:

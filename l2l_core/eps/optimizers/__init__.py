@@ -26,6 +26,8 @@ from l2l_core.eps.optimizers.group_order import ParameterIndex as ParameterIndex
 from l2l_core.eps.optimizers.optimizer_conformance import Findings as Findings
 from l2l_core.eps.optimizers.optimizer_list import ListEntry as ListEntry
 from l2l_core.eps.optimizers.optimizer_list import OptimizerList as OptimizerList
+from l2l_core.eps.optimizers.optimizer_list import members_of as members_of
+from l2l_core.eps.optimizers.optimizer_list import with_members as with_members
 from l2l_core.eps.optimizers.optimizer_settings import OptimizerSettings as OptimizerSettings
 from l2l_core.eps.optimizers.optimizer_settings import SettingChanges as SettingChanges
 from l2l_core.eps.optimizers.optimizer_settings import apply_changes as apply_changes
@@ -37,6 +39,7 @@ from l2l_core.eps.optimizers.optimizer_settings import load_settings as load_set
 from l2l_core.eps.optimizers.optimizer_settings import merge_changes as merge_changes
 from l2l_core.eps.optimizers.optimizer_settings import settings_of as settings_of
 from l2l_core.eps.optimizers.optimizer_settings import settings_to_save as settings_to_save
+from l2l_core.eps.optimizers.optimizer_settings import snapshot_optimizer as snapshot_optimizer
 from l2l_core.eps.optimizers.optimizer_settings import state_bytes as state_bytes
 from l2l_core.eps.optimizers.optimizer_settings import tensors_of as tensors_of
 from l2l_core.eps.optimizers.optimizer_settings import user_objects_of as user_objects_of
@@ -48,6 +51,7 @@ from l2l_core.eps.optimizers.partial_optimizer import check_hooks as check_hooks
 from l2l_core.eps.optimizers.partial_optimizer import check_own_step as check_own_step
 from l2l_core.eps.optimizers.partial_optimizer import clone_deep as clone_deep
 from l2l_core.eps.optimizers.partial_optimizer import clone_shallow as clone_shallow
+from l2l_core.eps.optimizers.partial_optimizer import hooks_take_turns as hooks_take_turns
 from l2l_core.eps.optimizers.partial_optimizer import refuse_other_params as refuse_other_params
 from l2l_core.eps.optimizers.partial_optimizer import replace_params as replace_params
 from l2l_core.eps.optimizers.partial_optimizer import replaced_step as replaced_step

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from enum import Enum
 from functools import cache
@@ -22,7 +22,8 @@ import torch
 from torch.optim import Optimizer
 
 from l2l_core._torch import is_traceable_wrapper_subclass, pytree
-from l2l_core.model import equal_values, is_sparse
+from l2l_core.eps.optimizers.optimizer_list import members_of, with_members
+from l2l_core.model import equal_values, is_sparse, restore_all, snapshot_except, snapshot_value
 
 OptimizerSettings = list[dict[str, Any]]  # of the instance, its defaults, each group
 SettingChanges = dict[tuple[int, str], Any]  # (index in OptimizerSettings, name) -> new value
@@ -37,10 +38,19 @@ _NOT_SETTINGS = frozenset({"params", "param_names", "param_groups", "state", "de
 
 def user_objects_of(optimizer: Optimizer) -> list[object]:
     """Return an optimizer's class and its attributes except groups and state, for `snapshot_user_state`."""
-    attributes = {
-        name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state", "defaults")
-    }
-    return [type(optimizer), *attributes.values()]
+    no_attributes = ("param_groups", "state", "defaults", "optimizers")
+    held = ((type(each), vars(each)) for each in with_members(optimizer))
+    return [
+        value
+        for kind, attributes in held
+        for value in (kind, *(value for name, value in attributes.items() if name not in no_attributes))
+    ]
+
+
+def snapshot_optimizer(optimizer: Optimizer, with_state: bool = False) -> Callable[[], object]:
+    """Snapshot attributes, groups and defaults of an optimizer, and of those in a list; return what restores them."""
+    held = map(vars, with_members(optimizer))
+    return restore_all([snapshot_value(each) if with_state else snapshot_except(each, {"state"}) for each in held])
 
 
 def settings_of(optimizer: Optimizer) -> OptimizerSettings:
@@ -59,7 +69,8 @@ def settings_to_save(optimizer: Optimizer) -> tuple[OptimizerSettings, Optimizer
 
 def copy_settings(whole: Optimizer, part: Optimizer) -> None:
     """Give a part the state of the whole optimizer and copies of its settings."""
-    part.state = whole.state  # every time, since `load_state_dict` replaces it
+    for theirs, mine in zip(members_of(whole), members_of(part), strict=True):
+        mine.state = theirs.state  # every time, since `load_state_dict` replaces it
     for theirs, mine in zip(_holders(whole), _holders(part), strict=True):
         for name in [name for name, value in mine.items() if name not in theirs and _is_plain_setting(name, value)]:
             del mine[name]

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from l2l_core._torch import hooks_of_all_optimizers
 from l2l_core.eps.blocks import Block, BlockGradient, clear_used_gradients
+from l2l_core.eps.optimizers.optimizer_list import OptimizerList, members_of, state_of_groups, with_members
 from l2l_core.eps.optimizers.optimizer_settings import (
     SettingChanges,
     changes_of,
@@ -45,6 +46,9 @@ def clone_shallow(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any
     Values that are not plain (a dictionary by parameter, for example) are shared with `optimizer`, as parts need them;
     `clone_deep` shares nothing.
     """
+    if isinstance(optimizer, OptimizerList):
+        parts = optimizer.split(groups)
+        return OptimizerList([clone_shallow(each, own, state_of_groups(own, state)) for each, own in parts])
     clone = object.__new__(type(optimizer))  # the constructor's arguments are unknown
 
     def copied(value: Any) -> Any:
@@ -57,7 +61,7 @@ def clone_shallow(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any
 def clone_deep(
     optimizer: Optimizer, groups: list[dict[str, Any]], state: Any, counterparts: Mapping[Any, Any]
 ) -> Optimizer:
-    """Clone an optimizer over other groups, sharing nothing with it, without hooks.
+    """Clone an optimizer, no list, over other groups, sharing nothing with it, without hooks.
 
     `groups` and `state` are those of the new parameters; all other values in groups are deep-copied. `counterparts` replace
     objects that the optimizer refers to: parameters, the model.
@@ -90,11 +94,12 @@ def _filled(
 
 def replace_params(optimizer: Optimizer, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Make `optimizer` update `new[p]` instead of `p`; groups, order and state are kept."""
-    for group in optimizer.param_groups:
-        group["params"] = [new.get(param, param) for param in group["params"]]
-    for old, param in new.items():
-        if old in optimizer.state:
-            optimizer.state[param] = optimizer.state.pop(old)
+    for each in members_of(optimizer):
+        for group in each.param_groups:
+            group["params"] = [new.get(param, param) for param in group["params"]]
+        for old, param in new.items():
+            if old in each.state:
+                each.state[param] = each.state.pop(old)
 
 
 def refuse_other_params(held: Container[nn.Parameter], optimizer: Optimizer) -> None:
@@ -128,6 +133,8 @@ class _StateOfMasters(defaultdict[Any, Any]):
 
 def restrict_optimizer(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> Optimizer:
     """Return a part of `optimizer` for some of its parameters, with shared state and copied settings."""
+    if isinstance(optimizer, OptimizerList):
+        return OptimizerList([restrict_optimizer(each, params) for each in optimizer.optimizers])
     wanted = set(params)  # keep empty groups: parts and the whole are matched by group
     groups = [{**g, "params": [p for p in g["params"] if p in wanted]} for g in optimizer.param_groups]
     part = clone_shallow(optimizer, groups, optimizer.state)
@@ -162,8 +169,14 @@ def update_part(part: Optimizer, whole: Optimizer, lr_factor: float = 1.0) -> Se
 
 
 def user_hooks(optimizer: Optimizer) -> list[Hook]:
-    """Return the user's step hooks, of this optimizer and of all optimizers."""
-    return [hook for hooks in _hooks(optimizer) for hook in hooks if not _is_torchs(hook)]
+    """Return the user's step hooks, of this optimizer, of those in a list, and of all optimizers."""
+    found = (hook for each in with_members(optimizer) for hooks in _hooks(each) for hook in hooks)
+    return [hook for hook in dict.fromkeys(found) if not _is_torchs(hook)]
+
+
+def hooks_take_turns(optimizer: Optimizer) -> bool:
+    """Return whether hooks must run between the steps of a list's optimizers, so that these step as a whole."""
+    return isinstance(optimizer, OptimizerList) and any(user_hooks(each) for each in optimizer.optimizers)
 
 
 def check_hooks(optimizer: Optimizer, blocks: Sequence[Block], deferred: bool) -> None:
@@ -194,16 +207,24 @@ def check_own_step(optimizer: Optimizer) -> None:
     Raises:
         ValueError: it was wrapped, compiled or replaced, by others than a learning rate scheduler.
     """
-    if name := replaced_step(optimizer):
-        raise ValueError(
-            f"optimizer.step of this {type(optimizer).__name__} was replaced by {name}, which updates of one layer at a time do "
-            "not call. RelayConfig(update='whole') calls it once per step, when all gradients are there; to clip gradients, "
-            "RelayConfig(update='deferred', max_grad_norm=...) is enough. Nothing has been trained"
-        )
+    for each in with_members(optimizer):
+        if name := _replaced_step(each):
+            raise ValueError(
+                f"optimizer.step of this {type(each).__name__} was replaced by {name}, which updates of one layer at a time do "
+                "not call. RelayConfig(update='whole') calls it once per step, when all gradients are there; to clip gradients, "
+                "RelayConfig(update='deferred', max_grad_norm=...) is enough. Nothing has been trained"
+            )
 
 
 def replaced_step(optimizer: Optimizer) -> str:
-    """Return the name of what replaces `step` on the object; empty if nothing does, or only a learning rate scheduler."""
+    """Return the name of what replaces `step` on the object; empty if nothing does, or only a learning rate scheduler.
+
+    Of a list, also what replaces that of an optimizer in it.
+    """
+    return next(filter(None, map(_replaced_step, with_members(optimizer))), "")
+
+
+def _replaced_step(optimizer: Optimizer) -> str:
     step = vars(optimizer).get("step")
     if hasattr(step, "_wrapped_by_lr_sched"):
         step = getattr(step, "__wrapped__", None)
@@ -216,7 +237,7 @@ def _do_nothing() -> None:
 
 
 class StepGuard:
-    """Hook on a relay's optimizer that lets the user take steps only if there are gradients.
+    """Hook on a relay's optimizer, and those in a list, that lets users step only if there are gradients.
 
     Args:
         before_write: called before a step that changes weights.
@@ -227,19 +248,23 @@ class StepGuard:
 
     def __init__(self, optimizer: Optimizer, before_write: Callable[[], None]) -> None:
         self._before_write, self.is_active = before_write, True
-        self._handle = optimizer.register_step_pre_hook(self)
+        self._members = members_of(optimizer)
+        self._handles = [each.register_step_pre_hook(self) for each in with_members(optimizer)]
 
     def remove(self) -> None:
-        """Remove the hook, and drop the reference to `before_write`."""
-        self._handle.remove()
-        self._before_write = _do_nothing
+        """Remove the hooks, and drop the references to `before_write` and the optimizers."""
+        for handle in self._handles:
+            handle.remove()
+        self._before_write, self._members = _do_nothing, ()
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self.is_active:
             return
-        clear_used_gradients(param for group in optimizer.param_groups for param in group["params"])
+        # Those of the whole list: in a plain loop, one of its optimizers may have nothing to train
+        params = [param for each in self._members for group in each.param_groups for param in group["params"]]
+        clear_used_gradients(params)
         has_closure = any(given is not None for given in (*args[1:], *kwargs.values()))  # it makes the gradients
-        if not has_closure and all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
+        if not has_closure and all(param.grad is None for param in params):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() where no parameter has a gradient would train nothing: relay.step(batch) has "
                 "updated every layer already. Leave optimizer.step() out of the loop, and zero_grad(); to clip gradients, "
@@ -286,8 +311,9 @@ def call_torchs(optimizer: Optimizer) -> None:
 
 @contextmanager
 def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Disable step hooks inside the block, the optimizer's and those of all optimizers."""
-    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    """Disable step hooks inside the block: the optimizer's, those of a list's members, and those of all optimizers."""
+    owners = with_members(optimizer)
+    own = [hooks for each in owners for hooks in (each._optimizer_step_pre_hooks, each._optimizer_step_post_hooks)]
     hooks = [*own, *hooks_of_all_optimizers()]
     saved = [dict(each) for each in hooks]
     for each in hooks:

@@ -169,6 +169,18 @@ def test_parameter_hooks() -> None:
     assert_trains(kind_of(build))
 
 
+def test_verify_calls_parameter_hooks_in_core_too() -> None:
+    torch.manual_seed(0)
+    model = Chain([ResidualMlp() for _ in range(3)])
+    for param in model.parameters():
+        param.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    next(model.layers[1].parameters()).requires_grad_(False)  # its hook stays
+    with Relay(model, device="cpu", loss=lambda outputs, x: outputs.square().mean(), config=RelayConfig()) as relay:
+        x = (torch.randn(4, 3, 16),)
+        assert relay.verify(x).equal
+        assert relay.step(x).verified.startswith("equal")
+
+
 def test_pruned_layers() -> None:
     """R18, R12: torch's own hooks, which leave a weight with a graph on the module."""
 
