@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from residual import Net, batch, mean_square
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -20,27 +21,6 @@ from l2l_core.config import UpdateMode
 
 CONFIG = RelayConfig(micro_batches=2)
 Change = Callable[[nn.Module, list[Optimizer]], Any]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem, self.layers = nn.Linear(6, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
-
-
-def batch(step: int) -> tuple[Tensor]:
-    return (torch.randn(8, 6, generator=torch.Generator().manual_seed(step)),)
-
-
-def mean_square(outputs: Tensor, batch: Any = None) -> Tensor:
-    return outputs.square().mean()
 
 
 def make() -> tuple[nn.Module, list[Optimizer]]:

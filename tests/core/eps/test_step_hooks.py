@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from residual import Net, batch, mean_square
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -21,27 +22,6 @@ EAGER = RelayConfig(micro_batches=2)
 DEFERRED = RelayConfig(micro_batches=2, update="deferred")
 Hook = Callable[..., Any]
 make = partial(AdamW, lr=1e-2)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem, self.layers = nn.Linear(6, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
-
-
-def batch(step: int) -> tuple[Tensor]:
-    return (torch.randn(8, 6, generator=torch.Generator().manual_seed(step)),)
-
-
-def mean_square(outputs: Tensor, batch: Any = None) -> Tensor:
-    return outputs.square().mean()
 
 
 def relay_of(config: RelayConfig, device: Any = "cpu") -> Relay:
