@@ -8,7 +8,7 @@ optimizers/factory.py                parameters that are not the model's; LBFGS,
 optimizers/optimizer_conformance.py  a trial on a few parameters: what couples layers, draws random numbers, has a hidden state
 optimizers/partial_optimizer.py      step hooks, a replaced `step`, and `step()` where nothing has a gradient
 optimizers/wrapped_optimizer.py      wrappers of other libraries; those of accelerate and Fabric are taken off
-optimizers/optimizer_list.py         lists of optimizers: parameters given twice, filters that accept none
+optimizers/optimizer_list.py         lists of optimizers: parameters given twice, filters that accept none, groups for the list
 optimizers/optimizer_settings.py     settings that a step changes otherwise for one layer than for another
 eps/masters.py                       groups that were changed between steps
 eps/updater.py                       a parameter whose first gradient is in a later step
