@@ -136,10 +136,10 @@ def actions_of_step(shape: StepShape, settings: ScheduleSettings, depth_first: b
     places = CostPlaces(shape)
     schedule = RelaySchedule(settings, shape.layers, places.visits).train()
     walk = ActionWalk(places)
-    return tuple(filter(None, map(walk.run, run_schedule(schedule, _Results(places).of))))
+    return tuple(filter(None, map(walk.run, run_schedule(schedule, _RecordedResults(places).of))))
 
 
-class _Results:
+class _RecordedResults:
     """Results of actions, as a profile has recorded them."""
 
     def __init__(self, places: CostPlaces) -> None:

@@ -128,7 +128,7 @@ class Block:
         return self.set_master(master, optimizer_params)
 
     def return_params(self) -> None:
-        """Point the parameters to the master, whatever visits do, until `points_to_master` is reset."""
+        """Point the parameters to the master until `points_to_master` is reset; visits leave them there."""
         if not self.points_to_master:
             _set_data(self.params, self.host_views)
             self.points_to_master = True

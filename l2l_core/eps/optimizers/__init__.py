@@ -15,7 +15,7 @@ eps/updater.py                       a parameter whose first gradient is in a la
 eps/blocks/used_gradients.py         reading `param.grad` after a step
 batches/loss_modules.py              gradient scalers in the loss
 
-What a shelf, an edit or a trainer cannot do with an optimizer is refused there: `shelf/`, `edits/`, `integrations/`.
+Shelves, edits and trainers have refusals too: `shelf/`, `edits/`, `integrations/`.
 """
 
 from l2l_core.eps.optimizers.factory import OptimizerFactory as OptimizerFactory
