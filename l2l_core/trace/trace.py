@@ -33,7 +33,7 @@ class Trace:
     Invariant: both lists only grow, so a cursor into them stays valid while the step runs.
 
     Args:
-        step: number of steps before it, as `relay.steps` then; texts count from 1, so they call it step `step + 1`.
+        step: number of steps before it; in texts, where steps are counted from 1, it is step `step + 1`.
         device: name of the device.
         names: dotted names of layers by key, for exports.
         clock: returns seconds since the step began: the virtual clock of a simulation. Default: real time since construction.

@@ -26,7 +26,7 @@ def open_copies(root: Path) -> str:
     if not folder.is_dir():
         raise ValueError(
             f"there is no folder {folder}: run this from a clone of the repository; or copy the notebooks of the "
-            "package, `python -m workbench notebooks --to notebooks`, and open them as it says"
+            "package, `python -m workbench notebooks --to notebooks`, and then run the command that it prints"
         )
     copies = refresh_copies(sorted(folder.glob("*.ipynb")), root / COPIES)
     return f"{COPIES}/{FIRST_NOTEBOOK}" if any(path.name == FIRST_NOTEBOOK for path in copies) else COPIES

@@ -61,9 +61,7 @@ class Prediction:
         if not math.isfinite(value):
             raise ValueError(f"answer={answer!r}: give a finite number")
         if value < 0 and not self.signed:
-            raise ValueError(
-                f"{_format_value(value)} is negative: the question asks for {self.unit or 'a quantity'}, so give 0 or more"
-            )
+            raise ValueError(f"{_format_value(value)} is negative: give 0 or more {self.unit}".rstrip())
         if self._answer not in (None, value):
             raise ValueError(
                 f"{_format_value(self._answer)} is locked already: run the cell of the question again to start anew"
@@ -107,7 +105,7 @@ class Prediction:
 
 
 def predict(question: str, unit: str = "", *, signed: bool = False) -> Prediction:
-    """Return a new prediction; put it at the end of a cell to show its box. With `signed` it may be negative."""
+    """Return a new prediction, whose box is shown at the end of a cell; with `signed` it may be negative."""
     return Prediction(question, unit=unit, signed=signed)
 
 

@@ -120,7 +120,7 @@ def ends_of(curves: Mapping[str, LossCurve], colours: Mapping[str, str], x: Scal
 
 
 def draw_names(ends: Sequence[LineEnd], right: float, bottom: float) -> Iterator[str]:
-    """Draw the names of lines at their ends in their colours; names do not overlap, nor reach over `right` or `bottom`."""
+    """Draw names of lines at their ends, in their colours, without overlaps, left of `right` and above `bottom`."""
     named: list[tuple[float, float, float]] = []  # left and right end, baseline
     for end in sorted(ends, key=lambda each: each.y):
         words = shortened(end.name, 24)

@@ -34,7 +34,7 @@ def header_html(snapshot: Snapshot, state_label: str = "") -> str:
 
 
 def _with_tips(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
-    """Return the facts in as few words as fit in a line, and the attribute with the words that are left out."""
+    """Return short forms of the facts, each with an attribute for the words that are left out."""
     objective = f" ({snapshot.steps[-1].objective})" if snapshot.steps and snapshot.steps[-1].objective else ""
     for fact in header_facts(snapshot):
         is_loss = bool(objective) and fact.startswith("loss ") and fact.endswith(objective)
