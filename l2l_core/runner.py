@@ -482,7 +482,7 @@ class Runner:
     def _torn_step(self, error: BaseException, updated: list[str]) -> TornStep:
         names = [self.parts.names.get(key, key) for key in updated]
         return TornStep(
-            f"step {self.steps} failed ({type(error).__name__}: {error}) after the update of {', '.join(names[:6])}"
+            f"step {self.steps + 1} failed ({type(error).__name__}: {error}) after the update of {', '.join(names[:6])}"
             f"{f' and {len(names) - 6} more' if len(names) > 6 else ''}: these hold new weights, the others old ones. Training "
             "can go on from here; RelayConfig(update='deferred') or rollback=True keeps steps whole",
             updated,

@@ -299,7 +299,7 @@ MAY_IMPORT = {
         "runs": "pictures readings session",
         "what_if": "pictures readings session",
         "commands": "extras runs study fit",
-        "lessons": "pictures runs session",
+        "lessons": "panels pictures runs session",
         "fit": "lessons pictures",
         "pages": "",
         "ranks": "session",

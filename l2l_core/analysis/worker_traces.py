@@ -101,9 +101,7 @@ class Traces(Sequence[Trace]):
         return len(self._traces)
 
     def __repr__(self) -> str:
-        return (
-            f"<Traces of step {self[0].step} by {len(self)} worker{'s' if len(self) > 1 else ''}, {self.span_s:.6g} s>"
-        )
+        return f"<Traces of step {self[0].step + 1} by {len(self)} worker{'s' if len(self) > 1 else ''}, {self.span_s:.6g} s>"
 
     @property
     def offsets_s(self) -> list[float]:

@@ -68,7 +68,7 @@ def costs_of_step(
     overhead_s = min((event.start_s for event in trace.events), default=0.0)
     store = rehearsal.store
     inventory = Inventory.of(rehearsal.parts.units, store.updater, store.masters.findings.elementwise)
-    return _make_costs(rehearsal, profile, representatives, overhead_s, f"step {trace.step}, measured", inventory)
+    return _make_costs(rehearsal, profile, representatives, overhead_s, f"step {trace.step + 1}, measured", inventory)
 
 
 def _choose_representatives(rehearsal: Rehearsal, shapes: Sequence[Any], config: RelayConfig) -> Representatives:

@@ -33,7 +33,7 @@ class Trace:
     Invariant: both lists only grow, so a cursor into them stays valid while the step runs.
 
     Args:
-        step: its number.
+        step: number of steps before it; in texts, where steps are counted from 1, it is step `step + 1`.
         device: name of the device.
         names: dotted names of layers by key, for exports.
         clock: returns seconds since the step began: the virtual clock of a simulation. Default: real time since construction.
@@ -118,7 +118,7 @@ class Trace:
         """Raise ValueError unless the step finished."""
         if self.failed is not None:
             raise ValueError(
-                f"step {self.step} {self.failed}, so its trace is incomplete and has no valid figures: "
+                f"step {self.step + 1} {self.failed}, so its trace is incomplete and has no valid figures: "
                 "take the trace of a finished step, as `relay.step(batch).trace`"
             )
 
@@ -229,14 +229,14 @@ class Trace:
 
     def __repr__(self) -> str:
         failed = f", {self.failed}" if self.failed is not None else ""
-        where = f"step {self.step} on {self.device or '?'}"
+        where = f"step {self.step + 1} on {self.device or '?'}"
         return f"<Trace of {where}: {len(self._events)} events, {self.span_s:.6g} s{failed}>"
 
     def summary(self) -> str:
         """Return a few lines of text: span and overlap, busy and exposed seconds per lane, peak bytes per place."""
         span_s, wide = self.span_s, max(8, *map(len, self.lane_names))
         lines = [
-            f"step {self.step} on {self.device or '?'}: {span_s:.4g} s, {len(self._events)} events, "
+            f"step {self.step + 1} on {self.device or '?'}: {span_s:.4g} s, {len(self._events)} events, "
             f"{self.overlap():.1%} of copy time hidden under compute"
         ]
         lines += [f"  {self.failed}"] if self.failed is not None else []

@@ -119,7 +119,7 @@ def _make_slices(trace: Trace) -> Iterator[_Slice]:
 
 def _metadata_rows(trace: Trace) -> Iterator[JsonObject]:
     process = f"worker {trace.worker.rank} of {trace.worker.count}, " if trace.worker.count > 1 else ""
-    process += f"relay step {trace.step}" + (f" on {trace.device}" if trace.device else "")
+    process += f"relay step {trace.step + 1}" + (f" on {trace.device}" if trace.device else "")
     process += f", {trace.failed}" if trace.failed is not None else ""
     yield {"ph": "M", "name": "process_name", "args": {"name": process}}
     yield {"ph": "M", "name": "process_sort_index", "args": {"sort_index": trace.worker.rank}}

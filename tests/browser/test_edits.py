@@ -110,6 +110,17 @@ def assert_branches_are_forked_and_compared(bench: Bench, page: Page) -> None:
     bench.screenshot("branches")
 
 
+def test_every_branch_has_a_whole_row(open_notebook: Callable[..., Notebook], page: Page) -> None:
+    page.set_viewport_size({"width": 1366, "height": 768})
+    fork = "for name in ('slim', 'mine', 'other'):\n    workbench.fork(name).result()"
+    notebook = open_notebook(RELAY, "workbench = Workbench(relay, batches, view='edits')\nworkbench", fork)
+    notebook.run_cell(0), notebook.run_cell(1), notebook.run_cell(2)
+    rows = notebook.bench(1).root.locator(".l2l-branches tbody tr")
+    until(lambda: rows.count() == 4, page, "a row of each branch")
+    box = notebook.bench(1).root.locator(".l2l-branches>.widget-html")
+    assert box.evaluate("e => e.scrollHeight <= e.clientHeight"), "no row is cut"
+
+
 @pytest.mark.slow
 def test_a_span_is_one_layer_again_after_apply_and_what_waits_says_so(
     open_notebook: Callable[..., Notebook], page: Page

@@ -54,6 +54,30 @@ def test_pictures_survive_restart_and_reload(
     keep(page, "reloaded")
 
 
+def test_a_prediction_is_a_plain_line_without_its_kernel(
+    open_notebook: Callable[..., Notebook], page: Page, lab: Lab
+) -> None:
+    ask = "from workbench.lessons.exercises import predict\nloads = predict('How many?', unit='loads')\nloads"
+    notebook = open_notebook(ask)
+    notebook.run_cell(0)
+    box, still = notebook.cell(0).locator(".widget-vbox"), notebook.cell(0).locator(STILL)
+    box.wait_for()
+    assert not still.is_visible()
+    box.get_by_role("textbox").fill("12")
+    box.get_by_role("button", name="Lock").click()
+    until(lambda: "locked: 12 loads" in (still.text_content() or ""), page, "the answer in the still")
+    notebook.save()
+    page.goto("about:blank")
+    lab.shut_down_kernels()
+    notebook = Notebook(page, lab, notebook.path)
+    still.wait_for()
+    assert "How many?" in still.inner_text() and "locked: 12 loads" in still.inner_text()
+    error = page.locator(".jp-OutputArea-output", has_text="Error displaying widget")
+    error.wait_for(state="attached")
+    assert not error.is_visible()
+    keep(page, "prediction")
+
+
 @pytest.mark.slow
 def test_closed_workbench_leaves_a_still_and_the_other_one_runs(
     open_notebook: Callable[..., Notebook], page: Page

@@ -1,13 +1,18 @@
 """Copies of the notebooks, from a clone or from an installed wheel: `python -m workbench notebooks --to DIR`."""
 
 import importlib.metadata
-import shutil
+import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTION = "l2l-workbench"
 INSTALLED = f"share/{DISTRIBUTION}/notebooks"  # where the wheel puts them: `data-files` in pyproject.toml
+# JupyterLab finds the type checker of our tests, and its notes about a notebook's cells stop the user with a dialog.
+QUIET_LAB = "--LanguageServerManager.autodetect=False"
+_LINK_OUT = re.compile(
+    r"\[([^\[\]]*)\]\(\.\./([^()]*)\)"
+)  # from a notebook to a file of the repository outside of its folder
 
 
 def main(folder: Path) -> int:
@@ -17,7 +22,7 @@ def main(folder: Path) -> int:
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{len(copied)} files copied to {folder}; open them with: jupyter lab {folder}")
+    print(f"{len(copied)} files copied to {folder}; open them with: jupyter lab {QUIET_LAB} {folder}")
     return 0
 
 
@@ -48,6 +53,8 @@ def _installed_files() -> list[Path]:
 def copy_notebooks(sources: list[Path], folder: Path) -> list[Path]:
     """Copy files into a folder, which is created if needed; either all are copied or none.
 
+    Links to files outside of the notebooks become plain names: a JupyterLab opened on the folder cannot follow them.
+
     Raises:
         ValueError: a file of that name exists, or `folder` is a file.
     """
@@ -58,7 +65,9 @@ def copy_notebooks(sources: list[Path], folder: Path) -> list[Path]:
             f"{folder} holds {', '.join(taken)} already, so nothing was copied: give another folder, or move these away"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    return [Path(shutil.copyfile(path, folder / path.name)) for path in sources]
+    for path in sources:
+        (folder / path.name).write_text(_text_of_copy(path, None), encoding="utf-8")
+    return [folder / path.name for path in sources]
 
 
 def refresh_copies(sources: list[Path], folder: Path) -> list[Path]:
@@ -69,8 +78,14 @@ def refresh_copies(sources: list[Path], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     for source in sources:
         copy, original = folder / source.name, folder / f".{source.name}.original"
-        text = source.read_text(encoding="utf-8").replace("](../", "](../../")
+        text = _text_of_copy(source, "../..")
         if not copy.exists() or (original.exists() and copy.read_bytes() == original.read_bytes()):
             copy.write_text(text, encoding="utf-8")
             original.write_text(text, encoding="utf-8")
     return [folder / source.name for source in sources]
+
+
+def _text_of_copy(source: Path, root: str | None) -> str:
+    """Return a notebook whose links lead to the repository by `root`, a path relative to the copy; None: no links."""
+    text = source.read_text(encoding="utf-8")
+    return _LINK_OUT.sub(r"\1" if root is None else rf"[\1]({root}/\2)", text)

@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 from nbformat.sign import NotebookNotary
 
-from workbench.commands.copy_notebooks import refresh_copies
+from workbench.commands.copy_notebooks import QUIET_LAB, refresh_copies
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS_FOLDER = Path(__file__).resolve().parents[1] / "pages"  # its overrides.json is read by JupyterLab
@@ -26,7 +26,7 @@ def open_copies(root: Path) -> str:
     if not folder.is_dir():
         raise ValueError(
             f"there is no folder {folder}: run this from a clone of the repository; or copy the notebooks of the "
-            "package, `python -m workbench notebooks --to notebooks`, and open them with `jupyter lab notebooks`"
+            "package, `python -m workbench notebooks --to notebooks`, and then run the command that it prints"
         )
     copies = refresh_copies(sorted(folder.glob("*.ipynb")), root / COPIES)
     return f"{COPIES}/{FIRST_NOTEBOOK}" if any(path.name == FIRST_NOTEBOOK for path in copies) else COPIES
@@ -38,7 +38,7 @@ def lab_command(root: Path, page: str, port: int, *, no_browser: bool = False, a
     # the page is set as the default address, so that the printed address contains it
     command += [f"--ServerApp.root_dir={root}", f"--LabApp.default_url=/lab/tree/{page}"]
     # switches off the first question, whether JupyterLab may fetch news; its settings can still allow that
-    command.append(f"--LabApp.app_settings_dir={SETTINGS_FOLDER}")
+    command += [f"--LabApp.app_settings_dir={SETTINGS_FOLDER}", QUIET_LAB]
     if no_browser:
         command.append("--no-browser")
     if as_root:

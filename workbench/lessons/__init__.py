@@ -1,5 +1,5 @@
 """Texts, models, exercises and comparisons for the notebooks, and the demo.
 
-May import `pictures`, `readings`, `runs`, `session`.
+May import `panels`, `pictures`, `readings`, `runs`, `session`.
 Begin reading at `demo.py`, `exercises.py`.
 """

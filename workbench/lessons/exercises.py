@@ -7,6 +7,8 @@ depends on relays.
 from __future__ import annotations
 
 import math
+import re
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
@@ -15,17 +17,12 @@ from typing import Any
 
 import ipywidgets as widgets
 
+from workbench.panels.display import Bundle, StillDisplay
 from workbench.pictures import Picture, Scale, Table, svg
 
-WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-
-
-def widget_view(widget: widgets.DOMWidget) -> dict[str, Any]:
-    """Return the part of a MIME bundle that shows a widget in a notebook with a kernel."""
-    bundle = widget._repr_mimebundle_()
-    assert bundle is not None
-    return {WIDGET_VIEW: bundle[WIDGET_VIEW]}
-
+_PLAIN = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?")  # three digits after each comma
+_HINT = "Please type a number, such as 12 or 3.5e6."
 
 # Prediction ----------------------------------------------------------------------------------------------------------
 
@@ -39,12 +36,13 @@ class Prediction:
         question: text of the question.
         answer: answer that is locked from the start; None if there is none yet.
         unit: unit of the answer, as "loads", for display.
+        signed: True if the answer is a change, which may be negative; otherwise it is a number or size of something.
     """
 
-    def __init__(self, question: str, answer: float | None = None, unit: str = "") -> None:
-        self.question, self.unit = question, unit
+    def __init__(self, question: str, answer: float | None = None, unit: str = "", *, signed: bool = False) -> None:
+        self.question, self.unit, self.signed = question, unit, signed
         self._answer: float | None = None
-        self._box: _PredictionBox | None = None
+        self._parts: tuple[_PredictionBox, StillDisplay] | None = None
         if answer is not None:
             self.lock(answer)
 
@@ -57,35 +55,74 @@ class Prediction:
         """Commit to a number.
 
         Raises:
-            ValueError: the number is not finite, or another one is locked already.
+            ValueError: the number is not finite, or negative where none can be, or another one is locked already.
         """
         value = float(answer)
         if not math.isfinite(value):
             raise ValueError(f"answer={answer!r}: give a finite number")
+        if value < 0 and not self.signed:
+            raise ValueError(f"{_format_value(value)} is negative: give 0 or more {self.unit}".rstrip())
         if self._answer not in (None, value):
             raise ValueError(
                 f"{_format_value(self._answer)} is locked already: run the cell of the question again to start anew"
             )
         self._answer = value
+        if self._parts is not None:
+            box, display = self._parts
+            box.close()
+            display.update()
 
     def compare(self, formula: float, measured: float) -> Picture:
         """Return a picture of the prediction, the formula's value and the measured value, with their relative errors."""
         return _compare(self, float(formula), float(measured))
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        if self._box is None:
-            self._box = _PredictionBox(self)
+    @property
+    def box(self) -> _PredictionBox:
+        """The widgets, made when they are first needed."""
+        return self._make_parts()[0]
+
+    def still(self) -> Bundle:
+        """Return the question and the answer as text for a page without a kernel."""
         locked = "not answered yet" if self._answer is None else f"locked: {_with_unit(self._answer, self.unit)}"
         return {
-            **widget_view(self._box.box),
             "text/html": f"<p><strong>Predict first.</strong> {escape(self.question)}<br><em>{escape(locked)}</em></p>",
             "text/plain": f"Predict first. {self.question}\n({locked})",
         }
 
+    def _make_parts(self) -> tuple[_PredictionBox, StillDisplay]:
+        if self._parts is None:
+            box = _PredictionBox(self)
+            # a name that is the same in each run, so that a stored notebook can be compared with a new run
+            name = f"l2l-predict-{zlib.crc32(self.question.encode()):08x}"
+            self._parts = box, StillDisplay(box.widget, self.still, name)
+        return self._parts
 
-def predict(question: str, unit: str = "") -> Prediction:
-    """Return a new prediction; put it at the end of a cell to show its box."""
-    return Prediction(question, unit=unit)
+    def _ipython_display_(self) -> None:
+        self._make_parts()[1].open()
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Bundle:
+        return self._make_parts()[1].bundle()
+
+
+def predict(question: str, unit: str = "", *, signed: bool = False) -> Prediction:
+    """Return a new prediction, whose box is shown at the end of a cell; with `signed` it may be negative."""
+    return Prediction(question, unit=unit, signed=signed)
+
+
+def parse_number(typed: str) -> float:
+    """Return the number in a text; commas are accepted only between groups of three digits.
+
+    Raises:
+        ValueError: the text is no number, or its commas may be decimal ones; the message is a hint.
+    """
+    text = typed.strip()
+    if _PLAIN.fullmatch(text):
+        return float(text)
+    if _THOUSANDS.fullmatch(text):
+        return float(text.replace(",", ""))
+    if re.fullmatch(r"[+-]?\d*,\d+", text):
+        raise ValueError(f"{text} is ambiguous: please type {text.replace(',', '.')} with a point, or no comma.")
+    raise ValueError(_HINT)
 
 
 class _PredictionBox:
@@ -98,22 +135,19 @@ class _PredictionBox:
         self.status = widgets.Label()
         question = widgets.HTML(f"<strong>Predict first.</strong> {escape(prediction.question)}")
         line = widgets.HBox([self.number, widgets.Label(prediction.unit), self.button, self.status])
-        self.box = widgets.VBox([question, line])
+        self.widget = widgets.VBox([question, line])
         self.button.on_click(self._lock)
         if prediction.answer is not None:
-            self._close()
+            self.close()
 
     def _lock(self, button: widgets.Button) -> None:
         try:
-            self._prediction.lock(float(self.number.value.replace(",", "")))
-        except ValueError:
-            locked = self._prediction.answer
-            hint = "Please type a number, such as 12 or 3.5e6."
-            self.status.value = hint if locked is None else f"{_format_value(locked)} is locked already"
-            return
-        self._close()
+            self._prediction.lock(parse_number(self.number.value))
+        except ValueError as error:
+            self.status.value = str(error)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Show the locked answer, which can no longer be changed."""
         assert self._prediction.answer is not None
         self.number.value = _format_value(self._prediction.answer)
         self.number.disabled = self.button.disabled = True

@@ -15,7 +15,7 @@ import ipywidgets as widgets
 
 from l2l_core import EmulatedDevice
 from l2l_core.strategies import Combined, Lab, Offload, Plain, StrategyResult
-from workbench.lessons.exercises import widget_view
+from workbench.panels.display import Bundle, StillDisplay
 from workbench.pictures import BLUE, GREEN, VERMILION, Picture, Scale, Table, show_strategy, svg, ticks
 
 WAYS: Mapping[str, str] = {"recompute only": "KR", "offload only": "KO", "both": "KRO"}  # letters of `Combined`
@@ -87,7 +87,6 @@ class LinkStudy:
 
     def __init__(self, results: Sequence[LinkResult], budget_bytes: int) -> None:
         self.results, self._budget_bytes = results, budget_bytes
-        self._box: widgets.VBox | None = None
 
     @cached_property
     def picture(self) -> Picture:
@@ -109,23 +108,30 @@ class LinkStudy:
         top_bytes = 1.1 * max(self._budget_bytes, *(row.peak_device_bytes for row in rows))
         return show_strategy(one.rows["both"], self._budget_bytes, span_s, top_bytes)
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+    def still(self) -> Bundle:
+        """Return the overheads and the best plan on the fastest link for a page without a kernel."""
         still = self.picture._repr_mimebundle_()
         fast = self.plan_picture(self.results[-1])
-        html = f"{still['text/html']}<p>The best plan on the fastest link:</p>{fast.svg}"
-        return {**still, "text/html": html, **widget_view(self._build_widget())}
+        return {**still, "text/html": f"{still['text/html']}<p>The best plan on the fastest link:</p>{fast.svg}"}
 
-    def _build_widget(self) -> widgets.VBox:
-        if self._box is None:
-            options = [(f"{one.bytes_per_s / 1e6:.3g} MB/s", i) for i, one in enumerate(self.results)]
-            self.slider = widgets.SelectionSlider(
-                options=options, value=len(options) - 1, description="link", layout={"width": "620px"}
-            )
-            self.plan_output = widgets.HTML()
-            self.slider.observe(lambda _: self._show_plan(), "value")
-            self._show_plan()
-            self._box = widgets.VBox([widgets.HTML(self.picture.to_html()), self.slider, self.plan_output])
-        return self._box
+    def _ipython_display_(self) -> None:
+        self._display.open()
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Bundle:
+        return self._display.bundle()
+
+    @cached_property
+    def _display(self) -> StillDisplay:
+        options = [(f"{one.bytes_per_s / 1e6:.3g} MB/s", i) for i, one in enumerate(self.results)]
+        self.slider = widgets.SelectionSlider(
+            options=options, value=len(options) - 1, description="link", layout={"width": "620px"}
+        )
+        self.plan_output = widgets.HTML()
+        self.slider.observe(lambda _: self._show_plan(), "value")
+        self._show_plan()
+        return StillDisplay(
+            widgets.VBox([widgets.HTML(self.picture.to_html()), self.slider, self.plan_output]), self.still
+        )
 
     def _show_plan(self) -> None:
         one = self.results[self.slider.value]

@@ -121,11 +121,12 @@ class StillDisplay:
     Args:
         widget: the live widget.
         still: returns the MIME bundle for a page without a kernel.
+        name: CSS name of both; default: one of this widget alone.
     """
 
-    def __init__(self, widget: ipywidgets.DOMWidget, still: Callable[[], Bundle]) -> None:
+    def __init__(self, widget: ipywidgets.DOMWidget, still: Callable[[], Bundle], name: str = "") -> None:
         self._widget, self._still = widget, still
-        self._name = f"l2l-{widget.model_id[:12]}"
+        self._name = name or f"l2l-{widget.model_id[:12]}"
         widget.add_class(f"{self._name}-live")
         self._output: Any = None
         self._closed = False

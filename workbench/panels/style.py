@@ -40,6 +40,7 @@ border:1px solid var(--jp-border-color2,#8884);border-radius:6px}
 .l2l-workbench .widget-html{width:100%;margin:0}
 .l2l-workbench .widget-html-content{line-height:1.35}
 .l2l-title{display:flex;gap:12px;align-items:center;min-height:32px;font-size:13px;line-height:1.2;font-variant-numeric:tabular-nums}
+.l2l-fact{white-space:nowrap}
 .l2l-state{border:2px solid;border-radius:12px;padding:1px 12px;font-weight:600;min-width:78px;
 text-align:center;white-space:nowrap}
 .l2l-progress{display:flex;gap:10px;align-items:center;padding-left:10px;font-size:12px;font-variant-numeric:tabular-nums;
@@ -75,7 +76,7 @@ padding:0 4px;opacity:.75;color:inherit}
 .l2l-edits .l2l-journal{margin-top:8px}
 .l2l-branches{gap:18px;margin-top:6px;border-top:1px solid var(--jp-border-color2,#8884);padding-top:6px;overflow:visible}
 .l2l-fork{flex:0 0 auto;overflow:visible}
-.l2l-branches>.widget-html{flex:1 1 0;min-width:0;height:74px;overflow:auto}
+.l2l-branches>.widget-html{flex:1 1 0;min-width:0;min-height:74px;max-height:198px;overflow:auto}
 .l2l-list{flex:0 0 216px;overflow:visible}
 .l2l-workbench .l2l-ranks{display:flex;flex-flow:row wrap;gap:4px 18px;overflow:visible}
 .l2l-workbench .l2l-rank{flex:1 1 460px;min-width:0;overflow:visible}

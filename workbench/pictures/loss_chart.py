@@ -22,8 +22,11 @@ from workbench.pictures.loss_curve import (
     ValueScale,
     draw_curve,
     draw_held_out,
+    draw_names,
     draw_others,
+    ends_of,
     held_out_dot,
+    other_colour,
 )
 from workbench.pictures.loss_details import draw_epochs, draw_hover_strips
 from workbench.pictures.relay_drawing import shortened
@@ -123,6 +126,7 @@ def draw_loss(
         *draw_changes(changes, at_step, TOP - 5, BOTTOM, LABEL_ROWS),
         *(_level(y, name, level) for name, level in levels),
         *draw_others(branches, x, y),
+        *draw_names(ends_of(branches, {name: other_colour(i) for i, name in enumerate(branches)}, x, y), RIGHT, BOTTOM),
         *draw_curve(curve, x, y, faint=bool(points)),
         *draw_held_out(places, x, y),
         *_draw_non_finite(curve.non_finite, x),

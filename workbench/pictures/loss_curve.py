@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from workbench.pictures.relay_drawing import shortened
 from workbench.pictures.scale import Scale
-from workbench.pictures.step_axis import LETTER, RIGHT
+from workbench.pictures.step_axis import LETTER
 from workbench.pictures.svg import outlined_text, polyline, rect, text
 from workbench.pictures.theme import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 
@@ -60,6 +60,11 @@ class LossCurve(NamedTuple):
         """Number of steps of the moving mean, odd; 0 without one."""
         return max(9, len(self.loss) // 50) | 1 if self.smooths and len(self.loss) >= SMOOTH_FROM else 0
 
+    @property
+    def drawn(self) -> Floats:
+        """The moving mean, or the values if there is none."""
+        return self.moving_mean() if self.window else self.loss
+
     def moving_mean(self) -> Floats:
         """Return (steps,): the mean of `window` steps around each, fewer at the ends."""
         centre = np.arange(len(self.loss))
@@ -91,27 +96,66 @@ def draw_curve(curve: LossCurve, x: Scale, y: ValueScale, faint: bool = False) -
     yield f'<path d="{d}" fill="none" stroke="{BLUE}" stroke-width="{1.6 if faint else 2.2}" stroke-linejoin="round"/>'
 
 
+def other_colour(i: int) -> str:
+    """Return the colour of the i-th other branch."""
+    return OTHER_STYLES[i % len(OTHER_STYLES)][0]
+
+
+class LineEnd(NamedTuple):
+    """The end of a line, with its name."""
+
+    name: str
+    x: float  # px
+    y: float
+    colour: str
+
+
+def ends_of(curves: Mapping[str, LossCurve], colours: Mapping[str, str], x: Scale, y: ValueScale) -> list[LineEnd]:
+    """Return the ends of lines as `draw_curve` and `draw_others` draw them; none of a curve without values."""
+    return [
+        LineEnd(name, x(float(curve.step[-1])), y(float(curve.drawn[-1])), colours[name])
+        for name, curve in curves.items()
+        if len(curve.step)
+    ]
+
+
+def draw_names(ends: Sequence[LineEnd], right: float, bottom: float) -> Iterator[str]:
+    """Draw names of lines at their ends, in their colours, without overlaps, left of `right` and above `bottom`."""
+    named: list[tuple[float, float, float]] = []  # left and right end, baseline
+    for end in sorted(ends, key=lambda each: each.y):
+        words = shortened(end.name, 24)
+        width = LETTER * len(words)
+        fits = end.x + 8 + width <= right
+        left = end.x + 8 if fits else end.x - width
+        baseline = end.y + 4 if fits else end.y - 9
+        beside = [other for start, stop, other in named if left < stop and start < left + width]
+        down = _free(baseline, beside, MIN_NAME_GAP)
+        baseline = down if down <= bottom - 3 else _free(bottom - 3, beside, -MIN_NAME_GAP)
+        named.append((left, left + width, baseline))
+        at = left if fits else end.x
+        name = text(at, baseline, words, style="small", anchor="start" if fits else "end", fill=end.colour, strong=True)
+        yield outlined_text(name)
+
+
+def _free(baseline: float, taken: Sequence[float], pace: float) -> float:
+    """Return the first baseline on the way by `pace` that is far enough from those taken."""
+    while any(abs(baseline - other) < MIN_NAME_GAP - 0.01 for other in taken):
+        baseline += pace / 4
+    return baseline
+
+
 def draw_others(others: Mapping[str, LossCurve], x: Scale, y: ValueScale) -> Iterator[str]:
-    """Draw other branches, each with its name at its end; names do not overlap."""
-    named: list[tuple[float, float]] = []
-    for i, (name, curve) in enumerate(others.items()):
+    """Draw other branches as thin dashed lines; `ends_of` has the places of their names."""
+    for i, curve in enumerate(others.values()):
         if not len(curve.step):
             continue
         colour, dashes = OTHER_STYLES[i % len(OTHER_STYLES)]
         chosen = np.linspace(0, len(curve.step) - 1, min(len(curve.step), MAX_OTHER_POINTS)).astype(np.int64)
-        losses = curve.moving_mean() if curve.window else curve.loss
-        points = list(zip(map(x, curve.step[chosen].tolist()), map(y, losses[chosen].tolist()), strict=True))
+        points = list(zip(map(x, curve.step[chosen].tolist()), map(y, curve.drawn[chosen].tolist()), strict=True))
         line, style = polyline(points), f'stroke-width="1.6" stroke-dasharray="{dashes}"'
         yield f'<path d="{line}" fill="none" stroke="{colour}" {style}/>'
         end_x, end_y = points[-1]
-        words = shortened(name, 24)
-        anchor, name_x = ("end", end_x) if end_x > RIGHT - LETTER * len(words) - 8 else ("start", end_x + 5)
-        name_y = end_y - 7 if anchor == "end" else end_y + 4
-        while any(abs(name_x - left) < 160 and abs(name_y - other) < MIN_NAME_GAP for left, other in named):
-            name_y += MIN_NAME_GAP
-        named.append((name_x, name_y))
         yield rect(end_x - 2.5, end_y - 2.5, 5, 5, fill=colour, r=2.5)
-        yield outlined_text(text(name_x, name_y, words, style="small", anchor=anchor))
 
 
 def draw_held_out(points: Sequence[tuple[float, float]], x: Scale, y: ValueScale) -> Iterator[str]:

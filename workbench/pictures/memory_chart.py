@@ -24,7 +24,7 @@ from workbench.pictures.memory_peaks import describe_peak, memory_table, undo_by
 from workbench.pictures.picture import Picture
 from workbench.pictures.relay_drawing import shortened
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
-from workbench.pictures.step_axis import draw_time_axis
+from workbench.pictures.step_axis import draw_time_axis, time_marks
 from workbench.pictures.svg import PAGE, document, group, outlined_text, path, rect, text
 from workbench.pictures.theme import VERMILION
 from workbench.readings import Columns, LayerNumbers, MemoryLevels, Peak, find_peak, number_layers
@@ -196,7 +196,7 @@ def _whole_previous(columns: Columns, plot: MemoryPlot, scale: Scale, time: Scal
 
 def _frame(plot: MemoryPlot, scale: Scale, time: Scale, sampled: bool) -> Iterator[str]:
     yield text(LEFT - 8, plot.top - plot.title, plot.name, style="strong", anchor="end")
-    lines = [f"M{time(mark):.1f} {plot.top:g}V{plot.bottom:g}" for mark in ticks(0.0, time.high, 11)]
+    lines = [f"M{time(mark):.1f} {plot.top:g}V{plot.bottom:g}" for mark in time_marks(time, 11)]
     if not sampled:
         yield text(LEFT + 12, (plot.top + plot.bottom) / 2 + 4, "no memory was sampled", style="dim")
         yield path("".join(lines), style="rule")

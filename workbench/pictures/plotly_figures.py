@@ -70,7 +70,7 @@ def timeline_figure(trace: Trace) -> go.Figure:
     figure.update_xaxes(title="seconds since the step began", range=[0, columns.end_s or 1.0])
     # overlay, because plotly places kinds side by side by default; labels below 9 px are hidden
     figure.update_layout(barmode="overlay", bargap=0.2, uniformtext={"minsize": 9, "mode": "hide"})
-    return _finish(figure, f"Step {trace.step} on {trace.device or '?'}")
+    return _finish(figure, f"Step {trace.step + 1} on {trace.device or '?'}")
 
 
 def memory_figure(
@@ -128,7 +128,7 @@ def memory_figure(
     figure.update_xaxes(title="seconds since the step began", range=[0, end_s or 1.0])
     figure.update_yaxes(title=f"bytes on the {place}", tickformat="~s", ticksuffix="B", rangemode="tozero")
     figure.update_layout(hovermode="x unified")
-    return _finish(figure, f"Memory of the {place}, step {trace.step}")
+    return _finish(figure, f"Memory of the {place}, step {trace.step + 1}")
 
 
 def loss_figure(runs: Mapping[str, Sequence[StepRow]], changes: Sequence[Change] = ()) -> go.Figure:

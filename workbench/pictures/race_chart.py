@@ -15,11 +15,11 @@ import numpy as np
 from l2l_core.trace import format_bytes
 from workbench.pictures.amount_axis import draw_amount_axis
 from workbench.pictures.loss_chart import BOTTOM, TOP, draw_loss_axis, loss_scale
-from workbench.pictures.loss_curve import OTHER_STYLES, LossCurve, draw_curve, draw_others
+from workbench.pictures.loss_curve import LossCurve, draw_curve, draw_names, draw_others, ends_of, other_colour
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.relay_drawing import shortened
 from workbench.pictures.scale import Scale, format_prefixed, format_seconds, round_up
-from workbench.pictures.step_axis import LEFT, RIGHT, WIDTH
+from workbench.pictures.step_axis import LEFT, WIDTH
 from workbench.pictures.svg import document, path, rect, text
 from workbench.pictures.theme import BLUE, GREY
 from workbench.session import FLOP_RULE, Change, Race, Racer, describe_change
@@ -29,6 +29,7 @@ Axis = Literal["steps", "flop", "seconds"]
 AXES: Mapping[Axis, str] = {"steps": "steps", "flop": "compute (FLOP)", "seconds": "seconds of the branch's own steps"}
 MAX_RACERS = 8  # maximum number of branches drawn
 MAX_EDITS = 40  # per branch
+END = 830.0  # px, end of the longest curve: room for names on its right
 TREE = (LEFT, 560.0)  # px, left and right edge
 BARS = (620.0, 860.0)
 LINE = 24.0  # px, height of a branch
@@ -48,7 +49,7 @@ def draw_race(race: Race, axis: Axis = "steps") -> str:
     if axis not in AXES:
         raise ValueError(f"axis={axis!r} is not an axis of a race: give one of {', '.join(map(repr, AXES))}")
     shown = race.racers[:MAX_RACERS]
-    colours = [BLUE, *(OTHER_STYLES[i % len(OTHER_STYLES)][0] for i in range(len(shown) - 1))]
+    colours = [BLUE, *map(other_colour, range(len(shown) - 1))]
     curves = {racer.name: _curve(racer, axis) for racer in shown}
     measured = [
         (racer.name, _spent_so_far(racer, axis)[step], loss) for racer in shown for step, loss in racer.measured
@@ -56,7 +57,7 @@ def draw_race(race: Race, axis: Axis = "steps") -> str:
     points = [(name, spent, loss.mean) for name, spent, loss in measured if math.isfinite(loss.mean)]
     means = [mean for _, _, mean in points]
     y, marks = loss_scale([end for curve in curves.values() for end in curve.range()] + means)
-    x = Scale(0.0, max(_spent_so_far(racer, axis)[-1] for racer in shown) or 1.0, LEFT, RIGHT)
+    x = Scale(0.0, max(_spent_so_far(racer, axis)[-1] for racer in shown) or 1.0, LEFT, END)
     first, *others = shown
     lines, tree_top, colour_of = _branch_lines(shown), BOTTOM + 74, dict(zip(curves, colours, strict=True))
     height = tree_top + LINE * len(lines) + 24
@@ -68,6 +69,7 @@ def draw_race(race: Race, axis: Axis = "steps") -> str:
         *(_draw_equal(race, other, x, colour_of[other.name]) for other in others if axis == "flop"),
         *draw_others({racer.name: curves[racer.name] for racer in others}, x, y),
         *draw_curve(curves[first.name], x, y),
+        *draw_names(ends_of(curves, colour_of, x, y), WIDTH, BOTTOM),
         *(_ring(x(spent), y(mean), colour_of[name]) for name, spent, mean in points),
         *_tree(lines, colour_of, tree_top),
         *_bars(lines, colour_of, tree_top),

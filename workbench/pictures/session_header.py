@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from html import escape
 
@@ -11,6 +11,7 @@ from l2l_core.plan import schedule_name
 from l2l_core.trace import format_bytes
 from workbench.pictures import svg
 from workbench.pictures.picture import Picture, Table
+from workbench.pictures.relay_drawing import shortened
 from workbench.pictures.scale import format_prefixed, format_seconds
 from workbench.pictures.theme import GREEN, GREY, ORANGE, SKY, VERMILION
 from workbench.session import LOSS, Failure, Race, SearchRow, Snapshot, StepRow, WorkRow
@@ -18,6 +19,7 @@ from workbench.session import LOSS, Failure, Race, SearchRow, Snapshot, StepRow,
 STATE_COLOURS = {"idle": GREY, "running": GREEN, "paused": ORANGE, "failed": VERMILION, "closed": GREY}
 STATE_SIGNS = {"idle": "●", "running": "▶", "paused": "‖", "failed": "×", "closed": "○"}
 _DEFAULTS = RelayConfig()
+_MAX_FACT = 36  # characters of one fact in the header, as of a branch's name
 _PACE_STEPS = 10  # number of recent steps that define the pace
 
 
@@ -27,8 +29,17 @@ def header_html(snapshot: Snapshot, state_label: str = "") -> str:
     colour, sign = (GREEN, "▶") if is_busy else (STATE_COLOURS[snapshot.state], STATE_SIGNS[snapshot.state])
     words = state_label or describe_state(snapshot)
     state = f'<span class="l2l-state" style="border-color:{colour}">{sign} {words}</span>'
-    facts = " · ".join(escape(fact) for fact in header_facts(snapshot))
+    facts = " · ".join(f'<span class="l2l-fact"{tip}>{escape(fact)}</span>' for fact, tip in _with_tips(snapshot))
     return f'<div class="l2l-title">{state}<span>{facts}</span></div>'
+
+
+def _with_tips(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
+    """Return short forms of the facts, each with an attribute for the words that are left out."""
+    objective = f" ({snapshot.steps[-1].objective})" if snapshot.steps and snapshot.steps[-1].objective else ""
+    for fact in header_facts(snapshot):
+        is_loss = bool(objective) and fact.startswith("loss ") and fact.endswith(objective)
+        short = fact.removesuffix(objective) if is_loss else shortened(fact, _MAX_FACT)
+        yield short, "" if short == fact else f' title="{escape(fact)}"'
 
 
 _FAILURE_TITLES = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 from workbench.pictures.relay_drawing import shortened
 from workbench.pictures.scale import Scale, format_seconds, ticks
@@ -23,14 +24,38 @@ def steps_scale(seen: Sequence[float], changes: Sequence[Change] = ()) -> Scale:
     return Scale(low, max(last + 0.5, low + 10.0), LEFT, RIGHT)  # at least 10 steps, so that it is stable at first
 
 
+def time_marks(time: Scale, at_most: int) -> list[float]:
+    """Return at most `at_most` marks of an axis of seconds, so few that their labels do not touch."""
+    while True:
+        marks = ticks(time.low, time.high, at_most)
+        spans = [_label_span(time, mark) for mark in marks]
+        if at_most <= 2 or all(left[1] + LETTER <= right[0] for left, right in pairwise(spans)):
+            return marks
+        at_most -= 1
+
+
 def draw_time_axis(time: Scale, y: float, at_most: int, style: str = "") -> Iterator[str]:
     """Draw an axis of seconds with at most `at_most` marks and their labels."""
-    marks = ticks(time.low, time.high, at_most)
+    marks = time_marks(time, at_most)
     lines = "".join(f"M{time(mark):.1f} {y:g}v5" for mark in marks)
     yield path(f"M{time.first:g} {y:g}H{time.last:g}{lines}", style="axis")
     for mark in marks:
-        anchor, words = "end" if time(mark) > time.last - 20 else "middle", format_seconds(mark) if mark else "0"
-        yield text(time(mark), y + 18, words, style=style, anchor=anchor)
+        anchor = "end" if _is_at_end(time, mark) else "middle"
+        yield text(time(mark), y + 18, _time_label(mark), style=style, anchor=anchor)
+
+
+def _time_label(mark: float) -> str:
+    return format_seconds(mark) if mark else "0"
+
+
+def _is_at_end(time: Scale, mark: float) -> bool:
+    return time(mark) > time.last - 20
+
+
+def _label_span(time: Scale, mark: float) -> tuple[float, float]:
+    """Return the left and right end of a label, in px."""
+    at, width = time(mark), LETTER * len(_time_label(mark))
+    return (at - width, at) if _is_at_end(time, mark) else (at - width / 2, at + width / 2)
 
 
 def draw_steps_axis(x: Scale, top: float, bottom: float) -> Iterator[str]:

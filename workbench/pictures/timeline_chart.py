@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from l2l_core.trace import NETWORK_LANES, Trace, format_bytes
 from workbench.pictures import svg, timeline_labels
 from workbench.pictures.picture import Picture, Table
-from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
-from workbench.pictures.step_axis import draw_time_axis
+from workbench.pictures.scale import Scale, format_seconds, round_up
+from workbench.pictures.step_axis import draw_time_axis, time_marks
 from workbench.pictures.theme import LANE_NAMES, VERMILION, kind_colour
 from workbench.pictures.timeline_text import (
     LANE,
@@ -78,7 +78,7 @@ def draw_timeline(
         cursor = axis(min(now_s, axis.high))  # the page's colour covers the previous step left of it
         parts += [_draw_previous(before, axis), svg.rect(LEFT, TOP, cursor - LEFT, sheet.axis - TOP, style="page")]
         parts += _draw_lane_backgrounds(sheet, LEFT, cursor)
-    rules = "".join(f"M{axis(mark):.1f} {TOP}V{sheet.axis}" for mark in ticks(0.0, axis.high, 9))
+    rules = "".join(f"M{axis(mark):.1f} {TOP}V{sheet.axis}" for mark in time_marks(axis, 9))
     parts += [svg.path(rules, style="rule"), *draw_time_axis(axis, sheet.axis, 9), *_draw_phases(now, axis)]
     min_px, at_most = timeline_labels.MIN_TIP_PX, MAX_BARS
     if now_s is not None:

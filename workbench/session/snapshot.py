@@ -188,8 +188,12 @@ class Snapshot:
         return step.is_before_edit(self.layers, self.journal)
 
     def _branch_note(self, step: ShownStep) -> str:
-        forked = step is self.shown and step.branch != self.branch
-        return f"; {self.branch} has made no step since it was forked" if forked else ""
+        if step is not self.shown:
+            return ""
+        if later := self.step - step.number:  # a function of the user made them: the session has no traces of them
+            what = f"step {self.step} was" if later == 1 else f"steps {step.number + 1} to {self.step} were"
+            return f"; {what} made outside of the session"
+        return f"; {self.branch} has made no step since it was forked" if step.branch != self.branch else ""
 
     def _branch_suffix(self, branch: str) -> str:
         return f" of {branch}" if len(self.branches) > 1 or branch != self.branch else ""

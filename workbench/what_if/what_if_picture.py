@@ -18,12 +18,12 @@ from workbench.pictures import (
     Scale,
     category_colour,
     draw_compact_bars,
-    format_seconds,
     kind_colour,
     round_up,
     svg,
     ticks,
 )
+from workbench.pictures.step_axis import draw_time_axis
 from workbench.readings import Columns, MemoryLevels, make_bars, make_hatched, summarize_timeline
 from workbench.what_if.answer import Answer
 from workbench.what_if.forecast_margin import HIDDEN, SECONDS, ComparedAnswer, ForecastMargin, with_margin
@@ -98,7 +98,10 @@ def draw_what_if(before: PicturedStep | None, changed: PicturedStep, span_s: flo
     parts = [*_kinds(steps)]
     for i, row in enumerate(rows):
         parts += _lanes(row, time, LANES_TOP + i * ROW)
-    parts += [*_time_axis(time, LANES_TOP + ROW + 4 * PITCH + 3), *_categories(MEMORY_TOP - 36)]
+    parts += [
+        *draw_time_axis(time, LANES_TOP + ROW + 4 * PITCH + 3, 11, style="small dim"),
+        *_categories(MEMORY_TOP - 36),
+    ]
     top = _top([level for level in levels if level is not None], steps)
     for i, (row, level) in enumerate(zip(rows, levels, strict=True)):
         parts += _memory(row, level, time, top, MEMORY_TOP + i * CHART_PITCH)
@@ -112,7 +115,7 @@ def draw_lanes(upper: PicturedStep, lower: PicturedStep, span_s: float, title: s
     time = Scale(0.0, span_s, LEFT, RIGHT)
     axis_y = LANES_TOP + ROW + 4 * PITCH + 3
     parts = [*_kinds([upper, lower]), *_lanes(upper, time, LANES_TOP), *_lanes(lower, time, LANES_TOP + ROW)]
-    parts += _time_axis(time, axis_y)
+    parts += draw_time_axis(time, axis_y, 11, style="small dim")
     return svg.document(WIDTH, axis_y + 24, title, _describe([upper, lower]), parts)
 
 
@@ -172,14 +175,6 @@ def _title(row: PicturedStep | None, y: float, missing: str) -> Iterator[str]:
 
 def _frame(top: float, bottom: float) -> str:
     return svg.path(f"M{LEFT - 3} {top:g}H{RIGHT + 3}V{bottom:g}H{LEFT - 3}Z", style="axis", dash="6 4")
-
-
-def _time_axis(time: Scale, y: float) -> Iterator[str]:
-    marks = ticks(0.0, time.high, 11)
-    yield svg.path(f"M{LEFT} {y:g}H{RIGHT}" + "".join(f"M{time(mark):.1f} {y:g}v5" for mark in marks), style="axis")
-    for mark in marks:
-        anchor = "end" if mark and time(mark) > RIGHT - 12 else "middle"
-        yield svg.text(time(mark), y + 18, format_seconds(mark) if mark else "0", style="small dim", anchor=anchor)
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def both() -> Traces:
 def test_they_come_by_rank_and_on_one_axis() -> None:
     traces = both()
     assert [trace.worker.rank for trace in traces] == [0, 1] and traces.offsets_s == [0.0, 0.25]
-    assert traces.span_s == 2.5 - 0.75 and repr(traces) == "<Traces of step 3 by 2 workers, 1.75 s>"
+    assert traces.span_s == 2.5 - 0.75 and repr(traces) == "<Traces of step 4 by 2 workers, 1.75 s>"
 
 
 def test_a_process_per_worker(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_process_per_worker(tmp_path: Path) -> None:
     assert chrome["distributedInfo"] == {"rank": 0, "world_size": 2}
     rows = chrome["traceEvents"]
     named = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
-    assert named == {pid: f"worker {pid - 1} of 2, relay step 3 on emulated" for pid in (1, 2)}
+    assert named == {pid: f"worker {pid - 1} of 2, relay step 4 on emulated" for pid in (1, 2)}
     assert {row["pid"]: row["args"]["sort_index"] for row in rows if row["name"] == "process_sort_index"} == {
         1: 0,
         2: 1,

@@ -220,7 +220,7 @@ def test_after_steps_of_the_same_kind_nothing_runs_again() -> None:
         result = relay.step(batch)
         relay.model.layers[1].register_forward_hook(lambda *_: calls.append(1))
         forecast = relay.forecast(batch)
-        assert forecast.basis.startswith("step 1, measured") and not calls
+        assert forecast.basis.startswith("step 2, measured") and not calls
         assert dict(forecast.device_bytes) == dict(result.trace.peak_sample("device").bytes_by_category)
         assert [e.label() for e in forecast.trace.lanes["compute"]] == [
             e.label() for e in result.trace.lanes["compute"]

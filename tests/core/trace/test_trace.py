@@ -228,7 +228,7 @@ def test_the_clock_counts_from_the_beginning() -> None:
 
 def test_summary_names_every_lane_and_peak() -> None:
     lines = a_step().summary().splitlines()
-    assert lines[0] == "step 7 on emulated: 4 s, 9 events, 44.4% of copy time hidden under compute"
+    assert lines[0] == "step 8 on emulated: 4 s, 9 events, 44.4% of copy time hidden under compute"
     assert [line.split()[0] for line in lines[1:]] == [*LANES, "device", "host"]
     assert "busy       1.5 s ( 37.5%), exposed         1 s" in lines[2]
     assert lines[5] == "  device   peak 6.1 kB at 1 s (weights 6 kB, stash 100 B)"
@@ -276,7 +276,7 @@ def test_chrome_slices() -> None:
     chrome = chrome_trace(a_step())
     assert chrome["schemaVersion"] == 1 and chrome["distributedInfo"] == {"rank": 0, "world_size": 1}
     names = {row["args"]["name"]: row.get("tid") for row in rows_of(chrome, "M") if "name" in row["args"]}
-    assert names == {"relay step 7 on emulated": None, "compute": 1, "h2d": 2, "d2h": 3, "eps": 4}
+    assert names == {"relay step 8 on emulated": None, "compute": 1, "h2d": 2, "d2h": 3, "eps": 4}
     slices = {row["name"]: row for row in rows_of(chrome, "X")}
     assert len(slices) == 9 == len({row["args"]["correlation"] for row in slices.values()})
     load = slices["Memcpy HtoD L layers.1"]

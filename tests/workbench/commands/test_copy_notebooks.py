@@ -1,13 +1,17 @@
 """Notebooks are copied from a clone and from an installed wheel, whole, and over nothing that is there."""
 
+import re
 from pathlib import Path
 
+import nbformat
 import pytest
 
 from workbench.__main__ import main
-from workbench.commands.copy_notebooks import copy_notebooks, find_sources
+from workbench.commands.copy_notebooks import QUIET_LAB, copy_notebooks, find_sources, refresh_copies
+from workbench.commands.lab_launcher import lab_command
 
 ROOT = Path(__file__).resolve().parents[3]
+LINK = re.compile(r"\]\(([^()#\s]+)")  # target of a link in Markdown
 
 
 def test_a_clone_gives_its_notebooks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -15,8 +19,30 @@ def test_a_clone_gives_its_notebooks(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["notebooks", "--to", str(folder)]) == 0
     names = {path.name for path in folder.iterdir()}
     assert names == {path.name for path in (ROOT / "notebooks").glob("*.ipynb")} | {"README.md"}
-    assert (folder / "00_start_here.ipynb").read_bytes() == (ROOT / "notebooks" / "00_start_here.ipynb").read_bytes()
-    assert f"jupyter lab {folder}" in capsys.readouterr().out
+    assert (folder / "02_memory.ipynb").read_bytes() == (ROOT / "notebooks" / "02_memory.ipynb").read_bytes()
+    said = capsys.readouterr().out
+    assert said.endswith(f"open them with: jupyter lab {QUIET_LAB} {folder}\n") and QUIET_LAB in lab_command(
+        ROOT, "", 1
+    )
+
+
+def test_no_link_leads_out_of_the_copies(tmp_path: Path) -> None:
+    sources = find_sources()
+    copies = copy_notebooks(sources, tmp_path / "copied")
+    texts = [path.read_text(encoding="utf-8") for path in copies]
+    linked = [(path, link) for path, text in zip(copies, texts, strict=True) for link in LINK.findall(text)]
+    assert linked and all((path.parent / link).is_file() for path, link in linked if "://" not in link)
+    assert "has all letters and rules" in "".join(texts) and "docs/PLANS.md has all letters" in "".join(texts)
+    for path in copies:
+        if path.suffix == ".ipynb":
+            nbformat.validate(nbformat.read(path, as_version=4))
+
+
+def test_links_of_copies_within_a_clone_lead_to_its_files(tmp_path: Path) -> None:
+    for path in refresh_copies(find_sources(), tmp_path / "out" / "notebooks"):
+        for link in LINK.findall(path.read_text(encoding="utf-8")):
+            at = (path.parent / link).resolve()
+            assert "://" in link or at.is_file() or (ROOT / at.relative_to(tmp_path)).is_file(), (path.name, link)
 
 
 def test_what_is_there_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from workbench.lessons.exercises import WIDGET_VIEW, Exercise, Prediction, predict
+from workbench.lessons.exercises import Exercise, Prediction, predict
+from workbench.panels import display
+from workbench.panels.display import WIDGET_VIEW_TYPE
 from workbench.pictures.picture import Picture
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -22,9 +24,7 @@ def bar_widths(picture: Picture) -> list[float]:
 
 
 def type_and_lock(prediction: Prediction, typed: str) -> Any:
-    prediction._repr_mimebundle_()
-    box = prediction._box
-    assert box is not None
+    box = prediction.box
     box.number.value = typed
     box.button.click()
     return box
@@ -35,25 +35,93 @@ def type_and_lock(prediction: Prediction, typed: str) -> Any:
 
 def test_a_question_shows_with_and_without_widgets() -> None:
     shown = predict("How many <loads>?", "loads")._repr_mimebundle_()
-    assert WIDGET_VIEW in shown
+    assert WIDGET_VIEW_TYPE in shown
     assert "How many &lt;loads&gt;?" in shown["text/html"] and "not answered yet" in shown["text/html"]
     assert shown["text/plain"] == "Predict first. How many <loads>?\n(not answered yet)"
 
 
-@pytest.mark.parametrize("typed, answer", [("10", 10), (" 1,500 ", 1500), ("3.5e6", 3.5e6), ("-1", -1)])
+@pytest.mark.parametrize(
+    "typed, answer",
+    [
+        ("10", 10),
+        ("10.5", 10.5),
+        (".5", 0.5),
+        (" 1,500 ", 1500),
+        ("1,000", 1000),
+        ("12,345,678.5", 12345678.5),
+        ("3.5e6", 3.5e6),
+        ("+2", 2),
+        ("0", 0),
+        ("-1,000.5", -1000.5),
+    ],
+)
 def test_the_button_locks_what_was_typed(typed: str, answer: float) -> None:
-    prediction = predict("How many?")
+    prediction = predict("By how much does it change?", signed=True)
     box = type_and_lock(prediction, typed)
     assert prediction.answer == answer
     assert box.number.disabled and box.button.disabled and box.status.value.startswith("locked")
 
 
-@pytest.mark.parametrize("typed", ["", "ten", "nan", "inf"])
+@pytest.mark.parametrize(
+    "typed", ["", "ten", "nan", "inf", "1e", "1_0", "1.000,5", "1,00,000", "12,34.5", "0x10", "10 5", ",", "."]
+)
 def test_what_is_no_number_is_not_locked(typed: str) -> None:
     prediction = predict("How many?")
     box = type_and_lock(prediction, typed)
     assert prediction.answer is None and not box.button.disabled
     assert box.status.value == "Please type a number, such as 12 or 3.5e6."
+
+
+@pytest.mark.parametrize(
+    "typed, better", [("10,5", "10.5"), ("1,0000", "1.0000"), ("0,500", "0.500"), ("-0,5", "-0.5")]
+)
+def test_a_comma_that_may_be_a_decimal_one_is_refused(typed: str, better: str) -> None:
+    prediction = predict("By how much?", signed=True)
+    box = type_and_lock(prediction, typed)
+    assert prediction.answer is None and not box.button.disabled
+    assert box.status.value == f"{typed} is ambiguous: please type {better} with a point, or no comma."
+    box.number.value = better  # as the hint says
+    box.button.click()
+    assert prediction.answer == float(better)
+
+
+def test_a_negative_number_of_things_is_refused() -> None:
+    prediction = predict("How many?", "loads")
+    box = type_and_lock(prediction, "-3")
+    assert prediction.answer is None and box.status.value == "-3 is negative: give 0 or more loads"
+    with pytest.raises(ValueError, match="0 or more"):
+        prediction.lock(-3)
+    box.number.value = "0"
+    box.button.click()
+    assert prediction.answer == 0
+
+
+def test_a_page_without_a_kernel_shows_the_question_with_the_locked_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[dict[str, Any]] = []
+
+    class Output:
+        display_id = "one"
+
+        def update(self, bundle: dict[str, Any], raw: bool) -> None:
+            shown[-1] = bundle
+
+    def show(bundle: dict[str, Any], raw: bool, display_id: Any = None) -> Output:
+        shown.append(bundle)
+        return Output()
+
+    monkeypatch.setattr(display, "display", show)
+    monkeypatch.setattr(display, "is_notebook", lambda: True)
+    prediction = predict("How many?", "loads")
+    prediction._ipython_display_()
+    assert list(shown[0]) == [WIDGET_VIEW_TYPE] and WIDGET_VIEW_TYPE not in shown[1], (
+        "two outputs: the error stands alone"
+    )
+    assert "not answered yet" in shown[1]["text/html"]
+    again = predict("How many?", "loads").still()
+    assert again == prediction.still() and "-still" in shown[1]["text/html"]
+    prediction.box.number.value = "12"
+    prediction.box.button.click()
+    assert "locked: 12 loads" in shown[1]["text/html"] and len(shown) == 2
 
 
 def test_a_locked_answer_stays() -> None:
@@ -66,10 +134,9 @@ def test_a_locked_answer_stays() -> None:
 
 def test_the_box_says_when_another_answer_is_locked() -> None:
     prediction = predict("How many?")
-    prediction._repr_mimebundle_()
+    box = prediction.box
     prediction.lock(3)
-    box = prediction._box
-    assert box is not None
+    assert box.button.disabled and box.number.value == "3"
     box.number.value = "4"
     box.button.click()
     assert "3 is locked already" in box.status.value and prediction.answer == 3
@@ -78,7 +145,7 @@ def test_the_box_says_when_another_answer_is_locked() -> None:
 def test_an_answer_given_from_the_start_is_shown_locked() -> None:
     prediction = Prediction("How many?", answer=12, unit="loads")
     assert prediction._repr_mimebundle_()["text/plain"].endswith("(locked: 12 loads)")
-    assert prediction._box is not None and prediction._box.button.disabled
+    assert prediction.box.button.disabled
 
 
 def test_comparing_shows_the_three_numbers_and_their_errors() -> None:
@@ -109,7 +176,7 @@ def test_without_an_answer_the_comparison_says_so() -> None:
 @pytest.mark.parametrize("numbers", [(0, 0, 0), (1, 2, 0), (-3, -3, -2), (1, math.nan, 1), (1, 1, math.inf)])
 def test_odd_numbers_are_drawn(numbers: tuple[float, float, float]) -> None:
     answer, formula, measured = numbers
-    picture = Prediction("q", answer=answer).compare(formula, measured)
+    picture = Prediction("q", answer=answer, signed=True).compare(formula, measured)
     for rect in ElementTree.fromstring(picture.svg).iter(f"{SVG}rect"):
         assert all(math.isfinite(float(rect.attrib[name])) for name in ("x", "y", "width", "height"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 from weakref import ref
 
 import pytest
@@ -23,6 +24,8 @@ from workbench.panels.panel import Panel
 from workbench.panels.relay_panel import RelayPanel
 from workbench.panels.timeline_panel import TimelinePanel
 from workbench.panels.what_if_panel import WhatIfPanel
+from workbench.pictures import show_timeline
+from workbench.pictures.plotly_figures import timeline_figure
 from workbench.runs import Recorder, load_run
 from workbench.runs.html_report import render_report
 from workbench.session import Snapshot
@@ -127,6 +130,35 @@ def test_fork_shows_the_last_step_of_its_parent(session: Session) -> None:
         assert panel.still_or_error(now)[0].table.caption == now.shown_words  # type: ignore[union-attr]
     train(session, 1)
     assert session.snapshot().shown_words == "step 3 of wide"
+
+
+def test_steps_that_a_function_made_are_named_where_an_earlier_step_is_shown(session: Session) -> None:
+    batch = next(iter(make_batches()))
+
+    def train_outside(relay: Relay) -> None:
+        relay.step(batch)
+
+    train(session, 2)
+    session.edit(train_outside).result(HANG_S)
+    assert session.snapshot().shown_words == "step 2; step 3 was made outside of the session"
+    session.fork("wide").result(HANG_S)
+    session.edit(train_outside).result(HANG_S)
+    now = session.snapshot()
+    assert now.shown_words == "step 2 of main; steps 3 to 4 were made outside of the session"
+    assert now.step == 4 and now.state_words == "after step 4 of wide"
+    train(session, 1)
+    assert session.snapshot().shown_words == "step 5 of wide"
+
+
+def test_a_step_has_one_number_in_every_text(session: Session) -> None:
+    train(session, 2)
+    now = session.snapshot()
+    trace = now.last
+    assert trace is not None and now.shown_words == "step 2" and now.step == 2
+    timeline = show_timeline(trace)
+    figure: Any = timeline_figure(trace)
+    texts = (trace.summary(), repr(trace), timeline.table.title, figure.layout.title.text)
+    assert [text[text.lower().index("step ") :][:6].lower() for text in texts] == ["step 2"] * 4, texts
 
 
 def test_caption_names_an_edit_after_the_step(session: Session) -> None:

@@ -7,6 +7,7 @@ import random
 import threading
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,16 @@ from hypothesis import strategies as st
 from patience import HANG_S
 
 from l2l_core import RelayConfig
+from l2l_core.edits import Branch
 from l2l_core.trace.events import ALL_LANES, CATEGORIES, LANES, PLACES, Event, MemorySample
 from l2l_core.trace.trace import Trace
+from workbench.panels.style import STYLE
 from workbench.pictures import svg, theme
 from workbench.pictures.page_bundle import bundle_of
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
 from workbench.pictures.session_header import STATE_COLOURS, header_html, header_picture, pending_html, progress_html
+from workbench.pictures.step_axis import draw_time_axis
 from workbench.pictures.sweep import SHORT_S, make_sweep
 from workbench.readings.trace_columns import Columns
 from workbench.session.snapshot import Snapshot
@@ -160,6 +164,24 @@ def test_an_axis_ends_at_a_round_number_not_far_above(value: float) -> None:
     assert value * (1 - 1e-8) <= end <= 1.5 * value
     assert round_up(end) == pytest.approx(end), "the result is a fixed point"
     assert float(f"{end:.1e}") == pytest.approx(end), "two digits"
+
+
+@settings(derandomize=True)
+@given(st.floats(1e-6, 1e5), st.sampled_from([(92, 648), (96, 944), (0, 120)]), st.integers(2, 12))
+def test_labels_of_seconds_do_not_touch(span_s: float, edges: tuple[float, float], at_most: int) -> None:
+    time = Scale(0.0, span_s, *edges)
+    root = ET.fromstring(f"<g>{''.join(draw_time_axis(time, 0, at_most))}</g>")
+    boxes = []
+    for e in root.iter("text"):
+        width, x = 6 * len(e.text or ""), float(e.attrib["x"])
+        left = x - width * {"middle": 0.5, "end": 1.0}[e.attrib["text-anchor"]]
+        boxes.append((left, left + width))
+    assert len(boxes) <= at_most and all(a[1] < b[0] for a, b in pairwise(boxes))
+
+
+def test_labels_at_the_end_of_an_axis_do_not_run_together() -> None:
+    drawn = "".join(draw_time_axis(Scale(0.0, 0.5, 92, 648), 0, 11))
+    assert "500 ms" in drawn and "450 ms" not in drawn and "400 ms" in drawn
 
 
 def test_an_axis_of_nothing_has_a_length() -> None:
@@ -442,6 +464,19 @@ def test_the_header_shows_model_step_and_pace() -> None:
     assert "step 3" in words and "loss 0.3333" in words and "300 ms per step" in words, "a median of the last steps"
     words = words_of(header_html(make_snapshot(model=NAUGHTY, device=NAUGHTY)))
     assert words.count(NAUGHTY) == 2
+
+
+def test_facts_of_the_header_are_short_and_break_between_each_other_alone() -> None:
+    rows = [replace(row, objective="mean over rows or targets") for row in make_rows(0.2, 0.3)]
+    branch = Branch("x" * 80, True, 2, 3, 0.5, 0)
+    html = header_html(make_snapshot(step=2, steps=rows, branch=branch.name, branches=[branch, branch]))
+    root = ET.fromstring(html)
+    facts = [e for e in root.iter("span") if e.attrib.get("class") == "l2l-fact"]
+    texts = [e.text or "" for e in facts]
+    assert [e.attrib["title"] for e in facts if e.text == "loss 0.5"] == ["loss 0.5 (mean over rows or targets)"]
+    assert [e.attrib["title"] for e in facts if (e.text or "").startswith("step 2 of xxx")] == [f"step 2 of {'x' * 80}"]
+    assert max(map(len, texts)) <= 36 and texts[-1].endswith("/s") and ".l2l-fact{white-space:nowrap}" in STYLE
+    assert " · ".join(texts) in words_of(html)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The race chart shows its numbers over every axis and the tree of branches, and stays small."""
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -7,8 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from workbench.pictures.race_chart import AXES, BARS, MAX_RACERS, TREE, Axis, draw_race, race_table, show_race
-from workbench.pictures.step_axis import LEFT, RIGHT
+from workbench.pictures.loss_curve import MIN_NAME_GAP
+from workbench.pictures.race_chart import AXES, BARS, END, MAX_RACERS, TREE, Axis, draw_race, race_table, show_race
+from workbench.pictures.step_axis import LEFT, LETTER, WIDTH
+from workbench.pictures.theme import BLUE, GREEN, ORANGE
 from workbench.session.probe_verdict import ProbeLosses
 from workbench.session.race_result import Race, Racer
 from workbench.session.snapshot_values import Change, StepRow
@@ -50,9 +53,33 @@ def test_curves_end_where_their_branch_has_spent_so_much(axis: Axis) -> None:
         float(re.findall(r"([\d.]+) [\d.]+", d)[-1]) for d in re.findall(r'<path d="(M[\d. L]+)" fill="none" str', svg)
     ]
     spent = {"steps": (40, 40), "flop": (120, 160), "seconds": (20, 10)}[axis]  # slim, main
-    assert ends == pytest.approx([LEFT + (RIGHT - LEFT) * each / max(spent) for each in spent], abs=0.1)
+    assert ends == pytest.approx([LEFT + (END - LEFT) * each / max(spent) for each in spent], abs=0.1)
     assert AXES[axis] in words(svg)
     assert svg.count("<circle") == 6, "a ring for every measurement"
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_every_line_has_its_name_at_its_end_in_its_colour(axis: Axis) -> None:
+    twins = [
+        racer(name, 40, 4_000_000, 0.25, 1, (3.0, 1.0)) for name in ("main", "a name of many, many letters", "twin")
+    ]
+    svg = draw_race(Race(40, twins), axis)
+    names = [
+        e for e in ElementTree.fromstring(svg).iter() if e.attrib.get("font-weight") == "600" and "fill" in e.attrib
+    ]
+    assert {e.text: e.attrib["fill"] for e in names} == {
+        "main": BLUE,
+        "a name of many, many le…": ORANGE,
+        "twin": GREEN,
+    }
+    boxes = []
+    for e in names:
+        x, width, is_end = float(e.attrib["x"]), LETTER * len(e.text or ""), e.attrib.get("text-anchor") == "end"
+        left = x - width if is_end else x
+        assert LEFT < left and left + width <= WIDTH and abs(x - END) <= 8
+        boxes.append((left, left + width, float(e.attrib["y"])))
+    for (a, b, y), (c, d, z) in itertools.combinations(boxes, 2):
+        assert b <= c or d <= a or abs(y - z) >= MIN_NAME_GAP - 0.2, "names do not overlap"
 
 
 def test_the_tree_shows_forks_and_edits() -> None:
