@@ -109,7 +109,7 @@ def test_a_backward_between_steps_begins_at_zero() -> None:
         for mine, right in zip(model.parameters(), other.parameters(), strict=True):
             assert mine.grad is not None and right.grad is not None
             assert torch.equal(mine.grad, right.grad)
-        with pytest.raises(RuntimeError, match=r"call model\.zero_grad\(\) before a step"):
+        with pytest.raises(RuntimeError, match=r"call model\.zero_grad\(set_to_none=True\) before a step"):
             relay.step(BATCH)
         model.zero_grad()
         relay.step(BATCH)

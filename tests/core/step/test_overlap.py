@@ -39,9 +39,9 @@ class SlowLink(EmulatedDevice):
         super().__init__()
         self.delay_s = latency_s
 
-    def _run(self, lane: str, copies: Sequence[Copy], record: RecordFn, after: Ticket | None) -> None:
+    def _run(self, lane: str, copies: Sequence[Copy], record: RecordFn) -> None:
         time.sleep(self.delay_s)
-        super()._run(lane, copies, record, after)
+        super()._run(lane, copies, record)
 
 
 # -- the same bits ---------------------------------------------------------------------------------------------------
@@ -315,12 +315,12 @@ def test_a_copy_that_fails_ends_the_step_and_the_relay_goes_on(lane: str, stash:
     class Broken(EmulatedDevice):
         left = -1
 
-        def _run(self, name: str, copies: Sequence[Copy], record: RecordFn, after: Ticket | None) -> None:
+        def _run(self, name: str, copies: Sequence[Copy], record: RecordFn) -> None:
             if name == lane:
                 self.left -= 1
                 if self.left == 0:
                     raise OSError("the cable is loose")
-            super()._run(name, copies, record, after)
+            super()._run(name, copies, record)
 
     kind, device = BY_NAME["chain"], Broken()
     threads = threading.active_count()
