@@ -212,8 +212,6 @@ ATTRIBUTES: Mapping[str, str] = {
     "_sequence_nr": "order of nodes in the forward: separates the nodes of this segment from earlier ones",
     "_input_metadata": "shape and type of the gradient that a node expects",
     "_backward_cls": "class of the nodes of an autograd function, to recognise the engine's",
-    "_saved_self": "factors that the node of `prod` has kept: without it, its gradient would have other bits",
-    "_saved_result": "their product: the same",
     "_schema": "arguments that an operator writes to: without it, writes by `out=` and in place are not seen",
     "_foreach_zero_": "operator of `zero_grad(set_to_none=False)`: without it, that raises after a step",
     "_to_copy": "operator of `model.double()`: the same",

@@ -36,6 +36,9 @@ from l2l_core.step.graph.guarded_tensor import unguard
 
 Root = tuple[GradientEdge, torch.Tensor]
 
+# Nodes of `prod`, and of `masked_fill` by a tensor: the only ones of PyTorch's operators in its own list of samples (torch 2.13).
+_OTHER_UNDER_MODES = {"ProdBackward0", "ProdBackward1", "MaskedFillBackward1"}
+
 
 class BoundaryGradient:
     """The gradient of one tensor of one micro-batch, held until the graph before the boundary runs backward.
@@ -165,31 +168,33 @@ def run_backward(roots: Sequence[Root]) -> None:
     """Back-propagate from `roots` to segment inputs and parameters."""
     if roots:
         edges, grads = zip(*roots, strict=True)
-        with _products_outside_modes(edges) if count_dispatch_modes() else nullcontext():
+        with _modes_hidden_from_nodes(edges) if count_dispatch_modes() else nullcontext():
             # The engine call under `torch.autograd.backward`, without its checks of the gradients.
             run_engine(edges, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @contextmanager
-def _products_outside_modes(edges: Iterable[GradientEdge]) -> Iterator[None]:
-    """Let PyTorch compute gradients of `prod` as in plain training.
+def _modes_hidden_from_nodes(edges: Iterable[GradientEdge]) -> Iterator[None]:
+    """Let PyTorch compute the gradients as in plain training for nodes that have another formula under a dispatch mode.
 
-    It takes another formula, which rounds otherwise, while a dispatch mode is on, and plain training has none of the relay's.
+    It rounds otherwise, and plain training has none of the relay's modes.
     """
     with ExitStack() as scope:
         if all(isinstance(mode, EngineDispatchMode) for mode in dispatch_modes()):
             for node in walk_graph(edges).nodes:
-                if type(node).__name__.startswith("ProdBackward"):
+                if type(node).__name__ in _OTHER_UNDER_MODES:
                     _run_outside_modes(node, scope)
         yield
 
 
 def _run_outside_modes(node: Any, scope: ExitStack) -> None:
     hidden = scope.enter_context(ExitStack())  # closed here if the node raises
+    names = [name for name in dir(node) if name.startswith("_saved_")]
 
     def before(grads: Sequence[torch.Tensor | None]) -> None:
-        for saved in (node._saved_self, node._saved_result):
-            saved.detach()  # under the mode: restores its memory, if it was offloaded
+        for saved in (getattr(node, name) for name in names):
+            if isinstance(saved, torch.Tensor):
+                saved.detach()  # under the mode: restores its memory, if it was offloaded
         hidden.enter_context(no_dispatch())
 
     def after(inputs: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) -> None:

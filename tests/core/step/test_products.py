@@ -1,4 +1,4 @@
-"""Gradients of `prod`, for which PyTorch has another formula under a dispatch mode, are those of plain training."""
+"""Gradients of `prod` and `masked_fill`, which PyTorch computes otherwise under a dispatch mode, are those of plain training."""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ class Product(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         factors = self.linear(x)[:, :3]  # none is zero
         return x + (factors.prod(-1, keepdim=True) if self.keeps else torch.prod(factors))
+
+
+class Filled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.value = nn.Linear(8, 8), nn.Parameter(torch.tensor(0.0))  # so that updates keep all bits
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.masked_fill(x > 0, self.value))
 
 
 class Seen(TorchDispatchMode):
@@ -64,3 +73,26 @@ def test_products_have_the_gradients_of_plain_training(config: dict[str, Any], p
                 twin.step()
                 twin.zero_grad()
             assert all(map(torch.equal, model.parameters(), plain.parameters())), step
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("stash", ["host", "device"])
+def test_a_learned_value_that_fills_has_the_gradient_of_plain_training(stash: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Filled(), *[nn.Sequential(Filled(), nn.Tanh()) for _ in range(3)], nn.Linear(8, 4))
+    plain = copy.deepcopy(model)
+    optimizer, twin = (torch.optim.SGD(each.parameters(), lr=1e-1) for each in (model, plain))
+
+    def objective(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    settings = RelayConfig(micro_batches=2, stash=stash)
+    with Relay(model, optimizer, EmulatedDevice(), ["1", "2", "3"], objective=objective, config=settings) as relay:
+        for _ in range(STEPS):
+            batch = torch.randn(512, 8), torch.randn(512, 4)
+            relay.step(batch)
+            for part in zip(*(each.chunk(2) for each in batch), strict=True):
+                (objective(plain, part) / 2).backward()
+            twin.step()
+            twin.zero_grad()
+            assert all(map(torch.equal, model.parameters(), plain.parameters()))
